@@ -1,0 +1,258 @@
+"""Every option of the engine: frozen classes, resolved once, checked before any weight is read.
+
+    options = EngineConfig.from_options(model="...", max_num_seqs=64)   # unknown keys are errors
+    config = options.resolve(facts, platform="cpu")                     # no "auto" and no None is left
+
+The field names are vLLM's flag names, so `--max-num-seqs` on the command line, `max_num_seqs:` in a YAML file and
+`LLM(max_num_seqs=...)` are the same option. A field's help text and choices are in its metadata; command line
+and documentation are generated from it.
+
+This module reads no model files: what it needs of a model comes in as `ModelFacts`.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpaged.errors import ConfigError, did_you_mean
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field with its help text. `choices`, `minimum`, `maximum` and `above` are checked."""
+    metadata["help"] = help
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+EMBEDDED_MODEL = "demo"
+"""The name of the model that ships inside the package."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and how requests may use it."""
+
+    model: str = option(EMBEDDED_MODEL, "a folder in Hugging Face format, a hub id, or 'demo', the embedded model")
+    tokenizer: str | None = option(None, "folder or hub id of the tokenizer, when it is not the model's")
+    revision: str | None = option(None, "branch, tag or commit of the model on the hub")
+    dtype: str = option("auto", "type of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
+    max_model_len: int | None = option(
+        None, "longest prompt plus output in tokens; the model's own limit by default", minimum=1
+    )
+    seed: int = option(0, "seed of the requests that bring none of their own")
+    max_logprobs: int = option(20, "most log probabilities per token that a request may ask for; -1: all", minimum=-1)
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        "what log probabilities show: before or after the sampling parameters, normalised or not",
+        choices=("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
+    )
+    generation_config: str = option(
+        "auto", "where default sampling parameters come from: the model's own file, or vLLM's defaults",
+        choices=("auto", "vllm"),
+    )
+    override_generation_config: dict[str, Any] = option({}, "sampling defaults that override generation_config.json")
+    chat_template: str | None = option(None, "a Jinja file, or a template in one line, in place of the model's own")
+    logits_processors: tuple[Any, ...] = option((), "custom logits processors, as classes or 'module:Class'")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int | None = option(None, "tokens per KV block; what the device's kernel likes by default", minimum=1)
+    kv_cache_dtype: str = option(
+        "auto", "type of cached keys and values; 'auto' is the model's",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "share of device memory for weights, temporaries and KV blocks", above=0.0, maximum=1.0
+    )
+    kv_cache_memory_bytes: int | None = option(None, "bytes per device for KV blocks, in place of the share", minimum=1)
+    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, in place of any measurement", minimum=2)
+    enable_prefix_caching: bool = option(True, "reuse KV blocks of equal prompt beginnings")
+    enable_kv_cache_events: bool = option(False, "record a typed event for every block stored and removed")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many devices share the work."""
+
+    tensor_parallel_size: int = option(1, "devices over which heads and feed-forward are split", minimum=1)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What one step may hold, and who goes first."""
+
+    max_num_batched_tokens: int | None = option(None, "most tokens in one step", minimum=1)
+    max_num_seqs: int | None = option(None, "most requests running at a time", minimum=1)
+    scheduling_policy: str = option(
+        "fcfs", "order of waiting requests", choices=("fcfs", "priority")
+    )
+    enable_chunked_prefill: bool = option(True, "let a long prompt take several steps")
+    long_prefill_token_threshold: int = option(
+        0, "most tokens of one prompt in a step while others run; 0: no such limit", minimum=0
+    )
+    async_scheduling: bool = option(True, "prepare the next step while this one runs")
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """How weights get from files to devices."""
+
+    load_format: str = option(
+        "auto", "'dummy' makes random weights from the seed", choices=("auto", "safetensors", "orbax", "dummy")
+    )
+    download_dir: str | None = option(None, "where hub downloads are kept; huggingface_hub's cache by default")
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """Compiled programs."""
+
+    compilation_cache_dir: str | None = option(
+        None, "where compiled programs are kept between runs; 'off' for nowhere. Default: the user's cache folder"
+    )
+    token_buckets: tuple[int, ...] | None = option(None, "padded step sizes in tokens that get a program")
+    attention_backend: str = option(
+        "auto", "which attention kernel", choices=("auto", "reference")
+    )
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What checking the options needs to know of the model."""
+
+    max_position_embeddings: int
+    dtype: str  # of the checkpoint: bfloat16, float16 or float32
+    num_heads: int
+    vocab_size: int
+
+
+# What suits a platform: (block_size, max_num_batched_tokens, max_num_seqs). On a CPU prefill chunks of about 512
+# tokens run at the highest share of the matmul peak.
+PLATFORM_DEFAULTS = {"cpu": (32, 512, 64), "gpu": (16, 8192, 256), "tpu": (128, 1024, 256)}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All options, by topic."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "EngineConfig":
+        """Build from flat keywords. Raises ConfigError for unknown names and for values out of range."""
+        sections: dict[str, dict[str, Any]] = {}
+        owners = {f.name: section for section, f in all_options()}
+        for name, value in options.items():
+            if name not in owners:
+                raise ConfigError(f"unknown option {name!r}.{did_you_mean(name, owners)}")
+            sections.setdefault(owners[name], {})[name] = value
+        types = {f.name: f.default_factory for f in dataclasses.fields(cls)}
+        config = cls(**{section: types[section](**values) for section, values in sections.items()})
+        for section, f in all_options():
+            check_option(f, getattr(getattr(config, section), f.name))
+        return config
+
+    def resolve(self, facts: ModelFacts, platform: str) -> "EngineConfig":
+        """Replace every "auto" and every None by a value. Raises ConfigError where options contradict each other."""
+        block_size, batched_tokens, num_seqs = PLATFORM_DEFAULTS.get(platform, PLATFORM_DEFAULTS["gpu"])
+        given = self.scheduler
+        max_model_len = self.model.max_model_len or facts.max_position_embeddings
+        max_num_seqs = given.max_num_seqs or min(num_seqs, given.max_num_batched_tokens or num_seqs)
+        max_num_batched_tokens = given.max_num_batched_tokens or max(batched_tokens, max_num_seqs)
+        if not given.enable_chunked_prefill and given.max_num_batched_tokens is None:
+            max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
+        dtype = facts.dtype if self.model.dtype == "auto" else self.model.dtype
+        config = dataclasses.replace(
+            self,
+            model=dataclasses.replace(
+                self.model,
+                dtype=dtype,
+                tokenizer=self.model.tokenizer or self.model.model,
+                max_model_len=max_model_len,
+                max_logprobs=facts.vocab_size if self.model.max_logprobs == -1 else self.model.max_logprobs,
+            ),
+            cache=dataclasses.replace(
+                self.cache,
+                block_size=self.cache.block_size or block_size,
+                kv_cache_dtype=dtype if self.cache.kv_cache_dtype == "auto" else self.cache.kv_cache_dtype,
+            ),
+            scheduler=dataclasses.replace(
+                given, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            ),
+        )
+        config._cross_check(facts)
+        return config
+
+    def _cross_check(self, facts: ModelFacts) -> None:
+        scheduler, model = self.scheduler, self.model
+        if model.max_model_len > facts.max_position_embeddings:
+            raise ConfigError(
+                f"max_model_len is {model.max_model_len}, but the model was made for "
+                f"{facts.max_position_embeddings} positions. Lower max_model_len."
+            )
+        if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({scheduler.max_num_batched_tokens}) is less than max_num_seqs "
+                f"({scheduler.max_num_seqs}), but every running request needs a token per step. "
+                "Raise the first or lower the second."
+            )
+        if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < model.max_model_len:
+            raise ConfigError(
+                f"without chunked prefill a whole prompt must fit one step, but max_num_batched_tokens "
+                f"({scheduler.max_num_batched_tokens}) is less than max_model_len ({model.max_model_len}). "
+                "Raise it, or leave chunked prefill on."
+            )
+        if facts.num_heads % self.parallel.tensor_parallel_size:
+            raise ConfigError(
+                f"tensor_parallel_size {self.parallel.tensor_parallel_size} does not divide the model's "
+                f"{facts.num_heads} attention heads. Choose one of {divisors(facts.num_heads)}."
+            )
+        buckets = self.compile.token_buckets
+        if buckets is not None and max(buckets) < scheduler.max_num_batched_tokens:
+            raise ConfigError(
+                f"the largest of token_buckets is {max(buckets)}, but a step may hold max_num_batched_tokens = "
+                f"{scheduler.max_num_batched_tokens} tokens. Add a bucket of that size."
+            )
+
+
+def all_options() -> list[tuple[str, dataclasses.Field]]:
+    """(section name, field) of every option, in order of declaration."""
+    return [
+        (section.name, f)
+        for section in dataclasses.fields(EngineConfig)
+        for f in dataclasses.fields(section.default_factory)
+    ]
+
+
+def check_option(f: dataclasses.Field, value: Any) -> None:
+    """Raise ConfigError when `value` is outside what the field's metadata allows."""
+    limits, name = f.metadata, f.name
+    if "choices" in limits and value not in limits["choices"]:
+        near = did_you_mean(str(value), limits["choices"])
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(limits['choices'])}.{near}")
+    if value is None or not {"minimum", "maximum", "above"} & limits.keys():
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{name} is {value!r}; it must be a number.")
+    if f.type in (int, int | None) and not isinstance(value, int):
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number.")
+    if value < limits.get("minimum", -math.inf):
+        raise ConfigError(f"{name} is {value}; it must be at least {limits['minimum']}.")
+    if value > limits.get("maximum", math.inf):
+        raise ConfigError(f"{name} is {value}; it must be at most {limits['maximum']}.")
+    if value <= limits.get("above", -math.inf):
+        raise ConfigError(f"{name} is {value}; it must be more than {limits['above']}.")
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,213 @@
+"""What crosses a boundary, in order of travel. Read this file first.
+
+    InputProcessor -> EngineCoreRequest -> Scheduler -> SchedulerOutput -> Executor -> ModelRunner
+      -> ModelRunnerOutput -> Scheduler -> EngineCoreOutput -> OutputProcessor -> RequestOutput
+
+All are msgspec structs of plain values and numpy arrays: they travel between processes without
+pickle. They hold data and no behaviour; this module knows nothing of how a step is computed.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxpaged.sampling_params import SamplingParams
+
+# Why a request ended, as clients see it.
+FinishReason = str  # "stop" | "length" | "abort" | "error"
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
+    """A checked, tokenised request on its way to the engine core.
+
+    `sampling_params` is complete: `max_tokens` is a number, `seed` a 64-bit integer, `stop_token_ids` holds the
+    model's own end-of-sequence ids unless `ignore_eos`. `eos_token_id` is the id that ends the text with a
+    `stop_reason` of None.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time: float
+    eos_token_id: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    lora_name: str | None = None
+    mm_hashes: list[tuple[str, int, int]] = []  # (content hash, offset in the prompt, length)
+
+
+# ---- Scheduler -> ModelRunner ------------------------------------------------------------------
+
+
+class NewRequestData(msgspec.Struct):
+    """What the runner must know of a request that it sees for the first time, or again after preemption.
+
+    `token_ids` is everything known so far: prompt, and output when the request was preempted.
+    `block_ids[g]` is the block table of KV group g, prefix-cache hits included.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: tuple[list[int], ...]
+    sampling_params: SamplingParams
+
+
+class SchedulerOutput(msgspec.Struct):
+    """One step: which requests compute how many tokens. The four lists run in parallel, one entry a request.
+
+    A request samples a token in this step exactly when `samples[i]`: its last known token is computed here.
+    With asynchronous scheduling that token may still be on the device, sampled by the step before.
+    `removed_request_ids` finished, were aborted, or were preempted since the last step: their rows are free.
+    They are removed before `new_requests` are added. For requests in `new_requests` the entry of
+    `new_block_ids` is None, since the whole table is in `NewRequestData`.
+    """
+
+    step_id: int
+    new_requests: list[NewRequestData]
+    removed_request_ids: list[str]
+    request_ids: list[str]
+    num_scheduled_tokens: list[int]
+    num_computed_tokens: list[int]  # before this step
+    samples: list[bool]
+    new_block_ids: list[tuple[list[int], ...] | None]  # to append, per KV group
+    total_num_scheduled_tokens: int = 0
+
+
+# ---- ModelRunner -> Scheduler ------------------------------------------------------------------
+
+
+class SampledLogprobs(msgspec.Struct):
+    """Log probabilities of one step, a line for every request that sampled.
+
+    `token_ids` and `logprobs` are `[n, 1 + k]`: the sampled token first, then the k most likely in order.
+    `ranks` is `[n]`: 1 + the number of tokens strictly more likely than the sampled one.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+
+
+class PromptLogprobs(msgspec.Struct):
+    """Log probabilities of a run of prompt tokens; the layout is that of `SampledLogprobs`.
+
+    Line i is the distribution from which prompt token `start + i` would have been drawn (`start` >= 1).
+    """
+
+    start: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+
+
+class ModelRunnerOutput(msgspec.Struct):
+    """What one step produced. `request_ids` are those that sampled, in the order of `sampled_token_ids` [n].
+
+    `failed` maps a request to the reason why its own computation failed (for example logits that are not a
+    number); its token is not to be used. Other requests of the step are unharmed.
+    """
+
+    step_id: int
+    request_ids: list[str]
+    sampled_token_ids: list[int]
+    logprobs: SampledLogprobs | None = None
+    prompt_logprobs: dict[str, PromptLogprobs] = {}
+    failed: dict[str, str] = {}
+
+
+# ---- Scheduler -> front end --------------------------------------------------------------------
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Candidates of one sampled position: the sampled token first, then the most likely ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # of the sampled token
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+    """New tokens of one request, and whether it ended."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt tokens 1, 2, ...; once, with the first token
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    error: str | None = None  # with finish_reason "error"
+
+
+class SchedulerStats(msgspec.Struct, array_like=True):
+    """The state of the queues and of the KV cache after a step."""
+
+    step_id: int = 0
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    kv_cache_usage: float = 0.0  # 0..1
+    prefix_cache_queries: int = 0  # tokens, since the engine started
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    num_scheduled_tokens: int = 0  # of this step
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True):
+    """Everything that one engine step tells the front end."""
+
+    outputs: list[EngineCoreOutput]
+    stats: SchedulerStats
+
+
+# ---- front end -> user ---------------------------------------------------------------------------
+
+
+class Logprob(msgspec.Struct):
+    """The log probability of one candidate token, its 1-based rank, and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class CompletionOutput(msgspec.Struct):
+    """One generated sequence. `stop_reason` is the stop string or stop token id that ended it, or None."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class RequestMetrics(msgspec.Struct):
+    """Times of one request in seconds since the epoch; None until reached."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+class RequestOutput(msgspec.Struct):
+    """The result of one prompt: `outputs` holds `n` sequences, ordered by index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None
+    error: str | None = None
+    lora_request: Any = None
