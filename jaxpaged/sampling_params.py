@@ -1,0 +1,425 @@
+"""How one request wants its tokens drawn: `SamplingParams`, `BeamSearchParams`, and their checks.
+
+Names, defaults and ranges are vLLM's. Every value is checked on construction; what needs a vocabulary is
+checked by `verify`. A field that is not here does not exist: unknown names are errors, nothing is ignored.
+
+This module knows neither models, tokenizers nor devices.
+"""
+
+import enum
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from jaxpaged.errors import RequestError, did_you_mean
+
+logger = logging.getLogger(__name__)
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this take the most likely token."""
+LEAST_TEMPERATURE = 0.01
+"""Positive temperatures below this are raised to it: dividing logits by less loses their precision."""
+
+MAX_N = 16384
+MAX_LOGIT_BIAS_IDS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_MASKED_STOP_IDS = 128
+"""Most stop ids, the end-of-sequence id included, of a request with `min_tokens`."""
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 128
+MAX_BAD_WORD_TOKENS = 1024
+"""All bad words of a request together, in tokens."""
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What a `RequestOutput` holds: everything so far, what is new, or everything and only at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_defaults=True):
+    """Parameters of one request. Raises RequestError, with `parameter` naming the field, for what cannot be.
+
+    n: sequences per prompt; with a seed, sequence i is drawn with `seed + i`.
+    presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logit of a token that the output
+        contains, once, or once per occurrence.
+    repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in prompt or output.
+    temperature: in [0, 2]; 0 takes the most likely token and switches off top_p, top_k and min_p.
+    top_p: in (0, 1]; keeps the smallest set of most likely tokens whose probability reaches it.
+    top_k: keeps the k most likely tokens, and all that tie with the k-th; 0 and -1 keep all.
+    min_p: in [0, 1]; drops tokens less likely than min_p times the most likely one.
+    seed: a draw depends on (seed, position) only; None or -1 for a random seed.
+    stop: text that ends the output, one or several; needs `detokenize`.
+    stop_token_ids: tokens that end the output.
+    bad_words: texts that the output must not contain, with and without a space before them.
+    include_stop_str_in_output, ignore_eos: as they say.
+    max_tokens, min_tokens: length of the output; `max_tokens=None` fills the context.
+    logprobs, prompt_logprobs: how many of the most likely tokens to report per position; -1 for all.
+    logprob_token_ids: report these tokens in place of the most likely ones; `logprobs` becomes their number.
+    detokenize, skip_special_tokens, spaces_between_special_tokens: how ids become text.
+    logit_bias: token id -> what is added to its logit, clamped to [-100, 100].
+    allowed_token_ids: the only tokens that may be drawn.
+    output_kind: see `RequestOutputKind`.
+    extra_args: for custom logits processors and connectors.
+    skip_reading_prefix_cache: compute the whole prompt; set when prompt log probabilities are asked for.
+    bad_words_token_ids: filled by the input processor: `bad_words` in tokens.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    extra_args: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    bad_words_token_ids: list[list[int]] | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
+        """Build from names and values, such as a JSON object. Unknown names raise RequestError."""
+        public = [name for name in cls.__struct_fields__ if name != "bad_words_token_ids"]
+        for name in values:
+            if name not in public:
+                raise RequestError(
+                    f"unknown sampling parameter {name!r} with value {values[name]!r}."
+                    f"{did_you_mean(str(name), public) or ' Leave it out.'}",
+                    str(name),
+                )
+        return cls(**values)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares no list or dict with this one."""
+        containers = {
+            name: value.copy()
+            for name in self.__struct_fields__
+            if isinstance(value := getattr(self, name), list | dict)
+        }
+        return msgspec.structs.replace(self, **containers)
+
+    def child(self, index: int) -> "SamplingParams":
+        """Parameters of sequence `index` of `n`: one sequence, its own seed if a seed was given."""
+        seed = None if self.seed is None else (self.seed + index) % 2**64
+        child = self.clone()
+        child.n, child.seed = 1, seed
+        return child
+
+    def verify(self, vocab_size: int, max_logprobs: int) -> None:
+        """Check what needs the model: token ids against the vocabulary, counts against the engine's limit.
+
+        Call it again once `bad_words_token_ids` is filled. Raises RequestError.
+        """
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
+            check_ids_in_vocabulary(name, getattr(self, name) or (), vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            check_logprobs_limit(name, getattr(self, name), vocab_size, max_logprobs)
+        if self.bad_words_token_ids:
+            check_bad_words_token_ids(self.bad_words_token_ids, vocab_size)
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_lengths()
+        self._check_logprobs()
+        self._check_texts()
+        self._check_token_ids()
+        self._check_switches()
+        self._settle_temperature()
+
+    def _check_numbers(self) -> None:
+        self.presence_penalty = checked_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self.frequency_penalty = checked_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self.repetition_penalty = checked_float("repetition_penalty", self.repetition_penalty, above=0.0)
+        self.temperature = checked_float("temperature", self.temperature, 0.0, 2.0)
+        self.top_p = checked_float("top_p", self.top_p, above=0.0, maximum=1.0)
+        self.min_p = checked_float("min_p", self.min_p, 0.0, 1.0)
+        check_int("top_k", self.top_k, -1, 2**31 - 1, "0 or -1 keeps all tokens")
+        self.top_k = max(self.top_k, 0)
+        if self.seed is not None:
+            check_int("seed", self.seed, -(2**63), 2**64 - 1, "it has 64 bits")
+            self.seed = None if self.seed == -1 else self.seed
+
+    def _check_lengths(self) -> None:
+        check_int("n", self.n, 1, MAX_N)
+        check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is None:
+            return
+        check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, "None fills the context")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}. "
+                "Raise max_tokens or lower min_tokens.",
+                "min_tokens",
+            )
+
+    def _check_logprobs(self) -> None:
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, -1, 2**31 - 1, "-1 means the whole vocabulary")
+        if self.prompt_logprobs is not None:
+            check_int("prompt_logprobs", self.prompt_logprobs, -1, 2**31 - 1, "-1 means the whole vocabulary")
+            if self.skip_reading_prefix_cache is None:
+                self.skip_reading_prefix_cache = True
+        if self.logprob_token_ids is None:
+            return
+        ids = self.logprob_token_ids = checked_ids("logprob_token_ids", self.logprob_token_ids)
+        check_count("logprob_token_ids", len(ids), 1, MAX_LOGPROB_TOKEN_IDS)
+        if self.logprobs is None:
+            self.logprobs = len(ids)
+        elif self.logprobs != len(ids):
+            raise RequestError(
+                f"logprobs is {self.logprobs}, but logprob_token_ids has {len(ids)} ids. "
+                "Leave logprobs out, or make it that number.",
+                "logprobs",
+            )
+
+    def _check_texts(self) -> None:
+        self.stop = checked_texts("stop", self.stop)
+        self.bad_words = checked_texts("bad_words", self.bad_words)
+        check_count("bad_words", len(self.bad_words), 0, MAX_BAD_WORDS)
+        if self.stop and self.detokenize is False:
+            raise RequestError(
+                f"stop is {self.stop!r}, but detokenize is False, so there is no text to find it in. "
+                "Use stop_token_ids, or leave detokenize on.",
+                "stop",
+            )
+
+    def _check_token_ids(self) -> None:
+        self.stop_token_ids = list(dict.fromkeys(checked_ids("stop_token_ids", self.stop_token_ids or [])))
+        if self.min_tokens:
+            # One place is left for the end-of-sequence id.
+            check_count("stop_token_ids", len(self.stop_token_ids), 0, MAX_MASKED_STOP_IDS - 1)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = checked_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise RequestError(
+                    "allowed_token_ids is empty, so no token could follow. Leave it out.", "allowed_token_ids"
+                )
+        if self.logit_bias is not None:
+            self.logit_bias = checked_bias(self.logit_bias)
+
+    def _check_switches(self) -> None:
+        for name in (
+            "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ):  # fmt: skip
+            check_bool(name, getattr(self, name))
+        if self.skip_reading_prefix_cache is not None:
+            check_bool("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
+        self.output_kind = checked_output_kind(self.output_kind)
+        if self.extra_args is not None:
+            check_extra_args(self.extra_args)
+
+    def _settle_temperature(self) -> None:
+        if self.greedy:
+            if self.n > 1:
+                raise RequestError(
+                    f"n is {self.n}, but at temperature {self.temperature} all sequences would be equal. "
+                    "Set n to 1 or raise the temperature.",
+                    "n",
+                )
+            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+        elif self.temperature < LEAST_TEMPERATURE:
+            logger.warning("temperature %g is raised to %g", self.temperature, LEAST_TEMPERATURE)
+            self.temperature = LEAST_TEMPERATURE
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
+    """Beam search: the `beam_width` sequences of best total log probability / length ** length_penalty.
+
+    Raises RequestError for values that cannot be.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("beam_width", self.beam_width, 1, MAX_N)
+        check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        check_bool("ignore_eos", self.ignore_eos)
+        check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
+        self.temperature = checked_float("temperature", self.temperature, 0.0, 2.0)
+        self.length_penalty = checked_float("length_penalty", self.length_penalty)
+
+
+# ---- checks of one value -------------------------------------------------------------------------
+
+
+def checked_float(
+    name: str, value: Any, minimum: float = -math.inf, maximum: float = math.inf, above: float = -math.inf
+) -> float:
+    """`value` as a float, or RequestError."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} is {value!r}; it must be a number.", name)
+    if not math.isfinite(value):
+        raise RequestError(f"{name} is {value}; it must be finite.", name)
+    if value < minimum or value <= above:
+        bound = f"more than {above:g}" if value <= above else f"at least {minimum:g}"
+        raise RequestError(f"{name} is {value}; it must be {bound}.", name)
+    if value > maximum:
+        raise RequestError(f"{name} is {value}; it must be at most {maximum:g}.", name)
+    return float(value)
+
+
+def check_int(name: str, value: Any, minimum: int, maximum: int, hint: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} is {value!r}; it must be a whole number.", name)
+    if not minimum <= value <= maximum:
+        bound = f"at least {minimum}" if value < minimum else f"at most {maximum}"
+        raise RequestError(f"{name} is {value}; it must be {bound}{f' ({hint})' if hint else ''}.", name)
+
+
+def check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} is {value!r}; it must be true or false.", name)
+
+
+def check_count(name: str, count: int, minimum: int, maximum: int) -> None:
+    if not minimum <= count <= maximum:
+        bound = f"at least {minimum}" if count < minimum else f"at most {maximum}"
+        raise RequestError(f"{name} has {count} entries; it must have {bound}.", name)
+
+
+def checked_texts(name: str, value: Any) -> list[str]:
+    """`value` as a list of non-empty texts."""
+    texts = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"{name} is {value!r}; it must be a text or a list of texts.", name)
+    if "" in texts:
+        raise RequestError(f"{name} is {value!r}; an empty text would match everywhere. Leave it out.", name)
+    return list(texts)
+
+
+def checked_ids(name: str, value: Any) -> list[int]:
+    """`value` as a list of token ids, none of them negative."""
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"{name} is {value!r}; it must be a list of token ids.", name)
+    for token_id in value:
+        check_token_id(name, token_id)
+    return list(value)
+
+
+def check_token_id(name: str, token_id: Any) -> None:
+    if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
+        raise RequestError(f"{name} contains {token_id!r}; it must contain whole numbers from 0.", name)
+
+
+def check_ids_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise RequestError(
+                f"{name} contains token id {token_id}, but the vocabulary has {vocab_size} ids. "
+                f"Use ids from 0 to {vocab_size - 1}.",
+                name,
+            )
+
+
+def checked_bias(value: Any) -> dict[int, float]:
+    """`value` as token id -> bias in [-100, 100]. JSON has only text as keys, so "17" is taken for 17."""
+    if not isinstance(value, Mapping):
+        raise RequestError(f"logit_bias is {value!r}; it must map token ids to numbers.", "logit_bias")
+    check_count("logit_bias", len(value), 0, MAX_LOGIT_BIAS_IDS)
+    bias = {}
+    for key, amount in value.items():
+        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        check_token_id("logit_bias", token_id)
+        bias[token_id] = min(max(checked_float("logit_bias", amount), -100.0), 100.0)
+    return bias
+
+
+def check_logprobs_limit(name: str, wanted: int | None, vocab_size: int, max_logprobs: int) -> None:
+    if wanted is None:
+        return
+    count = vocab_size if wanted == -1 else wanted
+    if count > max_logprobs:
+        asked = f"-1, the whole vocabulary of {vocab_size}" if wanted == -1 else str(wanted)
+        raise RequestError(
+            f"{name} is {asked}, but this engine gives at most {max_logprobs}. "
+            "Ask for fewer, or start the engine with a larger max_logprobs.",
+            name,
+        )
+
+
+def check_bad_words_token_ids(words: list[list[int]], vocab_size: int) -> None:
+    """The words as tokens fit the places that the sampler has for them."""
+    hint = "Use fewer or shorter bad_words."
+    if len(words) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words become {len(words)} token sequences, with and without a space before them; "
+            f"at most {MAX_BAD_WORDS} are possible. {hint}",
+            "bad_words",
+        )
+    for word in words:
+        check_ids_in_vocabulary("bad_words", word, vocab_size)
+        if not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
+            raise RequestError(
+                f"one of bad_words has {len(word)} tokens; 1 to {MAX_BAD_WORD_LENGTH} are possible. {hint}",
+                "bad_words",
+            )
+    total = sum(map(len, words))
+    if total > MAX_BAD_WORD_TOKENS:
+        raise RequestError(
+            f"bad_words have {total} tokens together; at most {MAX_BAD_WORD_TOKENS} are possible. {hint}",
+            "bad_words",
+        )
+
+
+def checked_output_kind(value: Any) -> RequestOutputKind:
+    """A member, or its number or name."""
+    if isinstance(value, str) and value.upper() in RequestOutputKind.__members__:
+        return RequestOutputKind[value.upper()]
+    if isinstance(value, int) and not isinstance(value, bool) and value in list(RequestOutputKind):
+        return RequestOutputKind(value)
+    names = ", ".join(RequestOutputKind.__members__)
+    raise RequestError(f"output_kind is {value!r}; it must be one of {names}.", "output_kind")
+
+
+def check_extra_args(value: Any) -> None:
+    """A dict with text keys, of values that every wire format can carry."""
+    if not isinstance(value, dict):
+        raise RequestError(f"extra_args is {value!r}; it must map names to values.", "extra_args")
+    pending: list[Any] = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            if not all(isinstance(key, str) for key in item):
+                raise RequestError(f"extra_args has keys {list(item)!r}; they must be text.", "extra_args")
+            pending.extend(item.values())
+        elif isinstance(item, list | tuple):
+            pending.extend(item)
+        elif isinstance(item, int) and not -(2**63) <= item < 2**64:
+            raise RequestError(f"extra_args contains {item}; whole numbers must fit 64 bits.", "extra_args")
+        elif not isinstance(item, str | bytes | int | float | None):
+            raise RequestError(
+                f"extra_args contains {item!r}; use texts, numbers, lists and dicts of them.", "extra_args"
+            )
