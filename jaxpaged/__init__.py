@@ -1,0 +1,29 @@
+"""LLM inference native to JAX and XLA. These names are the public interface; nothing else is.
+
+They are imported when they are first used, so that `jaxpaged --help` need not wait for jax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxpaged.config import EngineConfig
+    from jaxpaged.entrypoints.llm import LLM
+    from jaxpaged.messages import RequestOutput
+    from jaxpaged.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
+
+_MODULES = {
+    "LLM": "jaxpaged.entrypoints.llm",
+    "EngineConfig": "jaxpaged.config",
+    "RequestOutput": "jaxpaged.messages",
+    "SamplingParams": "jaxpaged.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'jaxpaged' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
