@@ -1,0 +1,132 @@
+"""Rotary position embedding and the ways to stretch it beyond the length that a model was trained on.
+
+Formulas: RoFormer (arXiv 2104.09864); linear: positional interpolation (2306.15595); dynamic: NTK-aware scaling;
+yarn: 2309.00071; longrope: 2402.13753; llama3: the frequency bands of Llama 3.1. Constants are numpy, computed
+while a program is traced; angles are float32. Two scalings depend on how long a sequence may become: see
+`inverse_frequencies`. This module knows no model and no config.json.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How positions become angles. The first `rotary_dim` numbers of a head are rotated, the others pass.
+
+    `max_position` is the trained length for "dynamic", `original_max_position` the one for the other scalings.
+    cos and sin are multiplied by `attention_factor`.
+    """
+
+    theta: float
+    rotary_dim: int
+    rope_type: str = "default"
+    factor: float = 1.0
+    max_position: int = 0
+    original_max_position: int = 0
+    attention_factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+def rope_cos_sin(rope: RopeConfig, positions_T: jax.Array, max_model_len: int) -> tuple[jax.Array, jax.Array]:
+    """Float32 (cos, sin) of the angles at these positions, each [T, rotary_dim / 2]."""
+    angles = positions_T.astype(jnp.float32)[:, None] * inverse_frequencies(rope, max_model_len)
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def apply_rope(x_TNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate the heads: number i of the rotated part pairs with number i + rotary_dim / 2. In float32."""
+    half = cos.shape[-1]
+    x1 = x_TNH[..., :half].astype(jnp.float32)
+    x2 = x_TNH[..., half : 2 * half].astype(jnp.float32)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    rotated = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_TNH.dtype)
+    return jnp.concatenate([rotated, x_TNH[..., 2 * half :]], axis=-1)
+
+
+def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> np.ndarray:
+    """Float32 angle per position, one for every pair of numbers: [rotary_dim / 2].
+
+    "dynamic" and "longrope" depend on the length of the sequence. Keys stay in the cache, so one engine needs one
+    answer: both go by `max_model_len`, the longest sequence that the engine accepts. Up to the trained length that
+    is what transformers computes; beyond it transformers computes the same for a prompt of just `max_model_len`
+    tokens (dynamic), or for every prompt longer than the trained length (longrope), where vLLM decides alike.
+    """
+    compute = FREQUENCIES[rope.rope_type]
+    return compute(rope, max_model_len).astype(np.float32)
+
+
+def plain(rope: RopeConfig, theta: float | None = None) -> np.ndarray:
+    """theta ** (-2 i / rotary_dim)."""
+    exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
+    return 1.0 / np.float64(theta or rope.theta) ** exponents
+
+
+def default(rope: RopeConfig, max_model_len: int) -> np.ndarray:
+    return plain(rope)
+
+
+def linear(rope: RopeConfig, max_model_len: int) -> np.ndarray:
+    """Positions shrink by `factor`."""
+    return plain(rope) / rope.factor
+
+
+def dynamic(rope: RopeConfig, max_model_len: int) -> np.ndarray:
+    """The base grows with the part of the sequence that exceeds the trained length."""
+    length = max(max_model_len, rope.max_position)
+    growth = rope.factor * length / rope.max_position - (rope.factor - 1)
+    return plain(rope, rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2)))
+
+
+def llama3(rope: RopeConfig, max_model_len: int) -> np.ndarray:
+    """Long wavelengths are divided by `factor`, short ones stay, and those between are blended."""
+    frequencies = plain(rope)
+    turns = rope.original_max_position * frequencies / (2 * math.pi)  # over the trained length
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)
+    return (1 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+def yarn(rope: RopeConfig, max_model_len: int) -> np.ndarray:
+    """Interpolate the frequencies that turn less than `beta_slow` times over the trained length; keep fast ones."""
+
+    def pair_that_turns(times: float) -> float:
+        length = rope.original_max_position / (times * 2 * math.pi)
+        return rope.rotary_dim * math.log(length) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001  # a step, not a division by zero
+    ramp = np.clip((np.arange(rope.rotary_dim // 2) - low) / (high - low), 0.0, 1.0)
+    frequencies = plain(rope)
+    return frequencies / rope.factor * ramp + frequencies * (1 - ramp)
+
+
+def longrope(rope: RopeConfig, max_model_len: int) -> np.ndarray:
+    """Every frequency has its own divisor, from one list for short and another for long sequences."""
+    is_long = max_model_len > rope.original_max_position
+    return plain(rope) / np.asarray(rope.long_factor if is_long else rope.short_factor, np.float64)
+
+
+FREQUENCIES = {
+    "default": default,
+    "linear": linear,
+    "dynamic": dynamic,
+    "llama3": llama3,
+    "yarn": yarn,
+    "longrope": longrope,
+}
+"""rope_type in config.json -> the function that computes its inverse frequencies."""

@@ -1,0 +1,1 @@
+"""Model architectures: what config.json means, which parameters exist, and the forward pass."""

@@ -1,0 +1,237 @@
+"""config.json -> DecoderConfig: what a decoder model is, in numbers, frozen and hashable.
+
+`HfFields` reads the raw dictionary, in the spelling of transformers 4 and 5, and remembers what was read: a field
+that nobody read and that is not known to be harmless would change the maths, so it is an error. What a field
+means for one architecture is said in that architecture's module. transformers is not imported.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpaged.errors import CheckpointError
+from jaxpaged.layers.rope import RopeConfig
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What differs from layer to layer. `window`: tokens that a query sees, itself included; None: all."""
+
+    window: int | None
+    rope: RopeConfig
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder-only transformer. Static under jit, so layers of one kind share one trace.
+
+    `query_scale` multiplies the attention scores, `embed_scale` the embeddings. `max_position_embeddings` is the
+    longest sequence the model is made for, rope scaling included. `max_model_len` is the engine's limit, equal to
+    it until replaced. `dtype` is the checkpoint's.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    norm_eps: float
+    activation: str
+    tie_embeddings: bool
+    query_scale: float
+    max_position_embeddings: int
+    max_model_len: int
+    dtype: str
+    layers: tuple[LayerConfig, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    attn_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    embed_scale: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def dim_sizes(self) -> dict[str, int]:
+        """Letter -> size of that axis in the checkpoint."""
+        return {
+            "D": self.hidden_size,
+            "N": self.num_heads,
+            "K": self.num_kv_heads,
+            "H": self.head_dim,
+            "F": self.intermediate_size,
+            "V": self.vocab_size,
+        }
+
+
+HARMLESS_FIELDS = frozenset(
+    """
+    architectures model_type transformers_version torch_dtype dtype use_cache initializer_range auto_map name_or_path
+    attention_dropout hidden_dropout resid_pdrop embd_pdrop classifier_dropout output_attentions output_hidden_states
+    return_dict return_dict_in_generate torchscript tokenizer_class prefix id2label label2id problem_type num_labels
+    finetuning_task task_specific_params pad_token_id sep_token_id decoder_start_token_id max_length min_length
+    do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences output_scores forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens chunk_size_feed_forward pruned_heads
+    tf_legacy_loss use_bfloat16 cache_implementation attn_implementation bos_token_id eos_token_id
+    hybrid_kvcache_attention_pattern unsloth_fixed unsloth_version transformers.js_config mm_tokens_per_image
+    """.split()
+)
+"""Fields that say nothing of the forward pass: training, sampling defaults, names, and records."""
+
+
+class HfFields:
+    """Reads the fields of one config.json, each checked for its type, and knows which ones nobody read."""
+
+    def __init__(self, hf: dict[str, Any]):
+        self.hf = hf
+        self.read: set[str] = set()
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """The field as it is, or `default` where it is missing or null."""
+        self.read.add(name)
+        found = self.hf.get(name)
+        return default if found is None else found
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive whole number."""
+        found = self.value(name, default)
+        if found is None:
+            raise CheckpointError(f"config.json lacks {name}. Is this the model's complete config.json?")
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            raise CheckpointError(f"config.json: {name} is {found!r}; it must be a positive whole number.")
+        return found
+
+    def count_or_none(self, name: str, default: int | None = None) -> int | None:
+        return None if self.value(name, default) is None else self.count(name, default)
+
+    def number(self, name: str, default: float) -> float:
+        """A positive number."""
+        found = self.value(name, default)
+        if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
+            raise CheckpointError(f"config.json: {name} is {found!r}; it must be a positive number.")
+        return float(found)
+
+    def number_or_none(self, name: str, default: float | None = None, absent: bool = True) -> float | None:
+        """A positive number; an explicit null means none, a missing field means `default`."""
+        self.read.add(name)
+        if self.hf.get(name) is None and (name in self.hf or default is None):
+            return None
+        return self.number(name, default)
+
+    def flag(self, name: str, default: bool) -> bool:
+        found = self.value(name, default)
+        if not isinstance(found, bool):
+            raise CheckpointError(f"config.json: {name} is {found!r}; it must be true or false.")
+        return found
+
+    def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
+        found = self.value(name, default)
+        if found not in choices:
+            raise CheckpointError(f"config.json: {name} is {found!r}; supported: {', '.join(choices)}.")
+        return found
+
+    def refuse_unread(self) -> None:
+        """CheckpointError for a field that nobody read, unless it is harmless, switched off, or empty."""
+        for name, found in self.hf.items():
+            if name in self.read or name in HARMLESS_FIELDS or name.startswith("_"):
+                continue
+            if found is None or found is False or found == 0 or found in ("", [], {}):
+                continue
+            raise CheckpointError(
+                f"config.json: {name} is {short(found)}. Nothing is known of this field, and it may change what the "
+                "model computes. If it does not, remove it from config.json; if it does, the model is not supported."
+            )
+
+
+def load_hf_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a model folder as a dictionary. CheckpointError when missing or not a JSON object."""
+    path = Path(folder) / "config.json"
+    try:
+        hf = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist. A model folder holds config.json, a tokenizer, and *.safetensors files."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}. Download the model again.") from error
+    if not isinstance(hf, dict):
+        raise CheckpointError(f"{path} holds a {type(hf).__name__}, not a JSON object. Download the model again.")
+    return hf
+
+
+def common_fields(fields: HfFields, tie_default: bool = False, norm_eps: float = 1e-6) -> dict[str, Any]:
+    """The part of DecoderConfig that every architecture spells alike, as keyword arguments."""
+    if fields.value("quantization_config") is not None:
+        raise CheckpointError(
+            f"config.json: quantization_config is {short(fields.hf['quantization_config'])}; quantised checkpoints "
+            "are not supported. Use the model's bfloat16, float16 or float32 version."
+        )
+    num_heads = fields.count("num_attention_heads")
+    num_kv_heads = fields.count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads is {num_heads}, no multiple of num_key_value_heads, {num_kv_heads}."
+        )
+    hidden_size = fields.count("hidden_size")
+    head_dim = fields.count("head_dim", max(1, hidden_size // num_heads))
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim is {head_dim}; rotary embedding needs an even number.")
+    return {
+        "architecture": architecture_of(fields.hf),
+        "num_layers": fields.count("num_hidden_layers"),
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": fields.count("intermediate_size"),
+        "vocab_size": fields.count("vocab_size"),
+        "norm_eps": fields.number("rms_norm_eps", norm_eps),
+        "tie_embeddings": fields.flag("tie_word_embeddings", tie_default),
+        "query_scale": head_dim**-0.5,
+        "dtype": dtype_of(fields.hf),
+        **token_ids(fields),
+    }
+
+
+def token_ids(fields: HfFields) -> dict[str, Any]:
+    """`eos_token_ids` and `bos_token_id`; a checkpoint may have none, one, or several ids that end the text."""
+    eos = fields.value("eos_token_id", [])
+    bos = fields.value("bos_token_id")
+    for name, ids in (("eos_token_id", eos), ("bos_token_id", [] if bos is None else bos)):
+        for token_id in ids if isinstance(ids, list) else [ids]:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise CheckpointError(f"config.json: {name} is {short(ids)}; it must be a token id or a list of them.")
+    return {
+        "eos_token_ids": tuple(eos) if isinstance(eos, list) else (eos,),
+        "bos_token_id": bos[0] if isinstance(bos, list) and bos else bos or None if bos != 0 else 0,
+    }
+
+
+def architecture_of(hf: dict[str, Any]) -> str:
+    """The class name in `architectures`; CheckpointError when there is not exactly one."""
+    names = hf.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise CheckpointError(
+            f"config.json: architectures is {short(names)}; it must name one class, such as [\"LlamaForCausalLM\"]."
+        )
+    return names[0]
+
+
+def dtype_of(hf: dict[str, Any]) -> str:
+    """The type of the checkpoint's weights, `dtype` or `torch_dtype`; float32 where nothing is said."""
+    name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    if name not in ("bfloat16", "float16", "float32"):
+        raise CheckpointError(f"config.json: dtype is {short(name)}; supported: bfloat16, float16, float32.")
+    return name
+
+
+def short(value: Any) -> str:
+    """`value` as a message shows it: at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,1 @@
+"""Parameters: declared by letters, read from checkpoints, sharded over a mesh. Knows no model."""

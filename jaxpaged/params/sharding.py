@@ -1,0 +1,81 @@
+"""Which letters are split over which axis of the mesh, and how large an axis is once it is split.
+
+The only place that maps letters to mesh axes. It knows neither models nor checkpoints.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpaged.errors import ConfigError
+from jaxpaged.params.spec import Spec
+
+MODEL_AXIS = "model"
+"""The mesh axis over which heads, feed-forward and vocabulary are split."""
+
+MESH_AXIS_OF = {"N": MODEL_AXIS, "K": MODEL_AXIS, "F": MODEL_AXIS, "V": MODEL_AXIS}
+"""Letter -> mesh axis. Letters that are not here are whole on every device."""
+
+
+def partition_spec(dims: str) -> PartitionSpec:
+    """How an array with these axes is split."""
+    return PartitionSpec(*(MESH_AXIS_OF.get(letter) for letter in dims))
+
+
+def sharding_of(spec: Spec, mesh: Mesh) -> NamedSharding:
+    """Where the parts of a parameter live."""
+    return NamedSharding(mesh, partition_spec(spec.dims))
+
+
+def num_model_shards(mesh: Mesh) -> int:
+    """Over how many devices heads, feed-forward and vocabulary are split."""
+    return mesh.shape[MODEL_AXIS]
+
+
+def device_sizes(sizes: Mapping[str, int], num_shards: int) -> dict[str, int]:
+    """Letter -> size of the axis over all devices, from its size in the checkpoint.
+
+    Key and value heads are repeated when there are fewer of them than shards; the vocabulary is padded to a
+    multiple of the shards. Raises ConfigError when heads or feed-forward do not divide.
+    """
+    result = dict(sizes)
+    result["V"] = -(-sizes["V"] // num_shards) * num_shards
+    result["K"] = kv_heads_on_devices(sizes["K"], num_shards)
+    for letter, name in (("N", "attention heads"), ("F", "feed-forward columns")):
+        if sizes[letter] % num_shards:
+            raise ConfigError(
+                f"tensor_parallel_size {num_shards} does not divide the model's {sizes[letter]} {name}. "
+                "Choose a tensor_parallel_size that does."
+            )
+    return result
+
+
+def kv_heads_on_devices(num_kv_heads: int, num_shards: int) -> int:
+    """Number of key heads over all devices: at least one each, repeated where there are fewer.
+
+    Raises ConfigError when neither number divides the other.
+    """
+    if num_kv_heads % num_shards == 0:
+        return num_kv_heads
+    if num_shards % num_kv_heads == 0:
+        return num_shards
+    raise ConfigError(
+        f"tensor_parallel_size {num_shards} and the model's {num_kv_heads} key-value heads do not divide each "
+        "other. Choose a tensor_parallel_size that divides the heads, or that they divide."
+    )
+
+
+def param_shapes(specs: Any, config: Any, mesh: Mesh, dtype: Any) -> Any:
+    """The pytree of `specs` with a `jax.ShapeDtypeStruct` (with sharding) in place of every spec.
+
+    Enough to compile a program ahead of time without any weights. `config.dim_sizes()` gives letter -> size
+    in the checkpoint.
+    """
+    sizes = device_sizes(config.dim_sizes(), num_model_shards(mesh))
+
+    def shape(spec: Spec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(sizes[d] for d in spec.dims), dtype, sharding=sharding_of(spec, mesh))
+
+    return jax.tree.map(shape, specs)
