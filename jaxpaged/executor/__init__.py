@@ -1,0 +1,1 @@
+"""How a step gets from the engine core to the worker or workers that compute it."""

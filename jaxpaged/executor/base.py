@@ -1,0 +1,44 @@
+"""The protocol between the engine core and whatever computes a step.
+
+Two things implement it: `UniProcExecutor`, and the fakes of the tests. The engine core sees nothing
+else of devices: it imports no jax.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
+
+# What is going on ("weights", "programs"), how much of it is done, and how much there is.
+Progress = Callable[[str, int, int], None]
+
+
+class PendingOutput(Protocol):
+    """A step that was dispatched."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step and return what it produced. Raises EngineError when the step failed."""
+        ...
+
+
+class Executor(Protocol):
+    """Computes steps in the order in which they are given."""
+
+    kv_cache_config: KVCacheConfig
+
+    def execute(self, scheduler_output: SchedulerOutput) -> PendingOutput:
+        """Dispatch one step and return at once; at most one earlier step may still be pending."""
+        ...
+
+    def recover(self) -> None:
+        """Make the device usable again after a failed step. All cached keys and values are lost."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start: steps, padding, programs, compile time, recompiles."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release threads and device memory."""
+        ...

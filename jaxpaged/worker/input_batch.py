@@ -1,0 +1,76 @@
+"""SchedulerOutput + rows -> the packed int32 array of one step, padded to a bucket.
+
+The hot path is one pass of numpy over the requests of the step; only requests in prefill, whose tokens the host
+must upload, are visited one by one. The array is made afresh for every step, since on a CPU the device may read
+it in place.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpaged.messages import SchedulerOutput
+from jaxpaged.worker.packed import StepLayout
+from jaxpaged.worker.request_rows import RequestRows
+
+
+class StepRequests(NamedTuple):
+    """The requests of one step as arrays, in the order of the scheduler's lists."""
+
+    rows: np.ndarray
+    num_scheduled: np.ndarray
+    num_computed: np.ndarray
+    samples: np.ndarray  # bool
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Where each request's tokens end in the step."""
+        return np.cumsum(self.num_scheduled, dtype=np.int32)
+
+
+def step_requests(scheduled: SchedulerOutput, rows: RequestRows) -> StepRequests:
+    row_of = rows.row_of
+    return StepRequests(
+        rows=np.array([row_of[request_id] for request_id in scheduled.request_ids], np.int32),
+        num_scheduled=np.array(scheduled.num_scheduled_tokens, np.int32),
+        num_computed=np.array(scheduled.num_computed_tokens, np.int32),
+        samples=np.array(scheduled.samples, bool),
+    )
+
+
+def pack_step(
+    layout: StepLayout, requests: StepRequests, rows: RequestRows, updates: list[tuple[int, int, int]]
+) -> np.ndarray:
+    """The packed array [layout.size] of one step."""
+    packed = np.zeros(layout.size, np.int32)
+    parts = layout.split(packed)
+    n, ends = len(requests.rows), requests.ends
+    total = int(ends[-1])
+    parts.num_seqs[0] = n
+    parts.rows_R[:] = rows.null_row
+    parts.rows_R[:n] = requests.rows
+    parts.query_start_loc_R1[1 : n + 1] = ends
+    parts.query_start_loc_R1[n + 1 :] = total
+    parts.seq_lens_R[:n] = requests.num_computed + requests.num_scheduled
+    sample_ends = ends[requests.samples]
+    parts.sample_idxs_R[: len(sample_ends)] = sample_ends - 1
+    fill_token_ids(parts.token_ids_T, requests, rows)
+    parts.table_place_U[:] = rows.null_row
+    if updates:
+        table = np.array(updates, np.int32)
+        parts.table_place_U[: len(table)] = table[:, 0]
+        parts.table_idx_U[: len(table)] = table[:, 1]
+        parts.table_block_U[: len(table)] = table[:, 2]
+    return packed
+
+
+def fill_token_ids(token_ids_T: np.ndarray, requests: StepRequests, rows: RequestRows) -> None:
+    """Write the tokens that the host knows. Every other one is the row's last sampled token, which only the
+    device knows: -1."""
+    starts = requests.ends - requests.num_scheduled
+    token_ids_T[: int(requests.ends[-1])] = -1
+    known = rows.num_known_R[requests.rows] - requests.num_computed
+    for i in np.flatnonzero(known > 0):
+        computed, start = int(requests.num_computed[i]), int(starts[i])
+        count = min(int(known[i]), int(requests.num_scheduled[i]))
+        token_ids_T[start : start + count] = rows.token_ids[requests.rows[i]][computed : computed + count]

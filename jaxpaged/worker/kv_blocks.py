@@ -1,0 +1,77 @@
+"""How many KV blocks fit, and the arrays that hold them.
+
+The KV cache is a list of KV tensors; the i-th layers of all groups share tensor i. Their layout belongs to
+the attention backend. This module does not know which block belongs to whom.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from jaxpaged.config import CacheConfig
+from jaxpaged.errors import CapacityError
+from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, max_blocks_per_request
+
+# Where the device reports no memory of its own (CPU), KV blocks take at most this share of what is free.
+HOST_MEMORY_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What requests may ask of the cache."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+def bytes_per_block(groups: Sequence[KVCacheGroup], num_shards: int) -> int:
+    """Bytes per device of one block id: a block in every KV tensor, heads split over the shards."""
+    num_tensors = max(len(group.layer_idxs) for group in groups)
+    return num_tensors * groups[0].spec.block_bytes // num_shards
+
+
+def size_kv_cache(
+    cache: CacheConfig,
+    groups: Sequence[KVCacheGroup],
+    demand: Demand,
+    num_shards: int,
+    reserved_bytes: int,
+    device: jax.Device,
+) -> KVCacheConfig:
+    """Decide the number of blocks. `reserved_bytes` per device are taken by weights and temporaries.
+
+    Raises CapacityError when not even one request of `max_model_len` fits.
+    """
+    block_bytes = bytes_per_block(groups, num_shards)
+    per_request = max_blocks_per_request(groups, demand.max_model_len, demand.max_num_batched_tokens)
+    useful = per_request * demand.max_num_seqs + 1
+    if cache.num_gpu_blocks_override:
+        num_blocks, source = cache.num_gpu_blocks_override, "num_gpu_blocks_override"
+    elif cache.kv_cache_memory_bytes:
+        num_blocks, source = cache.kv_cache_memory_bytes // block_bytes, "kv_cache_memory_bytes"
+    else:
+        free, source = free_bytes(cache.gpu_memory_utilization, reserved_bytes, device)
+        num_blocks = free // block_bytes
+        if device.platform == "cpu":
+            num_blocks = min(num_blocks, useful)
+    if num_blocks < per_request + 1:
+        raise CapacityError(
+            f"one request of max_model_len = {demand.max_model_len} tokens needs {per_request} KV blocks of "
+            f"{block_bytes} bytes and one null block, but {source} gives {num_blocks}. "
+            "Lower max_model_len, or give the KV cache more memory."
+        )
+    return KVCacheConfig(int(num_blocks), tuple(groups))
+
+
+def free_bytes(utilization: float, reserved_bytes: int, device: jax.Device) -> tuple[int, str]:
+    """Bytes of `device` left for KV blocks, and the words that say where the number comes from."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        limit = stats["bytes_limit"]
+        free = int(limit * utilization) - max(reserved_bytes, stats.get("bytes_in_use", 0))
+        return max(free, 0), f"gpu_memory_utilization {utilization} of {limit / 2**30:.1f} GiB after weights"
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return int(max(available - reserved_bytes, 0) * HOST_MEMORY_SHARE), "a quarter of the free host memory"

@@ -1,0 +1,222 @@
+"""execute(SchedulerOutput): one step on the devices, dispatched without waiting for it.
+
+Paranoid file. It owns the device state (KV tensors, block tables, last tokens, sampling state), which every program
+donates and returns, and it only ever calls programs from the table. It reads nothing back: `PendingStep.result` does,
+one step later.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpaged.errors import EngineError
+from jaxpaged.messages import ModelRunnerOutput, NewRequestData, PromptLogprobs, SampledLogprobs, SchedulerOutput
+from jaxpaged.sampling.rows import SamplingRows
+from jaxpaged.worker.buckets import bucket_for
+from jaxpaged.worker.input_batch import StepRequests, pack_step, step_requests
+from jaxpaged.worker.packed import StepLayout
+from jaxpaged.worker.programs import ProgramKey, Programs
+from jaxpaged.worker.request_rows import RequestRows
+from jaxpaged.worker.step import PROMPT_LOGPROB_TILE, TABLE_CHUNK
+
+NOT_A_NUMBER = "the model's logits for this request are not numbers; its other requests are unharmed"
+
+
+@dataclass
+class DeviceState:
+    """Everything on the devices that a step changes. Whatever is read from here is gone once a program donated it."""
+
+    kv: Any
+    tables: Any
+    last_token: Any
+    sampling: Any
+
+
+@dataclass
+class StepCounts:
+    """What the runner did so far, for `stats`."""
+
+    steps: int = 0
+    scheduled_tokens: int = 0
+    padded_tokens: int = 0
+    buckets: dict[int, int] = field(default_factory=dict)
+
+    def add(self, scheduled: int, bucket: int) -> None:
+        self.steps += 1
+        self.scheduled_tokens += scheduled
+        self.padded_tokens += bucket - scheduled
+        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
+
+
+class ModelRunner:
+    """Runs steps. `layouts` are the forward buckets by size, `sample_buckets` the sampling ones, both sorted."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        params: Any,
+        head: Any,
+        state: DeviceState,
+        rows: RequestRows,
+        sampling_rows: SamplingRows,
+        layouts: dict[int, StepLayout],
+        sample_buckets: tuple[int, ...],
+        sharding: jax.sharding.Sharding,
+    ):
+        self.programs, self.params, self.head, self.state = programs, params, head, state
+        self.rows, self.sampling_rows = rows, sampling_rows
+        self.layouts, self.token_buckets, self.sample_buckets = layouts, tuple(layouts), sample_buckets
+        self.sharding = sharding
+        self.counts = StepCounts()
+
+    def execute(self, scheduled: SchedulerOutput) -> "PendingStep":
+        """Dispatch one step. Only dispatching happens here; results are read by `PendingStep.result`."""
+        for request_id in scheduled.removed_request_ids:
+            self.rows.remove(request_id)
+        updates: list[tuple[int, int, int]] = []
+        for request in scheduled.new_requests:
+            self._admit(request, updates)
+        for request_id, block_ids in zip(scheduled.request_ids, scheduled.new_block_ids, strict=True):
+            if block_ids is not None:
+                self.rows.append_blocks(self.rows.row_of[request_id], block_ids, updates)
+        pending = PendingStep(scheduled.step_id)
+        if scheduled.request_ids:
+            requests = step_requests(scheduled, self.rows)
+            hidden_TD, hidden_SD = self._forward(requests, updates)
+            self._prompt_logprobs(scheduled, requests, hidden_TD, pending)
+            if requests.samples.any():
+                self._sample(scheduled, requests, hidden_SD, pending)
+        return pending
+
+    def _admit(self, request: NewRequestData, updates: list[tuple[int, int, int]]) -> None:
+        row = self.rows.add(request)
+        self.rows.append_blocks(row, request.block_ids, updates)
+        token_ids = self.rows.token_ids[row]
+        for upload in self.sampling_rows.add(row, request.sampling_params, token_ids, request.num_prompt_tokens):
+            program = self.programs[ProgramKey(upload.program)]
+            self.state.sampling = program(self.state.sampling, self._put(upload.packed))
+
+    def _forward(self, requests: StepRequests, updates: list[tuple[int, int, int]]) -> tuple[Any, Any]:
+        num_tokens = int(requests.num_scheduled.sum())
+        bucket = self.programs.smallest_ready("forward", num_tokens, self.token_buckets)
+        layout = self.layouts[bucket]
+        program = self.programs[ProgramKey("forward", bucket)]
+        state = self.state
+        while len(updates) > layout.num_updates:
+            updates = self._write_tables(updates)
+        packed = self._put(pack_step(layout, requests, self.rows, updates))
+        state.kv, state.tables, hidden_TD, hidden_SD = program(
+            self.params, state.kv, state.tables, state.last_token, packed
+        )
+        self.counts.add(num_tokens, bucket)
+        return hidden_TD, hidden_SD
+
+    def _write_tables(self, updates: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """Write a chunk of block table entries ahead of the step, and return the rest."""
+        packed = np.zeros((3, TABLE_CHUNK), np.int32)
+        packed[0] = self.rows.null_row
+        chunk = np.array(updates[:TABLE_CHUNK], np.int32)
+        packed[:, : len(chunk)] = chunk.T
+        self.state.tables = self.programs[ProgramKey("tables")](self.state.tables, self._put(packed))
+        return updates[TABLE_CHUNK:]
+
+    def _sample(self, scheduled: SchedulerOutput, requests: StepRequests, hidden_SD: Any, pending: "PendingStep"):
+        rows = requests.rows[requests.samples]
+        positions = (requests.num_computed + requests.num_scheduled)[requests.samples]
+        pending.request_ids = [r for r, samples in zip(scheduled.request_ids, scheduled.samples, strict=True) if samples]
+        state, full = self.state, self.sampling_rows.any_full(rows)
+        kind = "sample_full" if full else "sample"
+        bucket = self.programs.smallest_ready(kind, len(rows), self.sample_buckets)
+        program = self.programs[ProgramKey(kind, bucket)]
+        num_output = positions - self.rows.num_prompt_R[rows]
+        packed = self._put(self.sampling_rows.pack(rows, positions, num_output, bucket))
+        if full:
+            state.last_token, state.sampling, tokens, logprobs = program(
+                self.head, hidden_SD, state.last_token, state.sampling, packed
+            )
+            if self.sampling_rows.any_logprobs(rows):
+                pending.logprobs = start_copy(logprobs)
+        else:
+            state.last_token, tokens = program(self.head, hidden_SD, state.last_token, packed)
+        pending.tokens = start_copy(tokens)
+
+    def _prompt_logprobs(
+        self, scheduled: SchedulerOutput, requests: StepRequests, hidden_TD: Any, pending: "PendingStep"
+    ) -> None:
+        """Log probabilities of the prompt tokens that follow those computed in this step, a tile at a time."""
+        wanted = self.rows.prompt_logprobs_R[requests.rows]
+        if not wanted.any():
+            return
+        starts = requests.ends - requests.num_scheduled
+        program = self.programs[ProgramKey("prompt_logprobs", hidden_TD.shape[0])]
+        for i in np.flatnonzero(wanted):
+            row, computed = requests.rows[i], int(requests.num_computed[i])
+            end = min(computed + int(requests.num_scheduled[i]), int(self.rows.num_prompt_R[row]) - 1)
+            for first in range(computed, end, PROMPT_LOGPROB_TILE):
+                count = min(PROMPT_LOGPROB_TILE, end - first)
+                packed = np.zeros((2, PROMPT_LOGPROB_TILE), np.int32)
+                packed[0, :count] = int(starts[i]) + first - computed + np.arange(count)
+                packed[1, :count] = self.rows.token_ids[row][first + 1 : first + 1 + count]
+                tile = start_copy(program(self.head, hidden_TD, self._put(packed)))
+                pending.prompt_tiles.append((scheduled.request_ids[i], first + 1, count, tile))
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, self.sharding)
+
+
+def start_copy(tree: Any) -> Any:
+    """Begin to copy arrays to the host, so that reading them later does not wait for the transfer."""
+    for leaf in jax.tree.leaves(tree):
+        leaf.copy_to_host_async()
+    return tree
+
+
+@dataclass
+class PendingStep:
+    """A dispatched step: the only place that reads arrays back."""
+
+    step_id: int
+    request_ids: list[str] = field(default_factory=list)
+    tokens: Any = None
+    logprobs: Any = None
+    prompt_tiles: list[tuple[str, int, int, Any]] = field(default_factory=list)
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step. Raises EngineError when the devices could not compute it."""
+        try:
+            return self._read()
+        except jax.errors.JaxRuntimeError as error:
+            raise EngineError(f"step {self.step_id} failed on the device: {error}") from error
+
+    def _read(self) -> ModelRunnerOutput:
+        output = ModelRunnerOutput(self.step_id, self.request_ids, [], prompt_logprobs=self._read_prompt_logprobs())
+        n = len(self.request_ids)
+        if n:
+            output.sampled_token_ids = jax.device_get(self.tokens)[:n].tolist()
+            output.failed = {
+                request_id: NOT_A_NUMBER
+                for request_id, token in zip(self.request_ids, output.sampled_token_ids, strict=True)
+                if token < 0
+            }
+        if self.logprobs is not None:
+            lines = jax.device_get(self.logprobs)
+            output.logprobs = SampledLogprobs(lines.token_ids[:n], lines.logprobs[:n], lines.ranks[:n])
+        return output
+
+    def _read_prompt_logprobs(self) -> dict[str, PromptLogprobs]:
+        """The tiles of each request, joined."""
+        tiles: dict[str, list[tuple[int, int, Any]]] = {}
+        for request_id, start, count, tile in self.prompt_tiles:
+            tiles.setdefault(request_id, []).append((start, count, jax.device_get(tile)))
+        return {
+            request_id: PromptLogprobs(
+                parts[0][0],
+                *(
+                    np.concatenate([getattr(tile, name)[:count] for _, count, tile in parts])
+                    for name in ("token_ids", "logprobs", "ranks")
+                ),
+            )
+            for request_id, parts in tiles.items()
+        }

@@ -1,0 +1,63 @@
+"""Where each part of a step lies in its one int32 array.
+
+`StepLayout.split` slices an array into named parts. The host splits a numpy array and writes into the views;
+the program splits the array that it received and reads. One definition serves both.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class StepParts(NamedTuple):
+    """The parts of a step, all int32. Unused entries are zero, unused rows the null row.
+
+    rows_R: the row of each request. query_start_loc_R1: where each request's tokens start, then the total.
+    seq_lens_R: tokens of each request once this step is done. token_ids_T: -1 means the row's last sampled token.
+    sample_idxs_R: position in the step of the token whose logits are sampled, for the requests that sample.
+    table_place_U, table_idx_U, table_block_U: block table entries to write; a place is group * (rows + 1) + row.
+    """
+
+    num_seqs: Any
+    rows_R: Any
+    query_start_loc_R1: Any
+    seq_lens_R: Any
+    token_ids_T: Any
+    sample_idxs_R: Any
+    table_place_U: Any
+    table_idx_U: Any
+    table_block_U: Any
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """The sizes of one forward bucket: tokens, requests, and block table updates that travel with the step."""
+
+    num_tokens: int
+    num_rows: int
+    num_updates: int
+
+    @property
+    def sizes(self) -> StepParts:
+        T, R, U = self.num_tokens, self.num_rows, self.num_updates
+        return StepParts(1, R, R + 1, R, T, R, U, U, U)
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes)
+
+    def split(self, packed: Any) -> StepParts:
+        parts, start = [], 0
+        for size in self.sizes:
+            parts.append(packed[start : start + size])
+            start += size
+        return StepParts(*parts)
+
+
+def step_layout(num_tokens: int, max_num_seqs: int, num_groups: int, block_size: int) -> StepLayout:
+    """The layout of the forward bucket of `num_tokens`.
+
+    A request gets at most one block more than its tokens fill, so the updates of ordinary steps fit; what an
+    admission with a long prefix hit adds beyond goes through the table program first.
+    """
+    num_rows = min(num_tokens, max_num_seqs)
+    return StepLayout(num_tokens, num_rows, num_groups * (num_tokens // block_size + num_rows))

@@ -1,0 +1,179 @@
+"""The table of compiled programs: zero recompiles by construction.
+
+Every program is lowered from shapes and compiled ahead of time, and only `Compiled` objects are ever called: a
+wrong shape, dtype or sharding raises instead of compiling. Threads compile while requests are already served;
+asking for a program that is not ready moves it to the front and waits for it.
+
+`CompileCounter` counts every compilation of the process, ours or not, so that "no recompile" is measured and not
+only intended.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxpaged.executor.base import Progress
+
+logger = logging.getLogger(__name__)
+
+THREAD_NAME = "jaxpaged-compile"
+
+
+class ProgramKey(NamedTuple):
+    """Which program: its kind, and its bucket (0 for programs of a single size)."""
+
+    kind: str
+    size: int = 0
+
+
+class CompileCounter:
+    """Counts the XLA compilations of this process, through jax.monitoring, until closed.
+
+    Compilations by the threads of `Programs` are planned and not counted: what is left are recompiles.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration: float, **_: Any) -> None:
+        if event != "/jax/core/compile/backend_compile_duration":
+            return
+        if not threading.current_thread().name.startswith(THREAD_NAME):
+            self.count += 1
+
+    def close(self) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+    def __enter__(self) -> "CompileCounter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Programs:
+    """key -> compiled program.
+
+    `builders` map a key to a function that lowers the program. They are compiled in the given order, by
+    `num_threads` threads, beginning with `start()`.
+    """
+
+    def __init__(
+        self,
+        builders: dict[ProgramKey, Callable[[], jax.stages.Lowered]],
+        num_threads: int | None = None,
+        progress: Progress | None = None,
+    ):
+        self.builders = builders
+        self.progress = progress or (lambda stage, done, total: None)
+        self.num_threads = num_threads or min(4, os.cpu_count() or 1)
+        self.seconds: dict[ProgramKey, float] = {}
+        self._queue = list(builders)
+        self._done: dict[ProgramKey, Any] = {}
+        self._changed = threading.Condition()
+        self._stopped = False
+
+    def start(self) -> None:
+        """Begin to compile in the background."""
+        self.progress("programs", 0, len(self.builders))
+        for i in range(self.num_threads):
+            threading.Thread(target=self._work, name=f"{THREAD_NAME}-{i}").start()
+
+    def __getitem__(self, key: ProgramKey) -> Any:
+        """The program, waiting for it if needed. Raises what its compilation raised."""
+        program = self._done.get(key)
+        if program is None:
+            program = self._wait(key)
+        if isinstance(program, BaseException):
+            raise program
+        return program
+
+    def smallest_ready(self, kind: str, size: int, buckets: Sequence[int]) -> int:
+        """The bucket to use for `size`: the smallest that is compiled, else the smallest that fits."""
+        fitting = [bucket for bucket in buckets if bucket >= size]
+        assert fitting, f"a {kind} step of size {size} is larger than the largest bucket {buckets[-1]}"
+        return next((bucket for bucket in fitting if ProgramKey(kind, bucket) in self._done), fitting[0])
+
+    def wait_all(self) -> None:
+        """Wait until every program is compiled."""
+        for key in self.builders:
+            self[key]
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._done)
+
+    def stop(self) -> None:
+        """Compile nothing more. Programs that are being compiled are finished."""
+        with self._changed:
+            self._stopped = True
+            self._queue.clear()
+            self._changed.notify_all()
+
+    def _wait(self, key: ProgramKey) -> Any:
+        with self._changed:
+            if key in self._queue:
+                self._queue.remove(key)
+                self._queue.insert(0, key)
+            while key not in self._done:
+                if self._stopped:
+                    raise RuntimeError(f"program {key} was asked for after the engine was shut down")
+                self._changed.wait()
+            return self._done[key]
+
+    def _next(self) -> ProgramKey | None:
+        with self._changed:
+            # Threads are not daemons: killing one inside XLA crashes the process. They end with the main thread.
+            if not self._queue or not threading.main_thread().is_alive():
+                return None
+            return self._queue.pop(0)
+
+    def _work(self) -> None:
+        while (key := self._next()) is not None:
+            begin = time.monotonic()
+            try:
+                program = self.builders[key]().compile()
+            except BaseException as error:
+                logger.exception("could not compile %s for bucket %d", key.kind, key.size)
+                program = error
+            with self._changed:
+                self.seconds[key] = time.monotonic() - begin
+                self._done[key] = program
+                num_ready = len(self._done)
+                self._changed.notify_all()
+            self.progress("programs", num_ready, len(self.builders))
+
+
+def enable_compilation_cache(folder: str | None) -> None:
+    """Keep compiled programs in `folder` between runs; None: the user's cache folder, "off": nowhere.
+
+    A folder that cannot be written is a warning: everything works, only slower at the next start.
+    """
+    if folder == "off":
+        jax.config.update("jax_compilation_cache_dir", None)
+        return
+    path = Path(folder) if folder else default_cache_folder()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".write-test-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        logger.warning("compiled programs are not kept: cannot write %s (%s)", path, error.strerror)
+        jax.config.update("jax_compilation_cache_dir", None)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def default_cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxpaged" / "xla"

@@ -1,0 +1,61 @@
+"""One row per live request, on the host and on the device, for its whole life.
+
+A row is a request's permanent place: its line in the block tables, its last token, its sampling parameters.
+Rows are taken when the runner first sees a request and given back when it finishes or is preempted. Row
+`max_num_seqs`, the null row, belongs to nobody: padding points to it.
+"""
+
+import numpy as np
+
+from jaxpaged.messages import NewRequestData
+
+
+class RequestRows:
+    """Host side of the rows: who owns which, and what the host knows of each.
+
+    num_known_R: tokens that the host uploaded; later ones were sampled here and are on the device.
+    num_blocks_GR: entries of the block table on the device, per KV group.
+    """
+
+    def __init__(self, max_num_seqs: int, num_groups: int):
+        self.max_num_seqs = max_num_seqs
+        self.null_row = max_num_seqs
+        self.row_of: dict[str, int] = {}
+        self.token_ids: list[np.ndarray | None] = [None] * max_num_seqs
+        self.num_known_R = np.zeros(max_num_seqs, np.int32)
+        self.num_prompt_R = np.zeros(max_num_seqs, np.int32)
+        self.prompt_logprobs_R = np.zeros(max_num_seqs, bool)
+        self.num_blocks_GR = np.zeros((num_groups, max_num_seqs), np.int32)
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    def add(self, request: NewRequestData) -> int:
+        """Give the request a row and remember what is known of it."""
+        assert request.request_id not in self.row_of, f"request {request.request_id} has a row already"
+        assert self._free, f"all {self.max_num_seqs} rows are taken; the scheduler ran more requests than that"
+        row = self._free.pop()
+        self.row_of[request.request_id] = row
+        self.token_ids[row] = np.asarray(request.token_ids, np.int32)
+        self.num_known_R[row] = len(request.token_ids)
+        self.num_prompt_R[row] = request.num_prompt_tokens
+        self.prompt_logprobs_R[row] = request.sampling_params.prompt_logprobs is not None
+        self.num_blocks_GR[:, row] = 0
+        return row
+
+    def remove(self, request_id: str) -> None:
+        """Take the row back. A request that never got one (it was never scheduled) is ignored."""
+        row = self.row_of.pop(request_id, None)
+        if row is not None:
+            self.token_ids[row] = None
+            self._free.append(row)
+
+    def append_blocks(self, row: int, block_ids: tuple[list[int], ...], updates: list[tuple[int, int, int]]) -> None:
+        """Add table entries of one request to `updates`, as (place, index, block)."""
+        stride = self.max_num_seqs + 1
+        counts = self.num_blocks_GR
+        for group, blocks in enumerate(block_ids):
+            if not blocks:
+                continue
+            first = int(counts[group, row])
+            place = group * stride + row
+            updates.extend((place, first + i, block) for i, block in enumerate(blocks))
+            counts[group, row] = first + len(blocks)

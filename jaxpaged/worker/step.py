@@ -1,0 +1,199 @@
+"""The functions that become programs, and what they donate. Statics, donation and shardings are declared here only.
+
+A step is two programs, dispatched back to back without waiting:
+
+    forward[T]: params, kv, tables, last_token, packed -> kv, tables, hidden of all tokens, hidden of those that sample
+    sample[S]:  head, hidden, last_token, packed -> last_token, tokens
+
+The sampled token stays on the device in `last_token[row]` and feeds the next step. `sample_full` does the same with
+penalties, bias, masks and log probabilities, for steps in which some request uses them. The logits are computed in
+the sampling program, so that a long prefill pays for the rows that sample and not for its token bucket.
+
+`StepFunctions` holds what is static; its methods are pure functions of their arguments.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.layers.attention import AttentionContext
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.interface import Model
+from jaxpaged.sampling import sampler
+from jaxpaged.sampling.logprobs import LogprobsMode, prompt_logprobs
+from jaxpaged.sampling.state import SamplingState, load_row, load_tokens
+from jaxpaged.worker.packed import StepLayout, StepParts
+from pallas_kernels.ragged_paged_attention import AttentionMetadata, make_metadata
+
+TABLE_CHUNK = 1024
+"""Block table entries that one call of the table program writes."""
+
+PROMPT_LOGPROB_TILE = 32
+"""Prompt tokens whose log probabilities one call computes: [tile, V] float32 must stay small."""
+
+
+@dataclass(frozen=True)
+class StepFunctions:
+    """The step of one engine. `num_hidden` rows of hidden states go from forward to sample, whatever the bucket."""
+
+    model: Model
+    config: DecoderConfig
+    attention: AttentionContext
+    kv_cache: KVCacheConfig
+    max_num_seqs: int
+    num_hidden: int
+    logprobs_mode: LogprobsMode
+    max_logprobs: int
+    custom: tuple[Any, ...] = ()
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.attention.mesh, PartitionSpec())
+
+    def forward(self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, last_token_R: Any, packed: Any):
+        """One pass over the tokens of a step -> (kv, tables_GRM, hidden_TD, hidden_SD of the tokens that sample)."""
+        parts = layout.split(packed)
+        tables_GRM = write_tables(tables_GRM, parts.table_place_U, parts.table_idx_U, parts.table_block_U)
+        tokens_T, positions_T = locate_tokens(layout, parts, last_token_R)
+        hidden_TD, kv = self.model.forward(
+            params, self.config, self.attention, self.places, tokens_T, positions_T,
+            self.group_metadata(layout, parts, tables_GRM), kv,
+        )  # fmt: skip
+        sampled_RD = hidden_TD[parts.sample_idxs_R]
+        hidden_SD = jnp.zeros((self.num_hidden, hidden_TD.shape[1]), hidden_TD.dtype).at[: layout.num_rows].set(sampled_RD)
+        return kv, tables_GRM, hidden_TD, hidden_SD
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        places = self.kv_cache.place_of_layer()
+        return tuple(places[layer] for layer in range(len(places)))
+
+    def group_metadata(self, layout: StepLayout, parts: StepParts, tables_GRM: Any) -> tuple[AttentionMetadata, ...]:
+        """What attention needs to know of this step, once per KV group."""
+        return tuple(
+            make_metadata(
+                parts.num_seqs[0], parts.query_start_loc_R1, parts.seq_lens_R, tables_GRM[g, parts.rows_R],
+                num_tokens=layout.num_tokens, block_size=self.kv_cache.block_size, window=group.spec.window,
+                backend=self.attention.backend,
+            )
+            for g, group in enumerate(self.kv_cache.groups)
+        )  # fmt: skip
+
+    def sample(self, size: int, head: Any, hidden_SD: Any, last_token_R: Any, packed_SF: Any):
+        """Draw a token for the first `size` rows -> (last_token_R, tokens_S); -1 where the logits are not numbers."""
+        logits_SV = self.model.compute_logits(head, self.config, hidden_SD[:size])
+        tokens_S, bad_S = sampler.sample_plain(logits_SV, packed_SF)
+        last_token_R = last_token_R.at[sampler.rows_of(packed_SF)].set(tokens_S)
+        return last_token_R, jnp.where(bad_S, -1, tokens_S)
+
+    def sample_full(
+        self, size: int, head: Any, hidden_SD: Any, last_token_R: Any, state: SamplingState, packed_SF: Any
+    ):
+        """The same with everything that a request can ask for -> (last_token_R, state, tokens_S, log probabilities)."""
+        logits_SV = self.model.compute_logits(head, self.config, hidden_SD[:size])
+        state, tokens_S, bad_S, logprobs = sampler.sample_full(
+            logits_SV, state, packed_SF,
+            logprobs_mode=self.logprobs_mode, max_logprobs=self.max_logprobs, custom=self.custom,
+        )  # fmt: skip
+        last_token_R = last_token_R.at[sampler.rows_of(packed_SF)].set(tokens_S)
+        return last_token_R, state, jnp.where(bad_S, -1, tokens_S), logprobs
+
+    def prompt_logprobs(self, head: Any, hidden_TD: Any, packed_2C: Any):
+        """Log probabilities of prompt tokens. `packed_2C` holds places in the step, and the tokens that followed."""
+        logits_CV = self.model.compute_logits(head, self.config, hidden_TD[packed_2C[0]])
+        return prompt_logprobs(
+            logits_CV, packed_2C[1], max_logprobs=self.max_logprobs, logprobs_mode=self.logprobs_mode
+        )
+
+
+def locate_tokens(layout: StepLayout, parts: StepParts, last_token_R: Any) -> tuple[Any, Any]:
+    """(tokens_T, positions_T): which token each place of the step holds and where it stands in its request."""
+    place_T = jnp.arange(layout.num_tokens, dtype=jnp.int32)
+    starts_R, ends_R = parts.query_start_loc_R1[:-1], parts.query_start_loc_R1[1:]
+    seq_T = jnp.searchsorted(ends_R, place_T, side="right", method="compare_all").astype(jnp.int32)
+    seq_T = jnp.minimum(seq_T, layout.num_rows - 1)
+    positions_T = parts.seq_lens_R[seq_T] - ends_R[seq_T] + place_T
+    tokens_T = jnp.where(parts.token_ids_T >= 0, parts.token_ids_T, last_token_R[parts.rows_R[seq_T]])
+    is_padding_T = place_T >= parts.query_start_loc_R1[-1]
+    return jnp.where(is_padding_T, 0, tokens_T), jnp.where(is_padding_T, 0, positions_T)
+
+
+def write_tables(tables_GRM: Any, place_U: Any, idx_U: Any, block_U: Any) -> Any:
+    """Set entries of the block tables. Padding entries all write to the null row."""
+    groups, rows, blocks = tables_GRM.shape
+    flat = tables_GRM.reshape(groups * rows, blocks).at[place_U, idx_U].set(block_U)
+    return flat.reshape(groups, rows, blocks)
+
+
+def write_table_chunk(tables_GRM: Any, packed_3U: Any) -> Any:
+    return write_tables(tables_GRM, packed_3U[0], packed_3U[1], packed_3U[2])
+
+
+class Shapes:
+    """Shapes, types and shardings of everything that programs take, from which they are lowered."""
+
+    def __init__(self, functions: StepFunctions, params: Any, kv: Any, sampling: Any, max_blocks: int, features: int):
+        self.functions, self.params, self.kv = functions, params, kv
+        rows = functions.max_num_seqs + 1
+        self.tables = self._array((len(functions.kv_cache.groups), rows, max_blocks), jnp.int32)
+        self.last_token = self._array((rows,), jnp.int32)
+        self.sampling = jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), sampling)
+        self.head = functions.model.head(params)
+        self.features = features
+
+    def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.functions.replicated)
+
+    def packed(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self._array(shape, jnp.int32)
+
+    def hidden(self, size: int) -> jax.ShapeDtypeStruct:
+        return self._array((size, self.functions.config.hidden_size), jnp.dtype(self.functions.config.dtype))
+
+    def lower_forward(self, layout: StepLayout) -> jax.stages.Lowered:
+        f, whole = self.functions, self.functions.replicated
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.kv)
+
+        def forward(params, kv, tables, last_token, packed):
+            return f.forward(layout, params, kv, tables, last_token, packed)
+
+        step = jax.jit(forward, donate_argnames=("kv", "tables"), out_shardings=(shardings, whole, whole, whole))
+        return step.lower(self.params, self.kv, self.tables, self.last_token, self.packed(layout.size))
+
+    def lower_sample(self, size: int) -> jax.stages.Lowered:
+        def sample(head, hidden, last_token, packed):
+            return self.functions.sample(size, head, hidden, last_token, packed)
+
+        step = jax.jit(sample, donate_argnames=("last_token",), out_shardings=self.functions.replicated)
+        packed = self._array((size, self.features), jnp.float32)
+        return step.lower(self.head, self.hidden(self.functions.num_hidden), self.last_token, packed)
+
+    def lower_sample_full(self, size: int) -> jax.stages.Lowered:
+        def sample_full(head, hidden, last_token, state, packed):
+            return self.functions.sample_full(size, head, hidden, last_token, state, packed)
+
+        step = jax.jit(
+            sample_full, donate_argnames=("last_token", "state"), out_shardings=self.functions.replicated
+        )
+        packed = self._array((size, self.features), jnp.float32)
+        hidden = self.hidden(self.functions.num_hidden)
+        return step.lower(self.head, hidden, self.last_token, self.sampling, packed)
+
+    def lower_prompt_logprobs(self, num_tokens: int) -> jax.stages.Lowered:
+        step = jax.jit(self.functions.prompt_logprobs, out_shardings=self.functions.replicated)
+        return step.lower(self.head, self.hidden(num_tokens), self.packed(2, PROMPT_LOGPROB_TILE))
+
+    def lower_tables(self) -> jax.stages.Lowered:
+        step = jax.jit(write_table_chunk, donate_argnums=(0,), out_shardings=self.functions.replicated)
+        return step.lower(self.tables, self.packed(3, TABLE_CHUNK))
+
+    def lower_load(self, load: Callable[..., Any], size: int) -> jax.stages.Lowered:
+        """`load_row` or `load_tokens`, which write one request's part of the sampling state."""
+        assert load in (load_row, load_tokens)
+        step = jax.jit(load, donate_argnums=(0,), out_shardings=self.functions.replicated)
+        return step.lower(self.sampling, self.packed(size))

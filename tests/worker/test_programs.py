@@ -1,0 +1,104 @@
+"""The table of programs, with builders that need no model."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpaged.worker.buckets import bucket_for, doubling_buckets
+from jaxpaged.worker.programs import CompileCounter, ProgramKey, Programs, enable_compilation_cache
+
+
+class FakeLowered:
+    """Compiles to its own name, once `allowed`."""
+
+    def __init__(self, name, allowed=None):
+        self.name, self.allowed = name, allowed
+
+    def compile(self):
+        if self.allowed is not None:
+            assert self.allowed.wait(10)
+        return self.name
+
+
+def builder(name, allowed=None):
+    return lambda: FakeLowered(name, allowed)
+
+
+def test_asking_for_a_program_moves_it_to_the_front():
+    gate, built = threading.Event(), []
+    keys = [ProgramKey("forward", size) for size in (8, 16, 32)]
+
+    def build(key):
+        built.append(key)
+        return FakeLowered(key, gate if key == keys[0] else None)
+
+    programs = Programs({key: lambda key=key: build(key) for key in keys}, num_threads=1)
+    programs.start()
+    waiter = threading.Thread(target=lambda: programs[keys[2]])
+    waiter.start()
+    while not programs._queue or programs._queue[0] != keys[2]:
+        pass
+    gate.set()
+    waiter.join(10)
+    programs.wait_all()
+    assert built == [keys[0], keys[2], keys[1]]
+    assert programs.num_ready == 3
+
+
+def test_the_smallest_ready_bucket_that_fits_is_used_and_otherwise_the_smallest_that_fits():
+    gate = threading.Event()
+    builders = {ProgramKey("forward", 8): builder("small", gate), ProgramKey("forward", 32): builder("large")}
+    programs = Programs(builders, num_threads=2)
+    programs.start()
+    assert programs[ProgramKey("forward", 32)] == "large"
+    assert programs.smallest_ready("forward", 4, (8, 32)) == 32
+    gate.set()
+    programs.wait_all()
+    assert programs.smallest_ready("forward", 4, (8, 32)) == 8
+    assert programs.smallest_ready("sample", 4, (8, 32)) == 8
+
+
+def test_a_failed_compilation_is_raised_where_the_program_is_needed():
+    def fail():
+        raise ValueError("no such operation")
+
+    programs = Programs({ProgramKey("forward", 8): fail}, num_threads=1)
+    programs.start()
+    with pytest.raises(ValueError, match="no such operation"):
+        programs[ProgramKey("forward", 8)]
+
+
+def test_after_stop_nothing_more_is_compiled():
+    programs = Programs({ProgramKey("forward", 8): builder("small")}, num_threads=1)
+    programs.stop()
+    programs.start()
+    with pytest.raises(RuntimeError, match="shut down"):
+        programs[ProgramKey("forward", 8)]
+
+
+def test_the_counter_sees_a_compilation_by_anyone():
+    with CompileCounter() as counter:
+        jax.jit(lambda x: x * 3 + 1)(jnp.arange(7)).block_until_ready()
+        assert counter.count >= 1
+        before = counter.count
+        jax.jit(lambda x: x * 3 + 1).lower(jax.ShapeDtypeStruct((9,), jnp.int32)).compile()
+        assert counter.count == before + 1
+
+
+def test_buckets_double_up_to_the_largest():
+    assert doubling_buckets(512) == (8, 16, 32, 64, 128, 256, 512)
+    assert doubling_buckets(100) == (8, 16, 32, 64, 100)
+    assert doubling_buckets(1) == (8,)
+    assert bucket_for(9, doubling_buckets(64)) == 16
+
+
+def test_a_cache_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    before = jax.config.jax_compilation_cache_dir
+    (tmp_path / "file").write_text("")
+    try:
+        enable_compilation_cache(str(tmp_path / "file" / "cache"))
+        assert "cannot write" in caplog.text
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
