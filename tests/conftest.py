@@ -1,0 +1,27 @@
+"""Set-up that must come before jax is imported, and how hard hypothesis tries.
+
+Tests run on the CPU with 8 virtual devices, so that sharding is tested everywhere. Compiled programs are kept
+between runs in `.cache/`: compiling is most of the suite's time.
+"""
+
+import os
+from pathlib import Path
+
+CACHE = Path(__file__).parent.parent / ".cache"
+DEVICES = "--xla_force_host_platform_device_count"
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax-tests"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the network is wrong
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import hypothesis  # noqa: E402
+
+hypothesis.settings.register_profile("fast", max_examples=50, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("ci", max_examples=300, deadline=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "fast")
+hypothesis.configuration.set_hypothesis_home_dir(CACHE / "hypothesis")

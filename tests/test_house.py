@@ -1,0 +1,304 @@
+"""The rules of the house, checked on the syntax trees of both packages.
+
+Every failure is a sentence to act on. Why the rules are what they are: jaxpaged/ARCHITECTURE.md.
+This module imports nothing that it checks.
+"""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TOP_LEVEL = {"LICENSE", "README.md", "configs", "jaxpaged", "pallas_kernels", "pyproject.toml", "scripts", "tests"}
+
+LEAVES = {"config", "errors", "kv_cache_spec", "messages", "sampling_params"}
+# Who may import whom. Every layer may import itself and the leaves.
+LAYERS = {
+    "entrypoints": {"engine"},
+    "engine": {"core", "executor", "multimodal", "plugins"},
+    "core": set(),
+    "executor": {"worker"},
+    "worker": {"models", "sampling", "params", "distributed"},
+    "models": {"layers", "params"},
+    "layers": {"params"},
+    "sampling": set(),
+    "params": set(),
+    "distributed": {"params"},
+    "multimodal": set(),
+    "plugins": set(),
+    "assets": set(),
+}
+USES_KERNELS = {"layers"}
+# (file, beginning of the module): why this one import may cross the layers.
+CROSSINGS: dict[tuple[str, str], str] = {}
+
+NO_JAX = {"core", "engine", "entrypoints"} | LEAVES
+JAX_FAMILY = {"jax", "jaxlib", "flax", "optax", "orbax"}
+UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+# path or path::function: why it is longer.
+LONG: dict[str, str] = {}
+
+# What pip calls a distribution, where it is not the name of the module.
+DISTRIBUTIONS = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "jax_triton": "jax-triton", "triton": "jax-triton"}
+
+
+def sources(*folders: str) -> Iterator[tuple[str, ast.Module]]:
+    """(path relative to the root, syntax tree) of every Python file below `folders`."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported_modules(path: str, tree: ast.AST) -> Iterator[str]:
+    """Dotted names that a file imports anywhere, those for the type checker only left out."""
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            pending.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            base = Path(path).parts[: -node.level] if node.level else ()
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        pending.extend(ast.iter_child_nodes(node))
+
+
+def layer_of(path: str) -> str:
+    """`core` for jaxpaged/core/scheduler.py, `errors` for jaxpaged/errors.py, "" for the package itself."""
+    part = Path(path).parts[1].removesuffix(".py")
+    return "" if part in ("__init__", "__main__") else part
+
+
+def layer_problems(path: str, tree: ast.AST) -> Iterator[str]:
+    """Imports against the direction of the layers, or of jax where the host must do without it."""
+    if path.startswith("pallas_kernels/"):
+        for module in imported_modules(path, tree):
+            if module.split(".")[0] == "jaxpaged":
+                yield f"{path} imports {module}; kernels must be usable without jaxpaged. Pass in what they need."
+        return
+    layer = layer_of(path)
+    if not layer:
+        return
+    if layer not in LAYERS and layer not in LEAVES:
+        yield f"{path} is in no layer. Move it into one, or add its layer to tests/test_house.py."
+        return
+    for module in imported_modules(path, tree):
+        package, _, rest = module.partition(".")
+        if package in JAX_FAMILY and layer in NO_JAX:
+            yield f"{path} imports {module}; {layer} runs on the host without jax, see ARCHITECTURE.md."
+        if package == "pallas_kernels" and layer not in USES_KERNELS:
+            yield f"{path} imports {module}; only {', '.join(USES_KERNELS)} may call kernels."
+        target = rest.split(".")[0]
+        allowed = LAYERS.get(layer, set()) | LEAVES | {layer, "__version__"}
+        crossing = any(path == crosser and module.startswith(crossed) for crosser, crossed in CROSSINGS)
+        if package == "jaxpaged" and target not in allowed and not crossing:
+            names = ", ".join(sorted(LAYERS.get(layer, set()))) or "nothing but the leaves"
+            yield f"{path} imports {module}; {layer} may import {names}. Move the code, or pass the value in."
+
+
+def unsafe_problems(path: str, tree: ast.AST) -> Iterator[str]:
+    """Code that runs data as code, or state that every caller shares."""
+    for module in imported_modules(path, tree):
+        if module.split(".")[0] in UNSAFE_MODULES:
+            yield f"{path} imports {module}; loading it can run code. Use msgspec, safetensors or JSON."
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+            yield f"{path}:{node.lineno} calls {node.func.id}; parse the value instead."
+        if isinstance(node, ast.Global):
+            yield f"{path}:{node.lineno} changes a global; keep the state in an object and pass it."
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("JAXPAGED_"):
+            yield f"{path}:{node.lineno} names {node.value}; we have options, not environment variables of our own."
+
+
+def length_problems(path: str, tree: ast.Module, num_lines: int) -> Iterator[str]:
+    """Files and functions with a second idea in them. Docstrings of functions do not count."""
+    if num_lines > MAX_FILE_LINES and path not in LONG:
+        yield f"{path} has {num_lines} lines, more than {MAX_FILE_LINES}. Find the second idea in it and move it."
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        docstring = node.body[0] if ast.get_docstring(node) is not None else None
+        lines = node.end_lineno - node.lineno + 1
+        lines -= docstring.end_lineno - docstring.lineno + 1 if docstring else 0
+        if lines > MAX_FUNCTION_LINES and f"{path}::{node.name}" not in LONG:
+            yield f"{path}:{node.lineno} {node.name} has {lines} lines, more than {MAX_FUNCTION_LINES}. Split it."
+
+
+def declared_distributions() -> set[str]:
+    """Names of all requirements in pyproject.toml, in lower case with dashes."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    return {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in requirements}
+
+
+def undeclared_problems(path: str, tree: ast.AST) -> Iterator[str]:
+    """Imports of packages that nobody asks pip for."""
+    declared = declared_distributions()
+    for module in {name.split(".")[0] for name in imported_modules(path, tree)}:
+        if module in sys.stdlib_module_names or module in ("jaxpaged", "pallas_kernels"):
+            continue
+        distribution = DISTRIBUTIONS.get(module, module.lower().replace("_", "-"))
+        if distribution not in declared:
+            yield f"{path} imports {module}, but pyproject.toml does not ask for {distribution}. Add it, or do without."
+
+
+def broken_links(path: Path) -> Iterator[str]:
+    """Relative links of a Markdown file that lead nowhere."""
+    for target in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+        if "://" not in target and not (path.parent / target).exists():
+            yield f"{path.relative_to(ROOT)} links to {target}, which does not exist."
+
+
+def report(problems: Iterator[str]) -> None:
+    found = sorted(set(problems))
+    assert not found, "\n" + "\n".join(found)
+
+
+# ---- the rules hold --------------------------------------------------------------------------------
+
+
+def test_layers_import_downwards_only_and_the_host_side_never_imports_jax():
+    report(p for path, tree in sources("jaxpaged", "pallas_kernels") for p in layer_problems(path, tree))
+
+
+def test_nothing_loads_pickles_evaluates_text_or_keeps_global_state():
+    report(p for path, tree in sources("jaxpaged", "pallas_kernels") for p in unsafe_problems(path, tree))
+
+
+def test_files_and_functions_hold_one_idea_each():
+    counted = ((path, tree, len((ROOT / path).read_text().splitlines())) for path, tree in sources("jaxpaged"))
+    report(p for path, tree, lines in counted for p in length_problems(path, tree, lines))
+
+
+def test_every_imported_package_is_declared():
+    report(p for path, tree in sources("jaxpaged", "pallas_kernels") for p in undeclared_problems(path, tree))
+
+
+def test_every_module_says_what_lives_in_it():
+    empty = (
+        f"{path} has no docstring. Say what lives here, and what this module does not know."
+        for path, tree in sources("jaxpaged", "pallas_kernels", "tests", "scripts")
+        if tree.body and ast.get_docstring(tree) is None
+    )
+    report(empty)
+
+
+def test_no_module_has_a_name_that_says_nothing():
+    vague = (
+        f"{path} has a name that says nothing. Name it after what it holds."
+        for path, _ in sources("jaxpaged", "pallas_kernels", "tests", "scripts")
+        if Path(path).name in VAGUE_NAMES
+    )
+    report(vague)
+
+
+def test_nothing_is_left_to_do_in_comments():
+    marker = re.compile(r"#.*\b(TODO|FIXME|XXX|HACK)\b")
+    left = (
+        f"{path}:{number} leaves something to do. Do it, or open an issue."
+        for path, _ in sources("jaxpaged", "pallas_kernels")
+        for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").splitlines(), 1)
+        if marker.search(line)
+    )
+    report(left)
+
+
+def test_the_top_level_shows_exactly_what_it_should():
+    shown = {path.name for path in ROOT.iterdir() if not path.name.startswith(".") and path.name != "__pycache__"}
+    assert shown - TOP_LEVEL == set(), "Move these below one of the known folders."
+    assert TOP_LEVEL - shown == set(), "These belong at the top level and are missing."
+
+
+def test_links_between_documents_lead_somewhere():
+    documents = [ROOT / "README.md", *ROOT.glob("jaxpaged/**/*.md"), *ROOT.glob("pallas_kernels/**/*.md")]
+    report(p for path in [*documents, *ROOT.glob("tests/*.md")] for p in broken_links(path))
+
+
+def test_the_architecture_page_stays_a_page():
+    lines = (ROOT / "jaxpaged/ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150, "Shorten jaxpaged/ARCHITECTURE.md: what is in the code need not be said twice."
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["chat", "--help"]])
+def test_the_command_answers_for_help_without_heavy_imports(arguments):
+    program = f"""
+import json, sys
+from jaxpaged.entrypoints.cli import main
+try:
+    main({arguments!r})
+except SystemExit as end:
+    assert not end.code, end.code
+print("\\n" + json.dumps(sorted({{name.split(".")[0] for name in sys.modules}})))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    heavy = loaded & (JAX_FAMILY | {"fastapi", "huggingface_hub", "numpy", "tokenizers", "transformers", "yaml"})
+    assert not heavy, f"import {', '.join(sorted(heavy))} where it is used, not at the top of a module"
+
+
+# ---- the rules bite --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("jaxpaged/core/x.py", "import jax"),
+        ("jaxpaged/core/x.py", "def f():\n    from jax import numpy"),
+        ("jaxpaged/core/x.py", "from jaxpaged.engine import core"),
+        ("jaxpaged/core/x.py", "from ..worker import step"),
+        ("jaxpaged/models/x.py", "from jaxpaged import worker"),
+        ("jaxpaged/models/x.py", "import pallas_kernels"),
+        ("jaxpaged/errors.py", "import jaxpaged.core.scheduler"),
+        ("jaxpaged/elsewhere/x.py", "import os"),
+        ("pallas_kernels/op/x.py", "from jaxpaged.params import dims"),
+    ],
+)
+def test_an_import_against_the_layers_is_found(path, source):
+    assert list(layer_problems(path, ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("jaxpaged/core/x.py", "from jaxpaged.core import y\nfrom jaxpaged.errors import ConfigError"),
+        ("jaxpaged/core/x.py", "if TYPE_CHECKING:\n    from jaxpaged.engine import core"),
+        ("jaxpaged/layers/x.py", "import jax\nimport pallas_kernels"),
+        ("jaxpaged/entrypoints/cli/x.py", "from jaxpaged import __version__"),
+        ("pallas_kernels/op/x.py", "import jax"),
+    ],
+)
+def test_an_import_along_the_layers_is_fine(path, source):
+    assert not list(layer_problems(path, ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    "source", ["import pickle", "eval('1')", "def f():\n    global x", "os.environ['JAXPAGED_FAST']"]
+)
+def test_unsafe_code_is_found(source):
+    assert list(unsafe_problems("jaxpaged/x.py", ast.parse(source)))
+
+
+def test_a_long_function_is_found_but_its_docstring_does_not_count():
+    body = "    x = 1\n" * MAX_FUNCTION_LINES
+    assert list(length_problems("x.py", ast.parse("def f():\n" + body), 1))
+    documented = 'def f():\n    """' + "words\n" * 100 + '"""\n' + "    x = 1\n" * 10
+    assert not list(length_problems("x.py", ast.parse(documented), 1))
+
+
+def test_an_undeclared_package_is_found():
+    assert list(undeclared_problems("x.py", ast.parse("import torch")))
