@@ -7,6 +7,7 @@ All are msgspec structs of plain values and numpy arrays: they travel between pr
 pickle. They hold data and no behaviour; this module knows nothing of how a step is computed.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,6 +17,9 @@ from jaxpaged.sampling_params import SamplingParams
 
 # Why a request ended, as clients see it.
 FinishReason = str  # "stop" | "length" | "abort" | "error"
+
+# Progress of long work: what is going on ("weights", "programs"), how much of it is done, how much there is.
+Progress = Callable[[str, int, int], None]
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -4,14 +4,10 @@ Two things implement it: `UniProcExecutor`, and the fakes of the tests. The engi
 else of devices: it imports no jax.
 """
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
-
-# What is going on ("weights", "programs"), how much of it is done, and how much there is.
-Progress = Callable[[str, int, int], None]
 
 
 class PendingOutput(Protocol):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpaged.executor.base import Progress
+from jaxpaged.messages import Progress
 
 logger = logging.getLogger(__name__)
 

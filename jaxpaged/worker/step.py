@@ -188,6 +188,15 @@ class Shapes:
         step = jax.jit(self.functions.prompt_logprobs, out_shardings=self.functions.replicated)
         return step.lower(self.head, self.hidden(num_tokens), self.packed(2, PROMPT_LOGPROB_TILE))
 
+    def lower_zeros(self) -> jax.stages.Lowered:
+        """The device state of an engine that has computed nothing, in the order of `DeviceState`."""
+        state = (self.kv, self.tables, self.last_token, self.sampling)
+        step = jax.jit(
+            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state),
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, state),
+        )
+        return step.lower()
+
     def lower_tables(self) -> jax.stages.Lowered:
         step = jax.jit(write_table_chunk, donate_argnums=(0,), out_shardings=self.functions.replicated)
         return step.lower(self.tables, self.packed(3, TABLE_CHUNK))

@@ -1,14 +1,12 @@
 """Puts the device side together: mesh, KV cache size, programs, weights, device state.
 
 The order makes start-up short. Everything that programs need is known from shapes, so they compile in threads while
-the weights load; the engine is ready when the weights are, and the first step waits for its own two programs only.
+the weights load; the engine is ready when the weights are, and a step waits for its own programs only.
 """
 
-import logging
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,12 @@ import jax.numpy as jnp
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
-from jaxpaged.executor.base import Progress
-from jaxpaged.kv_cache_spec import KVCacheConfig, blocks_for_tokens, group_layers
+from jaxpaged.messages import Progress
+from jaxpaged.kv_cache_spec import blocks_for_tokens, group_layers
 from jaxpaged.layers.attention import AttentionContext, kv_shapes
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
-from jaxpaged.params.checkpoint import load_params
-from jaxpaged.params.dummy import init_dummy_params
+from jaxpaged.params.checkpoint import init_dummy_params, load_params
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.sampling.custom import load_processors
 from jaxpaged.sampling.rows import SamplingRows
@@ -35,3 +32,192 @@ from jaxpaged.worker.packed import StepLayout, step_layout
 from jaxpaged.worker.programs import CompileCounter, ProgramKey, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step import Shapes, StepFunctions
+
+
+class Worker:
+    """The devices of one engine. `config` is resolved; `decoder` describes the model in `folder`.
+
+    Raises CapacityError when the KV cache cannot hold one request of `max_model_len`, ConfigError when the devices
+    are too few, CheckpointError when the weights do not fit the description.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model: Model, decoder: DecoderConfig, folder: Path | None,
+        progress: Progress | None = None,
+    ):  # fmt: skip
+        self.config, self.model = config, model
+        self.progress = progress or (lambda stage, done, total: None)
+        self.decoder = replace(decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype)
+        self.num_shards = config.parallel.tensor_parallel_size
+        self.mesh = make_mesh(self.num_shards)
+        enable_compilation_cache(config.compile.compilation_cache_dir)
+        self.specs = model.param_specs(self.decoder, self.num_shards)
+        self.param_shapes = param_shapes(self.specs, self.decoder, self.mesh, self.dtype)
+        self.kv_cache_config = self._size_kv_cache()
+        self.programs = Programs(self._builders(), progress=self.progress)
+        self.programs.start()
+        try:
+            params = self._load(folder)
+        except BaseException:
+            self.programs.stop()
+            raise
+        self.runner = self._make_runner(params)
+        self.counter = CompileCounter()
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(self.config.model.dtype)
+
+    @cached_property
+    def token_buckets(self) -> tuple[int, ...]:
+        given = self.config.compile.token_buckets
+        return tuple(sorted(given)) if given else doubling_buckets(self.config.scheduler.max_num_batched_tokens)
+
+    @cached_property
+    def sample_buckets(self) -> tuple[int, ...]:
+        return doubling_buckets(self.config.scheduler.max_num_seqs)
+
+    @cached_property
+    def layouts(self) -> dict[int, StepLayout]:
+        """Forward bucket -> where the parts of its packed array lie."""
+        cache = self.kv_cache_config
+        return {
+            size: step_layout(size, self.config.scheduler.max_num_seqs, len(cache.groups), cache.block_size)
+            for size in self.token_buckets
+        }
+
+    @cached_property
+    def functions(self) -> StepFunctions:
+        return StepFunctions(
+            model=self.model,
+            config=self.decoder,
+            attention=self.attention,
+            kv_cache=self.kv_cache_config,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            num_hidden=max(self.config.scheduler.max_num_seqs, MIN_BUCKET),
+            logprobs_mode=self.config.model.logprobs_mode,
+            max_logprobs=min(self.config.model.max_logprobs, self.decoder.vocab_size),
+            custom=load_processors(self.config.model.logits_processors),
+        )
+
+    @cached_property
+    def attention(self) -> AttentionContext:
+        return AttentionContext(self.mesh, self.config.compile.attention_backend)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        kv = kv_shapes(self.attention, self.kv_cache_config, self.kv_dtype)
+        max_blocks = blocks_for_tokens(self.config.model.max_model_len, self.kv_cache_config.block_size)
+        return Shapes(self.functions, self.param_shapes, kv, self.sampling_shapes, max_blocks)
+
+    @property
+    def kv_dtype(self) -> Any:
+        return jnp.dtype(self.config.cache.kv_cache_dtype)
+
+    def _size_kv_cache(self) -> Any:
+        config = self.config
+        specs = self.model.attention_specs(
+            self.decoder, config.cache.block_size, self.kv_dtype.itemsize, self.num_shards
+        )
+        demand = Demand(
+            config.model.max_model_len, config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+        )
+        return size_kv_cache(
+            config.cache, group_layers(specs), demand, self.num_shards, self._reserved_bytes(), self.mesh.devices.flat[0]
+        )
+
+    def _reserved_bytes(self) -> int:
+        """Bytes per device for weights and temporaries, from shapes alone: an upper estimate.
+
+        The largest step holds a few [T, F] and [T, D] arrays at a time, and the sampler a few float32 [S, V] ones.
+        """
+        weights = sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(self.param_shapes))
+        scheduler, decoder = self.config.scheduler, self.decoder
+        per_token = 3 * decoder.intermediate_size // self.num_shards + 8 * decoder.hidden_size
+        activations = scheduler.max_num_batched_tokens * per_token * self.dtype.itemsize
+        logits = 6 * scheduler.max_num_seqs * decoder.vocab_size * 4
+        return weights + activations + logits
+
+    def _builders(self) -> dict[ProgramKey, Callable[[], jax.stages.Lowered]]:
+        """How to lower every program, in the order in which they are wanted.
+
+        First what a lone short prompt needs, then the other forward buckets, then what fewer requests use.
+        """
+        shapes = self.shapes
+        builders = {ProgramKey("zeros"): shapes.lower_zeros}
+        small_prompt = self.token_buckets[min(3, len(self.token_buckets) - 1)]
+        tokens = sorted(self.token_buckets, key=lambda size: (size != small_prompt, size != self.token_buckets[0], size))
+        for size in tokens:
+            builders[ProgramKey("forward", size)] = partial(shapes.lower_forward, self.layouts[size])
+            if size == small_prompt:
+                builders[ProgramKey("sample", self.sample_buckets[0])] = partial(
+                    shapes.lower_sample, self.sample_buckets[0]
+                )
+        builders[ProgramKey("tables")] = shapes.lower_tables
+        for size in self.sample_buckets:
+            builders.setdefault(ProgramKey("sample", size), partial(shapes.lower_sample, size))
+        builders[ProgramKey("load_row")] = partial(shapes.lower_load, load_row)
+        builders[ProgramKey("load_tokens")] = partial(shapes.lower_load, load_tokens)
+        for size in self.sample_buckets:
+            builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample_full, size)
+        for size in self.token_buckets:
+            builders[ProgramKey("prompt_logprobs", size)] = partial(shapes.lower_prompt_logprobs, size)
+        return builders
+
+    def _load(self, folder: Path | None) -> Any:
+        if self.config.load.load_format == "dummy":
+            return init_dummy_params(self.specs, self.decoder, self.mesh, self.dtype, seed=self.config.model.seed)
+        progress = partial(self.progress, "weights")
+        return load_params(self.specs, self.decoder, folder, self.mesh, self.dtype, progress=progress)
+
+    def _make_runner(self, params: Any) -> ModelRunner:
+        scheduler = self.config.scheduler
+        return ModelRunner(
+            programs=self.programs,
+            params=params,
+            head=self.model.head(params),
+            state=self.new_state(),
+            rows=RequestRows(scheduler.max_num_seqs, len(self.kv_cache_config.groups)),
+            sampling_rows=self._make_sampling_rows(),
+            layouts=self.layouts,
+            sample_buckets=self.sample_buckets,
+            sharding=self.functions.replicated,
+        )
+
+    def new_state(self) -> DeviceState:
+        """Device state of an engine that has computed nothing: all zeros."""
+        return DeviceState(*self.programs[ProgramKey("zeros")]())
+
+    def recover(self) -> None:
+        """After a failed step: forget every request and every block, keep weights and programs."""
+        runner = self.runner
+        self.runner = self._make_runner(runner.params)
+        self.runner.counts = runner.counts
+
+    def stats(self) -> dict[str, Any]:
+        counts, programs = self.runner.counts, self.programs
+        return {
+            "steps": counts.steps,
+            "scheduled_tokens": counts.scheduled_tokens,
+            "padded_tokens": counts.padded_tokens,
+            "bucket_steps": dict(sorted(counts.buckets.items())),
+            "programs": len(programs.builders),
+            "programs_ready": programs.num_ready,
+            "compile_seconds": sum(programs.seconds.values()),
+            "recompiles": self.counter.count,
+            "num_kv_blocks": self.kv_cache_config.num_blocks,
+        }
+
+    def shutdown(self) -> None:
+        self.programs.stop()
+        self.counter.close()
+
+
+def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of one device's part of an array."""
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    size = leaf.dtype.itemsize
+    for extent in shape:
+        size *= extent
+    return size
+

@@ -1,0 +1,38 @@
+"""One process, one worker: the executor that runs a step where it is asked for."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.executor.base import PendingOutput
+from jaxpaged.messages import Progress, SchedulerOutput
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.interface import Model
+from jaxpaged.worker.worker import Worker
+
+
+class UniProcExecutor:
+    """An `Executor` over all devices of this process."""
+
+    def __init__(
+        self, config: EngineConfig, model: Model, decoder: DecoderConfig, folder: Path | None,
+        progress: Progress | None = None,
+    ):  # fmt: skip
+        self.worker = Worker(config, model, decoder, folder, progress)
+        self.kv_cache_config = self.worker.kv_cache_config
+
+    def execute(self, scheduler_output: SchedulerOutput) -> PendingOutput:
+        return self.worker.runner.execute(scheduler_output)
+
+    def recover(self) -> None:
+        self.worker.recover()
+
+    def wait_for_programs(self) -> None:
+        """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
+        self.worker.programs.wait_all()
+
+    def stats(self) -> dict[str, Any]:
+        return self.worker.stats()
+
+    def shutdown(self) -> None:
+        self.worker.shutdown()
