@@ -6,6 +6,7 @@ means for one architecture is said in that architecture's module. transformers i
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,9 @@ class DecoderConfig:
         }
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""The two kinds of layers that `layer_types` in config.json names."""
+
 HARMLESS_FIELDS = frozenset(
     """
     architectures model_type transformers_version torch_dtype dtype use_cache initializer_range auto_map name_or_path
@@ -108,7 +112,9 @@ class HfFields:
         return found
 
     def count_or_none(self, name: str, default: int | None = None) -> int | None:
-        return None if self.value(name, default) is None else self.count(name, default)
+        """A positive whole number; an explicit null means none, a missing field means `default`."""
+        self.read.add(name)
+        return None if self.hf.get(name, default) is None else self.count(name, default)
 
     def number(self, name: str, default: float) -> float:
         """A positive number."""
@@ -117,12 +123,10 @@ class HfFields:
             raise CheckpointError(f"config.json: {name} is {found!r}; it must be a positive number.")
         return float(found)
 
-    def number_or_none(self, name: str, default: float | None = None, absent: bool = True) -> float | None:
+    def number_or_none(self, name: str, default: float | None = None) -> float | None:
         """A positive number; an explicit null means none, a missing field means `default`."""
         self.read.add(name)
-        if self.hf.get(name) is None and (name in self.hf or default is None):
-            return None
-        return self.number(name, default)
+        return None if self.hf.get(name, default) is None else self.number(name, default)
 
     def flag(self, name: str, default: bool) -> bool:
         found = self.value(name, default)
@@ -199,18 +203,29 @@ def common_fields(fields: HfFields, tie_default: bool = False, norm_eps: float =
     }
 
 
+def layer_windows(
+    fields: HfFields, window: int | None, sliding: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    """The window of every layer: as `layer_types` says, or else `window` for the layers that `sliding(i)` names."""
+    num_layers = fields.count("num_hidden_layers")
+    defaults = [SLIDING if sliding(i) else FULL for i in range(num_layers)]
+    types = fields.value("layer_types", defaults)
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {SLIDING, FULL}:
+        raise CheckpointError(
+            f"config.json: layer_types is {short(types)}; it must name {num_layers} layers, each {SLIDING!r} or {FULL!r}."
+        )
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
 def token_ids(fields: HfFields) -> dict[str, Any]:
     """`eos_token_ids` and `bos_token_id`; a checkpoint may have none, one, or several ids that end the text."""
-    eos = fields.value("eos_token_id", [])
-    bos = fields.value("bos_token_id")
-    for name, ids in (("eos_token_id", eos), ("bos_token_id", [] if bos is None else bos)):
-        for token_id in ids if isinstance(ids, list) else [ids]:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise CheckpointError(f"config.json: {name} is {short(ids)}; it must be a token id or a list of them.")
-    return {
-        "eos_token_ids": tuple(eos) if isinstance(eos, list) else (eos,),
-        "bos_token_id": bos[0] if isinstance(bos, list) and bos else bos or None if bos != 0 else 0,
-    }
+    ids = {}
+    for name in ("eos_token_id", "bos_token_id"):
+        found = fields.value(name, [])
+        ids[name] = tuple(found) if isinstance(found, list) else (found,)
+        if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids[name]):
+            raise CheckpointError(f"config.json: {name} is {short(found)}; it must be a token id or a list of them.")
+    return {"eos_token_ids": ids["eos_token_id"], "bos_token_id": next(iter(ids["bos_token_id"]), None)}
 
 
 def architecture_of(hf: dict[str, Any]) -> str:

@@ -1,0 +1,29 @@
+"""The gated feed-forward block: down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+from functools import partial
+
+import jax
+from flax import struct
+
+from jaxpaged.layers.linear import Linear, apply_linear
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
+"""hidden_act in config.json -> function."""
+
+
+@struct.dataclass
+class Mlp:
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
+
+
+def gated_mlp(x_TD: jax.Array, p: Mlp, activation: str) -> jax.Array:
+    """[T, D] -> [T, D] through F columns."""
+    gate_TF = ACTIVATIONS[activation](apply_linear("TD,FD->TF", x_TD, p.gate_proj))
+    up_TF = apply_linear("TD,FD->TF", x_TD, p.up_proj)
+    return apply_linear("TF,DF->TD", gate_TF * up_TF, p.down_proj)

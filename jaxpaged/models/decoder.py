@@ -1,0 +1,127 @@
+"""What decoder-only models have in common: their parameters, attention, the loop over layers, and the head.
+
+An architecture's own file says how a layer is put together and what config.json means. An optional part (bias,
+query norm) is there exactly when its parameter is. This module knows nothing of requests and blocks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import struct
+
+from jaxpaged.kv_cache_spec import AttentionSpec
+from jaxpaged.layers.attention import AttentionContext, attend
+from jaxpaged.layers.embedding import vocabulary_logits
+from jaxpaged.layers.linear import Linear, apply_linear
+from jaxpaged.layers.mlp import Mlp
+from jaxpaged.layers.norm import Norm
+from jaxpaged.layers.rope import apply_rope, rope_cos_sin
+from jaxpaged.models.config import DecoderConfig, LayerConfig
+from jaxpaged.params.sharding import kv_heads_on_devices
+
+
+@struct.dataclass
+class Attention:
+    """`q_norm` and `k_norm` normalise every head before it is rotated, where a model has them."""
+
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    o_proj: Linear
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+
+@struct.dataclass
+class Layer:
+    """The names are the checkpoint's. The last two norms exist where a block's output is normalised too."""
+
+    self_attn: Attention
+    mlp: Mlp
+    input_layernorm: Norm
+    post_attention_layernorm: Norm
+    pre_feedforward_layernorm: Norm | None = None
+    post_feedforward_layernorm: Norm | None = None
+
+
+@struct.dataclass
+class Decoder:
+    """All parameters. `lm_head` is None when the embedding table serves for both."""
+
+    embed_tokens: jax.Array  # [V, D]
+    layers: list[Layer]
+    norm: Norm
+    lm_head: jax.Array | None  # [V, D]
+
+
+def self_attention(
+    p: Attention,
+    config: DecoderConfig,
+    layer: LayerConfig,
+    context: AttentionContext,
+    norm: Callable[[jax.Array, Norm, float], jax.Array],
+    x_TD: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array],
+    kv: Any,
+    metadata: Any,
+) -> tuple[jax.Array, Any]:
+    """Causal self-attention of T new tokens over all that their requests have cached: ([T, D], kv).
+
+    This step's keys and values go into the cache before it is read, so a token sees itself and its neighbours.
+    """
+    q_TNH = apply_linear("TD,NHD->TNH", x_TD, p.q_proj)
+    k_TKH = apply_linear("TD,KHD->TKH", x_TD, p.k_proj)
+    v_TKH = apply_linear("TD,KHD->TKH", x_TD, p.v_proj)
+    if p.q_norm is not None:
+        q_TNH = norm(q_TNH, p.q_norm, config.norm_eps)
+        k_TKH = norm(k_TKH, p.k_norm, config.norm_eps)
+    q_TNH, k_TKH = apply_rope(q_TNH, *cos_sin), apply_rope(k_TKH, *cos_sin)
+    o_TNH, kv = attend(
+        context, q_TNH, k_TKH, v_TKH, kv, metadata,
+        scale=config.query_scale, window=layer.window, soft_cap=config.attn_soft_cap,
+    )  # fmt: skip
+    return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj), kv
+
+
+def run_layers(
+    decoder_layer: Callable[..., tuple[jax.Array, Any]],
+    params: Decoder,
+    config: DecoderConfig,
+    context: AttentionContext,
+    places: Sequence[tuple[int, int]],
+    x_TD: jax.Array,
+    positions_T: jax.Array,
+    metadata: Sequence[Any],
+    kv: Sequence[Any],
+) -> tuple[jax.Array, list[Any]]:
+    """The one loop over layers. It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once."""
+    cos_sin = {
+        layer.rope: rope_cos_sin(layer.rope, positions_T, config.max_model_len) for layer in config.layers
+    }
+    kv = list(kv)
+    for p, layer, (group, tensor) in zip(params.layers, config.layers, places, strict=True):
+        x_TD, kv[tensor] = decoder_layer(
+            p, config, layer, context, x_TD, cos_sin[layer.rope], kv[tensor], metadata[group]
+        )
+    return x_TD, kv
+
+
+def head(params: Decoder) -> jax.Array:
+    """The table [V, D] that turns hidden states into logits."""
+    return params.embed_tokens if params.lm_head is None else params.lm_head
+
+
+def compute_logits(head_VD: jax.Array, config: DecoderConfig, hidden_SD: jax.Array) -> jax.Array:
+    """Float32 logits [S, V] with the final soft cap; columns that only pad the vocabulary are -inf."""
+    return vocabulary_logits(hidden_SD, head_VD, config.vocab_size, config.final_soft_cap)
+
+
+def attention_specs(
+    config: DecoderConfig, block_size: int, dtype_bytes: int, num_model_shards: int
+) -> list[AttentionSpec]:
+    """What every layer caches, with key heads as they are after they were repeated for the shards."""
+    num_kv_heads = kv_heads_on_devices(config.num_kv_heads, num_model_shards)
+    return [
+        AttentionSpec(block_size, num_kv_heads, config.head_dim, dtype_bytes, layer.window) for layer in config.layers
+    ]

@@ -1,0 +1,98 @@
+"""Parameters of decoder-only models, declared by letters under their Hugging Face names.
+
+The containers are those of `decoder.py`, holding a `Spec` where the model holds an array.
+"""
+
+from jaxpaged.layers.linear import Linear
+from jaxpaged.layers.mlp import Mlp
+from jaxpaged.layers.norm import Norm
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.decoder import Attention, Decoder, Layer
+from jaxpaged.params.sharding import device_sizes
+from jaxpaged.params.spec import Spec
+
+
+def decoder_specs(
+    config: DecoderConfig,
+    num_model_shards: int,
+    *,
+    qk_norm: bool = False,
+    sandwich_norms: bool = False,
+    fused: bool = False,
+) -> Decoder:
+    """Specs of a whole decoder. Raises ConfigError when the model cannot be split over so many shards.
+
+    `qk_norm`: norms on query and key heads. `sandwich_norms`: norms before and after both blocks. `fused`: the
+    checkpoint keeps query, key and value projections in one tensor, and gate and up in another.
+    """
+    device_sizes(config.dim_sizes(), num_model_shards)
+    attention = fused_attention if fused else attention_with_bias
+    mlp = fused_mlp if fused else mlp_with_bias
+    layers = []
+    for i in range(config.num_layers):
+        name = f"model.layers.{i}"
+        self_attn = attention(config, f"{name}.self_attn")
+        if qk_norm:
+            self_attn = self_attn.replace(
+                q_norm=norm("H", f"{name}.self_attn.q_norm"), k_norm=norm("H", f"{name}.self_attn.k_norm")
+            )
+        layers.append(
+            Layer(
+                self_attn=self_attn,
+                mlp=mlp(config, f"{name}.mlp"),
+                input_layernorm=norm("D", f"{name}.input_layernorm"),
+                post_attention_layernorm=norm("D", f"{name}.post_attention_layernorm"),
+                pre_feedforward_layernorm=norm("D", f"{name}.pre_feedforward_layernorm") if sandwich_norms else None,
+                post_feedforward_layernorm=norm("D", f"{name}.post_feedforward_layernorm") if sandwich_norms else None,
+            )
+        )
+    return Decoder(
+        embed_tokens=Spec("VD", "V D", "model.embed_tokens.weight"),
+        layers=layers,
+        norm=norm("D", "model.norm"),
+        lm_head=None if config.tie_embeddings else Spec("VD", "V D", "lm_head.weight"),
+    )
+
+
+def norm(dims: str, name: str) -> Norm:
+    return Norm(Spec(dims, dims, f"{name}.weight"))
+
+
+def linear(dims: str, hf_dims: str, name: str, has_bias: bool = False) -> Linear:
+    """A projection; its bias has the axes that the checkpoint merged into the weight's first one."""
+    out = hf_dims.split(" ")[0]
+    return Linear(Spec(dims, hf_dims, f"{name}.weight"), Spec(out, out, f"{name}.bias") if has_bias else None)
+
+
+def attention_with_bias(config: DecoderConfig, name: str) -> Attention:
+    return Attention(
+        q_proj=linear("NHD", "NH D", f"{name}.q_proj", config.qkv_bias),
+        k_proj=linear("KHD", "KH D", f"{name}.k_proj", config.qkv_bias),
+        v_proj=linear("KHD", "KH D", f"{name}.v_proj", config.qkv_bias),
+        o_proj=linear("DNH", "D NH", f"{name}.o_proj", config.o_bias),
+    )
+
+
+def mlp_with_bias(config: DecoderConfig, name: str) -> Mlp:
+    return Mlp(
+        gate_proj=linear("FD", "F D", f"{name}.gate_proj", config.mlp_bias),
+        up_proj=linear("FD", "F D", f"{name}.up_proj", config.mlp_bias),
+        down_proj=linear("DF", "D F", f"{name}.down_proj", config.mlp_bias),
+    )
+
+
+def fused_attention(config: DecoderConfig, name: str) -> Attention:
+    """Query, key and value rows stand one after another in `qkv_proj`."""
+    qkv = [
+        Linear(Spec(dims, hf_dims, f"{name}.qkv_proj.weight", fused=("NH", "KH", "KH"), part=part))
+        for part, (dims, hf_dims) in enumerate([("NHD", "NH D"), ("KHD", "KH D"), ("KHD", "KH D")])
+    ]
+    return Attention(*qkv, o_proj=linear("DNH", "D NH", f"{name}.o_proj"))
+
+
+def fused_mlp(config: DecoderConfig, name: str) -> Mlp:
+    """Gate and up rows stand one after another in `gate_up_proj`."""
+    gate, up = (
+        Linear(Spec("FD", "F D", f"{name}.gate_up_proj.weight", fused=("F", "F"), part=part)) for part in range(2)
+    )
+    return Mlp(gate, up, linear("DF", "D F", f"{name}.down_proj"))

@@ -1,0 +1,94 @@
+"""Gemma 3, text: Gemma 2's layers with norms on query and key heads; five layers with a window, then one without.
+
+Window layers and full layers rotate with different bases, and only the full ones are stretched (arXiv 2503.19786).
+"""
+
+from functools import partial
+from typing import Any
+
+from jaxpaged.errors import CheckpointError
+from jaxpaged.layers.rope import RopeConfig
+from jaxpaged.models import gemma2
+from jaxpaged.models.config import (
+    FULL,
+    SLIDING,
+    DecoderConfig,
+    HfFields,
+    LayerConfig,
+    layer_windows,
+    short,
+)
+from jaxpaged.models.decoder import attention_specs, compute_logits, head
+from jaxpaged.models.decoder_specs import decoder_specs
+from jaxpaged.models.interface import Model
+from jaxpaged.models.rope_config import rope_fields, rope_from_params
+
+DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+"""Fields that the config.json of the published models leaves out: transformers writes only what differs."""
+
+
+def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """Gemma3's config.json, of a text model or of the text part of one that also sees images."""
+    fields = HfFields({**DEFAULTS, **text_part(hf)})
+    common = gemma2.gemma_fields(fields)
+    full, sliding = gemma3_ropes(fields, common["head_dim"])
+    pattern = fields.count("sliding_window_pattern", 6)
+    window = fields.count_or_none("sliding_window", 4096)
+    windows = layer_windows(fields, window, sliding=lambda i: (i + 1) % pattern != 0)
+    config = DecoderConfig(
+        **common,
+        attn_soft_cap=fields.number_or_none("attn_logit_softcapping"),
+        final_soft_cap=fields.number_or_none("final_logit_softcapping"),
+        layers=tuple(LayerConfig(window, full if window is None else sliding) for window in windows),
+        max_position_embeddings=full.max_position,  # the published figure counts the scaling in
+        max_model_len=full.max_position,
+    )
+    fields.refuse_unread()
+    return config
+
+
+def text_part(hf: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the language model; token ids, type and quantisation may stand outside of it."""
+    if "text_config" not in hf:
+        return hf
+    if not isinstance(hf["text_config"], dict):
+        raise CheckpointError(f"config.json: text_config is {short(hf['text_config'])}; it must be an object.")
+    shared = ("architectures", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
+    outer = {name: hf[name] for name in (*shared, "tie_word_embeddings") if name in hf}
+    return {**hf["text_config"], **outer}
+
+
+def gemma3_ropes(fields: HfFields, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    """(rope of full layers, rope of window layers)."""
+    params = rope_fields(fields)
+    theta = fields.number("rope_theta", 1_000_000.0)
+    local_theta = fields.number("rope_local_base_freq", 10_000.0)
+    nested = {FULL, SLIDING} & params.keys()
+    full_params = (params.get(FULL) or {}) if nested else params
+    sliding_params = (params.get(SLIDING) or {}) if nested else {}
+    return (
+        rope_from_params(fields, full_params, theta, head_dim),
+        rope_from_params(fields, sliding_params, local_theta, head_dim),
+    )
+
+
+GEMMA3 = Model(
+    architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    config_from_hf=config_from_hf,
+    param_specs=partial(decoder_specs, qk_norm=True, sandwich_norms=True),
+    forward=gemma2.forward,
+    head=head,
+    compute_logits=compute_logits,
+    attention_specs=attention_specs,
+)

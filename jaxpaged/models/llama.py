@@ -1,0 +1,118 @@
+"""Llama 2 and 3, and Mistral: pre-norm layers; Mistral's attend to a window of tokens.
+
+Source of the layer: arXiv 2302.13971; of the window: arXiv 2310.06825.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxpaged.errors import CheckpointError
+from jaxpaged.layers.embedding import embed
+from jaxpaged.layers.mlp import ACTIVATIONS, gated_mlp
+from jaxpaged.layers.norm import rms_norm
+from jaxpaged.models.config import DecoderConfig, HfFields, LayerConfig, common_fields, layer_windows
+from jaxpaged.models.decoder import (
+    Decoder,
+    Layer,
+    attention_specs,
+    compute_logits,
+    head,
+    run_layers,
+    self_attention,
+)
+from jaxpaged.models.decoder_specs import decoder_specs
+from jaxpaged.models.interface import Model
+from jaxpaged.models.rope_config import longest_sequence, single_rope
+
+
+def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """Llama's config.json. `attention_bias` is on all four projections."""
+    fields = HfFields(hf)
+    if fields.number("pretraining_tp", 1) != 1:
+        raise CheckpointError(f"config.json: pretraining_tp is {hf['pretraining_tp']}; only 1 is supported.")
+    has_bias = fields.flag("attention_bias", False)
+    return pre_norm_config(
+        fields,
+        [None] * fields.count("num_hidden_layers"),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+    )
+
+
+def mistral_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """Mistral's config.json. Every layer has the same window, 4096 when nothing is said, all tokens when null."""
+    fields = HfFields(hf)
+    window = fields.count_or_none("sliding_window", 4096)
+    windows = layer_windows(fields, window, sliding=lambda i: True)
+    if len(set(windows)) > 1:
+        raise CheckpointError(
+            "config.json: layer_types mixes windows and full attention, which Mistral's own definition does not have."
+        )
+    return pre_norm_config(fields, windows)
+
+
+def pre_norm_config(
+    fields: HfFields,
+    windows: Sequence[int | None],
+    *,
+    norm_eps: float = 1e-6,
+    rope_aliases: dict[str, str] | None = None,
+    **options: Any,
+) -> DecoderConfig:
+    """DecoderConfig of a model whose layers differ by their window only. `options` are more of its fields."""
+    common = common_fields(fields, norm_eps=norm_eps)
+    rope = single_rope(fields, common["head_dim"], rope_aliases)
+    length = longest_sequence(rope)
+    config = DecoderConfig(
+        **common,
+        activation=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+        layers=tuple(LayerConfig(window, rope) for window in windows),
+        max_position_embeddings=length,
+        max_model_len=length,
+        **options,
+    )
+    fields.refuse_unread()
+    return config
+
+
+@partial(jax.jit, static_argnames=("config", "layer", "context"))
+def decoder_layer(p: Layer, config, layer, context, x_TD, cos_sin, kv, metadata):
+    """x + attention(norm(x)), then x + mlp(norm(x)). Returns ([T, D], kv)."""
+    normed_TD = rms_norm(x_TD, p.input_layernorm, config.norm_eps)
+    attended_TD, kv = self_attention(
+        p.self_attn, config, layer, context, rms_norm, normed_TD, cos_sin, kv, metadata
+    )
+    x_TD = x_TD + attended_TD
+    normed_TD = rms_norm(x_TD, p.post_attention_layernorm, config.norm_eps)
+    return x_TD + gated_mlp(normed_TD, p.mlp, config.activation), kv
+
+
+def forward(params: Decoder, config, context, places, tokens_T, positions_T, metadata, kv):
+    """Hidden states after the final norm, and the KV tensors: see `interface.Model`."""
+    x_TD = embed(tokens_T, params.embed_tokens, config.embed_scale)
+    x_TD, kv = run_layers(decoder_layer, params, config, context, places, x_TD, positions_T, metadata, kv)
+    return rms_norm(x_TD, params.norm, config.norm_eps), kv
+
+
+LLAMA = Model(
+    architectures=("LlamaForCausalLM",),
+    config_from_hf=config_from_hf,
+    param_specs=decoder_specs,
+    forward=forward,
+    head=head,
+    compute_logits=compute_logits,
+    attention_specs=attention_specs,
+)
+MISTRAL = Model(
+    architectures=("MistralForCausalLM",),
+    config_from_hf=mistral_config_from_hf,
+    param_specs=decoder_specs,
+    forward=forward,
+    head=head,
+    compute_logits=compute_logits,
+    attention_specs=attention_specs,
+)

@@ -1,0 +1,132 @@
+"""The rope fields of config.json -> RopeConfig, in the spellings of transformers 4 and 5.
+
+Knows what the fields mean; the maths is in `layers/rope.py`.
+"""
+
+import math
+from typing import Any
+
+from jaxpaged.errors import CheckpointError, did_you_mean
+from jaxpaged.layers.rope import FREQUENCIES, RopeConfig
+from jaxpaged.models.config import HfFields, short
+
+KNOWN_KEYS = frozenset(
+    """
+    rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor
+    low_freq_factor high_freq_factor beta_fast beta_slow truncate short_factor long_factor mscale mscale_all_dim
+    finetuned
+    """.split()
+)
+REQUIRED_KEYS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+EXTENDING_TYPES = ("linear", "dynamic", "yarn")
+"""Scalings by which a model's `max_position_embeddings` grows by `factor`; others count it in already."""
+
+
+def rope_fields(fields: HfFields) -> dict[str, Any]:
+    """`rope_scaling` (transformers 4) or `rope_parameters` (5); an empty dictionary when there is neither."""
+    scaling, parameters = fields.value("rope_scaling"), fields.value("rope_parameters")
+    for name, found in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if found is not None and not isinstance(found, dict):
+            raise CheckpointError(f"config.json: {name} is {short(found)}; it must be an object.")
+    return dict(scaling or parameters or {})
+
+
+def single_rope(fields: HfFields, head_dim: int, aliases: dict[str, str] | None = None) -> RopeConfig:
+    """The rope of a model whose layers all rotate alike. `aliases` renames rope types of old checkpoints."""
+    params = rope_fields(fields)
+    theta = fields.number("rope_theta", 10_000.0)
+    partial = fields.number("partial_rotary_factor", 1.0)
+    params.setdefault("partial_rotary_factor", partial)
+    return rope_from_params(fields, params, theta, head_dim, aliases)
+
+
+def rope_from_params(
+    fields: HfFields, params: dict[str, Any], theta: float, head_dim: int, aliases: dict[str, str] | None = None
+) -> RopeConfig:
+    """One RopeConfig from one dictionary of rope parameters; `theta` is used when it names none."""
+    rope_type = params.get("rope_type") or params.get("type") or "default"
+    rope_type = (aliases or {}).get(rope_type, rope_type)
+    check_keys(rope_type, params)
+    max_position = fields.count("max_position_embeddings")
+    params = {name: value for name, value in params.items() if value is not None}
+    original = fields.count_or_none("original_max_position_embeddings")
+    original = original or params.get("original_max_position_embeddings", max_position)
+    factor = float(params.get("factor", max_position / original if rope_type == "longrope" else 1.0))
+    rotary_dim = int(head_dim * params.get("partial_rotary_factor", 1.0))
+    rope = RopeConfig(
+        theta=float(params.get("rope_theta", theta)),
+        rotary_dim=rotary_dim,
+        rope_type=rope_type,
+        factor=factor,
+        max_position=max_position,
+        original_max_position=original,
+        attention_factor=attention_factor(rope_type, factor, original, params),
+        low_freq_factor=float(params.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(params.get("high_freq_factor", 4.0)),
+        beta_fast=float(params.get("beta_fast") or 32),
+        beta_slow=float(params.get("beta_slow") or 1),
+        truncate=params.get("truncate", True),
+        short_factor=tuple(params.get("short_factor", ())),
+        long_factor=tuple(params.get("long_factor", ())),
+    )
+    check_sizes(rope, head_dim)
+    return rope
+
+
+def check_keys(rope_type: str, params: dict[str, Any]) -> None:
+    """CheckpointError for an unknown rope type, an unknown parameter, or one that is missing."""
+    if rope_type not in FREQUENCIES:
+        raise CheckpointError(
+            f"config.json: the rope type {rope_type!r} is not supported. Supported: {', '.join(FREQUENCIES)}."
+        )
+    for name, value in params.items():
+        if name not in KNOWN_KEYS and value is not None:
+            raise CheckpointError(
+                f"config.json: the rope parameter {name} = {short(value)} is not supported."
+                f"{did_you_mean(name, KNOWN_KEYS)}"
+            )
+    for name in REQUIRED_KEYS.get(rope_type, ()):
+        if params.get(name) is None:
+            raise CheckpointError(f"config.json: rope type {rope_type!r} needs the rope parameter {name}.")
+
+
+def check_sizes(rope: RopeConfig, head_dim: int) -> None:
+    """CheckpointError when the rotated part or a list of divisors does not fit the head."""
+    if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= head_dim:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor rotates {rope.rotary_dim} of head_dim {head_dim}; it must be an "
+            "even number of at least 2, and no more than the head has."
+        )
+    for name, divisors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
+        if rope.rope_type == "longrope" and len(divisors) != rope.rotary_dim // 2:
+            raise CheckpointError(
+                f"config.json: {name} has {len(divisors)} numbers; {rope.rotary_dim // 2} pairs are rotated."
+            )
+
+
+def attention_factor(rope_type: str, factor: float, original: int, params: dict[str, Any]) -> float:
+    """What cos and sin are multiplied by: as given, or as the papers of yarn and longrope derive it."""
+    if rope_type not in ("yarn", "longrope"):
+        return 1.0
+    if "attention_factor" in params:
+        return float(params["attention_factor"])
+    if factor <= 1.0:
+        return 1.0
+    if rope_type == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    mscale, all_dim = params.get("mscale"), params.get("mscale_all_dim")
+    if mscale and all_dim:
+        return (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * all_dim * math.log(factor) + 1.0)
+    return 0.1 * math.log(factor) + 1.0
+
+
+def longest_sequence(rope: RopeConfig) -> int:
+    """How many positions the model is made for, scaling included (vLLM derives `max_model_len` alike)."""
+    trained = rope.original_max_position if rope.rope_type == "yarn" else rope.max_position
+    return int(trained * rope.factor) if rope.rope_type in EXTENDING_TYPES else rope.max_position
