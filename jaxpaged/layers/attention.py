@@ -1,0 +1,103 @@
+"""Attention in a model: the one `shard_map` around an attention kernel, and how its KV cache is sharded.
+
+Heads are split over the mesh axis "model"; metadata is the same on every device. This module knows neither
+models nor steps; kernels (`pallas_kernels`) know nothing of meshes.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from pallas_kernels import ragged_paged_attention as rpa
+from pallas_kernels.ragged_paged_attention import AttentionMetadata, KVTensor
+
+HEADS = "model"
+"""The mesh axis over which heads are split."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionContext:
+    """Where attention runs and which kernel runs it; hashable, so it can be a static argument."""
+
+    mesh: Mesh
+    backend: str
+
+
+def attend(
+    context: AttentionContext,
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    kv: KVTensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks_N: jax.Array | None = None,
+) -> tuple[jax.Array, KVTensor]:
+    """Causal attention of T new tokens over everything their requests have cached, themselves included.
+
+    This step's keys and values go into the cache before the cache is read. The arguments are those of
+    `ragged_paged_attention`. Returns (out_TNH, the cache with the new tokens).
+
+    Raises ValueError when the mesh has more devices on "model" than there are kv heads to split.
+    """
+    check_heads(context.mesh, q_TNH.shape[1], k_TKH.shape[1])
+
+    def attend_heads(q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N):
+        return rpa.ragged_paged_attention(
+            q_TNH, k_TKH, v_TKH, kv, metadata,
+            scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, backend=context.backend,
+        )  # fmt: skip
+
+    heads, cache = PartitionSpec(None, HEADS, None), kv_spec(context.backend)
+    sharded = jax.shard_map(
+        attend_heads,
+        mesh=context.mesh,
+        in_specs=(heads, heads, heads, cache, PartitionSpec(), PartitionSpec(HEADS)),
+        out_specs=(heads, cache),
+        check_vma=False,  # the kernel's loops start from constants, which vary over no axis
+    )
+    return sharded(q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N)
+
+
+def check_heads(mesh: Mesh, num_heads: int, num_kv_heads: int) -> None:
+    """Raise ValueError unless the mesh splits query heads and kv heads evenly."""
+    devices = mesh.shape[HEADS]
+    if num_heads % devices or num_kv_heads % devices:
+        raise ValueError(
+            f"{num_heads} query heads and {num_kv_heads} kv heads do not split over {devices} devices. "
+            "Repeat kv heads until the devices divide them, or use fewer devices."
+        )
+
+
+def kv_spec(backend: str) -> PartitionSpec:
+    """How each array of a layer's cache is split: by kv head."""
+    return PartitionSpec(*[None] * rpa.kv_heads_axis(backend), HEADS)
+
+
+def kv_sharding(mesh: Mesh, backend: str) -> KVTensor:
+    """A `NamedSharding` for every array of a layer's cache, in the cache's own tree."""
+    return KVTensor((NamedSharding(mesh, kv_spec(backend)),) * rpa.num_kv_arrays(backend))
+
+
+def allocate_kv(
+    context: AttentionContext, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any
+) -> KVTensor:
+    """An empty cache of one layer, made in place on the devices that hold it."""
+    zeros = jax.jit(
+        lambda: rpa.kv_zeros(num_blocks, block_size, num_kv_heads, head_dim, dtype, context.backend),
+        out_shardings=kv_sharding(context.mesh, context.backend),
+    )
+    return zeros()
+
+
+def kv_struct(
+    context: AttentionContext, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any
+) -> KVTensor:
+    """What `allocate_kv` would return, as shapes with shardings: for compiling ahead of time."""
+    shape = rpa.kv_shape(num_blocks, block_size, num_kv_heads, head_dim, context.backend)
+    shardings = kv_sharding(context.mesh, context.backend)
+    return jax.tree.map(lambda sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), shardings)
