@@ -10,9 +10,7 @@ def embed(tokens_T: jax.Array, table_VD: jax.Array, scale: float | None) -> jax.
     return x_TD if scale is None else x_TD * jnp.asarray(scale, x_TD.dtype)
 
 
-def vocabulary_logits(
-    hidden_SD: jax.Array, table_VD: jax.Array, vocab_size: int, soft_cap: float | None
-) -> jax.Array:
+def vocabulary_logits(hidden_SD: jax.Array, table_VD: jax.Array, vocab_size: int, soft_cap: float | None) -> jax.Array:
     """Float32 logits [S, V]; columns from `vocab_size` on only pad the table and are -inf.
 
     With `soft_cap` c, logits are c * tanh(logits / c) (arXiv 2408.00118).

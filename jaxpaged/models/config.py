@@ -203,16 +203,15 @@ def common_fields(fields: HfFields, tie_default: bool = False, norm_eps: float =
     }
 
 
-def layer_windows(
-    fields: HfFields, window: int | None, sliding: Callable[[int], bool]
-) -> tuple[int | None, ...]:
+def layer_windows(fields: HfFields, window: int | None, sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
     """The window of every layer: as `layer_types` says, or else `window` for the layers that `sliding(i)` names."""
     num_layers = fields.count("num_hidden_layers")
     defaults = [SLIDING if sliding(i) else FULL for i in range(num_layers)]
     types = fields.value("layer_types", defaults)
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {SLIDING, FULL}:
         raise CheckpointError(
-            f"config.json: layer_types is {short(types)}; it must name {num_layers} layers, each {SLIDING!r} or {FULL!r}."
+            f"config.json: layer_types is {short(types)}; it must have {num_layers} entries, each {SLIDING!r} or "
+            f"{FULL!r}."
         )
     return tuple(window if kind == SLIDING else None for kind in types)
 
@@ -233,7 +232,7 @@ def architecture_of(hf: dict[str, Any]) -> str:
     names = hf.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(
-            f"config.json: architectures is {short(names)}; it must name one class, such as [\"LlamaForCausalLM\"]."
+            f'config.json: architectures is {short(names)}; it must name one class, such as ["LlamaForCausalLM"].'
         )
     return names[0]
 

@@ -96,9 +96,7 @@ def run_layers(
     kv: Sequence[Any],
 ) -> tuple[jax.Array, list[Any]]:
     """The one loop over layers. It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once."""
-    cos_sin = {
-        layer.rope: rope_cos_sin(layer.rope, positions_T, config.max_model_len) for layer in config.layers
-    }
+    cos_sin = {layer.rope: rope_cos_sin(layer.rope, positions_T, config.max_model_len) for layer in config.layers}
     kv = list(kv)
     for p, layer, (group, tensor) in zip(params.layers, config.layers, places, strict=True):
         x_TD, kv[tensor] = decoder_layer(

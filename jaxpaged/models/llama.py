@@ -83,9 +83,7 @@ def pre_norm_config(
 def decoder_layer(p: Layer, config, layer, context, x_TD, cos_sin, kv, metadata):
     """x + attention(norm(x)), then x + mlp(norm(x)). Returns ([T, D], kv)."""
     normed_TD = rms_norm(x_TD, p.input_layernorm, config.norm_eps)
-    attended_TD, kv = self_attention(
-        p.self_attn, config, layer, context, rms_norm, normed_TD, cos_sin, kv, metadata
-    )
+    attended_TD, kv = self_attention(p.self_attn, config, layer, context, rms_norm, normed_TD, cos_sin, kv, metadata)
     x_TD = x_TD + attended_TD
     normed_TD = rms_norm(x_TD, p.post_attention_layernorm, config.norm_eps)
     return x_TD + gated_mlp(normed_TD, p.mlp, config.activation), kv

@@ -1,0 +1,172 @@
+"""Weights from files, straight to the devices that hold them, one tensor at a time.
+
+`load_params` reads a folder of safetensors files (or one that `jaxpaged convert` wrote, see `orbax_format.py`)
+against a pytree of `Spec`: every tensor that a spec names must be there in its shape, and no other. Peak memory
+is the parameters plus one tensor. Knows letters and files; what a model is comes in as specs.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxpaged.errors import CheckpointError, did_you_mean
+from jaxpaged.params import orbax_format
+from jaxpaged.params.placing import place, stored_shape
+from jaxpaged.params.safetensors_reader import TensorEntry, mapped, read_header
+from jaxpaged.params.sharding import param_shapes
+from jaxpaged.params.spec import Spec
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+OTHER_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+"""Where models that also see images keep their language model -> the names of a text model."""
+
+IGNORED = re.compile(r"(.*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*|lm_head\.weight)")
+"""Tensors that a checkpoint may hold and a text model does not use. A tied head may be stored a second time."""
+
+
+def load_params(
+    specs: Any,
+    config: Any,
+    folder: str | Path,
+    mesh: Mesh,
+    dtype: Any,
+    progress: Progress | None = None,
+    load_format: str = "auto",
+) -> Any:
+    """Parameters in the shape of `specs`, cast to `dtype`, sharded over `mesh`.
+
+    `load_format` is "safetensors", "orbax", or "auto": whichever the folder holds. Raises CheckpointError for
+    files or tensors that are missing, damaged, misnamed, of another shape, or too many.
+    """
+    folder, progress = Path(folder), progress or (lambda done, total: None)
+    if load_format == "orbax" or (load_format == "auto" and orbax_format.is_orbax(folder)):
+        return orbax_format.load_orbax(specs, config, folder, mesh, dtype, progress)
+    entries = entries_of_folder(folder)
+    check_entries(jax.tree.leaves(specs), entries, config.dim_sizes(), folder)
+    total, done = num_bytes(param_shapes(specs, config, mesh, dtype)), 0
+
+    def load(spec: Spec) -> jax.Array:
+        nonlocal done
+        with mapped(entries[spec.hf_name]) as stored:
+            array = place(spec, stored, config.dim_sizes(), mesh, dtype)
+        done += array.nbytes
+        progress(done, total)
+        return array
+
+    return jax.tree.map(load, specs)
+
+
+def num_bytes(shapes: Any) -> int:
+    """Bytes of all arrays of a pytree, every value counted once."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def entries_of_folder(folder: Path) -> dict[str, TensorEntry]:
+    """Tensor name, as a text model has it -> where it lies."""
+    return {canonical_name(entry.name): entry for path in weight_files(folder) for entry in read_header(path)}
+
+
+def canonical_name(name: str) -> str:
+    for prefix, replacement in OTHER_PREFIXES:
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model: those of its index, or the only one."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        return indexed_files(index)
+    if single.exists():
+        return [single]
+    found = sorted(path.name for path in folder.glob("*.safetensors")) if folder.is_dir() else []
+    if len(found) == 1:
+        return [folder / found[0]]
+    if found:
+        raise CheckpointError(
+            f"{folder} has {len(found)} safetensors files ({', '.join(found[:3])}, ...) but no {index.name} to say "
+            "which belong together. Download the model again, with its index."
+        )
+    others = [path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern)]
+    hint = "Is it the folder of a model?"
+    if others:
+        hint = f"{others[0]} is there, but only safetensors files are read: use the model's safetensors version."
+    raise CheckpointError(f"{folder} holds no *.safetensors file. {hint}")
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """The files that the index names. CheckpointError when it is unreadable, names a missing file, or is wrong."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+        well_formed = names and all(Path(name).name == name for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        well_formed = False
+    if not well_formed:
+        raise CheckpointError(f"{index} has no readable map of tensors to files. Download it again.")
+    missing = [name for name in names if not (index.parent / name).exists()]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} of {len(names)} files that {index} names are missing: {', '.join(missing[:5])}. "
+            "Download them."
+        )
+    return [index.parent / name for name in names]
+
+
+def check_entries(
+    specs: list[Spec], entries: Mapping[str, TensorEntry], sizes: Mapping[str, int], folder: Path
+) -> None:
+    """CheckpointError unless the tensors are exactly those of the specs, in their shapes."""
+    wanted = {spec.hf_name: spec for spec in specs}
+    extra = [name for name in entries if name not in wanted and not IGNORED.fullmatch(name)]
+    missing = [name for name in wanted if name not in entries]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(wanted)} tensors are missing, the first is {missing[0]}."
+            f"{did_you_mean(missing[0], extra)} Download the model again, or check that config.json belongs to it."
+        )
+    if extra:
+        raise CheckpointError(
+            f"{entries[extra[0]].path}: {len(extra)} tensors are not part of the model that config.json describes, "
+            f"the first is {extra[0]}. Check that config.json belongs to these weights."
+        )
+    for name, spec in wanted.items():
+        shape = stored_shape(spec, sizes)
+        if entries[name].shape != shape:
+            raise CheckpointError(
+                f"{entries[name].path}: tensor {name} has shape {entries[name].shape}, but config.json makes it "
+                f"{shape}. Check that config.json belongs to these weights."
+            )
+
+
+def init_dummy_params(specs: Any, config: Any, mesh: Mesh, dtype: Any, seed: int = 0) -> Any:
+    """Random parameters, made on their devices from the seed; the same on any mesh unless axes are padded.
+
+    Vectors are ones, matrices uniform with a deviation of about 0.02.
+    """
+    leaves, tree = jax.tree.flatten(param_shapes(specs, config, mesh, dtype))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return tree.unflatten(random_array(key, leaf) for key, leaf in zip(keys, leaves, strict=True))
+
+
+def random_array(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    if len(leaf.shape) == 1:
+        return jnp.ones(leaf.shape, leaf.dtype, device=leaf.sharding)
+    return uniform(key, leaf.shape, leaf.dtype, leaf.sharding)
+
+
+def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
+    """Uniform in [-0.035, 0.035], made in place; one compiled program for every shape."""
+    draw = partial(jax.random.uniform, shape=shape, dtype=dtype, minval=-0.035, maxval=0.035)
+    return jax.jit(draw, out_shardings=sharding)(key)

@@ -1,0 +1,69 @@
+"""A model's name -> a folder with its files: the embedded model, a folder, or a download from the Hugging Face hub.
+
+Only weights in safetensors format, configuration and tokenizer are downloaded. Knows nothing of their content.
+"""
+
+import re
+from pathlib import Path
+
+from jaxpaged.errors import CheckpointError
+
+EMBEDDED_MODEL = "demo"
+"""The name of the model that ships inside the package."""
+
+EMBEDDED_FOLDER = Path(__file__).parent.parent / "assets" / "demo"
+
+WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "vocab.txt", "merges.txt"]
+UNWANTED_FILES = ["consolidated*", "original/*", "onnx/*", "*/*"]
+"""Second copies of the weights in other layouts, and whatever lies in sub-folders."""
+
+
+def resolve_model_folder(name: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """The folder of model `name`: "demo", an existing folder, or a hub id such as "Qwen/Qwen3-0.6B".
+
+    `revision` is a branch, tag or commit and `download_dir` the cache, both for the hub only. Raises
+    CheckpointError when there is no such folder and the hub cannot give it.
+    """
+    if name == EMBEDDED_MODEL:
+        return EMBEDDED_FOLDER
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"{folder} is a file. Name the folder that holds config.json and *.safetensors.")
+    if not looks_like_hub_id(name):
+        raise CheckpointError(
+            f"there is no folder {name}, and it cannot be a hub id (owner/name). "
+            f"Name a folder, a hub id, or {EMBEDDED_MODEL!r} for the embedded model."
+        )
+    return download(name, revision, download_dir)
+
+
+def looks_like_hub_id(name: str) -> bool:
+    """Whether `name` is spelled like `owner/model` or `model`."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name) is not None
+
+
+def download(name: str, revision: str | None, download_dir: str | None) -> Path:
+    """The hub's copy in the local cache; files that are there already are not downloaded again."""
+    from huggingface_hub import snapshot_download  # slow to import, and a local folder never needs it
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    where = f"{name} at revision {revision}" if revision else name
+    try:
+        return Path(
+            snapshot_download(
+                name, revision=revision, cache_dir=download_dir,
+                allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES,
+            )
+        )  # fmt: skip
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"there is no folder {name}, the model {where} is not in the local cache, and the hub cannot be reached. "
+            "Check the network (and HF_HUB_OFFLINE), or name a folder that holds the model."
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"the hub does not give the model {where}: {str(error).splitlines()[0]}. Check the name and the "
+            "revision; a gated model needs its licence accepted and HF_TOKEN set."
+        ) from error

@@ -1,0 +1,118 @@
+"""Checkpoints in orbax format, as `jaxpaged convert` writes them: the parameters as the model uses them.
+
+Loading renames and transposes nothing. Arrays keep the sizes of the original checkpoint (key heads once each, no
+padded vocabulary), so one checkpoint loads onto any mesh. Beside the arrays, the folder has config.json, tokenizer
+and generation settings, so that it is a `--model` by itself. Knows letters and orbax, and no model.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpaged.errors import CheckpointError, UsageError
+from jaxpaged.params.placing import place_part
+from jaxpaged.params.sharding import param_shapes
+from jaxpaged.params.spec import Spec
+
+ARRAYS = "orbax"
+"""The folder inside the checkpoint's folder that orbax owns."""
+
+SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+"""What is copied along: configuration, tokenizer, chat template."""
+
+
+def is_orbax(folder: Path) -> bool:
+    """Whether the folder holds a checkpoint of this format."""
+    return (folder / ARRAYS).is_dir()
+
+
+def save_orbax(specs: Any, config: Any, params: Any, model_folder: str | Path, out_folder: str | Path) -> None:
+    """Write parameters that were loaded on one device, and the side files of `model_folder`, to a new folder.
+
+    Raises UsageError when `out_folder` holds something already, or the parameters were padded for several devices.
+    """
+    import orbax.checkpoint as ocp  # takes two seconds to import, which only this format should cost
+
+    model_folder, out_folder = Path(model_folder), Path(out_folder)
+    if out_folder.exists() and any(out_folder.iterdir()):
+        raise UsageError(f"{out_folder} exists and is not empty. Choose a new folder.")
+    arrays = dict(zip(names_of(specs), jax.tree.leaves(params), strict=True))
+    shapes = stored_shapes(specs, config.dim_sizes())
+    padded = [name for name, array in arrays.items() if array.shape != shapes[name]]
+    if padded:
+        raise UsageError(f"{padded[0]} is padded for several devices. Load with tensor_parallel_size 1 to save.")
+    out_folder.mkdir(parents=True, exist_ok=True)
+    for pattern in SIDE_FILES:
+        for path in model_folder.glob(pattern):
+            if path.name != "model.safetensors.index.json":
+                shutil.copyfile(path, out_folder / path.name)
+    # Last, and atomic: a folder with arrays is complete.
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save((out_folder / ARRAYS).absolute(), args=ocp.args.PyTreeSave(arrays))
+
+
+def load_orbax(
+    specs: Any, config: Any, folder: Path, mesh: Mesh, dtype: Any, progress: Callable[[int, int], None]
+) -> Any:
+    """Parameters in the shape of `specs`, cast to `dtype`, read by every device in its own part.
+
+    Arrays that this mesh pads or repeats go through the host. Raises CheckpointError when arrays are missing, too
+    many, of another shape, or unreadable.
+    """
+    import orbax.checkpoint as ocp
+
+    names, sizes = names_of(specs), config.dim_sizes()
+    shapes = dict(zip(names, jax.tree.leaves(param_shapes(specs, config, mesh, dtype)), strict=True))
+    stored = stored_shapes(specs, sizes)
+    wanted = {
+        name: ocp.ArrayRestoreArgs(dtype=dtype, sharding=shapes[name].sharding)
+        if shapes[name].shape == stored[name]
+        else ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+        for name in names
+    }
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            path = (folder / ARRAYS).absolute()
+            check_arrays(checkpointer.metadata(path).item_metadata.tree, stored, path)
+            found = checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=wanted))
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder / ARRAYS} cannot be read: {error}. Run `jaxpaged convert` again.") from error
+    arrays = [
+        found[name] if isinstance(found[name], jax.Array) else place_part(spec, found[name], sizes, mesh, dtype)
+        for name, spec in zip(names, jax.tree.leaves(specs), strict=True)
+    ]
+    total = sum(array.nbytes for array in arrays)
+    progress(total, total)
+    return jax.tree.unflatten(jax.tree.structure(specs), arrays)
+
+
+def names_of(specs: Any) -> list[str]:
+    """`layers.0.self_attn.q_proj.weight`: the path of every parameter."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(specs)
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+
+
+def stored_shapes(specs: Any, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Parameter path -> its shape in this format: one axis per letter, in the checkpoint's sizes."""
+    leaves: list[Spec] = jax.tree.leaves(specs)
+    return {
+        name: tuple(sizes[letter] for letter in spec.dims) for name, spec in zip(names_of(specs), leaves, strict=True)
+    }
+
+
+def check_arrays(found: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """CheckpointError unless the arrays are those that config.json describes."""
+    for name in sorted(found.keys() ^ stored.keys()):
+        state = "is missing" if name in stored else "is not part of the model that config.json describes"
+        raise CheckpointError(f"{path}: array {name} {state}. Run `jaxpaged convert` again.")
+    for name, shape in stored.items():
+        if tuple(found[name].shape) != shape:
+            raise CheckpointError(
+                f"{path}: array {name} has shape {tuple(found[name].shape)}, but config.json makes it {shape}. "
+                "Run `jaxpaged convert` again."
+            )

@@ -1,0 +1,104 @@
+"""Reads safetensors files: a header that says where every tensor lies, and one tensor at a time by memory map.
+
+The format: 8 bytes (little endian) with the length of the header, the header as JSON, then the data. Everything
+the header claims is checked against the file before any data is used. Knows neither models nor devices.
+"""
+
+import json
+import math
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxpaged.errors import CheckpointError
+
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""The types that weights may have. Others appear in quantised checkpoints only."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the format's own implementation; a larger number means a damaged file."""
+
+AGAIN = "The file is damaged or was not downloaded completely. Download it again."
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies in a file. `begin` counts from the start of the file."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+def read_header(path: Path) -> list[TensorEntry]:
+    """All tensors of a file. CheckpointError naming file and tensor when anything does not add up."""
+    try:
+        file_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            first = file.read(8)
+            header_bytes = int.from_bytes(first, "little")
+            if len(first) < 8 or header_bytes > min(file_bytes - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(f"{path} is too short for a safetensors file ({file_bytes} bytes). {AGAIN}")
+            header = json.loads(file.read(header_bytes))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist, but the checkpoint needs it. Download it.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} has no readable safetensors header: {error}. {AGAIN}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} has a safetensors header that is no JSON object. {AGAIN}")
+    header.pop("__metadata__", None)
+    return [parse_entry(path, name, entry, 8 + header_bytes, file_bytes) for name, entry in header.items()]
+
+
+def parse_entry(path: Path, name: str, entry: Any, data_start: int, file_bytes: int) -> TensorEntry:
+    """One line of the header. CheckpointError when the tensor is malformed or lies beyond the file's end."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        well_formed = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)) and begin <= end
+    except (KeyError, TypeError, ValueError):
+        well_formed = False
+    if not well_formed:
+        raise CheckpointError(f"{path}: the header entry of tensor {name} is malformed. {AGAIN}")
+    if data_start + end > file_bytes:
+        raise CheckpointError(
+            f"{path} is truncated: tensor {name} ends at byte {data_start + end} of {file_bytes}. {AGAIN}"
+        )
+    if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
+        raise CheckpointError(f"{path}: tensor {name} has shape {shape} but {end - begin} bytes of {dtype}. {AGAIN}")
+    return TensorEntry(path, name, dtype, shape, data_start + begin, end - begin)
+
+
+@contextmanager
+def mapped(entry: TensorEntry) -> Iterator[np.ndarray]:
+    """The tensor as a read-only view of the file; what is kept of it must be copied before the block ends.
+
+    Only this tensor is mapped, and it is unmapped afterwards: the pages that were read do not add up.
+    """
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{entry.path}: tensor {entry.name} has type {entry.dtype}; supported: {', '.join(DTYPES)}. "
+            "Use the model's bfloat16, float16 or float32 version."
+        )
+    if entry.num_bytes == 0:
+        yield np.empty(entry.shape, DTYPES[entry.dtype])
+        return
+    start = entry.begin - entry.begin % mmap.ALLOCATIONGRANULARITY
+    with entry.path.open("rb") as file:
+        length = entry.begin - start + entry.num_bytes
+        memory = mmap.mmap(file.fileno(), length, offset=start, access=mmap.ACCESS_READ)
+    buffer = np.frombuffer(memory, np.uint8)[entry.begin - start :]
+    # The map is released with the last view of it: closing it here would fail while a caller's frame holds one.
+    yield buffer.view(DTYPES[entry.dtype]).reshape(entry.shape)
