@@ -1,0 +1,58 @@
+"""The `jaxpaged` command: finds the subcommand, runs it, and turns errors into one line and an exit status.
+
+0 done, 1 failure, 2 wrong usage, 130 interrupted. Nothing heavy is imported before a subcommand runs, so that
+`jaxpaged --help` answers at once.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from jaxpaged import __version__
+from jaxpaged.entrypoints.cli import chat, convert, generate
+from jaxpaged.entrypoints.cli.flags import Parser
+from jaxpaged.entrypoints.cli.terminal import complain
+from jaxpaged.errors import JaxpagedError, UsageError
+
+DESCRIPTION = "LLM inference native to JAX: paged KV cache, continuous batching, prefix caching."
+FAILURE, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit status; `--help` and flags that do not parse raise SystemExit."""
+    args = command_line().parse_args(arguments)
+    logging.basicConfig(level=logging.DEBUG if args.debug else logging.WARNING, format="%(name)s: %(message)s")
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end a run
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has left, as with `| head`. What is still buffered must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if args.debug:
+            raise
+        complain(args.command_parser.prog, explanation(error))
+        return USAGE if isinstance(error, UsageError) else FAILURE
+
+
+def command_line() -> Parser:
+    """The parser with all subcommands."""
+    parser = Parser(prog="jaxpaged", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"jaxpaged {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in (generate, chat, convert):
+        command.add_parser(commands)
+    return parser
+
+
+def explanation(error: Exception) -> str:
+    """One line. Errors of our own say it themselves; any other one is a bug, or a broken installation."""
+    message = " ".join(str(error).split())
+    if isinstance(error, JaxpagedError):
+        return f"error: {message}"
+    return f"unexpected {type(error).__name__}: {message}. Run it again with --debug for the traceback."

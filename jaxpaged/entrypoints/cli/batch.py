@@ -1,0 +1,97 @@
+"""Many prompts through one engine: submit them all, step until none is left, report each failure on its own.
+
+This module knows neither flags' origins nor how results are printed.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jaxpaged.entrypoints.cli.engine import Engine, has_chat_template, request_params
+from jaxpaged.entrypoints.cli.flags import sampling_options
+from jaxpaged.entrypoints.cli.prompts import PromptSource
+from jaxpaged.entrypoints.cli.terminal import ProgressLine, complain
+from jaxpaged.errors import RequestError
+from jaxpaged.messages import RequestOutput
+
+TITLE_LENGTH = 40
+
+
+class Results(Protocol):
+    """Where results go: `results.TextResults` or `results.JsonResults`."""
+
+    def update(self, index: int, output: RequestOutput) -> None: ...
+    def fail(self, index: int, error: str) -> None: ...
+
+
+class Batch:
+    """The prompts of one command. A request's id is the index of its prompt."""
+
+    def __init__(self, engine: Engine, results: Results, progress: ProgressLine):
+        self.engine = engine
+        self.results = results
+        self.progress = progress
+        self.sources: Sequence[PromptSource] = ()
+        self.finished: list[RequestOutput] = []
+        self.num_failed = 0
+
+    def submit(self, sources: Sequence[PromptSource], args: argparse.Namespace) -> None:
+        """Hand every prompt to the engine; those that it refuses are reported, and the others go on."""
+        self.sources = sources
+        chat = has_chat_template(self.engine) and not args.raw
+        given = sampling_options(args)
+        for index, source in enumerate(sources):
+            try:
+                prompt = self._engine_prompt(source, chat, args.system)
+                params = request_params(self.engine, given, chat or source.messages is not None)
+                self.engine.add_request(str(index), prompt, params)
+            except RequestError as error:
+                self._fail(index, str(error))
+
+    def _engine_prompt(self, source: PromptSource, chat: bool, system: str | None) -> Any:
+        """What `add_request` takes. Raises RequestError."""
+        if source.error is not None:
+            raise source.error
+        if source.token_ids is not None:
+            return {"prompt_token_ids": source.token_ids}
+        messages = source.messages
+        if messages is None:
+            if not chat and system is None:
+                return source.text
+            if not source.text:
+                raise RequestError("the prompt is empty. Give it at least one character.", "prompt")
+            messages = [{"role": "user", "content": source.text}]
+        if system is not None:
+            messages = [{"role": "system", "content": system}, *messages]
+        return self.engine.input_processor.chat_prompt(messages)
+
+    def finish(self) -> None:
+        """Step until every request has ended. An interrupt aborts them all."""
+        try:
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    self._take(output)
+        except KeyboardInterrupt:
+            self.engine.abort_request([str(index) for index in range(len(self.sources))])
+            raise
+
+    def _take(self, output: RequestOutput) -> None:
+        self.progress.close()
+        index = int(output.request_id)
+        self.results.update(index, output)
+        if output.finished:
+            self.finished.append(output)
+            if output.error is not None:
+                self._complain(index, output.error)
+
+    def _fail(self, index: int, error: str) -> None:
+        self.progress.close()
+        self.results.fail(index, error)
+        self._complain(index, error)
+
+    def _complain(self, index: int, error: str) -> None:
+        self.num_failed += 1
+        title = " ".join(self.sources[index].title.split())
+        if len(title) > TITLE_LENGTH:
+            title = title[: TITLE_LENGTH - 3] + "..."
+        complain("jaxpaged generate", f"prompt {index} ({title!r}): {error}")

@@ -1,0 +1,54 @@
+"""`jaxpaged convert`: a model's weights in our own layout, as an orbax checkpoint that loads without any renaming.
+
+Works on files alone: no engine is started.
+"""
+
+import argparse
+import os
+from typing import Any
+
+from jaxpaged.entrypoints.cli.flags import Parser
+
+
+def add_parser(commands: Any) -> None:
+    parser: Parser = commands.add_parser(
+        "convert",
+        help="write a model as an orbax checkpoint",
+        usage="%(prog)s MODEL -o FOLDER [options]",
+        epilog="The folder is a model by itself: jaxpaged generate --model FOLDER.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder in Hugging Face format, a hub id, or 'demo'")
+    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new or empty folder to write to")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
+                        help="type of the written weights (default: the model's)")  # fmt: skip
+    parser.add_argument("--revision", help="branch, tag or commit of the model on the hub")
+    parser.add_argument("--download-dir", metavar="FOLDER", help="where hub downloads are kept")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
+    parser.set_defaults(run=run, command_parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the model on the host and write it again. Returns the exit status."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # weights only pass through: no accelerator is needed
+    from jaxpaged.distributed.mesh import make_mesh
+    from jaxpaged.entrypoints.cli.terminal import ProgressLine
+    from jaxpaged.models.config import dtype_of, load_hf_config
+    from jaxpaged.models.registry import model_for
+    from jaxpaged.params.checkpoint import load_params
+    from jaxpaged.params.hub import resolve_model_folder
+    from jaxpaged.params.orbax_format import save_orbax
+
+    folder = resolve_model_folder(args.model, args.revision, args.download_dir)
+    hf = load_hf_config(folder)
+    model = model_for(hf)
+    config, dtype = model.config_from_hf(hf), dtype_of(hf) if args.dtype == "auto" else args.dtype
+    specs = model.param_specs(config, 1)
+    progress = ProgressLine()
+    try:
+        params = load_params(
+            specs, config, folder, make_mesh(1), dtype, lambda done, total: progress.update("weights", done, total)
+        )
+        save_orbax(specs, config, params, folder, args.output)
+    finally:
+        progress.close()
+    return 0

@@ -1,0 +1,60 @@
+"""The one place where commands meet the engine: tests put a fake in place of `open_engine`.
+
+Importing this module imports no engine; opening one does.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from jaxpaged.entrypoints.cli.flags import engine_options, sampling_options
+from jaxpaged.entrypoints.cli.terminal import ProgressLine
+from jaxpaged.messages import Progress, RequestOutput
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+
+RAW_MAX_TOKENS = 256
+"""Output tokens of a plain completion when nothing else is said: a base model seldom ends its text by itself."""
+
+
+class Engine(Protocol):
+    """What commands use of `LLMEngine`."""
+
+    input_processor: Any  # defaults, chat_templates, chat_prompt
+
+    def add_request(self, request_id: str, prompt: Any, sampling_params: SamplingParams) -> None: ...
+    def step(self) -> list[RequestOutput]: ...
+    def abort_request(self, request_ids: Sequence[str]) -> None: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def executor_stats(self) -> Mapping[str, Any]: ...
+    def shutdown(self) -> None: ...
+
+
+def open_engine(options: Mapping[str, Any], progress: Progress) -> Engine:
+    """Load the model and start an engine. Raises ConfigError, CheckpointError or CapacityError."""
+    from jaxpaged.config import EngineConfig
+    from jaxpaged.engine.build import build_engine
+
+    return build_engine(EngineConfig.from_options(**options), progress)
+
+
+def start(args: argparse.Namespace) -> tuple[Engine, ProgressLine]:
+    """An engine from a command's flags. The progress line is still open: programs may be compiling."""
+    options = engine_options(args)
+    SamplingParams(**sampling_options(args))  # wrong values are found before any weight is read
+    line = ProgressLine()
+    try:
+        return open_engine(options, line.update), line
+    except BaseException:
+        line.close()
+        raise
+
+
+def has_chat_template(engine: Engine) -> bool:
+    return "default" in engine.input_processor.chat_templates.sources
+
+
+def request_params(engine: Engine, given: Mapping[str, Any], chat: bool) -> SamplingParams:
+    """What was given, then the model's own defaults, then: as long as the answer takes, or a page of raw text."""
+    length = {"max_tokens": None if chat else RAW_MAX_TOKENS}
+    defaults = engine.input_processor.defaults.sampling
+    return SamplingParams(**{**length, **defaults, **given}, output_kind=RequestOutputKind.CUMULATIVE)

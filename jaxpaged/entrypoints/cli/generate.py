@@ -1,0 +1,77 @@
+"""`jaxpaged generate`: prompts in, text out.
+
+This module knows the engine as something that takes requests and steps; it computes nothing.
+"""
+
+import argparse
+import time
+from typing import Any
+
+from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, add_sampling_flags
+
+EPILOG = """\
+A model with a chat template gets every prompt as a user's message; --raw continues the text as it is.
+Answers end where the model ends them; --raw ends after 256 tokens unless --max-tokens says otherwise.
+
+A file, or standard input, holds one prompt a line, or JSON lines with "prompt" (text or token ids) or "messages".
+
+exit status: 0 every prompt was answered; 1 some were not, or the engine failed; 2 wrong usage; 130 interrupted
+
+examples:
+  jaxpaged generate "What is the capital of Portugal?"
+  jaxpaged generate --temperature 0.8 --seed 7 -n 3 "Tell me a short story about a fox."
+  jaxpaged generate --file prompts.txt --json > answers.jsonl
+  jaxpaged generate --model Qwen/Qwen3-0.6B --max-model-len 4K --raw "Once upon a time"
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser: Parser = commands.add_parser(
+        "generate",
+        help="answer prompts, or continue them",
+        usage="%(prog)s [PROMPT ...] [options]",
+        epilog=EPILOG,
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; standard input if there is none")
+    parser.add_argument("--file", metavar="FILE", help="read prompts from a file; - is standard input")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line for every answer")
+    parser.add_argument("--raw", action="store_true", help="continue the text without the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before every prompt")
+    parser.add_argument("--stats", action="store_true", help="print rates and counters to standard error at the end")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+    parser.set_defaults(run=run, command_parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer all prompts. Returns the exit status."""
+    from jaxpaged.entrypoints.cli.batch import Batch
+    from jaxpaged.entrypoints.cli.engine import start
+    from jaxpaged.entrypoints.cli.prompts import collect_prompts
+    from jaxpaged.entrypoints.cli.results import JsonResults, TextResults
+    from jaxpaged.entrypoints.cli.stats import print_stats
+
+    check_combination(args)
+    sources = collect_prompts(args.prompts, args.file)
+    engine, progress = start(args)
+    started = time.time()
+    try:
+        results = JsonResults(sources) if args.json else TextResults(sources)
+        batch = Batch(engine, results, progress)
+        batch.submit(sources, args)
+        batch.finish()
+        if args.stats:
+            print_stats(batch.finished, started, time.time(), engine.executor_stats())
+    finally:
+        progress.close()
+        engine.shutdown()
+    return 1 if batch.num_failed else 0
+
+
+def check_combination(args: argparse.Namespace) -> None:
+    """Raise UsageError for flags that contradict each other."""
+    from jaxpaged.errors import UsageError
+
+    if args.raw and args.system is not None:
+        raise UsageError("--system needs the chat template that --raw switches off. Leave one of them out.")

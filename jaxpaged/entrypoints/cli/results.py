@@ -1,0 +1,128 @@
+"""Results of `jaxpaged generate` on standard output, in the order of the prompts: as text, or as JSON lines.
+
+Text is streamed: what the first unfinished prompt has so far is shown at once, what others have waits until it is
+their turn. This module knows results, not how they come about.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+import msgspec
+
+from jaxpaged.entrypoints.cli.prompts import PromptSource
+from jaxpaged.entrypoints.cli.terminal import printable, styled
+from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
+
+
+class TextResults:
+    """The text alone for a single prompt; a heading with the prompt before each of several."""
+
+    def __init__(self, sources: Sequence[PromptSource], out: TextIO | None = None):
+        self.sources = sources
+        self.out = out or sys.stdout
+        self.outputs: dict[int, RequestOutput] = {}
+        self.failed: set[int] = set()
+        self.head = 0  # the first prompt that is not completely shown
+        self.num_shown = 0  # characters of its answer
+
+    def update(self, index: int, output: RequestOutput) -> None:
+        self.outputs[index] = output
+        self._advance()
+
+    def fail(self, index: int, error: str) -> None:
+        """The prompt has no result; the error itself goes to standard error."""
+        self.failed.add(index)
+        self._advance()
+
+    def _advance(self) -> None:
+        while self.head < len(self.sources) and self._show_head():
+            self.head += 1
+            self.num_shown = 0
+        self.out.flush()
+
+    def _show_head(self) -> bool:
+        """Show what the head prompt has now. True when that is all."""
+        if self.head in self.failed:
+            return True
+        output = self.outputs.get(self.head)
+        if output is None:
+            return False
+        single = len(output.outputs) == 1
+        if not single and not output.finished:
+            return False  # several answers cannot be streamed into one column
+        text = output.outputs[0].text if single else "\n".join(f"[{o.index}] {o.text}" for o in output.outputs)
+        if self.num_shown == 0 and (text or output.finished):
+            self._heading()
+        self.out.write(printable(text[self.num_shown :], self.out))
+        self.num_shown = len(text)
+        if output.finished:
+            self.out.write("\n")
+        return output.finished
+
+    def _heading(self) -> None:
+        if len(self.sources) > 1:
+            gap = "\n" if self.head else ""
+            self.out.write(f"{gap}{styled('> ' + self.sources[self.head].title, 'bold', self.out)}\n")
+
+
+class JsonResults:
+    """JSON lines, one for every answer (so `n` for a prompt), in the order of the prompts, as early as that allows.
+
+    Keys: index (of the prompt, from 0), sequence (0 to n - 1), prompt, text, token_ids, finish_reason, stop_reason,
+    num_prompt_tokens, num_cached_tokens, error; and logprobs, cumulative_logprob, prompt_logprobs when asked for.
+    A prompt that failed has one line with an error and no text.
+    """
+
+    def __init__(self, sources: Sequence[PromptSource], out: TextIO | None = None):
+        self.sources = sources
+        self.out = out or sys.stdout
+        self.lines: dict[int, list[dict[str, Any]]] = {}
+        self.head = 0
+
+    def update(self, index: int, output: RequestOutput) -> None:
+        if output.finished:
+            self._write(index, [answer_object(output, completion) for completion in output.outputs])
+
+    def fail(self, index: int, error: str) -> None:
+        self._write(index, [{"sequence": 0, "text": None, "finish_reason": "error", "error": error}])
+
+    def _write(self, index: int, answers: list[dict[str, Any]]) -> None:
+        source = self.sources[index]
+        prompt = source.messages or source.token_ids or source.text
+        self.lines[index] = [{"index": index, "prompt": prompt, **answer} for answer in answers]
+        while self.head in self.lines:
+            for line in self.lines.pop(self.head):
+                self.out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self.head += 1
+        self.out.flush()
+
+
+def answer_object(output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    """One answer of a finished request as JSON values."""
+    answer: dict[str, Any] = {
+        "sequence": completion.index,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "error": output.error,
+    }
+    if completion.logprobs is not None:
+        answer["cumulative_logprob"] = completion.cumulative_logprob
+        answer["logprobs"] = [candidates(position) for position in completion.logprobs]
+    if output.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = [position and candidates(position) for position in output.prompt_logprobs]
+    return answer
+
+
+def candidates(position: dict[int, Logprob]) -> dict[str, Any]:
+    """Token id -> logprob, rank and text. JSON has no infinity: an impossible token has logprob null."""
+    return {str(token_id): finite(msgspec.structs.asdict(logprob)) for token_id, logprob in position.items()}
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if value in (float("inf"), float("-inf")) else value for name, value in values.items()}

@@ -1,0 +1,53 @@
+"""What a person sees around the text: progress, colours, one-line messages. Nothing of it reaches a file or a pipe.
+
+This module knows streams, not engines.
+"""
+
+import sys
+import threading
+from typing import TextIO
+
+ERASE_LINE = "\r\x1b[2K"
+STYLES = {"bold": "1", "dim": "2", "red": "31"}
+CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd") | {ord("\n"): "\n", ord("\t"): "\t"}
+
+
+def styled(text: str, style: str, stream: TextIO) -> str:
+    """The text in bold, dim or red if `stream` is a terminal."""
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if stream.isatty() else text
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """What a model wrote must not steer the terminal: control characters are replaced, one for one."""
+    return text.translate(CONTROLS) if stream.isatty() else text
+
+
+def complain(command: str, message: str) -> None:
+    """One line on standard error, in red in a terminal."""
+    print(styled(f"{command}: {message}", "red", sys.stderr), file=sys.stderr, flush=True)
+
+
+class ProgressLine:
+    """One line on standard error that shows how far loading and compiling are; silent unless it is a terminal.
+
+    `update` fits `messages.Progress` and may be called by several threads. After `close` it stays silent: programs
+    go on compiling while text is already being printed.
+    """
+
+    def __init__(self, stream: TextIO | None = None):
+        self.stream = stream or sys.stderr
+        self.open = self.stream.isatty()
+        self.lock = threading.Lock()
+
+    def update(self, what: str, done: int, total: int) -> None:
+        with self.lock:
+            if self.open:
+                self.stream.write(f"{ERASE_LINE}{what}: {done} of {total}")
+                self.stream.flush()
+
+    def close(self) -> None:
+        with self.lock:
+            if self.open:
+                self.stream.write(ERASE_LINE)
+                self.stream.flush()
+            self.open = False
