@@ -1,0 +1,4 @@
+"""The scheduler and its bookkeeping of KV blocks, in plain Python: nothing below this package imports jax.
+
+Read `scheduler.py` first, then `kv_cache_manager.py`, then `block_pool.py`.
+"""

@@ -1,0 +1,93 @@
+"""Content hashes of full KV blocks: SHA-256 over canonical CBOR, so that a router can compute them too.
+
+    hash of block i = SHA-256(CBOR([hash of block i-1, [token ids of block i], extra keys or null]))
+
+The parent of block 0 is NONE_HASH. Extra keys are what changes the content besides the tokens; an array of
+    ["lora", adapter name]
+    ["mm", content hash, offset of the item relative to the block's first token]   for every item inside
+    ["cache_salt", salt]                                                           in block 0 only
+Nothing here knows where a block is, or whether it is cached.
+"""
+
+import hashlib
+
+from jaxpaged.core.request import Request
+
+ExtraKeys = tuple[tuple[str | int, ...], ...]
+
+
+def encode_cbor(value: int | bytes | str | None | tuple | list) -> bytes:
+    """Canonical CBOR (RFC 8949, section 4.2.1) of integers, bytes, text, null, and arrays of them."""
+    if value is None:
+        return b"\xf6"
+    if isinstance(value, int):
+        return _head(0, value) if value >= 0 else _head(1, -1 - value)
+    if isinstance(value, bytes):
+        return _head(2, len(value)) + value
+    if isinstance(value, str):
+        text = value.encode()
+        return _head(3, len(text)) + text
+    return _head(4, len(value)) + b"".join(map(encode_cbor, value))
+
+
+def _head(major_type: int, argument: int) -> bytes:
+    """The shortest head of a data item: three bits of type, then the argument in 0, 1, 2, 4 or 8 bytes."""
+    if argument < 24:
+        return bytes((major_type << 5 | argument,))
+    for code, num_bytes in ((24, 1), (25, 2), (26, 4), (27, 8)):
+        if argument < 1 << 8 * num_bytes:
+            return bytes((major_type << 5 | code,)) + argument.to_bytes(num_bytes, "big")
+    raise OverflowError(f"{argument} needs more than 8 bytes; CBOR integers end there")
+
+
+NONE_HASH = hashlib.sha256(encode_cbor("vllm-none-hash")).digest()
+"""The parent of every first block: what vLLM uses when PYTHONHASHSEED is not set and the algorithm is sha256_cbor."""
+
+
+class _EncodedTokens(dict):
+    """token id -> its CBOR, filled as tokens are seen: at most one small entry per word of the vocabulary."""
+
+    def __missing__(self, token_id: int) -> bytes:
+        encoded = self[token_id] = _head(0, token_id)
+        return encoded
+
+
+class BlockHasher:
+    """Computes the hashes of a request's full blocks, each once."""
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self._encoded_tokens = _EncodedTokens()
+        self._array_head = _head(4, block_size)
+
+    def extend(self, request: Request) -> None:
+        """Append to `request.block_hashes` until every full block of known tokens has its hash."""
+        block_size, hashes, tokens = self.block_size, request.block_hashes, request.all_token_ids
+        num_full_blocks = len(tokens) // block_size
+        if len(hashes) >= num_full_blocks:
+            return
+        encoded = self._encoded_tokens.__getitem__
+        prefix, sha256 = b"\x83\x58\x20", hashlib.sha256  # an array of 3, whose first is 32 bytes
+        parent = hashes[-1] if hashes else NONE_HASH
+        for block_idx in range(len(hashes), num_full_blocks):
+            start = block_idx * block_size
+            tokens_cbor = b"".join(map(encoded, tokens[start : start + block_size]))
+            extra = encode_cbor(extra_keys(request, block_idx, block_size))
+            parent = sha256(prefix + parent + self._array_head + tokens_cbor + extra).digest()
+            hashes.append(parent)
+
+
+def extra_keys(request: Request, block_idx: int, block_size: int) -> ExtraKeys | None:
+    """What changes the content of a block besides its tokens and those before; None when nothing does."""
+    if request.lora_name is None and request.cache_salt is None and not request.mm_hashes:
+        return None
+    keys = []
+    start = block_idx * block_size
+    if request.lora_name is not None:
+        keys.append(("lora", request.lora_name))
+    for content_hash, offset, length in request.mm_hashes:
+        if offset < start + block_size and start < offset + length:
+            keys.append(("mm", content_hash, offset - start))
+    if request.cache_salt is not None and block_idx == 0:
+        keys.append(("cache_salt", request.cache_salt))
+    return tuple(keys) or None

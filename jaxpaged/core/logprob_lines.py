@@ -1,0 +1,49 @@
+"""From the runner's arrays of log probabilities to what each request asked for.
+
+The runner computes as many candidates for all requests of a step as the most demanding asks for; a request gets
+the first ones of its line. Which token was sampled, and why, is not known here.
+"""
+
+from collections.abc import Mapping
+
+from jaxpaged.core.request import Request
+from jaxpaged.errors import EngineError
+from jaxpaged.messages import ModelRunnerOutput, PromptLogprobs, SampledLogprobs, TokenLogprobs
+
+
+def sampled_logprobs(request: Request, output: ModelRunnerOutput, line: int) -> TokenLogprobs:
+    """Candidates of the token that a request sampled in a step. Raises EngineError when the step has none."""
+    if output.logprobs is None:
+        raise EngineError(
+            f"request {request.request_id!r} asks for {request.sampling_params.logprobs} logprobs, but the output of "
+            f"step {output.step_id} has none."
+        )
+    return _cut_line(output.logprobs, line, request.sampling_params.logprobs)
+
+
+def collect_prompt_logprobs(output: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:
+    """Append what a step computed of prompts to `request.prompt_logprobs`.
+
+    A preempted request computes its prompt again; lines that it has already are passed over.
+    """
+    for request_id, chunk in output.prompt_logprobs.items():
+        request = requests[request_id]
+        collected = request.prompt_logprobs
+        if collected is None or request.is_finished:
+            continue
+        first = 1 + len(collected) - chunk.start
+        if first < 0:
+            raise EngineError(
+                f"the prompt logprobs of request {request_id!r} go on at token {chunk.start}, but only "
+                f"{len(collected)} lines came before."
+            )
+        k = request.sampling_params.prompt_logprobs
+        collected.extend(_cut_line(chunk, line, k) for line in range(first, len(chunk.ranks)))
+
+
+def _cut_line(lines: SampledLogprobs | PromptLogprobs, line: int, k: int) -> TokenLogprobs:
+    """The token itself and the `k` most likely ones; all when `k` is -1."""
+    end = None if k == -1 else 1 + k
+    return TokenLogprobs(
+        lines.token_ids[line, :end].tolist(), lines.logprobs[line, :end].tolist(), int(lines.ranks[line])
+    )

@@ -1,0 +1,133 @@
+"""The host's record of one request: its tokens, how far it is computed, and which blocks it holds.
+
+What is here is data that scheduler and KV cache manager read and write. Nothing here knows of budgets,
+of other requests, or of the device.
+"""
+
+import enum
+
+from jaxpaged.messages import EngineCoreRequest, FinishReason, TokenLogprobs
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. The runner has a row for it exactly while it is RUNNING."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()  # waiting again, its blocks taken away
+    FINISHED = enum.auto()
+
+
+class Request:
+    """One request from intake to its end.
+
+    Token counts, smallest first: `num_computed_tokens` have been given to a step; `num_tokens` are known;
+    `num_tokens_with_placeholders` adds those that steps in flight are sampling; `max_total_tokens` is where
+    the request ends at the latest. The last of them all is never computed.
+
+    Positions below `decode_limit` have a slot and may still sample: a decode below it needs no decision.
+    `blocks[g]` is the block table of KV group g, `num_skipped_blocks[g]` of them at its front are the null
+    block; the first `num_cached_blocks` are entered in the prefix cache. The KV cache manager owns these.
+    """
+
+    __slots__ = (
+        "all_token_ids",
+        "arrival_order",
+        "arrival_time",
+        "block_hashes",
+        "blocks",
+        "cache_salt",
+        "decode_limit",
+        "eos_token_id",
+        "finish_reason",
+        "lora_name",
+        "max_total_tokens",
+        "mm_hashes",
+        "num_cached_blocks",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_skipped_blocks",
+        "num_tokens_with_placeholders",
+        "priority",
+        "prompt_logprobs",
+        "reads_prefix_cache",
+        "reports_logprobs",
+        "request_id",
+        "sampling_params",
+        "status",
+        "stop_ids",
+        "stop_reason",
+    )
+
+    def __init__(self, message: EngineCoreRequest, max_model_len: int, arrival_order: int, num_groups: int):
+        params = message.sampling_params
+        self.request_id = message.request_id
+        self.sampling_params = params
+        self.arrival_time = message.arrival_time
+        self.arrival_order = arrival_order
+        self.priority = message.priority
+        self.cache_salt = message.cache_salt
+        self.lora_name = message.lora_name
+        self.mm_hashes = message.mm_hashes
+
+        self.all_token_ids = list(message.prompt_token_ids)
+        self.num_prompt_tokens = len(self.all_token_ids)
+        self.max_total_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
+        self.num_computed_tokens = 0
+        self.num_tokens_with_placeholders = self.num_prompt_tokens
+        self.decode_limit = 0
+        self.num_cached_tokens = -1  # prefix-cache hit of the first admission; -1 before it
+        self.num_preemptions = 0
+
+        self.eos_token_id = None if params.ignore_eos else message.eos_token_id
+        self.stop_ids = frozenset(params.stop_token_ids or ())
+        if self.eos_token_id is not None:
+            self.stop_ids |= {self.eos_token_id}
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+        wants_prompt_logprobs = params.prompt_logprobs is not None
+        # Collected over the chunks of the prompt; None when not asked for, or already sent.
+        self.prompt_logprobs: list[TokenLogprobs] | None = [] if wants_prompt_logprobs else None
+        self.reports_logprobs = wants_prompt_logprobs or params.logprobs is not None
+        # Prompt tokens taken from the cache have no log probabilities.
+        self.reads_prefix_cache = not (wants_prompt_logprobs or params.skip_reading_prefix_cache)
+
+        self.block_hashes: list[bytes] = []
+        self.blocks: tuple[list, ...] = tuple([] for _ in range(num_groups))
+        self.num_skipped_blocks = [0] * num_groups
+        self.num_cached_blocks = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_placeholders(self) -> int:
+        """Tokens that steps in flight are sampling for this request."""
+        return self.num_tokens_with_placeholders - len(self.all_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def check_stop(self, token_id: int) -> tuple[FinishReason, int | None] | None:
+        """(finish reason, stop reason) when `token_id`, the newest token, ends the request, else None.
+
+        The order is vLLM's: end of sequence, stop token, length. `min_tokens` is kept by the sampler, which
+        does not draw a stop token before.
+        """
+        if token_id in self.stop_ids:
+            return "stop", None if token_id == self.eos_token_id else token_id
+        if len(self.all_token_ids) >= self.max_total_tokens:
+            return "length", None
+        return None
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, computed {self.num_computed_tokens} of "
+            f"{self.num_tokens}+{self.num_output_placeholders}, at most {self.max_total_tokens})"
+        )

@@ -1,0 +1,493 @@
+"""Which requests compute how many tokens in the next step, and what becomes of the tokens that come back.
+
+There is no prefill phase and no decode phase: a request has tokens and computed tokens, a step moves the second
+number towards the first. Scheduling is asynchronous by nature: `schedule` may be called while steps are in flight.
+A request that samples gets a placeholder for the unknown token and may be scheduled again at once to compute it.
+Why blocks need almost no fence for that is told in `kv_cache_manager.py`.
+
+This module knows no model, no device and no text.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jaxpaged.config import SchedulerConfig
+from jaxpaged.core.intake import check_request
+from jaxpaged.core.kv_cache_manager import CacheHit, KVCacheManager
+from jaxpaged.core.kv_events import KVCacheEvent
+from jaxpaged.core.logprob_lines import collect_prompt_logprobs, sampled_logprobs
+from jaxpaged.core.request import Request, RequestStatus
+from jaxpaged.core.request_queue import QUEUES, priority_order
+from jaxpaged.errors import ConfigError, EngineError
+from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+    SchedulerStats,
+)
+
+
+class Share(NamedTuple):
+    """What a request gets of a step, where it is not one decoded token in a slot that it has."""
+
+    num_tokens: int
+    samples: bool
+    new_block_ids: tuple[list[int], ...] | None
+
+
+class StepPlan:
+    """A step while it is being decided. Requests without a `Share` decode one token."""
+
+    def __init__(self, budget: int):
+        self.budget = budget  # tokens left
+        self.requests: list[Request] = []
+        self.shares: dict[Request, Share] = {}
+        self.new_requests: list[NewRequestData] = []
+        self.num_reserved_blocks = 0  # that running requests need to finish their prompts
+        self.preempted = False
+
+    def add(self, request: Request, share: Share) -> None:
+        self.requests.append(request)
+        self.shares[request] = share
+        self.budget -= share.num_tokens
+
+    def discard(self, request: Request) -> None:
+        """Take a request out, if it is in, and its tokens back."""
+        if request in self.requests:
+            self.requests.remove(request)
+            share = self.shares.pop(request, None)
+            self.budget += share.num_tokens if share else 1
+
+
+class InFlightStep(NamedTuple):
+    """What must be known of a step when its output comes. Requests are kept as objects: an id may be used again."""
+
+    requests: dict[str, Request]
+    num_samples: int
+    removed_request_ids: list[str]
+
+
+class Scheduler:
+    """One token budget for all requests; KV blocks from one pool; preemption by recomputing.
+
+    A request is refused at intake when it could not run even alone, so the oldest request always finishes.
+    """
+
+    def __init__(
+        self,
+        scheduler_config: SchedulerConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        max_model_len: int,
+        enable_prefix_caching: bool,
+        enable_kv_cache_events: bool = False,
+    ):
+        """`scheduler_config` is resolved. Raises ConfigError when its options contradict each other."""
+        if scheduler_config.long_prefill_token_threshold and not scheduler_config.enable_chunked_prefill:
+            raise ConfigError(
+                f"long_prefill_token_threshold is {scheduler_config.long_prefill_token_threshold}, but chunked "
+                "prefill is off, so no prompt can be cut. Set it to 0, or leave chunked prefill on."
+            )
+        self._max_num_batched_tokens = scheduler_config.max_num_batched_tokens
+        self._max_num_seqs = scheduler_config.max_num_seqs
+        self._chunked_prefill = scheduler_config.enable_chunked_prefill
+        self._long_prefill_threshold = scheduler_config.long_prefill_token_threshold
+        self._by_priority = scheduler_config.scheduling_policy == "priority"
+        self._max_model_len = max_model_len
+        self.kv_cache_manager = KVCacheManager(
+            kv_cache_config,
+            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_kv_cache_events=enable_kv_cache_events,
+        )
+        self.requests: dict[str, Request] = {}  # all that are unfinished
+        self.running: list[Request] = []  # in order of admission
+        self.waiting = QUEUES[scheduler_config.scheduling_policy]()
+        self._steps: dict[int, InFlightStep] = {}  # oldest first
+        self._removed_request_ids: list[str] = []  # that the runner has not heard of
+        self._last_step_id = 0
+        self._num_arrivals = 0
+        self._num_scheduled_tokens = 0  # of the last step
+        self._prefix_cache_queries = 0
+        self._prefix_cache_hits = 0
+        self._num_preemptions = 0
+
+    # ---- intake and questions ------------------------------------------------------------------
+
+    def add_request(self, message: EngineCoreRequest) -> None:
+        """Queue a request. Raises RequestError when its id is in use or when it could never be served."""
+        check_request(
+            message,
+            live_request_ids=self.requests.keys(),
+            max_model_len=self._max_model_len,
+            max_prompt_step=None if self._chunked_prefill else self._max_num_batched_tokens,
+            manager=self.kv_cache_manager,
+        )
+        request = Request(message, self._max_model_len, self._num_arrivals, self.kv_cache_manager.num_groups)
+        self._num_arrivals += 1
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.requests)
+
+    def has_schedulable_requests(self) -> bool:
+        """Whether another step could compute something before any step in flight is back."""
+        return any(not request.num_output_placeholders for request in self.waiting) or any(
+            request.num_tokens_with_placeholders < request.max_total_tokens for request in self.running
+        )
+
+    # ---- schedule ------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide how many tokens every request computes in the next step.
+
+        Admitted requests go first, oldest first. When blocks run out the youngest is preempted and recomputed
+        later, or under the priority policy the least important. Waiting requests are admitted when nothing was
+        preempted, each only if all of its tokens would get blocks. A step without tokens carries nothing, and
+        need not be executed; what the runner must know waits for the next one.
+        """
+        plan = StepPlan(self._max_num_batched_tokens)
+        self._schedule_running(plan)
+        if not plan.preempted:
+            self._schedule_waiting(plan)
+        return self._commit(plan)
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        budget, append = plan.budget, plan.requests.append
+        for request in tuple(self.running):
+            if not budget:
+                break
+            computed = request.num_computed_tokens
+            if computed < request.decode_limit and request.num_tokens_with_placeholders == computed + 1:
+                append(request)
+                budget -= 1
+            elif request.status is RequestStatus.RUNNING:  # not preempted just now
+                plan.budget = budget
+                self._schedule_running_request(request, plan)
+                budget = plan.budget
+        plan.budget = budget
+
+    def _schedule_running_request(self, request: Request, plan: StepPlan) -> None:
+        """A running request that computes more than one token, or needs a slot, or is about to end."""
+        if request.num_tokens_with_placeholders >= request.max_total_tokens:
+            return  # its last token is being sampled
+        manager = self.kv_cache_manager
+        manager.cache_blocks(request, self._last_step_id)
+        wanted = request.num_tokens_with_placeholders - request.num_computed_tokens
+        num_tokens = self._cut(wanted, plan.budget)
+        new_block_ids = self._allocate_or_preempt(request, num_tokens, plan)
+        if new_block_ids is None:
+            return
+        block_ids = new_block_ids if any(new_block_ids) else None
+        plan.add(request, Share(num_tokens, num_tokens == wanted, block_ids))
+        self._set_decode_limit(request)
+        if num_tokens < wanted:
+            plan.num_reserved_blocks += manager.num_blocks_to_finish(request)
+
+    def _cut(self, num_tokens: int, budget: int) -> int:
+        """How many of the tokens that a request still has to compute go into one step."""
+        if self._long_prefill_threshold and len(self.requests) > 1:
+            num_tokens = min(num_tokens, self._long_prefill_threshold)
+        return min(num_tokens, budget)
+
+    def _set_decode_limit(self, request: Request) -> None:
+        request.decode_limit = min(self.kv_cache_manager.num_slots(request), request.max_total_tokens - 1)
+
+    def _allocate_or_preempt(
+        self, request: Request, num_tokens: int, plan: StepPlan
+    ) -> tuple[list[int], ...] | None:
+        """Slots for a running request, taken from less important ones if need be. None: it was preempted itself."""
+        while (block_ids := self.kv_cache_manager.allocate_slots(request, num_tokens)) is None:
+            victim = max(self.running, key=priority_order) if self._by_priority else self.running[-1]
+            plan.discard(victim)
+            plan.preempted = True
+            self._preempt(victim)
+            if victim is request:
+                return None
+        return block_ids
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's blocks and put it back in the queue. Tokens in flight for it stay valid."""
+        self.running.remove(request)
+        self._release(request)
+        request.num_computed_tokens = 0
+        request.decode_limit = 0
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+        request.status = RequestStatus.PREEMPTED
+        self.waiting.add_preempted(request)
+
+    def _release(self, request: Request) -> None:
+        """Free what a running request holds, here and on the runner, keeping its content in the prefix cache."""
+        self.kv_cache_manager.cache_blocks(request, self._last_step_id)
+        self.kv_cache_manager.free(request)
+        self._removed_request_ids.append(request.request_id)
+
+    def _schedule_waiting(self, plan: StepPlan) -> None:
+        manager = self.kv_cache_manager
+        while plan.budget and self.waiting and len(self.running) < self._max_num_seqs:
+            request = self.waiting.peek()
+            if request.num_output_placeholders:
+                break  # preempted with a token in flight: it goes on from there, and nobody overtakes it
+            hit = manager.get_computed_blocks(request)
+            wanted = request.num_tokens - hit.num_tokens
+            num_tokens = self._cut(wanted, plan.budget)
+            if num_tokens < wanted and not self._chunked_prefill:
+                break
+            if not manager.fits_whole(request, hit, plan.num_reserved_blocks):
+                break
+            if not self._admit(request, hit, Share(num_tokens, num_tokens == wanted, None), plan):
+                break
+
+    def _admit(self, request: Request, hit: CacheHit, share: Share, plan: StepPlan) -> bool:
+        """Move the first waiting request into the step. False, and nothing changed, when it gets no blocks."""
+        manager = self.kv_cache_manager
+        manager.adopt_hit(request, hit)
+        if manager.allocate_slots(request, share.num_tokens) is None:
+            manager.free(request)
+            request.num_computed_tokens = 0
+            return False
+        self.waiting.pop()
+        self.running.append(request)
+        request.status = RequestStatus.RUNNING
+        self._set_decode_limit(request)
+        self._count_hit(request, hit)
+        plan.add(request, share)
+        plan.new_requests.append(new_request_data(request))
+        if not share.samples:
+            plan.num_reserved_blocks += manager.num_blocks_to_finish(request)
+        return True
+
+    def _count_hit(self, request: Request, hit: CacheHit) -> None:
+        """Statistics of the prefix cache; a request that comes back after preemption is not counted again."""
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = hit.num_tokens
+            if request.reads_prefix_cache:
+                self._prefix_cache_queries += request.num_tokens
+                self._prefix_cache_hits += hit.num_tokens
+
+    def _commit(self, plan: StepPlan) -> SchedulerOutput:
+        """Turn the plan into a message, and advance the requests as if the step were done."""
+        self._last_step_id += 1
+        requests, num_requests = plan.requests, len(plan.requests)
+        num_tokens, samples = [1] * num_requests, [True] * num_requests
+        new_block_ids: list[tuple[list[int], ...] | None] = [None] * num_requests
+        if plan.shares:
+            for i, request in enumerate(requests):
+                if request in plan.shares:
+                    num_tokens[i], samples[i], new_block_ids[i] = plan.shares[request]
+        num_computed = [request.num_computed_tokens for request in requests]
+        for request, n, s in zip(requests, num_tokens, samples, strict=True):
+            request.num_computed_tokens += n
+            request.num_tokens_with_placeholders += s
+        for request in plan.shares:
+            self.kv_cache_manager.cache_blocks(request, self._last_step_id)
+        removed = self._take_removed(num_requests)
+        request_ids = [request.request_id for request in requests]
+        if num_requests:
+            by_id = dict(zip(request_ids, requests, strict=True))
+            self._steps[self._last_step_id] = InFlightStep(by_id, sum(samples), removed)
+        self._num_scheduled_tokens = self._max_num_batched_tokens - plan.budget
+        return SchedulerOutput(
+            self._last_step_id, plan.new_requests, removed, request_ids, num_tokens, num_computed, samples,
+            new_block_ids, self._num_scheduled_tokens,
+        )
+
+    def _take_removed(self, num_requests: int) -> list[str]:
+        """Requests that the runner is told to remove; a step without tokens may never reach it."""
+        if not num_requests:
+            return []
+        removed, self._removed_request_ids = self._removed_request_ids, []
+        return removed
+
+    # ---- what comes back -----------------------------------------------------------------------
+
+    def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Hand out the tokens of a step, and end the requests that are complete.
+
+        Results of requests that ended meanwhile are dropped. Raises EngineError when the output does not belong
+        to the oldest step in flight.
+        """
+        step = self._take_step(scheduled, output)
+        if step is None:
+            return []
+        self.kv_cache_manager.confirm(scheduled.step_id)
+        failed = [(step.requests[request_id], reason) for request_id, reason in output.failed.items()]
+        outputs = [self._fail(request, reason) for request, reason in failed if not request.is_finished]
+        if output.prompt_logprobs:
+            collect_prompt_logprobs(output, step.requests)
+        append, requests = outputs.append, step.requests
+        for line, (request_id, token_id) in enumerate(
+            zip(output.request_ids, output.sampled_token_ids, strict=True)
+        ):
+            request = requests[request_id]
+            if request.finish_reason is not None:
+                continue
+            tokens = request.all_token_ids
+            tokens.append(token_id)
+            result = EngineCoreOutput(
+                request_id, [token_id], None, None, None, None, request.num_cached_tokens, request.num_preemptions
+            )
+            if request.reports_logprobs:
+                self._add_logprobs(result, request, output, line)
+            if token_id in request.stop_ids or len(tokens) >= request.max_total_tokens:
+                result.finish_reason, result.stop_reason = request.check_stop(token_id)
+                self._finish(request, result.finish_reason)
+            append(result)
+        return outputs
+
+    def _take_step(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> InFlightStep | None:
+        """The record of a step whose output is here; None when it was empty or reported as failed."""
+        step_id = scheduled.step_id
+        if output.step_id != step_id or step_id > self._last_step_id:
+            raise EngineError(
+                f"the output of step {output.step_id} came for step {step_id}; {self._last_step_id} steps were "
+                "scheduled. The executor must return outputs in the order of the steps."
+            )
+        while self._steps and next(iter(self._steps)) < step_id:
+            self._drop_failed_step(next(iter(self._steps)))
+        step = self._steps.pop(step_id, None)
+        if step is not None and len(output.request_ids) != step.num_samples:
+            missing = set(step.requests) - set(output.request_ids) - set(output.failed)
+            sampled = {request_id for request_id, s in zip(scheduled.request_ids, scheduled.samples) if s}
+            if missing & sampled or set(output.request_ids) - sampled:
+                raise EngineError(
+                    f"step {step_id} was to sample for {step.num_samples} requests, but its output has "
+                    f"{len(output.request_ids)} tokens; missing: {sorted(missing & sampled)[:5]}."
+                )
+        return step
+
+    def _drop_failed_step(self, step_id: int) -> None:
+        step = self._steps.pop(step_id)
+        alive = [request.request_id for request in step.requests.values() if not request.is_finished]
+        if alive:
+            raise EngineError(
+                f"no output came for step {step_id}, in which {alive[:5]} took part. The executor must return "
+                "outputs in the order of the steps, or report the step as failed."
+            )
+
+    @staticmethod
+    def _add_logprobs(result: EngineCoreOutput, request: Request, output: ModelRunnerOutput, line: int) -> None:
+        if request.sampling_params.logprobs is not None:
+            result.new_logprobs = [sampled_logprobs(request, output, line)]
+        if request.prompt_logprobs is not None:
+            result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request, whatever it is doing. Its results in flight will be dropped."""
+        del self.requests[request.request_id]
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+
+    # ---- abort and failure ---------------------------------------------------------------------
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
+        """End requests at their client's wish. Unknown ids, and those that ended already, are passed over."""
+        outputs = []
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._finish(request, "abort")
+                outputs.append(last_output(request))
+        return outputs
+
+    def fail_requests(self, failed: Iterable[str] | SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
+        """End requests by id, or those of a failed step and of all steps in flight after it.
+
+        Later steps compute with what the failed one should have left, so they fail with it. Nothing that the
+        requests hold, or that the steps were to write, stays in the prefix cache.
+        """
+        if isinstance(failed, SchedulerOutput):
+            requests = self._revoke_steps(failed.step_id)
+        else:
+            requests = [self.requests[request_id] for request_id in failed if request_id in self.requests]
+        return [self._fail(request, reason) for request in requests if not request.is_finished]
+
+    def _revoke_steps(self, first_step_id: int) -> list[Request]:
+        """Forget the steps from `first_step_id` on; returns their requests."""
+        self.kv_cache_manager.revoke(first_step_id)
+        requests: dict[Request, None] = {}
+        for step_id in [s for s in self._steps if s >= first_step_id]:
+            step = self._steps.pop(step_id)
+            requests.update(dict.fromkeys(step.requests.values()))
+            self._removed_request_ids += step.removed_request_ids  # the runner may not have got that far
+        return list(requests)
+
+    def _fail(self, request: Request, reason: str) -> EngineCoreOutput:
+        self.kv_cache_manager.uncache_request(request)
+        request.num_computed_tokens = 0  # so that nothing of it is cached when it is released
+        self._finish(request, "error")
+        output = last_output(request)
+        output.error = reason
+        return output
+
+    # ---- cache and statistics ------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content. False, and nothing changed, while any request holds blocks."""
+        return self.kv_cache_manager.reset_prefix_cache()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What entered and left the prefix cache since the last call; empty unless events are enabled."""
+        return self.kv_cache_manager.take_events()
+
+    def make_stats(self, scheduled: SchedulerOutput | None = None) -> SchedulerStats:
+        """Queues and cache as they are now; step and tokens are those of `scheduled`, or of the last step."""
+        last = scheduled is None
+        return SchedulerStats(
+            step_id=self._last_step_id if last else scheduled.step_id,
+            num_running_reqs=len(self.running),
+            num_waiting_reqs=len(self.waiting),
+            kv_cache_usage=self.kv_cache_manager.pool.usage,
+            prefix_cache_queries=self._prefix_cache_queries,
+            prefix_cache_hits=self._prefix_cache_hits,
+            num_preemptions=self._num_preemptions,
+            num_scheduled_tokens=self._num_scheduled_tokens if last else scheduled.total_num_scheduled_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that every block, every request and every placeholder is accounted for."""
+        running, waiting = set(self.running), set(self.waiting)
+        assert len(running) == len(self.running) <= self._max_num_seqs and not running & waiting
+        assert running | waiting == set(self.requests.values())
+        assert all(r.status is RequestStatus.RUNNING for r in running)
+        assert all(not any(r.blocks) and r.num_computed_tokens == 0 for r in waiting)
+        assert all(r.num_tokens_with_placeholders <= r.max_total_tokens for r in running | waiting)
+        assert all(r.num_computed_tokens <= self.kv_cache_manager.num_slots(r) for r in running)
+        self.kv_cache_manager.check_integrity(running)
+
+
+def new_request_data(request: Request) -> NewRequestData:
+    """What the runner is told of a request when it is admitted, and again after preemption."""
+    return NewRequestData(
+        request_id=request.request_id,
+        token_ids=list(request.all_token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        block_ids=tuple([block.block_id for block in table] for table in request.blocks),
+        sampling_params=request.sampling_params,
+    )
+
+
+def last_output(request: Request) -> EngineCoreOutput:
+    """The output that tells of an end without a new token."""
+    return EngineCoreOutput(
+        request.request_id,
+        [],
+        finish_reason=request.finish_reason,
+        num_cached_tokens=max(request.num_cached_tokens, 0),
+        num_preemptions=request.num_preemptions,
+    )
