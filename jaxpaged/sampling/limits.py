@@ -1,0 +1,121 @@
+"""top_k, top_p and min_p as one number a row: the least logit that may still be drawn.
+
+Most rows are settled by their C largest logits (`lax.top_k`); a search over thresholds, which reads the whole
+vocabulary 32 times, runs only when a row is not. Neither sorts the vocabulary. Measured on one CPU core, per row of
+262,144 logits: top_k of 256 0.7 ms, threshold search 10 ms, sort 80 ms.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.sampling.rows import RowParams
+
+NUM_CANDIDATES = 256
+
+
+@flax.struct.dataclass
+class Limits:
+    """Row s may draw tokens with logit >= `least_S[s]`.
+
+    `candidates_SC` are its C largest logits, `candidate_ids_SC` their tokens. A row is `narrow` when no other token
+    can be drawn, and the draw needs nothing but the candidates.
+    """
+
+    least_S: jax.Array
+    narrow_S: jax.Array
+    candidates_SC: jax.Array
+    candidate_ids_SC: jax.Array
+
+
+def sampling_limits(logits_SV: jax.Array, rows: RowParams, num_candidates: int) -> Limits:
+    """Limits for logits that were divided by the temperature.
+
+    min_p goes first, by probability relative to the largest; then top_k, where tokens that tie with the k-th stay;
+    then top_p over what is left, renormalised: a token stays while the tokens strictly more likely than it have
+    less than top_p together. So one always stays, and tokens of equal probability stay or go together.
+    """
+    num_tokens = logits_SV.shape[1]
+    num_candidates = min(num_candidates, num_tokens)
+    candidates_SC, ids_SC = jax.lax.top_k(logits_SV, num_candidates)
+    first_S, last_S = candidates_SC[:, 0], candidates_SC[:, -1]
+    weights_SV = jnp.exp(logits_SV - first_S[:, None])
+
+    kth_S, kth_known_S = kth_largest(candidates_SC, rows.top_k_S, num_tokens)
+    wide_k_S = rows.random_S & ~kth_known_S
+    ones_SV = jnp.ones((1, 1), jnp.float32)
+    kth_S = search_if(wide_k_S, kth_S, logits_SV, ones_SV, rows.top_k_S.astype(jnp.float32))
+    floor_S = jnp.maximum(kth_S, first_S + jnp.log(rows.min_p_S))
+
+    total_S = jnp.sum(jnp.where(logits_SV >= floor_S[:, None], weights_SV, 0.0), axis=1)
+    need_S = rows.top_p_S * total_S
+    nucleus_S, reached_S = nucleus_of_candidates(candidates_SC, floor_S, need_S)
+    nucleus_known_S = reached_S | (num_candidates == num_tokens)
+    cuts_S = rows.top_p_S < 1.0
+    nucleus_S = search_if(rows.random_S & cuts_S & ~nucleus_known_S, nucleus_S, logits_SV, weights_SV, need_S)
+
+    least_S = jnp.where(cuts_S, jnp.maximum(floor_S, nucleus_S), floor_S)
+    narrow_S = (least_S > last_S) | (num_candidates == num_tokens)
+    return Limits(least_S, narrow_S, candidates_SC, ids_SC)
+
+
+def kth_largest(candidates_SC: jax.Array, top_k_S: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """(The k-th largest logit, -inf where top_k keeps all; whether it is among the candidates)."""
+    num_candidates = candidates_SC.shape[1]
+    keeps_all_S = (top_k_S <= 0) | (top_k_S >= num_tokens)
+    idx_S = jnp.clip(top_k_S - 1, 0, num_candidates - 1)
+    value_S = jnp.take_along_axis(candidates_SC, idx_S[:, None], axis=1)[:, 0]
+    return jnp.where(keeps_all_S, -jnp.inf, value_S), keeps_all_S | (top_k_S <= num_candidates)
+
+
+def nucleus_of_candidates(
+    candidates_SC: jax.Array, floor_S: jax.Array, need_S: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(Least logit of the nucleus, as far as the candidates show it; whether they hold `need` weight)."""
+    kept_SC = candidates_SC >= floor_S[:, None]
+    weights_SC = jnp.where(kept_SC, jnp.exp(candidates_SC - candidates_SC[:, :1]), 0.0)
+    above_SC = jnp.cumsum(weights_SC, axis=1) - weights_SC
+    count_S = jnp.sum(kept_SC & (above_SC < need_S[:, None]), axis=1)
+    last_S = jnp.take_along_axis(candidates_SC, jnp.maximum(count_S - 1, 0)[:, None], axis=1)[:, 0]
+    return last_S, count_S < candidates_SC.shape[1]
+
+
+def search_if(
+    wanted_S: jax.Array, known_S: jax.Array, logits_SV: jax.Array, weights_SV: jax.Array, need_S: jax.Array
+) -> jax.Array:
+    """`known_S`, replaced by a search in the rows that want it; no work when none does."""
+    found_S = jax.lax.cond(
+        jnp.any(wanted_S), largest_threshold, lambda *_: known_S, logits_SV, weights_SV, need_S
+    )
+    return jnp.where(wanted_S, found_S, known_S)
+
+
+def largest_threshold(logits_SV: jax.Array, weights_SV: jax.Array, need_S: jax.Array) -> jax.Array:
+    """The largest t for which the tokens with logit >= t weigh at least `need`; -inf if all together do not.
+
+    Bisects over all float32 values, in order, so the answer is exact in 32 passes.
+    """
+
+    def halve(_: int, low_high: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low_S, high_S = low_high
+        middle_S = (low_S & high_S) + ((low_S ^ high_S) >> 1)  # their mean, without overflow
+        at_least_SV = logits_SV >= float_of_order(middle_S)[:, None]
+        enough_S = jnp.sum(jnp.where(at_least_SV, weights_SV, 0.0), axis=1) >= need_S
+        return jnp.where(enough_S, middle_S, low_S), jnp.where(enough_S, high_S, middle_S)
+
+    low = jnp.full(need_S.shape, order_of_float(-np.inf), jnp.int32)
+    high = jnp.full(need_S.shape, order_of_float(np.inf), jnp.int32)
+    return float_of_order(jax.lax.fori_loop(0, 32, halve, (low, high))[0])
+
+
+def order_of_float(value: float) -> int:
+    """A float32's place in the order of all float32 values, as an int32."""
+    bits = int(np.float32(value).view(np.int32))
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def float_of_order(order_S: jax.Array) -> jax.Array:
+    """Inverse of `order_of_float`."""
+    bits_S = order_S ^ ((order_S >> 31) & 0x7FFFFFFF)
+    return jax.lax.bitcast_convert_type(bits_S, jnp.float32)

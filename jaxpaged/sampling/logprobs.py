@@ -1,0 +1,76 @@
+"""Log probabilities: of the drawn token, of the most likely ones or of chosen ones, and ranks.
+
+This module does not know how the token was drawn.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.sampling.rows import Feature, RowParams
+from jaxpaged.sampling.state import SamplingState
+
+
+@flax.struct.dataclass
+class LogprobOutput:
+    """J = 1 + max_logprobs columns: the token itself first, then the most likely ones, best first.
+
+    A row that asked for `logprob_token_ids` has those in their order instead; columns beyond them mean nothing.
+    Ranks are 1 + the number of strictly larger values. Rows that asked for no log probabilities mean nothing.
+    """
+
+    token_ids_SJ: jax.Array
+    logprobs_SJ: jax.Array
+    ranks_S: jax.Array
+
+
+def row_logprobs(
+    logits_SV: jax.Array,
+    tokens_S: jax.Array,
+    state: SamplingState,
+    rows: RowParams,
+    max_logprobs: int,
+    logprobs_mode: str,
+) -> LogprobOutput:
+    """Log probabilities of the rows that asked for them; no work when none did."""
+    num_rows = len(tokens_S)
+    nothing = LogprobOutput(
+        jnp.zeros((num_rows, 1 + max_logprobs), jnp.int32),
+        jnp.zeros((num_rows, 1 + max_logprobs), jnp.float32),
+        jnp.ones(num_rows, jnp.int32),
+    )
+
+    def wanted() -> LogprobOutput:
+        top_ids_SK = jax.lax.top_k(logits_SV, max_logprobs)[1]
+        chosen_SK = state.logprob_ids_RK[rows.row_S][:, :max_logprobs]
+        chosen_SK = jnp.pad(chosen_SK, ((0, 0), (0, max_logprobs - chosen_SK.shape[1])))
+        ids_SK = jnp.where(rows.has(Feature.LOGPROB_IDS)[:, None], chosen_SK, top_ids_SK)
+        return values_of(logits_SV, tokens_S, ids_SK, logprobs_mode)
+
+    return jax.lax.cond(jnp.any(rows.has(Feature.LOGPROBS)), wanted, lambda: nothing)
+
+
+def prompt_logprobs(
+    logits_CV: jax.Array,
+    target_ids_C: jax.Array,
+    max_logprobs: int,
+    logprobs_mode: str = "raw_logprobs",
+) -> LogprobOutput:
+    """Log probabilities of prompt tokens: line i of the logits predicts `target_ids_C[i]`.
+
+    A prompt is not sampled, so nothing is processed: of the mode only "logprobs" or "logits" matters.
+    """
+    top_ids_CK = jax.lax.top_k(logits_CV, max_logprobs)[1]
+    return values_of(logits_CV, target_ids_C, top_ids_CK, logprobs_mode)
+
+
+def values_of(
+    logits_SV: jax.Array, tokens_S: jax.Array, ids_SK: jax.Array, logprobs_mode: str
+) -> LogprobOutput:
+    """Values of the tokens and of `ids_SK` beside them, normalised unless the mode says logits."""
+    ids_SJ = jnp.concatenate([tokens_S[:, None], ids_SK], axis=1)
+    values_SJ = jnp.take_along_axis(logits_SV, ids_SJ, axis=1)
+    ranks_S = 1 + jnp.sum(logits_SV > values_SJ[:, :1], axis=1, dtype=jnp.int32)
+    if logprobs_mode.endswith("logprobs"):
+        values_SJ = values_SJ - jax.nn.logsumexp(logits_SV, axis=1, keepdims=True)
+    return LogprobOutput(ids_SJ, values_SJ, ranks_S)

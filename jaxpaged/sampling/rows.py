@@ -1,0 +1,137 @@
+"""Sampling parameters of the rows of one step, packed into a single float32 array [S, NUM_COLUMNS].
+
+The host keeps one line per row, written when a request is admitted; a step's array is one fancy index plus two
+columns. Whole numbers travel as the bits of a float, and the device takes the array back to int32 before anything
+else, so that no float operation ever touches them.
+
+This module does not know what the parameters mean.
+"""
+
+import enum
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.sampling_params import SamplingParams
+
+(ROW, POSITION, NUM_OUTPUT, SEED_LOW, SEED_HIGH, FLAGS, TOP_K, MIN_TOKENS) = range(8)
+FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+FIRST_FLOAT = 8
+NUM_COLUMNS = FIRST_FLOAT + len(FLOAT_COLUMNS)
+
+
+class Feature(enum.IntFlag):
+    """What a row needs beyond the plain program. Its `SamplingState` is read only for what is set here."""
+
+    NONE = 0
+    PENALTIES = 1
+    LOGIT_BIAS = 2
+    ALLOWED = 4
+    MIN_TOKENS = 8
+    BAD_WORDS = 16
+    LOGPROBS = 32
+    LOGPROB_IDS = 64
+
+
+FIRST_CUSTOM_BIT = 7
+MAX_CUSTOM = 31 - FIRST_CUSTOM_BIT
+"""Custom processor i owns bit FIRST_CUSTOM_BIT + i; the sign bit stays free."""
+
+
+def features_of(params: SamplingParams) -> Feature:
+    """Which features of the full program a request uses, custom processors aside."""
+    penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+    wanted = (
+        (Feature.PENALTIES, penalties),
+        (Feature.LOGIT_BIAS, params.logit_bias),
+        (Feature.ALLOWED, params.allowed_token_ids is not None),
+        (Feature.MIN_TOKENS, params.min_tokens),
+        (Feature.BAD_WORDS, params.bad_words_token_ids),
+        (Feature.LOGPROBS, params.logprobs is not None),
+        (Feature.LOGPROB_IDS, params.logprob_token_ids),
+    )
+    return Feature(sum(feature for feature, used in wanted if used))
+
+
+class SamplingRows:
+    """The host's table of sampling parameters: one line per row, and a last one for padding (row R)."""
+
+    def __init__(self, max_num_seqs: int):
+        self.null_row = max_num_seqs
+        self._table = np.zeros((max_num_seqs + 1, NUM_COLUMNS), np.int32)
+        self._table[:, ROW] = np.arange(max_num_seqs + 1)
+        # Padding is greedy and changes nothing.
+        self._table.view(np.float32)[:, FIRST_FLOAT:] = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+
+    def set(self, row: int, params: SamplingParams, custom_bits: int = 0) -> None:
+        """Fill a line when a request is admitted. `params.seed` must be a number; `custom_bits`: see `custom.py`."""
+        assert params.seed is not None, f"row {row} has no seed"
+        seed = params.seed % 2**64
+        line = self._table[row]
+        line[SEED_LOW : SEED_HIGH + 1] = np.array([seed % 2**32, seed >> 32], np.uint32).view(np.int32)
+        line[FLAGS] = features_of(params) | custom_bits
+        line[TOP_K] = params.top_k
+        line[MIN_TOKENS] = params.min_tokens
+        line.view(np.float32)[FIRST_FLOAT:] = [getattr(params, name) for name in FLOAT_COLUMNS]
+
+    def any_full(self, rows: np.ndarray) -> bool:
+        """Whether a step that samples these rows takes the full program."""
+        return bool(self._table[rows, FLAGS].any())
+
+    def pack(self, rows: np.ndarray, positions: np.ndarray, num_output: np.ndarray, bucket: int) -> np.ndarray:
+        """The step's array [bucket, NUM_COLUMNS], float32.
+
+        `rows` [n] sample in this step, n <= bucket. `positions` [n] are the places in their sequences of the tokens
+        to draw; `num_output` [n] counts the output tokens before them.
+        """
+        n = len(rows)
+        lines = np.full(bucket, self.null_row)
+        lines[:n] = rows
+        packed = self._table[lines]
+        packed[:n, POSITION] = positions
+        packed[:n, NUM_OUTPUT] = num_output
+        return packed.view(np.float32)
+
+
+@flax.struct.dataclass
+class RowParams:
+    """A step's array, unpacked on the device."""
+
+    row_S: jax.Array
+    position_S: jax.Array
+    num_output_S: jax.Array
+    seed_S2: jax.Array
+    flags_S: jax.Array
+    top_k_S: jax.Array
+    min_tokens_S: jax.Array
+    temperature_S: jax.Array
+    top_p_S: jax.Array
+    min_p_S: jax.Array
+    repetition_penalty_S: jax.Array
+    frequency_penalty_S: jax.Array
+    presence_penalty_S: jax.Array
+
+    @property
+    def random_S(self) -> jax.Array:
+        return self.temperature_S > 0
+
+    def has(self, feature: int) -> jax.Array:
+        """Which rows use a feature, or a custom processor's bit."""
+        return (self.flags_S & int(feature)) != 0
+
+
+def unpack_rows(packed_SF: jax.Array) -> RowParams:
+    bits_SF = jax.lax.bitcast_convert_type(packed_SF, jnp.int32)
+    floats = jax.lax.bitcast_convert_type(bits_SF[:, FIRST_FLOAT:], jnp.float32)
+    return RowParams(
+        row_S=bits_SF[:, ROW],
+        position_S=bits_SF[:, POSITION],
+        num_output_S=bits_SF[:, NUM_OUTPUT],
+        seed_S2=jax.lax.bitcast_convert_type(bits_SF[:, SEED_LOW : SEED_HIGH + 1], jnp.uint32),
+        flags_S=bits_SF[:, FLAGS],
+        top_k_S=bits_SF[:, TOP_K],
+        min_tokens_S=bits_SF[:, MIN_TOKENS],
+        **{f"{name}_S": floats[:, i] for i, name in enumerate(FLOAT_COLUMNS)},
+    )

@@ -1,0 +1,158 @@
+"""The two sampling programs: plain (temperature, top_k, top_p, min_p) and full (everything).
+
+Both are pure and are traced with fixed shapes; rows that a step does not fill are greedy rows of the null row.
+A row's token depends on its own logits, parameters, seed and position, never on the other rows: work that no row
+wants is skipped for the whole step, but a row that gets it done for others does not use it.
+
+Nothing here knows which program a step needs; `SamplingRows.any_full` does.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.sampling.custom import NO_PROCESSORS, CustomProcessors
+from jaxpaged.sampling.limits import NUM_CANDIDATES, Limits, sampling_limits
+from jaxpaged.sampling.logits import (
+    apply_bad_words,
+    apply_bias_and_masks,
+    apply_bitmask,
+    apply_penalties,
+)
+from jaxpaged.sampling.logprobs import LogprobOutput, row_logprobs
+from jaxpaged.sampling.noise import exponential_noise, position_keys
+from jaxpaged.sampling.rows import RowParams, unpack_rows
+from jaxpaged.sampling.state import SamplingState, record_tokens
+
+
+@flax.struct.dataclass
+class SampleOutput:
+    """What a step drew. Where `bad_S` is set the logits were not a distribution (NaN, +inf, or all -inf): the token
+    is 0 and means nothing. `logprobs` comes from the full program only.
+    """
+
+    tokens_S: jax.Array
+    bad_S: jax.Array
+    logprobs: LogprobOutput | None = None
+
+
+def sample_plain(
+    logits_SV: jax.Array, packed_SF: jax.Array, num_candidates: int = NUM_CANDIDATES
+) -> SampleOutput:
+    """One token per row, from float32 logits whose padding columns are -inf; `packed_SF` from `SamplingRows.pack`."""
+    rows = unpack_rows(packed_SF)
+    bad_S = not_a_distribution(logits_SV)
+    tokens_S, _ = draw(logits_SV, rows, num_candidates)
+    return SampleOutput(jnp.where(bad_S, 0, tokens_S), bad_S)
+
+
+def sample_full(
+    logits_SV: jax.Array,
+    state: SamplingState,
+    packed_SF: jax.Array,
+    *,
+    logprobs_mode: str,
+    max_logprobs: int,
+    mask_bits_SW: jax.Array | None = None,
+    custom: CustomProcessors = NO_PROCESSORS,
+    num_candidates: int = NUM_CANDIDATES,
+) -> tuple[SamplingState, SampleOutput]:
+    """As `sample_plain`, with everything that a request may ask for, in vLLM's order.
+
+    Grammar mask (bit v % 32 of word v // 32 allows token v), allowed tokens, bias, min_tokens; penalties; bad words;
+    custom processors; temperature; min_p, top_k, top_p. The state is for donation: counts and recent tokens of
+    rows that need them gain the drawn token.
+    """
+    rows = unpack_rows(packed_SF)
+    if mask_bits_SW is not None:
+        logits_SV = apply_bitmask(logits_SV, mask_bits_SW)
+    processed_SV = apply_bias_and_masks(logits_SV, state, rows)
+    processed_SV = apply_penalties(processed_SV, state, rows)
+    processed_SV = apply_bad_words(processed_SV, state, rows)
+    processed_SV = custom.apply(processed_SV, state.custom_RP[rows.row_S], rows)
+    bad_S = not_a_distribution(logits_SV) | not_a_distribution(processed_SV)
+
+    tokens_S, least_S = draw(processed_SV, rows, num_candidates)
+    tokens_S = jnp.where(bad_S, 0, tokens_S)
+    shown_SV = logits_SV
+    if logprobs_mode.startswith("processed"):
+        scaled_SV = by_temperature(processed_SV, rows)
+        shown_SV = jnp.where(scaled_SV >= least_S[:, None], scaled_SV, -jnp.inf)
+    logprobs = row_logprobs(shown_SV, tokens_S, state, rows, max_logprobs, logprobs_mode)
+    return record_tokens(state, rows, tokens_S), SampleOutput(tokens_S, bad_S, logprobs)
+
+
+def draw(
+    logits_SV: jax.Array, rows: RowParams, num_candidates: int
+) -> tuple[jax.Array, jax.Array]:
+    """A token per row, and the least logit (after temperature) that the row could have drawn; -inf in greedy rows."""
+    greedy_S = first_argmax(logits_SV)
+    no_limit_S = jnp.full(greedy_S.shape, -jnp.inf, jnp.float32)
+    tokens_S, least_S = jax.lax.cond(
+        jnp.any(rows.random_S),
+        lambda: draw_random(by_temperature(logits_SV, rows), rows, num_candidates),
+        lambda: (greedy_S, no_limit_S),
+    )
+    return jnp.where(rows.random_S, tokens_S, greedy_S), jnp.where(rows.random_S, least_S, -jnp.inf)
+
+
+def draw_random(logits_SV: jax.Array, rows: RowParams, num_candidates: int) -> tuple[jax.Array, jax.Array]:
+    """Draw in every row. Rows limited to their candidates need noise for those only."""
+    num_rows = len(logits_SV)
+    key_S2 = position_keys(rows.seed_S2, rows.position_S)
+    limited_S = (rows.top_k_S > 0) | (rows.top_p_S < 1.0) | (rows.min_p_S > 0.0)
+
+    def from_candidates() -> tuple[jax.Array, jax.Array, jax.Array]:
+        limits = sampling_limits(logits_SV, rows, num_candidates)
+        return draw_narrow(limits, key_S2), limits.least_S, limits.narrow_S
+
+    def unlimited() -> tuple[jax.Array, jax.Array, jax.Array]:
+        no_limit_S = jnp.full(num_rows, -jnp.inf, jnp.float32)
+        return jnp.zeros(num_rows, jnp.int32), no_limit_S, jnp.zeros(num_rows, bool)
+
+    narrow_tokens_S, least_S, narrow_S = jax.lax.cond(
+        jnp.any(rows.random_S & limited_S), from_candidates, unlimited
+    )
+    narrow_S, least_S = narrow_S & limited_S, jnp.where(limited_S, least_S, -jnp.inf)
+    tokens_S = jax.lax.cond(
+        jnp.any(rows.random_S & ~narrow_S),
+        lambda: draw_wide(logits_SV, least_S, key_S2),
+        lambda: narrow_tokens_S,
+    )
+    return jnp.where(narrow_S, narrow_tokens_S, tokens_S), least_S
+
+
+def draw_narrow(limits: Limits, key_S2: jax.Array) -> jax.Array:
+    """The winner among the candidates."""
+    race_SC = exponential_noise(key_S2, limits.candidate_ids_SC) / weights(limits.candidates_SC, limits.least_S)
+    winner_S1 = jnp.argmin(race_SC, axis=1, keepdims=True)
+    return jnp.take_along_axis(limits.candidate_ids_SC, winner_S1, axis=1)[:, 0]
+
+
+def draw_wide(logits_SV: jax.Array, least_S: jax.Array, key_S2: jax.Array) -> jax.Array:
+    """The winner among all tokens."""
+    token_ids_SV = jax.lax.broadcasted_iota(jnp.int32, logits_SV.shape, 1)
+    race_SV = exponential_noise(key_S2, token_ids_SV) / weights(logits_SV, least_S)
+    return jnp.argmin(race_SV, axis=1).astype(jnp.int32)
+
+
+def weights(logits_SC: jax.Array, least_S: jax.Array) -> jax.Array:
+    """Probabilities relative to the largest; 0 below the limit."""
+    top_S1 = jnp.max(logits_SC, axis=1, keepdims=True)
+    return jnp.where(logits_SC >= least_S[:, None], jnp.exp(logits_SC - top_S1), 0.0)
+
+
+def by_temperature(logits_SV: jax.Array, rows: RowParams) -> jax.Array:
+    return logits_SV / jnp.where(rows.random_S, rows.temperature_S, 1.0)[:, None]
+
+
+def first_argmax(logits_SV: jax.Array) -> jax.Array:
+    """The lowest token id of the largest logit. Two vectorised passes: half the time of `jnp.argmax` on a CPU."""
+    token_ids_SV = jax.lax.broadcasted_iota(jnp.int32, logits_SV.shape, 1)
+    top_S1 = jnp.max(logits_SV, axis=1, keepdims=True)
+    return jnp.min(jnp.where(logits_SV == top_S1, token_ids_SV, logits_SV.shape[1]), axis=1)
+
+
+def not_a_distribution(logits_SV: jax.Array) -> jax.Array:
+    """Rows with a NaN, with +inf, or with nothing above -inf: a maximum propagates NaN."""
+    return ~jnp.isfinite(jnp.max(logits_SV, axis=1))
