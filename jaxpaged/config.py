@@ -1,7 +1,7 @@
 """Every option of the engine: frozen classes, resolved once, checked before any weight is read.
 
     options = EngineConfig.from_options(model="...", max_num_seqs=64)   # unknown keys are errors
-    config = options.resolve(facts, platform="cpu")                     # no "auto" and no None is left
+    config = options.resolve(facts, platform="cpu")                     # what model and platform decide is settled
 
 The field names are vLLM's flag names, so `--max-num-seqs` on the command line, `max_num_seqs:` in a YAML file and
 `LLM(max_num_seqs=...)` are the same option. A field's help text and choices are in its metadata; command line
@@ -12,6 +12,10 @@ This module reads no model files: what it needs of a model comes in as `ModelFac
 
 import dataclasses
 import math
+import os
+import types
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +23,10 @@ from jaxpaged.errors import ConfigError, did_you_mean
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field with its help text. `choices`, `minimum`, `maximum` and `above` are checked."""
+    """A dataclass field with its help text.
+
+    `choices`, `not_empty`, and for numbers, also those in a tuple, `minimum`, `maximum` and `above` are checked.
+    """
     metadata["help"] = help
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
@@ -41,7 +48,9 @@ class ModelConfig:
     max_model_len: int | None = option(
         None, "longest prompt plus output in tokens; the model's own limit by default", minimum=1
     )
-    seed: int = option(0, "seed of the requests that bring none of their own")
+    seed: int = option(
+        0, "seed of the requests that bring none of their own, and of dummy weights", minimum=0, maximum=2**63 - 1
+    )
     max_logprobs: int = option(20, "most log probabilities per token that a request may ask for; -1: all", minimum=-1)
     logprobs_mode: str = option(
         "raw_logprobs",
@@ -115,7 +124,9 @@ class CompileConfig:
     compilation_cache_dir: str | None = option(
         None, "where compiled programs are kept between runs; 'off' for nowhere. Default: the user's cache folder"
     )
-    token_buckets: tuple[int, ...] | None = option(None, "padded step sizes in tokens that get a program")
+    token_buckets: tuple[int, ...] | None = option(
+        None, "padded step sizes in tokens that get a program", minimum=2, not_empty=True
+    )
     attention_backend: str = option(
         "auto", "which attention kernel", choices=("auto", "reference")
     )
@@ -136,6 +147,10 @@ class ModelFacts:
 PLATFORM_DEFAULTS = {"cpu": (32, 512, 64), "gpu": (16, 8192, 256), "tpu": (128, 1024, 256)}
 
 
+def defaults_of(platform: str) -> tuple[int, int, int]:
+    return PLATFORM_DEFAULTS.get(platform, PLATFORM_DEFAULTS["gpu"])
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """All options, by topic."""
@@ -151,26 +166,18 @@ class EngineConfig:
     def from_options(cls, **options: Any) -> "EngineConfig":
         """Build from flat keywords. Raises ConfigError for unknown names and for values out of range."""
         sections: dict[str, dict[str, Any]] = {}
-        owners = {f.name: section for section, f in all_options()}
+        owners = {f.name: (section, f) for section, f in all_options()}
         for name, value in options.items():
             if name not in owners:
                 raise ConfigError(f"unknown option {name!r}.{did_you_mean(name, owners)}")
-            sections.setdefault(owners[name], {})[name] = value
+            section, f = owners[name]
+            sections.setdefault(section, {})[name] = checked(f, value)
         types = {f.name: f.default_factory for f in dataclasses.fields(cls)}
-        config = cls(**{section: types[section](**values) for section, values in sections.items()})
-        for section, f in all_options():
-            check_option(f, getattr(getattr(config, section), f.name))
-        return config
+        return cls(**{section: types[section](**values) for section, values in sections.items()})
 
     def resolve(self, facts: ModelFacts, platform: str) -> "EngineConfig":
-        """Replace every "auto" and every None by a value. Raises ConfigError where options contradict each other."""
-        block_size, batched_tokens, num_seqs = PLATFORM_DEFAULTS.get(platform, PLATFORM_DEFAULTS["gpu"])
-        given = self.scheduler
+        """Settle what model and platform decide. Raises ConfigError where options contradict each other."""
         max_model_len = self.model.max_model_len or facts.max_position_embeddings
-        max_num_seqs = given.max_num_seqs or min(num_seqs, given.max_num_batched_tokens or num_seqs)
-        max_num_batched_tokens = given.max_num_batched_tokens or max(batched_tokens, max_num_seqs)
-        if not given.enable_chunked_prefill and given.max_num_batched_tokens is None:
-            max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
         dtype = facts.dtype if self.model.dtype == "auto" else self.model.dtype
         config = dataclasses.replace(
             self,
@@ -183,15 +190,26 @@ class EngineConfig:
             ),
             cache=dataclasses.replace(
                 self.cache,
-                block_size=self.cache.block_size or block_size,
+                block_size=self.cache.block_size or defaults_of(platform)[0],
                 kv_cache_dtype=dtype if self.cache.kv_cache_dtype == "auto" else self.cache.kv_cache_dtype,
             ),
-            scheduler=dataclasses.replace(
-                given, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-            ),
+            scheduler=self._resolved_scheduler(max_model_len, platform),
         )
         config._cross_check(facts)
         return config
+
+    def _resolved_scheduler(self, max_model_len: int, platform: str) -> SchedulerConfig:
+        """Step sizes: what was given, else what suits the other options, else what suits the platform."""
+        given, buckets = self.scheduler, self.compile.token_buckets
+        _, batched_tokens, num_seqs = defaults_of(platform)
+        if buckets:
+            batched_tokens = max(buckets)
+            num_seqs = min(num_seqs, batched_tokens)
+        max_num_seqs = given.max_num_seqs or min(num_seqs, given.max_num_batched_tokens or num_seqs)
+        max_num_batched_tokens = given.max_num_batched_tokens or max(batched_tokens, max_num_seqs)
+        if not given.enable_chunked_prefill and given.max_num_batched_tokens is None:
+            max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
+        return dataclasses.replace(given, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
     def _cross_check(self, facts: ModelFacts) -> None:
         scheduler, model = self.scheduler, self.model
@@ -234,23 +252,57 @@ def all_options() -> list[tuple[str, dataclasses.Field]]:
     ]
 
 
-def check_option(f: dataclasses.Field, value: Any) -> None:
-    """Raise ConfigError when `value` is outside what the field's metadata allows."""
+KIND_NAMES = {
+    int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a mapping",
+    tuple: "a list",
+}  # fmt: skip
+
+
+def checked(f: dataclasses.Field, value: Any) -> Any:
+    """The value in the type of its field. Raises ConfigError for another type, or outside what the metadata allows."""
+    value = in_declared_type(f, value)
+    if value is None:
+        return None
     limits, name = f.metadata, f.name
     if "choices" in limits and value not in limits["choices"]:
         near = did_you_mean(str(value), limits["choices"])
         raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(limits['choices'])}.{near}")
-    if value is None or not {"minimum", "maximum", "above"} & limits.keys():
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{name} is {value!r}; it must be a number.")
-    if f.type in (int, int | None) and not isinstance(value, int):
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number.")
-    if value < limits.get("minimum", -math.inf):
+    if limits.get("not_empty") and not value:
+        raise ConfigError(f"{name} is empty; leave it out for the default.")
+    for item in value if isinstance(value, tuple) else (value,):
+        check_range(name, item, limits)
+    return value
+
+
+def in_declared_type(f: dataclasses.Field, value: Any) -> Any:
+    """Paths become texts and lists become tuples; nothing else is converted."""
+    kinds = typing.get_args(f.type) if isinstance(f.type, types.UnionType) else (f.type,)
+    if value is None and type(None) in kinds:
+        return None
+    kind = kinds[0]
+    origin = typing.get_origin(kind) or kind
+    if origin is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if origin is tuple and isinstance(value, list | tuple):
+        item = typing.get_args(kind)[0]
+        if item is int and not all(type(entry) is int for entry in value):
+            raise ConfigError(f"{f.name} is {value!r}; it must hold whole numbers only.")
+        return tuple(value)
+    accepted = {float: (int, float), dict: Mapping}.get(origin, origin)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and origin is not bool):
+        raise ConfigError(f"{f.name} is {value!r}; it must be {KIND_NAMES[origin]}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{f.name} is {value!r}; it must be finite.")
+    return value
+
+
+def check_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
+    """Raise ConfigError when a number is outside `minimum`, `maximum` or `above`."""
+    if "minimum" in limits and value < limits["minimum"]:
         raise ConfigError(f"{name} is {value}; it must be at least {limits['minimum']}.")
-    if value > limits.get("maximum", math.inf):
+    if "maximum" in limits and value > limits["maximum"]:
         raise ConfigError(f"{name} is {value}; it must be at most {limits['maximum']}.")
-    if value <= limits.get("above", -math.inf):
+    if "above" in limits and value <= limits["above"]:
         raise ConfigError(f"{name} is {value}; it must be more than {limits['above']}.")
 
 

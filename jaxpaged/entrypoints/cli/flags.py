@@ -27,7 +27,7 @@ SAMPLING_HELP = {
     "min_p": "drop tokens less likely than this share of the most likely one",
     "max_tokens": "longest output in tokens; 'none' fills the context",
     "min_tokens": "do not stop before this many tokens",
-    "seed": "the same seed gives the same text; also of the weights with --load-format dummy",
+    "seed": "the same seed gives the same text; -1: a random one",
     "n": "answers per prompt",
     "stop": "end the output before this text; may be repeated",
     "stop_token_ids": "end the output at one of these tokens",
@@ -48,8 +48,8 @@ SAMPLING_HELP = {
     "skip_reading_prefix_cache": "compute the whole prompt; on by default with --prompt-logprobs",
     "extra_args": "for custom logits processors",
 }
-# One flag serves the engine (weights of load_format dummy) and the requests.
-SHARED = "seed"
+# `--seed` is the requests'; the engine's own, for requests without one, can be set in the YAML file.
+NOT_ENGINE_FLAGS = {"seed"}
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -155,7 +155,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     groups: dict[str, Any] = {}
     for section, option in all_options():
         group = groups.setdefault(section, parser.add_argument_group(f"engine: {section}"))
-        if option.name != SHARED:
+        if option.name not in NOT_ENGINE_FLAGS:
             help = option.metadata["help"] + shown_default(option.default)
             add_flag(group, option.name, option.type, help, option.metadata.get("choices"))
 
@@ -199,7 +199,7 @@ def shown_default(default: Any) -> str:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """What was given for the engine: the YAML file's options, overridden by flags. Raises ConfigError."""
-    names = [option.name for _, option in all_options()]
+    names = [option.name for _, option in all_options() if option.name not in NOT_ENGINE_FLAGS]
     options = read_config_file(args.config) if args.config else {}
     return options | {name: getattr(args, name) for name in names if hasattr(args, name)}
 

@@ -23,6 +23,10 @@ def test_every_option_of_the_engine_has_its_flag(parser):
     assert all("--" + option.name.replace("_", "-") in known for _, option in all_options())
 
 
+def test_the_engines_own_seed_comes_from_the_file_only(options):
+    assert options("seed: 3\n", "--seed", "4") == {"seed": 3}
+
+
 def test_every_sampling_parameter_has_its_flag_and_help():
     fields = set(SamplingParams.__struct_fields__)
     assert set(flags.SAMPLING_HELP) == fields - {"output_kind", "bad_words_token_ids"}

@@ -10,7 +10,6 @@ import jaxpaged
 from jaxpaged.entrypoints.cli import main
 from jaxpaged.errors import CapacityError, ConfigError, EngineError
 
-
 ROOT = Path(__file__).parents[3]
 
 
