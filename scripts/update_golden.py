@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""Record what transformers computes for the tiny checkpoints of tests/models/checkpoints.py, into tests/golden/.
+
+    scripts/update_golden.py [--env FOLDER] [NAME ...]
+
+The suite compares with these files and needs no torch. This script makes an environment of its own with torch
+(CPU) and transformers, unless FOLDER holds one already, and runs itself there. The checkpoints are remade from
+their seeds, so the JSON files hold no weights: per checkpoint a few logits at some positions, the sum of the logits
+at every position, and the greedy continuation.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = ROOT / "tests" / "golden"
+DEFAULT_ENV = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jaxpaged" / "golden-env"
+PACKAGES = ["torch==2.13.0", "transformers==5.23.0", "numpy"]
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+
+RECORDED_POSITIONS = (0, 1, 12, 25, 39)
+NUM_TOP = 8
+MIN_MARGIN = 1e-3
+"""How far the best token must lie before the second, so that rounding cannot change a greedy continuation."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="checkpoints to record; all by default")
+    parser.add_argument("--env", type=Path, default=DEFAULT_ENV, help="environment with torch; made when missing")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside:
+        record_all(arguments.names)
+        return
+    python = environment(arguments.env)
+    subprocess.run([python, __file__, "--inside", *arguments.names], check=True)
+
+
+def environment(folder: Path) -> Path:
+    """The Python of an environment in which torch and transformers can be imported; made when there is none."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        print(f"making {folder} with {', '.join(PACKAGES)}", file=sys.stderr)
+        subprocess.run([base_python(), "-m", "venv", folder], check=True)
+    if subprocess.run([python, "-c", "import torch, transformers"], capture_output=True).returncode:
+        install = [python, "-m", "pip", "install", "-q", "--extra-index-url", TORCH_INDEX, *PACKAGES]
+        subprocess.run(install, check=True)
+    return python
+
+
+def base_python() -> str:
+    """A Python for which torch has wheels: 3.11 to 3.13, from the path or from pyenv."""
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for minor in (11, 12, 13):
+        found = [shutil.which(f"python3.{minor}"), *map(str, versions.glob(f"3.{minor}.*/bin/python"))]
+        for python in filter(None, found):
+            if subprocess.run([python, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
+                return python
+    sys.exit("No Python 3.11, 3.12 or 3.13 was found, on the path or in pyenv. Install one; torch needs it.")
+
+
+def record_all(names: list[str]) -> None:
+    sys.path.insert(0, str(ROOT / "tests" / "models"))
+    import checkpoints
+
+    for name in names or checkpoints.CONFIGS:
+        with tempfile.TemporaryDirectory() as folder:
+            golden = record(checkpoints, name, checkpoints.write_checkpoint(name, Path(folder)))
+        (GOLDEN / f"{name}.json").write_text(json.dumps(golden) + "\n")
+        print(name, "margin", golden["margin"], flush=True)
+
+
+def record(checkpoints: Any, name: str, folder: Path) -> dict[str, Any]:
+    """What transformers computes for the prompt of this checkpoint, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"], (name, report)
+    prompt = checkpoints.prompt_of(name)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0]
+        greedy, margin = continue_greedily(model, prompt, checkpoints.NUM_GREEDY)
+    assert margin > MIN_MARGIN, f"{name}: tokens only {margin} apart; change its entry in SALTS"
+    top = logits.topk(NUM_TOP)
+    return {
+        "top": {
+            str(position): {
+                "ids": top.indices[position].tolist(),
+                "logits": [round(value, 5) for value in top.values[position].tolist()],
+            }
+            for position in RECORDED_POSITIONS
+        },
+        "sums": [round(value, 4) for value in logits.double().sum(-1).tolist()],
+        "greedy": greedy,
+        "margin": round(margin, 4),
+    }
+
+
+def continue_greedily(model: Any, prompt: list[int], count: int) -> tuple[list[int], float]:
+    """The greedy continuation and the smallest lead of a chosen token; the whole text is computed every time."""
+    import torch
+
+    tokens, margin = list(prompt), float("inf")
+    for _ in range(count):
+        best = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].topk(2)
+        margin = min(margin, float(best.values[0] - best.values[1]))
+        tokens.append(int(best.indices[0]))
+    return tokens[len(prompt) :], margin
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Tiny random checkpoints of every architecture, made from seeds: the same in the suite and when goldens are recorded.
+
+Needs numpy and safetensors only, since the recording runs in an environment without jax. Names and shapes are
+written down here from the Hugging Face definitions and not taken from our own specs, which they test.
+"""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+PROMPT_LENGTH = 40
+NUM_GREEDY = 12
+
+BASE = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "vocab_size": 211,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "torch_dtype": "float32",
+}
+LLAMA = {**BASE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 5000.0}
+MISTRAL = {**BASE, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_theta": 10000.0}
+QWEN2 = {
+    **{name: value for name, value in BASE.items() if name != "head_dim"},
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "num_attention_heads": 8,
+    "hidden_size": 64,
+    "rope_theta": 1000000.0,
+}
+QWEN3 = {**BASE, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16, "vocab_size": 223}
+GEMMA2 = {
+    **{name: value for name, value in BASE.items() if name != "hidden_act"},
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_hidden_layers": 3,
+    "tie_word_embeddings": True,
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 20,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 0.8,
+}
+GEMMA3 = {
+    **{name: value for name, value in BASE.items() if name != "hidden_act"},
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": True,
+    "sliding_window": 10,
+    "sliding_window_pattern": 3,
+    "query_pre_attn_scalar": 10,
+    "rope_theta": 50000.0,
+    "rope_local_base_freq": 100.0,
+}
+PHI3 = {
+    **BASE,
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "hidden_size": 64,
+    "head_dim": 8,
+    "original_max_position_embeddings": 128,
+}
+LONGROPE_DIVISORS = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 5.0]}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama_mqa_bias_tied": {
+        **LLAMA, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
+        "vocab_size": 257,
+    },
+    "llama_linear": {**LLAMA, "max_position_embeddings": 16, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama_dynamic": {
+        **LLAMA, "max_position_embeddings": 16, "rope_scaling": {"rope_type": "dynamic", "factor": 2.5},
+    },
+    "llama_yarn": {
+        **LLAMA, "max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 16,
+        },
+    },
+    "llama_yarn_mscale": {
+        **LLAMA, "max_position_embeddings": 64,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
+            "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False,
+        },
+    },
+    "llama3": {
+        **LLAMA,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "llama_longrope": {
+        **LLAMA, "head_dim": 6, "max_position_embeddings": 64, "original_max_position_embeddings": 16,
+        "rope_scaling": {"rope_type": "longrope", **LONGROPE_DIVISORS},
+    },
+    "mistral_window": {**MISTRAL, "sliding_window": 11},
+    "mistral_full": {**MISTRAL, "sliding_window": None, "head_dim": 20, "num_key_value_heads": 8},
+    "qwen2": {**QWEN2, "use_sliding_window": False, "tie_word_embeddings": True},
+    "qwen2_window": {
+        **QWEN2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "num_hidden_layers": 3,
+    },
+    "qwen3": {**QWEN3, "attention_bias": False, "rope_theta": 1000000.0},
+    "qwen3_bias": {
+        **QWEN3, "attention_bias": True, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+    "gemma2": GEMMA2,
+    "gemma2_uncapped": {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma3": {**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gemma3_new_spelling": {
+        **{name: value for name, value in GEMMA3.items() if not name.startswith(("rope", "sliding_window_p"))},
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+        "final_logit_softcapping": 1.0,
+        "dtype": "float32",
+    },
+    "phi3": {**PHI3, "sliding_window": 13},
+    "phi3_partial": {
+        **PHI3, "num_hidden_layers": 3, "partial_rotary_factor": 0.75, "num_key_value_heads": 8,
+    },
+    "phi3_longrope_short": {
+        **PHI3, "partial_rotary_factor": 0.75, "max_position_embeddings": 256, "original_max_position_embeddings": 64,
+        "rope_scaling": {"type": "longrope", **LONGROPE_DIVISORS},
+    },
+    "phi3_longrope_long": {
+        **PHI3, "partial_rotary_factor": 0.75, "max_position_embeddings": 256, "original_max_position_embeddings": 16,
+        "rope_scaling": {"type": "longrope", **LONGROPE_DIVISORS},
+    },
+}  # fmt: skip
+"""Name of a checkpoint -> its config.json, in the spellings of transformers 4 and 5."""
+
+
+SALTS = {"qwen2_window": 1, "gemma3": 1}
+"""Where the greedy continuation was nearly a tie with the first seed."""
+
+
+def seed_of(name: str) -> int:
+    """The same number in every process, unlike `hash`."""
+    return zlib.crc32(name.encode()) + SALTS.get(name, 0)
+
+
+def prompt_of(name: str) -> list[int]:
+    """The prompt whose logits are recorded."""
+    rng = np.random.default_rng(seed_of(name) + 1)
+    return rng.integers(3, CONFIGS[name]["vocab_size"], PROMPT_LENGTH).tolist()
+
+
+def tensor_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of a checkpoint."""
+    kind, width = hf["model_type"], hf["hidden_size"]
+    shapes = {"model.embed_tokens.weight": (hf["vocab_size"], width), "model.norm.weight": (width,)}
+    if not hf["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (hf["vocab_size"], width)
+    for i in range(hf["num_hidden_layers"]):
+        layer = {**attention_shapes(hf), **mlp_shapes(hf)}
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if kind in ("gemma2", "gemma3_text"):
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        layer |= {f"{norm}.weight": (width,) for norm in norms}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    width, heads, kv_heads = hf["hidden_size"], hf["num_attention_heads"], hf["num_key_value_heads"]
+    head_dim = hf.get("head_dim", width // heads)
+    if hf["model_type"] == "phi3":
+        return {
+            "self_attn.qkv_proj.weight": ((heads + 2 * kv_heads) * head_dim, width),
+            "self_attn.o_proj.weight": (width, heads * head_dim),
+        }
+    out_sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+    shapes = {f"self_attn.{name}.weight": (size, width) for name, size in out_sizes.items()}
+    shapes["self_attn.o_proj.weight"] = (width, heads * head_dim)
+    if hf.get("attention_bias") or hf["model_type"] == "qwen2":
+        shapes |= {f"self_attn.{name}.bias": (size,) for name, size in out_sizes.items()}
+    if hf.get("attention_bias"):
+        shapes["self_attn.o_proj.bias"] = (width,)
+    if hf["model_type"] in ("qwen3", "gemma3_text"):
+        shapes |= {f"self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
+    return shapes
+
+
+def mlp_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    width, inner = hf["hidden_size"], hf["intermediate_size"]
+    if hf["model_type"] == "phi3":
+        return {"mlp.gate_up_proj.weight": (2 * inner, width), "mlp.down_proj.weight": (width, inner)}
+    shapes = {
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+    }
+    if hf.get("mlp_bias"):
+        shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in shapes.items()}
+    return shapes
+
+
+def make_tensors(name: str) -> dict[str, np.ndarray]:
+    """Float32 weights. Queries and keys are large, so that a wrong position or window shows in the logits."""
+    hf, rng = CONFIGS[name], np.random.default_rng(seed_of(name))
+    tensors = {}
+    for tensor, shape in tensor_shapes(hf).items():
+        noise = rng.standard_normal(shape, dtype=np.float32)
+        if "norm" in tensor:
+            noise = noise * 0.2 + (0.0 if "gemma" in hf["model_type"] else 1.0)
+        elif tensor.endswith("bias"):
+            noise = noise * 0.3
+        elif "embed" in tensor:
+            # A tied table that is large would make every token predict itself.
+            noise = noise * (0.05 if hf["tie_word_embeddings"] else 1.0)
+        else:
+            noise = noise * (2.0 if "q_proj" in tensor or "k_proj" in tensor or "qkv" in tensor else 1.0)
+            noise = noise / np.float32(shape[1] ** 0.5)
+        tensors[tensor] = noise.astype(np.float32)
+    return tensors
+
+
+def write_checkpoint(name: str, folder: Path) -> Path:
+    """A model folder with config.json and model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    save_file(make_tensors(name), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

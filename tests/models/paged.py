@@ -1,0 +1,100 @@
+"""Runs one model over one prompt with a paged cache, in chunks, the way the engine does, but without an engine.
+
+The blocks of the request are scattered over the pool; layers with a window share a table with the others, since
+what a window may forget is the scheduler's business.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.layers.attention import AttentionContext, allocate_kv
+from jaxpaged.models.registry import model_for
+from jaxpaged.params.checkpoint import load_params
+from pallas_kernels.ragged_paged_attention import make_metadata
+from tests.models.checkpoints import CONFIGS
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+BLOCK_SIZE = 8
+NUM_BLOCKS = 12
+CHUNK = 16
+TABLE = np.array([7, 2, 9, 4, 11, 1, 8], np.int32)
+"""The blocks of the only request, in an order that is not theirs."""
+
+
+def golden_of(name: str) -> dict[str, Any]:
+    """What transformers computed: see scripts/update_golden.py."""
+    return json.loads((GOLDEN / f"{name}.json").read_text())
+
+
+class PagedModel:
+    """A checkpoint on `num_shards` devices; `logits` feeds tokens and returns their logits."""
+
+    def __init__(self, folder: Path, num_shards: int = 1, max_model_len: int | None = None):
+        hf = json.loads((folder / "config.json").read_text())
+        self.model = model_for(hf)
+        config = self.model.config_from_hf(hf)
+        self.config = dataclasses.replace(config, max_model_len=max_model_len or config.max_model_len)
+        self.mesh = make_mesh(num_shards)
+        self.context = AttentionContext(self.mesh, "reference")
+        specs = self.model.param_specs(self.config, num_shards)
+        self.params = load_params(specs, self.config, folder, self.mesh, jnp.float32)
+        attention = self.model.attention_specs(self.config, BLOCK_SIZE, 4, num_shards)
+        self.kv = [
+            allocate_kv(self.context, NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, jnp.float32)
+            for spec in attention
+        ]
+        self.windows = list(dict.fromkeys(layer.window for layer in self.config.layers))
+        self.num_computed = 0
+        self.step = jax.jit(self._step, donate_argnames="kv")
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """Logits [len(tokens), V] of tokens that follow those given before."""
+        parts = [self._chunk(tokens[i : i + CHUNK]) for i in range(0, len(tokens), CHUNK)]
+        return np.concatenate(parts)[:, : self.config.vocab_size]
+
+    def generate(self, prompt: list[int], count: int) -> list[int]:
+        """The greedy continuation."""
+        tokens = [int(self.logits(prompt)[-1].argmax())]
+        while len(tokens) < count:
+            tokens.append(int(self.logits(tokens[-1:])[-1].argmax()))
+        return tokens
+
+    def _chunk(self, tokens: list[int]) -> np.ndarray:
+        padded = np.zeros(CHUNK, np.int32)
+        padded[: len(tokens)] = tokens
+        logits_TV, self.kv = self.step(self.params, padded, len(tokens), self.num_computed, self.kv)
+        self.num_computed += len(tokens)
+        return np.asarray(logits_TV)[: len(tokens)]
+
+    def _step(self, params, tokens_T, num_tokens, num_computed, kv):
+        positions_T = num_computed + jnp.arange(CHUNK)
+        starts = jnp.array([0, num_tokens, num_tokens])
+        seq_lens = jnp.array([num_computed + num_tokens, 0])
+        tables = jnp.stack([TABLE, np.zeros_like(TABLE)])
+        metadata = [
+            make_metadata(
+                1, starts, seq_lens, tables,
+                num_tokens=CHUNK, block_size=BLOCK_SIZE, window=window, backend="reference",
+            )
+            for window in self.windows
+        ]  # fmt: skip
+        places = tuple((self.windows.index(layer.window), i) for i, layer in enumerate(self.config.layers))
+        hidden_TD, kv = self.model.forward(
+            params, self.config, self.context, places, tokens_T, positions_T, metadata, kv
+        )
+        return self.model.compute_logits(self.model.head(params), self.config, hidden_TD), kv
+
+
+def max_model_len_of(name: str) -> int | None:
+    """The limit under which the two length-dependent scalings agree with transformers for the recorded prompt."""
+    return {"llama_dynamic": 40, "phi3_longrope_short": 64}.get(name)
+
+
+NAMES = list(CONFIGS)

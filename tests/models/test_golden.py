@@ -1,0 +1,29 @@
+"""Every architecture against what transformers computed, through paged attention, in chunks of the prompt."""
+
+import numpy as np
+import pytest
+
+from tests.models.checkpoints import NUM_GREEDY, prompt_of, write_checkpoint
+from tests.models.paged import NAMES, PagedModel, golden_of, max_model_len_of
+
+# transformers grows the base of "dynamic" with every token; a cache needs one base, so only the prompt agrees.
+GREEDY_NAMES = [name for name in NAMES if name != "llama_dynamic"]
+
+
+def load(name, tmp_path, num_shards=1):
+    return PagedModel(write_checkpoint(name, tmp_path), num_shards, max_model_len_of(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
+    golden, model = golden_of(name), load(name, tmp_path)
+    logits = model.logits(prompt_of(name))
+    for position, top in golden["top"].items():
+        np.testing.assert_allclose(logits[int(position)][top["ids"]], top["logits"], rtol=1e-4, atol=1e-4)
+        assert logits[int(position)].argmax() == top["ids"][0]
+    np.testing.assert_allclose(logits.sum(axis=1), golden["sums"], rtol=1e-4, atol=2e-3)
+    if name in GREEDY_NAMES:
+        tokens = [int(logits[-1].argmax())]
+        while len(tokens) < NUM_GREEDY:
+            tokens.append(int(model.logits(tokens[-1:])[-1].argmax()))
+        assert tokens == golden["greedy"]
