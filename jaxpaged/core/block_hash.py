@@ -16,7 +16,7 @@ from jaxpaged.core.request import Request
 ExtraKeys = tuple[tuple[str | int, ...], ...]
 
 
-def encode_cbor(value: int | bytes | str | None | tuple | list) -> bytes:
+def encode_cbor(value: int | bytes | str | tuple | list | None) -> bytes:
     """Canonical CBOR (RFC 8949, section 4.2.1) of integers, bytes, text, null, and arrays of them."""
     if value is None:
         return b"\xf6"

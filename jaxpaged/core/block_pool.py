@@ -139,7 +139,8 @@ class BlockPool:
 
     def cache(self, block: KVCacheBlock, cache_key: bytes) -> bool:
         """Let `block` be found by its content. True when nothing with that content was there before."""
-        assert block.cache_key is None and block is not self.null_block, f"{block} cannot be cached"
+        assert block.cache_key is None, f"{block} holds other content already"
+        assert block is not self.null_block, "the null block holds nothing"
         block.cache_key = cache_key
         if cache_key in self._cached:
             self._duplicates.setdefault(cache_key, []).append(block)
@@ -182,7 +183,8 @@ class BlockPool:
         """Assert that every block is accounted for. `owners[block_id]` is in how many tables a block stands."""
         free = {block.block_id for block in self._free}
         assert len(free) == self._free.num_blocks, f"{len(free)} blocks linked, {self._free.num_blocks} counted"
-        assert self.null_block.block_id not in free and self.null_block.ref_cnt == 0
+        assert self.null_block.block_id not in free, "the null block is free"
+        assert self.null_block.ref_cnt == 0, f"the null block has owners: {self.null_block}"
         for block in self.blocks[1:]:
             count = owners[block.block_id]
             assert block.ref_cnt == count, f"{block} stands in {count} tables"

@@ -105,7 +105,7 @@ class KVCacheManager:
         if sum(num_new) > self.pool.num_free_blocks:
             return None
         new_block_ids = []
-        for table, n in zip(request.blocks, num_new, strict=True):
+        for table, n in zip(request.blocks, num_new):
             new_blocks = self.pool.get_new_blocks(n)
             table.extend(new_blocks)
             new_block_ids.append([block.block_id for block in new_blocks])
@@ -228,5 +228,5 @@ class KVCacheManager:
             for g, table in enumerate(request.blocks):
                 nulls = [block is self.pool.null_block for block in table]
                 assert sum(nulls) == sum(nulls[: request.num_skipped_blocks[g]]) == request.num_skipped_blocks[g]
-                owners.update(block.block_id for block, null in zip(table, nulls, strict=True) if not null)
+                owners.update(block.block_id for block, null in zip(table, nulls) if not null)
         self.pool.check_integrity(owners)

@@ -6,7 +6,7 @@ of other requests, or of the device.
 
 import enum
 
-from jaxpaged.messages import EngineCoreRequest, FinishReason, TokenLogprobs
+from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, NewRequestData, TokenLogprobs
 
 
 class RequestStatus(enum.Enum):
@@ -58,7 +58,6 @@ class Request:
         "sampling_params",
         "status",
         "stop_ids",
-        "stop_reason",
     )
 
     def __init__(self, message: EngineCoreRequest, max_model_len: int, arrival_order: int, num_groups: int):
@@ -87,7 +86,6 @@ class Request:
             self.stop_ids |= {self.eos_token_id}
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
 
         wants_prompt_logprobs = params.prompt_logprobs is not None
         # Collected over the chunks of the prompt; None when not asked for, or already sent.
@@ -125,6 +123,27 @@ class Request:
         if len(self.all_token_ids) >= self.max_total_tokens:
             return "length", None
         return None
+
+    def to_new_request_data(self) -> NewRequestData:
+        """What the runner is told when the request is admitted, and again after preemption."""
+        return NewRequestData(
+            request_id=self.request_id,
+            token_ids=list(self.all_token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            block_ids=tuple([block.block_id for block in table] for table in self.blocks),
+            sampling_params=self.sampling_params,
+        )
+
+    def to_last_output(self) -> EngineCoreOutput:
+        """The output that tells of an end without a new token."""
+        return EngineCoreOutput(
+            self.request_id,
+            [],
+            finish_reason=self.finish_reason,
+            num_cached_tokens=max(self.num_cached_tokens, 0),
+            num_preemptions=self.num_preemptions,
+        )
 
     def __repr__(self) -> str:
         return (

@@ -9,7 +9,6 @@ This module knows no model, no device and no text.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.intake import check_request
@@ -18,57 +17,17 @@ from jaxpaged.core.kv_events import KVCacheEvent
 from jaxpaged.core.logprob_lines import collect_prompt_logprobs, sampled_logprobs
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.request_queue import QUEUES, priority_order
-from jaxpaged.errors import ConfigError, EngineError
+from jaxpaged.core.step_plan import Share, StepPlan, StepsInFlight
+from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
     ModelRunnerOutput,
-    NewRequestData,
     SchedulerOutput,
     SchedulerStats,
 )
-
-
-class Share(NamedTuple):
-    """What a request gets of a step, where it is not one decoded token in a slot that it has."""
-
-    num_tokens: int
-    samples: bool
-    new_block_ids: tuple[list[int], ...] | None
-
-
-class StepPlan:
-    """A step while it is being decided. Requests without a `Share` decode one token."""
-
-    def __init__(self, budget: int):
-        self.budget = budget  # tokens left
-        self.requests: list[Request] = []
-        self.shares: dict[Request, Share] = {}
-        self.new_requests: list[NewRequestData] = []
-        self.num_reserved_blocks = 0  # that running requests need to finish their prompts
-        self.preempted = False
-
-    def add(self, request: Request, share: Share) -> None:
-        self.requests.append(request)
-        self.shares[request] = share
-        self.budget -= share.num_tokens
-
-    def discard(self, request: Request) -> None:
-        """Take a request out, if it is in, and its tokens back."""
-        if request in self.requests:
-            self.requests.remove(request)
-            share = self.shares.pop(request, None)
-            self.budget += share.num_tokens if share else 1
-
-
-class InFlightStep(NamedTuple):
-    """What must be known of a step when its output comes. Requests are kept as objects: an id may be used again."""
-
-    requests: dict[str, Request]
-    num_samples: int
-    removed_request_ids: list[str]
 
 
 class Scheduler:
@@ -107,7 +66,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.running: list[Request] = []  # in order of admission
         self.waiting = QUEUES[scheduler_config.scheduling_policy]()
-        self._steps: dict[int, InFlightStep] = {}  # oldest first
+        self._steps = StepsInFlight()
         self._removed_request_ids: list[str] = []  # that the runner has not heard of
         self._last_step_id = 0
         self._num_arrivals = 0
@@ -261,7 +220,7 @@ class Scheduler:
         self._set_decode_limit(request)
         self._count_hit(request, hit)
         plan.add(request, share)
-        plan.new_requests.append(new_request_data(request))
+        plan.new_requests.append(request.to_new_request_data())
         if not share.samples:
             plan.num_reserved_blocks += manager.num_blocks_to_finish(request)
         return True
@@ -285,21 +244,21 @@ class Scheduler:
                 if request in plan.shares:
                     num_tokens[i], samples[i], new_block_ids[i] = plan.shares[request]
         num_computed = [request.num_computed_tokens for request in requests]
-        for request, n, s in zip(requests, num_tokens, samples, strict=True):
+        for request, n, s in zip(requests, num_tokens, samples):
             request.num_computed_tokens += n
             request.num_tokens_with_placeholders += s
         for request in plan.shares:
             self.kv_cache_manager.cache_blocks(request, self._last_step_id)
         removed = self._take_removed(num_requests)
         request_ids = [request.request_id for request in requests]
-        if num_requests:
-            by_id = dict(zip(request_ids, requests, strict=True))
-            self._steps[self._last_step_id] = InFlightStep(by_id, sum(samples), removed)
         self._num_scheduled_tokens = self._max_num_batched_tokens - plan.budget
-        return SchedulerOutput(
+        scheduled = SchedulerOutput(
             self._last_step_id, plan.new_requests, removed, request_ids, num_tokens, num_computed, samples,
             new_block_ids, self._num_scheduled_tokens,
         )
+        if requests:
+            self._steps.add(scheduled, requests)
+        return scheduled
 
     def _take_removed(self, num_requests: int) -> list[str]:
         """Requests that the runner is told to remove; a step without tokens may never reach it."""
@@ -316,7 +275,7 @@ class Scheduler:
         Results of requests that ended meanwhile are dropped. Raises EngineError when the output does not belong
         to the oldest step in flight.
         """
-        step = self._take_step(scheduled, output)
+        step = self._steps.take(scheduled, output)
         if step is None:
             return []
         self.kv_cache_manager.confirm(scheduled.step_id)
@@ -326,7 +285,7 @@ class Scheduler:
             collect_prompt_logprobs(output, step.requests)
         append, requests = outputs.append, step.requests
         for line, (request_id, token_id) in enumerate(
-            zip(output.request_ids, output.sampled_token_ids, strict=True)
+            zip(output.request_ids, output.sampled_token_ids)
         ):
             request = requests[request_id]
             if request.finish_reason is not None:
@@ -343,36 +302,6 @@ class Scheduler:
                 self._finish(request, result.finish_reason)
             append(result)
         return outputs
-
-    def _take_step(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> InFlightStep | None:
-        """The record of a step whose output is here; None when it was empty or reported as failed."""
-        step_id = scheduled.step_id
-        if output.step_id != step_id or step_id > self._last_step_id:
-            raise EngineError(
-                f"the output of step {output.step_id} came for step {step_id}; {self._last_step_id} steps were "
-                "scheduled. The executor must return outputs in the order of the steps."
-            )
-        while self._steps and next(iter(self._steps)) < step_id:
-            self._drop_failed_step(next(iter(self._steps)))
-        step = self._steps.pop(step_id, None)
-        if step is not None and len(output.request_ids) != step.num_samples:
-            missing = set(step.requests) - set(output.request_ids) - set(output.failed)
-            sampled = {request_id for request_id, s in zip(scheduled.request_ids, scheduled.samples) if s}
-            if missing & sampled or set(output.request_ids) - sampled:
-                raise EngineError(
-                    f"step {step_id} was to sample for {step.num_samples} requests, but its output has "
-                    f"{len(output.request_ids)} tokens; missing: {sorted(missing & sampled)[:5]}."
-                )
-        return step
-
-    def _drop_failed_step(self, step_id: int) -> None:
-        step = self._steps.pop(step_id)
-        alive = [request.request_id for request in step.requests.values() if not request.is_finished]
-        if alive:
-            raise EngineError(
-                f"no output came for step {step_id}, in which {alive[:5]} took part. The executor must return "
-                "outputs in the order of the steps, or report the step as failed."
-            )
 
     @staticmethod
     def _add_logprobs(result: EngineCoreOutput, request: Request, output: ModelRunnerOutput, line: int) -> None:
@@ -401,7 +330,7 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is not None:
                 self._finish(request, "abort")
-                outputs.append(last_output(request))
+                outputs.append(request.to_last_output())
         return outputs
 
     def fail_requests(self, failed: Iterable[str] | SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
@@ -420,8 +349,7 @@ class Scheduler:
         """Forget the steps from `first_step_id` on; returns their requests."""
         self.kv_cache_manager.revoke(first_step_id)
         requests: dict[Request, None] = {}
-        for step_id in [s for s in self._steps if s >= first_step_id]:
-            step = self._steps.pop(step_id)
+        for step in self._steps.revoke(first_step_id):
             requests.update(dict.fromkeys(step.requests.values()))
             self._removed_request_ids += step.removed_request_ids  # the runner may not have got that far
         return list(requests)
@@ -430,7 +358,7 @@ class Scheduler:
         self.kv_cache_manager.uncache_request(request)
         request.num_computed_tokens = 0  # so that nothing of it is cached when it is released
         self._finish(request, "error")
-        output = last_output(request)
+        output = request.to_last_output()
         output.error = reason
         return output
 
@@ -461,33 +389,11 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that every block, every request and every placeholder is accounted for."""
         running, waiting = set(self.running), set(self.waiting)
-        assert len(running) == len(self.running) <= self._max_num_seqs and not running & waiting
+        assert len(running) == len(self.running) <= self._max_num_seqs
+        assert not running & waiting
         assert running | waiting == set(self.requests.values())
         assert all(r.status is RequestStatus.RUNNING for r in running)
         assert all(not any(r.blocks) and r.num_computed_tokens == 0 for r in waiting)
         assert all(r.num_tokens_with_placeholders <= r.max_total_tokens for r in running | waiting)
         assert all(r.num_computed_tokens <= self.kv_cache_manager.num_slots(r) for r in running)
         self.kv_cache_manager.check_integrity(running)
-
-
-def new_request_data(request: Request) -> NewRequestData:
-    """What the runner is told of a request when it is admitted, and again after preemption."""
-    return NewRequestData(
-        request_id=request.request_id,
-        token_ids=list(request.all_token_ids),
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_computed_tokens=request.num_computed_tokens,
-        block_ids=tuple([block.block_id for block in table] for table in request.blocks),
-        sampling_params=request.sampling_params,
-    )
-
-
-def last_output(request: Request) -> EngineCoreOutput:
-    """The output that tells of an end without a new token."""
-    return EngineCoreOutput(
-        request.request_id,
-        [],
-        finish_reason=request.finish_reason,
-        num_cached_tokens=max(request.num_cached_tokens, 0),
-        num_preemptions=request.num_preemptions,
-    )

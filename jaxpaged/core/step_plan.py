@@ -1,0 +1,105 @@
+"""A step while it is being decided, and the steps whose output is still to come.
+
+Which requests get what is the scheduler's decision; this is where it keeps the record of it.
+"""
+
+from typing import NamedTuple
+
+from jaxpaged.core.request import Request
+from jaxpaged.errors import EngineError
+from jaxpaged.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+
+
+class Share(NamedTuple):
+    """What a request gets of a step, where it is not one decoded token in a slot that it has."""
+
+    num_tokens: int
+    samples: bool
+    new_block_ids: tuple[list[int], ...] | None
+
+
+class StepPlan:
+    """A step while it is being decided. Requests without a `Share` decode one token."""
+
+    def __init__(self, budget: int):
+        self.budget = budget  # tokens left
+        self.requests: list[Request] = []
+        self.shares: dict[Request, Share] = {}
+        self.new_requests: list[NewRequestData] = []
+        self.num_reserved_blocks = 0  # that running requests need to finish their prompts
+        self.preempted = False
+
+    def add(self, request: Request, share: Share) -> None:
+        self.requests.append(request)
+        self.shares[request] = share
+        self.budget -= share.num_tokens
+
+    def discard(self, request: Request) -> None:
+        """Take a request out, if it is in, and its tokens back."""
+        if request in self.requests:
+            self.requests.remove(request)
+            share = self.shares.pop(request, None)
+            self.budget += share.num_tokens if share else 1
+
+
+class InFlightStep(NamedTuple):
+    """What must be known of a step when its output comes. Requests are kept as objects: an id may be used again."""
+
+    requests: dict[str, Request]
+    num_samples: int
+    removed_request_ids: list[str]
+
+
+class StepsInFlight:
+    """Scheduled steps, oldest first, from `add` until their output is taken or they are revoked."""
+
+    def __init__(self):
+        self._steps: dict[int, InFlightStep] = {}
+
+    def add(self, scheduled: SchedulerOutput, requests: list[Request]) -> None:
+        by_id = dict(zip(scheduled.request_ids, requests))
+        self._steps[scheduled.step_id] = InFlightStep(by_id, sum(scheduled.samples), scheduled.removed_request_ids)
+
+    def take(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> InFlightStep | None:
+        """The record of a step whose output is here; None when the step was empty, or revoked.
+
+        Raises EngineError when the output belongs to another step or lacks tokens, or when requests still wait
+        for an older step.
+        """
+        step_id = scheduled.step_id
+        if output.step_id != step_id:
+            raise EngineError(
+                f"the output of step {output.step_id} came for step {step_id}. The executor must return outputs in "
+                "the order of the steps."
+            )
+        while self._steps and (oldest := next(iter(self._steps))) < step_id:
+            self._drop_failed_step(oldest)
+        step = self._steps.pop(step_id, None)
+        if step is not None and len(output.request_ids) != step.num_samples:
+            check_sampled(scheduled, output)
+        return step
+
+    def _drop_failed_step(self, step_id: int) -> None:
+        """A step without output must have been reported as failed, request by request."""
+        step = self._steps.pop(step_id)
+        alive = [request.request_id for request in step.requests.values() if not request.is_finished]
+        if alive:
+            raise EngineError(
+                f"no output came for step {step_id}, in which {alive[:5]} took part. The executor must return "
+                "outputs in the order of the steps, or report the step as failed."
+            )
+
+    def revoke(self, first_step_id: int) -> list[InFlightStep]:
+        """Forget all steps from `first_step_id` on."""
+        return [self._steps.pop(step_id) for step_id in list(self._steps) if step_id >= first_step_id]
+
+
+def check_sampled(scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    """Raise EngineError unless every request that samples has a token in `output`, or has failed."""
+    sampled = {request_id for request_id, samples in zip(scheduled.request_ids, scheduled.samples) if samples}
+    missing, unasked = sampled - set(output.request_ids) - set(output.failed), set(output.request_ids) - sampled
+    if missing or unasked:
+        raise EngineError(
+            f"step {scheduled.step_id} was to sample for {len(sampled)} requests, but its output has "
+            f"{len(output.request_ids)} tokens; missing {sorted(missing)[:5]}, not asked for {sorted(unasked)[:5]}."
+        )
