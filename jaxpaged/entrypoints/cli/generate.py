@@ -19,7 +19,7 @@ exit status: 0 every prompt was answered; 1 some were not, or the engine failed;
 
 examples:
   jaxpaged generate "What is the capital of Portugal?"
-  jaxpaged generate --temperature 0.8 --seed 7 -n 3 "Tell me a short story about a fox."
+  jaxpaged generate --temperature 0.8 --seed 7 -n 3 "Tell me a story about a fox."
   jaxpaged generate --file prompts.txt --json > answers.jsonl
   jaxpaged generate --model Qwen/Qwen3-0.6B --max-model-len 4K --raw "Once upon a time"
 """
