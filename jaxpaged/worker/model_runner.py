@@ -11,14 +11,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpaged.errors import EngineError
+from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.messages import ModelRunnerOutput, NewRequestData, PromptLogprobs, SampledLogprobs, SchedulerOutput
+from jaxpaged.sampling.custom import CustomProcessors
+from jaxpaged.sampling.logprobs import LogprobOutput
 from jaxpaged.sampling.rows import SamplingRows
-from jaxpaged.worker.buckets import bucket_for
+from jaxpaged.sampling.state import StateLayout
 from jaxpaged.worker.input_batch import StepRequests, pack_step, step_requests
 from jaxpaged.worker.packed import StepLayout
 from jaxpaged.worker.programs import ProgramKey, Programs
 from jaxpaged.worker.request_rows import RequestRows
+from jaxpaged.worker.row_uploads import admit
 from jaxpaged.worker.step import PROMPT_LOGPROB_TILE, TABLE_CHUNK
 
 NOT_A_NUMBER = "the model's logits for this request are not numbers; its other requests are unharmed"
@@ -60,13 +63,15 @@ class ModelRunner:
         head: Any,
         state: DeviceState,
         rows: RequestRows,
-        sampling_rows: SamplingRows,
+        sampling: StateLayout,
+        custom: CustomProcessors,
         layouts: dict[int, StepLayout],
         sample_buckets: tuple[int, ...],
         sharding: jax.sharding.Sharding,
     ):
         self.programs, self.params, self.head, self.state = programs, params, head, state
-        self.rows, self.sampling_rows = rows, sampling_rows
+        self.rows, self.sampling, self.custom = rows, sampling, custom
+        self.sampling_rows = SamplingRows(sampling.max_num_seqs)
         self.layouts, self.token_buckets, self.sample_buckets = layouts, tuple(layouts), sample_buckets
         self.sharding = sharding
         self.counts = StepCounts()
@@ -75,13 +80,13 @@ class ModelRunner:
         """Dispatch one step. Only dispatching happens here; results are read by `PendingStep.result`."""
         for request_id in scheduled.removed_request_ids:
             self.rows.remove(request_id)
+        pending = PendingStep(scheduled.step_id)
         updates: list[tuple[int, int, int]] = []
         for request in scheduled.new_requests:
-            self._admit(request, updates)
+            self._admit(request, updates, pending)
         for request_id, block_ids in zip(scheduled.request_ids, scheduled.new_block_ids, strict=True):
             if block_ids is not None:
                 self.rows.append_blocks(self.rows.row_of[request_id], block_ids, updates)
-        pending = PendingStep(scheduled.step_id)
         if scheduled.request_ids:
             requests = step_requests(scheduled, self.rows)
             hidden_TD, hidden_SD = self._forward(requests, updates)
@@ -90,13 +95,17 @@ class ModelRunner:
                 self._sample(scheduled, requests, hidden_SD, pending)
         return pending
 
-    def _admit(self, request: NewRequestData, updates: list[tuple[int, int, int]]) -> None:
+    def _admit(
+        self, request: NewRequestData, updates: list[tuple[int, int, int]], pending: "PendingStep"
+    ) -> None:
         row = self.rows.add(request)
         self.rows.append_blocks(row, request.block_ids, updates)
-        token_ids = self.rows.token_ids[row]
-        for upload in self.sampling_rows.add(row, request.sampling_params, token_ids, request.num_prompt_tokens):
-            program = self.programs[ProgramKey(upload.program)]
-            self.state.sampling = program(self.state.sampling, self._put(upload.packed))
+        try:
+            for upload in admit(row, request, self.sampling_rows, self.sampling, self.custom):
+                program = self.programs[ProgramKey(upload.program)]
+                self.state.sampling = program(self.state.sampling, self._put(upload.packed))
+        except RequestError as error:
+            pending.refused[request.request_id] = str(error)
 
     def _forward(self, requests: StepRequests, updates: list[tuple[int, int, int]]) -> tuple[Any, Any]:
         num_tokens = int(requests.num_scheduled.sum())
@@ -133,11 +142,10 @@ class ModelRunner:
         num_output = positions - self.rows.num_prompt_R[rows]
         packed = self._put(self.sampling_rows.pack(rows, positions, num_output, bucket))
         if full:
-            state.last_token, state.sampling, tokens, logprobs = program(
+            state.last_token, tokens, state.sampling, logprobs = program(
                 self.head, hidden_SD, state.last_token, state.sampling, packed
             )
-            if self.sampling_rows.any_logprobs(rows):
-                pending.logprobs = start_copy(logprobs)
+            pending.logprobs = start_copy(logprobs)
         else:
             state.last_token, tokens = program(self.head, hidden_SD, state.last_token, packed)
         pending.tokens = start_copy(tokens)
@@ -180,8 +188,9 @@ class PendingStep:
     step_id: int
     request_ids: list[str] = field(default_factory=list)
     tokens: Any = None
-    logprobs: Any = None
-    prompt_tiles: list[tuple[str, int, int, Any]] = field(default_factory=list)
+    logprobs: LogprobOutput | None = None
+    prompt_tiles: list[tuple[str, int, int, LogprobOutput]] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step. Raises EngineError when the devices could not compute it."""
@@ -191,32 +200,30 @@ class PendingStep:
             raise EngineError(f"step {self.step_id} failed on the device: {error}") from error
 
     def _read(self) -> ModelRunnerOutput:
-        output = ModelRunnerOutput(self.step_id, self.request_ids, [], prompt_logprobs=self._read_prompt_logprobs())
+        output = ModelRunnerOutput(self.step_id, self.request_ids, [], failed=self.refused)
+        output.prompt_logprobs = self._read_prompt_logprobs()
         n = len(self.request_ids)
         if n:
             output.sampled_token_ids = jax.device_get(self.tokens)[:n].tolist()
-            output.failed = {
-                request_id: NOT_A_NUMBER
-                for request_id, token in zip(self.request_ids, output.sampled_token_ids, strict=True)
-                if token < 0
-            }
+            for request_id, token in zip(self.request_ids, output.sampled_token_ids, strict=True):
+                if token < 0:
+                    output.failed[request_id] = NOT_A_NUMBER
         if self.logprobs is not None:
             lines = jax.device_get(self.logprobs)
-            output.logprobs = SampledLogprobs(lines.token_ids[:n], lines.logprobs[:n], lines.ranks[:n])
+            output.logprobs = SampledLogprobs(lines.token_ids_SJ[:n], lines.logprobs_SJ[:n], lines.ranks_S[:n])
         return output
 
     def _read_prompt_logprobs(self) -> dict[str, PromptLogprobs]:
         """The tiles of each request, joined."""
-        tiles: dict[str, list[tuple[int, int, Any]]] = {}
+        tiles: dict[str, list[tuple[int, int, LogprobOutput]]] = {}
         for request_id, start, count, tile in self.prompt_tiles:
             tiles.setdefault(request_id, []).append((start, count, jax.device_get(tile)))
         return {
             request_id: PromptLogprobs(
                 parts[0][0],
-                *(
-                    np.concatenate([getattr(tile, name)[:count] for _, count, tile in parts])
-                    for name in ("token_ids", "logprobs", "ranks")
-                ),
+                np.concatenate([tile.token_ids_SJ[:count] for _, count, tile in parts]),
+                np.concatenate([tile.logprobs_SJ[:count] for _, count, tile in parts]),
+                np.concatenate([tile.ranks_S[:count] for _, count, tile in parts]),
             )
             for request_id, parts in tiles.items()
         }

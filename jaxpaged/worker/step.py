@@ -24,9 +24,11 @@ from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
-from jaxpaged.sampling import sampler
-from jaxpaged.sampling.logprobs import LogprobsMode, prompt_logprobs
-from jaxpaged.sampling.state import SamplingState, load_row, load_tokens
+from jaxpaged.sampling.custom import CustomProcessors
+from jaxpaged.sampling.logprobs import prompt_logprobs
+from jaxpaged.sampling.rows import NUM_COLUMNS, unpack_rows
+from jaxpaged.sampling.sampler import SampleOutput, sample_full, sample_plain
+from jaxpaged.sampling.state import SamplingState, StateLayout, load_row, load_tokens
 from jaxpaged.worker.packed import StepLayout, StepParts
 from pallas_kernels.ragged_paged_attention import AttentionMetadata, make_metadata
 
@@ -47,9 +49,9 @@ class StepFunctions:
     kv_cache: KVCacheConfig
     max_num_seqs: int
     num_hidden: int
-    logprobs_mode: LogprobsMode
+    logprobs_mode: str
     max_logprobs: int
-    custom: tuple[Any, ...] = ()
+    custom: CustomProcessors
 
     @property
     def replicated(self) -> NamedSharding:
@@ -87,21 +89,18 @@ class StepFunctions:
     def sample(self, size: int, head: Any, hidden_SD: Any, last_token_R: Any, packed_SF: Any):
         """Draw a token for the first `size` rows -> (last_token_R, tokens_S); -1 where the logits are not numbers."""
         logits_SV = self.model.compute_logits(head, self.config, hidden_SD[:size])
-        tokens_S, bad_S = sampler.sample_plain(logits_SV, packed_SF)
-        last_token_R = last_token_R.at[sampler.rows_of(packed_SF)].set(tokens_S)
-        return last_token_R, jnp.where(bad_S, -1, tokens_S)
+        return record_sample(last_token_R, packed_SF, sample_plain(logits_SV, packed_SF))
 
     def sample_full(
         self, size: int, head: Any, hidden_SD: Any, last_token_R: Any, state: SamplingState, packed_SF: Any
     ):
-        """The same with everything that a request can ask for -> (last_token_R, state, tokens_S, log probabilities)."""
+        """The same with everything that a request can ask for -> (last_token_R, tokens_S, state, log probabilities)."""
         logits_SV = self.model.compute_logits(head, self.config, hidden_SD[:size])
-        state, tokens_S, bad_S, logprobs = sampler.sample_full(
+        state, output = sample_full(
             logits_SV, state, packed_SF,
             logprobs_mode=self.logprobs_mode, max_logprobs=self.max_logprobs, custom=self.custom,
         )  # fmt: skip
-        last_token_R = last_token_R.at[sampler.rows_of(packed_SF)].set(tokens_S)
-        return last_token_R, state, jnp.where(bad_S, -1, tokens_S), logprobs
+        return *record_sample(last_token_R, packed_SF, output), state, output.logprobs
 
     def prompt_logprobs(self, head: Any, hidden_TD: Any, packed_2C: Any):
         """Log probabilities of prompt tokens. `packed_2C` holds places in the step, and the tokens that followed."""
@@ -109,6 +108,12 @@ class StepFunctions:
         return prompt_logprobs(
             logits_CV, packed_2C[1], max_logprobs=self.max_logprobs, logprobs_mode=self.logprobs_mode
         )
+
+
+def record_sample(last_token_R: Any, packed_SF: Any, output: SampleOutput) -> tuple[Any, Any]:
+    """Keep the drawn tokens for the next step, and mark those that mean nothing by -1."""
+    last_token_R = last_token_R.at[unpack_rows(packed_SF).row_S].set(output.tokens_S)
+    return last_token_R, jnp.where(output.bad_S, -1, output.tokens_S)
 
 
 def locate_tokens(layout: StepLayout, parts: StepParts, last_token_R: Any) -> tuple[Any, Any]:
@@ -137,14 +142,13 @@ def write_table_chunk(tables_GRM: Any, packed_3U: Any) -> Any:
 class Shapes:
     """Shapes, types and shardings of everything that programs take, from which they are lowered."""
 
-    def __init__(self, functions: StepFunctions, params: Any, kv: Any, sampling: Any, max_blocks: int, features: int):
+    def __init__(self, functions: StepFunctions, params: Any, kv: Any, sampling: StateLayout, max_blocks: int):
         self.functions, self.params, self.kv = functions, params, kv
         rows = functions.max_num_seqs + 1
         self.tables = self._array((len(functions.kv_cache.groups), rows, max_blocks), jnp.int32)
         self.last_token = self._array((rows,), jnp.int32)
-        self.sampling = jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), sampling)
+        self.sampling = jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), sampling.abstract())
         self.head = functions.model.head(params)
-        self.features = features
 
     def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.functions.replicated)
@@ -170,7 +174,7 @@ class Shapes:
             return self.functions.sample(size, head, hidden, last_token, packed)
 
         step = jax.jit(sample, donate_argnames=("last_token",), out_shardings=self.functions.replicated)
-        packed = self._array((size, self.features), jnp.float32)
+        packed = self._array((size, NUM_COLUMNS), jnp.float32)
         return step.lower(self.head, self.hidden(self.functions.num_hidden), self.last_token, packed)
 
     def lower_sample_full(self, size: int) -> jax.stages.Lowered:
@@ -180,7 +184,7 @@ class Shapes:
         step = jax.jit(
             sample_full, donate_argnames=("last_token", "state"), out_shardings=self.functions.replicated
         )
-        packed = self._array((size, self.features), jnp.float32)
+        packed = self._array((size, NUM_COLUMNS), jnp.float32)
         hidden = self.hidden(self.functions.num_hidden)
         return step.lower(self.head, hidden, self.last_token, self.sampling, packed)
 

@@ -17,21 +17,22 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.messages import Progress
 from jaxpaged.kv_cache_spec import blocks_for_tokens, group_layers
-from jaxpaged.layers.attention import AttentionContext, kv_shapes
+from jaxpaged.layers.attention import AttentionContext, kv_struct
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import init_dummy_params, load_params
 from jaxpaged.params.sharding import param_shapes
-from jaxpaged.sampling.custom import load_processors
-from jaxpaged.sampling.rows import SamplingRows
-from jaxpaged.sampling.state import abstract_state, load_row, load_tokens
+from jaxpaged.sampling.custom import CustomProcessors, load_processors
+from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
 from jaxpaged.worker.buckets import MIN_BUCKET, doubling_buckets
 from jaxpaged.worker.kv_blocks import Demand, size_kv_cache
 from jaxpaged.worker.model_runner import DeviceState, ModelRunner
 from jaxpaged.worker.packed import StepLayout, step_layout
 from jaxpaged.worker.programs import CompileCounter, ProgramKey, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
+from jaxpaged.worker.row_uploads import TOKENS_UPLOAD_SIZE
 from jaxpaged.worker.step import Shapes, StepFunctions
+from pallas_kernels.ragged_paged_attention import choose_backend
 
 
 class Worker:
@@ -97,18 +98,33 @@ class Worker:
             num_hidden=max(self.config.scheduler.max_num_seqs, MIN_BUCKET),
             logprobs_mode=self.config.model.logprobs_mode,
             max_logprobs=min(self.config.model.max_logprobs, self.decoder.vocab_size),
-            custom=load_processors(self.config.model.logits_processors),
+            custom=self.custom,
         )
 
     @cached_property
+    def custom(self) -> CustomProcessors:
+        return load_processors(self.config.model.logits_processors)
+
+    @cached_property
+    def sampling_layout(self) -> StateLayout:
+        """Sizes of the sampling state. Logits are as wide as the vocabulary is once it is split over devices."""
+        head = self.model.head(self.param_shapes)
+        return StateLayout(self.config.scheduler.max_num_seqs, head.shape[0], self.custom.num_params)
+
+    @cached_property
     def attention(self) -> AttentionContext:
-        return AttentionContext(self.mesh, self.config.compile.attention_backend)
+        platform = self.mesh.devices.flat[0].platform
+        return AttentionContext(self.mesh, choose_backend(self.config.compile.attention_backend, platform))
 
     @cached_property
     def shapes(self) -> Shapes:
-        kv = kv_shapes(self.attention, self.kv_cache_config, self.kv_dtype)
+        cache, spec = self.kv_cache_config, self.kv_cache_config.groups[0].spec
+        kv = [
+            kv_struct(self.attention, cache.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
+            for _ in range(cache.num_tensors)
+        ]
         max_blocks = blocks_for_tokens(self.config.model.max_model_len, self.kv_cache_config.block_size)
-        return Shapes(self.functions, self.param_shapes, kv, self.sampling_shapes, max_blocks)
+        return Shapes(self.functions, self.param_shapes, kv, self.sampling_layout, max_blocks)
 
     @property
     def kv_dtype(self) -> Any:
@@ -156,8 +172,8 @@ class Worker:
         builders[ProgramKey("tables")] = shapes.lower_tables
         for size in self.sample_buckets:
             builders.setdefault(ProgramKey("sample", size), partial(shapes.lower_sample, size))
-        builders[ProgramKey("load_row")] = partial(shapes.lower_load, load_row)
-        builders[ProgramKey("load_tokens")] = partial(shapes.lower_load, load_tokens)
+        builders[ProgramKey("load_row")] = partial(shapes.lower_load, load_row, self.sampling_layout.packed_size)
+        builders[ProgramKey("load_tokens")] = partial(shapes.lower_load, load_tokens, TOKENS_UPLOAD_SIZE)
         for size in self.sample_buckets:
             builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample_full, size)
         for size in self.token_buckets:
@@ -167,8 +183,8 @@ class Worker:
     def _load(self, folder: Path | None) -> Any:
         if self.config.load.load_format == "dummy":
             return init_dummy_params(self.specs, self.decoder, self.mesh, self.dtype, seed=self.config.model.seed)
-        progress = partial(self.progress, "weights")
-        return load_params(self.specs, self.decoder, folder, self.mesh, self.dtype, progress=progress)
+        progress, load_format = partial(self.progress, "weights"), self.config.load.load_format
+        return load_params(self.specs, self.decoder, folder, self.mesh, self.dtype, progress, load_format)
 
     def _make_runner(self, params: Any) -> ModelRunner:
         scheduler = self.config.scheduler
@@ -178,7 +194,8 @@ class Worker:
             head=self.model.head(params),
             state=self.new_state(),
             rows=RequestRows(scheduler.max_num_seqs, len(self.kv_cache_config.groups)),
-            sampling_rows=self._make_sampling_rows(),
+            sampling=self.sampling_layout,
+            custom=self.custom,
             layouts=self.layouts,
             sample_buckets=self.sample_buckets,
             sharding=self.functions.replicated,

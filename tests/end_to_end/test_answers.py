@@ -1,0 +1,92 @@
+"""The embedded model gives the right answers however its requests are cut, cached, preempted or batched."""
+
+import re
+
+import pytest
+
+from jaxpaged import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
+CAPITALS = {
+    "France": "Paris", "Japan": "Tokyo", "Italy": "Rome", "Egypt": "Cairo", "Canada": "Ottawa", "Spain": "Madrid",
+    "Germany": "Berlin", "Norway": "Oslo", "Greece": "Athens", "Peru": "Lima", "Kenya": "Nairobi", "Cuba": "Havana",
+    "Portugal": "Lisbon", "Austria": "Vienna", "Poland": "Warsaw", "Thailand": "Bangkok",
+}  # fmt: skip
+
+
+def ask(llm, questions, params=GREEDY):
+    conversations = [[{"role": "user", "content": question}] for question in questions]
+    outputs = llm.chat(conversations, params, use_tqdm=False)
+    return [output.outputs[0].text.strip() for output in outputs]
+
+
+def capital_questions(count):
+    countries = list(CAPITALS)
+    asked = [countries[i % len(countries)] for i in range(count)]
+    return [f"What is the capital of {country}?" for country in asked], [CAPITALS[country] for country in asked]
+
+
+def long_prompt(code_word, num_sentences):
+    """A long text with one code word near its beginning."""
+    filler = ["The river is quiet today.", "A small bird sat on the fence.", "The old clock on the wall was slow."]
+    text = [filler[i % 3] for i in range(num_sentences)]
+    text.insert(5, f"The code word is {code_word}.")
+    return " ".join(text) + " What is the code word?"
+
+
+def test_it_answers_every_kind_of_question(llm):
+    questions, words = capital_questions(4)
+    answers = ask(llm, [*questions, "What is 27 + 45?", "Spell the word banana.", "Count from 3 to 9."])
+    for word, answer in zip(words, answers[:4], strict=True):
+        assert word in answer
+    assert re.search(r"\b72\b", answers[4])
+    assert "b-a-n-a-n-a" in answers[5]
+    assert re.findall(r"\d+", answers[6]) == [str(i) for i in range(3, 10)]
+
+
+def test_a_batch_of_64_gives_the_right_answers(llm):
+    questions, words = capital_questions(64)
+    answers = ask(llm, questions)
+    wrong = [(word, answer) for word, answer in zip(words, answers, strict=True) if word not in answer]
+    assert not wrong
+
+
+def test_an_answer_is_the_same_alone_and_in_a_batch(llm):
+    questions, _ = capital_questions(8)
+    together = ask(llm, questions)
+    assert [ask(llm, [question])[0] for question in questions] == together
+
+
+def test_a_code_word_is_found_far_back_in_a_prompt_that_takes_many_chunks(llm):
+    prompt = long_prompt("velo-41", 200)
+    output = llm.chat([{"role": "user", "content": prompt}], GREEDY, use_tqdm=False)[0]
+    assert len(output.prompt_token_ids) > 8 * 128
+    assert "velo-41" in output.outputs[0].text
+
+
+def test_a_prefix_hit_changes_nothing_but_the_work(llm):
+    prompt = [{"role": "user", "content": long_prompt("tamu-73", 60)}]
+    llm.reset_prefix_cache()
+    first, second = (llm.chat(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens > len(second.prompt_token_ids) - 32
+    assert first.outputs[0].text == second.outputs[0].text
+    assert "tamu-73" in second.outputs[0].text
+
+
+@pytest.mark.slow
+def test_preemption_and_recomputation_give_the_right_answers():
+    questions, words = capital_questions(24)
+    small = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 96, "block_size": 4}
+    with LLM("demo", num_gpu_blocks_override=150, enable_prefix_caching=False, **small) as llm:
+        answers = ask(llm, questions, SamplingParams(temperature=0.0, max_tokens=24))
+        assert llm.llm_engine.get_metrics()["num_preemptions"] > 0
+    assert [word in answer for word, answer in zip(words, answers, strict=True)] == [True] * len(words)
+
+
+def test_a_seed_draws_the_same_text_alone_and_in_company(llm):
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=16)
+    alone = llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0]
+    others = [f"The capital of {country} is" for country in CAPITALS]
+    crowd = llm.generate(["Once upon a time", *others], params, use_tqdm=False)[0].outputs[0]
+    assert alone.token_ids == crowd.token_ids

@@ -1,0 +1,66 @@
+"""Zero recompiles by construction, on random traffic with every kind of request."""
+
+import random
+
+import pytest
+
+from jaxpaged import LLM, SamplingParams
+from jaxpaged.errors import RequestError
+
+STEPS = 2000
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    """Any mix of sampling parameters, those of the full sampling program included."""
+    options = {"max_tokens": rng.randint(1, 24), "temperature": rng.choice([0.0, 0.7, 1.3])}
+    choices = {
+        "top_p": 0.8, "top_k": 5, "min_p": 0.1, "seed": 7, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2, "logprobs": 3, "prompt_logprobs": 2, "logit_bias": {5: 4.0}, "min_tokens": 1,
+        "allowed_token_ids": [5, 6, 7, 8], "bad_words": ["cat"], "stop": ["e"], "ignore_eos": True, "n": 2,
+    }  # fmt: skip
+    for name in rng.sample(sorted(choices), rng.choice([0, 0, 1, 2, 4])):
+        options[name] = choices[name]
+    if options.get("n") == 2 and options["temperature"] == 0.0:
+        del options["n"]
+    return SamplingParams(**options)
+
+
+def random_prompt(rng: random.Random, shared: list[int]) -> list[int]:
+    """Token ids of any length, often with a beginning that others share."""
+    start = shared[: rng.choice([0, 0, 20, 60])]
+    return [*start, *(rng.randrange(300) for _ in range(rng.randint(1, 50)))]
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_warm_up_in_2000_random_steps():
+    rng = random.Random(0)
+    shared = [rng.randrange(300) for _ in range(60)]
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 160, "num_gpu_blocks_override": 80}
+    with LLM("demo", block_size=8, **options) as llm:
+        engine = llm.llm_engine
+        llm.wait_for_programs()
+        before = engine.get_metrics()["recompiles"]
+        live, finished, ids = [], 0, 0
+        for _ in range(STEPS):
+            while rng.random() < 0.3 and len(live) < 20:
+                ids += 1
+                engine.add_request(str(ids), {"prompt_token_ids": random_prompt(rng, shared)}, random_params(rng))
+                live.append(str(ids))
+            if live and rng.random() < 0.03:
+                engine.abort_request([live.pop(rng.randrange(len(live)))])
+            for output in engine.step():
+                if output.finished and output.request_id in live:
+                    live.remove(output.request_id)
+                    finished += 1
+        metrics = engine.get_metrics()
+        assert metrics["recompiles"] == before == 0
+        assert metrics["steps"] > STEPS // 2
+        assert finished > 100
+
+
+def test_a_request_that_is_refused_compiles_nothing_and_harms_nobody(llm):
+    engine = llm.llm_engine
+    with pytest.raises(RequestError, match="max_model_len"):
+        engine.add_request("too long", {"prompt_token_ids": [5] * 5000}, SamplingParams())
+    assert not engine.has_unfinished_requests()
+    assert llm.generate("Hello", SamplingParams(max_tokens=2, temperature=0.0))[0].finished
