@@ -1,0 +1,37 @@
+"""Every `jaxpaged` command that a document, a help text or a recipe shows is one that the command line takes."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from jaxpaged.entrypoints.cli import chat, command_line, generate
+
+ROOT = Path(__file__).parents[3]
+COMMAND = re.compile(r"^(?:.*\| |#\s+)?\s*(jaxpaged (?:generate|chat|convert)\b[^|\n]*)", re.MULTILINE)
+
+
+def shown_commands():
+    recipes = [path.read_text(encoding="utf-8") for path in (ROOT / "configs").glob("*.yaml")]
+    blocks = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    lines = COMMAND.findall("\n".join([*recipes, *blocks, generate.EPILOG]))
+    return [part.strip() for line in lines for part in re.split(r"&&|>", line)]
+
+
+def test_the_documents_show_commands():
+    assert len(shown_commands()) > 10
+
+
+@pytest.mark.parametrize("command", shown_commands())
+def test_a_shown_command_is_understood(command):
+    words = shlex.split(command)
+    if words[0] == "jaxpaged":
+        assert command_line().parse_args(words[1:]).command in ("generate", "chat", "convert")
+
+
+def test_the_help_of_chat_names_its_commands(capsys):
+    with pytest.raises(SystemExit):
+        command_line().parse_args(["chat", "--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in chat.COMMANDS)
