@@ -1,0 +1,246 @@
+"""A runner without a model: it keeps what every KV slot holds, and checks what every query reads.
+
+A slot holds (KV group, hash of all tokens up to and including its own): what keys and values depend on. The next
+token is a hash of all tokens before it, so a token in the wrong place changes everything after it.
+"""
+
+import zlib
+from collections import deque
+from dataclasses import dataclass
+
+from jaxpaged.config import SchedulerConfig
+from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from jaxpaged.sampling_params import SamplingParams
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 30
+EOS = 1
+STOP = 2
+
+
+def extend_hash(state: int, token_id: int) -> int:
+    return zlib.crc32(token_id.to_bytes(4, "big"), state)
+
+
+def prefix_hashes(token_ids: list[int]) -> list[int]:
+    """For every token the hash of everything up to it."""
+    hashes, state = [], 0
+    for token_id in token_ids:
+        state = extend_hash(state, token_id)
+        hashes.append(state)
+    return hashes
+
+
+def next_token(token_ids: list[int]) -> int:
+    """What the model of this file says after `token_ids`."""
+    return prefix_hashes(token_ids)[-1] % VOCAB_SIZE
+
+
+def expected_output(request: EngineCoreRequest, max_model_len: int) -> tuple[list[int], str, int | None]:
+    """(output tokens, finish reason, stop reason), one token after another."""
+    params, tokens = request.sampling_params, list(request.prompt_token_ids)
+    output: list[int] = []
+    while True:
+        token = next_token(tokens)
+        tokens.append(token)
+        output.append(token)
+        if token == request.eos_token_id and not params.ignore_eos:
+            return output, "stop", None
+        if token in (params.stop_token_ids or ()):
+            return output, "stop", token
+        if len(output) >= params.max_tokens or len(tokens) >= max_model_len:
+            return output, "length", None
+
+
+@dataclass
+class Row:
+    """What the runner knows of a request: its tokens, the sampled ones included, and its tables."""
+
+    token_ids: list[int]
+    tables: tuple[list[int], ...]
+
+
+class SimulatedRunner:
+    """Executes steps in the order in which they come, as a device does."""
+
+    def __init__(self, windows: tuple[int | None, ...], max_num_seqs: int, max_num_batched_tokens: int):
+        self.windows = windows
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.rows: dict[str, Row] = {}
+        self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (block, slot) -> (group, hash)
+
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        assert sum(scheduled.num_scheduled_tokens) == scheduled.total_num_scheduled_tokens
+        assert scheduled.total_num_scheduled_tokens <= self.max_num_batched_tokens
+        if not scheduled.total_num_scheduled_tokens:
+            assert not scheduled.removed_request_ids, "what the runner must know came with a step that may be skipped"
+            return ModelRunnerOutput(scheduled.step_id, [], [])
+        self._update_rows(scheduled)
+        for read_before_write in (True, False):  # kernels promise no order between the requests of a step
+            for request_id, computed in zip(scheduled.request_ids, scheduled.num_computed_tokens):
+                self._check_reads(request_id, computed)
+            if read_before_write:
+                self._write(scheduled)
+        return self._sample(scheduled)
+
+    def _update_rows(self, scheduled: SchedulerOutput) -> None:
+        for request_id in scheduled.removed_request_ids:
+            del self.rows[request_id]
+        for new in scheduled.new_requests:
+            assert new.request_id not in self.rows
+            self.rows[new.request_id] = Row(list(new.token_ids), tuple(map(list, new.block_ids)))
+        assert len(self.rows) <= self.max_num_seqs
+        for request_id, new_block_ids in zip(scheduled.request_ids, scheduled.new_block_ids):
+            for table, block_ids in zip(self.rows[request_id].tables, new_block_ids or ()):
+                table.extend(block_ids)
+
+    def _check_reads(self, request_id: str, computed: int) -> None:
+        """All that the first query of a request sees before itself must be there."""
+        row = self.rows[request_id]
+        hashes = prefix_hashes(row.token_ids)
+        for group, (window, table) in enumerate(zip(self.windows, row.tables)):
+            for position in range(0 if window is None else max(computed - window + 1, 0), computed):
+                place = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+                assert self.memory.get(place) == (group, hashes[position]), (request_id, group, position, place)
+
+    def _write(self, scheduled: SchedulerOutput) -> None:
+        written: set[tuple[int, int]] = set()
+        for request_id, computed, n in zip(
+            scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens
+        ):
+            row = self.rows[request_id]
+            assert computed + n <= len(row.token_ids), f"{request_id}: tokens scheduled that nobody has sampled"
+            hashes = prefix_hashes(row.token_ids)
+            for group, table in enumerate(row.tables):
+                for position in range(computed, computed + n):
+                    place = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+                    assert place[0] != 0, "the null block is written"
+                    assert place not in written, f"{request_id}: {place} is written twice in a step"
+                    written.add(place)
+                    self.memory[place] = group, hashes[position]
+
+    def _sample(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        output = ModelRunnerOutput(scheduled.step_id, [], [])
+        for request_id, computed, n, samples in zip(
+            scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens, scheduled.samples
+        ):
+            row = self.rows[request_id]
+            assert samples == (computed + n == len(row.token_ids))
+            if samples:
+                row.token_ids.append(next_token(row.token_ids))
+                output.request_ids.append(request_id)
+                output.sampled_token_ids.append(row.token_ids[-1])
+        return output
+
+
+class Engine:
+    """Scheduler and simulated runner with up to `depth` steps in flight, and a record of what clients got."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 40,
+        windows: tuple[int | None, ...] = (None,),
+        max_num_batched_tokens: int = 16,
+        max_num_seqs: int = 4,
+        max_model_len: int = 48,
+        enable_prefix_caching: bool = True,
+        enable_kv_cache_events: bool = False,
+        depth: int = 1,
+        **scheduler_options,
+    ):
+        groups = tuple(KVCacheGroup(AttentionSpec(BLOCK_SIZE, 1, 8, 4, w), (g,)) for g, w in enumerate(windows))
+        config = SchedulerConfig(
+            max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, **scheduler_options
+        )
+        self.scheduler = Scheduler(
+            config,
+            KVCacheConfig(num_blocks, groups),
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_kv_cache_events=enable_kv_cache_events,
+        )
+        self.runner = SimulatedRunner(windows, max_num_seqs, max_num_batched_tokens)
+        self.depth = depth
+        self.max_model_len = max_model_len
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.requests: dict[str, EngineCoreRequest] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, EngineCoreOutput] = {}
+
+    def add(self, request_id: str, prompt: list[int], arrival_time: float = 0.0, **options) -> None:
+        """Queue a request; options of SamplingParams and of EngineCoreRequest alike."""
+        request_fields = EngineCoreRequest.__struct_fields__
+        fields = {name: options.pop(name) for name in list(options) if name in request_fields}
+        fields.setdefault("eos_token_id", EOS)
+        params = SamplingParams(**{"max_tokens": 8, "stop_token_ids": [STOP], **options})
+        request = EngineCoreRequest(request_id, prompt, params, arrival_time, **fields)
+        self.scheduler.add_request(request)
+        self.requests[request_id] = request
+        self.tokens[request_id] = []
+        self.ends.pop(request_id, None)
+
+    def dispatch(self) -> SchedulerOutput:
+        """Schedule a step and have it executed; its output stays in flight."""
+        scheduled = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        self.in_flight.append((scheduled, self.runner.execute(scheduled)))
+        return scheduled
+
+    def receive(self) -> list[EngineCoreOutput]:
+        """Hand the oldest output to the scheduler."""
+        return self.record(self.scheduler.update_from_output(*self.in_flight.popleft()))
+
+    def record(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        self.scheduler.check_integrity()
+        for output in outputs:
+            assert output.request_id not in self.ends, f"{output.request_id} had ended"
+            self.tokens[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output
+        return outputs
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Keep up to `depth` steps in flight, then wait for the oldest."""
+        while len(self.in_flight) < self.depth:
+            self.dispatch()
+        return self.receive()
+
+    def abort(self, *request_ids: str) -> None:
+        self.record(self.scheduler.abort_requests(request_ids))
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Step until all requests have ended and nothing is in flight, then check every answer."""
+        while self.scheduler.has_unfinished_requests():
+            self.step()
+            max_steps -= 1
+            assert max_steps, "requests do not finish"
+        while self.in_flight:
+            self.receive()
+        self.check_answers()
+        self.check_idle()
+
+    def check_answers(self) -> None:
+        """Whoever was not aborted has exactly the tokens of the model; the others have a beginning of them."""
+        for request_id, end in self.ends.items():
+            tokens, finish_reason, stop_reason = expected_output(self.requests[request_id], self.max_model_len)
+            got = self.tokens[request_id]
+            if end.finish_reason in ("abort", "error"):
+                assert got == tokens[: len(got)], request_id
+            else:
+                assert (got, end.finish_reason, end.stop_reason) == (tokens, finish_reason, stop_reason), request_id
+
+    def check_idle(self) -> None:
+        """Nothing is held by anybody."""
+        pool = self.scheduler.kv_cache_manager.pool
+        assert pool.num_free_blocks == pool.num_usable_blocks
+        assert self.scheduler.get_num_unfinished_requests() == 0
+        self.scheduler.check_integrity()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Tokens of which neither is a stop token."""
+    return [3 + (seed * 31 + i * 7) % (VOCAB_SIZE - 3) for i in range(length)]
