@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from jaxpaged.config import EngineConfig
     from jaxpaged.entrypoints.llm import LLM
     from jaxpaged.messages import RequestOutput
-    from jaxpaged.sampling_params import SamplingParams
+    from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "BeamSearchParams", "EngineConfig", "RequestOutput", "SamplingParams"]
 
 _MODULES = {
     "LLM": "jaxpaged.entrypoints.llm",
+    "BeamSearchParams": "jaxpaged.sampling_params",
     "EngineConfig": "jaxpaged.config",
     "RequestOutput": "jaxpaged.messages",
     "SamplingParams": "jaxpaged.sampling_params",

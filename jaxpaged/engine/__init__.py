@@ -1,0 +1,1 @@
+"""The engine: text in, text out, one step at a time."""

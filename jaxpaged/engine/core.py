@@ -1,0 +1,131 @@
+"""The engine core: schedule, execute, update. Token ids in, token ids out.
+
+With asynchronous scheduling a step is scheduled and dispatched before the one ahead of it is awaited, so the device
+never waits for the host. This module knows neither text nor devices.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.errors import EngineDeadError, UsageError
+from jaxpaged.executor.base import Executor, PendingOutput
+from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
+
+
+@dataclass
+class Step:
+    """A step that was dispatched and not yet awaited."""
+
+    scheduled: SchedulerOutput
+    pending: PendingOutput
+
+
+class EngineCore:
+    """One scheduler and one executor. `config` is resolved.
+
+    A step that fails ends the requests that were running; the engine goes on. When the scheduler's own invariants
+    break, or the device does not recover, this and every further call raises EngineDeadError.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor):
+        self._executor = executor
+        self._scheduler = Scheduler(
+            config.scheduler,
+            executor.kv_cache_config,
+            max_model_len=config.model.max_model_len,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            enable_kv_cache_events=config.cache.enable_kv_cache_events,
+        )
+        self._depth = 2 if config.scheduler.async_scheduling else 1
+        self._in_flight: deque[Step] = deque()
+        self._undelivered: list[EngineCoreOutput] = []  # of steps that were awaited outside `step`
+        self._death: BaseException | None = None
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request. Raises RequestError when it can never fit the KV cache."""
+        self._ask(self._scheduler.add_request, request)
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """Stop requests at once; those that are unknown or ended already pass."""
+        self._ask(self._scheduler.abort_requests, request_ids)
+
+    def step(self) -> EngineCoreOutputs:
+        """Keep the device busy, then wait for the oldest step and return what it produced."""
+        outputs, self._undelivered = self._undelivered, []
+        outputs += self._dispatch()
+        awaited = self._in_flight[0].scheduled if self._in_flight else None
+        if awaited is not None:
+            outputs += self._await_oldest()
+        return EngineCoreOutputs(outputs, self._ask(self._scheduler.make_stats, awaited))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt beginnings; False while requests hold blocks.
+
+        Steps in flight hold blocks of requests that ended meanwhile, so they are awaited first.
+        """
+        while self._in_flight:
+            self._undelivered += self._await_oldest()
+        return self._ask(self._scheduler.reset_prefix_cache)
+
+    def take_kv_events(self) -> list[Any]:
+        """Blocks stored and removed since the last call; empty unless `enable_kv_cache_events`."""
+        return self._ask(self._scheduler.take_events)
+
+    def executor_stats(self) -> dict[str, Any]:
+        return self._executor.stats()
+
+    def shutdown(self) -> None:
+        self._in_flight.clear()
+        self._executor.shutdown()
+
+    def _dispatch(self) -> list[EngineCoreOutput]:
+        """Schedule and dispatch until as many steps are in flight as may be. Returns what failed on the way."""
+        while len(self._in_flight) < self._depth:
+            scheduled = self._ask(self._scheduler.schedule)
+            if not scheduled.total_num_scheduled_tokens:
+                break
+            try:
+                pending = self._executor.execute(scheduled)
+            except Exception as error:
+                return self._fail(scheduled, error)
+            self._in_flight.append(Step(scheduled, pending))
+        return []
+
+    def _await_oldest(self) -> list[EngineCoreOutput]:
+        step = self._in_flight.popleft()
+        try:
+            result = step.pending.result()
+        except Exception as error:
+            return self._fail(step.scheduled, error)
+        return self._ask(self._scheduler.update_from_output, step.scheduled, result)
+
+    def _fail(self, scheduled: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
+        """End the requests of a failed step, of those dispatched after it, and all that hold blocks.
+
+        What a failed step leaves on the device cannot be trusted, so the device starts afresh; requests that
+        still wait go on.
+        """
+        self._in_flight.clear()
+        outputs = self._ask(self._scheduler.fail_requests, scheduled, f"the step failed: {error}")
+        left = [request.request_id for request in self._scheduler.running]
+        reason = f"its cached keys and values were lost when a step of other requests failed: {error}"
+        outputs += self._ask(self._scheduler.fail_requests, left, reason)
+        self._ask(self._scheduler.reset_prefix_cache)
+        self._ask(self._executor.recover)
+        return outputs
+
+    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        """Call what must not fail. An error that is not the caller's fault means that the books are wrong."""
+        if self._death is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._death!r}. Start a new one.") from self._death
+        try:
+            return question(*arguments)
+        except UsageError:
+            raise
+        except Exception as error:
+            self._death = error
+            raise EngineDeadError(f"the engine broke down and stops: {error!r}. Start a new one.") from error

@@ -1,0 +1,64 @@
+"""How a front end talks to an engine core: one protocol, whether the core lives in this process or in another.
+
+This module knows neither text nor devices.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jaxpaged.engine.core import EngineCore
+from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest
+
+
+class EngineCoreClient(Protocol):
+    """What a front end may ask of an engine core."""
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request. Raises RequestError when it can never fit."""
+        ...
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """Stop requests; those that ended already pass."""
+        ...
+
+    def get_output(self) -> EngineCoreOutputs:
+        """What the next step gives. Raises EngineDeadError when the core has stopped."""
+        ...
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt beginnings; False while requests hold blocks."""
+        ...
+
+    def executor_stats(self) -> dict[str, Any]:
+        """Counters of the executor: steps, programs, recompiles."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release the devices."""
+        ...
+
+
+class InprocClient:
+    """An engine core in this process: asking for output runs one step."""
+
+    def __init__(self, core: EngineCore):
+        self._core = core
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._core.add_request(request)
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        if request_ids:
+            self._core.abort_requests(request_ids)
+
+    def get_output(self) -> EngineCoreOutputs:
+        return self._core.step()
+
+    def reset_prefix_cache(self) -> bool:
+        return self._core.reset_prefix_cache()
+
+    def executor_stats(self) -> dict[str, Any]:
+        return self._core.executor_stats()
+
+    def shutdown(self) -> None:
+        self._core.shutdown()

@@ -1,0 +1,157 @@
+"""Token ids to text, one token at a time, and stop strings.
+
+The text does not depend on how tokens are cut into steps: every token is decoded, and looked at for stop strings,
+by itself. A character that several tokens make up appears with its last token, never in parts.
+This module knows nothing of requests or of the engine.
+"""
+
+from collections.abc import Sequence
+
+from tokenizers.decoders import DecodeStream
+
+from jaxpaged.engine.tokenizer import INCOMPLETE, Tokenizer
+from jaxpaged.sampling_params import SamplingParams
+
+CONTEXT_TOKENS = 8
+"""Prompt tokens that prime the decoder: enough to know whether a space belongs before the next token."""
+
+
+class TextStream:
+    """Decodes one sequence that continues a prompt."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool,
+    ):
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        self._join_special = not (skip_special_tokens or spaces_between_special_tokens)
+        self._after_special = False
+        whole, begun = split_incomplete(tokenizer, prompt_token_ids[-CONTEXT_TOKENS:])
+        self._stream = DecodeStream(ids=whole, skip_special_tokens=skip_special_tokens)
+        self._held: list[int] = []  # tokens since the last that gave text
+        for token_id in begun:  # a character that the prompt only began belongs to whoever completes it
+            self._decode(token_id)
+        self._prompt_incomplete = bool(begun)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes."""
+        text = self._decode(token_id)
+        if self._prompt_incomplete and text:
+            text = text.lstrip(INCOMPLETE)  # bytes at the end of the prompt that nothing completed
+            self._prompt_incomplete = False
+        if self._join_special:
+            special = self._tokenizer.added_tokens.get(token_id)
+            if special is not None and self._after_special:
+                text = special
+            self._after_special = special is not None
+        return text
+
+    def _decode(self, token_id: int) -> str:
+        text = self._step(token_id)
+        if text is None:
+            self._held.append(token_id)
+            return ""
+        self._held.clear()
+        return text
+
+    def _step(self, token_id: int) -> str | None:
+        try:
+            return self._stream.step(self._tokenizer.backend, token_id)
+        except Exception as error:  # the library has no class of its own for this
+            if "Invalid prefix" not in str(error):
+                raise
+        # Some decoders change text that they already gave, when bytes turn out to be no character.
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+        return self._stream.step(self._tokenizer.backend, token_id)
+
+    def flush(self) -> str:
+        """Whole characters that wait with the beginning of another one, when no more tokens come."""
+        text = self._tokenizer.decode(self._held, self._skip_special).rstrip(INCOMPLETE)
+        self._held.clear()
+        return text
+
+
+class Detokenizer:
+    """The text of one sequence, as far as it may be shown, and the stop string that ended it.
+
+    While the sequence runs, as many characters are withheld as could still turn out to begin a stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams):
+        self._stream = TextStream(
+            tokenizer, prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
+        )
+        self._stops: list[str] = params.stop or []
+        self._keep_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._withheld = 0 if self._keep_stop or not self._stops else max(map(len, self._stops)) - 1
+        self._text = ""
+        self._num_tokens = 0
+        self._num_shown = 0
+        self._done = False
+
+    def push(self, token_ids: Sequence[int], ended_by_token: bool) -> tuple[int, str | None]:
+        """Add new tokens; `ended_by_token`: the last one is an end-of-sequence or stop token.
+
+        Returns how many of the tokens belong to the output, and the stop string found, if any: tokens past the
+        one that completes a stop string do not belong to it.
+        """
+        for count, token_id in enumerate(token_ids, start=1):
+            self._num_tokens += 1
+            if ended_by_token and count == len(token_ids) and not self._keep_stop:
+                break  # the token stays in the ids, but its text is not shown
+            piece = self._stream.push(token_id)
+            self._text += piece
+            if piece and self._stops and self._num_tokens > self._min_tokens:
+                if (stop := self._cut_at_stop(len(piece))) is not None:
+                    return count, stop
+        return len(token_ids), None
+
+    def _cut_at_stop(self, num_new: int) -> str | None:
+        """End the text at the stop string that the last `num_new` characters complete first."""
+        best: tuple[int, int] | None = None  # (end, place in the list)
+        for place, stop in enumerate(self._stops):
+            start = self._text.find(stop, max(0, len(self._text) - num_new - len(stop) + 1))
+            if start >= 0 and (best is None or start + len(stop) < best[0]):
+                best = (start + len(stop), place)
+        if best is None:
+            return None
+        end, place = best
+        stop = self._stops[place]
+        self._text = self._text[: end if self._keep_stop else end - len(stop)]
+        self._done = True
+        return stop
+
+    def finish(self) -> None:
+        """No more tokens come: nothing is withheld any longer."""
+        if not self._done:
+            self._text += self._stream.flush()
+            self._done = True
+
+    @property
+    def text(self) -> str:
+        """All text that may be shown."""
+        return self._text[: self._shown_until()]
+
+    def take_new_text(self) -> str:
+        """Text that may be shown and was not taken yet."""
+        until = self._shown_until()
+        new = self._text[self._num_shown : until]
+        self._num_shown = max(self._num_shown, until)
+        return new
+
+    def _shown_until(self) -> int:
+        return len(self._text) if self._done else max(0, len(self._text) - self._withheld)
+
+
+def split_incomplete(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Split ids into those that end with a whole character and those that begin another one."""
+    ids = list(token_ids)
+    end = len(ids)
+    while end and tokenizer.decode(ids[:end], skip_special_tokens=False).endswith(INCOMPLETE):
+        end -= 1
+    return ids[:end], ids[end:]

@@ -1,0 +1,249 @@
+"""Prompts and chats to checked, complete `EngineCoreRequest`s.
+
+All that can be wrong with a request by itself is found here, and raised as RequestError. This module does not know
+whether the request fits the KV cache, nor when it will run.
+"""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpaged.engine.chat_template import ChatTemplates, Message
+from jaxpaged.engine.generation_config import GenerationDefaults
+from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.errors import RequestError, did_you_mean
+from jaxpaged.messages import EngineCoreRequest
+from jaxpaged.sampling_params import MAX_MASKED_STOP_IDS, SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps "cache_salt" and "priority"."""
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority")
+MAX_CACHE_SALT_LENGTH = 128
+
+
+@dataclass(frozen=True)
+class ParsedPrompt:
+    """A prompt in one form: ids, the text they came from if any, and what a dict may carry besides."""
+
+    token_ids: list[int]
+    text: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+
+class InputProcessor:
+    """Tokenises and completes requests for one model.
+
+    `vocab_size` is the model's. `allow_priority`: the scheduler orders requests by priority.
+    Requests without a seed get one drawn from a generator seeded with `seed`, so that runs can be repeated.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        max_logprobs: int = 20,
+        seed: int = 0,
+        allow_priority: bool = False,
+        defaults: GenerationDefaults | None = None,
+        chat_templates: ChatTemplates | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.max_logprobs = max_logprobs
+        self.allow_priority = allow_priority
+        self.defaults = defaults or GenerationDefaults({})
+        self.chat_templates = chat_templates or ChatTemplates({})
+        self._seeds = random.Random(seed)
+        ends = [*self.defaults.eos_token_ids, tokenizer.eos_token_id]
+        self.eos_token_ids = list(dict.fromkeys(i for i in ends if i is not None and i < vocab_size))
+        self.eos_token_id = tokenizer.eos_token_id
+        if self.eos_token_id is None and self.eos_token_ids:
+            self.eos_token_id = self.eos_token_ids[0]
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> tuple[EngineCoreRequest, str | None]:
+        """The complete request, and the prompt's text if it was given as text.
+
+        `params` None means the model's own defaults. `truncate_prompt_tokens` keeps that many of the prompt's last
+        tokens; -1 keeps as many as leave room for one new token. Raises RequestError.
+        """
+        parsed = self.parse(prompt, add_special_tokens)
+        if parsed.priority is not None:
+            priority = parsed.priority
+        check_priority(priority, self.allow_priority)
+        token_ids = self._truncated(parsed.token_ids, truncate_prompt_tokens)
+        self._check_length(token_ids)
+        complete = self._completed(params if params is not None else self.defaults.sampling_params(), len(token_ids))
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=complete,
+            arrival_time=time.time() if arrival_time is None else arrival_time,
+            eos_token_id=None if complete.ignore_eos else self.eos_token_id,
+            priority=priority,
+            cache_salt=parsed.cache_salt,
+        )
+        return request, parsed.text
+
+    # ---- prompts
+
+    def parse(self, prompt: Prompt, add_special_tokens: bool = True) -> ParsedPrompt:
+        """Bring a prompt into one form. Raises RequestError when it is empty or no prompt at all."""
+        if isinstance(prompt, Mapping):
+            return self._parse_dict(prompt, add_special_tokens)
+        if isinstance(prompt, str):
+            return ParsedPrompt(self._encode(prompt, add_special_tokens), prompt)
+        return ParsedPrompt(self._checked_ids(prompt))
+
+    def _parse_dict(self, prompt: Mapping[str, Any], add_special_tokens: bool) -> ParsedPrompt:
+        for key in prompt:
+            if key not in PROMPT_KEYS:
+                raise RequestError(f"a prompt has the unknown key {key!r}.{did_you_mean(str(key), PROMPT_KEYS)}", "prompt")
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"the key 'prompt' holds {text!r}; it must be a text.", "prompt")
+        if text is None and ids is None:
+            raise RequestError("a prompt dict needs 'prompt' or 'prompt_token_ids'; it has neither.", "prompt")
+        return ParsedPrompt(
+            self._encode(text, add_special_tokens) if ids is None else self._checked_ids(ids),
+            text,
+            checked_cache_salt(prompt.get("cache_salt")),
+            prompt.get("priority"),
+        )
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if not text:
+            raise RequestError("the prompt is empty. Give it at least one character.", "prompt")
+        ids = self.tokenizer.encode(text, add_special_tokens)
+        if not ids:
+            raise RequestError(f"the prompt {text!r} has no tokens. Give it at least one.", "prompt")
+        return ids
+
+    def _checked_ids(self, ids: Any) -> list[int]:
+        """Ids as a list of plain ints within the model's vocabulary."""
+        if hasattr(ids, "tolist"):  # numpy and other arrays
+            ids = ids.tolist()
+        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+            raise RequestError(f"a prompt is {ids!r}; it must be text, token ids, or a dict with one of them.", "prompt")
+        if not ids:
+            raise RequestError("the prompt has no token ids. Give it at least one.", "prompt")
+        for position, token_id in enumerate(ids):
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"the prompt has token id {token_id!r} at position {position}, but the vocabulary has "
+                    f"{self.vocab_size} ids. Use whole numbers from 0 to {self.vocab_size - 1}.",
+                    "prompt",
+                )
+        return list(ids)
+
+    def _truncated(self, token_ids: list[int], keep: int | None) -> list[int]:
+        if keep is None:
+            return token_ids
+        if isinstance(keep, bool) or not isinstance(keep, int) or (keep < 1 and keep != -1):
+            raise RequestError(
+                f"truncate_prompt_tokens is {keep!r}; it must be at least 1, or -1 for what the model takes.",
+                "truncate_prompt_tokens",
+            )
+        return token_ids[-(self.max_model_len - 1 if keep == -1 else keep) :]
+
+    def _check_length(self, token_ids: list[int]) -> None:
+        if len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, but prompt and output together may have at most "
+                f"max_model_len = {self.max_model_len}, so the prompt at most {self.max_model_len - 1}. "
+                "Shorten it, or raise max_model_len.",
+                "prompt",
+            )
+
+    # ---- chats
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """A conversation as a prompt dict. Templates write special tokens themselves, so none are added.
+
+        Raises RequestError when the messages or the template are at fault.
+        """
+        template = self.chat_templates.choose(chat_template, with_tools=bool(tools))
+        text = template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **{**self.tokenizer.named_tokens, **(template_variables or {})},
+        )
+        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
+
+    # ---- sampling parameters
+
+    def _completed(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
+        """A copy in which nothing is left open: length, seed, end ids, bad words in tokens."""
+        complete = params.clone()
+        room = self.max_model_len - prompt_length
+        complete.max_tokens = room if complete.max_tokens is None else min(complete.max_tokens, room)
+        complete.min_tokens = min(complete.min_tokens, complete.max_tokens)
+        if complete.seed is None:
+            complete.seed = self._seeds.getrandbits(64)
+        if not complete.ignore_eos:
+            complete.stop_token_ids = list(dict.fromkeys([*complete.stop_token_ids, *self.eos_token_ids]))
+        if complete.bad_words:
+            complete.bad_words_token_ids = self._bad_words_in_tokens(complete.bad_words)
+        complete.verify(self.vocab_size, self.max_logprobs)
+        if complete.min_tokens and len(complete.stop_token_ids) > MAX_MASKED_STOP_IDS:
+            raise RequestError(
+                f"with min_tokens at most {MAX_MASKED_STOP_IDS} stop ids are possible, the model's own included; "
+                f"there are {len(complete.stop_token_ids)}. Use fewer stop_token_ids.",
+                "stop_token_ids",
+            )
+        return complete
+
+    def _bad_words_in_tokens(self, words: Sequence[str]) -> list[list[int]]:
+        """Every word as it is written inside a text and at its beginning: with and without a space before it."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip() or word
+            for written in (bare, f" {bare}"):
+                sequences[tuple(self.tokenizer.encode(written, add_special_tokens=False))] = None
+        return [list(ids) for ids in sequences]
+
+
+def check_priority(priority: Any, allowed: bool) -> None:
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise RequestError(f"priority is {priority!r}; it must be a whole number, the least goes first.", "priority")
+    if priority and not allowed:
+        raise RequestError(
+            f"priority is {priority}, but the engine serves in order of arrival. "
+            "Leave it out, or start the engine with scheduling_policy='priority'.",
+            "priority",
+        )
+
+
+def checked_cache_salt(salt: Any) -> str | None:
+    if salt is None or (isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_LENGTH):
+        return salt
+    raise RequestError(
+        f"cache_salt is {salt!r}; it must be a text of 1 to {MAX_CACHE_SALT_LENGTH} characters.", "cache_salt"
+    )

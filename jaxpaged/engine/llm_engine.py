@@ -1,0 +1,109 @@
+"""`LLMEngine`: the synchronous engine. Prompts in, `step()` by `step()`, results out.
+
+It puts input processor, engine core and output processor in a row and knows nothing of what they do inside.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Self
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.core_client import EngineCoreClient
+from jaxpaged.engine.input_processor import InputProcessor, Prompt
+from jaxpaged.engine.metrics import EngineMetrics, Metric
+from jaxpaged.engine.output_processor import OutputProcessor
+from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.messages import RequestOutput
+from jaxpaged.sampling_params import SamplingParams
+
+
+class LLMEngine:
+    """Serves many requests at a time, in one thread. `config` is resolved.
+
+    Use it as a context manager, or call `shutdown`, to release the devices.
+    """
+
+    def __init__(self, config: EngineConfig, input_processor: InputProcessor, core: EngineCoreClient):
+        self.config = config
+        self.input_processor = input_processor
+        self.metrics = EngineMetrics(config.model.max_model_len)
+        self._core = core
+        self._output_processor = OutputProcessor(input_processor.tokenizer, self.metrics)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "LLMEngine":
+        """Load the model that `config` names. Raises ConfigError, CheckpointError or CapacityError."""
+        from jaxpaged.engine.build import build_engine  # it imports jax
+
+        return build_engine(config)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> None:
+        """Queue a prompt. Results come from `step`. `params` None: the model's own defaults.
+
+        Raises RequestError when the request is at fault; others are not touched.
+        """
+        request, text = self.input_processor.process(
+            request_id, prompt, params, arrival_time=arrival_time, priority=priority,
+            add_special_tokens=add_special_tokens, truncate_prompt_tokens=truncate_prompt_tokens,
+        )  # fmt: skip
+        children = self._output_processor.add_request(request, text)
+        try:
+            for child in children:
+                self._core.add_request(child)
+        except Exception:
+            self.abort_request(request_id)
+            raise
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return the results that changed. Raises EngineDeadError when the engine has stopped."""
+        core_outputs = self._core.get_output()
+        processed = self._output_processor.process(core_outputs.outputs)
+        self._core.abort_requests(processed.ids_to_abort)
+        self.metrics.record_step(core_outputs.stats)
+        return processed.request_outputs
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """Stop requests; returns what they had so far, with finish reason "abort". Unknown ids pass."""
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        engine_ids, results = self._output_processor.abort(ids)
+        self._core.abort_requests(engine_ids)
+        return results
+
+    def has_unfinished_requests(self) -> bool:
+        return len(self._output_processor) > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._output_processor)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt beginnings; False while requests are under way."""
+        return self._core.reset_prefix_cache()
+
+    def get_metrics(self) -> list[Metric]:
+        return self.metrics.read(self._core.executor_stats())
+
+    def executor_stats(self) -> dict[str, Any]:
+        """Counters of the executor: steps, padding, buckets, programs, recompiles."""
+        return self._core.executor_stats()
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.input_processor.tokenizer
+
+    def shutdown(self) -> None:
+        """Release the devices. Requests under way are lost."""
+        self._core.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()

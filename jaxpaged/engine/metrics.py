@@ -1,0 +1,165 @@
+"""Counters, gauges and histograms of one engine, under vLLM's names; fed from messages only.
+
+This module knows no exposition format and no HTTP: `EngineMetrics.read` returns plain records.
+"""
+
+import bisect
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpaged.messages import SchedulerStats
+
+TTFT_BUCKETS = (
+    .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+TOKEN_LATENCY_BUCKETS = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_LATENCY_BUCKETS = (
+    .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+N_BUCKETS = (1, 2, 5, 10, 20)
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What every metric has."""
+
+    name: str
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Counter(Metric):
+    """A number that only grows."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Gauge(Metric):
+    """A number at this moment."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Histogram(Metric):
+    """How many observations were at most each bound ("+Inf" last), their number and their sum."""
+
+    count: int
+    sum: float
+    buckets: Mapping[str, int]
+
+
+class Tally:
+    """Observations counted per bucket while the engine runs."""
+
+    def __init__(self, bounds: tuple[float, ...]):
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def read(self, name: str) -> Histogram:
+        at_most = list(itertools.accumulate(self._counts))
+        bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        return Histogram(name, {}, at_most[-1], self._sum, dict(zip(bounds, at_most, strict=True)))
+
+
+@dataclass
+class FinishedSequence:
+    """What is counted of a sequence when it ends. Times are seconds."""
+
+    finish_reason: str
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    max_tokens: int
+    latency: float
+    decode_time: float  # from the first token to the last
+
+
+@dataclass
+class EngineMetrics:
+    """Everything counted since the engine started."""
+
+    max_model_len: int
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    generation_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
+
+    def __post_init__(self) -> None:
+        lengths = length_buckets(self.max_model_len)
+        self.tallies = {
+            "vllm:time_to_first_token_seconds": Tally(TTFT_BUCKETS),
+            "vllm:inter_token_latency_seconds": Tally(TOKEN_LATENCY_BUCKETS),
+            "vllm:request_time_per_output_token_seconds": Tally(TOKEN_LATENCY_BUCKETS),
+            "vllm:e2e_request_latency_seconds": Tally(REQUEST_LATENCY_BUCKETS),
+            "vllm:request_prompt_tokens": Tally(lengths),
+            "vllm:request_generation_tokens": Tally(lengths),
+            "vllm:request_params_max_tokens": Tally(lengths),
+            "vllm:request_params_n": Tally(N_BUCKETS),
+            "vllm:iteration_tokens_total": Tally(STEP_TOKENS_BUCKETS),
+        }
+
+    def record_step(self, stats: SchedulerStats) -> None:
+        """One engine step; steps that computed nothing are not counted."""
+        self.stats = stats
+        if stats.num_scheduled_tokens:
+            self.tallies["vllm:iteration_tokens_total"].observe(stats.num_scheduled_tokens)
+
+    def record_prompt(self, n: int) -> None:
+        """A prompt came in that asks for `n` sequences."""
+        self.tallies["vllm:request_params_n"].observe(n)
+
+    def record_first_token(self, seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """The prompt of one sequence is computed, `seconds` after it arrived."""
+        self.prompt_tokens += num_prompt_tokens
+        self.prompt_tokens_cached += num_cached_tokens
+        self.tallies["vllm:time_to_first_token_seconds"].observe(seconds)
+
+    def record_next_tokens(self, seconds: float) -> None:
+        """A sequence got more tokens, `seconds` after the ones before."""
+        self.tallies["vllm:inter_token_latency_seconds"].observe(seconds)
+
+    def record_finished(self, end: FinishedSequence) -> None:
+        self.finished[end.finish_reason] += 1
+        self.tallies["vllm:e2e_request_latency_seconds"].observe(end.latency)
+        self.tallies["vllm:request_prompt_tokens"].observe(end.num_prompt_tokens)
+        self.tallies["vllm:request_generation_tokens"].observe(end.num_generated_tokens)
+        self.tallies["vllm:request_params_max_tokens"].observe(end.max_tokens)
+        if end.num_generated_tokens > 1:
+            per_token = end.decode_time / (end.num_generated_tokens - 1)
+            self.tallies["vllm:request_time_per_output_token_seconds"].observe(per_token)
+
+    def read(self, executor_stats: Mapping[str, Any]) -> list[Metric]:
+        """All metrics; numbers among the executor's counters become gauges "jaxpaged:...", `recompiles` with them."""
+        stats = self.stats
+        own = {name: value for name, value in executor_stats.items() if type(value) in (int, float)}
+        return [
+            Gauge("vllm:num_requests_running", {}, stats.num_running_reqs),
+            Gauge("vllm:num_requests_waiting", {}, stats.num_waiting_reqs),
+            Gauge("vllm:kv_cache_usage_perc", {}, stats.kv_cache_usage),
+            Counter("vllm:prompt_tokens", {}, self.prompt_tokens),
+            Counter("vllm:prompt_tokens_cached", {}, self.prompt_tokens_cached),
+            Counter("vllm:generation_tokens", {}, self.generation_tokens),
+            Counter("vllm:prefix_cache_queries", {}, stats.prefix_cache_queries),
+            Counter("vllm:prefix_cache_hits", {}, stats.prefix_cache_hits),
+            Counter("vllm:num_preemptions", {}, stats.num_preemptions),
+            *(Counter("vllm:request_success", {"finished_reason": r}, n) for r, n in self.finished.items()),
+            *(tally.read(name) for name, tally in self.tallies.items()),
+            *(Gauge(f"jaxpaged:{name}", {}, value) for name, value in own.items()),
+        ]
+
+
+def length_buckets(longest: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, ... up to `longest`."""
+    series = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+    return tuple(itertools.takewhile(lambda bound: bound <= longest, series))

@@ -1,0 +1,1 @@
+"""Faces of the engine: offline batches, command line, servers."""

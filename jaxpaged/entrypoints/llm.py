@@ -1,0 +1,218 @@
+"""`LLM`: batches of prompts in, results out, with vLLM's signatures.
+
+    llm = LLM(model="demo")
+    llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].outputs[0].text
+
+This module knows nothing of how the engine works; it feeds `LLMEngine` and waits for it.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from jaxpaged.config import EMBEDDED_MODEL, EngineConfig
+from jaxpaged.engine.chat_template import Message
+from jaxpaged.engine.input_processor import Prompt
+from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.engine.metrics import Metric
+from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.entrypoints.batch_progress import BatchProgress
+from jaxpaged.entrypoints.beam_search import BeamSearchOutput, beam_search
+from jaxpaged.errors import RequestError
+from jaxpaged.messages import RequestOutput
+from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+
+UseTqdm = bool | Callable[..., Any]
+"""True for a progress bar on terminals, or a function that makes one."""
+
+
+class LLM:
+    """A model, ready to complete prompts.
+
+    `model` is a folder in Hugging Face format, a hub id, or "demo", the embedded model. `options` are those of
+    `EngineConfig`, by name. Raises ConfigError, CheckpointError or CapacityError.
+
+    Use it as a context manager, or call `shutdown`, to release the devices.
+    """
+
+    def __init__(self, model: str = EMBEDDED_MODEL, **options: Any):
+        self.llm_engine = LLMEngine.from_config(EngineConfig.from_options(model=model, **options))
+        self._request_ids = map(str, itertools.count())
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine) -> "LLM":
+        """An LLM over an engine that exists already. Nobody else may step it."""
+        llm = cls.__new__(cls)
+        llm.llm_engine = engine
+        llm._request_ids = map(str, itertools.count())
+        return llm
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, given as text, token ids, or dicts; results in the same order.
+
+        `sampling_params` and `priority` are one for all, or one per prompt; without parameters the model's own
+        defaults hold. Raises RequestError naming the prompt when one is at fault, before any is computed. A request
+        that fails later has its `error` set; the others are complete.
+        """
+        batch = [prompts] if is_single_prompt(prompts) else list(prompts)
+        params = per_prompt("sampling_params", sampling_params, len(batch))
+        priorities = per_prompt("priority", 0 if priority is None else priority, len(batch))
+        request_ids = self._add_all(batch, params, priorities)
+        return self._run(request_ids, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several. Messages are dicts with "role" and "content".
+
+        `chat_template` is a template, or the name of one of the model's; `chat_template_kwargs` are further variables
+        that it reads. Raises RequestError as `generate` does.
+        """
+        conversations = [messages] if is_conversation(messages) else list(messages)
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            with naming("conversation", index, len(conversations)):
+                prompts.append(
+                    self.llm_engine.input_processor.chat_prompt(
+                        conversation,
+                        chat_template=chat_template,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        tools=tools,
+                        template_variables=chat_template_kwargs,
+                    )
+                )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: UseTqdm = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best continuations of every prompt. Raises RequestError as `generate` does."""
+        processor = self.llm_engine.input_processor
+        if 2 * params.beam_width > processor.max_logprobs:
+            raise RequestError(
+                f"beam_width is {params.beam_width}, which needs 2 x {params.beam_width} log probabilities per token, "
+                f"but this engine gives at most {processor.max_logprobs}. Use a smaller width, or start the engine "
+                "with a larger max_logprobs.",
+                "beam_width",
+            )
+        batch = [prompts] if is_single_prompt(prompts) else list(prompts)
+        starts = []
+        for index, prompt in enumerate(batch):
+            with naming("prompt", index, len(batch)):
+                request, _ = processor.process("", prompt)
+                start = {"prompt_token_ids": request.prompt_token_ids, "priority": request.priority}
+                starts.append(start | ({"cache_salt": request.cache_salt} if request.cache_salt else {}))
+        return beam_search(
+            lambda beams, one_token: self.generate(beams, one_token, use_tqdm=use_tqdm),
+            starts,
+            params,
+            max_model_len=processor.max_model_len,
+            eos_token_ids=processor.eos_token_ids,
+            decode=processor.tokenizer.decode,
+        )
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses without `sampling_params`: the model's own defaults."""
+        return self.llm_engine.input_processor.defaults.sampling_params()
+
+    def get_metrics(self) -> list[Metric]:
+        return self.llm_engine.get_metrics()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt beginnings."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Release the devices."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def _add_all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], priorities: Sequence[int]
+    ) -> list[str]:
+        """Queue all prompts, or none of them."""
+        request_ids: list[str] = []
+        default = self.get_default_sampling_params()
+        try:
+            for index, (prompt, given, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+                once = (default if given is None else given).clone()
+                once.output_kind = RequestOutputKind.FINAL_ONLY
+                request_id = next(self._request_ids)
+                with naming("prompt", index, len(prompts)):
+                    self.llm_engine.add_request(request_id, prompt, once, priority=priority)
+                request_ids.append(request_id)
+        except BaseException:
+            self.llm_engine.abort_request(request_ids)
+            raise
+        return request_ids
+
+    def _run(self, request_ids: Sequence[str], use_tqdm: UseTqdm) -> list[RequestOutput]:
+        """Step the engine until these requests are done."""
+        results: dict[str, RequestOutput] = {}
+        try:
+            with BatchProgress(len(request_ids), use_tqdm) as progress:
+                while len(results) < len(request_ids):
+                    for output in self.llm_engine.step():
+                        results[output.request_id] = output
+                        progress.finished(output)
+        except BaseException:  # an interrupt too must not leave requests behind
+            self.llm_engine.abort_request(request_ids)
+            raise
+        return [results[request_id] for request_id in request_ids]
+
+
+@contextlib.contextmanager
+def naming(what: str, index: int, count: int) -> Iterator[None]:
+    """Make a RequestError say which of several prompts is at fault."""
+    try:
+        yield
+    except RequestError as error:
+        if count == 1:
+            raise
+        raise RequestError(f"{what} {index}: {error}", error.parameter) from error
+
+
+def is_single_prompt(prompts: Any) -> bool:
+    """Whether this is one prompt, not a sequence of them: text, a dict, or token ids."""
+    if isinstance(prompts, str | Mapping):
+        return True
+    return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Sequence) and not hasattr(prompts[0], "__len__")
+
+
+def is_conversation(messages: Any) -> bool:
+    """Whether this is one conversation, not a sequence of them."""
+    return len(messages) == 0 or isinstance(messages[0], Mapping | str)
+
+
+def per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    """One value per prompt. Raises RequestError when a sequence has another length."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} entries for {count} prompts. Give one for all, or one each.", name)
+    return list(value)

@@ -1,0 +1,214 @@
+"""A model without a device: what the tests of the front end run on.
+
+`FakeExecutor` keeps the book that a runner keeps: what every row has computed, and what it sampled, from the
+messages alone. Its model is a function from all tokens so far to log probabilities.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxpaged.config import EngineConfig, ModelFacts
+from jaxpaged.engine.chat_template import ChatTemplates
+from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.core_client import InprocClient
+from jaxpaged.engine.generation_config import GenerationDefaults
+from jaxpaged.engine.input_processor import InputProcessor
+from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxpaged.messages import (
+    ModelRunnerOutput,
+    NewRequestData,
+    PromptLogprobs,
+    SampledLogprobs,
+    SchedulerOutput,
+)
+from jaxpaged.sampling_params import SamplingParams
+from tests.engine.small_tokenizer import CHAT, make_tokenizer
+
+
+@dataclass
+class Done:
+    """A step whose result is known: a value, or an error."""
+
+    value: ModelRunnerOutput | Exception
+
+    def result(self) -> ModelRunnerOutput:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+@dataclass
+class Row:
+    """What the fake device knows of one request."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+
+
+Model = Callable[[Sequence[int]], np.ndarray]
+
+
+def counting_model(vocab_size: int, base: int = 5) -> Model:
+    """The next token is the last one plus 1, wrapping round to `base`; the others are less likely with distance."""
+
+    def model(token_ids: Sequence[int]) -> np.ndarray:
+        best = base + (token_ids[-1] + 1 - base) % (vocab_size - base)
+        logits = -0.5 * np.abs(np.arange(vocab_size) - best).astype(np.float64)
+        return logits - np.log(np.exp(logits).sum())
+
+    return model
+
+
+def scripted_model(vocab_size: int, answer: Sequence[int], num_prompt_tokens: int) -> Model:
+    """Answers a prompt of `num_prompt_tokens` tokens with `answer`, whatever it says."""
+
+    def model(token_ids: Sequence[int]) -> np.ndarray:
+        place = min(len(token_ids) - num_prompt_tokens, len(answer) - 1)
+        logits = np.full(vocab_size, -10.0)
+        logits[answer[place]] = 0.0
+        return logits - np.log(np.exp(logits).sum())
+
+    return model
+
+
+class FakeExecutor:
+    """Computes steps at once, and hands results out when asked."""
+
+    def __init__(self, model: Model, vocab_size: int, num_blocks: int = 64, block_size: int = 4):
+        group = KVCacheGroup(AttentionSpec(block_size, 1, 1, 2), (0,))
+        self.kv_cache_config = KVCacheConfig(num_blocks, (group,))
+        self.model = model
+        self.vocab_size = vocab_size
+        self.rows: dict[str, Row] = {}
+        self.executed: list[SchedulerOutput] = []
+        self.fail_at: dict[int, str] = {}  # number of the executed step -> "dispatch" or "result"
+        self.bad_requests: dict[str, str] = {}  # request -> why its logits are unusable
+        self.recoveries = 0
+        self.running = True
+
+    def execute(self, scheduled: SchedulerOutput) -> Done:
+        assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens) > 0
+        number = len(self.executed)
+        self.executed.append(scheduled)
+        if self.fail_at.get(number) == "dispatch":
+            raise RuntimeError("the device is on fire")
+        for request_id in scheduled.removed_request_ids:
+            self.rows.pop(request_id, None)
+        for new in scheduled.new_requests:
+            self._add(new)
+        output = ModelRunnerOutput(scheduled.step_id, [], [], prompt_logprobs={})
+        lines = []
+        for i, request_id in enumerate(scheduled.request_ids):
+            self._compute(request_id, scheduled, i, output, lines)
+        output.logprobs = stacked(lines)
+        if self.fail_at.get(number) == "result":
+            return Done(RuntimeError("the device is on fire"))
+        return Done(output)
+
+    def _add(self, new: NewRequestData) -> None:
+        assert new.request_id not in self.rows, f"{new.request_id} has a row already"
+        self.rows[new.request_id] = Row(list(new.token_ids), new.num_prompt_tokens, new.sampling_params)
+
+    def _compute(self, request_id: str, scheduled: SchedulerOutput, i: int, output: ModelRunnerOutput, lines) -> None:
+        row = self.rows[request_id]
+        start, count = scheduled.num_computed_tokens[i], scheduled.num_scheduled_tokens[i]
+        end = start + count
+        assert end <= len(row.token_ids), f"{request_id}: {end} tokens scheduled, {len(row.token_ids)} known"
+        if row.params.prompt_logprobs is not None and start + 1 < row.num_prompt_tokens:
+            predicted = range(start + 1, min(end, row.num_prompt_tokens - 1) + 1)
+            tops = [self._line(row.token_ids[:p], row.token_ids[p], row.params.prompt_logprobs) for p in predicted]
+            sampled = stacked(tops)
+            output.prompt_logprobs[request_id] = PromptLogprobs(
+                start + 1, sampled.token_ids, sampled.logprobs, sampled.ranks
+            )
+        if not scheduled.samples[i]:
+            return
+        assert end == len(row.token_ids)
+        token_id = self._sample(row)
+        if row.params.logprobs is not None:
+            lines.append(self._line(row.token_ids, token_id, row.params.logprobs))
+        elif lines is not None:
+            lines.append(self._line(row.token_ids, token_id, 0))
+        row.token_ids.append(token_id)
+        output.request_ids.append(request_id)
+        output.sampled_token_ids.append(token_id)
+        if request_id in self.bad_requests:
+            output.failed[request_id] = self.bad_requests[request_id]
+
+    def _sample(self, row: Row) -> int:
+        logprobs = self.model(row.token_ids)
+        if row.params.temperature > 0:
+            noise = np.random.default_rng([row.params.seed, len(row.token_ids)])
+            logprobs = logprobs / row.params.temperature + noise.gumbel(size=logprobs.shape)
+        return int(np.argmax(logprobs))
+
+    def _line(self, before: Sequence[int], token_id: int, count: int) -> tuple[list[int], list[float], int]:
+        logprobs = self.model(before)
+        top = np.argsort(-logprobs, kind="stable")[: len(logprobs) if count == -1 else count]
+        ids = [token_id, *top.tolist()]
+        return ids, [float(logprobs[t]) for t in ids], 1 + int((logprobs > logprobs[token_id]).sum())
+
+    def recover(self) -> None:
+        self.rows.clear()
+        self.recoveries += 1
+
+    def stats(self) -> dict:
+        return {"steps": len(self.executed), "recompiles": 0}
+
+    def shutdown(self) -> None:
+        self.running = False
+
+
+def stacked(lines: list[tuple[list[int], list[float], int]]) -> SampledLogprobs | None:
+    """Lines of unequal length as arrays, padded with the last candidate."""
+    if not lines:
+        return None
+    width = max(len(ids) for ids, _, _ in lines)
+    pad = lambda values: [*values, *[values[-1]] * (width - len(values))]
+    return SampledLogprobs(
+        np.array([pad(ids) for ids, _, _ in lines], np.int32),
+        np.array([pad(logprobs) for _, logprobs, _ in lines], np.float32),
+        np.array([rank for _, _, rank in lines], np.int32),
+    )
+
+
+def make_config(**options) -> EngineConfig:
+    """A resolved configuration, small by default."""
+    options = {"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 16, "block_size": 4, **options}
+    facts = ModelFacts(max_position_embeddings=4096, dtype="float32", num_heads=1, vocab_size=300)
+    return EngineConfig.from_options(**options).resolve(facts, "cpu")
+
+
+def make_engine(
+    executor: FakeExecutor | None = None, *, defaults: GenerationDefaults | None = None, chat: str | None = CHAT, **options
+) -> tuple[LLMEngine, FakeExecutor]:
+    """An engine over a fake executor, whose model counts unless another is given."""
+    tokenizer = make_tokenizer()
+    executor = executor or FakeExecutor(counting_model(tokenizer.vocab_size), tokenizer.vocab_size)
+    config = make_config(**options)
+    processor = InputProcessor(
+        tokenizer,
+        vocab_size=executor.vocab_size,
+        max_model_len=config.model.max_model_len,
+        max_logprobs=config.model.max_logprobs,
+        seed=config.model.seed,
+        allow_priority=config.scheduler.scheduling_policy == "priority",
+        defaults=defaults,
+        chat_templates=ChatTemplates({"default": chat} if chat else {}),
+    )
+    return LLMEngine(config, processor, InprocClient(EngineCore(config, executor))), executor
+
+
+def run_to_end(engine: LLMEngine, limit: int = 1000) -> dict[str, list]:
+    """All outputs of all requests, by request id, in order."""
+    outputs: dict[str, list] = {}
+    for _ in range(limit):
+        if not engine.has_unfinished_requests():
+            return outputs
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    raise AssertionError(f"not done after {limit} steps: {engine.get_num_unfinished_requests()} requests are left")

@@ -1,0 +1,174 @@
+import numpy as np
+import pytest
+
+from jaxpaged.engine.chat_template import ChatTemplates
+from jaxpaged.engine.generation_config import GenerationDefaults
+from jaxpaged.engine.input_processor import InputProcessor
+from jaxpaged.errors import RequestError
+from jaxpaged.sampling_params import SamplingParams
+from tests.engine.small_tokenizer import CHAT, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+VOCAB = TOKENIZER.vocab_size + 4
+EOS = TOKENIZER.eos_token_id
+
+
+def make(**options):
+    options = {"vocab_size": VOCAB, "max_model_len": 32, **options}
+    return InputProcessor(TOKENIZER, chat_templates=ChatTemplates({"default": CHAT}), **options)
+
+
+def process(prompt="the cat", params=None, **options):
+    return make().process("r", prompt, params or SamplingParams(), **options)
+
+
+def test_text_ids_and_dicts_are_the_same_prompt():
+    ids = TOKENIZER.encode("the cat")
+    assert ids[0] == TOKENIZER.bos_token_id
+    for prompt in (
+        "the cat", ids, tuple(ids), np.array(ids), {"prompt": "the cat"}, {"prompt_token_ids": ids},
+        {"prompt": "shown only", "prompt_token_ids": ids},
+    ):  # fmt: skip
+        assert process(prompt)[0].prompt_token_ids == ids
+    assert process("the cat")[1] == "the cat"
+    assert process({"prompt": "shown only", "prompt_token_ids": ids})[1] == "shown only"
+    assert process(ids)[1] is None
+
+
+def test_text_can_go_without_special_tokens():
+    assert process("the cat", add_special_tokens=False)[0].prompt_token_ids == TOKENIZER.encode("the cat", False)
+
+
+def test_dicts_carry_salt_and_priority():
+    processor = make(allow_priority=True)
+    request, _ = processor.process("r", {"prompt": "a", "cache_salt": "s", "priority": -3})
+    assert (request.cache_salt, request.priority) == ("s", -3)
+    assert processor.process("r", "a", priority=2)[0].priority == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("", "the prompt is empty"),
+        ([], "no token ids"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({}, "needs 'prompt' or 'prompt_token_ids'"),
+        ({"promt": "x"}, "unknown key 'promt'. Did you mean 'prompt'"),
+        ({"prompt": 3}, "holds 3; it must be a text"),
+        ({"prompt_token_ids": "abc"}, "must be text, token ids"),
+        (17, "a prompt is 17"),
+        ([1, VOCAB], f"token id {VOCAB} at position 1, but the vocabulary has {VOCAB} ids"),
+        ([-1], "token id -1 at position 0"),
+        ([1.0], "token id 1.0"),
+        ([True], "token id True"),
+        ("\ud800", "not valid Unicode"),
+        ([5] * 32, "has 32 tokens.*max_model_len = 32, so the prompt at most 31"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt is ''"),
+        ({"prompt": "a", "priority": 1}, "priority is 1, but the engine serves in order of arrival"),
+        ({"prompt": "a", "priority": "high"}, "priority is 'high'"),
+    ],
+)
+def test_prompts_that_cannot_be_say_what_is_wrong(prompt, said):
+    with pytest.raises(RequestError, match=said):
+        process(prompt)
+
+
+def test_prompts_of_ids_beyond_the_tokenizer_but_within_the_model_pass():
+    assert process([VOCAB - 1])[0].prompt_token_ids == [VOCAB - 1]
+
+
+def test_long_prompts_can_be_truncated_to_their_end():
+    ids = list(range(5, 105))
+    assert process(ids, truncate_prompt_tokens=7)[0].prompt_token_ids == ids[-7:]
+    assert process(ids, truncate_prompt_tokens=-1)[0].prompt_token_ids == ids[-31:]
+    assert process(ids[:3], truncate_prompt_tokens=7)[0].prompt_token_ids == ids[:3]
+    for bad in (0, -2, True, "7"):
+        with pytest.raises(RequestError, match="truncate_prompt_tokens is"):
+            process(ids, truncate_prompt_tokens=bad)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, 22), (5, 5), (22, 22), (1000, 22)])
+def test_max_tokens_fills_what_the_context_leaves(asked, given):
+    params = SamplingParams(max_tokens=asked, min_tokens=3)
+    request, _ = process([5] * 10, params)
+    assert request.sampling_params.max_tokens == given
+    assert params.max_tokens == asked, "the caller's parameters are not touched"
+
+
+def test_min_tokens_does_not_exceed_what_fits():
+    assert process([5] * 30, SamplingParams(max_tokens=None, min_tokens=9))[0].sampling_params.min_tokens == 2
+
+
+def test_without_a_seed_requests_get_one_each_and_runs_repeat():
+    def seeds(seed):
+        processor = make(seed=seed)
+        return [processor.process(str(i), "a")[0].sampling_params.seed for i in range(4)]
+
+    assert seeds(0) == seeds(0) != seeds(1)
+    assert len(set(seeds(0))) == 4
+    assert all(0 <= seed < 2**64 for seed in seeds(0))
+    assert process(params=SamplingParams(seed=5))[0].sampling_params.seed == 5
+
+
+def test_end_ids_of_the_model_become_stop_ids():
+    processor = make(defaults=GenerationDefaults({}, (9, EOS)))
+    request, _ = processor.process("r", "a", SamplingParams(stop_token_ids=[8, 9]))
+    assert request.sampling_params.stop_token_ids == [8, 9, EOS]
+    assert request.eos_token_id == EOS
+
+
+def test_ignore_eos_keeps_only_the_callers_stop_ids():
+    processor = make(defaults=GenerationDefaults({}, (9,)))
+    request, _ = processor.process("r", "a", SamplingParams(stop_token_ids=[8], ignore_eos=True))
+    assert (request.sampling_params.stop_token_ids, request.eos_token_id) == ([8], None)
+
+
+def test_without_parameters_the_models_own_defaults_hold():
+    processor = make(defaults=GenerationDefaults({"temperature": 0.5, "max_tokens": 7}))
+    params = processor.process("r", "a")[0].sampling_params
+    assert (params.temperature, params.max_tokens) == (0.5, 7)
+
+
+def test_bad_words_become_tokens_with_and_without_a_space():
+    params = process(params=SamplingParams(bad_words=["cat", " dog"]))[0].sampling_params
+    texts = {TOKENIZER.decode(ids) for ids in params.bad_words_token_ids}
+    assert texts == {"cat", " cat", "dog", " dog"}
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"stop_token_ids": [VOCAB]}, f"stop_token_ids contains token id {VOCAB}"),
+        ({"logit_bias": {VOCAB: 1}}, "logit_bias contains"),
+        ({"allowed_token_ids": [VOCAB]}, "allowed_token_ids contains"),
+        ({"logprobs": 21}, "logprobs is 21, but this engine gives at most 20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
+        ({"bad_words": ["é" * 70]}, "140 tokens; 1 to 128"),
+        ({"bad_words": [f"{i}" for i in range(65)]}, "become 130 token sequences"),
+    ],
+)
+def test_parameters_that_do_not_fit_the_model_are_refused(params, said):
+    with pytest.raises(RequestError, match=said):
+        process(params=SamplingParams(**params))
+
+
+def test_with_min_tokens_the_models_end_ids_need_places_too():
+    processor = make(defaults=GenerationDefaults({}, (EOS, 7)))
+    params = SamplingParams(stop_token_ids=list(range(10, 137)), min_tokens=1)
+    with pytest.raises(RequestError, match="at most 128 stop ids.*there are 129"):
+        processor.process("r", "a", params)
+
+
+def test_a_chat_has_one_beginning_token():
+    prompt = make().chat_prompt([{"role": "user", "content": "the cat"}])
+    assert prompt["prompt"] == "<bos><turn>user\nthe cat<end>\n<turn>assistant\n"
+    assert prompt["prompt_token_ids"].count(TOKENIZER.bos_token_id) == 1
+    request, text = make().process("r", prompt)
+    assert (request.prompt_token_ids, text) == (prompt["prompt_token_ids"], prompt["prompt"])
+
+
+def test_a_chat_can_bring_its_own_template_and_variables():
+    prompt = make().chat_prompt(
+        [{"role": "user", "content": "x"}], chat_template="{{ mood }} {{ eos_token }}", template_variables={"mood": "calm"}
+    )
+    assert prompt["prompt"] == "calm <eos>"

@@ -1,0 +1,48 @@
+from jaxpaged.engine.metrics import Counter, EngineMetrics, FinishedSequence, Gauge, Tally, length_buckets
+from jaxpaged.messages import SchedulerStats
+
+
+def values(metrics, **executor_stats):
+    return {
+        (m.name, *m.labels.values()): m.value for m in metrics.read(executor_stats) if isinstance(m, Counter | Gauge)
+    }
+
+
+def test_a_histogram_counts_what_is_at_most_each_bound():
+    tally = Tally((1, 2.5, 5))
+    for value in (0, 1, 2, 5, 6):
+        tally.observe(value)
+    histogram = tally.read("h")
+    assert histogram.buckets == {"1": 2, "2.5": 3, "5": 4, "+Inf": 5}
+    assert (histogram.count, histogram.sum) == (5, 14)
+
+
+def test_length_buckets_are_a_1_2_5_series():
+    assert length_buckets(64) == (1, 2, 5, 10, 20, 50)
+    assert length_buckets(1) == (1,)
+
+
+def test_scheduler_and_executor_numbers_are_passed_on():
+    metrics = EngineMetrics(100)
+    metrics.record_step(
+        SchedulerStats(
+            num_running_reqs=3, num_waiting_reqs=2, kv_cache_usage=0.5, prefix_cache_queries=40, prefix_cache_hits=8,
+            num_preemptions=1, num_scheduled_tokens=7,
+        )
+    )  # fmt: skip
+    metrics.record_step(SchedulerStats())
+    seen = values(metrics, recompiles=2, bucket_steps={16: 1})
+    assert seen["jaxpaged:recompiles",] == 2
+    assert ("jaxpaged:bucket_steps",) not in seen
+    assert seen["vllm:num_requests_running",] == 0
+    tokens = next(m for m in metrics.read({}) if m.name == "vllm:iteration_tokens_total")
+    assert (tokens.count, tokens.sum) == (1, 7)
+
+
+def test_a_sequence_is_counted_when_it_ends():
+    metrics = EngineMetrics(100)
+    metrics.record_finished(FinishedSequence("stop", 10, 5, 16, latency=2.0, decode_time=0.4))
+    assert values(metrics)["vllm:request_success", "stop"] == 1
+    assert values(metrics)["vllm:request_success", "length"] == 0
+    per_token = next(m for m in metrics.read({}) if m.name == "vllm:request_time_per_output_token_seconds")
+    assert per_token.sum == 0.1
