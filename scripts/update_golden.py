@@ -86,7 +86,7 @@ def record(checkpoints: Any, name: str, folder: Path) -> dict[str, Any]:
     model, report = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    assert not report["missing_keys"] and not report["unexpected_keys"], (name, report)
+    assert not {*report["missing_keys"], *report["unexpected_keys"]}, (name, report)
     prompt = checkpoints.prompt_of(name)
     with torch.no_grad():
         logits = model(torch.tensor([prompt])).logits[0]

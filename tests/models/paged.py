@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.distributed.mesh import make_mesh
-from jaxpaged.layers.attention import AttentionContext, allocate_kv
+from jaxpaged.layers.attention import AttentionContext, kv_sharding
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import load_params
-from pallas_kernels.ragged_paged_attention import make_metadata
+from pallas_kernels.ragged_paged_attention import kv_zeros, make_metadata
 from tests.models.checkpoints import CONFIGS
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -47,21 +47,24 @@ class PagedModel:
         self.params = load_params(specs, self.config, folder, self.mesh, jnp.float32)
         attention = self.model.attention_specs(self.config, BLOCK_SIZE, 4, num_shards)
         self.kv = [
-            allocate_kv(self.context, NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, jnp.float32)
+            kv_zeros(NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, jnp.float32, "reference")
             for spec in attention
         ]
+        self.kv = jax.device_put(self.kv, [kv_sharding(self.mesh, "reference")] * len(attention))
         self.windows = list(dict.fromkeys(layer.window for layer in self.config.layers))
         self.num_computed = 0
-        self.step = jax.jit(self._step, donate_argnames="kv")
+        # Compiling is most of a test's time, and these arrays need no fast code.
+        quickly = {"xla_backend_optimization_level": 0}
+        self.step = jax.jit(self._step, donate_argnames="kv", compiler_options=quickly)
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """Logits [len(tokens), V] of tokens that follow those given before."""
         parts = [self._chunk(tokens[i : i + CHUNK]) for i in range(0, len(tokens), CHUNK)]
         return np.concatenate(parts)[:, : self.config.vocab_size]
 
-    def generate(self, prompt: list[int], count: int) -> list[int]:
-        """The greedy continuation."""
-        tokens = [int(self.logits(prompt)[-1].argmax())]
+    def continue_greedily(self, logits_V: np.ndarray, count: int) -> list[int]:
+        """The greedy continuation, from the logits of the last token given."""
+        tokens = [int(logits_V.argmax())]
         while len(tokens) < count:
             tokens.append(int(self.logits(tokens[-1:])[-1].argmax()))
         return tokens

@@ -9,6 +9,17 @@ from tests.models.paged import NAMES, PagedModel, golden_of, max_model_len_of
 # transformers grows the base of "dynamic" with every token; a cache needs one base, so only the prompt agrees.
 GREEDY_NAMES = [name for name in NAMES if name != "llama_dynamic"]
 
+# One checkpoint of every architecture: one, two or eight key heads, vocabularies that eight does not divide.
+SHARDED_NAMES = [
+    "llama_mqa_bias_tied",
+    "mistral_full",
+    "qwen2_window",
+    "qwen3_bias",
+    "gemma2",
+    "gemma3",
+    "phi3_partial",
+]
+
 
 def load(name, tmp_path, num_shards=1):
     return PagedModel(write_checkpoint(name, tmp_path), num_shards, max_model_len_of(name))
@@ -23,7 +34,12 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
         assert logits[int(position)].argmax() == top["ids"][0]
     np.testing.assert_allclose(logits.sum(axis=1), golden["sums"], rtol=1e-4, atol=2e-3)
     if name in GREEDY_NAMES:
-        tokens = [int(logits[-1].argmax())]
-        while len(tokens) < NUM_GREEDY:
-            tokens.append(int(model.logits(tokens[-1:])[-1].argmax()))
-        assert tokens == golden["greedy"]
+        assert model.continue_greedily(logits[-1], NUM_GREEDY) == golden["greedy"]
+
+
+@pytest.mark.parametrize("name", SHARDED_NAMES)
+def test_eight_devices_give_the_tokens_of_one(name, tmp_path):
+    golden, model = golden_of(name), load(name, tmp_path, num_shards=8)
+    logits = model.logits(prompt_of(name))
+    np.testing.assert_allclose(logits.sum(axis=1), golden["sums"], rtol=1e-4, atol=2e-3)
+    assert model.continue_greedily(logits[-1], 4) == golden["greedy"][:4]
