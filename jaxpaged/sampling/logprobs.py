@@ -7,6 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpaged.sampling.limits import top_k
 from jaxpaged.sampling.rows import Feature, RowParams
 from jaxpaged.sampling.state import SamplingState
 
@@ -41,7 +42,7 @@ def row_logprobs(
     )
 
     def wanted() -> LogprobOutput:
-        top_ids_SK = jax.lax.top_k(logits_SV, max_logprobs)[1]
+        top_ids_SK = top_k(logits_SV, max_logprobs)[1]
         chosen_SK = state.logprob_ids_RK[rows.row_S][:, :max_logprobs]
         chosen_SK = jnp.pad(chosen_SK, ((0, 0), (0, max_logprobs - chosen_SK.shape[1])))
         ids_SK = jnp.where(rows.has(Feature.LOGPROB_IDS)[:, None], chosen_SK, top_ids_SK)
@@ -60,7 +61,7 @@ def prompt_logprobs(
 
     A prompt is not sampled, so nothing is processed: of the mode only "logprobs" or "logits" matters.
     """
-    top_ids_CK = jax.lax.top_k(logits_CV, max_logprobs)[1]
+    top_ids_CK = top_k(logits_CV, max_logprobs)[1]
     return values_of(logits_CV, target_ids_C, top_ids_CK, logprobs_mode)
 
 

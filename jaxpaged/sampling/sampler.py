@@ -125,15 +125,14 @@ def draw_random(logits_SV: jax.Array, rows: RowParams, num_candidates: int) -> t
 def draw_narrow(limits: Limits, key_S2: jax.Array) -> jax.Array:
     """The winner among the candidates."""
     race_SC = exponential_noise(key_S2, limits.candidate_ids_SC) / weights(limits.candidates_SC, limits.least_S)
-    winner_S1 = jnp.argmin(race_SC, axis=1, keepdims=True)
-    return jnp.take_along_axis(limits.candidate_ids_SC, winner_S1, axis=1)[:, 0]
+    return lowest_id(race_SC == jnp.min(race_SC, axis=1, keepdims=True), limits.candidate_ids_SC)
 
 
 def draw_wide(logits_SV: jax.Array, least_S: jax.Array, key_S2: jax.Array) -> jax.Array:
     """The winner among all tokens."""
     token_ids_SV = jax.lax.broadcasted_iota(jnp.int32, logits_SV.shape, 1)
     race_SV = exponential_noise(key_S2, token_ids_SV) / weights(logits_SV, least_S)
-    return jnp.argmin(race_SV, axis=1).astype(jnp.int32)
+    return lowest_id(race_SV == jnp.min(race_SV, axis=1, keepdims=True), token_ids_SV)
 
 
 def weights(logits_SC: jax.Array, least_S: jax.Array) -> jax.Array:
@@ -147,10 +146,16 @@ def by_temperature(logits_SV: jax.Array, rows: RowParams) -> jax.Array:
 
 
 def first_argmax(logits_SV: jax.Array) -> jax.Array:
-    """The lowest token id of the largest logit. Two vectorised passes: half the time of `jnp.argmax` on a CPU."""
+    """The lowest token id of the largest logit."""
     token_ids_SV = jax.lax.broadcasted_iota(jnp.int32, logits_SV.shape, 1)
-    top_S1 = jnp.max(logits_SV, axis=1, keepdims=True)
-    return jnp.min(jnp.where(logits_SV == top_S1, token_ids_SV, logits_SV.shape[1]), axis=1)
+    return lowest_id(logits_SV == jnp.max(logits_SV, axis=1, keepdims=True), token_ids_SV)
+
+
+def lowest_id(chosen_SC: jax.Array, token_ids_SC: jax.Array) -> jax.Array:
+    """The lowest token id that is chosen. With a maximum before it, this is an argmax in two vectorised passes: on a
+    CPU twice as fast as `jnp.argmax`, which does not vectorise, and 20 times where its operand has a `where`.
+    """
+    return jnp.min(jnp.where(chosen_SC, token_ids_SC, jnp.iinfo(jnp.int32).max), axis=1)
 
 
 def not_a_distribution(logits_SV: jax.Array) -> jax.Array:
