@@ -1,23 +1,33 @@
 """Random arrivals, aborts, steps and outputs in any order: everything is accounted for, every answer is right."""
 
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxpaged.errors import RequestError
-from tests.core.simulation import Engine, prompt_of
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheGroup, max_blocks_per_request
+from tests.core.simulation import BLOCK_SIZE, Engine, prompt_of
 
 # Beginnings that prompts share, of whole blocks and not, with and without a common beginning of their own.
 PREFIXES = [prompt_of(n, seed) for n, seed in ((0, 0), (4, 0), (9, 0), (16, 0), (12, 1), (7, 2))]
+WINDOWS = [(None,), (5,), (None, 6), (None, 1), (9, 4), (None, 3, 8)]
 MAX_MODEL_LEN = 40
+
+
+def blocks_of_longest(windows: tuple[int | None, ...], budget: int) -> int:
+    """Blocks that a request of MAX_MODEL_LEN tokens needs."""
+    groups = [KVCacheGroup(AttentionSpec(BLOCK_SIZE, 1, 8, 4, w), ()) for w in windows]
+    return max_blocks_per_request(groups, MAX_MODEL_LEN, budget)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """The engine under random demand."""
 
     @initialize(
-        windows=st.sampled_from([(None,), (5,), (None, 6), (None, 1), (9, 4), (None, 3, 8)]),
+        windows=st.sampled_from(WINDOWS),
         spare_blocks=st.integers(0, 12),
         budget=st.integers(4, 24),
         depth=st.integers(1, 3),
@@ -26,9 +36,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, False]),
     )
     def start(self, windows, spare_blocks, budget, depth, policy, threshold, prefix_caching):
-        blocks_of_longest = MAX_MODEL_LEN // 4 * len(windows)
         self.engine = Engine(
-            num_blocks=1 + blocks_of_longest // 2 + spare_blocks,
+            num_blocks=1 + blocks_of_longest(windows, budget) // 2 + spare_blocks,
             windows=windows,
             max_num_batched_tokens=budget,
             max_num_seqs=4,
@@ -79,9 +88,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def receive(self):
         self.engine.receive()
 
-    @rule()
-    def step(self):
-        self.engine.step()
+    @rule(n=st.integers(1, 8))
+    def steps(self, n):
+        for _ in range(n):
+            self.engine.step()
 
     @rule()
     def reset_prefix_cache(self):
@@ -100,3 +110,45 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 SchedulerMachine.TestCase.settings = settings(stateful_step_count=40, deadline=None)
 TestSchedulerMachine = pytest.mark.timeout(300)(SchedulerMachine.TestCase)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+def test_crowds_that_share_prompts_get_the_right_answers(windows, depth, policy):
+    """Long runs with too few blocks, so that preemption and eviction are frequent."""
+    num_preemptions = num_hits = 0
+    for seed in range(4):
+        draw = random.Random(f"{seed} {windows} {depth} {policy}")
+        budget = draw.choice([4, 9, 24])
+        engine = Engine(
+            num_blocks=1 + blocks_of_longest(windows, budget) + draw.randint(0, 3),
+            windows=windows,
+            max_num_batched_tokens=budget,
+            max_num_seqs=draw.choice([3, 6]),
+            max_model_len=MAX_MODEL_LEN,
+            depth=depth,
+            scheduling_policy=policy,
+            long_prefill_token_threshold=draw.choice([0, 5]),
+        )
+        run_crowd(engine, draw)
+        stats = engine.scheduler.make_stats()
+        num_preemptions += stats.num_preemptions
+        num_hits += stats.prefix_cache_hits
+    if None in windows:  # a window gives back as many blocks as it takes
+        assert num_preemptions > 0, "the test is too easy"
+    assert num_hits > 0, "the test shares nothing"
+
+
+def run_crowd(engine: Engine, draw: random.Random) -> None:
+    """Some 25 requests that come, and sometimes go, while others run."""
+    for i in range(25):
+        prompt = draw.choice(PREFIXES) + draw.choices(range(3, 6), k=draw.randint(1, 6))
+        stop = dict(ignore_eos=True, stop_token_ids=[]) if draw.random() < 0.5 else {}
+        priority = draw.randint(0, 2)
+        engine.add(f"r{i}", prompt, float(i), max_tokens=draw.randint(1, 16), priority=priority, **stop)
+        for _ in range(draw.choice([0, 0, 1, 3])):
+            engine.step()
+        if draw.random() < 0.2 and engine.scheduler.requests:
+            engine.abort(draw.choice(sorted(engine.scheduler.requests)))
+    engine.run()
