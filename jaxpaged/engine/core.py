@@ -78,6 +78,10 @@ class EngineCore:
     def executor_stats(self) -> dict[str, Any]:
         return self._executor.stats()
 
+    def wait_for_programs(self) -> None:
+        """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
+        self._executor.wait_for_programs()
+
     def shutdown(self) -> None:
         self._in_flight.clear()
         self._executor.shutdown()

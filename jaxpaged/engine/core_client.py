@@ -33,6 +33,10 @@ class EngineCoreClient(Protocol):
         """Counters of the executor: steps, programs, recompiles."""
         ...
 
+    def wait_for_programs(self) -> None:
+        """Block until every program is compiled."""
+        ...
+
     def shutdown(self) -> None:
         """Release the devices."""
         ...
@@ -59,6 +63,9 @@ class InprocClient:
 
     def executor_stats(self) -> dict[str, Any]:
         return self._core.executor_stats()
+
+    def wait_for_programs(self) -> None:
+        self._core.wait_for_programs()
 
     def shutdown(self) -> None:
         self._core.shutdown()

@@ -106,9 +106,9 @@ class Detokenizer:
                 break  # the token stays in the ids, but its text is not shown
             piece = self._stream.push(token_id)
             self._text += piece
-            if piece and self._stops and self._num_tokens > self._min_tokens:
-                if (stop := self._cut_at_stop(len(piece))) is not None:
-                    return count, stop
+            may_stop = piece and self._stops and self._num_tokens > self._min_tokens
+            if may_stop and (stop := self._cut_at_stop(len(piece))) is not None:
+                return count, stop
         return len(token_ids), None
 
     def _cut_at_stop(self, num_new: int) -> str | None:

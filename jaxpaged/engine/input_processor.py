@@ -114,7 +114,8 @@ class InputProcessor:
     def _parse_dict(self, prompt: Mapping[str, Any], add_special_tokens: bool) -> ParsedPrompt:
         for key in prompt:
             if key not in PROMPT_KEYS:
-                raise RequestError(f"a prompt has the unknown key {key!r}.{did_you_mean(str(key), PROMPT_KEYS)}", "prompt")
+                near = did_you_mean(str(key), PROMPT_KEYS)
+                raise RequestError(f"a prompt has the unknown key {key!r}.{near}", "prompt")
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
             raise RequestError(f"the key 'prompt' holds {text!r}; it must be a text.", "prompt")
@@ -140,7 +141,7 @@ class InputProcessor:
         if hasattr(ids, "tolist"):  # numpy and other arrays
             ids = ids.tolist()
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-            raise RequestError(f"a prompt is {ids!r}; it must be text, token ids, or a dict with one of them.", "prompt")
+            raise RequestError(f"a prompt is {ids!r}; it must be text, token ids, or a dict of either.", "prompt")
         if not ids:
             raise RequestError("the prompt has no token ids. Give it at least one.", "prompt")
         for position, token_id in enumerate(ids):

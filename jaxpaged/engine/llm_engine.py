@@ -95,6 +95,10 @@ class LLMEngine:
         """Counters of the executor: steps, padding, buckets, programs, recompiles."""
         return self._core.executor_stats()
 
+    def wait_for_programs(self) -> None:
+        """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
+        self._core.wait_for_programs()
+
     def get_tokenizer(self) -> Tokenizer:
         return self.input_processor.tokenizer
 

@@ -102,7 +102,7 @@ def beam_search(
     searches = [start_search(prompt, params.max_tokens, max_model_len) for prompt in prompts]
     end_ids = () if params.ignore_eos else frozenset(eos_token_ids)
     one_token = SamplingParams(
-        max_tokens=1, logprobs=2 * params.beam_width, temperature=params.temperature, ignore_eos=True, detokenize=False
+        max_tokens=1, logprobs=2 * params.beam_width, temperature=params.temperature, ignore_eos=True
     )
     while active := [search for search in searches if search.beams]:
         beams = [

@@ -142,6 +142,10 @@ class LLM:
         """Forget all cached prompt beginnings."""
         return self.llm_engine.reset_prefix_cache()
 
+    def wait_for_programs(self) -> None:
+        """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
+        self.llm_engine.wait_for_programs()
+
     def shutdown(self) -> None:
         """Release the devices."""
         self.llm_engine.shutdown()
@@ -201,7 +205,7 @@ def is_single_prompt(prompts: Any) -> bool:
     """Whether this is one prompt, not a sequence of them: text, a dict, or token ids."""
     if isinstance(prompts, str | Mapping):
         return True
-    return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Sequence) and not hasattr(prompts[0], "__len__")
+    return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping) and not hasattr(prompts[0], "__len__")
 
 
 def is_conversation(messages: Any) -> bool:

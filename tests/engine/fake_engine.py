@@ -89,6 +89,7 @@ class FakeExecutor:
         self.bad_requests: dict[str, str] = {}  # request -> why its logits are unusable
         self.recoveries = 0
         self.running = True
+        self.waited = False
 
     def execute(self, scheduled: SchedulerOutput) -> Done:
         assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens) > 0
@@ -129,10 +130,7 @@ class FakeExecutor:
             return
         assert end == len(row.token_ids)
         token_id = self._sample(row)
-        if row.params.logprobs is not None:
-            lines.append(self._line(row.token_ids, token_id, row.params.logprobs))
-        elif lines is not None:
-            lines.append(self._line(row.token_ids, token_id, 0))
+        lines.append(self._line(row.token_ids, token_id, row.params.logprobs or 0))
         row.token_ids.append(token_id)
         output.request_ids.append(request_id)
         output.sampled_token_ids.append(token_id)
@@ -159,6 +157,9 @@ class FakeExecutor:
     def stats(self) -> dict:
         return {"steps": len(self.executed), "recompiles": 0}
 
+    def wait_for_programs(self) -> None:
+        self.waited = True
+
     def shutdown(self) -> None:
         self.running = False
 
@@ -184,7 +185,11 @@ def make_config(**options) -> EngineConfig:
 
 
 def make_engine(
-    executor: FakeExecutor | None = None, *, defaults: GenerationDefaults | None = None, chat: str | None = CHAT, **options
+    executor: FakeExecutor | None = None,
+    *,
+    defaults: GenerationDefaults | None = None,
+    chat: str | None = CHAT,
+    **options,
 ) -> tuple[LLMEngine, FakeExecutor]:
     """An engine over a fake executor, whose model counts unless another is given."""
     tokenizer = make_tokenizer()

@@ -139,7 +139,8 @@ def test_what_was_withheld_appears_when_the_sequence_ends():
 
 
 def test_the_stop_string_that_ends_first_wins_and_ties_go_to_the_first_in_the_list():
-    for stops, found, text in ((["cat sat", "at"], "at", "the c"), (["cat", "at"], "cat", "the "), (["at", "cat"], "at", "the c")):
+    cases = ((["cat sat", "at"], "at", "the c"), (["cat", "at"], "cat", "the "), (["at", "cat"], "at", "the c"))
+    for stops, found, text in cases:
         detokenizer = Detokenizer(TOKENIZER, [], SamplingParams(stop=stops))
         assert detokenizer.push(ids_of("the cat sat"), False)[1] == found
         assert detokenizer.text == text

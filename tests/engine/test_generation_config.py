@@ -49,7 +49,11 @@ def test_unknown_overrides_are_named_with_the_nearest_known_one(tmp_path):
 
 @pytest.mark.parametrize(
     ("entries", "said"),
-    [({"temperature": -1}, "temperature is -1"), ({"eos_token_id": "x"}, "eos_token_id is 'x'"), ({"top_p": 2}, "top_p")],
+    [
+        ({"temperature": -1}, "temperature is -1"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
+        ({"top_p": 2}, "top_p"),
+    ],
 )
 def test_values_that_cannot_be_are_the_checkpoints_fault(tmp_path, entries, said):
     with pytest.raises(CheckpointError, match=said):

@@ -169,6 +169,8 @@ def test_a_chat_has_one_beginning_token():
 
 def test_a_chat_can_bring_its_own_template_and_variables():
     prompt = make().chat_prompt(
-        [{"role": "user", "content": "x"}], chat_template="{{ mood }} {{ eos_token }}", template_variables={"mood": "calm"}
+        [{"role": "user", "content": "x"}],
+        chat_template="{{ mood }} {{ eos_token }}",
+        template_variables={"mood": "calm"},
     )
     assert prompt["prompt"] == "calm <eos>"

@@ -108,13 +108,14 @@ def test_runs_without_seeds_repeat_with_the_engines_seed():
 
 def test_log_probabilities_come_with_ranks_and_text():
     engine, _ = make_engine(max_num_batched_tokens=8)
-    engine.add_request("r", list(range(10, 30)), SamplingParams(temperature=0.0, max_tokens=2, logprobs=3, prompt_logprobs=2))
+    params = SamplingParams(temperature=0.0, max_tokens=2, logprobs=3, prompt_logprobs=2)
+    engine.add_request("r", list(range(10, 30)), params)
     output = run_to_end(engine)["r"][-1]
     assert [len(p) for p in output.outputs[0].logprobs] == [3, 3]
-    assert [list(p)[0] for p in output.outputs[0].logprobs] == output.outputs[0].token_ids == [30, 31]
+    assert [next(iter(p)) for p in output.outputs[0].logprobs] == output.outputs[0].token_ids == [30, 31]
     assert output.outputs[0].cumulative_logprob == pytest.approx(2 * output.outputs[0].logprobs[0][30].logprob)
     assert output.prompt_logprobs[0] is None
-    assert [list(p)[0] for p in output.prompt_logprobs[1:]] == list(range(11, 30))
+    assert [next(iter(p)) for p in output.prompt_logprobs[1:]] == list(range(11, 30))
     assert all(p[i].rank == 1 and len(p) == 2 for i, p in enumerate(output.prompt_logprobs[1:], start=11))
 
 
@@ -131,7 +132,7 @@ def test_equal_beginnings_are_found_in_the_cache_and_counted():
 
 
 def test_metrics_count_tokens_and_ends():
-    engine, executor = make_engine()
+    engine, _ = make_engine()
     engine.add_request("r", [10, 11, 12], SamplingParams(temperature=0.0, max_tokens=5, n=1))
     run_to_end(engine)
     assert metric(engine, "vllm:prompt_tokens") == 3

@@ -30,11 +30,9 @@ def complete(prompts, params):
 
 
 def search(prompt, *, max_model_len=100, run=complete, **params):
-    params = BeamSearchParams(**params)
-    prompts = [{"prompt_token_ids": prompt}]
-    return beam_search(
-        run, prompts, params, max_model_len=max_model_len, eos_token_ids=[EOS], decode=lambda ids: " ".join(map(str, ids))
-    )[0]
+    params, prompts = BeamSearchParams(**params), [{"prompt_token_ids": prompt}]
+    decode = lambda ids: " ".join(map(str, ids))
+    return beam_search(run, prompts, params, max_model_len=max_model_len, eos_token_ids=[EOS], decode=decode)[0]
 
 
 def all_sequences(prompt, max_tokens, ignore_eos=False):
@@ -52,7 +50,8 @@ def all_sequences(prompt, max_tokens, ignore_eos=False):
 def test_a_beam_as_wide_as_the_tree_finds_the_best_sequences(length_penalty, ignore_eos):
     prompt = [3, 4]
     output = search(prompt, beam_width=VOCAB**2, max_tokens=3, length_penalty=length_penalty, ignore_eos=ignore_eos)
-    ranked = sorted(all_sequences(prompt, 3, ignore_eos), key=lambda s: s[1] / len(s[0]) ** length_penalty, reverse=True)
+    score = lambda sequence: sequence[1] / len(sequence[0]) ** length_penalty
+    ranked = sorted(all_sequences(prompt, 3, ignore_eos), key=score, reverse=True)
     assert [s.tokens[2:] for s in output.sequences] == [tokens for tokens, _ in ranked[: VOCAB**2]]
     assert output.sequences[0].cum_logprob == pytest.approx(ranked[0][1])
 

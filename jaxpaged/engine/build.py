@@ -1,0 +1,67 @@
+"""The one place where an engine is put together from its parts.
+
+Options that contradict the model or each other, a missing tokenizer and a damaged template are found here, before
+any weight is read.
+"""
+
+from pathlib import Path
+
+from jaxpaged.config import EngineConfig, ModelFacts
+from jaxpaged.engine.chat_template import load_chat_templates
+from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.core_client import InprocClient
+from jaxpaged.engine.generation_config import load_generation_defaults
+from jaxpaged.engine.input_processor import InputProcessor
+from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.engine.tokenizer import check_vocabulary, load_tokenizer
+from jaxpaged.executor.platform import platform
+from jaxpaged.executor.uniproc import UniProcExecutor
+from jaxpaged.messages import Progress
+from jaxpaged.models.config import DecoderConfig, load_hf_config
+from jaxpaged.models.registry import model_for
+from jaxpaged.params.hub import resolve_model_folder
+
+
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLMEngine:
+    """Load what `config` names and start an engine in this process. `progress` hears how far loading is.
+
+    Raises ConfigError, CheckpointError or CapacityError.
+    """
+    folder = resolve_model_folder(config.model.model, config.model.revision, config.load.download_dir)
+    hf_config = load_hf_config(folder)
+    model = model_for(hf_config)
+    decoder = model.config_from_hf(hf_config)
+    config = config.resolve(facts_of(decoder), platform())
+    input_processor = build_input_processor(config, decoder, folder)
+    executor = UniProcExecutor(config, model, decoder, folder, progress)
+    return LLMEngine(config, input_processor, InprocClient(EngineCore(config, executor)))
+
+
+def facts_of(decoder: DecoderConfig) -> ModelFacts:
+    """What checking the options needs of a model."""
+    return ModelFacts(
+        max_position_embeddings=decoder.max_position_embeddings,
+        dtype=decoder.dtype,
+        num_heads=decoder.num_heads,
+        vocab_size=decoder.vocab_size,
+    )
+
+
+def build_input_processor(config: EngineConfig, decoder: DecoderConfig, folder: Path) -> InputProcessor:
+    """The front end of a model in `folder`. `config` is resolved."""
+    options = config.model
+    tokenizer_folder = folder
+    if options.tokenizer != options.model:
+        tokenizer_folder = resolve_model_folder(options.tokenizer, None, config.load.download_dir)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    check_vocabulary(tokenizer, decoder.vocab_size)
+    return InputProcessor(
+        tokenizer,
+        vocab_size=decoder.vocab_size,
+        max_model_len=options.max_model_len,
+        max_logprobs=options.max_logprobs,
+        seed=options.seed,
+        allow_priority=config.scheduler.scheduling_policy == "priority",
+        defaults=load_generation_defaults(folder, options.generation_config, options.override_generation_config),
+        chat_templates=load_chat_templates(tokenizer_folder, tokenizer.config, options.chat_template),
+    )
