@@ -70,6 +70,7 @@ class SimulatedRunner:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.rows: dict[str, Row] = {}
+        self.hears_removals_again = False  # after a failed step, of which the scheduler cannot know what was heard
         self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (block, slot) -> (group, hash)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
@@ -88,7 +89,8 @@ class SimulatedRunner:
 
     def _update_rows(self, scheduled: SchedulerOutput) -> None:
         for request_id in scheduled.removed_request_ids:
-            del self.rows[request_id]
+            assert request_id in self.rows or self.hears_removals_again
+            self.rows.pop(request_id, None)
         for new in scheduled.new_requests:
             assert new.request_id not in self.rows
             self.rows[new.request_id] = Row(list(new.token_ids), tuple(map(list, new.block_ids)))

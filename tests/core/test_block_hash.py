@@ -58,7 +58,7 @@ def test_a_hash_is_sha256_of_the_cbor_of_parent_tokens_and_extra_keys(token_ids,
 
 
 def test_the_first_parent_is_a_known_constant():
-    assert NONE_HASH == hashlib.sha256(cbor2.dumps("vllm-none-hash", canonical=True)).digest()
+    assert hashlib.sha256(cbor2.dumps("vllm-none-hash", canonical=True)).digest() == NONE_HASH
     assert len(NONE_HASH) == 32
 
 
