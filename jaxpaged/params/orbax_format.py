@@ -78,7 +78,7 @@ def load_orbax(
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             path = (folder / ARRAYS).absolute()
-            check_arrays(checkpointer.metadata(path).item_metadata.tree, stored, path)
+            check_arrays(checkpointer.metadata(path).item_metadata, stored, path)
             found = checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=wanted))
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder / ARRAYS} cannot be read: {error}. Run `jaxpaged convert` again.") from error
@@ -105,8 +105,13 @@ def stored_shapes(specs: Any, sizes: Mapping[str, int]) -> dict[str, tuple[int, 
     }
 
 
-def check_arrays(found: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """CheckpointError unless the arrays are those that config.json describes."""
+def check_arrays(metadata: Any, stored: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """CheckpointError unless the arrays are those that config.json describes. `metadata` is orbax's, or None."""
+    if metadata is None:
+        raise CheckpointError(
+            f"{path} has no list of its arrays; it was not written completely. Run `jaxpaged convert` again."
+        )
+    found = metadata.tree
     for name in sorted(found.keys() ^ stored.keys()):
         state = "is missing" if name in stored else "is not part of the model that config.json describes"
         raise CheckpointError(f"{path}: array {name} {state}. Run `jaxpaged convert` again.")

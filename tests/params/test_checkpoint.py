@@ -174,7 +174,7 @@ DAMAGE = {
     "truncated": (cut_file, ["truncated", "tensor", "Download it again"]),
     "no file": (lambda f: (f / "model.safetensors").unlink(), ["holds no *.safetensors"]),
     "only pickle": (
-        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ["pytorch_model.bin", "safetensors version"]
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ["pytorch_model.bin", "only safetensors"]
     ),
     "not safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"PK\3\4" * 9), ["too short"]),
     "header is no JSON": (

@@ -1,0 +1,96 @@
+"""Checkpoints in orbax format: what was saved comes back on any mesh, and damage is one clear error."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.errors import CheckpointError, UsageError
+from jaxpaged.models.config import load_hf_config
+from jaxpaged.models.registry import model_for
+from jaxpaged.params.checkpoint import load_params
+from jaxpaged.params.orbax_format import ARRAYS, save_orbax
+from tests.models.checkpoints import write_checkpoint
+
+
+def load(folder, num_shards=1, dtype=jnp.float32, **changes):
+    hf = {**load_hf_config(folder), **changes}
+    model = model_for(hf)
+    config = model.config_from_hf(hf)
+    specs = model.param_specs(config, num_shards)
+    return specs, config, load_params(specs, config, folder, make_mesh(num_shards), dtype)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(a checkpoint with fused projections and two key heads, the same converted)."""
+    source = write_checkpoint("phi3", tmp_path_factory.mktemp("source"))
+    (source / "tokenizer.json").write_text("{}")
+    out = tmp_path_factory.mktemp("converted") / "model"
+    specs, config, params = load(source)
+    save_orbax(specs, config, params, source, out)
+    return source, out
+
+
+@pytest.mark.parametrize("num_shards", [1, 8])
+def test_a_converted_checkpoint_loads_like_its_source(folders, num_shards):
+    source, converted = folders
+    expected, found = load(source, num_shards)[2], load(converted, num_shards)[2]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, expected)
+
+
+def test_weights_are_cast_at_load(folders):
+    source, converted = folders
+    expected, found = load(source, 8, jnp.bfloat16)[2], load(converted, 8, jnp.bfloat16)[2]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert found.lm_head.dtype == jnp.bfloat16
+
+
+def test_the_folder_is_a_model_by_itself(folders):
+    source, converted = folders
+    assert json.loads((converted / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert (converted / "tokenizer.json").exists()
+    assert not list(converted.glob("*.safetensors"))
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(folders):
+    source, converted = folders
+    with pytest.raises(UsageError, match="not empty"):
+        save_orbax(*load(source), source, converted)
+
+
+def test_padded_parameters_are_not_saved(folders, tmp_path):
+    source, _ = folders
+    with pytest.raises(UsageError, match="tensor_parallel_size 1"):
+        save_orbax(*load(source, 8), source, tmp_path / "out")
+
+
+def test_a_config_of_another_shape_is_an_error(folders):
+    with pytest.raises(CheckpointError, match=r"mlp.gate_proj.weight has shape \(80, 64\), but .* \(96, 64\)"):
+        load(folders[1], intermediate_size=96)
+
+
+def test_a_config_with_more_layers_is_an_error(folders):
+    with pytest.raises(CheckpointError, match="layers.2.input_layernorm.weight is missing"):
+        load(folders[1], num_hidden_layers=3)
+
+
+def test_a_damaged_folder_is_an_error(folders, tmp_path):
+    source, _ = folders
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    (tmp_path / ARRAYS).mkdir()
+    with pytest.raises(CheckpointError, match="jaxpaged convert"):
+        load(tmp_path)
+
+
+def test_truncated_arrays_are_an_error(folders, tmp_path):
+    shutil.copytree(folders[1], tmp_path / "model")
+    for path in (tmp_path / "model" / ARRAYS).rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load(tmp_path / "model")

@@ -1,0 +1,29 @@
+"""A spec that contradicts itself is a mistake in a model's file and shows at once."""
+
+import pytest
+
+from jaxpaged.params.placing import stored_shape
+from jaxpaged.params.spec import Spec
+
+SIZES = {"D": 48, "N": 8, "K": 2, "H": 12, "F": 80}
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        (Spec("NHD", "NH D", "q"), (96, 48)),
+        (Spec("DNH", "D NH", "o"), (48, 96)),
+        (Spec("KH", "KH", "bias"), (24,)),
+        (Spec("KHD", "KH D", "qkv", fused=("NH", "KH", "KH"), part=2), (144, 48)),
+    ],
+)
+def test_the_shape_in_the_checkpoint_follows_from_the_letters(spec, shape):
+    assert stored_shape(spec, SIZES) == shape
+
+
+@pytest.mark.parametrize(
+    "arguments", [("ND", "NH D", "q"), ("QD", "Q D", "q"), ("NHD", "NH D", "qkv", ("NH", "KH"), 1)]
+)
+def test_letters_that_contradict_each_other_are_refused(arguments):
+    with pytest.raises(AssertionError):
+        Spec(*arguments)
