@@ -1,8 +1,6 @@
 """`python -m jaxpaged` is the `jaxpaged` command."""
 
-import sys
-
-from jaxpaged.entrypoints.cli import main
+from jaxpaged.entrypoints.cli import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

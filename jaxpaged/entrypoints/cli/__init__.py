@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from jaxpaged import __version__
 from jaxpaged.entrypoints.cli import chat, convert, generate
@@ -19,10 +20,24 @@ DESCRIPTION = "LLM inference native to JAX: paged KV cache, continuous batching,
 FAILURE, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 
+def command() -> NoReturn:
+    """The command as a process of its own.
+
+    It leaves without the interpreter's clean-up: a program that is still being compiled in a thread, and that nobody
+    will use any more, can be neither cancelled nor killed, and would be waited for.
+    """
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit status; `--help` and flags that do not parse raise SystemExit."""
+    """Run a command line. Returns the exit status; `--help` and flags that do not parse raise SystemExit."""
     args = command_line().parse_args(arguments)
-    logging.basicConfig(level=logging.DEBUG if args.debug else logging.WARNING, format="%(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    if args.debug:
+        logging.getLogger("jaxpaged").setLevel(logging.DEBUG)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end a run
     try:

@@ -42,7 +42,7 @@ class ProgressLine:
     def update(self, what: str, done: int, total: int) -> None:
         with self.lock:
             if self.open:
-                self.stream.write(f"{ERASE_LINE}{what}: {done} of {total}")
+                self.stream.write(f"{ERASE_LINE}{what}: {done / max(total, 1):.0%}")
                 self.stream.flush()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ def test_progress_is_one_line_that_vanishes_and_then_stays_silent():
     line.update("weights", 1, 2)
     line.close()
     line.update("programs", 3, 4)
-    assert terminal.getvalue() == "\r\x1b[2Kweights: 1 of 2\r\x1b[2K"
+    assert terminal.getvalue() == "\r\x1b[2Kweights: 50%\r\x1b[2K"
 
 
 def test_nothing_is_shown_where_there_is_no_terminal():
