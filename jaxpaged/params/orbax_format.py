@@ -5,6 +5,7 @@ padded vocabulary), so one checkpoint loads onto any mesh. Beside the arrays, th
 and generation settings, so that it is a `--model` by itself. Knows letters and orbax, and no model.
 """
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,13 +48,20 @@ def save_orbax(specs: Any, config: Any, params: Any, model_folder: str | Path, o
     if padded:
         raise UsageError(f"{padded[0]} is padded for several devices. Load with tensor_parallel_size 1 to save.")
     out_folder.mkdir(parents=True, exist_ok=True)
-    for pattern in SIDE_FILES:
-        for path in model_folder.glob(pattern):
-            if path.name != "model.safetensors.index.json":
-                shutil.copyfile(path, out_folder / path.name)
+    copy_side_files(model_folder, out_folder, dtype=jax.tree.leaves(params)[0].dtype.name)
     # Last, and atomic: a folder with arrays is complete.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save((out_folder / ARRAYS).absolute(), args=ocp.args.PyTreeSave(arrays))
+
+
+def copy_side_files(model_folder: Path, out_folder: Path, dtype: str) -> None:
+    """Configuration, with the type that the arrays have now, and whatever the tokenizer needs."""
+    for path in (path for pattern in SIDE_FILES for path in model_folder.glob(pattern)):
+        if path.name != "model.safetensors.index.json":
+            shutil.copyfile(path, out_folder / path.name)
+    config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+    if config.get("dtype", config.get("torch_dtype")) != dtype:
+        (out_folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
 
 
 def load_orbax(
@@ -109,7 +117,7 @@ def check_arrays(metadata: Any, stored: Mapping[str, tuple[int, ...]], path: Pat
     """CheckpointError unless the arrays are those that config.json describes. `metadata` is orbax's, or None."""
     if metadata is None:
         raise CheckpointError(
-            f"{path} has no list of its arrays; it was not written completely. Run `jaxpaged convert` again."
+            f"{path} has no readable list of its arrays: it is damaged. Run `jaxpaged convert` again."
         )
     found = metadata.tree
     for name in sorted(found.keys() ^ stored.keys()):

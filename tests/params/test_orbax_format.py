@@ -10,7 +10,7 @@ import pytest
 
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import CheckpointError, UsageError
-from jaxpaged.models.config import load_hf_config
+from jaxpaged.models.config import dtype_of, load_hf_config
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.orbax_format import ARRAYS, save_orbax
@@ -58,6 +58,12 @@ def test_the_folder_is_a_model_by_itself(folders):
     assert not list(converted.glob("*.safetensors"))
 
 
+def test_the_config_names_the_type_of_the_arrays(folders, tmp_path):
+    source, _ = folders
+    save_orbax(*load(source, dtype=jnp.bfloat16), source, tmp_path)
+    assert dtype_of(load_hf_config(tmp_path)) == "bfloat16"
+
+
 def test_a_folder_that_is_not_empty_is_left_alone(folders):
     source, converted = folders
     with pytest.raises(UsageError, match="not empty"):
@@ -92,5 +98,5 @@ def test_truncated_arrays_are_an_error(folders, tmp_path):
     shutil.copytree(folders[1], tmp_path / "model")
     for path in (tmp_path / "model" / ARRAYS).rglob("d/*"):
         path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="jaxpaged convert"):
         load(tmp_path / "model")
