@@ -18,7 +18,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from jaxpaged.errors import ConfigError, RequestError
+from jaxpaged.engine.tokenizer import read_json
+from jaxpaged.errors import CheckpointError, ConfigError, RequestError
 
 Message = Mapping[str, Any]
 
@@ -117,37 +118,48 @@ def load_chat_templates(
 ) -> ChatTemplates:
     """Templates of a model's folder; the option, where given, replaces the default one.
 
-    `chat_template.jinja` wins over `chat_template.json`, which wins over `tokenizer_config.json`.
+    `chat_template.jinja` wins over `chat_template.json`, which wins over `tokenizer_config.json`. Raises ConfigError
+    for a wrong option; a model's own template is compiled when it is first used, since many never chat.
     """
+    if option is not None:
+        return ChatTemplates({"default": template_option(option)})
     sources = named_templates(tokenizer_config.get("chat_template"))
-    if (file := folder / "chat_template.json").exists():
-        sources |= named_templates(json.loads(file.read_text(encoding="utf-8")).get("chat_template"))
+    sources |= named_templates(read_json(folder / "chat_template.json").get("chat_template"))
     for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
         sources[file.stem] = file.read_text(encoding="utf-8")
     if (file := folder / "chat_template.jinja").exists():
         sources["default"] = file.read_text(encoding="utf-8")
-    if option is not None:
-        sources = {"default": template_option(option)}
     return ChatTemplates(sources)
 
 
 def named_templates(value: Any) -> dict[str, str]:
-    """Templates by name from JSON: one text, a list of {"name", "template"}, or nothing."""
+    """Templates by name from JSON: one text, a list of {"name", "template"}, or nothing. Raises CheckpointError."""
     if isinstance(value, str):
         return {"default": value}
-    return {entry["name"]: entry["template"] for entry in value or []}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in value or []}
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(
+            "chat_template in the tokenizer's JSON must be a text, or a list of objects with 'name' and 'template'; "
+            f"it is a {type(value).__name__}. Correct the file, or give the option chat_template."
+        ) from error
 
 
 def template_option(option: str) -> str:
     """The source that the option `chat_template` means: a file's content, or the text itself. Raises ConfigError."""
-    if any(mark in option for mark in ("{{", "{%", "\n")):
-        return option
-    path = Path(option)
-    if not path.is_file():
-        raise ConfigError(
-            f"chat_template is {option!r}, which is neither a file nor a Jinja template. Check the path."
-        )
-    return path.read_text(encoding="utf-8")
+    source = option
+    if not any(mark in option for mark in ("{{", "{%", "\n")):
+        path = Path(option).expanduser()
+        if not path.is_file():
+            raise ConfigError(
+                f"chat_template is {option!r}, which is neither a file nor a Jinja template. Check the path."
+            )
+        source = path.read_text(encoding="utf-8")
+    try:
+        ChatTemplate(source)
+    except RequestError as error:
+        raise ConfigError(f"the option chat_template does not fit: {error}") from error
+    return source
 
 
 # ---- Jinja ---------------------------------------------------------------------------------------

@@ -14,6 +14,10 @@ from jaxpaged.sampling_params import SamplingParams
 
 CONTEXT_TOKENS = 8
 """Prompt tokens that prime the decoder: enough to know whether a space belongs before the next token."""
+MAX_HELD_TOKENS = 64
+"""More tokens than this without a character are broken bytes. The decoder looks at all of them at every step."""
+BEGUN_TOKENS = 3
+"""Most tokens of a character that is not complete: each has at least one of its first three bytes."""
 
 
 class TextStream:
@@ -28,6 +32,7 @@ class TextStream:
     ):
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
+        self._silent = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._join_special = not (skip_special_tokens or spaces_between_special_tokens)
         self._after_special = False
         whole, begun = split_incomplete(tokenizer, prompt_token_ids[-CONTEXT_TOKENS:])
@@ -51,12 +56,22 @@ class TextStream:
         return text
 
     def _decode(self, token_id: int) -> str:
-        text = self._step(token_id)
-        if text is None:
-            self._held.append(token_id)
+        if token_id in self._silent or token_id >= self._tokenizer.vocab_size:
             return ""
-        self._held.clear()
-        return text
+        text = self._step(token_id)
+        if text is not None:
+            self._held.clear()
+            return text
+        self._held.append(token_id)
+        return self._drop_broken() if len(self._held) > MAX_HELD_TOKENS else ""
+
+    def _drop_broken(self) -> str:
+        """The text of bytes that can no longer become characters; only what may be one's beginning is kept."""
+        broken, self._held = self._held[:-BEGUN_TOKENS], self._held[-BEGUN_TOKENS:]
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+        for token_id in self._held:
+            self._stream.step(self._tokenizer.backend, token_id)
+        return self._tokenizer.decode(broken, self._skip_special)
 
     def _step(self, token_id: int) -> str | None:
         try:

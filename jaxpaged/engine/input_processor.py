@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from jaxpaged.engine.chat_template import ChatTemplates, Message
@@ -145,13 +146,14 @@ class InputProcessor:
         if not ids:
             raise RequestError("the prompt has no token ids. Give it at least one.", "prompt")
         for position, token_id in enumerate(ids):
-            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+            whole = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+            if not whole or not 0 <= token_id < self.vocab_size:
                 raise RequestError(
                     f"the prompt has token id {token_id!r} at position {position}, but the vocabulary has "
                     f"{self.vocab_size} ids. Use whole numbers from 0 to {self.vocab_size - 1}.",
                     "prompt",
                 )
-        return list(ids)
+        return [int(token_id) for token_id in ids]
 
     def _truncated(self, token_ids: list[int], keep: int | None) -> list[int]:
         if keep is None:
@@ -202,6 +204,8 @@ class InputProcessor:
 
     def _completed(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
         """A copy in which nothing is left open: length, seed, end ids, bad words in tokens."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"the parameters are {params!r}; they must be SamplingParams.", "sampling_params")
         complete = params.clone()
         room = self.max_model_len - prompt_length
         complete.max_tokens = room if complete.max_tokens is None else min(complete.max_tokens, room)

@@ -12,7 +12,7 @@ from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.metrics import EngineMetrics, Metric
 from jaxpaged.engine.output_processor import OutputProcessor
 from jaxpaged.engine.tokenizer import Tokenizer
-from jaxpaged.messages import RequestOutput
+from jaxpaged.messages import Progress, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
 
@@ -30,11 +30,14 @@ class LLMEngine:
         self._output_processor = OutputProcessor(input_processor.tokenizer, self.metrics)
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> "LLMEngine":
-        """Load the model that `config` names. Raises ConfigError, CheckpointError or CapacityError."""
+    def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> "LLMEngine":
+        """Load the model that `config` names; `progress` hears how far that is.
+
+        Raises ConfigError, CheckpointError or CapacityError.
+        """
         from jaxpaged.engine.build import build_engine  # it imports jax
 
-        return build_engine(config)
+        return build_engine(config, progress)
 
     def add_request(
         self,

@@ -103,11 +103,12 @@ class PromptState:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
+        self.num_unfinished = len(sequences)
         self._preemptions = [0] * len(sequences)
 
     @property
     def finished(self) -> bool:
-        return all(sequence.finished for sequence in self.sequences)
+        return self.num_unfinished == 0
 
     def note(self, index: int, output: EngineCoreOutput, now: float) -> None:
         """Keep what an output says about the request as a whole."""
@@ -115,11 +116,10 @@ class PromptState:
             self.metrics.first_token_time = now
         if index == 0:  # the others find in the cache what the first one computed
             self.num_cached_tokens = output.num_cached_tokens
-        self._preemptions[index] = output.num_preemptions
-        self.metrics.num_preemptions = sum(self._preemptions)
+        if output.num_preemptions:
+            self._preemptions[index] = output.num_preemptions
+            self.metrics.num_preemptions = sum(self._preemptions)
         self.error = self.error or output.error
-        if self.finished:
-            self.metrics.finished_time = now
 
     def output(self, changed: Iterable[int]) -> RequestOutput | None:
         """What the user sees now that the sequences `changed` have changed; None when it is not time yet."""
@@ -214,8 +214,7 @@ class OutputProcessor:
             for sequence in running:
                 sequence.finish("abort")
                 engine_ids.append(sequence.request.request_id)
-                self._forget(sequence, now)
-            prompt.metrics.finished_time = now
+                self._forget(prompt, sequence, now)
             results.append(self._result(request_id, [sequence.index for sequence in running]))
         return engine_ids, results
 
@@ -231,7 +230,7 @@ class OutputProcessor:
             )
         prompt.note(sequence.index, output, now)
         if sequence.finished:
-            self._forget(sequence, now)
+            self._forget(prompt, sequence, now)
         return tell_engine
 
     def _record_tokens(self, sequence: SequenceState, output: EngineCoreOutput, num_before: int, now: float) -> None:
@@ -249,10 +248,13 @@ class OutputProcessor:
             )
         sequence.last_token_time = now
 
-    def _forget(self, sequence: SequenceState, now: float) -> None:
+    def _forget(self, prompt: PromptState, sequence: SequenceState, now: float) -> None:
         """Stop expecting outputs for a sequence that ended."""
         request = sequence.request
         del self._sequences[request.request_id]
+        prompt.num_unfinished -= 1
+        if prompt.finished:
+            prompt.metrics.finished_time = now
         self._metrics.record_finished(
             FinishedSequence(
                 finish_reason=sequence.finish_reason,

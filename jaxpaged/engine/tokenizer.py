@@ -37,6 +37,7 @@ class Tokenizer:
         mark_special(backend, self.named_tokens.values())
         added = backend.get_added_tokens_decoder()
         self.added_tokens = {token_id: token.content for token_id, token in added.items()}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added)])
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")

@@ -8,7 +8,7 @@ This module knows nothing of how the engine works; it feeds `LLMEngine` and wait
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from jaxpaged.config import EMBEDDED_MODEL, EngineConfig
@@ -19,7 +19,8 @@ from jaxpaged.engine.metrics import Metric
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.entrypoints.batch_progress import BatchProgress
 from jaxpaged.entrypoints.beam_search import BeamSearchOutput, beam_search
-from jaxpaged.errors import RequestError
+from jaxpaged.entrypoints.cli.terminal import ProgressLine
+from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.messages import RequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -37,7 +38,11 @@ class LLM:
     """
 
     def __init__(self, model: str = EMBEDDED_MODEL, **options: Any):
-        self.llm_engine = LLMEngine.from_config(EngineConfig.from_options(model=model, **options))
+        loading = ProgressLine()
+        try:
+            self.llm_engine = LLMEngine.from_config(EngineConfig.from_options(model=model, **options), loading.update)
+        finally:
+            loading.close()
         self._request_ids = map(str, itertools.count())
 
     @classmethod
@@ -62,7 +67,7 @@ class LLM:
         defaults hold. Raises RequestError naming the prompt when one is at fault, before any is computed. A request
         that fails later has its `error` set; the others are complete.
         """
-        batch = [prompts] if is_single_prompt(prompts) else list(prompts)
+        batch = batch_of(prompts)
         params = per_prompt("sampling_params", sampling_params, len(batch))
         priorities = per_prompt("priority", 0 if priority is None else priority, len(batch))
         request_ids = self._add_all(batch, params, priorities)
@@ -112,7 +117,7 @@ class LLM:
                 "with a larger max_logprobs.",
                 "beam_width",
             )
-        batch = [prompts] if is_single_prompt(prompts) else list(prompts)
+        batch = batch_of(prompts)
         starts = []
         for index, prompt in enumerate(batch):
             with naming("prompt", index, len(batch)):
@@ -164,10 +169,9 @@ class LLM:
         default = self.get_default_sampling_params()
         try:
             for index, (prompt, given, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
-                once = (default if given is None else given).clone()
-                once.output_kind = RequestOutputKind.FINAL_ONLY
                 request_id = next(self._request_ids)
                 with naming("prompt", index, len(prompts)):
+                    once = final_only(default if given is None else given)
                     self.llm_engine.add_request(request_id, prompt, once, priority=priority)
                 request_ids.append(request_id)
         except BaseException:
@@ -177,17 +181,21 @@ class LLM:
 
     def _run(self, request_ids: Sequence[str], use_tqdm: UseTqdm) -> list[RequestOutput]:
         """Step the engine until these requests are done."""
-        results: dict[str, RequestOutput] = {}
+        results: dict[str, RequestOutput | None] = dict.fromkeys(request_ids)
+        num_left = len(results)
         try:
-            with BatchProgress(len(request_ids), use_tqdm) as progress:
-                while len(results) < len(request_ids):
+            with BatchProgress(num_left, use_tqdm) as progress:
+                while num_left:
                     for output in self.llm_engine.step():
-                        results[output.request_id] = output
-                        progress.finished(output)
+                        if output.request_id in results:
+                            results[output.request_id] = output
+                            progress.finished(output)
+                            num_left -= 1
         except BaseException:  # an interrupt too must not leave requests behind
-            self.llm_engine.abort_request(request_ids)
+            with contextlib.suppress(EngineDeadError):
+                self.llm_engine.abort_request(request_ids)
             raise
-        return [results[request_id] for request_id in request_ids]
+        return list(results.values())
 
 
 @contextlib.contextmanager
@@ -201,11 +209,24 @@ def naming(what: str, index: int, count: int) -> Iterator[None]:
         raise RequestError(f"{what} {index}: {error}", error.parameter) from error
 
 
-def is_single_prompt(prompts: Any) -> bool:
-    """Whether this is one prompt, not a sequence of them: text, a dict, or token ids."""
+def final_only(params: SamplingParams) -> SamplingParams:
+    """A copy whose result comes once, at the end. Raises RequestError for what is no SamplingParams."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params is {params!r}; it must be SamplingParams.", "sampling_params")
+    once = params.clone()
+    once.output_kind = RequestOutputKind.FINAL_ONLY
+    return once
+
+
+def batch_of(prompts: Any) -> list[Prompt]:
+    """Prompts as a list, of one when it is text, a dict or token ids. Raises RequestError for what is none of it."""
     if isinstance(prompts, str | Mapping):
-        return True
-    return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping) and not hasattr(prompts[0], "__len__")
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts is {prompts!r}; it must be a prompt or a list of prompts.", "prompts")
+    batch = list(prompts)
+    is_prompt = batch and not isinstance(batch[0], str | Mapping) and not hasattr(batch[0], "__len__")
+    return [prompts] if is_prompt else batch
 
 
 def is_conversation(messages: Any) -> bool:

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from jaxpaged.engine.chat_template import ChatTemplate, ChatTemplates, load_chat_templates, template_option
-from jaxpaged.errors import ConfigError, RequestError
+from jaxpaged.errors import CheckpointError, ConfigError, RequestError
 from tests.engine.small_tokenizer import CHAT
 
 HELLO = [{"role": "user", "content": "hello "}]
@@ -120,3 +120,13 @@ def test_the_option_is_a_file_or_a_template(tmp_path):
     assert template_option("{{ bos_token }}") == "{{ bos_token }}"
     with pytest.raises(ConfigError, match=r"'nowhere\.jinja', which is neither a file nor"):
         template_option("nowhere.jinja")
+    with pytest.raises(ConfigError, match="option chat_template does not fit.*not valid Jinja"):
+        template_option("{% if %}")
+
+
+def test_damaged_template_files_are_the_checkpoints_fault(tmp_path):
+    with pytest.raises(CheckpointError, match="it is a int"):
+        load_chat_templates(tmp_path, {"chat_template": 3})
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"chat_template\.json is not valid JSON"):
+        load_chat_templates(tmp_path, {})

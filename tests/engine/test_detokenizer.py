@@ -168,3 +168,19 @@ def test_the_token_that_ends_a_text_is_shown_only_when_asked():
         assert detokenizer.push(ids, ended_by_token=True) == (len(ids), None)
         detokenizer.finish()
         assert detokenizer.text == text
+
+
+def test_broken_bytes_without_end_are_shown_in_time_and_harm_no_character():
+    broken = [ids_of("😀")[0]] * 300
+    for tail, text in (("😀 cat", "😀 cat"), ("", "")):
+        shown = stream([], [*broken, *ids_of(tail)])
+        assert shown.strip(INCOMPLETE) == text
+        assert tail == "" or shown == TOKENIZER.decode([*broken, *ids_of(tail)])
+    pieces = TextStream(TOKENIZER, [], True, True)
+    assert all(pieces.push(i) is not None and len(pieces._held) <= 64 for i in broken)
+
+
+def test_skipped_and_unknown_ids_leave_no_trace():
+    face = ids_of("😀")
+    ids = [*ids_of("the"), *[TOKENIZER.eos_token_id, 5000] * 200, *face[:2], 2, *face[2:]]
+    assert stream([], ids) == "the😀"

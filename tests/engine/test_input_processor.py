@@ -26,8 +26,8 @@ def test_text_ids_and_dicts_are_the_same_prompt():
     ids = TOKENIZER.encode("the cat")
     assert ids[0] == TOKENIZER.bos_token_id
     for prompt in (
-        "the cat", ids, tuple(ids), np.array(ids), {"prompt": "the cat"}, {"prompt_token_ids": ids},
-        {"prompt": "shown only", "prompt_token_ids": ids},
+        "the cat", ids, tuple(ids), np.array(ids), list(np.array(ids)), {"prompt": "the cat"},
+        {"prompt_token_ids": ids}, {"prompt": "shown only", "prompt_token_ids": ids},
     ):  # fmt: skip
         assert process(prompt)[0].prompt_token_ids == ids
     assert process("the cat")[1] == "the cat"
@@ -71,6 +71,11 @@ def test_dicts_carry_salt_and_priority():
 def test_prompts_that_cannot_be_say_what_is_wrong(prompt, said):
     with pytest.raises(RequestError, match=said):
         process(prompt)
+
+
+def test_parameters_of_another_kind_are_refused():
+    with pytest.raises(RequestError, match="must be SamplingParams"):
+        make().process("r", "a", {"temperature": 1})
 
 
 def test_prompts_of_ids_beyond_the_tokenizer_but_within_the_model_pass():

@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxpaged.engine.metrics import Counter, Gauge
 from jaxpaged.errors import RequestError
@@ -170,3 +172,81 @@ def test_priority_lets_a_request_overtake():
     engine.add_request("soon", {"prompt_token_ids": [20], "priority": -1}, GREEDY)
     run_to_end(engine)
     assert executor.executed[0].request_ids == ["soon"]
+
+
+requests = st.lists(
+    st.fixed_dictionaries(
+        {
+            "prompt": st.lists(st.integers(5, 60), min_size=1, max_size=20),
+            "n": st.integers(1, 3),
+            "seed": st.integers(0, 3),
+            "max_tokens": st.integers(1, 15),
+            "min_tokens": st.sampled_from([0, 1]),
+            "stop": st.sampled_from([[], ["a"], ["at", " s"], ["q", "7"]]),
+            "stop_token_ids": st.lists(st.integers(5, 299), max_size=3),
+            "logprobs": st.sampled_from([None, 0, 2]),
+            "prompt_logprobs": st.sampled_from([None, None, 1]),
+            "output_kind": st.sampled_from(list(RequestOutputKind)),
+            "arrives": st.integers(0, 10),
+        }
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def start(engine, name, request):
+    params = {k: v for k, v in request.items() if k not in ("prompt", "arrives")}
+    engine.add_request(name, request["prompt"], SamplingParams(temperature=1.2, **params))
+
+
+def joined(outputs):
+    """What a sequence of outputs says in the end, whatever their kind: per sequence, text, ids, logprobs, reason."""
+    whole = {}
+    for output in outputs:
+        for c in output.outputs:
+            text, ids, logprobs = whole.get(c.index, ("", [], []))[:3]
+            more = c.logprobs or []
+            if output.request_id.endswith("delta"):
+                text, ids, logprobs = text + c.text, ids + c.token_ids, logprobs + more
+            else:
+                text, ids, logprobs = c.text, c.token_ids, more
+            whole[c.index] = (text, ids, logprobs, c.finish_reason, c.stop_reason)
+    prompt_logprobs = next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None)
+    return whole, prompt_logprobs
+
+
+def name_of(i, request):
+    return f"{i} delta" if request["output_kind"] == RequestOutputKind.DELTA else f"{i}"
+
+
+@given(requests, st.booleans(), st.sampled_from([4, 16]), st.sampled_from([10, 12, 64]), st.booleans(), st.booleans())
+def test_results_depend_on_nothing_but_the_request(batch, asynchronous, step_size, num_blocks, caching, aborts):
+    model = counting_model(TOKENIZER.vocab_size)
+    alone, _ = make_engine(FakeExecutor(model, TOKENIZER.vocab_size))
+    expected = {}
+    for i, request in enumerate(batch):
+        start(alone, name_of(i, request), request)
+        expected |= run_to_end(alone)
+    crowd, _ = make_engine(
+        FakeExecutor(model, TOKENIZER.vocab_size, num_blocks),
+        async_scheduling=asynchronous,
+        max_num_batched_tokens=step_size,
+        max_num_seqs=4,
+        enable_prefix_caching=caching,
+    )
+    seen = {}
+    for step in range(600):
+        for i, request in enumerate(batch):
+            if request["arrives"] == step:
+                start(crowd, name_of(i, request), request)
+                start(crowd, f"abort {i}", request)
+        if aborts and step == 8:
+            crowd.abort_request([f"abort {i}" for i in range(len(batch))])
+        for output in crowd.step():
+            seen.setdefault(output.request_id, []).append(output)
+    assert not crowd.has_unfinished_requests()
+    for name, outputs in expected.items():
+        assert joined(seen[name]) == joined(outputs)
+        assert [o.finished for o in seen[name]] == [False] * (len(seen[name]) - 1) + [True]
+    assert crowd.reset_prefix_cache() is True, "every block was given back"

@@ -6,7 +6,7 @@ import pytest
 
 from jaxpaged.engine.generation_config import GenerationDefaults
 from jaxpaged.entrypoints.llm import LLM
-from jaxpaged.errors import RequestError
+from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from tests.engine.fake_engine import make_engine
 from tests.engine.small_tokenizer import make_tokenizer
@@ -35,6 +35,8 @@ def tokens(outputs):
         ([[5, 6], [7]], 2),
         ([{"prompt": "a"}, "b", [5]], 3),
         ([], 0),
+        (iter(["a", "b"]), 2),
+        (np.array([[5, 6], [7, 8]]), 2),
     ],
 )
 def test_one_prompt_or_many_in_any_form(prompts, count):
@@ -71,6 +73,26 @@ def test_a_bad_prompt_is_named_by_its_index_and_nothing_is_computed():
     assert not llm.llm_engine.has_unfinished_requests()
     assert executor.executed == []
     assert tokens(llm.generate([10], GREEDY)) == [[11, 12, 13]]
+
+
+@pytest.mark.parametrize(("prompts", "params"), [(None, GREEDY), (3, GREEDY), ("a", {"n": 1}), ([None], GREEDY)])
+def test_what_is_no_prompt_or_no_parameters_is_a_request_error(prompts, params):
+    with pytest.raises(RequestError, match="must be|token id None"):
+        make()[0].generate(prompts, params)
+
+
+def test_requests_of_others_do_not_disturb():
+    llm, _ = make()
+    llm.llm_engine.add_request("mine", [10], GREEDY)
+    assert tokens(llm.generate([[20], [30]], GREEDY)) == [[21, 22, 23], [31, 32, 33]]
+
+
+def test_a_dead_engine_says_why(monkeypatch):
+    llm, executor = make()
+    executor.fail_at[0] = "result"
+    monkeypatch.setattr(executor, "recover", lambda: 1 / 0)
+    with pytest.raises(EngineDeadError, match="broke down.*division by zero"):
+        llm.generate("a", GREEDY)
 
 
 def test_a_lone_bad_prompt_needs_no_index():
@@ -174,6 +196,8 @@ def test_the_rest_of_the_interface():
         llm.generate([10, 11, 12, 13, 14], GREEDY)
         assert llm.get_tokenizer().encode("a")
         assert llm.reset_prefix_cache() is True
+        llm.wait_for_programs()
+        assert executor.waited
         assert any(metric.name == "vllm:generation_tokens" for metric in llm.get_metrics())
     assert not executor.running
 
