@@ -1,0 +1,94 @@
+"""The least logit that may be drawn: ties, exact thresholds, and what settles a row."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from jaxpaged.sampling.limits import float_of_order, largest_threshold, order_of_float, sampling_limits
+from jaxpaged.sampling.rows import SamplingRows, unpack_rows
+from jaxpaged.sampling_params import SamplingParams
+
+V = 16
+# Probabilities 1/2, 1/4, 1/8, twice 1/32 and small change; the last ids are padding.
+TIED = np.append(np.log(np.array([16, 8, 4, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]) / 32), [-np.inf] * 5)
+
+
+@functools.cache
+def program(num_candidates: int):
+    return jax.jit(lambda logits_SV, packed_SF: sampling_limits(logits_SV, unpack_rows(packed_SF), num_candidates))
+
+
+def limits_of(logits_V: np.ndarray, num_candidates: int = V, **values):
+    rows = SamplingRows(2)
+    rows.set(0, SamplingParams(seed=0, **values))
+    packed = rows.pack(np.array([0]), np.array([0]), np.array([0]), 2)
+    logits_SV = jnp.asarray(np.tile(logits_V.astype(np.float32), (2, 1)))
+    return program(num_candidates)(logits_SV, packed)
+
+
+def kept(logits_V: np.ndarray, num_candidates: int = V, **values) -> list[int]:
+    least = np.asarray(limits_of(logits_V, num_candidates, **values).least_S)[0]
+    return np.flatnonzero((logits_V.astype(np.float32) >= least) & np.isfinite(logits_V)).tolist()
+
+
+@pytest.mark.parametrize("num_candidates", [4, V])
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, 11),
+        ({"top_k": 2}, 2),
+        ({"top_k": 4}, 5),  # the fourth and the fifth tie
+        ({"top_k": 5}, 5),
+        ({"top_k": 6}, 7),
+        ({"top_k": 99}, 11),
+        ({"top_p": 0.4}, 1),  # one always stays
+        ({"top_p": 0.6}, 2),
+        ({"top_p": 0.89}, 5),  # the tie goes or stays as one
+        ({"top_p": 0.95}, 7),
+        ({"min_p": 0.2}, 3),
+        ({"min_p": 1.0}, 1),
+        ({"min_p": 0.05, "top_p": 0.9}, 3),  # 27/32 of the 30/32 that min_p left
+        ({"top_k": 2, "top_p": 0.6}, 1),  # of what top_k left, the first has 2/3
+    ],
+)
+def test_limits_keep_the_right_number_of_tokens(num_candidates, values, expected):
+    assert kept(TIED, num_candidates, **values) == list(range(expected))
+
+
+def test_a_row_is_narrow_when_its_candidates_are_all_it_may_draw():
+    assert limits_of(TIED, 4, top_k=3).narrow_S[0]
+    assert limits_of(TIED, 4, top_p=0.7).narrow_S[0]
+    assert not limits_of(TIED, 4, top_k=4).narrow_S[0]  # the tie reaches beyond them
+    assert not limits_of(TIED, 4, top_k=7).narrow_S[0]
+    assert not limits_of(TIED, 4, top_p=0.99).narrow_S[0]
+    assert limits_of(TIED, V, top_p=0.99).narrow_S[0]
+
+
+any_logit = st.floats(-30, 30, width=32)
+
+
+@given(
+    hnp.arrays(np.float32, V, elements=any_logit | st.sampled_from([0.0, -0.0, 1.0, -np.inf])),
+    st.integers(1, V),
+)
+def test_the_threshold_search_finds_the_kth_largest_of_any_floats(logits_V, k):
+    ones = jnp.ones((1, 1))
+    found = threshold(jnp.asarray(logits_V)[None], ones, jnp.array([k], jnp.float32))
+    assert found[0] == np.sort(logits_V)[-k]
+
+
+threshold = jax.jit(largest_threshold)
+
+
+@given(hnp.arrays(np.float32, 2, elements=st.floats(width=32, allow_nan=False)))
+def test_the_order_of_floats_is_the_order_of_their_numbers(pair):
+    low, high = sorted(pair.tolist())
+    assert order_of_float(low) <= order_of_float(high) or low == high
+    back = np.asarray(float_of_order(jnp.array([order_of_float(low), order_of_float(high)], jnp.int32)))
+    np.testing.assert_array_equal(back, np.array([low, high], np.float32))
