@@ -56,9 +56,11 @@ def add_requests(scheduler: Scheduler, case: Case, steps: int) -> float:
     """Queue all requests; returns microseconds per request."""
     params = SamplingParams(max_tokens=2 * steps + 4 * WARM_UP_STEPS, stop_token_ids=[1, 2])
     num_requests = case.num_running + case.num_waiting
+    prompts = [
+        [(i * 7919 + j) % 50000 + 10 for j in range(case.prompt_len + i % case.block_size)] for i in range(num_requests)
+    ]
     start = time.thread_time()
-    for i in range(num_requests):
-        prompt = [(i * 7919 + j) % 50000 + 10 for j in range(case.prompt_len + i % case.block_size)]
+    for i, prompt in enumerate(prompts):
         scheduler.add_request(EngineCoreRequest(f"request-{i}", prompt, params, arrival_time=float(i)))
     return (time.thread_time() - start) / num_requests * 1e6
 

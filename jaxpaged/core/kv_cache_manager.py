@@ -28,7 +28,7 @@ from jaxpaged.core.block_pool import BlockPool, KVCacheBlock
 from jaxpaged.core.kv_cache_coordinator import KVCacheCoordinator
 from jaxpaged.core.kv_events import BlockStored, KVCacheEvent
 from jaxpaged.core.request import Request
-from jaxpaged.kv_cache_spec import KVCacheConfig, blocks_for_tokens
+from jaxpaged.kv_cache_spec import KVCacheConfig
 
 
 class CacheHit(NamedTuple):
@@ -53,6 +53,7 @@ class KVCacheManager:
         self.coordinator = KVCacheCoordinator(kv_cache_config.groups, self.pool, max_num_batched_tokens)
         self.block_size = self.coordinator.block_size
         self.num_groups = len(kv_cache_config.groups)
+        self._window_groups = [(g, group) for g, group in enumerate(self.coordinator.groups) if group.window is not None]
         self._enable_prefix_caching = enable_prefix_caching
         self._hasher = BlockHasher(self.block_size)
         self._no_hit = CacheHit(tuple([] for _ in range(self.num_groups)), 0)
@@ -100,7 +101,7 @@ class KVCacheManager:
         Blocks that slid out of a window are freed first. None, and nothing allocated, when too few are free.
         """
         self._free_skipped_blocks(request)
-        num_blocks = blocks_for_tokens(request.num_computed_tokens + num_new_tokens, self.block_size)
+        num_blocks = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
         num_new = [num_blocks - len(table) for table in request.blocks]
         if sum(num_new) > self.pool.num_free_blocks:
             return None
@@ -112,7 +113,7 @@ class KVCacheManager:
         return tuple(new_block_ids)
 
     def _free_skipped_blocks(self, request: Request) -> None:
-        for g, group in enumerate(self.coordinator.groups):
+        for g, group in self._window_groups:
             first, end = request.num_skipped_blocks[g], group.num_skipped_blocks(request.num_computed_tokens)
             if first < end:
                 table = request.blocks[g]

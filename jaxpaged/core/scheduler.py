@@ -247,8 +247,9 @@ class Scheduler:
         for request, n, s in zip(requests, num_tokens, samples):
             request.num_computed_tokens += n
             request.num_tokens_with_placeholders += s
-        for request in plan.shares:
-            self.kv_cache_manager.cache_blocks(request, self._last_step_id)
+        for request, share in plan.shares.items():
+            if share.num_tokens > 1:  # a single token fills a block that its next step, needing another, enters
+                self.kv_cache_manager.cache_blocks(request, self._last_step_id)
         removed = self._take_removed(num_requests)
         request_ids = [request.request_id for request in requests]
         self._num_scheduled_tokens = self._max_num_batched_tokens - plan.budget

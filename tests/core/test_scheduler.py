@@ -365,6 +365,19 @@ class TestAbortAndFailure:
             engine.add(name, prompt_of(8, seed))
             assert engine.dispatch().new_requests[-1].num_computed_tokens == hit
 
+    def test_a_block_that_was_filled_by_a_failed_step_does_not_enter_the_cache(self):
+        engine = Engine()
+        engine.add("a", prompt_of(6), **ENDLESS)
+        for _ in range(2):
+            engine.step()
+        engine.dispatch()
+        scheduled, output = engine.in_flight.popleft()
+        assert scheduled.num_computed_tokens == [7], "this step fills the second block"
+        output.failed = {"a": "why"}
+        engine.scheduler.update_from_output(scheduled, output)
+        engine.add("b", prompt_of(6) + engine.tokens["a"] + [5])
+        assert engine.dispatch().new_requests[0].num_computed_tokens == 0
+
     def test_a_failed_request_needs_no_token_in_the_output(self):
         engine = Engine()
         engine.add("a", prompt_of(8))
