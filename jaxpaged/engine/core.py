@@ -42,7 +42,7 @@ class EngineCore:
         )
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[Step] = deque()
-        self._undelivered: list[EngineCoreOutput] = []  # of steps that were awaited outside `step`
+        self._outbox: list[EngineCoreOutput] = []  # that `step` has not returned yet
         self._death: BaseException | None = None
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -55,11 +55,11 @@ class EngineCore:
 
     def step(self) -> EngineCoreOutputs:
         """Keep the device busy, then wait for the oldest step and return what it produced."""
-        outputs, self._undelivered = self._undelivered, []
-        outputs += self._dispatch()
+        self._dispatch()
         awaited = self._in_flight[0].scheduled if self._in_flight else None
         if awaited is not None:
-            outputs += self._await_oldest()
+            self._await_oldest()
+        outputs, self._outbox = self._outbox, []
         return EngineCoreOutputs(outputs, self._ask(self._scheduler.make_stats, awaited))
 
     def reset_prefix_cache(self) -> bool:
@@ -68,7 +68,7 @@ class EngineCore:
         Steps in flight hold blocks of requests that ended meanwhile, so they are awaited first.
         """
         while self._in_flight:
-            self._undelivered += self._await_oldest()
+            self._await_oldest()
         return self._ask(self._scheduler.reset_prefix_cache)
 
     def take_kv_events(self) -> list[Any]:
@@ -86,41 +86,46 @@ class EngineCore:
         self._in_flight.clear()
         self._executor.shutdown()
 
-    def _dispatch(self) -> list[EngineCoreOutput]:
-        """Schedule and dispatch until as many steps are in flight as may be. Returns what failed on the way."""
+    def _dispatch(self) -> None:
+        """Schedule and dispatch until as many steps are in flight as may be."""
         while len(self._in_flight) < self._depth:
             scheduled = self._ask(self._scheduler.schedule)
             if not scheduled.total_num_scheduled_tokens:
-                break
+                return
             try:
                 pending = self._executor.execute(scheduled)
-            except Exception as error:
-                return self._fail(scheduled, error)
+            except BaseException as error:  # an interrupt too leaves the device half way
+                self._fail(scheduled, error)
+                if not isinstance(error, Exception):
+                    raise
+                return
             self._in_flight.append(Step(scheduled, pending))
-        return []
 
-    def _await_oldest(self) -> list[EngineCoreOutput]:
-        step = self._in_flight.popleft()
+    def _await_oldest(self) -> None:
+        """Wait for the oldest step in flight; when that is interrupted, the step stays in flight."""
+        step = self._in_flight[0]
         try:
             result = step.pending.result()
         except Exception as error:
-            return self._fail(step.scheduled, error)
-        return self._ask(self._scheduler.update_from_output, step.scheduled, result)
+            self._fail(step.scheduled, error)
+            return
+        self._in_flight.popleft()
+        self._outbox += self._ask(self._scheduler.update_from_output, step.scheduled, result)
 
-    def _fail(self, scheduled: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
+    def _fail(self, scheduled: SchedulerOutput, error: BaseException) -> None:
         """End the requests of a failed step, of those dispatched after it, and all that hold blocks.
 
         What a failed step leaves on the device cannot be trusted, so the device starts afresh; requests that
         still wait go on.
         """
         self._in_flight.clear()
-        outputs = self._ask(self._scheduler.fail_requests, scheduled, f"the step failed: {error}")
+        reason = f"the step failed: {str(error) or type(error).__name__}"
+        self._outbox += self._ask(self._scheduler.fail_requests, scheduled, reason)
         left = [request.request_id for request in self._scheduler.running]
-        reason = f"its cached keys and values were lost when a step of other requests failed: {error}"
-        outputs += self._ask(self._scheduler.fail_requests, left, reason)
+        reason = f"its cached keys and values were lost when {reason}"
+        self._outbox += self._ask(self._scheduler.fail_requests, left, reason)
         self._ask(self._scheduler.reset_prefix_cache)
         self._ask(self._executor.recover)
-        return outputs
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
         """Call what must not fail. An error that is not the caller's fault means that the books are wrong."""

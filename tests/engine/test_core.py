@@ -4,7 +4,7 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
-from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
+from tests.engine.fake_engine import Done, FakeExecutor, counting_model, make_config
 
 VOCAB = 100
 
@@ -102,6 +102,56 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(where, asynchron
     assert executor.recoveries == 1
     core.add_request(request("later"))
     assert run(core)[1] == {"later": ("length", None)}
+
+
+def test_an_interrupt_while_waiting_loses_nothing(monkeypatch):
+    core, executor = make()
+    core.add_request(request("a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Done, "result", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            core.step()
+    assert run(core) == ({"a": [11, 12, 13, 14]}, {"a": ("length", None)})
+    assert executor.recoveries == 0
+
+
+def test_an_interrupt_while_dispatching_fails_the_step(monkeypatch):
+    core, executor = make(max_num_seqs=1)
+    for name in "ab":
+        core.add_request(request(name))
+    core.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "execute", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            core.step()
+    assert run(core)[1] == {"a": ("error", "the step failed: KeyboardInterrupt"), "b": ("length", None)}
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_running_requests_that_had_no_part_in_a_failed_step_fail_too(monkeypatch):
+    core, executor = make(async_scheduling=False, max_num_seqs=2)
+    for name in "abc":
+        core.add_request(request(name))
+    core.step()
+    scheduler, schedule = core._scheduler, core._scheduler.schedule
+
+    def schedule_without_b():
+        everyone, scheduler.running = scheduler.running, scheduler.running[:1]
+        monkeypatch.setattr(scheduler, "_max_num_seqs", 1)
+        scheduled = schedule()
+        scheduler.running = everyone
+        monkeypatch.undo()
+        return scheduled
+
+    monkeypatch.setattr(scheduler, "schedule", schedule_without_b)
+    executor.fail_at[1] = "result"
+    _, ends = run(core)
+    assert executor.executed[1].request_ids == ["a"]
+    assert [ends[name][0] for name in "abc"] == ["error", "error", "length"]
+    assert "keys and values were lost" in ends["b"][1]
 
 
 def test_nothing_computed_before_a_failed_step_is_found_in_the_prefix_cache():
