@@ -83,10 +83,15 @@ HARMLESS_FIELDS = frozenset(
     num_return_sequences output_scores forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens chunk_size_feed_forward pruned_heads
     tf_legacy_loss use_bfloat16 cache_implementation attn_implementation bos_token_id eos_token_id
-    hybrid_kvcache_attention_pattern unsloth_fixed unsloth_version transformers.js_config mm_tokens_per_image
+    hybrid_kvcache_attention_pattern unsloth_fixed unsloth_version transformers.js_config pretraining_tp
+    is_llama_config max_sequence_length model_max_length tokenizer_model_max_length
     """.split()
 )
 """Fields that say nothing of the forward pass: training, sampling defaults, names, and records."""
+
+
+HARMLESS_VALUES = {"full_attn_mod": 1, "interpolate_factor": 1}
+"""Fields that change nothing as long as they have this value."""
 
 
 class HfFields:
@@ -128,6 +133,18 @@ class HfFields:
         self.read.add(name)
         return None if self.hf.get(name, default) is None else self.number(name, default)
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of positive numbers, empty when missing."""
+        found = self.value(name, [])
+        if not isinstance(found, list) or not all(type(number) in (int, float) and number > 0 for number in found):
+            raise CheckpointError(f"config.json: {name} is {short(found)}; it must be a list of positive numbers.")
+        return tuple(map(float, found))
+
+    def index(self, name: str, default: int) -> int:
+        """A whole number of at least zero."""
+        found = self.value(name, default)
+        return 0 if found == 0 else self.count(name, default)
+
     def flag(self, name: str, default: bool) -> bool:
         found = self.value(name, default)
         if not isinstance(found, bool):
@@ -145,7 +162,7 @@ class HfFields:
         for name, found in self.hf.items():
             if name in self.read or name in HARMLESS_FIELDS or name.startswith("_"):
                 continue
-            if found is None or found is False or found == 0 or found in ("", [], {}):
+            if not found or found == HARMLESS_VALUES.get(name):
                 continue
             raise CheckpointError(
                 f"config.json: {name} is {short(found)}. Nothing is known of this field, and it may change what the "

@@ -31,8 +31,6 @@ from jaxpaged.models.rope_config import longest_sequence, single_rope
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Llama's config.json. `attention_bias` is on all four projections."""
     fields = HfFields(hf)
-    if fields.number("pretraining_tp", 1) != 1:
-        raise CheckpointError(f"config.json: pretraining_tp is {hf['pretraining_tp']}; only 1 is supported.")
     has_bias = fields.flag("attention_bias", False)
     return pre_norm_config(
         fields,

@@ -18,7 +18,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
 def qwen_windows(fields: HfFields) -> tuple[int | None, ...]:
     """Windows from layer `max_window_layers` on, if they are switched on at all."""
     window = fields.count_or_none("sliding_window", 4096)
-    first = fields.value("max_window_layers", 28)
+    first = fields.index("max_window_layers", 28)
     if not fields.flag("use_sliding_window", False):
         window = None
     return layer_windows(fields, window, sliding=lambda i: i >= first)

@@ -53,27 +53,26 @@ def rope_from_params(
     rope_type = params.get("rope_type") or params.get("type") or "default"
     rope_type = (aliases or {}).get(rope_type, rope_type)
     check_keys(rope_type, params)
+    own = HfFields(params)
     max_position = fields.count("max_position_embeddings")
-    params = {name: value for name, value in params.items() if value is not None}
     original = fields.count_or_none("original_max_position_embeddings")
-    original = original or params.get("original_max_position_embeddings", max_position)
-    factor = float(params.get("factor", max_position / original if rope_type == "longrope" else 1.0))
-    rotary_dim = int(head_dim * params.get("partial_rotary_factor", 1.0))
+    original = original or own.count("original_max_position_embeddings", max_position)
+    factor = own.number("factor", max_position / original if rope_type == "longrope" else 1.0)
     rope = RopeConfig(
-        theta=float(params.get("rope_theta", theta)),
-        rotary_dim=rotary_dim,
+        theta=own.number("rope_theta", theta),
+        rotary_dim=int(head_dim * own.number("partial_rotary_factor", 1.0)),
         rope_type=rope_type,
         factor=factor,
         max_position=max_position,
         original_max_position=original,
-        attention_factor=attention_factor(rope_type, factor, original, params),
-        low_freq_factor=float(params.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(params.get("high_freq_factor", 4.0)),
-        beta_fast=float(params.get("beta_fast") or 32),
-        beta_slow=float(params.get("beta_slow") or 1),
-        truncate=params.get("truncate", True),
-        short_factor=tuple(params.get("short_factor", ())),
-        long_factor=tuple(params.get("long_factor", ())),
+        attention_factor=attention_factor(rope_type, factor, original, own),
+        low_freq_factor=own.number("low_freq_factor", 1.0),
+        high_freq_factor=own.number("high_freq_factor", 4.0),
+        beta_fast=own.number("beta_fast", 32.0),
+        beta_slow=own.number("beta_slow", 1.0),
+        truncate=own.flag("truncate", True),
+        short_factor=own.numbers("short_factor"),
+        long_factor=own.numbers("long_factor"),
     )
     check_sizes(rope, head_dim)
     return rope
@@ -110,20 +109,26 @@ def check_sizes(rope: RopeConfig, head_dim: int) -> None:
             )
 
 
-def attention_factor(rope_type: str, factor: float, original: int, params: dict[str, Any]) -> float:
+def attention_factor(rope_type: str, factor: float, original: int, own: HfFields) -> float:
     """What cos and sin are multiplied by: as given, or as the papers of yarn and longrope derive it."""
+    given = own.number_or_none("attention_factor")
     if rope_type not in ("yarn", "longrope"):
         return 1.0
-    if "attention_factor" in params:
-        return float(params["attention_factor"])
+    if given is not None:
+        return given
     if factor <= 1.0:
         return 1.0
     if rope_type == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(original))
-    mscale, all_dim = params.get("mscale"), params.get("mscale_all_dim")
-    if mscale and all_dim:
-        return (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * all_dim * math.log(factor) + 1.0)
-    return 0.1 * math.log(factor) + 1.0
+    scale, all_dim = own.value("mscale"), own.value("mscale_all_dim")
+    if scale and all_dim:  # zero means that there is none
+        return mscale(factor, own.number("mscale", 1.0)) / mscale(factor, own.number("mscale_all_dim", 1.0))
+    return mscale(factor, 1.0)
+
+
+def mscale(factor: float, weight: float) -> float:
+    """How much sharper attention gets when positions are stretched by `factor` (arXiv 2309.00071, section 3.4)."""
+    return 0.1 * weight * math.log(factor) + 1.0
 
 
 def longest_sequence(rope: RopeConfig) -> int:

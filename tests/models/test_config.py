@@ -1,0 +1,169 @@
+"""config.json of every architecture: both spellings, defaults, and an error for what would change the maths."""
+
+import json
+import math
+
+import pytest
+from transformers import AutoConfig
+
+from jaxpaged.errors import CheckpointError
+from jaxpaged.kv_cache_spec import AttentionSpec
+from jaxpaged.models.config import load_hf_config
+from jaxpaged.models.registry import MODELS, model_for
+from tests.models.checkpoints import CONFIGS, GEMMA3, LLAMA, LONGROPE_DIVISORS, MISTRAL, PHI3, QWEN2
+
+
+def parse(hf):
+    return model_for(hf).config_from_hf(hf)
+
+
+def without(hf, *names):
+    return {name: value for name, value in hf.items() if name not in names}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_transformers_wrote_anew_means_the_same(name, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").write_text(json.dumps(CONFIGS[name]))
+    AutoConfig.from_pretrained(tmp_path / "old").save_pretrained(tmp_path / "new")
+    assert parse(load_hf_config(tmp_path / "new")) == parse(CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_are_hashable_and_equal_when_made_twice(name):
+    assert hash(parse(CONFIGS[name])) == hash(parse(dict(CONFIGS[name])))
+
+
+def test_a_wrapper_of_a_model_with_images_gives_the_text_model():
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024,
+            "model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}  # fmt: skip
+    config = parse(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",
+            "text_config": text, "vision_config": {"x": 1}, "eos_token_id": [1, 106], "boi_token_index": 255999,
+        }
+    )  # fmt: skip
+    assert (config.vocab_size, config.num_heads, config.head_dim) == (262_208, 8, 256)
+    assert (config.dtype, config.eos_token_ids) == ("bfloat16", (1, 106))
+    assert [layer.window for layer in config.layers[:6]] == [1024] * 5 + [None]
+    assert (config.layers[5].rope.theta, config.layers[5].rope.factor) == (1_000_000.0, 8.0)
+    assert (config.layers[0].rope.theta, config.layers[0].rope.factor) == (10_000.0, 1.0)
+    assert config.max_position_embeddings == 131_072
+
+
+def test_null_and_missing_fields_differ_where_transformers_makes_them_differ():
+    assert parse(MISTRAL).layers[0].window == 4096
+    assert parse({**MISTRAL, "sliding_window": None}).layers[0].window is None
+    gemma2 = without(CONFIGS["gemma2"], "attn_logit_softcapping", "final_logit_softcapping")
+    assert (parse(gemma2).attn_soft_cap, parse(gemma2).final_soft_cap) == (50.0, 30.0)
+    assert parse({**gemma2, "attn_logit_softcapping": None}).attn_soft_cap is None
+
+
+def test_qwen_windows_start_late_and_only_when_switched_on():
+    hf = {**QWEN2, "sliding_window": 5, "max_window_layers": 1, "num_hidden_layers": 3}
+    assert [layer.window for layer in parse({**hf, "use_sliding_window": True}).layers] == [None, 5, 5]
+    assert [layer.window for layer in parse(hf).layers] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 512),
+        ({"rope_type": "dynamic", "factor": 2.0}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 6, "long_factor": [1.0] * 6}, 128),
+        (None, 128),
+    ],
+)
+def test_the_longest_sequence_counts_the_scaling_in(scaling, expected):
+    config = parse({**LLAMA, "rope_scaling": scaling})
+    assert config.max_position_embeddings == config.max_model_len == expected
+
+
+def test_longrope_scales_attention_by_the_ratio_of_lengths():
+    hf = {**PHI3, "partial_rotary_factor": 0.75, "max_position_embeddings": 1024}
+    for name in ("su", "longrope", "yarn"):
+        rope = parse({**hf, "rope_scaling": {"type": name, **LONGROPE_DIVISORS}}).layers[0].rope
+        assert rope.rope_type == "longrope"
+        assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(8) / math.log(128)))
+
+
+def test_every_layer_says_what_it_caches():
+    hf = CONFIGS["gemma3"]
+    specs = model_for(hf).attention_specs(parse(hf), block_size=16, dtype_bytes=2, num_model_shards=8)
+    window, full = AttentionSpec(16, 8, 12, 2, window=10), AttentionSpec(16, 8, 12, 2)
+    assert specs == [window, window, full, window]
+
+
+def test_harmless_fields_pass():
+    hf = {
+        **LLAMA,
+        "use_cache": True,
+        "_name_or_path": "x",
+        "pretraining_tp": 2,
+        "unsloth_fixed": True,
+        "new_flag": False,
+    }
+    assert parse(hf) == parse(LLAMA)
+
+
+# what is changed, and words that the error must hold
+REFUSED = {
+    "unknown field": ({**LLAMA, "residual_multiplier": 0.22}, ["residual_multiplier", "0.22"]),
+    "experts": ({**MISTRAL, "num_local_experts": 8}, ["num_local_experts", "8"]),
+    "quantisation": (
+        {**LLAMA, "quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq", "bfloat16"]
+    ),
+    "rope type": ({**LLAMA, "rope_scaling": {"type": "spiral", "factor": 2.0}}, ["'spiral'", "llama3"]),
+    "rope parameter": ({**LLAMA, "rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, ["mrope_section"]),
+    "rope parameter missing": ({**LLAMA, "rope_scaling": {"type": "linear"}}, ["'linear'", "factor"]),
+    "rope parameter of a wrong type": (
+        {**LLAMA, "rope_scaling": {"type": "linear", "factor": "two"}}, ["factor", "'two'"]
+    ),
+    "rope is a list": ({**LLAMA, "rope_scaling": [1]}, ["rope_scaling", "[1]"]),
+    "divisors do not fit": (
+        {**LLAMA, "rope_scaling": {"type": "longrope", **LONGROPE_DIVISORS}}, ["short_factor", "3", "6"]
+    ),
+    "odd rotary part": ({**PHI3, "partial_rotary_factor": 0.4}, ["partial_rotary_factor", "3", "8"]),
+    "activation": ({**LLAMA, "hidden_act": "relu"}, ["hidden_act", "'relu'", "silu"]),
+    "missing size": (without(LLAMA, "hidden_size"), ["lacks hidden_size"]),
+    "size is text": ({**LLAMA, "hidden_size": "48"}, ["hidden_size", "'48'"]),
+    "negative size": ({**LLAMA, "vocab_size": -1}, ["vocab_size", "-1"]),
+    "flag is text": ({**LLAMA, "attention_bias": "yes"}, ["attention_bias", "'yes'"]),
+    "eps is zero": ({**LLAMA, "rms_norm_eps": 0.0}, ["rms_norm_eps", "0.0"]),
+    "heads do not divide": ({**LLAMA, "num_key_value_heads": 3}, ["8", "3", "num_key_value_heads"]),
+    "odd head": ({**LLAMA, "head_dim": 7}, ["head_dim", "7"]),
+    "dtype": ({**LLAMA, "torch_dtype": "float8"}, ["dtype", "'float8'"]),
+    "token id is text": ({**LLAMA, "eos_token_id": ["</s>"]}, ["eos_token_id", "</s>"]),
+    "layer types": ({**GEMMA3, "layer_types": ["full_attention"]}, ["layer_types", "4 entries"]),
+    "unknown layer type": ({**QWEN2, "layer_types": ["linear_attention"] * 2}, ["layer_types", "linear_attention"]),
+    "mixed mistral": (
+        {**MISTRAL, "layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "Mistral"]
+    ),
+    "both directions": ({**GEMMA3, "use_bidirectional_attention": True}, ["use_bidirectional_attention", "True"]),
+    "unknown architecture": ({**LLAMA, "architectures": ["LlamaForCasualLM"]}, ["'LlamaForCausalLM'", "Qwen3"]),
+    "no architecture": (without(LLAMA, "architectures"), ["architectures", "None"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_would_change_the_maths_is_an_error_naming_it(kind):
+    hf, words = REFUSED[kind]
+    with pytest.raises(CheckpointError) as error:
+        parse(hf)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [(None, "does not exist"), ("{", "cannot be read"), ("[]", "not a JSON object")]
+)
+def test_an_unreadable_config_is_an_error_naming_the_file(text, words, tmp_path):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=words) as error:
+        load_hf_config(tmp_path)
+    assert str(tmp_path / "config.json") in str(error.value)
+
+
+def test_the_registry_knows_every_architecture_of_the_goldens():
+    assert {hf["architectures"][0] for hf in CONFIGS.values()} <= MODELS.keys()
