@@ -53,7 +53,8 @@ class KVCacheManager:
         self.coordinator = KVCacheCoordinator(kv_cache_config.groups, self.pool, max_num_batched_tokens)
         self.block_size = self.coordinator.block_size
         self.num_groups = len(kv_cache_config.groups)
-        self._window_groups = [(g, group) for g, group in enumerate(self.coordinator.groups) if group.window is not None]
+        groups = enumerate(self.coordinator.groups)
+        self._window_groups = [(g, group) for g, group in groups if group.window is not None]
         self._enable_prefix_caching = enable_prefix_caching
         self._hasher = BlockHasher(self.block_size)
         self._no_hit = CacheHit(tuple([] for _ in range(self.num_groups)), 0)
