@@ -1,0 +1,70 @@
+"""Every architecture through scheduler and runner: transformers' greedy tokens, on one device and on several.
+
+The goldens are those of `scripts/update_golden.py`. Nothing may be compiled outside of the program table.
+"""
+
+import pytest
+from tests.models.checkpoints import prompt_of, write_checkpoint
+from tests.models.paged import golden_of
+
+from jaxpaged.config import EngineConfig, ModelFacts
+from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.executor.uniproc import UniProcExecutor
+from jaxpaged.messages import EngineCoreRequest
+from jaxpaged.models.config import load_hf_config
+from jaxpaged.models.registry import model_for
+from jaxpaged.sampling_params import SamplingParams
+
+NAMES = ("llama", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+# One bucket that the prompt of 40 tokens does not fit: it takes three chunks.
+OPTIONS = {
+    "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 8,
+    "num_gpu_blocks_override": 64, "compilation_cache_dir": "off",
+}  # fmt: skip
+
+
+def start(folder, num_devices):
+    hf = load_hf_config(folder)
+    model = model_for(hf)
+    decoder = model.config_from_hf(hf)
+    facts = ModelFacts(decoder.max_position_embeddings, decoder.dtype, decoder.num_heads, decoder.vocab_size)
+    config = EngineConfig.from_options(**OPTIONS, tensor_parallel_size=num_devices).resolve(facts, "cpu")
+    executor = UniProcExecutor(config, model, decoder, folder)
+    scheduler = Scheduler(
+        config.scheduler, executor.kv_cache_config, max_model_len=64, enable_prefix_caching=True
+    )
+    return scheduler, executor
+
+
+def generate(scheduler, executor, prompts, max_tokens):
+    """Greedy tokens of every prompt, two steps in flight as the engine core keeps them."""
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=i, ignore_eos=True)
+        scheduler.add_request(EngineCoreRequest(str(i), list(prompt), params, arrival_time=float(i)))
+    tokens, in_flight = {}, []
+    while scheduler.has_unfinished_requests():
+        scheduled = scheduler.schedule()
+        if scheduled.request_ids:
+            in_flight.append((scheduled, executor.execute(scheduled)))
+        if len(in_flight) == 2 or not scheduled.request_ids:
+            scheduled, pending = in_flight.pop(0)
+            for output in scheduler.update_from_output(scheduled, pending.result()):
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return [tokens[str(i)] for i in range(len(prompts))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_are_those_of_transformers_without_any_recompile(name, num_devices, tmp_path):
+    folder = write_checkpoint(name, tmp_path)
+    golden, prompt = golden_of(name)["greedy"], prompt_of(name)
+    scheduler, executor = start(folder, num_devices)
+    try:
+        others = [prompt[5:17], prompt[20:23], prompt[:39]]
+        first, *_, last = generate(scheduler, executor, [prompt, *others, prompt], len(golden))
+        assert first == golden
+        assert last == golden
+        assert executor.stats()["recompiles"] == 0
+    finally:
+        executor.shutdown()
