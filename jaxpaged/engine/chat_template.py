@@ -25,6 +25,8 @@ Message = Mapping[str, Any]
 
 CONTINUE_MARK = "<<continue the last message here>> "
 """Put behind the last message to find its end in the rendered text. Its last space shows whether spaces survive."""
+OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+"""What `render` gives to templates itself."""
 LOOPS_OVER_CONTENT = re.compile(r"in\s+\w+(\.content|\[['\"]content['\"]\])|in\s+content\b")
 
 
@@ -52,6 +54,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt text. `variables` are the special tokens by name, and whatever else the template reads.
 
+        Arguments of earlier tool calls may be JSON text, as the OpenAI API has them; templates get the values.
         Raises RequestError for messages that are none, and when the template refuses them.
         """
         check_messages(messages, add_generation_prompt, continue_final_message)
@@ -73,6 +76,7 @@ class ChatTemplate:
     def _prepared(self, message: Message) -> dict[str, Any]:
         """A copy, with a list of text parts joined to one text for templates that know only texts."""
         prepared = copy.deepcopy(dict(message))
+        parse_tool_calls(prepared)
         content = prepared.get("content")
         if isinstance(content, list) and not self._takes_parts:
             prepared["content"] = "\n".join(part_text(part) for part in content)
@@ -223,6 +227,22 @@ def part_text(part: Any) -> str:
         return part["text"]
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise RequestError(f"a message has a part of type {kind!r}; only text parts are served. Leave it out.", "messages")
+
+
+def parse_tool_calls(message: dict[str, Any]) -> None:
+    """Turn the arguments of tool calls from JSON text to values, in place. Raises RequestError for broken JSON."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            except ValueError as error:
+                raise RequestError(
+                    f"the arguments of a tool call are {function['arguments']!r}, which is not JSON: {error}. "
+                    "Correct the message.",
+                    "messages",
+                ) from error
 
 
 def mark_last(messages: list[dict[str, Any]]) -> None:

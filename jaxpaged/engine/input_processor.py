@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from jaxpaged.engine.chat_template import ChatTemplates, Message
+from jaxpaged.engine.chat_template import OWN_VARIABLES, ChatTemplates, Message
 from jaxpaged.engine.generation_config import GenerationDefaults
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError, did_you_mean
@@ -190,13 +190,19 @@ class InputProcessor:
 
         Raises RequestError when the messages or the template are at fault.
         """
+        variables = dict(template_variables or {})
+        if bad := [name for name in variables if not isinstance(name, str) or name in OWN_VARIABLES]:
+            raise RequestError(
+                f"chat_template_kwargs sets {bad[0]!r}, which is not a variable of the template alone. Leave it out.",
+                "chat_template_kwargs",
+            )
         template = self.chat_templates.choose(chat_template, with_tools=bool(tools))
         text = template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            **{**self.tokenizer.named_tokens, **(template_variables or {})},
+            **{**self.tokenizer.named_tokens, **variables},
         )
         return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
 

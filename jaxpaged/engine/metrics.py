@@ -130,7 +130,7 @@ class EngineMetrics:
         self.tallies["vllm:inter_token_latency_seconds"].observe(seconds)
 
     def record_finished(self, end: FinishedSequence) -> None:
-        self.finished[end.finish_reason] += 1
+        self.finished[end.finish_reason] = self.finished.get(end.finish_reason, 0) + 1
         self.tallies["vllm:e2e_request_latency_seconds"].observe(end.latency)
         self.tallies["vllm:request_prompt_tokens"].observe(end.num_prompt_tokens)
         self.tallies["vllm:request_generation_tokens"].observe(end.num_generated_tokens)

@@ -1,4 +1,4 @@
-"""How far a batch of prompts is, with tokens per second: on a terminal, and nowhere else."""
+"""How far a batch is, with tokens per second: on a terminal, and nowhere else."""
 
 import sys
 import time
@@ -9,9 +9,9 @@ from jaxpaged.messages import RequestOutput
 
 
 class BatchProgress:
-    """A tqdm bar over prompts. `use_tqdm` may be a function that makes the bar, and is then always called."""
+    """A tqdm bar. `use_tqdm` may be a function that makes the bar, and is then always called."""
 
-    def __init__(self, num_prompts: int, use_tqdm: bool | Callable[..., Any]):
+    def __init__(self, total: int, use_tqdm: bool | Callable[..., Any], unit: str = "prompt"):
         self._bar: Any = None
         self._start = time.monotonic()
         self._tokens_in = self._tokens_out = 0
@@ -19,14 +19,15 @@ class BatchProgress:
             return
         if use_tqdm is True:
             from tqdm import tqdm as use_tqdm
-        self._bar = use_tqdm(total=num_prompts, desc="Prompts", unit="prompt", dynamic_ncols=True)
+        self._bar = use_tqdm(total=total, desc=f"{unit.capitalize()}s", unit=unit, dynamic_ncols=True)
 
-    def finished(self, output: RequestOutput) -> None:
-        """One prompt is done."""
+    def advance(self, *outputs: RequestOutput) -> None:
+        """One more is done, with these results."""
         if self._bar is None:
             return
-        self._tokens_in += len(output.prompt_token_ids)
-        self._tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
+        for output in outputs:
+            self._tokens_in += len(output.prompt_token_ids)
+            self._tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
         seconds = max(time.monotonic() - self._start, 1e-9)
         speeds = f"in {self._tokens_in / seconds:.0f} tok/s, out {self._tokens_out / seconds:.0f} tok/s"
         self._bar.set_postfix_str(speeds, refresh=False)

@@ -124,14 +124,21 @@ class LLM:
                 request, _ = processor.process("", prompt)
                 start = {"prompt_token_ids": request.prompt_token_ids, "priority": request.priority}
                 starts.append(start | ({"cache_salt": request.cache_salt} if request.cache_salt else {}))
-        return beam_search(
-            lambda beams, one_token: self.generate(beams, one_token, use_tqdm=use_tqdm),
-            starts,
-            params,
-            max_model_len=processor.max_model_len,
-            eos_token_ids=processor.eos_token_ids,
-            decode=processor.tokenizer.decode,
-        )
+        with BatchProgress(params.max_tokens, use_tqdm, unit="step") as progress:
+
+            def complete(beams: list[Prompt], one_token: SamplingParams) -> list[RequestOutput]:
+                outputs = self.generate(beams, one_token, use_tqdm=False)
+                progress.advance(*outputs)
+                return outputs
+
+            return beam_search(
+                complete,
+                starts,
+                params,
+                max_model_len=processor.max_model_len,
+                eos_token_ids=processor.eos_token_ids,
+                decode=processor.tokenizer.decode,
+            )
 
     def get_tokenizer(self) -> Tokenizer:
         return self.llm_engine.get_tokenizer()
@@ -189,7 +196,7 @@ class LLM:
                     for output in self.llm_engine.step():
                         if output.request_id in results:
                             results[output.request_id] = output
-                            progress.finished(output)
+                            progress.advance(output)
                             num_left -= 1
         except BaseException:  # an interrupt too must not leave requests behind
             with contextlib.suppress(EngineDeadError):

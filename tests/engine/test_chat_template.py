@@ -87,6 +87,17 @@ def test_what_cannot_be_rendered_is_one_request_error(source, messages, options,
         render(source, messages, **options)
 
 
+def test_arguments_of_tool_calls_are_values_in_the_template():
+    source = "{% for m in messages %}{{ m.tool_calls[0].function.arguments.city }}{% endfor %}"
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert render(source, [message]) == "Rome"
+    assert call["function"]["arguments"] == '{"city": "Rome"}'
+    call["function"]["arguments"] = "{city"
+    with pytest.raises(RequestError, match="'{city', which is not JSON"):
+        render(source, [message])
+
+
 def test_tools_prefer_the_template_made_for_them():
     templates = ChatTemplates({"default": "plain", "tool_use": "tools"})
     assert templates.choose().source == "plain"

@@ -172,6 +172,11 @@ def test_a_chat_has_one_beginning_token():
     assert (request.prompt_token_ids, text) == (prompt["prompt_token_ids"], prompt["prompt"])
 
 
+def test_template_variables_cannot_replace_the_conversation():
+    with pytest.raises(RequestError, match="chat_template_kwargs sets 'tools'"):
+        make().chat_prompt([{"role": "user", "content": "x"}], template_variables={"tools": []})
+
+
 def test_a_chat_can_bring_its_own_template_and_variables():
     prompt = make().chat_prompt(
         [{"role": "user", "content": "x"}],

@@ -181,8 +181,9 @@ def test_a_progress_bar_is_shown_where_one_is_given():
             self.closed = True
 
     make()[0].generate(["a", "b"], GREEDY, use_tqdm=Bar)
-    assert [(bar.total, bar.n, bar.closed) for bar in made] == [(2, 2, True)]
-    assert "tok/s" in made[0].text
+    make()[0].beam_search("a", BeamSearchParams(beam_width=2, max_tokens=5), use_tqdm=Bar)
+    assert [(bar.total, bar.n, bar.closed) for bar in made] == [(2, 2, True), (5, 5, True)]
+    assert all("tok/s" in bar.text for bar in made)
 
 
 def test_nothing_is_printed_away_from_a_terminal(capsys):
