@@ -31,6 +31,10 @@ class Executor(Protocol):
         """Make the device usable again after a failed step. All cached keys and values are lost."""
         ...
 
+    def wait_for_programs(self) -> None:
+        """Block until every program is compiled: for tests and measurements; serving does not need it."""
+        ...
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start: steps, padding, programs, compile time, recompiles."""
         ...

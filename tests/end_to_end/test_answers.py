@@ -80,7 +80,7 @@ def test_preemption_and_recomputation_give_the_right_answers():
     small = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 96, "block_size": 4}
     with LLM("demo", num_gpu_blocks_override=150, enable_prefix_caching=False, **small) as llm:
         answers = ask(llm, questions, SamplingParams(temperature=0.0, max_tokens=24))
-        assert llm.llm_engine.get_metrics()["num_preemptions"] > 0
+        assert llm.llm_engine.metrics.stats.num_preemptions > 0
     assert [word in answer for word, answer in zip(words, answers, strict=True)] == [True] * len(words)
 
 

@@ -39,7 +39,7 @@ def test_nothing_is_compiled_after_warm_up_in_2000_random_steps():
     with LLM("demo", block_size=8, **options) as llm:
         engine = llm.llm_engine
         llm.wait_for_programs()
-        before = engine.get_metrics()["recompiles"]
+        before = engine.executor_stats()["recompiles"]
         live, finished, ids = [], 0, 0
         for _ in range(STEPS):
             while rng.random() < 0.3 and len(live) < 20:
@@ -52,7 +52,7 @@ def test_nothing_is_compiled_after_warm_up_in_2000_random_steps():
                 if output.finished and output.request_id in live:
                     live.remove(output.request_id)
                     finished += 1
-        metrics = engine.get_metrics()
+        metrics = engine.executor_stats()
         assert metrics["recompiles"] == before == 0
         assert metrics["steps"] > STEPS // 2
         assert finished > 100
