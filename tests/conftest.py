@@ -13,7 +13,8 @@ DEVICES = "--xla_force_host_platform_device_count"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax-tests"))
+os.environ["XDG_CACHE_HOME"] = str(CACHE)  # an engine's own default lies below it
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jaxpaged" / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the network is wrong
