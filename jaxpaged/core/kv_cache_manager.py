@@ -92,7 +92,6 @@ class KVCacheManager:
         for g, table in enumerate(hit.tables):
             self.pool.touch(table)
             request.blocks[g].extend(table)
-            request.num_skipped_blocks[g] = sum(block is self.pool.null_block for block in table)
         request.num_computed_tokens = hit.num_tokens
         request.num_cached_blocks = len(hit.tables[0])
 

@@ -394,7 +394,7 @@ class Scheduler:
         assert not running & waiting
         assert running | waiting == set(self.requests.values())
         assert all(r.status is RequestStatus.RUNNING for r in running)
-        assert all(not any(r.blocks) and r.num_computed_tokens == 0 for r in waiting)
+        assert all(not any(r.blocks) and r.num_computed_tokens == r.decode_limit == 0 for r in waiting)
         assert all(r.num_tokens_with_placeholders <= r.max_total_tokens for r in running | waiting)
         assert all(r.num_computed_tokens <= self.kv_cache_manager.num_slots(r) for r in running)
         self.kv_cache_manager.check_integrity(running)
