@@ -5,6 +5,7 @@ what a window may forget is the scheduler's business.
 """
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,17 @@ class PagedModel:
         self.kv = jax.device_put(self.kv, [kv_sharding(self.mesh, "reference")] * len(attention))
         self.windows = list(dict.fromkeys(layer.window for layer in self.config.layers))
         self.num_computed = 0
+
+    @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        return jax.jit(self._step, donate_argnames="kv").lower(
+            self.params, np.zeros(CHUNK, np.int32), np.int32(0), np.int32(0), self.kv
+        )
+
+    @functools.cached_property
+    def program(self) -> jax.stages.Compiled:
         # Compiling is most of a test's time, and these arrays need no fast code.
-        quickly = {"xla_backend_optimization_level": 0}
-        self.step = jax.jit(self._step, donate_argnames="kv", compiler_options=quickly)
+        return self.lowered.compile({"xla_backend_optimization_level": 0})
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """Logits [len(tokens), V] of tokens that follow those given before."""
@@ -72,7 +81,9 @@ class PagedModel:
     def _chunk(self, tokens: list[int]) -> np.ndarray:
         padded = np.zeros(CHUNK, np.int32)
         padded[: len(tokens)] = tokens
-        logits_TV, self.kv = self.step(self.params, padded, len(tokens), self.num_computed, self.kv)
+        logits_TV, self.kv = self.program(
+            self.params, padded, np.int32(len(tokens)), np.int32(self.num_computed), self.kv
+        )
         self.num_computed += len(tokens)
         return np.asarray(logits_TV)[: len(tokens)]
 

@@ -1,5 +1,8 @@
 """Every architecture against what transformers computed, through paged attention, in chunks of the prompt."""
 
+import collections
+import re
+
 import numpy as np
 import pytest
 
@@ -43,3 +46,17 @@ def test_eight_devices_give_the_tokens_of_one(name, tmp_path):
     logits = model.logits(prompt_of(name))
     np.testing.assert_allclose(logits.sum(axis=1), golden["sums"], rtol=1e-4, atol=2e-3)
     assert model.continue_greedily(logits[-1], 4) == golden["greedy"][:4]
+    # One sum for the embedding and one for each half of a layer is all that devices must exchange.
+    assert collectives(model) == {"all-reduce": 1 + 2 * model.config.num_layers}
+
+
+def collectives(model):
+    """How often each kind of exchange between devices occurs in the program."""
+    kinds = r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+    return collections.Counter(re.findall(kinds, model.program.as_text()))
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma2", 2)])
+def test_layers_of_one_kind_are_traced_once(name, kinds, tmp_path):
+    functions = re.findall(r"func\.func private @decoder_layer\w*", load(name, tmp_path).lowered.as_text())
+    assert len(functions) == kinds
