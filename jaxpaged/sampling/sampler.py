@@ -82,44 +82,29 @@ def sample_full(
     return record_tokens(state, rows, tokens_S), SampleOutput(tokens_S, bad_S, logprobs)
 
 
-def draw(
-    logits_SV: jax.Array, rows: RowParams, num_candidates: int
-) -> tuple[jax.Array, jax.Array]:
-    """A token per row, and the least logit (after temperature) that the row could have drawn; -inf in greedy rows."""
+def draw(logits_SV: jax.Array, rows: RowParams, num_candidates: int) -> tuple[jax.Array, jax.Array]:
+    """A token per row, and the least logit (after temperature) that the row could have drawn; -inf without limits.
+
+    Rows limited to their candidates need noise for those only.
+    """
     greedy_S = first_argmax(logits_SV)
-    no_limit_S = jnp.full(greedy_S.shape, -jnp.inf, jnp.float32)
-    tokens_S, least_S = jax.lax.cond(
-        jnp.any(rows.random_S),
-        lambda: draw_random(by_temperature(logits_SV, rows), rows, num_candidates),
-        lambda: (greedy_S, no_limit_S),
-    )
-    return jnp.where(rows.random_S, tokens_S, greedy_S), jnp.where(rows.random_S, least_S, -jnp.inf)
-
-
-def draw_random(logits_SV: jax.Array, rows: RowParams, num_candidates: int) -> tuple[jax.Array, jax.Array]:
-    """Draw in every row. Rows limited to their candidates need noise for those only."""
-    num_rows = len(logits_SV)
     key_S2 = position_keys(rows.seed_S2, rows.position_S)
-    limited_S = (rows.top_k_S > 0) | (rows.top_p_S < 1.0) | (rows.min_p_S > 0.0)
+    no_limit_S = jnp.full(greedy_S.shape, -jnp.inf, jnp.float32)
 
     def from_candidates() -> tuple[jax.Array, jax.Array, jax.Array]:
-        limits = sampling_limits(logits_SV, rows, num_candidates)
-        return draw_narrow(limits, key_S2), limits.least_S, limits.narrow_S
-
-    def unlimited() -> tuple[jax.Array, jax.Array, jax.Array]:
-        no_limit_S = jnp.full(num_rows, -jnp.inf, jnp.float32)
-        return jnp.zeros(num_rows, jnp.int32), no_limit_S, jnp.zeros(num_rows, bool)
+        limits = sampling_limits(by_temperature(logits_SV, rows), rows, num_candidates)
+        least_S = jnp.where(rows.limited_S, limits.least_S, -jnp.inf)
+        return draw_narrow(limits, key_S2), least_S, limits.narrow_S & rows.limited_S
 
     narrow_tokens_S, least_S, narrow_S = jax.lax.cond(
-        jnp.any(rows.random_S & limited_S), from_candidates, unlimited
+        jnp.any(rows.limited_S), from_candidates, lambda: (greedy_S, no_limit_S, jnp.zeros(greedy_S.shape, bool))
     )
-    narrow_S, least_S = narrow_S & limited_S, jnp.where(limited_S, least_S, -jnp.inf)
     tokens_S = jax.lax.cond(
         jnp.any(rows.random_S & ~narrow_S),
-        lambda: draw_wide(logits_SV, least_S, key_S2),
+        lambda: jnp.where(narrow_S, narrow_tokens_S, draw_wide(by_temperature(logits_SV, rows), least_S, key_S2)),
         lambda: narrow_tokens_S,
     )
-    return jnp.where(narrow_S, narrow_tokens_S, tokens_S), least_S
+    return jnp.where(rows.random_S, tokens_S, greedy_S), least_S
 
 
 def draw_narrow(limits: Limits, key_S2: jax.Array) -> jax.Array:

@@ -128,9 +128,9 @@ def pack_row(
     """
     bias = params.logit_bias or {}
     stop_ids = masked_stop_ids(params, eos_token_id)
-    recent = list(output_token_ids[-MAX_BAD_WORD_LENGTH:])
+    recent = output_token_ids[-MAX_BAD_WORD_LENGTH:]
     values = {
-        "recent_RH": [-1] * (MAX_BAD_WORD_LENGTH - len(recent)) + recent,
+        "recent_RH": padded(recent[::-1], MAX_BAD_WORD_LENGTH, -1)[::-1],
         "bias_ids_RJ": padded(list(bias), MAX_LOGIT_BIAS_IDS, layout.vocab_size),
         "bias_values_RJ": padded(list(bias.values()), MAX_LOGIT_BIAS_IDS, 0.0),
         "stop_ids_RJ": padded(stop_ids, MAX_MASKED_STOP_IDS, layout.vocab_size),
@@ -139,10 +139,12 @@ def pack_row(
         "custom_RP": np.zeros(layout.num_custom_params) if custom_params is None else custom_params,
         **flat_bad_words(params.bad_words_token_ids or []),
     }
-    parts = [np.array([row], np.int32)]
-    for name in layout.widths():
-        parts.append(np.asarray(values[name], DTYPES.get(name, np.int32)).view(np.int32))
-    return np.concatenate(parts)
+    packed, offset = np.empty(layout.packed_size, np.int32), 1
+    packed[0] = row
+    for name, width in layout.widths().items():
+        packed[offset : offset + width] = np.asarray(values[name], DTYPES.get(name, np.int32)).view(np.int32)
+        offset += width
+    return packed
 
 
 def masked_stop_ids(params: SamplingParams, eos_token_id: int | None) -> list[int]:
@@ -153,9 +155,11 @@ def masked_stop_ids(params: SamplingParams, eos_token_id: int | None) -> list[in
     return list(dict.fromkeys([*params.stop_token_ids, *eos]))
 
 
-def padded(values: list, size: int, filler: float) -> list:
+def padded(values: Sequence[float], size: int, filler: float) -> np.ndarray:
     assert len(values) <= size, f"{len(values)} values for {size} places"
-    return values + [filler] * (size - len(values))
+    array = np.full(size, filler, np.float32 if isinstance(filler, float) else np.int32)
+    array[: len(values)] = values
+    return array
 
 
 def allowed_bits(token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray:
@@ -167,7 +171,7 @@ def allowed_bits(token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray
     return np.packbits(allowed, bitorder="little").view("<u4")
 
 
-def flat_bad_words(words: Sequence[Sequence[int]]) -> dict[str, list[int]]:
+def flat_bad_words(words: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
     tokens = [token for word in words for token in word]
     numbers = [number for number, word in enumerate(words) for _ in word]
     distances = [len(word) - 1 - i for word in words for i in range(len(word))]

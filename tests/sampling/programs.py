@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,11 @@ write_row = jax.jit(load_row)
 write_tokens = jax.jit(load_tokens)
 
 
-class Request(NamedTuple):
+@dataclass
+class Request:
     params: SamplingParams
-    prompt: list[int] = []  # noqa: RUF012
-    output: list[int] = []  # noqa: RUF012
+    prompt: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
 
     @property
     def position(self) -> int:
@@ -65,12 +66,12 @@ class Engine:
 
     def sample(
         self, logits_SV: np.ndarray, rows: Sequence[int], requests: Sequence[Request], *, bucket: int = 4,
-        logprobs_mode: str = "processed_logits", max_logprobs: int | None = None,
+        logprobs_mode: str = "processed_logits", mask_bits_SW: np.ndarray | None = None,
     ) -> SampleOutput:  # fmt: skip
-        count = self.layout.vocab_size if max_logprobs is None else max_logprobs
         self.state, output = full(
             padded(logits_SV, bucket), self.state, pack(self.table, rows, requests, bucket),
-            logprobs_mode=logprobs_mode, max_logprobs=count, custom=self.custom,
+            logprobs_mode=logprobs_mode, max_logprobs=self.layout.vocab_size, custom=self.custom,
+            mask_bits_SW=mask_bits_SW,
         )  # fmt: skip
         return output
 

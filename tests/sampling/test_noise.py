@@ -5,8 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.sampling.noise import exponential_noise, position_keys, threefry2x32
+from jaxpaged.sampling import noise
 from tests.sampling import oracle
+
+threefry2x32 = jax.jit(noise.threefry2x32)
+position_keys = jax.jit(noise.position_keys)
+exponential_noise = jax.jit(noise.exponential_noise)
 
 
 @pytest.mark.parametrize(
@@ -35,12 +39,12 @@ def test_keys_are_fold_in_of_the_seed_and_the_position(seed):
 
 def test_noise_is_positive_finite_and_exponential():
     keys = jnp.array([[3, 4]], jnp.uint32)
-    noise = np.sort(np.asarray(exponential_noise(keys, jnp.arange(100_000)[None]))[0])
-    assert noise[0] > 0
-    assert np.isfinite(noise[-1])
+    values = np.sort(np.asarray(exponential_noise(keys, jnp.arange(100_000)[None]))[0])
+    assert values[0] > 0
+    assert np.isfinite(values[-1])
     # Kolmogorov-Smirnov: the largest distance of the distribution functions; 1.63 / sqrt(n) at the 1 % level.
-    distance = np.abs((np.arange(len(noise)) + 0.5) / len(noise) - (1 - np.exp(-noise))).max()
-    assert distance < 1.63 / np.sqrt(len(noise))
+    distance = np.abs((np.arange(len(values)) + 0.5) / len(values) - (1 - np.exp(-values))).max()
+    assert distance < 1.63 / np.sqrt(len(values))
 
 
 def test_the_noise_of_a_token_is_its_own():

@@ -1,10 +1,10 @@
 """The packed parameters of a step: what goes in comes out, bit for bit."""
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.sampling.rows import NUM_COLUMNS, Feature, SamplingRows, features_of, unpack_rows
+from jaxpaged.sampling.rows import NUM_COLUMNS, Feature, RowParams, SamplingRows, features_of, unpack_rows
 from jaxpaged.sampling_params import SamplingParams
 
 FIRST = SamplingParams(
@@ -13,7 +13,9 @@ FIRST = SamplingParams(
 )  # fmt: skip
 SECOND = SamplingParams(seed=2**31, temperature=0)
 
-unpack = jax.jit(unpack_rows)
+
+def unpack(packed_SF: np.ndarray) -> RowParams:
+    return unpack_rows(jnp.asarray(packed_SF))
 
 
 def filled_rows() -> SamplingRows:
