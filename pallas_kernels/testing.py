@@ -3,6 +3,10 @@
 The oracle is per-row dense attention in numpy float64: too simple to be wrong. It knows no blocks.
 """
 
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -29,3 +33,96 @@ def dense_attention(
     sink_N11 = 0 if sinks_N is None else np.exp(np.asarray(sinks_N, np.float64))[:, None, None]
     weight_NQP /= weight_NQP.sum(-1, keepdims=True) + sink_N11
     return np.einsum("NQP,PNH->QNH", weight_NQP, v_PNH)
+
+
+@dataclasses.dataclass
+class Step:
+    """One step of a case in numpy float32: what goes into the kernel, and each request's whole context.
+
+    Every slot of `k_BKSH`, `v_BKSH` that holds no token which a query may still see is NaN, the null block
+    included; block ids that must not be looked up point outside of the pool.
+    """
+
+    q_TNH: np.ndarray
+    k_TKH: np.ndarray
+    v_TKH: np.ndarray
+    k_BKSH: np.ndarray
+    v_BKSH: np.ndarray
+    sinks_N: np.ndarray | None
+    query_start_loc_R1: np.ndarray
+    seq_lens_R: np.ndarray
+    block_tables_RM: np.ndarray
+    contexts: list[tuple[np.ndarray, np.ndarray]]  # keys and values [P, K, H] of each row
+
+
+def make_step(case: Any, dtype: Any, seed: int = 0) -> Step:
+    """Random numbers, representable in `dtype`, for a `Case`."""
+    rng = np.random.default_rng(seed)
+    K, N, H, S = case.num_kv_heads, case.num_kv_heads * case.group_size, case.head_dim, case.block_size
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(dtype).astype(np.float32)
+
+    num_tokens = case.num_tokens + case.padding
+    contexts = [(normal(cached + new, K, H), normal(cached + new, K, H)) for cached, new in case.rows]
+    k_TKH, v_TKH = (np.full((num_tokens, K, H), np.nan, np.float32) for _ in range(2))
+    start_R = np.cumsum([0] + [new for _, new in case.rows])
+    for (cached, new), start, (k_PKH, v_PKH) in zip(case.rows, start_R, contexts):
+        k_TKH[start : start + new], v_TKH[start : start + new] = k_PKH[cached:], v_PKH[cached:]
+    seq_lens = [cached + new for cached, new in case.rows] + [0] * case.empty_rows
+    block_tables_RM, num_blocks = _block_tables(case, seq_lens, rng)
+    k_BKSH, v_BKSH = (np.full((num_blocks, K, S, H), np.nan, np.float32) for _ in range(2))
+    for (cached, _), table_M, (k_PKH, v_PKH) in zip(case.rows, block_tables_RM, contexts):
+        position = np.arange(_first_visible(case, cached), cached)
+        k_BKSH[table_M[position // S], :, position % S] = k_PKH[position]
+        v_BKSH[table_M[position // S], :, position % S] = v_PKH[position]
+    return Step(
+        q_TNH=normal(num_tokens, N, H),
+        k_TKH=k_TKH,
+        v_TKH=v_TKH,
+        k_BKSH=k_BKSH,
+        v_BKSH=v_BKSH,
+        sinks_N=normal(N) if case.sinks else None,
+        query_start_loc_R1=np.append(start_R, [start_R[-1]] * case.empty_rows).astype(np.int32),
+        seq_lens_R=np.array(seq_lens, np.int32),
+        block_tables_RM=block_tables_RM,
+        contexts=contexts,
+    )
+
+
+def expected(case: Any, step: Step) -> np.ndarray:
+    """out_TNH of the oracle, zeros for padding tokens."""
+    out_TNH = np.zeros(step.q_TNH.shape)
+    for row, (k_PKH, v_PKH) in enumerate(step.contexts):
+        tokens = slice(*step.query_start_loc_R1[row : row + 2])
+        out_TNH[tokens] = dense_attention(
+            step.q_TNH[tokens], k_PKH, v_PKH,
+            scale=case.head_dim**-0.5, window=case.window, soft_cap=case.soft_cap, sinks_N=step.sinks_N,
+        )  # fmt: skip
+    return out_TNH
+
+
+def tolerance(dtype: Any, reduction_length: int) -> float:
+    """Largest difference to the oracle for values of unit size: rounding of `dtype`, averaged over a reduction.
+
+    Outputs and softmax weights are rounded once each in `dtype`; sums are float32 and lose with their length.
+    """
+    return 4 * float(jnp.finfo(dtype).eps) + 8 * float(np.finfo(np.float32).eps) * np.sqrt(reduction_length)
+
+
+def _first_visible(case: Any, cached: int) -> int:
+    """The first position that this step's queries may see, of a row with `cached` tokens."""
+    return 0 if case.window is None else max(0, cached - case.window + 1)
+
+
+def _block_tables(case: Any, seq_lens: list[int], rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """Shuffled blocks for every row, and the size of the pool; ids that nobody needs are not in the pool."""
+    S = case.block_size
+    num_needed = [-(-n // S) for n in seq_lens]
+    num_blocks = sum(num_needed) + 3
+    ids = iter(rng.permutation(np.arange(1, num_blocks)))
+    tables_RM = rng.choice([-7, -1, num_blocks, 10**8], size=(max(len(seq_lens), 1), max(num_needed, default=0) + 2))
+    for row, (cached, _) in enumerate(case.rows):
+        for column in range(_first_visible(case, cached) // S, num_needed[row]):
+            tables_RM[row, column] = next(ids)
+    return tables_RM.astype(np.int32), num_blocks

@@ -32,10 +32,10 @@ NUM_KV_ARRAYS = 2
 KV_HEADS_AXIS = 1
 
 ITEM_SLOTS = 64
-TILE_ITEMS = 64
+TILE_BYTES = 4 * 2**20  # keys and values of one tile of items: what the second-level caches of two cores hold
 TILE_QUERIES = 64
-CHUNK_SLOTS = 512
-ITEMS_PER_CHUNK = 64  # this many items take as long as one chunk for a tile of queries
+CHUNK_SLOTS = 256
+ITEMS_PER_CHUNK = 24  # this many items take as long as one chunk for a tile of queries
 
 LOWEST = -1e30  # below any score, yet finite, so that the difference of two is not NaN
 NOWHERE = 2**31 - 1  # an index that scatter drops
@@ -234,11 +234,12 @@ def _attend_items(problem: _Problem, out_TKGH: jax.Array) -> jax.Array:
     its state is carried over, and what is written for it meanwhile is overwritten.
     """
     num_items = problem.metadata.plan.item_end_R[-1]
+    tile_items = _items_per_tile(problem.k_BKSH)
     _, K, G, H = out_TKGH.shape
 
     def attend_tile(tile, carry):
         out_TKGH, carried_token, carried_KG = carry
-        item_I = tile * TILE_ITEMS + jnp.arange(TILE_ITEMS)
+        item_I = tile * tile_items + jnp.arange(tile_items)
         real_I = item_I < num_items
         token_I, part_IKG = _attend_item_tile(problem, jnp.minimum(item_I, num_items - 1), real_I)
         token_J = jnp.concatenate([carried_token[None], token_I])
@@ -248,7 +249,14 @@ def _attend_items(problem: _Problem, out_TKGH: jax.Array) -> jax.Array:
         return out_TKGH.at[token_J].set(out_JKGH, mode="drop"), token_J[-1], jax.tree.map(lambda x: x[-1], state_JKG)
 
     carry = (out_TKGH, jnp.int32(NOWHERE), _nothing((K, G), H))
-    return lax.fori_loop(0, ceil_div(num_items, TILE_ITEMS), attend_tile, carry)[0]
+    return lax.fori_loop(0, ceil_div(num_items, tile_items), attend_tile, carry)[0]
+
+
+def _items_per_tile(k_BKSH: jax.Array) -> int:
+    """As many items as `TILE_BYTES` hold; few enough that merging them stays cheap, enough to be worth an iteration."""
+    _, K, S, H = k_BKSH.shape
+    item_bytes = 2 * whole_blocks(ITEM_SLOTS, S) * K * H * k_BKSH.dtype.itemsize
+    return min(max(TILE_BYTES // item_bytes, 16), 64)
 
 
 def _attend_item_tile(problem: _Problem, item_I: jax.Array, real_I: jax.Array) -> tuple[jax.Array, Softmax]:
@@ -267,9 +275,17 @@ def _attend_item_tile(problem: _Problem, item_I: jax.Array, real_I: jax.Array) -
     visible_IC = (position_IC <= position_I[:, None]) & real_I[:, None]
     visible_IC &= position_IC >= first_visible(position_I, problem.window)[:, None]
     k_IKCH, v_IKCH = _gather_slots(problem, row_I[:, None], position_IC, visible_IC)
-    q_IKGH = problem.q_TKGH[token_I]
-    nothing = jnp.float32(LOWEST)
-    return token_I, _attend_slots(problem, q_IKGH, k_IKCH, v_IKCH, visible_IC[:, None, None, :], nothing)
+    q_IKGH = _no_single_query(problem.q_TKGH[token_I], k_IKCH.dtype)
+    part_IKG = _attend_slots(problem, q_IKGH, k_IKCH, v_IKCH, visible_IC[:, None, None, :], jnp.float32(LOWEST))
+    G = problem.q_TKGH.shape[2]
+    return token_I, jax.tree.map(lambda x: x[:, :, :G], part_IKG)
+
+
+def _no_single_query(q_IKGH: jax.Array, kv_dtype: Any) -> jax.Array:
+    """Repeat the query where a head has only one: XLA:CPU's one-row products convert all of a 16-bit operand."""
+    if q_IKGH.shape[2] > 1 or kv_dtype == jnp.float32:
+        return q_IKGH
+    return jnp.repeat(q_IKGH, 2, axis=2)
 
 
 def _merge_queries(part_JKG: Softmax, token_J: jax.Array) -> Softmax:

@@ -1,0 +1,57 @@
+"""The one list of named shapes for tests, benchmarks and tuning. Knows no arrays."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step: for each row how many tokens it has cached and how many are new, and the layer that attends.
+
+    `rows` are (cached, new) pairs; `padding` tokens and `empty_rows` rows follow them, not in use.
+    """
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    num_kv_heads: int = 2
+    group_size: int = 2  # query heads per kv head
+    head_dim: int = 16
+    block_size: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    padding: int = 3
+    empty_rows: int = 2
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(new for _, new in self.rows)
+
+
+_MIXED = ((0, 5), (300, 1), (10, 90), (63, 1), (0, 1), (64, 1), (130, 3), (260, 70), (5, 1))
+
+CASES = (
+    Case("one token of one request", ((0, 1),), padding=0, empty_rows=0),
+    Case("one decode", ((40, 1),)),
+    Case("one prompt", ((0, 150),)),
+    Case("decodes and prompts in any order", _MIXED),
+    Case("multi-query, head_dim 10, block_size 8", _MIXED, num_kv_heads=1, group_size=4, head_dim=10, block_size=8),
+    Case("multi-head, head_dim 80, block_size 64", _MIXED, num_kv_heads=3, group_size=1, head_dim=80, block_size=64),
+    Case("head_dim 64, block_size 32", _MIXED, head_dim=64, block_size=32),
+    Case("head_dim 128", ((70, 1), (0, 20), (200, 80)), head_dim=128),
+    Case("head_dim 256, multi-query", ((70, 1), (0, 20)), num_kv_heads=1, group_size=2, head_dim=256),
+    Case("block_size 48, which divides no tile", _MIXED, block_size=48),
+    Case("window, no multiple of the block", _MIXED, window=37),
+    Case("window of one token", ((0, 70), (33, 1), (20, 5)), window=1),
+    Case("window of one block", _MIXED, window=16, num_kv_heads=1),
+    Case("window longer than any context", ((0, 70), (33, 1)), window=1000),
+    Case("soft cap", _MIXED, soft_cap=0.7),
+    Case("sinks", _MIXED, sinks=True),
+    Case("window, soft cap and sinks", _MIXED, window=21, soft_cap=1.5, sinks=True, group_size=3),
+    Case("long tail", ((1500, 1), *[(7 * i, 1) for i in range(12)]), num_kv_heads=1),
+    Case("long tail of windows", ((1500, 1), *[(90 * i, 1) for i in range(12)]), window=100),
+    Case("chunk that continues a context", ((333, 200),)),
+    Case("chunk that continues a context, window", ((333, 200),), window=50),
+    Case("rows with no new token", ((50, 0), (20, 1), (9, 0), (0, 80), (3, 0))),
+    Case("padded far beyond the total", ((10, 1), (0, 30)), padding=400, empty_rows=40),
+    Case("nothing at all", (), padding=8),
+)

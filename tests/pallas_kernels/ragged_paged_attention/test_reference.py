@@ -1,0 +1,176 @@
+"""The reference backend against dense attention in float64, with everything poisoned that nobody owns."""
+
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pallas_kernels import ragged_paged_attention as rpa
+from pallas_kernels.ragged_paged_attention import reference
+from pallas_kernels.ragged_paged_attention.cases import CASES, Case
+from pallas_kernels.testing import Step, expected, make_step, tolerance
+
+CASE = {case.name: case for case in CASES}
+MIXED = CASE["decodes and prompts in any order"]
+# Half of the suite's time would be LLVM's, for programs that run once.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def run(case: Case, step: Step, dtype, **changes) -> tuple[np.ndarray, rpa.KVTensor]:
+    """(out_TNH, cache after the step). `changes` lets mutants pass other settings than the case's."""
+    settings = {"window": case.window, "soft_cap": case.soft_cap, "scale": case.head_dim**-0.5} | changes
+
+    @functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
+    def attend(q_TNH, k_TKH, v_TKH, kv, sinks_N, num_seqs, *where):
+        metadata = rpa.make_metadata(
+            num_seqs, *where, num_tokens=q_TNH.shape[0], block_size=case.block_size, window=settings["window"],
+            backend="reference",
+        )  # fmt: skip
+        return rpa.ragged_paged_attention(
+            q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N=sinks_N, backend="reference", **settings
+        )
+
+    q_TNH, k_TKH, v_TKH, k_BKSH, v_BKSH = (
+        jnp.asarray(x, dtype) for x in (step.q_TNH, step.k_TKH, step.v_TKH, step.k_BKSH, step.v_BKSH)
+    )
+    out_TNH, kv = attend(
+        q_TNH, k_TKH, v_TKH, rpa.KVTensor((k_BKSH, v_BKSH)), step.sinks_N,
+        len(case.rows), step.query_start_loc_R1, step.seq_lens_R, step.block_tables_RM,
+    )  # fmt: skip
+    return np.asarray(out_TNH, np.float32), kv
+
+
+def error(case: Case, out_TNH: np.ndarray, step: Step) -> float:
+    """The largest difference to the oracle; infinity where something is not a number."""
+    difference = np.abs(out_TNH - expected(case, step)).max(initial=0)
+    return float(difference) if np.isfinite(difference) else np.inf
+
+
+def case_tolerance(case: Case, dtype) -> float:
+    return tolerance(dtype, max((sum(row) for row in case.rows), default=1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_case_equals_dense_attention_and_changes_only_the_slots_of_its_new_tokens(case, dtype):
+    step = make_step(case, dtype)
+    out_TNH, kv = run(case, step, dtype)
+    assert error(case, out_TNH, step) <= case_tolerance(case, dtype)
+    assert (out_TNH[case.num_tokens :] == 0).all()
+    for before_BKSH, after_BKSH, which in ((step.k_BKSH, kv.arrays[0], 0), (step.v_BKSH, kv.arrays[1], 1)):
+        should_BKSH = before_BKSH.copy()
+        for row, (cached, new) in enumerate(case.rows):
+            position = np.arange(cached, cached + new)
+            block = step.block_tables_RM[row, position // case.block_size]
+            should_BKSH[block, :, position % case.block_size] = step.contexts[row][which][cached:]
+        np.testing.assert_array_equal(np.asarray(after_BKSH, np.float32), should_BKSH)
+
+
+def test_a_batch_equals_each_of_its_requests_alone():
+    step = make_step(MIXED, jnp.float32)
+    together_TNH, _ = run(MIXED, step, jnp.float32)
+    for row in (1, 2, 5):  # a decode over several items, a prompt, a decode that fills a block
+        tokens = slice(*step.query_start_loc_R1[row : row + 2])
+        alone = dataclasses.replace(
+            step,
+            q_TNH=step.q_TNH[tokens], k_TKH=step.k_TKH[tokens], v_TKH=step.v_TKH[tokens],
+            query_start_loc_R1=np.array([0, MIXED.rows[row][1]], np.int32),
+            seq_lens_R=step.seq_lens_R[row : row + 1], block_tables_RM=step.block_tables_RM[row : row + 1],
+        )  # fmt: skip
+        alone_TNH, _ = run(dataclasses.replace(MIXED, rows=MIXED.rows[row : row + 1]), alone, jnp.float32)
+        np.testing.assert_allclose(together_TNH[tokens], alone_TNH, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 37])
+def test_a_prompt_in_chunks_equals_the_whole_prompt(window):
+    case = Case("a prompt", ((0, 210),), window=window, padding=0, empty_rows=0)
+    step = make_step(case, jnp.float32)
+    whole_TNH, _ = run(case, step, jnp.float32)
+    chunks, kv = [], (step.k_BKSH, step.v_BKSH)
+    for first, last in ((0, 70), (70, 140), (140, 210)):  # equal lengths share a program
+        part = dataclasses.replace(
+            step,
+            q_TNH=step.q_TNH[first:last], k_TKH=step.k_TKH[first:last], v_TKH=step.v_TKH[first:last],
+            k_BKSH=kv[0], v_BKSH=kv[1],
+            query_start_loc_R1=np.array([0, last - first], np.int32), seq_lens_R=np.array([last], np.int32),
+        )  # fmt: skip
+        out_TNH, kv_tensor = run(case, part, jnp.float32)
+        chunks.append(out_TNH)
+        kv = tuple(np.asarray(x) for x in kv_tensor.arrays)
+    np.testing.assert_allclose(np.concatenate(chunks), whole_TNH, atol=2e-6)
+
+
+@pytest.mark.parametrize("query_tiles", [False, True])
+def test_both_lists_of_work_give_the_same(monkeypatch, query_tiles):
+    case = CASE["window, soft cap and sinks"]
+    monkeypatch.setattr(reference, "ITEMS_PER_CHUNK", -1 if query_tiles else 10**6)
+    step = make_step(case, jnp.float32)
+    assert error(case, run(case, step, jnp.float32)[0], step) <= case_tolerance(case, jnp.float32)
+
+
+# ---- the tests bite ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("window, no multiple of the block", {"window": 38}),
+        ("window, no multiple of the block", {"window": 36}),
+        ("window, no multiple of the block", {"window": None}),
+        ("soft cap", {"soft_cap": None}),
+        ("one decode", {"scale": 0.26}),
+    ],
+)
+def test_wrong_settings_are_noticed(name, changes):
+    case = CASE[name]
+    step = make_step(case, jnp.bfloat16)
+    assert error(case, run(case, step, jnp.bfloat16, **changes)[0], step) > case_tolerance(case, jnp.bfloat16)
+
+
+# what is wrong: (a case that must notice, the reference's text, what the mutant has in its place)
+MUTANTS = {
+    "values that nobody may see only get a weight of zero": (
+        MIXED, "jnp.where(needed[..., None, :, None], v, 0)", "v",
+    ),
+    "blocks that are not needed are looked up": (
+        CASE["long tail of windows"], "jnp.where(needed_block, block, 0)", "block",
+    ),
+    "queries in a tile see one position ahead": (
+        MIXED, "(position_C <= position_Q[:, None])", "(position_C <= position_Q[:, None] + 1)",
+    ),
+    "queries in a list see one position less": (
+        MIXED, "(position_IC <= position_I[:, None])", "(position_IC < position_I[:, None])",
+    ),
+    "queries in a list see what the one after them wrote": (
+        MIXED, "(position_IC <= position_I[:, None])", "(position_IC <= position_I[:, None] + 1)",
+    ),
+    "the last chunk is forgotten": (MIXED, "last // chunk_slots + 1, add_chunk", "last // chunk_slots, add_chunk"),
+    "older chunks keep their weight": (
+        CASE["chunk that continues a context"], "state_KX.out * fade_KX[..., None]", "state_KX.out",
+    ),
+    "what a tile of items carries over is forgotten": (
+        CASE["long tail"], 'mode="drop"), token_J[-1],', 'mode="drop"), jnp.int32(NOWHERE),',
+    ),
+    "a sink is forgotten": (CASE["sinks"], "if sinks is None:", "if True:"),
+    "padding tokens write to a block": (
+        CASE["rows with no new token"], "jnp.where(token_T < end_R[-1], block_T, NOWHERE)", "block_T * 0 + 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_of_the_reference_is_noticed(monkeypatch, mutant):
+    case, original, wrong = MUTANTS[mutant]
+    text = inspect.getsource(reference)
+    assert text.count(original) == 1, f"the mutant {mutant!r} no longer applies; update it with the reference."
+    module = types.ModuleType("mutant")
+    sys.modules["mutant"] = module  # dataclasses look their module up
+    exec(compile(text.replace(original, wrong), "mutant", "exec"), module.__dict__)
+    monkeypatch.setitem(rpa._BACKENDS, "reference", module)
+    step = make_step(case, jnp.float32)
+    assert error(case, run(case, step, jnp.float32)[0], step) > 10 * case_tolerance(case, jnp.float32)
