@@ -41,7 +41,7 @@ def main() -> None:
         record_all(arguments.names)
         return
     python = environment(arguments.env)
-    subprocess.run([python, __file__, "--inside", *arguments.names], check=True)
+    sys.exit(subprocess.run([python, __file__, "--inside", *arguments.names]).returncode)
 
 
 def environment(folder: Path) -> Path:

@@ -6,10 +6,8 @@ Only weights in safetensors format, configuration and tokenizer are downloaded. 
 import re
 from pathlib import Path
 
+from jaxpaged.config import EMBEDDED_MODEL
 from jaxpaged.errors import CheckpointError
-
-EMBEDDED_MODEL = "demo"
-"""The name of the model that ships inside the package."""
 
 EMBEDDED_FOLDER = Path(__file__).parent.parent / "assets" / "demo"
 

@@ -48,7 +48,6 @@ GEMMA2 = {
     "architectures": ["Gemma2ForCausalLM"],
     "model_type": "gemma2",
     "hidden_activation": "gelu_pytorch_tanh",
-    "num_hidden_layers": 3,
     "tie_word_embeddings": True,
     "sliding_window": 9,
     "query_pre_attn_scalar": 20,
@@ -60,7 +59,7 @@ GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
     "hidden_activation": "gelu_pytorch_tanh",
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "tie_word_embeddings": True,
     "sliding_window": 10,
     "sliding_window_pattern": 3,
@@ -116,7 +115,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral_full": {**MISTRAL, "sliding_window": None, "head_dim": 20, "num_key_value_heads": 8},
     "qwen2": {**QWEN2, "use_sliding_window": False, "tie_word_embeddings": True},
     "qwen2_window": {
-        **QWEN2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "num_hidden_layers": 3,
+        **QWEN2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1,
     },
     "qwen3": {**QWEN3, "attention_bias": False, "rope_theta": 1000000.0},
     "qwen3_bias": {
@@ -128,7 +127,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "gemma3_new_spelling": {
         **{name: value for name, value in GEMMA3.items() if not name.startswith(("rope", "sliding_window_p"))},
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
@@ -138,7 +137,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "phi3": {**PHI3, "sliding_window": 13},
     "phi3_partial": {
-        **PHI3, "num_hidden_layers": 3, "partial_rotary_factor": 0.75, "num_key_value_heads": 8,
+        **PHI3, "partial_rotary_factor": 0.75, "num_key_value_heads": 8,
     },
     "phi3_longrope_short": {
         **PHI3, "partial_rotary_factor": 0.75, "max_position_embeddings": 256, "original_max_position_embeddings": 64,
@@ -152,7 +151,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Name of a checkpoint -> its config.json, in the spellings of transformers 4 and 5."""
 
 
-SALTS = {"qwen2_window": 1, "gemma3": 1}
+SALTS = {"qwen2_window": 1, "gemma3": 1, "gemma3_new_spelling": 1}
 """Where the greedy continuation was nearly a tie with the first seed."""
 
 

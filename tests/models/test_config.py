@@ -92,7 +92,7 @@ def test_every_layer_says_what_it_caches():
     hf = CONFIGS["gemma3"]
     specs = model_for(hf).attention_specs(parse(hf), block_size=16, dtype_bytes=2, num_model_shards=8)
     window, full = AttentionSpec(16, 8, 12, 2, window=10), AttentionSpec(16, 8, 12, 2)
-    assert specs == [window, window, full, window]
+    assert specs == [window, window, full]
 
 
 def test_harmless_fields_pass():
@@ -135,7 +135,7 @@ REFUSED = {
     "odd head": ({**LLAMA, "head_dim": 7}, ["head_dim", "7"]),
     "dtype": ({**LLAMA, "torch_dtype": "float8"}, ["dtype", "'float8'"]),
     "token id is text": ({**LLAMA, "eos_token_id": ["</s>"]}, ["eos_token_id", "</s>"]),
-    "layer types": ({**GEMMA3, "layer_types": ["full_attention"]}, ["layer_types", "4 entries"]),
+    "layer types": ({**GEMMA3, "layer_types": ["full_attention"]}, ["layer_types", "3 entries"]),
     "unknown layer type": ({**QWEN2, "layer_types": ["linear_attention"] * 2}, ["layer_types", "linear_attention"]),
     "mixed mistral": (
         {**MISTRAL, "layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "Mistral"]
