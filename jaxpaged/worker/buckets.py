@@ -5,9 +5,6 @@ tokens only: a step of T tokens has at most T requests, so its row dimension is 
 programs grow along the rows that sample. The two families add up instead of multiplying.
 """
 
-import bisect
-from collections.abc import Sequence
-
 # The smallest bucket. A product with a single row is 6-12 times slower on XLA:CPU than one with two, and up to
 # eight rows cost no more than two there; on accelerators a matmul tile has at least eight rows.
 MIN_BUCKET = 8
@@ -21,10 +18,3 @@ def doubling_buckets(largest: int) -> tuple[int, ...]:
         sizes.append(size)
         size *= 2
     return (*sizes, max(largest, MIN_BUCKET))
-
-
-def bucket_for(size: int, buckets: Sequence[int]) -> int:
-    """The smallest of the sorted `buckets` that holds `size`."""
-    index = bisect.bisect_left(buckets, size)
-    assert index < len(buckets), f"a step of size {size} is larger than the largest bucket {buckets[-1]}"
-    return buckets[index]

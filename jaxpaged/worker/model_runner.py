@@ -24,7 +24,10 @@ from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.row_uploads import admit
 from jaxpaged.worker.step import PROMPT_LOGPROB_TILE, TABLE_CHUNK
 
-NOT_A_NUMBER = "the model's logits for this request are not numbers; its other requests are unharmed"
+NOTHING_TO_DRAW = (
+    "no token can be drawn: the model's logits for this request are not finite numbers, or its own allowed_token_ids, "
+    "logit_bias, bad_words and min_tokens leave none. Other requests are unharmed."
+)
 
 
 @dataclass
@@ -207,7 +210,7 @@ class PendingStep:
             output.sampled_token_ids = jax.device_get(self.tokens)[:n].tolist()
             for request_id, token in zip(self.request_ids, output.sampled_token_ids, strict=True):
                 if token < 0:
-                    output.failed[request_id] = NOT_A_NUMBER
+                    output.failed[request_id] = NOTHING_TO_DRAW
         if self.logprobs is not None:
             lines = jax.device_get(self.logprobs)
             output.logprobs = SampledLogprobs(lines.token_ids_SJ[:n], lines.logprobs_SJ[:n], lines.ranks_S[:n])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged.worker.buckets import bucket_for, doubling_buckets
+from jaxpaged.worker.buckets import doubling_buckets
 from jaxpaged.worker.programs import CompileCounter, ProgramKey, Programs, enable_compilation_cache
 
 
@@ -91,7 +91,6 @@ def test_buckets_double_up_to_the_largest():
     assert doubling_buckets(512) == (8, 16, 32, 64, 128, 256, 512)
     assert doubling_buckets(100) == (8, 16, 32, 64, 100)
     assert doubling_buckets(1) == (8,)
-    assert bucket_for(9, doubling_buckets(64)) == 16
 
 
 def test_a_cache_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
