@@ -5,6 +5,7 @@ donates and returns, and it only ever calls programs from the table. It reads no
 one step later.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,7 +138,7 @@ class ModelRunner:
     def _sample(self, scheduled: SchedulerOutput, requests: StepRequests, hidden_SD: Any, pending: "PendingStep"):
         rows = requests.rows[requests.samples]
         positions = (requests.num_computed + requests.num_scheduled)[requests.samples]
-        pending.request_ids = [r for r, samples in zip(scheduled.request_ids, scheduled.samples, strict=True) if samples]
+        pending.request_ids = list(itertools.compress(scheduled.request_ids, scheduled.samples))
         state, full = self.state, self.sampling_rows.any_full(rows)
         kind = "sample_full" if full else "sample"
         bucket = self.programs.smallest_ready(kind, len(rows), self.sample_buckets)

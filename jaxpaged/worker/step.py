@@ -67,7 +67,7 @@ class StepFunctions:
             self.group_metadata(layout, parts, tables_GRM), kv,
         )  # fmt: skip
         sampled_RD = hidden_TD[parts.sample_idxs_R]
-        hidden_SD = jnp.zeros((self.num_hidden, hidden_TD.shape[1]), hidden_TD.dtype).at[: layout.num_rows].set(sampled_RD)
+        hidden_SD = jnp.pad(sampled_RD, ((0, self.num_hidden - layout.num_rows), (0, 0)))
         return kv, tables_GRM, hidden_TD, hidden_SD
 
     @property
@@ -119,7 +119,7 @@ def record_sample(last_token_R: Any, packed_SF: Any, output: SampleOutput) -> tu
 def locate_tokens(layout: StepLayout, parts: StepParts, last_token_R: Any) -> tuple[Any, Any]:
     """(tokens_T, positions_T): which token each place of the step holds and where it stands in its request."""
     place_T = jnp.arange(layout.num_tokens, dtype=jnp.int32)
-    starts_R, ends_R = parts.query_start_loc_R1[:-1], parts.query_start_loc_R1[1:]
+    ends_R = parts.query_start_loc_R1[1:]
     seq_T = jnp.searchsorted(ends_R, place_T, side="right", method="compare_all").astype(jnp.int32)
     seq_T = jnp.minimum(seq_T, layout.num_rows - 1)
     positions_T = parts.seq_lens_R[seq_T] - ends_R[seq_T] + place_T

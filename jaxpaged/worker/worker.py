@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
-from jaxpaged.messages import Progress
 from jaxpaged.kv_cache_spec import blocks_for_tokens, group_layers
 from jaxpaged.layers.attention import AttentionContext, kv_struct
+from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import init_dummy_params, load_params
@@ -119,10 +119,8 @@ class Worker:
     @cached_property
     def shapes(self) -> Shapes:
         cache, spec = self.kv_cache_config, self.kv_cache_config.groups[0].spec
-        kv = [
-            kv_struct(self.attention, cache.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
-            for _ in range(cache.num_tensors)
-        ]
+        sizes = (cache.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        kv = [kv_struct(self.attention, *sizes, self.kv_dtype) for _ in range(cache.num_tensors)]
         max_blocks = blocks_for_tokens(self.config.model.max_model_len, self.kv_cache_config.block_size)
         return Shapes(self.functions, self.param_shapes, kv, self.sampling_layout, max_blocks)
 
@@ -138,9 +136,8 @@ class Worker:
         demand = Demand(
             config.model.max_model_len, config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
         )
-        return size_kv_cache(
-            config.cache, group_layers(specs), demand, self.num_shards, self._reserved_bytes(), self.mesh.devices.flat[0]
-        )
+        groups, device = group_layers(specs), self.mesh.devices.flat[0]
+        return size_kv_cache(config.cache, groups, demand, self.num_shards, self._reserved_bytes(), device)
 
     def _reserved_bytes(self) -> int:
         """Bytes per device for weights and temporaries, from shapes alone: an upper estimate.
@@ -161,9 +158,8 @@ class Worker:
         """
         shapes = self.shapes
         builders = {ProgramKey("zeros"): shapes.lower_zeros}
-        small_prompt = self.token_buckets[min(3, len(self.token_buckets) - 1)]
-        tokens = sorted(self.token_buckets, key=lambda size: (size != small_prompt, size != self.token_buckets[0], size))
-        for size in tokens:
+        decode, small_prompt = self.token_buckets[0], self.token_buckets[min(3, len(self.token_buckets) - 1)]
+        for size in sorted(self.token_buckets, key=lambda size: (size != small_prompt, size != decode, size)):
             builders[ProgramKey("forward", size)] = partial(shapes.lower_forward, self.layouts[size])
             if size == small_prompt:
                 builders[ProgramKey("sample", self.sample_buckets[0])] = partial(

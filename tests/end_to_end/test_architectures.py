@@ -4,8 +4,6 @@ The goldens are those of `scripts/update_golden.py`. Nothing may be compiled out
 """
 
 import pytest
-from tests.models.checkpoints import prompt_of, write_checkpoint
-from tests.models.paged import golden_of
 
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.core.scheduler import Scheduler
@@ -14,6 +12,8 @@ from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import model_for
 from jaxpaged.sampling_params import SamplingParams
+from tests.models.checkpoints import prompt_of, write_checkpoint
+from tests.models.paged import golden_of
 
 NAMES = ("llama", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 # One bucket that the prompt of 40 tokens does not fit: it takes three chunks.

@@ -2,6 +2,7 @@
 
 import random
 
+import jax
 import pytest
 
 from jaxpaged import LLM, SamplingParams
@@ -64,3 +65,16 @@ def test_a_request_that_is_refused_compiles_nothing_and_harms_nobody(llm):
         engine.add_request("too long", {"prompt_token_ids": [5] * 5000}, SamplingParams())
     assert not engine.has_unfinished_requests()
     assert llm.generate("Hello", SamplingParams(max_tokens=2, temperature=0.0))[0].finished
+
+
+def test_a_decode_step_moves_two_arrays_to_the_device_and_none_by_accident(llm, monkeypatch):
+    engine, runner = llm.llm_engine, llm.llm_engine._core._core._executor.worker.runner
+    sizes, put = [], runner._put
+    monkeypatch.setattr(runner, "_put", lambda array: sizes.append(array.nbytes) or put(array))
+    engine.add_request("a", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=12, ignore_eos=True))
+    with jax.transfer_guard("disallow"):
+        while engine.has_unfinished_requests():
+            before = runner.counts.steps
+            engine.step()
+            assert len(sizes) <= 2 * (runner.counts.steps - before) or before == 0
+            sizes.clear()
