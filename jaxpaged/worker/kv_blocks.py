@@ -73,5 +73,14 @@ def free_bytes(utilization: float, reserved_bytes: int, device: jax.Device) -> t
         limit = stats["bytes_limit"]
         free = int(limit * utilization) - max(reserved_bytes, stats.get("bytes_in_use", 0))
         return max(free, 0), f"gpu_memory_utilization {utilization} of {limit / 2**30:.1f} GiB after weights"
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return int(max(available - reserved_bytes, 0) * HOST_MEMORY_SHARE), "a quarter of the free host memory"
+    return int(max(available_host_bytes() - reserved_bytes, 0) * HOST_MEMORY_SHARE), "a quarter of the free host memory"
+
+
+def available_host_bytes() -> int:
+    """Memory that the host can still give; what only caches files counts, where the system tells (Linux)."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            kibibytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+        return int(kibibytes) * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,76 @@
+"""How many KV blocks an engine gets, and the refusal when they cannot hold one request."""
+
+import pytest
+
+from jaxpaged.config import CacheConfig
+from jaxpaged.errors import CapacityError
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, group_layers, max_blocks_per_request
+from jaxpaged.worker.kv_blocks import Demand, available_host_bytes, bytes_per_block, size_kv_cache
+
+
+class FakeDevice:
+    """A device that reports its memory, as accelerators do."""
+
+    def __init__(self, platform, stats=None):
+        self.platform, self._stats = platform, stats
+
+    def memory_stats(self):
+        return self._stats
+
+
+FULL = AttentionSpec(block_size=16, num_kv_heads=4, head_dim=64, dtype_bytes=2)
+WINDOW = AttentionSpec(block_size=16, num_kv_heads=4, head_dim=64, dtype_bytes=2, window=100)
+GROUPS = group_layers([FULL] * 4)
+DEMAND = Demand(max_model_len=160, max_num_batched_tokens=64, max_num_seqs=8)
+GIB = 2**30
+
+
+def size(cache, device, groups=GROUPS, reserved=0, shards=1):
+    return size_kv_cache(cache, groups, DEMAND, shards, reserved, device).num_blocks
+
+
+def test_layers_of_one_kind_share_a_group_and_unequal_kinds_get_groups_of_the_smaller_count():
+    groups = group_layers([WINDOW, WINDOW, FULL, WINDOW, WINDOW, FULL])
+    assert [(group.spec.window, group.layer_idxs) for group in groups] == [
+        (None, (2, 5)), (100, (0, 1)), (100, (3, 4)),
+    ]  # fmt: skip
+    places = KVCacheConfig(10, groups).place_of_layer()
+    assert places == {2: (0, 0), 5: (0, 1), 0: (1, 0), 1: (1, 1), 3: (2, 0), 4: (2, 1)}
+
+
+def test_kinds_in_nearly_equal_numbers_share_few_groups_with_a_little_padding():
+    assert len(group_layers([FULL] * 9 + [WINDOW] * 8)) == 2
+
+
+def test_a_window_group_needs_blocks_for_the_window_and_a_step_only():
+    assert max_blocks_per_request(GROUPS, 160, 64) == 10
+    # 99 earlier tokens and 24 new ones: 8 blocks, and one more since neither end is on a border
+    assert max_blocks_per_request(group_layers([WINDOW]), 160, 24) == 9
+    assert max_blocks_per_request(group_layers([WINDOW]), 160, 64) == 10
+
+
+def test_an_accelerator_gives_its_share_of_memory_less_what_is_reserved():
+    device = FakeDevice("tpu", {"bytes_limit": 16 * GIB, "bytes_in_use": GIB})
+    block = bytes_per_block(GROUPS, 1)
+    assert block == 4 * 2 * 16 * 4 * 64 * 2
+    assert size(CacheConfig(gpu_memory_utilization=0.5), device, reserved=2 * GIB) == 6 * GIB // block
+    assert size(CacheConfig(gpu_memory_utilization=0.5), device) == 7 * GIB // block
+    assert bytes_per_block(GROUPS, 4) == block // 4
+
+
+def test_a_cpu_gets_no_more_blocks_than_its_requests_can_use():
+    assert size(CacheConfig(), FakeDevice("cpu")) == 8 * 10 + 1
+
+
+def test_an_explicit_number_or_size_wins():
+    assert size(CacheConfig(num_gpu_blocks_override=33), FakeDevice("cpu")) == 33
+    assert size(CacheConfig(kv_cache_memory_bytes=50 * bytes_per_block(GROUPS, 1)), FakeDevice("cpu")) == 50
+
+
+def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_numbers():
+    with pytest.raises(CapacityError, match=r"max_model_len = 160 tokens needs 10 KV blocks .* gives 10\."):
+        size(CacheConfig(num_gpu_blocks_override=10), FakeDevice("cpu"))
+
+
+def test_the_host_says_how_much_memory_is_left():
+    assert 2**20 < available_host_bytes() < 2**50
