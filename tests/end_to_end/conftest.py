@@ -1,11 +1,34 @@
 """One engine on the embedded model for the whole session: compiling is most of what an engine costs here."""
 
+import jax.numpy as jnp
 import pytest
 
 from jaxpaged import LLM
+from jaxpaged.errors import RequestError
 
-# Small enough that ordinary prompts take several chunks and that a batch of 64 needs preemption or waiting.
-OPTIONS = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "max_model_len": 2560, "block_size": 16}
+
+class BanBelow:
+    """A custom logits processor: tokens below `extra_args["ban_below"]` are never drawn."""
+
+    num_params = 1
+
+    def params_of(self, params):
+        wanted = (params.extra_args or {}).get("ban_below")
+        if wanted is None:
+            return None
+        if not isinstance(wanted, int):
+            raise RequestError(f"ban_below is {wanted!r}; it must be a token id.", "extra_args")
+        return [float(wanted)]
+
+    def apply(self, logits_V, params_P):
+        return jnp.where(jnp.arange(len(logits_V)) < params_P[0], -jnp.inf, logits_V)
+
+
+# Small enough that ordinary prompts take several chunks and that a batch of 64 waits for rows.
+OPTIONS = {
+    "max_num_seqs": 16, "max_num_batched_tokens": 128, "max_model_len": 2560, "block_size": 16,
+    "logits_processors": (BanBelow,),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,54 @@
+"""What goes wrong in one request or one step stays there: the engine serves the next request as if nothing was."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxpaged import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture
+def runner(llm):
+    return llm.llm_engine._core._core._executor.worker.runner
+
+
+def texts(llm, prompts, params=GREEDY):
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [(output.outputs[0].finish_reason, output.error) for output in outputs]
+
+
+def test_a_step_that_raises_fails_its_requests_and_the_next_ones_are_served(llm, runner, monkeypatch):
+    def explode(*_):
+        raise RuntimeError("the device is on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_forward", explode)
+        ((reason, error),) = texts(llm, ["Hello"])
+    assert reason == "error"
+    assert "the device is on fire" in error
+    assert texts(llm, ["Hello"]) == [("length", None)]
+
+
+def test_logits_that_are_not_numbers_fail_the_request_with_the_reason(llm, runner, monkeypatch):
+    runner = llm.llm_engine._core._core._executor.worker.runner  # recovery made a new one
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "head", jnp.full_like(runner.head, jnp.nan))
+        ((reason, error),) = texts(llm, ["Hello"])
+    assert reason == "error"
+    assert "no token can be drawn" in error
+    assert texts(llm, ["Hello"]) == [("length", None)]
+
+
+def test_a_request_that_a_logits_processor_refuses_fails_alone(llm):
+    refused = SamplingParams(temperature=0.0, max_tokens=4, extra_args={"ban_below": "much"})
+    outputs = llm.generate(["Hello", "Hello"], [refused, GREEDY], use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
+    assert "ban_below" in outputs[0].error
+
+
+def test_a_custom_logits_processor_changes_the_requests_that_it_concerns_and_no_others(llm):
+    banned = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, extra_args={"ban_below": 1200})
+    outputs = llm.generate(["Hello", "Hello"], [banned, GREEDY], use_tqdm=False)
+    assert min(outputs[0].outputs[0].token_ids) >= 1200
+    assert min(outputs[1].outputs[0].token_ids) < 1200
