@@ -22,7 +22,7 @@ def dense_attention(
 ) -> np.ndarray:
     """Causal attention of the last Q of P tokens of one request over all P, in float64."""
     q_QNH, k_PKH, v_PKH = (np.asarray(x, np.float64) for x in (q_QNH, k_PKH, v_PKH))
-    (Q, N, H), (P, K, _) = q_QNH.shape, k_PKH.shape
+    (Q, N, _H), (P, K, _) = q_QNH.shape, k_PKH.shape
     k_PNH, v_PNH = (np.repeat(x, N // K, axis=1) for x in (k_PKH, v_PKH))
     score_NQP = scale * np.einsum("QNH,PNH->NQP", q_QNH, k_PNH)
     if soft_cap is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention import AttentionMetadata, KVTensor
 

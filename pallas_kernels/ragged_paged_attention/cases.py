@@ -47,7 +47,7 @@ CASES = (
     Case("soft cap", _MIXED, soft_cap=0.7),
     Case("sinks", _MIXED, sinks=True),
     Case("window, soft cap and sinks", _MIXED, window=21, soft_cap=1.5, sinks=True, group_size=3),
-    Case("long tail", ((1500, 1), *[(7 * i, 1) for i in range(12)]), num_kv_heads=1),
+    Case("long tail", ((4500, 1), *[(7 * i, 1) for i in range(12)]), num_kv_heads=1),
     Case("long tail of windows", ((1500, 1), *[(90 * i, 1) for i in range(12)]), window=100),
     Case("chunk that continues a context", ((333, 200),)),
     Case("chunk that continues a context, window", ((333, 200),), window=50),

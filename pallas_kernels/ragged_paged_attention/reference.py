@@ -13,7 +13,8 @@ Padding: tokens beyond the last row's write nowhere; their output is zero.
 Numerics: scores, softmax state and accumulators are float32; probabilities enter the second product in the cache's
 dtype. Values that no query may see are replaced, not multiplied by zero: slots that nobody owns may hold NaN.
 
-Cost: the loops have traced bounds. Integers that all layers of a group share are computed once, in the plan.
+Cost: the loops have traced bounds. Integers that all layers of a group share are computed once, in the plan; what
+is left of them divides with `lax.div`, since `//` brings kernels for signs that never occur (README.md).
 
 This module knows nothing of meshes and of who owns which block. Letters beside the package's: I items in a tile,
 J the same and the part carried over, Q queries in a tile, X = Q * G, C slots of one item or chunk.
@@ -183,7 +184,7 @@ def _attend_query_tiles(problem: _Problem, out_TKGH: jax.Array) -> jax.Array:
         row = jnp.sum(tile_end_R <= tile)
         end = metadata.query_start_loc_R1[row + 1]
         tiles_left = tile_end_R[row] - tile
-        num_tiles = ceil_div(end - metadata.query_start_loc_R1[row], TILE_QUERIES)
+        num_tiles = lax.div(end - metadata.query_start_loc_R1[row] + TILE_QUERIES - 1, TILE_QUERIES)
         start = metadata.query_start_loc_R1[row] + (num_tiles - tiles_left) * TILE_QUERIES
         token_Q = start + jnp.arange(TILE_QUERIES)
         position_Q = metadata.seq_lens_R[row] - end + token_Q
@@ -218,7 +219,7 @@ def _attend_query_tile(problem: _Problem, row: jax.Array, position_Q: jax.Array,
         )
 
     state_KX = lax.fori_loop(
-        first_Q[0] // chunk_slots, last // chunk_slots + 1, add_chunk, _nothing((K, Q * G), H)
+        lax.div(first_Q[0], chunk_slots), lax.div(last, chunk_slots) + 1, add_chunk, _nothing((K, Q * G), H)
     )
     sinks_KX = None if problem.sinks_KG is None else jnp.tile(problem.sinks_KG, (1, Q))
     return _divide(state_KX, sinks_KX).reshape(K, Q, G, H).transpose(1, 0, 2, 3)
@@ -249,7 +250,7 @@ def _attend_items(problem: _Problem, out_TKGH: jax.Array) -> jax.Array:
         return out_TKGH.at[token_J].set(out_JKGH, mode="drop"), token_J[-1], jax.tree.map(lambda x: x[-1], state_JKG)
 
     carry = (out_TKGH, jnp.int32(NOWHERE), _nothing((K, G), H))
-    return lax.fori_loop(0, ceil_div(num_items, tile_items), attend_tile, carry)[0]
+    return lax.fori_loop(0, lax.div(num_items + tile_items - 1, tile_items), attend_tile, carry)[0]
 
 
 def _items_per_tile(k_BKSH: jax.Array) -> int:
@@ -265,10 +266,10 @@ def _attend_item_tile(problem: _Problem, item_I: jax.Array, real_I: jax.Array) -
     row_I = jnp.sum(plan.item_end_R <= item_I[:, None], axis=-1)
     items_left_I = plan.item_end_R[row_I] - 1 - item_I
     items_per_query_I = plan.items_per_query_R[row_I]
-    queries_left_I = items_left_I // items_per_query_I
+    queries_left_I = lax.div(items_left_I, items_per_query_I)
     token_I = metadata.query_start_loc_R1[row_I + 1] - 1 - queries_left_I
     position_I = metadata.seq_lens_R[row_I] - 1 - queries_left_I
-    item_in_row_I = plan.first_item_R[row_I] + items_per_query_I - 1 - items_left_I % items_per_query_I
+    item_in_row_I = plan.first_item_R[row_I] + items_per_query_I - 1 - lax.rem(items_left_I, items_per_query_I)
 
     item_slots = whole_blocks(ITEM_SLOTS, problem.k_BKSH.shape[2])
     position_IC = item_in_row_I[:, None] * item_slots + jnp.arange(item_slots)
@@ -305,12 +306,10 @@ def _merge_queries(part_JKG: Softmax, token_J: jax.Array) -> Softmax:
 def _gather_slots(problem: _Problem, row: jax.Array, position: jax.Array, needed: jax.Array):
     """Keys and values [..., K, C, H] of `row` at `position` [..., C], whole blocks; values 0 where not `needed`.
 
-    Blocks of which nothing is needed are not looked up: their ids may be anything.
+    Ids of blocks of which nothing is needed may be anything: what they lead to is replaced here, or masked later.
     """
     _, K, S, H = problem.k_BKSH.shape
-    needed_block = needed.reshape(*needed.shape[:-1], -1, S).any(-1)
-    block = problem.metadata.block_tables_RM.at[row, position[..., ::S] // S].get(mode="clip")
-    block = jnp.where(needed_block, block, 0)
+    block = problem.metadata.block_tables_RM.at[row, lax.div(position[..., ::S], S)].get(mode="clip")
     index = block[..., None, :] * K + jnp.arange(K)[:, None]  # into blocks of one head
     shape = (*needed.shape[:-1], K, needed.shape[-1], H)
     k = problem.k_BKSH.reshape(-1, S, H).at[index].get(mode="clip").reshape(shape)

@@ -1,0 +1,118 @@
+#!/usr/bin/env python
+"""Time ragged paged attention on this machine, as ratios within one run.
+
+    python scripts/bench_attention.py [--dtype bfloat16] [--repeat 7] [--quick]
+
+Every figure is the smallest CPU time of several runs, taken in turns, in milliseconds of all threads together:
+on a machine that others use too, that is steadier than the wall clock. The yardstick of a decode is plain dense
+attention over a contiguous cache of the same contexts, which no paged cache can beat.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import ragged_paged_attention as rpa
+
+BACKEND = "reference"
+HEADS = {"K8 G2 H128": (8, 2, 128), "K4 G1 H64 (multi-head)": (4, 1, 64), "K1 G4 H256 (multi-query)": (1, 4, 256)}
+LONG_TAIL = [(8191, 1)] + [(31 + 15 * i, 1) for i in range(31)]
+EQUAL = [(sum(cached for cached, _ in LONG_TAIL) // 32, 1)] * 32
+
+
+def paged(rows, heads, block_size, dtype, num_blocks=None) -> Callable[[], None]:
+    """A compiled step over `rows`, (cached, new) tokens each, with a donated cache of shuffled blocks."""
+    (K, G, H), S = heads, block_size
+    needed = [-(-sum(row) // S) for row in rows]
+    table_RM = np.zeros((len(rows), max(needed)), np.int32)
+    ids = iter(np.random.default_rng(0).permutation(sum(needed)) + 1)
+    for row, n in enumerate(needed):
+        table_RM[row, :n] = [next(ids) for _ in range(n)]
+    start_R1 = np.cumsum([0] + [new for _, new in rows])
+    T = int(start_R1[-1])
+    q_TNH, k_TKH = (jax.random.normal(jax.random.key(0), (T, heads, H), dtype) for heads in (K * G, K))
+    kv = rpa.kv_zeros(num_blocks or sum(needed) + 1, S, K, H, dtype, BACKEND)
+    where = [jnp.asarray(x, jnp.int32) for x in (start_R1, [sum(row) for row in rows], table_RM)]
+
+    def step(q_TNH, k_TKH, kv, start_R1, seq_lens_R, table_RM):
+        metadata = rpa.make_metadata(
+            len(rows), start_R1, seq_lens_R, table_RM, num_tokens=T, block_size=S, window=None, backend=BACKEND
+        )
+        return rpa.ragged_paged_attention(q_TNH, k_TKH, k_TKH, kv, metadata, scale=H**-0.5, backend=BACKEND)
+
+    program = jax.jit(step, donate_argnums=2).lower(q_TNH, k_TKH, kv, *where).compile()
+    state = [kv]
+
+    def run() -> None:
+        out_TNH, state[0] = program(q_TNH, k_TKH, state[0], *where)
+        jax.block_until_ready((out_TNH, state[0]))
+
+    return run
+
+
+def dense(num_rows, length, heads, dtype) -> Callable[[], None]:
+    """Decode attention over a contiguous, head-major cache."""
+    K, G, H = heads
+    q_RKGH = jax.random.normal(jax.random.key(0), (num_rows, K, G, H), dtype)
+    k_RKPH = jax.random.normal(jax.random.key(1), (num_rows, K, length, H), dtype)
+
+    def attend(q_RKGH, k_RKPH, v_RKPH):
+        score = jnp.einsum("RKGH,RKPH->RKGP", q_RKGH, k_RKPH, preferred_element_type=jnp.float32) * H**-0.5
+        weight = jax.nn.softmax(score, axis=-1).astype(dtype)
+        return jnp.einsum("RKGP,RKPH->RKGH", weight, v_RKPH, preferred_element_type=jnp.float32).astype(dtype)
+
+    program = jax.jit(attend).lower(q_RKGH, k_RKPH, k_RKPH).compile()
+    v_RKPH = k_RKPH + 1
+    return lambda: jax.block_until_ready(program(q_RKGH, k_RKPH, v_RKPH))
+
+
+def race(title: str, runs: dict[str, Callable[[], None]], repeat: int) -> None:
+    """Print the best CPU time of each run, and its ratio to the first one's."""
+    best = dict.fromkeys(runs, float("inf"))
+    for turn in range(repeat + 1):  # the first one warms up
+        for name, run in runs.items():
+            start = time.process_time()
+            run()
+            if turn:
+                best[name] = min(best[name], time.process_time() - start)
+    print(title)
+    base = next(iter(best.values()))
+    for name, seconds in best.items():
+        print(f"  {name:44} {seconds * 1e3:9.2f} ms  {seconds / base:6.2f} x", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="one head shape only")
+    options = parser.parse_args()
+    dtype = jnp.dtype(options.dtype)
+    names = list(HEADS)[: 1 if options.quick else None]
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.dtype}")
+    for name in names:
+        heads = HEADS[name]
+        runs = {f"dense, 32 rows of {EQUAL[0][0] + 1}": dense(32, EQUAL[0][0] + 1, heads, dtype)}
+        for block_size in (16, 32, 64):
+            runs[f"paged, the same, blocks of {block_size}"] = paged(EQUAL, heads, block_size, dtype)
+        runs["paged, as many tokens in a long tail, 32"] = paged(LONG_TAIL, heads, 32, dtype)
+        race(f"decode, {name}", runs, options.repeat)
+    heads = HEADS[names[0]]
+    prefills = {f"512 new tokens after {n}": paged([(n, 512)], heads, 32, dtype) for n in (0, 2048, 8192)}
+    prefills["32 prompts of 16"] = paged([(0, 16)] * 32, heads, 32, dtype)
+    race(f"prefill, {names[0]}", prefills, options.repeat)
+    rows = [(0, 1)] * 32
+    writes = {f"32 rows of one token, {n} blocks": paged(rows, heads, 32, dtype, n) for n in (64, 512, 4096)}
+    race("KV write and little else: must not grow with the number of blocks", writes, options.repeat)
+
+
+if __name__ == "__main__":
+    main()
