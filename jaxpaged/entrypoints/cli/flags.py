@@ -60,7 +60,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=Help, **settings)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message.rstrip('.')}. See {self.prog} --help.\n")
+        sentence = message if message.endswith((".", "?")) else f"{message}."
+        self.exit(2, f"{self.prog}: error: {sentence} See {self.prog} --help.\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         parsed, unknown = self.parse_known_args(args, namespace)
