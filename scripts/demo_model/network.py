@@ -84,6 +84,13 @@ def init_params(shape: Shape, seed: int) -> Params:
     return params
 
 
+def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    # With one flat token axis the weight gradient is a plain matrix product,
+    # nearly twice as fast on a CPU as one that contracts two axes.
+    flat = x.reshape(-1, x.shape[-1]) @ weight.T
+    return flat.reshape(*x.shape[:-1], -1)
+
+
 def _rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)
@@ -120,9 +127,7 @@ def _attend(q, k, v, segments, window: int | None) -> jax.Array:
         same = segments[:, start:stop, None] == segments[:, None, low:stop]
         block = q[:, :, :, start:stop].reshape(batch, kv_heads, -1, head_dim)
         scores = jnp.einsum("bhqd,bhkd->bhqk", block, k[:, :, low:stop])
-        scores = scores.astype(jnp.float32).reshape(
-            batch, kv_heads, groups, stop - start, stop - low
-        )
+        scores = scores.astype(jnp.float32).reshape(batch, kv_heads, groups, stop - start, stop - low)
         scores = jnp.where((same & near)[:, None, None], scores, -1e30)
         weights = jax.nn.softmax(scores, -1).astype(v.dtype)
         weights = weights.reshape(batch, kv_heads, -1, stop - low)
@@ -137,7 +142,7 @@ def _attention_layer(x, weights: Params, segments, shape: Shape, full: bool):
     rotation = _rotation(length, shape.head_dim, theta)
 
     def heads(name: str) -> jax.Array:
-        flat = x @ weights[f"{name}_proj.weight"].T
+        flat = _linear(x, weights[f"{name}_proj.weight"])
         return flat.reshape(batch, length, -1, shape.head_dim).swapaxes(1, 2)
 
     q = _rms_norm(heads("q"), weights["q_norm.weight"], shape.norm_epsilon)
@@ -148,13 +153,13 @@ def _attention_layer(x, weights: Params, segments, shape: Shape, full: bool):
     out = _attend(q, _rotate(k, rotation), heads("v"), segments, window)
     out = out.reshape(batch, shape.num_heads, length, shape.head_dim)
     out = out.swapaxes(1, 2).reshape(batch, length, -1)
-    return out @ weights["o_proj.weight"].T
+    return _linear(out, weights["o_proj.weight"])
 
 
 def _mlp(x, weights: Params) -> jax.Array:
-    gate = jax.nn.gelu(x @ weights["gate_proj.weight"].T, approximate=True)
-    up = x @ weights["up_proj.weight"].T
-    return (gate * up) @ weights["down_proj.weight"].T
+    gate = jax.nn.gelu(_linear(x, weights["gate_proj.weight"]), approximate=True)
+    up = _linear(x, weights["up_proj.weight"])
+    return _linear(gate * up, weights["down_proj.weight"])
 
 
 def _below(params: Params, prefix: str) -> Params:
@@ -190,4 +195,4 @@ def hidden_states(params: Params, tokens, segments, shape: Shape) -> jax.Array:
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """Float32 scores over the vocabulary; the head is the embedding."""
-    return (hidden @ params["model.embed_tokens.weight"].T).astype(jnp.float32)
+    return _linear(hidden, params["model.embed_tokens.weight"]).astype(jnp.float32)
