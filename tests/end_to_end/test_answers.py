@@ -28,8 +28,10 @@ def capital_questions(count):
 
 def long_prompt(code_word, num_sentences):
     """A long text with one code word near its beginning."""
-    filler = ["The river is quiet today.", "A small bird sat on the fence.", "The old clock on the wall was slow."]
-    text = [filler[i % 3] for i in range(num_sentences)]
+    who = ["The old baker", "A small bird", "My neighbour", "The grey cat", "Our teacher", "A tired farmer", "The fox"]
+    does = ["walked to", "looked at", "waited near", "sang behind", "went past"]
+    where = ["the river", "the market", "a green hill", "the bridge", "the quiet garden", "the old house"]
+    text = [f"{who[i % 7]} {does[i % 5]} {where[i % 6]}." for i in range(num_sentences)]
     text.insert(5, f"The code word is {code_word}.")
     return " ".join(text) + " What is the code word?"
 
@@ -58,20 +60,21 @@ def test_an_answer_is_the_same_alone_and_in_a_batch(llm):
 
 
 def test_a_code_word_is_found_far_back_in_a_prompt_that_takes_many_chunks(llm):
-    prompt = long_prompt("velo-41", 200)
-    output = llm.chat([{"role": "user", "content": prompt}], GREEDY, use_tqdm=False)[0]
-    assert len(output.prompt_token_ids) > 8 * 128
-    assert "velo-41" in output.outputs[0].text
+    words = ["green-owl", "KQ-2093", "river-88"]
+    conversations = [[{"role": "user", "content": long_prompt(word, 200)}] for word in words]
+    outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
+    assert all(len(output.prompt_token_ids) > 2000 for output in outputs)
+    assert [output.outputs[0].text for output in outputs] == [f"The code word is {word}." for word in words]
 
 
 def test_a_prefix_hit_changes_nothing_but_the_work(llm):
-    prompt = [{"role": "user", "content": long_prompt("tamu-73", 60)}]
+    prompt = [{"role": "user", "content": long_prompt("river-88", 60)}]
     llm.reset_prefix_cache()
     first, second = (llm.chat(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
     assert first.num_cached_tokens == 0
     assert second.num_cached_tokens > len(second.prompt_token_ids) - 32
     assert first.outputs[0].text == second.outputs[0].text
-    assert "tamu-73" in second.outputs[0].text
+    assert "river-88" in second.outputs[0].text
 
 
 @pytest.mark.slow

@@ -1,0 +1,99 @@
+"""The shard_map around attention: any number of devices gives the same, and the cache is updated in place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from jaxpaged.layers.attention import AttentionContext, allocate_kv, attend, kv_sharding, kv_struct
+from pallas_kernels.ragged_paged_attention import make_metadata
+
+N, K, H, S, BLOCKS, LAYERS = 8, 4, 16, 8, 500, 2
+T = 16
+
+
+def context(num_devices: int) -> AttentionContext:
+    devices = jax.devices()[:num_devices]
+    mesh = jax.make_mesh((num_devices,), ("model",), axis_types=(AxisType.Auto,), devices=devices)
+    return AttentionContext(mesh, "reference")
+
+
+def attend_layers(context: AttentionContext, q_TNH, kvs, sinks_N=None):
+    """Several layers, each attending from the output of the one before: a prompt, a decode, padding."""
+    metadata = make_metadata(
+        jnp.int32(2), jnp.array([0, 9, 10, 10]), jnp.array([9, 30, 0]), jnp.arange(1, 16).reshape(3, 5),
+        num_tokens=T, block_size=S, window=None, backend=context.backend,
+    )  # fmt: skip
+    kvs_after = []
+    for kv in kvs:
+        k_TKH, v_TKH = q_TNH[:, :K] * 2, q_TNH[:, K:]
+        q_TNH, kv = attend(
+            context, q_TNH, k_TKH, v_TKH, kv, metadata, scale=0.3, window=None, soft_cap=None, sinks_N=sinks_N
+        )
+        kvs_after.append(kv)
+    return q_TNH, kvs_after
+
+
+def random_queries(dtype=jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).normal(size=(T, N, H)), dtype)
+
+
+def new_caches(context: AttentionContext, dtype=jnp.float32) -> list:
+    return [allocate_kv(context, BLOCKS, S, K, H, dtype) for _ in range(LAYERS)]
+
+
+def test_sharded_over_devices_gives_what_one_device_gives():
+    sinks_N = jnp.linspace(-1, 1, N)
+    results = []
+    for num_devices in (1, 4):
+        run = jax.jit(functools.partial(attend_layers, context(num_devices)))
+        out_TNH, kvs = run(random_queries(), new_caches(context(num_devices)), sinks_N)
+        results.append((np.asarray(out_TNH), [np.asarray(x) for kv in kvs for x in kv.arrays]))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), *results)
+    assert np.isfinite(results[0][0]).all()
+    assert np.abs(results[0][0][:10]).min(axis=(1, 2)).all()
+
+
+def test_the_cache_is_split_by_kv_head():
+    kv = allocate_kv(context(4), BLOCKS, S, K, H, jnp.bfloat16)
+    for array in kv.arrays:
+        assert array.shape == (BLOCKS, K, S, H)
+        assert {shard.data.shape for shard in array.addressable_shards} == {(BLOCKS, 1, S, H)}
+        assert array.sharding.is_equivalent_to(kv_sharding(context(4).mesh, "reference").arrays[0], array.ndim)
+    struct = kv_struct(context(4), BLOCKS, S, K, H, jnp.bfloat16)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), kv) == jax.tree.map(lambda x: (x.shape, x.dtype), struct)
+
+
+def test_a_donated_cache_is_updated_in_place_and_never_copied():
+    def memory(num_blocks: int):
+        structs = [kv_struct(context(1), num_blocks, S, K, H, jnp.bfloat16) for _ in range(LAYERS)]
+        step = jax.jit(functools.partial(attend_layers, context(1)), donate_argnums=1)
+        return step.lower(random_queries(jnp.bfloat16), structs).compile().memory_analysis()
+
+    small, large = memory(BLOCKS), memory(10 * BLOCKS)
+    assert large.alias_size_in_bytes == 2 * LAYERS * 10 * BLOCKS * S * K * H * 2
+    assert large.temp_size_in_bytes == small.temp_size_in_bytes, "temporary memory grows with the cache"
+
+
+def test_contexts_of_equal_mesh_and_backend_are_equal_keys():
+    assert context(2) == context(2)
+    assert hash(context(2)) == hash(context(2))
+    assert context(2) != context(4)
+
+
+def test_heads_that_do_not_split_over_the_devices_are_refused_with_the_numbers():
+    with pytest.raises(ValueError, match=r"8 query heads and 4 kv heads do not split over 8 devices"):
+        jax.eval_shape(functools.partial(attend_layers, context(8)), random_queries(), new_caches(context(1))[:1])
+
+
+def test_a_mesh_with_other_axes_besides_works():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    both = AttentionContext(mesh, "reference")
+    kv = allocate_kv(both, BLOCKS, S, K, H, jnp.float32)
+    assert kv.arrays[0].sharding.spec == PartitionSpec(None, "model")
+    out_TNH, _ = jax.jit(functools.partial(attend_layers, both))(random_queries(), [kv])
+    alone_TNH, _ = jax.jit(functools.partial(attend_layers, context(1)))(random_queries(), new_caches(context(1))[:1])
+    np.testing.assert_allclose(out_TNH, alone_TNH, atol=1e-6)
