@@ -1,6 +1,6 @@
 """The step log: what the last steps held, what they were padded to, and when which part of them happened.
 
-It is always on, since a record costs about a microsecond and its memory is bounded. What records mean is in
+It is always on, since a record costs a few microseconds and its memory is bounded. What records mean is in
 `messages.StepRecord`; how they are drawn or fitted is not known here.
 """
 

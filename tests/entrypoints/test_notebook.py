@@ -1,8 +1,6 @@
 import subprocess
 import sys
 
-import pytest
-
 from jaxpaged.entrypoints import notebook
 from tests.entrypoints.pictures.records import llm_after
 
@@ -42,7 +40,6 @@ def test_lists_of_results_are_shown_and_other_lists_are_left_alone():
 
 
 def test_inside_ipython_results_are_registered_once():
-    pytest.importorskip("IPython")
     from IPython.core.interactiveshell import InteractiveShell
 
     shell = InteractiveShell.instance()

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     padding = sum(record.token_bucket - record.num_tokens for record in records)
     num_tokens = sum(record.num_tokens for record in records)
     print(f"{len(records)} steps of {min(steps)} to {max(steps)} tokens, {num_tokens} tokens in all")
-    print(f"as it ran  {waste(padding, num_tokens)}")
+    print(f"as it ran  {waste(padding, num_tokens)}, also while programs were still being compiled")
     if today and max(today) >= max(steps):
         print(f"today      {waste(padding_of(steps, sorted(today)), num_tokens)}, with {option(sorted(today))}")
     print(f"proposed   {waste(padding_of(steps, proposed), num_tokens)}, with {option(proposed)}")

@@ -17,7 +17,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
     "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
 )  # fmt: skip
-GREY, PALE, INK = "#BBBBBB", "#EEEEEE", "#333333"
+GREY, PALE, PALE_ORANGE, INK = "#BBBBBB", "#EEEEEE", "#F8DDA0", "#333333"
 
 
 def check_picture_path(path: str | Path) -> Path:

@@ -12,6 +12,7 @@ device certainly had nothing to do.
 """
 
 import base64
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,17 +78,28 @@ def front_end_after(records: Sequence[StepRecord], i: int) -> float:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Seconds that one part of the steps took, in all and in the median step."""
+
+    total: float
+    median: float
+
+    def __str__(self) -> str:
+        return f"{self.median * MILLISECONDS:.3f} ms in the median step, {self.total:.2f} s in all"
+
+
+@dataclass(frozen=True)
 class Summary:
-    """Totals of some steps. Times are seconds; `elapsed` spans from the first to the last, idle time included."""
+    """Totals of some steps. `elapsed` seconds are from the first to the last, idle time included; `gap` is a total."""
 
     num_steps: int
     num_tokens: int
     num_padding: int
     elapsed: float
-    host: float
-    front_end: float
-    wait: float
-    device: float
+    host: Part
+    front_end: Part
+    wait: Part
+    device: Part
     gap: float
     num_dropped: int
 
@@ -98,17 +110,20 @@ class Summary:
 
     def lines(self) -> list[tuple[str, str]]:
         """(name, value) for people."""
-        per_step = MILLISECONDS / max(self.num_steps, 1)
         lines = [
             ("steps", f"{self.num_steps} in {self.elapsed:.2f} s"),
             ("tokens", f"{self.num_tokens}, and {self.num_padding} of padding ({self.padding_share:.0%})"),
-            ("engine core", f"{self.host * per_step:.3f} ms per step on the host"),
-            ("front end", f"{self.front_end * per_step:.3f} ms per step between calls of the core"),
-            ("waiting", f"{self.wait * per_step:.3f} ms per step for the device"),
-            ("device", f"{self.device * per_step:.3f} ms per step at most"),
-            ("gaps", f"{self.gap * MILLISECONDS:.1f} ms in all without a step in flight"),
+            ("engine core", str(self.host)),
+            ("front end", str(self.front_end)),
+            ("waiting", str(self.wait)),
+            ("device", f"at most {self.device}"),
+            ("gaps", f"{self.gap:.2f} s without a step in flight"),
         ]
         return lines + ([("forgotten", f"{self.num_dropped} earlier steps")] if self.num_dropped else [])
+
+
+def part(seconds: Sequence[float]) -> Part:
+    return Part(sum(seconds), statistics.median(seconds) if seconds else 0.0)
 
 
 class Timeline:
@@ -157,10 +172,10 @@ class Timeline:
             num_tokens=num_tokens,
             num_padding=sum(record.token_bucket for record in records) - num_tokens,
             elapsed=records[-1].update_end - records[0].schedule_begin if records else 0.0,
-            host=sum(t.host for t in times),
-            front_end=sum(t.front_end for t in times),
-            wait=sum(t.wait for t in times),
-            device=sum(t.device for t in times),
+            host=part([t.host for t in times]),
+            front_end=part([t.front_end for t in times]),
+            wait=part([t.wait for t in times]),
+            device=part([t.device for t in times]),
             gap=sum(t.gap for t in times),
             num_dropped=self.num_dropped,
         )

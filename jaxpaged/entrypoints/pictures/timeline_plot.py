@@ -16,7 +16,7 @@ MILLISECONDS = 1e3
 HOST_PARTS = {
     "schedule": canvas.BLUE, "dispatch": canvas.SKY, "update": canvas.GREEN, "front end": canvas.PINK,
 }  # fmt: skip
-WAIT_COLOR, DEVICE_COLORS = canvas.GREY, (canvas.ORANGE, canvas.YELLOW)
+WAIT_COLOR, DEVICE_COLORS = canvas.GREY, (canvas.ORANGE, canvas.PALE_ORANGE)
 HOST_LANE, DEVICE_LANE, LANE_HEIGHT = 1.0, 0.0, 0.7
 
 
@@ -27,7 +27,8 @@ def draw_timeline(timeline: "Timeline") -> Any:
     title = f"{summary.num_steps} steps in {summary.elapsed:.2f} s"
     if summary.num_steps:
         title += f": {summary.num_tokens} tokens, {summary.padding_share:.0%} padding"
-        title += f", {summary.host / summary.num_steps * MILLISECONDS:.2f} ms of host work per step"
+        title += f". Median step: {summary.host.median * MILLISECONDS:.2f} ms of host work, "
+        title += f"{summary.wait.median * MILLISECONDS:.2f} ms of waiting"
     figure.suptitle(title, fontsize=13, color=canvas.INK)
     tokens, parts, close_up = figure.subplots(3, 1, height_ratios=(1, 1, 0.9))
     if timeline.records:
@@ -62,8 +63,10 @@ def draw_parts(axes: Any, timeline: "Timeline") -> None:
         label = "waiting for the device" if name == "wait" else name
         axes.stairs(top, edges, baseline=base, fill=True, color=color, label=label)
         base = top
-    axes.set_ylim(0, readable_limit(base))
-    finish_step_axes(axes, timeline, "ms per step", "Where the host's time goes")
+    limit, longest = readable_limit(base), max(base)
+    axes.set_ylim(0, limit)
+    cut = f" (cut; the longest: {longest:,.0f} ms)" if longest > limit else ""
+    finish_step_axes(axes, timeline, "ms per step", f"Where the host's time goes{cut}")
 
 
 def readable_limit(values: Sequence[float]) -> float:

@@ -15,7 +15,6 @@ def recorded(monkeypatch):
 
 
 def test_the_files_are_written_when_the_command_ends(run, tmp_path):
-    pytest.importorskip("matplotlib")
     png, trace, log = tmp_path / "t.png", tmp_path / "t.json", tmp_path / "t.jsonl"
     finished = run("generate", "Hi", "--timeline", str(png), "--trace", str(trace), "--step-log", str(log))
     assert (finished.status, finished.err) == (0, "")

@@ -50,7 +50,6 @@ def test_html_colours_every_block_and_escapes_names():
 
 
 def test_the_picture_labels_block_ids_and_explains_its_colours(tmp_path):
-    pytest.importorskip("matplotlib")
     blocks = llm_under_way().blocks()
     figure = blocks._figure()
     assert figure.axes[0].get_ylabel() == "block id"
@@ -61,7 +60,6 @@ def test_the_picture_labels_block_ids_and_explains_its_colours(tmp_path):
 
 @pytest.mark.parametrize("num_blocks", [1, 7, 5000])
 def test_small_and_large_caches_can_be_drawn(num_blocks, tmp_path):
-    pytest.importorskip("matplotlib")
     blocks = block_map([0] * num_blocks)
     assert blocks.save(tmp_path / "blocks.svg").stat().st_size > 1000
     assert blocks._repr_html_().count("request a") <= 4100
