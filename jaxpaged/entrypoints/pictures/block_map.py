@@ -29,6 +29,7 @@ REQUEST_COLORS = (
 )  # fmt: skip
 MAX_CELLS = 4096  # of a picture; more blocks than this are drawn in groups
 MAX_LEGEND = 10  # requests that a legend names
+MAX_NAME_LENGTH = 24  # of a request in a legend
 
 
 def character_of(kind: int) -> str:
@@ -72,13 +73,13 @@ class BlockMap:
         counted = Counter(self.kinds)
         held = [kind for kind in sorted(counted) if kind >= 0]
         lines = [
-            (kind, f"request {self.request_ids[kind]}: {count_of(counted[kind], 'block')}")
+            (kind, f"request {shortened(self.request_ids[kind])}: {count_of(counted[kind], 'block')}")
             for kind in held[:MAX_LEGEND]
         ]
         if len(held) > MAX_LEGEND:
             rest = held[MAX_LEGEND:]
-            words = f"and {len(rest)} more requests: {count_of(sum(counted[kind] for kind in rest), 'block')}"
-            lines.append((rest[0], words))
+            blocks = count_of(sum(counted[kind] for kind in rest), "block")
+            lines.append((rest[0], f"request {shortened(self.request_ids[rest[0]])} and {len(rest) - 1} more: {blocks}"))
         return lines + [(kind, f"{NAMES[kind]}: {count_of(counted[kind], 'block')}") for kind in (SHARED, CACHED, FREE)]
 
     def save(self, path: str | Path) -> Path:
@@ -124,6 +125,10 @@ def grouped(kinds: Sequence[int], group: int) -> list[int]:
 
 def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def shortened(name: str) -> str:
+    return name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 1]}…"
 
 
 def html_cell(kind: int, title: str) -> str:

@@ -4,12 +4,22 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.entrypoints.pictures import canvas
-from jaxpaged.entrypoints.pictures.block_map import FREE, MAX_CELLS, BlockMap, color_of, count_of, grouped
+from jaxpaged.entrypoints.pictures.block_map import (
+    CACHED,
+    FREE,
+    MAX_CELLS,
+    BlockMap,
+    character_of,
+    color_of,
+    count_of,
+    grouped,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ASPECT = 3.0  # columns per line
+MAX_LETTER_COLUMNS = 64  # more columns than this leave no room for letters
 
 
 def draw_blocks(blocks: BlockMap) -> "Figure":
@@ -18,16 +28,18 @@ def draw_blocks(blocks: BlockMap) -> "Figure":
     cells = grouped(blocks.kinds, group)
     columns = -(-math.ceil(math.sqrt(max(len(cells), 1) * ASPECT)) // 8) * 8
     lines = max(-(-len(cells) // columns), 1)
-    figure = canvas.new_figure(11, 10.4 * lines / columns + 1.6)
+    figure = canvas.new_figure(11, 10.4 * lines / columns + 2.0)
     axes = figure.subplots()
     draw_cells(axes, cells, columns, lines)
+    if columns <= MAX_LETTER_COLUMNS:
+        draw_letters(axes, cells, columns)
     label_blocks(axes, columns, lines, group)
     title = f"{count_of(len(blocks.kinds), 'KV block')} of {blocks.block_size} tokens, "
     title += f"{count_of(len(blocks.request_ids), 'running request')}"
     if group > 1:
         title += f"; a cell is {group} blocks"
     axes.set_title(title, fontsize=13, color=canvas.INK)
-    draw_legend(axes, blocks)
+    draw_legend(figure, blocks)
     return figure
 
 
@@ -54,15 +66,28 @@ def label_blocks(axes: Any, columns: int, lines: int, group: int) -> None:
     axes.set_ylabel("block id", fontsize=10, color=canvas.INK)
 
 
-def draw_legend(axes: Any, blocks: BlockMap) -> None:
+def draw_letters(axes: Any, cells: list[int], columns: int) -> None:
+    """The letter of its request on every cell: there are more requests than colours."""
+    from matplotlib.colors import to_rgb
+
+    size = min(480 / columns, 11)
+    for i, kind in enumerate(cells):
+        if kind not in (FREE, CACHED):
+            red, green, blue = to_rgb(color_of(kind))
+            color = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else canvas.INK
+            place = (i % columns, i // columns)
+            axes.text(*place, character_of(kind), ha="center", va="center", fontsize=size, color=color)
+
+
+def draw_legend(figure: Any, blocks: BlockMap) -> None:
     from matplotlib.patches import Patch
 
     edge = {FREE: canvas.GREY}
     patches = [
-        Patch(facecolor=color_of(kind), edgecolor=edge.get(kind, color_of(kind)), label=label)
+        Patch(
+            facecolor=color_of(kind), edgecolor=edge.get(kind, color_of(kind)),
+            label=f"{character_of(kind)}   {label}",
+        )
         for kind, label in blocks.legend()
     ]
-    axes.legend(
-        handles=patches, fontsize=9, frameon=False, ncols=4, loc="upper center",
-        bbox_to_anchor=(0.5, -0.08), borderaxespad=1.5,
-    )  # fmt: skip
+    figure.legend(handles=patches, fontsize=9, frameon=False, ncols=3, loc="outside lower center")

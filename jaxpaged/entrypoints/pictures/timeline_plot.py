@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.entrypoints.pictures import canvas
+from jaxpaged.messages import StepRecord
 
 if TYPE_CHECKING:
     from jaxpaged.entrypoints.pictures.timeline import Timeline
 
 CLOSE_UP_STEPS = 12
+MIN_LABEL_SHARE = 0.015  # of the picture's width, for a bar to have its number on it
 MILLISECONDS = 1e3
 HOST_PARTS = {
     "schedule": canvas.BLUE, "dispatch": canvas.SKY, "update": canvas.GREEN, "front end": canvas.PINK,
@@ -65,14 +67,16 @@ def draw_parts(axes: Any, timeline: "Timeline") -> None:
         base = top
     limit, longest = readable_limit(base), max(base)
     axes.set_ylim(0, limit)
-    cut = f" (cut; the longest: {longest:,.0f} ms)" if longest > limit else ""
-    finish_step_axes(axes, timeline, "ms per step", f"Where the host's time goes{cut}")
+    if longest > limit:
+        words = f"higher bars are cut; the highest is {longest:,.0f} ms"
+        axes.text(0.995, 0.93, words, transform=axes.transAxes, ha="right", fontsize=9, color=canvas.INK)
+    finish_step_axes(axes, timeline, "ms per step", "Where the host's time goes")
 
 
 def readable_limit(values: Sequence[float]) -> float:
     """An upper end for an axis on which a few very slow steps, such as those that wait for a program, are cut off."""
     ordered = sorted(values)
-    usual = ordered[int(0.98 * (len(ordered) - 1))]
+    usual = ordered[int(0.95 * (len(ordered) - 1))]
     return 1.15 * (usual if ordered[-1] > 4 * usual else ordered[-1]) or 1.0
 
 
@@ -86,15 +90,17 @@ def finish_step_axes(axes: Any, timeline: "Timeline", unit: str, title: str) -> 
     axes.legend(fontsize=9, frameon=False, ncols=5, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1)
 
 
-def close_up_range(num_steps: int) -> range:
-    """The steps of the close-up: some in the middle, where an engine is neither starting nor running dry."""
-    first = max((num_steps - CLOSE_UP_STEPS) // 2, 0)
-    return range(first, min(first + CLOSE_UP_STEPS, num_steps))
+def close_up_range(records: Sequence[StepRecord]) -> range:
+    """The steps of the close-up: of all runs of so many steps, one that took as long as half of them do."""
+    length = min(CLOSE_UP_STEPS, len(records))
+    runs = [range(first, first + length) for first in range(len(records) - length + 1)]
+    runs.sort(key=lambda run: records[run.stop - 1].result_ready - records[run.start].schedule_begin)
+    return runs[len(runs) // 2]
 
 
 def draw_close_up(axes: Any, timeline: "Timeline") -> None:
     """A few steps in time: what the host does above what the device does."""
-    shown = close_up_range(len(timeline))
+    shown = close_up_range(timeline.records)
     first, last = timeline.records[shown.start], timeline.records[shown.stop - 1]
     origin = first.result_ready - timeline.times[shown.start].device
     # Their neighbours reach into the picture: the host is ahead of the device, and behind it.
@@ -106,6 +112,7 @@ def draw_close_up(axes: Any, timeline: "Timeline") -> None:
     axes.grid(visible=False)
     axes.set_ylim(DEVICE_LANE - 0.5, HOST_LANE + 0.5)
     axes.set_xlim(0, (last.update_end - origin) * MILLISECONDS)
+    label_device_bars(axes, timeline, shown, origin)
     axes.set_xlabel("milliseconds", fontsize=10, color=canvas.INK)
     title = f"Close-up of steps {shown.start + 1} to {shown.stop}; the number on the device is the step"
     axes.set_title(title, fontsize=11, color=canvas.INK, loc="left")
@@ -128,8 +135,16 @@ def draw_device_bar(axes: Any, timeline: "Timeline", i: int, origin: float) -> N
     record, seconds = timeline.records[i], timeline.times[i].device
     begin = record.result_ready - seconds - origin
     draw_bar(axes, begin, seconds, DEVICE_LANE, DEVICE_COLORS[i % 2])
-    center = (begin + seconds / 2) * MILLISECONDS
-    axes.text(center, DEVICE_LANE, str(i + 1), ha="center", va="center", fontsize=8, color=canvas.INK, clip_on=True)
+
+
+def label_device_bars(axes: Any, timeline: "Timeline", shown: range, origin: float) -> None:
+    """The number of the step on every bar that is wide enough for it."""
+    least = MIN_LABEL_SHARE * axes.get_xlim()[1]
+    for i in shown:
+        width = timeline.times[i].device * MILLISECONDS
+        if width >= least:
+            center = (timeline.records[i].result_ready - origin) * MILLISECONDS - width / 2
+            axes.text(center, DEVICE_LANE, str(i + 1), ha="center", va="center", fontsize=8, color=canvas.INK)
 
 
 def draw_bar(axes: Any, begin: float, seconds: float, lane: float, color: str) -> None:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxpaged.entrypoints.pictures.block_map import BlockMap
+from jaxpaged.entrypoints.pictures.block_map import BlockMap, character_of
 from jaxpaged.errors import UsageError
 from jaxpaged.messages import KVBlockMap
 from tests.entrypoints.pictures.records import llm_under_way, without_matplotlib
@@ -30,7 +30,7 @@ def test_lines_are_as_wide_as_asked_and_many_blocks_share_a_character():
 
 def test_many_requests_are_named_only_in_part():
     blocks = block_map(range(100), request_ids=[f"r{i}" for i in range(100)])
-    assert "and 90 more requests: 90 blocks" in blocks.text()
+    assert "request r10 and 89 more: 90 blocks" in blocks.text()
     assert len(blocks.text().splitlines()) < 20
 
 
@@ -53,8 +53,9 @@ def test_the_picture_labels_block_ids_and_explains_its_colours(tmp_path):
     blocks = llm_under_way().blocks()
     figure = blocks._figure()
     assert figure.axes[0].get_ylabel() == "block id"
-    words = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert words == [label for _, label in blocks.legend()]
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == [f"{character_of(kind)}   {label}" for kind, label in blocks.legend()]
+    assert {text.get_text() for text in figure.axes[0].texts} == {"a", "b", "c", "#"}, "free blocks need no letter"
     assert blocks.save(tmp_path / "blocks.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,8 +1,10 @@
+import itertools
 import json
 
 import pytest
 
 from jaxpaged.entrypoints.pictures.timeline import Timeline
+from jaxpaged.entrypoints.pictures.timeline_plot import close_up_range, readable_limit
 from jaxpaged.errors import UsageError
 from tests.entrypoints.pictures.records import llm_after, record, without_matplotlib
 
@@ -85,6 +87,21 @@ def test_the_picture_names_its_axes_and_colours():
     assert close_up.get_xlabel() == "milliseconds"
     words = {text.get_text() for axes in (tokens, parts) for text in axes.get_legend().get_texts()}
     assert {"scheduled tokens", "padding", "schedule", "dispatch", "update", "waiting for the device"} <= words
+
+
+def test_the_close_up_shows_steps_that_took_as_long_as_most_do():
+    begins = itertools.accumulate([0.0, 10_000.0, *[10.0] * 28])
+    records = [record(i, begin=begin) for i, begin in enumerate(begins, 1)]
+    shown = close_up_range(records)
+    assert len(shown) == 12
+    assert shown.start > 0, "the first step took a thousand times as long as the others"
+    assert close_up_range(records[:3]) == range(3)
+
+
+def test_bars_of_a_few_slow_steps_are_cut_off():
+    assert readable_limit([1.0] * 99 + [1000.0]) < 2
+    assert readable_limit([1.0, 2.0, 3.0]) > 3
+    assert readable_limit([0.0]) == 1
 
 
 def test_a_notebook_gets_the_picture_and_the_numbers():
