@@ -78,9 +78,10 @@ class BlockMap:
         ]
         if len(held) > MAX_LEGEND:
             rest = held[MAX_LEGEND:]
-            blocks = count_of(sum(counted[kind] for kind in rest), "block")
-            lines.append((rest[0], f"request {shortened(self.request_ids[rest[0]])} and {len(rest) - 1} more: {blocks}"))
-        return lines + [(kind, f"{NAMES[kind]}: {count_of(counted[kind], 'block')}") for kind in (SHARED, CACHED, FREE)]
+            first, blocks = shortened(self.request_ids[rest[0]]), count_of(sum(counted[kind] for kind in rest), "block")
+            lines.append((rest[0], f"request {first} and {len(rest) - 1} more: {blocks}"))
+        others = (SHARED, CACHED, FREE)
+        return lines + [(kind, f"{NAMES[kind]}: {count_of(counted[kind], 'block')}") for kind in others]
 
     def save(self, path: str | Path) -> Path:
         """Draw the map as PNG, SVG or PDF. Raises UsageError without matplotlib, or if it cannot be written."""
