@@ -4,6 +4,7 @@ This module knows matplotlib's axes and a `Timeline`; the meaning of times is to
 """
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.entrypoints.pictures import canvas
@@ -12,6 +13,7 @@ from jaxpaged.messages import StepRecord
 if TYPE_CHECKING:
     from jaxpaged.entrypoints.pictures.timeline import Timeline
 
+MAX_BARS = 1000
 CLOSE_UP_STEPS = 12
 MIN_LABEL_SHARE = 0.015  # of the picture's width, for a bar to have its number on it
 MILLISECONDS = 1e3
@@ -40,16 +42,27 @@ def draw_timeline(timeline: "Timeline") -> Any:
     return figure
 
 
-def edges_of(timeline: "Timeline") -> list[float]:
-    """Borders between the steps on an axis of step numbers, counted from the first step shown."""
-    return [i + 0.5 for i in range(len(timeline) + 1)]
+def steps_per_bar(num_steps: int) -> int:
+    """1, or more when there are more steps than a picture has room for."""
+    return -(-num_steps // MAX_BARS)
+
+
+def bars_of(values: Sequence[float]) -> list[float]:
+    """One value a bar: that of its step, or the mean of its steps."""
+    size = steps_per_bar(len(values))
+    return list(values) if size == 1 else [fmean(values[i : i + size]) for i in range(0, len(values), size)]
+
+
+def edges_of(num_steps: int) -> list[float]:
+    """Borders between the bars on an axis of step numbers, counted from the first step shown."""
+    return [0.5 + i for i in range(0, num_steps, steps_per_bar(num_steps))] + [0.5 + num_steps]
 
 
 def draw_tokens(axes: Any, timeline: "Timeline") -> None:
     """Scheduled tokens per step, with what padding adds on top."""
-    edges = edges_of(timeline)
-    scheduled = [record.num_tokens for record in timeline.records]
-    padded = [record.token_bucket for record in timeline.records]
+    edges = edges_of(len(timeline))
+    scheduled = bars_of([record.num_tokens for record in timeline.records])
+    padded = bars_of([record.token_bucket for record in timeline.records])
     axes.stairs(padded, edges, baseline=scheduled, fill=True, color=canvas.YELLOW, label="padding")
     axes.stairs(scheduled, edges, fill=True, color=canvas.BLUE, label="scheduled tokens")
     axes.yaxis.get_major_locator().set_params(integer=True)
@@ -58,9 +71,10 @@ def draw_tokens(axes: Any, timeline: "Timeline") -> None:
 
 def draw_parts(axes: Any, timeline: "Timeline") -> None:
     """Milliseconds per step by part, stacked: host work at the bottom, waiting for the device on top."""
-    edges, base = edges_of(timeline), [0.0] * len(timeline)
+    edges = edges_of(len(timeline))
+    base = [0.0] * (len(edges) - 1)
     for name, color in {**HOST_PARTS, "wait": WAIT_COLOR}.items():
-        seconds = [getattr(times, name.replace(" ", "_")) for times in timeline.times]
+        seconds = bars_of([getattr(times, name.replace(" ", "_")) for times in timeline.times])
         top = [b + s * MILLISECONDS for b, s in zip(base, seconds)]
         label = "waiting for the device" if name == "wait" else name
         axes.stairs(top, edges, baseline=base, fill=True, color=color, label=label)
@@ -84,7 +98,8 @@ def finish_step_axes(axes: Any, timeline: "Timeline", unit: str, title: str) -> 
     canvas.plain_axes(axes)
     axes.set_xlim(0.5, len(timeline) + 0.5)
     axes.set_ylabel(unit, fontsize=10, color=canvas.INK)
-    axes.set_xlabel("step", fontsize=10, color=canvas.INK)
+    size = steps_per_bar(len(timeline))
+    axes.set_xlabel("step" if size == 1 else f"step; a bar is the mean of {size}", fontsize=10, color=canvas.INK)
     axes.set_title(title, fontsize=11, color=canvas.INK, loc="left")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(fontsize=9, frameon=False, ncols=5, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1)

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from jaxpaged.entrypoints.pictures.timeline import Timeline
-from jaxpaged.entrypoints.pictures.timeline_plot import close_up_range, readable_limit
+from jaxpaged.entrypoints.pictures.timeline_plot import bars_of, close_up_range, edges_of, readable_limit
 from jaxpaged.errors import UsageError
 from tests.entrypoints.pictures.records import llm_after, record, without_matplotlib
 
@@ -96,6 +96,15 @@ def test_the_close_up_shows_steps_that_took_as_long_as_most_do():
     assert len(shown) == 12
     assert shown.start > 0, "the first step took a thousand times as long as the others"
     assert close_up_range(records[:3]) == range(3)
+
+
+def test_long_timelines_are_drawn_in_bars_of_several_steps():
+    values = [float(i) for i in range(2500)]
+    bars, edges = bars_of(values), edges_of(2500)
+    assert len(bars) + 1 == len(edges) == 835
+    assert bars[0] == 1.0 and bars[-1] == 2499.0, "means of three steps, and of the one that is left"
+    assert (edges[0], edges[1], edges[-1]) == (0.5, 3.5, 2500.5)
+    assert bars_of([4.0, 5.0]) == [4.0, 5.0] and edges_of(2) == [0.5, 1.5, 2.5]
 
 
 def test_bars_of_a_few_slow_steps_are_cut_off():
