@@ -107,6 +107,14 @@ class PromptLogprobs(msgspec.Struct):
     ranks: np.ndarray
 
 
+class StepBuckets(msgspec.Struct, array_like=True):
+    """What the programs of one step were padded to: tokens of `forward`, and rows of `sample`, 0 if none sampled."""
+
+    token_bucket: int
+    sample_bucket: int = 0
+    full_sampler: bool = False  # penalties, masks or log probabilities were asked for
+
+
 class ModelRunnerOutput(msgspec.Struct):
     """What one step produced. `request_ids` are those that sampled, in the order of `sampled_token_ids` [n].
 
@@ -120,6 +128,7 @@ class ModelRunnerOutput(msgspec.Struct):
     logprobs: SampledLogprobs | None = None
     prompt_logprobs: dict[str, PromptLogprobs] = {}
     failed: dict[str, str] = {}
+    buckets: StepBuckets | None = None  # None where nothing is padded
 
 
 # ---- Scheduler -> front end --------------------------------------------------------------------
@@ -158,6 +167,43 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
     num_scheduled_tokens: int = 0  # of this step
+
+
+class StepRecord(msgspec.Struct, gc=False):
+    """What one finished step held, what it was padded to, and when which part of it happened.
+
+    Times are seconds of `time.perf_counter`. `result_ready` is when the host had the result: the device may have
+    been done earlier if nobody waited yet. Buckets are the sizes themselves where nothing is padded.
+    """
+
+    step_id: int
+    num_tokens: int
+    token_bucket: int
+    num_requests: int
+    num_sampled: int
+    sample_bucket: int
+    full_sampler: bool
+    num_unfinished: int  # requests, after this step
+    schedule_begin: float
+    schedule_end: float
+    dispatch_end: float
+    wait_begin: float
+    result_ready: float
+    update_end: float
+
+
+class KVBlockMap(msgspec.Struct):
+    """Who holds which KV block at one moment. The arrays are `[B]`, indexed by block id; block 0 is the null block.
+
+    `owner` is an index into `request_ids`: the oldest request that holds the block; -1 when nobody does. `num_owners`
+    above 1 is a shared beginning. `cached` blocks hold content that a later request can reuse.
+    """
+
+    block_size: int
+    request_ids: list[str]  # running, oldest first
+    owner: np.ndarray
+    num_owners: np.ndarray
+    cached: np.ndarray
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True):

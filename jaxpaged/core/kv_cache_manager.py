@@ -20,8 +20,10 @@ This module decides nothing about who gets blocks; that is the scheduler's.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from jaxpaged.core.block_hash import BlockHasher, extra_keys
 from jaxpaged.core.block_pool import BlockPool, KVCacheBlock
@@ -29,6 +31,7 @@ from jaxpaged.core.kv_cache_coordinator import KVCacheCoordinator
 from jaxpaged.core.kv_events import BlockStored, KVCacheEvent
 from jaxpaged.core.request import Request
 from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.messages import KVBlockMap
 
 
 class CacheHit(NamedTuple):
@@ -220,6 +223,21 @@ class KVCacheManager:
         """The events since the last call."""
         events, self.pool.events = self.pool.events, []
         return events
+
+    def block_map(self, requests: Sequence[Request]) -> KVBlockMap:
+        """Who holds which block now. `requests` are all that hold any, the oldest first."""
+        owner_B = np.full(len(self.pool.blocks), -1, np.int32)
+        for i in reversed(range(len(requests))):
+            for table in requests[i].blocks:
+                owner_B[[block.block_id for block in table]] = i
+        owner_B[self.pool.null_block.block_id] = -1
+        return KVBlockMap(
+            block_size=self.block_size,
+            request_ids=[request.request_id for request in requests],
+            owner=owner_B,
+            num_owners=np.array([block.ref_cnt for block in self.pool.blocks], np.int32),
+            cached=np.array([block.cache_key is not None for block in self.pool.blocks]),
+        )
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Assert that the blocks in the tables of `requests` and the free blocks are all there are."""

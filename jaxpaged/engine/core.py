@@ -4,6 +4,7 @@ With asynchronous scheduling a step is scheduled and dispatched before the one a
 never waits for the host. This module knows neither text nor devices.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from typing import Any
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.engine.step_log import StepLog
 from jaxpaged.errors import EngineDeadError, UsageError
 from jaxpaged.executor.base import Executor, PendingOutput
-from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
+from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, KVBlockMap, SchedulerOutput
 
 
 @dataclass
@@ -22,6 +24,7 @@ class Step:
 
     scheduled: SchedulerOutput
     pending: PendingOutput
+    times: tuple[float, float, float]  # schedule begin and end, dispatch end
 
 
 class EngineCore:
@@ -44,6 +47,7 @@ class EngineCore:
         self._in_flight: deque[Step] = deque()
         self._outbox: list[EngineCoreOutput] = []  # that `step` has not returned yet
         self._death: BaseException | None = None
+        self.step_log = StepLog()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. Raises RequestError when it can never fit the KV cache."""
@@ -75,6 +79,10 @@ class EngineCore:
         """Blocks stored and removed since the last call; empty unless `enable_kv_cache_events`."""
         return self._ask(self._scheduler.take_events)
 
+    def block_map(self) -> KVBlockMap:
+        """Who holds which KV block now."""
+        return self._ask(self._scheduler.kv_cache_manager.block_map, self._scheduler.running)
+
     def executor_stats(self) -> dict[str, Any]:
         return self._executor.stats()
 
@@ -89,9 +97,11 @@ class EngineCore:
     def _dispatch(self) -> None:
         """Schedule and dispatch until as many steps are in flight as may be."""
         while len(self._in_flight) < self._depth:
+            begin = time.perf_counter()
             scheduled = self._ask(self._scheduler.schedule)
             if not scheduled.total_num_scheduled_tokens:
                 return
+            end = time.perf_counter()
             try:
                 pending = self._executor.execute(scheduled)
             except BaseException as error:  # an interrupt too leaves the device half way
@@ -99,18 +109,22 @@ class EngineCore:
                 if not isinstance(error, Exception):
                     raise
                 return
-            self._in_flight.append(Step(scheduled, pending))
+            self._in_flight.append(Step(scheduled, pending, (begin, end, time.perf_counter())))
 
     def _await_oldest(self) -> None:
         """Wait for the oldest step in flight; when that is interrupted, the step stays in flight."""
         step = self._in_flight[0]
+        begin = time.perf_counter()
         try:
             result = step.pending.result()
         except Exception as error:
             self._fail(step.scheduled, error)
             return
+        ready = time.perf_counter()
         self._in_flight.popleft()
         self._outbox += self._ask(self._scheduler.update_from_output, step.scheduled, result)
+        times, num_unfinished = (*step.times, begin, ready), self._scheduler.get_num_unfinished_requests()
+        self.step_log.add(step.scheduled, result, num_unfinished, times)
 
     def _fail(self, scheduled: SchedulerOutput, error: BaseException) -> None:
         """End the requests of a failed step, of those dispatched after it, and all that hold blocks.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest
+from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, KVBlockMap, StepRecord
 
 
 class EngineCoreClient(Protocol):
@@ -31,6 +31,14 @@ class EngineCoreClient(Protocol):
 
     def executor_stats(self) -> dict[str, Any]:
         """Counters of the executor: steps, programs, recompiles."""
+        ...
+
+    def step_records(self) -> tuple[list[StepRecord], int]:
+        """The newest finished steps, oldest first, and how many before them are forgotten."""
+        ...
+
+    def block_map(self) -> KVBlockMap:
+        """Who holds which KV block now."""
         ...
 
     def wait_for_programs(self) -> None:
@@ -63,6 +71,12 @@ class InprocClient:
 
     def executor_stats(self) -> dict[str, Any]:
         return self._core.executor_stats()
+
+    def step_records(self) -> tuple[list[StepRecord], int]:
+        return self._core.step_log.read()
+
+    def block_map(self) -> KVBlockMap:
+        return self._core.block_map()
 
     def wait_for_programs(self) -> None:
         self._core.wait_for_programs()

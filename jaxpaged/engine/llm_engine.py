@@ -12,7 +12,7 @@ from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.metrics import EngineMetrics, Metric
 from jaxpaged.engine.output_processor import OutputProcessor
 from jaxpaged.engine.tokenizer import Tokenizer
-from jaxpaged.messages import Progress, RequestOutput
+from jaxpaged.messages import KVBlockMap, Progress, RequestOutput, StepRecord
 from jaxpaged.sampling_params import SamplingParams
 
 
@@ -97,6 +97,14 @@ class LLMEngine:
     def executor_stats(self) -> dict[str, Any]:
         """Counters of the executor: steps, padding, buckets, programs, recompiles."""
         return self._core.executor_stats()
+
+    def step_records(self) -> tuple[list[StepRecord], int]:
+        """The newest finished steps, oldest first, and how many before them are forgotten."""
+        return self._core.step_records()
+
+    def block_map(self) -> KVBlockMap:
+        """Who holds which KV block now."""
+        return self._core.block_map()
 
     def wait_for_programs(self) -> None:
         """Block until every program is compiled: for tests and benchmarks; serving does not need it."""

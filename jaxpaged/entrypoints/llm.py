@@ -20,6 +20,10 @@ from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.entrypoints.batch_progress import BatchProgress
 from jaxpaged.entrypoints.beam_search import BeamSearchOutput, beam_search
 from jaxpaged.entrypoints.cli.terminal import ProgressLine
+from jaxpaged.entrypoints.notebook import show_results_in_notebooks
+from jaxpaged.entrypoints.pictures.block_map import BlockMap
+from jaxpaged.entrypoints.pictures.engine_stats import EngineStats
+from jaxpaged.entrypoints.pictures.timeline import Timeline
 from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.messages import RequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -38,6 +42,7 @@ class LLM:
     """
 
     def __init__(self, model: str = EMBEDDED_MODEL, **options: Any):
+        show_results_in_notebooks()
         loading = ProgressLine()
         try:
             self.llm_engine = LLMEngine.from_config(EngineConfig.from_options(model=model, **options), loading.update)
@@ -149,6 +154,19 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         return self.llm_engine.get_metrics()
+
+    def timeline(self) -> Timeline:
+        """Where the time of the last steps went. It shows itself in notebooks, and `save(path)` draws it."""
+        engine = self.llm_engine
+        return Timeline(*engine.step_records(), engine.executor_stats().get("token_buckets", ()))
+
+    def blocks(self) -> BlockMap:
+        """Who holds which KV block now. It shows itself in notebooks, prints as text, and `save(path)` draws it."""
+        return BlockMap(self.llm_engine.block_map())
+
+    def stats(self) -> EngineStats:
+        """What the engine did so far, in a few lines for people; `get_metrics` is for programs."""
+        return EngineStats(self.llm_engine.get_metrics(), self.llm_engine.executor_stats())
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt beginnings."""

@@ -13,7 +13,14 @@ import jax
 import numpy as np
 
 from jaxpaged.errors import EngineError, RequestError
-from jaxpaged.messages import ModelRunnerOutput, NewRequestData, PromptLogprobs, SampledLogprobs, SchedulerOutput
+from jaxpaged.messages import (
+    ModelRunnerOutput,
+    NewRequestData,
+    PromptLogprobs,
+    SampledLogprobs,
+    SchedulerOutput,
+    StepBuckets,
+)
 from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.logprobs import LogprobOutput
 from jaxpaged.sampling.rows import SamplingRows
@@ -94,6 +101,7 @@ class ModelRunner:
         if scheduled.request_ids:
             requests = step_requests(scheduled, self.rows)
             hidden_TD, hidden_SD = self._forward(requests, updates)
+            pending.buckets = StepBuckets(hidden_TD.shape[0])
             self._prompt_logprobs(scheduled, requests, hidden_TD, pending)
             if requests.samples.any():
                 self._sample(scheduled, requests, hidden_SD, pending)
@@ -142,6 +150,7 @@ class ModelRunner:
         state, full = self.state, self.sampling_rows.any_full(rows)
         kind = "sample_full" if full else "sample"
         bucket = self.programs.smallest_ready(kind, len(rows), self.sample_buckets)
+        pending.buckets.sample_bucket, pending.buckets.full_sampler = bucket, full
         program = self.programs[ProgramKey(kind, bucket)]
         num_output = positions - self.rows.num_prompt_R[rows]
         packed = self._put(self.sampling_rows.pack(rows, positions, num_output, bucket))
@@ -195,6 +204,7 @@ class PendingStep:
     logprobs: LogprobOutput | None = None
     prompt_tiles: list[tuple[str, int, int, LogprobOutput]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    buckets: StepBuckets | None = None
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step. Raises EngineError when the devices could not compute it."""
@@ -204,7 +214,7 @@ class PendingStep:
             raise EngineError(f"step {self.step_id} failed on the device: {error}") from error
 
     def _read(self) -> ModelRunnerOutput:
-        output = ModelRunnerOutput(self.step_id, self.request_ids, [], failed=self.refused)
+        output = ModelRunnerOutput(self.step_id, self.request_ids, [], failed=self.refused, buckets=self.buckets)
         output.prompt_logprobs = self._read_prompt_logprobs()
         n = len(self.request_ids)
         if n:

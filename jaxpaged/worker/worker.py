@@ -213,6 +213,7 @@ class Worker:
             "steps": counts.steps,
             "scheduled_tokens": counts.scheduled_tokens,
             "padded_tokens": counts.padded_tokens,
+            "token_buckets": list(self.token_buckets),
             "bucket_steps": dict(sorted(counts.buckets.items())),
             "programs": len(programs.builders),
             "programs_ready": programs.num_ready,

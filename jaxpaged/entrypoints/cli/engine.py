@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from jaxpaged.entrypoints.cli.flags import engine_options, sampling_options
 from jaxpaged.entrypoints.cli.terminal import ProgressLine
-from jaxpaged.messages import Progress, RequestOutput
+from jaxpaged.messages import Progress, RequestOutput, StepRecord
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 RAW_MAX_TOKENS = 256
@@ -26,6 +26,7 @@ class Engine(Protocol):
     def abort_request(self, request_ids: Sequence[str]) -> None: ...
     def has_unfinished_requests(self) -> bool: ...
     def executor_stats(self) -> Mapping[str, Any]: ...
+    def step_records(self) -> tuple[list[StepRecord], int]: ...
     def shutdown(self) -> None: ...
 
 

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, add_sampling_flags
+from jaxpaged.entrypoints.cli.recordings import add_recording_flags, check_recordings, write_recordings
 
 EPILOG = """\
 A model with a chat template gets every prompt as a user's message; --raw continues the text as it is.
@@ -39,6 +40,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message before every prompt")
     parser.add_argument("--stats", action="store_true", help="print rates and counters to standard error at the end")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
+    add_recording_flags(parser)
     add_sampling_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run, command_parser=parser)
@@ -53,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.entrypoints.cli.stats import print_stats
 
     check_combination(args)
+    check_recordings(args)
     sources = collect_prompts(args.prompts, args.file)
     engine, progress = start(args)
     started = time.time()
@@ -63,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         batch.finish()
         if args.stats:
             print_stats(batch.finished, started, time.time(), engine.executor_stats())
+        write_recordings(args, engine)
     finally:
         progress.close()
         engine.shutdown()

@@ -43,10 +43,10 @@ def request_lines(outputs: Sequence[RequestOutput], started: float, ended: float
 def executor_lines(executor: Mapping[str, Any]) -> list[Line]:
     """Padding, buckets and programs."""
     computed, padding = executor["scheduled_tokens"], executor["padded_tokens"]
-    share = padding / max(computed + padding, 1)
+    waste = f"{padding / max(computed + padding, 1):.0%} was padding, {padding / max(executor['steps'], 1):.1f} a step"
     buckets = ", ".join(f"{count} of {size}" for size, count in executor["bucket_steps"].items())
     return [
-        ("steps", f"{executor['steps']}; by tokens they were padded to: {buckets or 'none'}; {share:.0%} was padding"),
+        ("steps", f"{executor['steps']}; by tokens they were padded to: {buckets or 'none'}; {waste}"),
         (
             "programs",
             f"{executor['programs_ready']} of {executor['programs']} ready, {executor['compile_seconds']:.1f} s of "

@@ -50,6 +50,7 @@ class EchoEngine:
         self.prompts = []
         self.params = []
         self.aborted = []
+        self.records = []
         self.is_shut_down = False
 
     def add_request(self, request_id, prompt, params):
@@ -110,6 +111,9 @@ class EchoEngine:
             "steps": 4, "scheduled_tokens": 60, "padded_tokens": 20, "bucket_steps": {16: 3, 32: 1},
             "programs": 6, "programs_ready": 5, "compile_seconds": 1.25, "recompiles": 0,
         }  # fmt: skip
+
+    def step_records(self):
+        return self.records, 0
 
     def shutdown(self):
         self.is_shut_down = True

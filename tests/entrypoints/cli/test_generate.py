@@ -129,7 +129,7 @@ def test_stats_go_to_standard_error(run):
     assert lines["prefill"].startswith("4 tokens")
     assert lines["cache"] == "2 of 6 prompt tokens were in the prefix cache"
     assert lines["decode"].startswith("5 tokens")
-    assert lines["steps"] == "4; by tokens they were padded to: 3 of 16, 1 of 32; 25% was padding"
+    assert lines["steps"] == "4; by tokens they were padded to: 3 of 16, 1 of 32; 25% was padding, 5.0 a step"
     assert lines["programs"] == "5 of 6 ready, 1.2 s of compiling, 0 recompiles"
 
 

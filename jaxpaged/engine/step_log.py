@@ -1,0 +1,40 @@
+"""The step log: what the last steps held, what they were padded to, and when which part of them happened.
+
+It is always on, since a record costs a few microseconds and its memory is bounded. What records mean is in
+`messages.StepRecord`; how they are drawn or fitted is not known here.
+"""
+
+import time
+from collections import deque
+
+from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput, StepBuckets, StepRecord
+
+CAPACITY = 32_768
+"""Steps that are kept: about 10 MB, and minutes of steps of some milliseconds each."""
+
+Times = tuple[float, float, float, float, float]
+"""Schedule begin and end, dispatch end, wait begin, result ready: seconds of `time.perf_counter`."""
+
+
+class StepLog:
+    """The newest `capacity` steps that succeeded, in the order in which their results came."""
+
+    def __init__(self, capacity: int = CAPACITY):
+        self._records: deque[StepRecord] = deque(maxlen=capacity)
+        self._num_added = 0
+
+    def add(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, num_unfinished: int, times: Times) -> None:
+        """Note a step whose result has just been processed: now is its `update_end`."""
+        num_tokens, num_sampled = scheduled.total_num_scheduled_tokens, len(output.request_ids)
+        buckets = output.buckets or StepBuckets(num_tokens, num_sampled)
+        self._num_added += 1
+        self._records.append(
+            StepRecord(
+                scheduled.step_id, num_tokens, buckets.token_bucket, len(scheduled.request_ids), num_sampled,
+                buckets.sample_bucket, buckets.full_sampler, num_unfinished, *times, time.perf_counter(),
+            )
+        )  # fmt: skip
+
+    def read(self) -> tuple[list[StepRecord], int]:
+        """The records, oldest first, and how many before them are forgotten."""
+        return list(self._records), self._num_added - len(self._records)

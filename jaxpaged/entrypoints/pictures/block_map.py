@@ -1,0 +1,137 @@
+"""`BlockMap`: which request holds which KV block, what is shared, what is cached, what is free.
+
+    print(llm.blocks())          # one character a block, or a group of blocks
+    llm.blocks().save("blocks.png")
+
+In a notebook it shows itself. A block is drawn as its first kind that holds: shared by several requests, held by one
+request, cached (free, but its content can be reused), free.
+"""
+
+import html
+import shutil
+import string
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxpaged.entrypoints.pictures import canvas
+from jaxpaged.messages import KVBlockMap
+
+# What a block is, when it is not held by a single request. Requests are 0, 1, ...: their place in `request_ids`.
+FREE, CACHED, SHARED = -1, -2, -3
+CHARACTERS = {FREE: ".", CACHED: "+", SHARED: "#"}
+NAMES = {FREE: "free", CACHED: "cached, reusable", SHARED: "shared by several requests"}
+COLORS = {FREE: canvas.PALE, CACHED: canvas.GREY, SHARED: canvas.INK}
+REQUEST_CHARACTERS = string.ascii_letters + string.digits
+REQUEST_COLORS = (
+    canvas.BLUE, canvas.ORANGE, canvas.GREEN, canvas.PINK, canvas.SKY, canvas.RED, canvas.YELLOW,
+)  # fmt: skip
+MAX_CELLS = 4096  # of a picture; more blocks than this are drawn in groups
+MAX_LEGEND = 10  # requests that a legend names
+MAX_NAME_LENGTH = 24  # of a request in a legend
+
+
+def character_of(kind: int) -> str:
+    return CHARACTERS[kind] if kind < 0 else REQUEST_CHARACTERS[kind % len(REQUEST_CHARACTERS)]
+
+
+def color_of(kind: int) -> str:
+    return COLORS[kind] if kind < 0 else REQUEST_COLORS[kind % len(REQUEST_COLORS)]
+
+
+class BlockMap:
+    """The KV cache at one moment. `kinds[i]` is what block i + 1 is: a request's index, SHARED, CACHED or FREE."""
+
+    def __init__(self, blocks: KVBlockMap):
+        self.block_size = blocks.block_size
+        self.request_ids = list(blocks.request_ids)
+        rows = zip(blocks.owner.tolist(), blocks.num_owners.tolist(), blocks.cached.tolist())
+        self.kinds = [block_kind(*row) for row in rows][1:]  # without the null block
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Blocks by what they are: a request's id, or "shared", "cached", "free"."""
+        counted = Counter(self.kinds)
+        by_request = {self.request_ids[kind]: counted[kind] for kind in sorted(counted) if kind >= 0}
+        return by_request | {"shared": counted[SHARED], "cached": counted[CACHED], "free": counted[FREE]}
+
+    def text(self, width: int = 80, max_lines: int = 24) -> str:
+        """One character a block, at most `width` a line; when there are too many blocks, one for a group of them.
+
+        A group shows what most of its blocks are. Below the map: what the characters mean, and how many there are.
+        """
+        group = max(-(-len(self.kinds) // (width * max_lines)), 1)
+        cells = "".join(character_of(kind) for kind in grouped(self.kinds, group))
+        lines = [cells[i : i + width] for i in range(0, len(cells), width)]
+        legend = [f"{character_of(kind)} {label}" for kind, label in self.legend()]
+        scale = f"one character is {count_of(group, 'block')} of {self.block_size} tokens"
+        return "\n".join([*lines, "", scale, *legend])
+
+    def legend(self) -> list[tuple[int, str]]:
+        """(kind, words and number of blocks), requests first; only the first few of many requests."""
+        counted = Counter(self.kinds)
+        held = [kind for kind in sorted(counted) if kind >= 0]
+        lines = [
+            (kind, f"request {shortened(self.request_ids[kind])}: {count_of(counted[kind], 'block')}")
+            for kind in held[:MAX_LEGEND]
+        ]
+        if len(held) > MAX_LEGEND:
+            rest = held[MAX_LEGEND:]
+            first, blocks = shortened(self.request_ids[rest[0]]), count_of(sum(counted[kind] for kind in rest), "block")
+            lines.append((rest[0], f"request {first} and {len(rest) - 1} more: {blocks}"))
+        others = (SHARED, CACHED, FREE)
+        return lines + [(kind, f"{NAMES[kind]}: {count_of(counted[kind], 'block')}") for kind in others]
+
+    def save(self, path: str | Path) -> Path:
+        """Draw the map as PNG, SVG or PDF. Raises UsageError without matplotlib, or if it cannot be written."""
+        path = canvas.check_picture_path(path)
+        return canvas.write_figure(self._figure(), path)
+
+    def _figure(self) -> Any:
+        from jaxpaged.entrypoints.pictures.block_plot import draw_blocks
+
+        return draw_blocks(self)
+
+    def __repr__(self) -> str:
+        return self.text(min(shutil.get_terminal_size().columns, 120))
+
+    def _repr_html_(self) -> str:
+        """Coloured cells, with the request as a tooltip; needs no matplotlib."""
+        group = max(-(-len(self.kinds) // MAX_CELLS), 1)
+        cells = "".join(html_cell(kind, self._title(kind)) for kind in grouped(self.kinds, group))
+        legend = " &nbsp; ".join(f"{html_cell(kind, '')} {html.escape(label)}" for kind, label in self.legend())
+        scale = f"{count_of(len(self.kinds), 'KV block')} of {self.block_size} tokens"
+        scale += f"; a cell is {group} blocks" if group > 1 else ""
+        return f'<div style="line-height:13px;max-width:900px">{cells}</div><p>{scale}</p><p>{legend}</p>'
+
+    def _title(self, kind: int) -> str:
+        return NAMES[kind] if kind < 0 else f"request {self.request_ids[kind]}"
+
+
+def block_kind(owner: int, num_owners: int, cached: bool) -> int:
+    if num_owners > 1:
+        return SHARED
+    if owner >= 0:
+        return owner
+    return CACHED if cached else FREE
+
+
+def grouped(kinds: Sequence[int], group: int) -> list[int]:
+    """What most blocks of each group of neighbours are."""
+    if group == 1:
+        return list(kinds)
+    return [Counter(kinds[i : i + group]).most_common(1)[0][0] for i in range(0, len(kinds), group)]
+
+
+def count_of(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def shortened(name: str) -> str:
+    return name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 1]}…"
+
+
+def html_cell(kind: int, title: str) -> str:
+    style = f"display:inline-block;width:11px;height:11px;margin:1px;background:{color_of(kind)}"
+    return f'<span title="{html.escape(title)}" style="{style}"></span>'

@@ -1,0 +1,214 @@
+"""`Timeline`: where the time of an engine's steps went, as rows, as a summary, as a picture, as a trace.
+
+    llm.timeline()                      # shows itself in a notebook
+    llm.timeline()[-50:].save("last.png")
+    llm.timeline().save_trace("trace.json")   # for https://ui.perfetto.dev or chrome://tracing
+
+What times mean: `schedule`, `dispatch` and `update` are the engine core's own work; `wait` is when the host had nothing
+else to do than wait for the device; `front end` is what happens between two calls of the core: text, streaming, the
+caller. `device` is from the later of dispatch and the result before it, to the result: with asynchronous scheduling
+an upper bound, since the host may look late. `gap` is when no step was in flight though requests were unfinished: the
+device certainly had nothing to do.
+"""
+
+import base64
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpaged.entrypoints.pictures import canvas
+from jaxpaged.entrypoints.pictures.step_log_file import write_step_log
+from jaxpaged.entrypoints.pictures.tables import html_table, text_table
+from jaxpaged.messages import StepRecord
+
+MILLISECONDS = 1e3
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step's parts, as the module's docstring defines them. `front_end` is what follows the step."""
+
+    schedule: float
+    dispatch: float
+    wait: float
+    update: float
+    front_end: float
+    device: float
+    gap: float
+
+    @property
+    def host(self) -> float:
+        """The engine core's own work."""
+        return self.schedule + self.dispatch + self.update
+
+
+def step_times(records: Sequence[StepRecord]) -> list[StepTimes]:
+    """The parts of every step. Records are in the order of their results."""
+    times = []
+    for i, record in enumerate(records):
+        before = records[i - 1] if i else None
+        ready_before = before.result_ready if before else record.schedule_end
+        idle = before is not None and not before.num_unfinished
+        times.append(
+            StepTimes(
+                schedule=record.schedule_end - record.schedule_begin,
+                dispatch=record.dispatch_end - record.schedule_end,
+                wait=record.result_ready - record.wait_begin,
+                update=record.update_end - record.result_ready,
+                front_end=front_end_after(records, i),
+                device=record.result_ready - max(record.schedule_end, ready_before),
+                gap=0.0 if idle else max(record.schedule_end - ready_before, 0.0),
+            )
+        )
+    return times
+
+
+def front_end_after(records: Sequence[StepRecord], i: int) -> float:
+    """From the end of a step's update until the core works again; 0 when nothing was left to do.
+
+    What the core does next is to schedule a further step, or, when one is in flight already, to wait.
+    """
+    if i + 1 == len(records) or not records[i].num_unfinished:
+        return 0.0
+    end = records[i].update_end
+    starts = [later.schedule_begin for later in records[i + 1 : i + 3] if later.schedule_begin >= end]
+    return max(min([*starts, records[i + 1].wait_begin]) - end, 0.0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds that one part of the steps took, in all and in the median step."""
+
+    total: float
+    median: float
+
+    def __str__(self) -> str:
+        return f"{self.median * MILLISECONDS:.3f} ms in the median step, {self.total:.2f} s in all"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Totals of some steps. `elapsed` seconds are from the first to the last, idle time included; `gap` is a total."""
+
+    num_steps: int
+    num_tokens: int
+    num_padding: int
+    elapsed: float
+    host: Part
+    front_end: Part
+    wait: Part
+    device: Part
+    gap: float
+    num_dropped: int
+
+    @property
+    def padding_share(self) -> float:
+        """Padding, of all the tokens that were computed; 0..1."""
+        return self.num_padding / max(self.num_tokens + self.num_padding, 1)
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(name, value) for people."""
+        lines = [
+            ("steps", f"{self.num_steps} in {self.elapsed:.2f} s"),
+            ("tokens", f"{self.num_tokens}, and {self.num_padding} of padding ({self.padding_share:.0%})"),
+            ("engine core", str(self.host)),
+            ("front end", str(self.front_end)),
+            ("waiting", str(self.wait)),
+            ("device", f"at most {self.device}"),
+            ("gaps", f"{self.gap:.2f} s without a step in flight"),
+        ]
+        return lines + ([("forgotten", f"{self.num_dropped} earlier steps")] if self.num_dropped else [])
+
+
+def part(seconds: Sequence[float]) -> Part:
+    return Part(sum(seconds), statistics.median(seconds) if seconds else 0.0)
+
+
+class Timeline:
+    """Steps of an engine, oldest first. A slice of it is a timeline too."""
+
+    def __init__(
+        self, records: Sequence[StepRecord], num_dropped: int = 0, token_buckets: Sequence[int] = ()
+    ):
+        self.records = list(records)
+        self.num_dropped = num_dropped
+        self.token_buckets = tuple(token_buckets)
+        self.times = step_times(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, steps: slice) -> "Timeline":
+        return Timeline(self.records[steps], 0, self.token_buckets)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A dict per step, ready for `pandas.DataFrame`; times are milliseconds."""
+        rows = []
+        for record, times in zip(self.records, self.times):
+            rows.append(
+                {
+                    "step": record.step_id,
+                    "tokens": record.num_tokens,
+                    "bucket": record.token_bucket,
+                    "padding": record.token_bucket - record.num_tokens,
+                    "requests": record.num_requests,
+                    "sampled": record.num_sampled,
+                    "sample_bucket": record.sample_bucket,
+                    "full_sampler": record.full_sampler,
+                    **{f"{name}_ms": seconds * MILLISECONDS for name, seconds in vars(times).items()},
+                }
+            )
+        return rows
+
+    def summary(self) -> Summary:
+        """Totals of all these steps."""
+        records, times = self.records, self.times
+        num_tokens = sum(record.num_tokens for record in records)
+        return Summary(
+            num_steps=len(records),
+            num_tokens=num_tokens,
+            num_padding=sum(record.token_bucket for record in records) - num_tokens,
+            elapsed=records[-1].update_end - records[0].schedule_begin if records else 0.0,
+            host=part([t.host for t in times]),
+            front_end=part([t.front_end for t in times]),
+            wait=part([t.wait for t in times]),
+            device=part([t.device for t in times]),
+            gap=sum(t.gap for t in times),
+            num_dropped=self.num_dropped,
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Draw the timeline as PNG, SVG or PDF. Raises UsageError without matplotlib, or if it cannot be written."""
+        path = canvas.check_picture_path(path)
+        return canvas.write_figure(self._figure(), path)
+
+    def save_trace(self, path: str | Path) -> Path:
+        """Write Chrome trace events (JSON). Raises UsageError when the file cannot be written."""
+        from jaxpaged.entrypoints.pictures.chrome_trace import write_trace
+
+        return write_trace(self.records, path)
+
+    def save_log(self, path: str | Path) -> Path:
+        """Write the steps as JSON lines, for `jaxpaged buckets fit`. Raises UsageError when it cannot be written."""
+        return write_step_log(path, self.records, self.token_buckets)
+
+    def _figure(self) -> Any:
+        from jaxpaged.entrypoints.pictures.timeline_plot import draw_timeline
+
+        return draw_timeline(self)
+
+    def __repr__(self) -> str:
+        return text_table(self.summary().lines())
+
+    def _repr_html_(self) -> str:
+        """The picture and the summary; without matplotlib the summary, and how to get the picture."""
+        table = html_table(self.summary().lines())
+        if not self.records:
+            return table
+        if not canvas.has_matplotlib():
+            return f"{table}<p>A picture needs matplotlib. {canvas.INSTALL}</p>"
+        png = base64.b64encode(canvas.png_bytes(self._figure())).decode()
+        return f'<img alt="timeline of {len(self)} steps" src="data:image/png;base64,{png}"/>{table}'

@@ -1,0 +1,66 @@
+import subprocess
+import sys
+
+from jaxpaged.entrypoints import notebook
+from tests.entrypoints.pictures.records import llm_after
+
+
+def result(**changes):
+    output = llm_after().generate([[5, 6]], use_tqdm=False)[0]
+    for name, value in changes.items():
+        setattr(output, name, value)
+    return output
+
+
+def test_a_result_shows_prompt_answer_and_facts():
+    shown = notebook.output_html(result(prompt="the cat"))
+    assert "the cat" in shown
+    assert "2 tokens in" in shown
+    assert "first token after" in shown
+
+
+def test_everything_that_a_model_wrote_is_escaped():
+    output = result(prompt="<script>alert(1)</script>", error="<b>bad</b>")
+    output.outputs[0].text = "<img src=x onerror=alert(1)>"
+    shown = notebook.output_html(output)
+    assert "<script" not in shown and "<img" not in shown and "<b>" not in shown
+    assert "&lt;img" in shown
+
+
+def test_a_long_prompt_is_cut():
+    assert len(notebook.output_html(result(prompt="x" * 10_000))) < 2000
+
+
+def test_lists_of_results_are_shown_and_other_lists_are_left_alone():
+    show = notebook.list_html(lambda values: "as before")
+    assert show([1, 2]) == "as before"
+    assert show([]) == "as before"
+    assert show([result(prompt="the cat"), result(prompt="the dog")]).count("tokens in") == 2
+    assert notebook.list_html(None)([1]) is None
+
+
+def test_inside_ipython_results_are_registered_once():
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell.instance()
+    try:
+        for _ in range(2):
+            notebook.show_results_in_notebooks()
+        format = shell.display_formatter.format
+        assert "the cat" in format(result(prompt="the cat"))[0]["text/html"]
+        assert "the cat" in format([result(prompt="the cat")])[0]["text/html"]
+        assert "text/html" not in format([1, 2])[0]
+    finally:
+        InteractiveShell.clear_instance()
+
+
+def test_outside_of_ipython_nothing_is_imported():
+    program = """
+import sys
+from jaxpaged.entrypoints.notebook import show_results_in_notebooks
+import jaxpaged.entrypoints.llm
+show_results_in_notebooks()
+print(sorted({"IPython", "matplotlib"} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

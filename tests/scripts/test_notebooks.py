@@ -1,0 +1,48 @@
+"""The notebooks, executed from top to bottom in a kernel of their own, as a reader would."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = Path(__file__).parents[2] / "scripts" / "notebooks"
+
+
+@pytest.fixture
+def executed(tmp_path, monkeypatch):
+    """`executed("quickstart")`: the notebook with its outputs. It runs in `tmp_path`, away from the user's settings."""
+    for variable in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / variable.lower()))
+
+    def execute(name):
+        notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+        resources = {"metadata": {"path": str(tmp_path)}}
+        return NotebookClient(notebook, timeout=500, kernel_name="python3", resources=resources).execute()
+
+    return execute
+
+
+def html_of(notebook, beginning):
+    """What the first cell whose code begins so shows in a notebook."""
+    cell = next(cell for cell in notebook.cells if cell.source.startswith(beginning))
+    return "".join(output.data.get("text/html", "") for output in cell.outputs if "data" in output)
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_and_everything_shows_itself(executed, tmp_path):
+    notebook = executed("quickstart")
+    assert html_of(notebook, "greedy = ").count("tokens in") == 3
+    assert "tokens in" in html_of(notebook, "story = ")
+    assert "shared by several requests" in html_of(notebook, "rules = ")
+    assert "data:image/png;base64" in html_of(notebook, "llm.timeline()")
+    assert "0 recompiles" in html_of(notebook, "llm.stats()")
+    assert {"timeline.png", "trace.json", "steps.jsonl"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_is_stored_without_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert code and all(not cell.outputs and cell.execution_count is None for cell in code)
