@@ -125,9 +125,8 @@ class LoadedProgram:
         for i, (array, leaf) in enumerate(zip(self.record.arguments, leaves, strict=True)):
             if (leaf.shape, leaf.dtype) != (array.shape, array.dtype):
                 given = f"{leaf.dtype}{list(leaf.shape)}"
-                raise TypeError(
-                    f"argument {i} of {self.record.name} is {given}; it was compiled for {array.dtype}{list(array.shape)}"
-                )
+                wanted = f"{array.dtype}{list(array.shape)}"
+                raise TypeError(f"argument {i} of {self.record.name} is {given}; it was compiled for {wanted}")
         return jax.stages.Compiled(self.executable, [], in_tree.unflatten(leaves), self.out_tree, no_kwargs=True)
 
 

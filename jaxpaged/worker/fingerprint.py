@@ -19,7 +19,6 @@ import jax
 import jaxlib
 from jax.sharding import Mesh
 
-import jaxpaged
 import pallas_kernels
 from jaxpaged.config import EngineConfig, all_options
 from jaxpaged.models.config import DecoderConfig
@@ -51,7 +50,6 @@ def fingerprint(
 ) -> Fingerprint:  # fmt: skip
     """`config` and `decoder` are resolved, `params` are shapes. `resolved` is what else programs are made for."""
     values = {
-        "versions.jaxpaged": jaxpaged.__version__,
         "versions.jax": jax.__version__,
         "versions.jaxlib": jaxlib.__version__,
         **named("model", {**asdict(decoder), "layers": [f"{i}: {layer}" for i, layer in enumerate(decoder.layers)]}),
@@ -118,7 +116,7 @@ def jax_options() -> dict[str, Any]:
 
 def source_files() -> dict[str, str]:
     """Path -> digest of every source file that programs, or the packing of their arguments, come from."""
-    root, kernels = Path(jaxpaged.__file__).parent, Path(pallas_kernels.__file__).parent
+    root, kernels = Path(__file__).parents[1], Path(pallas_kernels.__file__).parent
     files = [root / SOURCES[0], *kernels.rglob("*.py"), *kernels.rglob("*.json")]
     for folder in SOURCES[1:]:
         files += (root / folder).rglob("*.py")

@@ -61,7 +61,8 @@ def start(model, **changes):
 def answers(config, executor):
     """Tokens of a plain, a penalised and a log probability request: every kind of program runs."""
     scheduler = Scheduler(config.scheduler, executor.kv_cache_config, max_model_len=32, enable_prefix_caching=True)
-    kinds = ({"temperature": 0.0}, {"seed": 3, "repetition_penalty": 1.3}, {"seed": 4, "logprobs": 2, "prompt_logprobs": 1})
+    logprobs = {"seed": 4, "logprobs": 2, "prompt_logprobs": 1}
+    kinds = ({"temperature": 0.0}, {"seed": 3, "repetition_penalty": 1.3}, logprobs)
     for i, options in enumerate(kinds):
         params = SamplingParams(**{"seed": 0, **options}, max_tokens=6, ignore_eos=True)
         scheduler.add_request(EngineCoreRequest(str(i), list(prompt_of("llama"))[:12], params, arrival_time=float(i)))
