@@ -79,6 +79,7 @@ class Programs:
         self.num_threads = num_threads or min(4, os.cpu_count() or 1)
         self.seconds: dict[ProgramKey, float] = {}
         self._queue = list(builders)
+        self._begun: list[ProgramKey] = []
         self._done: dict[ProgramKey, Any] = {}
         self._changed = threading.Condition()
         self._stopped = False
@@ -99,10 +100,15 @@ class Programs:
         return program
 
     def smallest_ready(self, kind: str, size: int, buckets: Sequence[int]) -> int:
-        """The bucket to use for `size`: the smallest that is compiled, else the smallest that fits."""
+        """The bucket to use for `size`: the smallest that is compiled, else the first that a thread began with.
+
+        If nobody has begun with one that fits, it is the smallest.
+        """
         fitting = [bucket for bucket in buckets if bucket >= size]
         assert fitting, f"a {kind} step of size {size} is larger than the largest bucket {buckets[-1]}"
-        return next((bucket for bucket in fitting if ProgramKey(kind, bucket) in self._done), fitting[0])
+        ready = (bucket for bucket in fitting if ProgramKey(kind, bucket) in self._done)
+        begun = (key.size for key in tuple(self._begun) if key.kind == kind and key.size in fitting)
+        return next(ready, None) or next(begun, fitting[0])
 
     def wait_all(self) -> dict[ProgramKey, Any]:
         """Every program, once all are compiled."""
@@ -135,7 +141,8 @@ class Programs:
             # Threads are not daemons: killing one inside XLA crashes the process. They end with the main thread.
             if not self._queue or not threading.main_thread().is_alive():
                 return None
-            return self._queue.pop(0)
+            self._begun.append(self._queue.pop(0))
+            return self._begun[-1]
 
     def _work(self) -> None:
         while (key := self._next()) is not None:

@@ -61,6 +61,20 @@ def test_the_smallest_ready_bucket_that_fits_is_used_and_otherwise_the_smallest_
     assert programs.smallest_ready("sample", 4, (8, 32)) == 8
 
 
+def test_while_none_is_ready_the_bucket_that_was_begun_first_is_waited_for():
+    gate = threading.Event()
+    keys = [ProgramKey("forward", size) for size in (32, 16, 8)]
+    programs = Programs({key: builder(key.size, gate) for key in keys}, num_threads=1)
+    assert programs.smallest_ready("forward", 4, (8, 16, 32)) == 8
+    programs.start()
+    while not programs._begun:
+        pass
+    assert programs.smallest_ready("forward", 4, (8, 16, 32)) == 32
+    gate.set()
+    programs.wait_all()
+    assert programs.smallest_ready("forward", 4, (8, 16, 32)) == 8
+
+
 def test_a_failed_compilation_is_raised_where_the_program_is_needed():
     def fail():
         raise ValueError("no such operation")
