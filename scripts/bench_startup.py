@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ MAIN = "main"
 STARTS = ("cold cache", "warm cache", "bundle")
 COLORS = {
     "python": "#7f7f7f", "import": "#9467bd", "config": "#8c564b", "tokenizer": "#e377c2", "weights": "#1f77b4",
-    "wait": "#dddddd", "first token": "#2ca02c", "lower": "#ff7f0e", "compile": "#d62728", "load": "#bcbd22",
+    "wait": "#dddddd", "first step": "#2ca02c", "lower": "#ff7f0e", "compile": "#d62728", "load": "#bcbd22",
 }  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def measure_start(origin: float, model: str, options: dict[str, Any]) -> dict[st
         input_processor = build.build_input_processor(config, decoder, folder)
     executor = build.UniProcExecutor(config, functions, decoder, folder)
     engine = LLMEngine(config, input_processor, InprocClient(EngineCore(config, executor)))
-    with recorder.span("first token"):
+    with recorder.span("first step"):
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         engine.add_request("first", {"prompt_token_ids": list(range(5, 25))}, params)
         while not any(output.outputs[0].token_ids for output in engine.step()):
@@ -186,8 +187,8 @@ def waterfall(name: str, start: dict[str, Any], width: int = 60) -> str:
 
 
 def summary(starts: dict[str, dict[str, Any]]) -> str:
-    """Markdown table: seconds per stage. Programs are sums over threads, until the first token."""
-    lines = ["| stage | " + " | ".join(starts) + " |", "|---" * (len(starts) + 1) + "|"]
+    """Markdown table: seconds per stage. "wait" is part of "first step"; programs are sums over threads."""
+    lines = [machine(), "", "| stage | " + " | ".join(starts) + " |", "|---" * (len(starts) + 1) + "|"]
     for stage in COLORS:
         cells = [sum(s["end"] - s["begin"] for s in start["spans"] if s["stage"] == stage) for start in starts.values()]
         lines.append(f"| {stage} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
@@ -197,6 +198,11 @@ def summary(starts: dict[str, dict[str, Any]]) -> str:
         most = max(start[key] for start in starts.values())
         lines.append(f"| {title} | " + " | ".join(f"{most / start[key]:.1f}" for start in starts.values()) + " |")
     return "\n".join(lines)
+
+
+def machine() -> str:
+    load = os.getloadavg()[0]
+    return f"{platform.machine()}, {os.cpu_count()} CPUs, load average {load:.1f}, Python {platform.python_version()}"
 
 
 def draw(starts: dict[str, dict[str, Any]], path: Path) -> None:

@@ -92,6 +92,18 @@ def test_an_engine_from_a_bundle_compiles_nothing_and_gives_the_same_tokens(mode
     assert loaded.stats()["programs_from_bundle"] == loaded.stats()["programs_ready"] == loaded.stats()["programs"]
 
 
+@pytest.mark.slow
+def test_a_bundle_of_a_sharded_engine_loads_onto_the_same_mesh(model, tmp_path):
+    config, executor = start(model, tensor_parallel_size=2)
+    executor.save_bundle(tmp_path)
+    expected = answers(config, executor)
+    executor.shutdown()
+    config, executor = start(model, tensor_parallel_size=2, bundle=str(tmp_path))
+    assert answers(config, executor) == expected
+    assert executor.worker.programs.seconds == {}
+    executor.shutdown()
+
+
 def test_donated_arguments_stay_donated(model, bundle):
     config, executor = start(model, bundle=str(bundle))
     before = executor.worker.runner.state.kv[0].arrays[0]
