@@ -124,6 +124,9 @@ class CompileConfig:
     compilation_cache_dir: str | None = option(
         None, "where compiled programs are kept between runs; 'off' for nowhere. Default: the user's cache folder"
     )
+    bundle: str | None = option(
+        None, "folder of compiled programs from `jaxpaged compile`: nothing is compiled at the start", not_empty=True
+    )
     token_buckets: tuple[int, ...] | None = option(
         None, "padded step sizes in tokens that get a program", minimum=2, not_empty=True
     )

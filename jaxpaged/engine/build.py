@@ -4,6 +4,8 @@ Options that contradict the model or each other, a missing tokenizer and a damag
 any weight is read.
 """
 
+import dataclasses
+import tempfile
 from pathlib import Path
 
 from jaxpaged.config import EngineConfig, ModelFacts
@@ -14,12 +16,42 @@ from jaxpaged.engine.generation_config import load_generation_defaults
 from jaxpaged.engine.input_processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.tokenizer import check_vocabulary, load_tokenizer
+from jaxpaged.errors import UsageError
 from jaxpaged.executor.platform import platform
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig, load_hf_config
+from jaxpaged.models.interface import Model
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.hub import resolve_model_folder
+
+
+def compile_bundle(config: EngineConfig, output: Path, progress: Progress | None = None) -> None:
+    """Compile every program of the engine that `config` describes and write them to `output`, an empty folder.
+
+    Everything is compiled anew: on a CPU, a program from the compilation cache has lost what another copy would need.
+    `config.compile.bundle` must be None. Raises UsageError, CheckpointError or CapacityError.
+    """
+    make_output_folder(output)
+    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, compilation_cache_dir="off"))
+    folder, model, decoder, config = resolve_model(config)
+    executor = UniProcExecutor(config, model, decoder, folder, progress)
+    try:
+        executor.save_bundle(output)
+    finally:
+        executor.shutdown()
+
+
+def make_output_folder(folder: Path) -> None:
+    """Raise UsageError unless the folder is empty and can be written: that must not come out after the compiling."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"{folder} exists and is not empty. Choose a new folder.")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}. Choose another folder.") from None
 
 
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLMEngine:
@@ -27,14 +59,19 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
 
     Raises ConfigError, CheckpointError or CapacityError.
     """
+    folder, model, decoder, config = resolve_model(config)
+    input_processor = build_input_processor(config, decoder, folder)
+    executor = UniProcExecutor(config, model, decoder, folder, progress)
+    return LLMEngine(config, input_processor, InprocClient(EngineCore(config, executor)))
+
+
+def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, EngineConfig]:
+    """Find and read the model: its folder, its functions, its description, and the options settled for it."""
     folder = resolve_model_folder(config.model.model, config.model.revision, config.load.download_dir)
     hf_config = load_hf_config(folder)
     model = model_for(hf_config)
     decoder = model.config_from_hf(hf_config)
-    config = config.resolve(facts_of(decoder), platform())
-    input_processor = build_input_processor(config, decoder, folder)
-    executor = UniProcExecutor(config, model, decoder, folder, progress)
-    return LLMEngine(config, input_processor, InprocClient(EngineCore(config, executor)))
+    return folder, model, decoder, config.resolve(facts_of(decoder), platform())
 
 
 def facts_of(decoder: DecoderConfig) -> ModelFacts:

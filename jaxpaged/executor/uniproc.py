@@ -31,6 +31,10 @@ class UniProcExecutor:
         """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
         self.worker.programs.wait_all()
 
+    def save_bundle(self, folder: Path) -> None:
+        """Write every compiled program to an empty folder, from which `CompileConfig.bundle` starts an engine."""
+        self.worker.save_bundle(folder)
+
     def stats(self) -> dict[str, Any]:
         return self.worker.stats()
 

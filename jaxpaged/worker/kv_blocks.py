@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxpaged.config import CacheConfig
-from jaxpaged.errors import CapacityError
+from jaxpaged.errors import CapacityError, ConfigError
 from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, max_blocks_per_request
 
 # Where the device reports no memory of its own (CPU), KV blocks take at most this share of what is free.
@@ -66,14 +66,48 @@ def size_kv_cache(
     return KVCacheConfig(int(num_blocks), tuple(groups))
 
 
-def free_bytes(utilization: float, reserved_bytes: int, device: jax.Device) -> tuple[int, str]:
+def compiled_kv_cache(
+    num_blocks: int,
+    cache: CacheConfig,
+    groups: Sequence[KVCacheGroup],
+    num_shards: int,
+    reserved_bytes: int,
+    device: jax.Device,
+) -> KVCacheConfig:
+    """The cache of programs that were compiled for `num_blocks`, which still must fit.
+
+    A host's free memory comes and goes, so all of it counts here, and not the share that a new cache may take.
+    Raises ConfigError when the options name another number, CapacityError when there is too little memory.
+    """
+    if cache.num_gpu_blocks_override not in (None, num_blocks):
+        raise ConfigError(
+            f"bundle is stale: num_gpu_blocks is {num_blocks} there and num_gpu_blocks_override is "
+            f"{cache.num_gpu_blocks_override} here. Leave the option out, or compile the bundle again with it."
+        )
+    block_bytes = bytes_per_block(groups, num_shards)
+    if cache.kv_cache_memory_bytes:
+        free, source = cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    else:
+        free, source = free_bytes(cache.gpu_memory_utilization, reserved_bytes, device, host_share=1.0)
+    if num_blocks * block_bytes > free:
+        raise CapacityError(
+            f"the bundle was compiled for {num_blocks} KV blocks of {block_bytes} bytes, {num_blocks * block_bytes} "
+            f"in all, but {source} gives {free}. Free memory, or compile it again with a lower num_gpu_blocks_override."
+        )
+    return KVCacheConfig(num_blocks, tuple(groups))
+
+
+def free_bytes(
+    utilization: float, reserved_bytes: int, device: jax.Device, host_share: float = HOST_MEMORY_SHARE
+) -> tuple[int, str]:
     """Bytes of `device` left for KV blocks, and the words that say where the number comes from."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         limit = stats["bytes_limit"]
         free = int(limit * utilization) - max(reserved_bytes, stats.get("bytes_in_use", 0))
         return max(free, 0), f"gpu_memory_utilization {utilization} of {limit / 2**30:.1f} GiB after weights"
-    return int(max(available_host_bytes() - reserved_bytes, 0) * HOST_MEMORY_SHARE), "a quarter of the free host memory"
+    free = int(max(available_host_bytes() - reserved_bytes, 0) * host_share)
+    return free, "a quarter of the free host memory" if host_share < 1.0 else "the free host memory"
 
 
 def available_host_bytes() -> int:

@@ -12,11 +12,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxpaged.messages import Progress
 
@@ -62,7 +64,7 @@ class Programs:
     """key -> compiled program.
 
     `builders` map a key to a function that lowers the program. They are compiled in the given order, by
-    `num_threads` threads, beginning with `start()`.
+    `num_threads` threads, beginning with `start()`. Those in `stored` are not compiled: their function loads them.
     """
 
     def __init__(
@@ -70,12 +72,14 @@ class Programs:
         builders: dict[ProgramKey, Callable[[], jax.stages.Lowered]],
         num_threads: int | None = None,
         progress: Progress | None = None,
+        stored: Mapping[ProgramKey, Callable[[], Any]] = MappingProxyType({}),
     ):
-        self.builders = builders
+        self.builders, self.stored = builders, stored
         self.progress = progress or (lambda stage, done, total: None)
         self.num_threads = num_threads or min(4, os.cpu_count() or 1)
         self.seconds: dict[ProgramKey, float] = {}
         self._queue = list(builders)
+        self._begun: list[ProgramKey] = []
         self._done: dict[ProgramKey, Any] = {}
         self._changed = threading.Condition()
         self._stopped = False
@@ -96,15 +100,19 @@ class Programs:
         return program
 
     def smallest_ready(self, kind: str, size: int, buckets: Sequence[int]) -> int:
-        """The bucket to use for `size`: the smallest that is compiled, else the smallest that fits."""
+        """The bucket to use for `size`: the smallest that is compiled, else the first that a thread began with.
+
+        If nobody has begun with one that fits, it is the smallest.
+        """
         fitting = [bucket for bucket in buckets if bucket >= size]
         assert fitting, f"a {kind} step of size {size} is larger than the largest bucket {buckets[-1]}"
-        return next((bucket for bucket in fitting if ProgramKey(kind, bucket) in self._done), fitting[0])
+        ready = (bucket for bucket in fitting if ProgramKey(kind, bucket) in self._done)
+        begun = (key.size for key in tuple(self._begun) if key.kind == kind and key.size in fitting)
+        return next(ready, None) or next(begun, fitting[0])
 
-    def wait_all(self) -> None:
-        """Wait until every program is compiled."""
-        for key in self.builders:
-            self[key]
+    def wait_all(self) -> dict[ProgramKey, Any]:
+        """Every program, once all are compiled."""
+        return {key: self[key] for key in self.builders}
 
     @property
     def num_ready(self) -> int:
@@ -133,18 +141,20 @@ class Programs:
             # Threads are not daemons: killing one inside XLA crashes the process. They end with the main thread.
             if not self._queue or not threading.main_thread().is_alive():
                 return None
-            return self._queue.pop(0)
+            self._begun.append(self._queue.pop(0))
+            return self._begun[-1]
 
     def _work(self) -> None:
         while (key := self._next()) is not None:
             begin = time.monotonic()
             try:
-                program = self.builders[key]().compile()
+                program = self.stored[key]() if key in self.stored else self.builders[key]().compile()
             except BaseException as error:
-                logger.exception("could not compile %s for bucket %d", key.kind, key.size)
+                logger.exception("could not prepare %s for bucket %d", key.kind, key.size)
                 program = error
             with self._changed:
-                self.seconds[key] = time.monotonic() - begin
+                if key not in self.stored:
+                    self.seconds[key] = time.monotonic() - begin
                 self._done[key] = program
                 num_ready = len(self._done)
                 self._changed.notify_all()
@@ -157,7 +167,7 @@ def enable_compilation_cache(folder: str | None) -> None:
     A folder that cannot be written is a warning: everything works, only slower at the next start.
     """
     if folder == "off":
-        jax.config.update("jax_compilation_cache_dir", None)
+        use_cache_folder(None)
         return
     path = Path(folder) if folder else default_cache_folder()
     try:
@@ -167,11 +177,18 @@ def enable_compilation_cache(folder: str | None) -> None:
         probe.unlink()
     except OSError as error:
         logger.warning("compiled programs are not kept: cannot write %s (%s)", path, error.strerror)
-        jax.config.update("jax_compilation_cache_dir", None)
+        use_cache_folder(None)
         return
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    use_cache_folder(str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def use_cache_folder(path: str | None) -> None:
+    """jax opens its cache once: another folder, or none, needs a reset."""
+    if jax.config.jax_compilation_cache_dir != path:
+        jax.config.update("jax_compilation_cache_dir", path)
+        reset_cache()
 
 
 def default_cache_folder() -> Path:

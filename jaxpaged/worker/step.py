@@ -25,15 +25,18 @@ from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.sampling.custom import CustomProcessors
-from jaxpaged.sampling.logprobs import prompt_logprobs
+from jaxpaged.sampling.logprobs import LogprobOutput, prompt_logprobs
 from jaxpaged.sampling.rows import NUM_COLUMNS, unpack_rows
 from jaxpaged.sampling.sampler import SampleOutput, sample_full, sample_plain
 from jaxpaged.sampling.state import SamplingState, StateLayout, load_row, load_tokens
 from jaxpaged.worker.packed import StepLayout, StepParts
-from pallas_kernels.ragged_paged_attention import AttentionMetadata, make_metadata
+from pallas_kernels.ragged_paged_attention import AttentionMetadata, KVTensor, make_metadata
 
 TABLE_CHUNK = 1024
 """Block table entries that one call of the table program writes."""
+
+RESULT_TYPES = (KVTensor, SamplingState, LogprobOutput)
+"""What programs return besides arrays, tuples and lists."""
 
 PROMPT_LOGPROB_TILE = 32
 """Prompt tokens whose log probabilities one call computes: [tile, V] float32 must stay small."""

@@ -25,13 +25,15 @@ from jaxpaged.params.sharding import param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
 from jaxpaged.worker.buckets import MIN_BUCKET, doubling_buckets
-from jaxpaged.worker.kv_blocks import Demand, size_kv_cache
+from jaxpaged.worker.bundles import Bundle, save_bundle
+from jaxpaged.worker.fingerprint import Fingerprint, fingerprint
+from jaxpaged.worker.kv_blocks import Demand, compiled_kv_cache, size_kv_cache
 from jaxpaged.worker.model_runner import DeviceState, ModelRunner
 from jaxpaged.worker.packed import StepLayout, step_layout
 from jaxpaged.worker.programs import CompileCounter, ProgramKey, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.row_uploads import TOKENS_UPLOAD_SIZE
-from jaxpaged.worker.step import Shapes, StepFunctions
+from jaxpaged.worker.step import RESULT_TYPES, Shapes, StepFunctions
 from pallas_kernels.ragged_paged_attention import choose_backend
 
 
@@ -54,8 +56,9 @@ class Worker:
         enable_compilation_cache(config.compile.compilation_cache_dir)
         self.specs = model.param_specs(self.decoder, self.num_shards)
         self.param_shapes = param_shapes(self.specs, self.decoder, self.mesh, self.dtype)
+        self.bundle = self._open_bundle()
         self.kv_cache_config = self._size_kv_cache()
-        self.programs = Programs(self._builders(), progress=self.progress)
+        self.programs = self._make_programs()
         self.programs.start()
         try:
             params = self._load(folder)
@@ -137,7 +140,10 @@ class Worker:
             config.model.max_model_len, config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
         )
         groups, device = group_layers(specs), self.mesh.devices.flat[0]
-        return size_kv_cache(config.cache, groups, demand, self.num_shards, self._reserved_bytes(), device)
+        place = (self.num_shards, self._reserved_bytes(), device)
+        if self.bundle:
+            return compiled_kv_cache(self.bundle.num_blocks, config.cache, groups, *place)
+        return size_kv_cache(config.cache, groups, demand, *place)
 
     def _reserved_bytes(self) -> int:
         """Bytes per device for weights and temporaries, from shapes alone: an upper estimate.
@@ -150,6 +156,34 @@ class Worker:
         activations = scheduler.max_num_batched_tokens * per_token * self.dtype.itemsize
         logits = 6 * scheduler.max_num_seqs * decoder.vocab_size * 4
         return weights + activations + logits
+
+    def _open_bundle(self) -> Bundle | None:
+        """The bundle that was asked for. Raises ConfigError when it is damaged or for another engine."""
+        if self.config.compile.bundle is None:
+            return None
+        bundle = Bundle(Path(self.config.compile.bundle))
+        bundle.check(self.fingerprint())
+        return bundle
+
+    def _make_programs(self) -> Programs:
+        """The table, compiled here or taken from the bundle."""
+        builders = self._builders()
+        stored = self.bundle.loaders(list(builders), self.mesh, RESULT_TYPES) if self.bundle else {}
+        return Programs(builders, progress=self.progress, stored=stored)
+
+    def fingerprint(self) -> Fingerprint:
+        """What the programs depend on."""
+        resolved = {
+            "token_buckets": str(self.token_buckets),
+            "sample_buckets": str(self.sample_buckets),
+            "attention_backend": self.attention.backend,
+        }
+        return fingerprint(self.config, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)
+
+    def save_bundle(self, folder: Path) -> None:
+        """Write all programs, once they are compiled, to an empty folder. Raises UsageError."""
+        programs, num_blocks = self.programs.wait_all(), self.kv_cache_config.num_blocks
+        save_bundle(folder, programs, self.fingerprint(), num_blocks, RESULT_TYPES, self.progress)
 
     def _builders(self) -> dict[ProgramKey, Callable[[], jax.stages.Lowered]]:
         """How to lower every program, in the order in which they are wanted.
@@ -218,6 +252,7 @@ class Worker:
             "programs": len(programs.builders),
             "programs_ready": programs.num_ready,
             "compile_seconds": sum(programs.seconds.values()),
+            "programs_from_bundle": len(programs.stored),
             "recompiles": self.counter.count,
             "num_kv_blocks": self.kv_cache_config.num_blocks,
         }

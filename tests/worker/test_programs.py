@@ -4,6 +4,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxpaged.worker.buckets import doubling_buckets
@@ -60,6 +61,20 @@ def test_the_smallest_ready_bucket_that_fits_is_used_and_otherwise_the_smallest_
     assert programs.smallest_ready("sample", 4, (8, 32)) == 8
 
 
+def test_while_none_is_ready_the_bucket_that_was_begun_first_is_waited_for():
+    gate = threading.Event()
+    keys = [ProgramKey("forward", size) for size in (32, 16, 8)]
+    programs = Programs({key: builder(key.size, gate) for key in keys}, num_threads=1)
+    assert programs.smallest_ready("forward", 4, (8, 16, 32)) == 8
+    programs.start()
+    while not programs._begun:
+        pass
+    assert programs.smallest_ready("forward", 4, (8, 16, 32)) == 32
+    gate.set()
+    programs.wait_all()
+    assert programs.smallest_ready("forward", 4, (8, 16, 32)) == 8
+
+
 def test_a_failed_compilation_is_raised_where_the_program_is_needed():
     def fail():
         raise ValueError("no such operation")
@@ -101,3 +116,49 @@ def test_a_cache_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
         assert "cannot write" in caplog.text
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def compile_small(factor):
+    return jax.jit(lambda x: x * factor - 2).lower(jax.ShapeDtypeStruct((11,), jnp.int32)).compile()
+
+
+def answer_of(program):
+    return np.asarray(program(np.arange(11, dtype=np.int32)))[1]
+
+
+@pytest.fixture
+def cache_folder(tmp_path):
+    """A compilation cache of its own; the suite's is back afterwards."""
+    before = jax.config.jax_compilation_cache_dir
+    enable_compilation_cache(str(tmp_path))
+    yield tmp_path
+    enable_compilation_cache("off" if before is None else before)
+
+
+def test_a_disk_that_fills_while_the_cache_is_written_is_a_warning(cache_folder, monkeypatch):
+    def full(self, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    monkeypatch.setattr("etils.epath.gpath._GPath.write_bytes", full)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        program = compile_small(5)
+    assert answer_of(program) == 3
+    assert not list(cache_folder.glob("*-cache"))
+
+
+def test_an_entry_that_was_cut_off_is_a_warning_and_compiled_again(cache_folder):
+    assert answer_of(compile_small(7)) == 5
+    (entry,) = cache_folder.glob("*-cache")
+    entry.write_bytes(entry.read_bytes()[:200])
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache"):
+        program = compile_small(7)
+    assert answer_of(program) == 5
+
+
+def test_stored_programs_are_loaded_and_not_compiled():
+    keys = [ProgramKey("forward", 8), ProgramKey("forward", 32)]
+    programs = Programs({key: builder("compiled") for key in keys}, stored={keys[0]: lambda: "loaded"})
+    programs.start()
+    assert programs.wait_all() == {keys[0]: "loaded", keys[1]: "compiled"}
+    assert list(programs.seconds) == [keys[1]]

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from jaxpaged import __version__
 from jaxpaged.entrypoints.cli import buckets, chat, convert, generate
+from jaxpaged.entrypoints.cli import compile as compile_command
 from jaxpaged.entrypoints.cli.flags import Parser
 from jaxpaged.entrypoints.cli.terminal import complain
 from jaxpaged.errors import JaxpagedError, UsageError
@@ -60,7 +61,7 @@ def command_line() -> Parser:
     parser = Parser(prog="jaxpaged", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"jaxpaged {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (generate, chat, convert, buckets):
+    for command in (generate, chat, compile_command, convert, buckets):
         command.add_parser(commands)
     return parser
 

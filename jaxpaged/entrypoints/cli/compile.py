@@ -1,0 +1,62 @@
+"""`jaxpaged compile`: every program of an engine as a bundle, with which the next start compiles nothing.
+
+This module knows options and a folder; what a bundle holds is known below the engine.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags
+
+EPILOG = """\
+Start with the same options and --bundle FOLDER: jaxpaged generate --model MODEL --bundle FOLDER "Hello".
+A bundle is for one model, one kind of machine, one version of jaxpaged and jax; for any other it is refused.
+It is machine code: use only bundles that you trust like a program.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser: Parser = commands.add_parser(
+        "compile",
+        help="compile all programs of an engine into a folder",
+        usage="%(prog)s [MODEL] -o FOLDER [options]",
+        epilog=EPILOG,
+    )
+    parser.add_argument("compiled_model", nargs="?", metavar="MODEL",
+                        help="a folder in Hugging Face format, a hub id, or 'demo'; the same as --model")  # fmt: skip
+    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new or empty folder to write to")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
+    add_engine_flags(parser)
+    parser.set_defaults(run=run, command_parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile and write. Returns the exit status."""
+    from jaxpaged.config import EngineConfig
+    from jaxpaged.engine.build import compile_bundle
+    from jaxpaged.entrypoints.cli.terminal import ProgressLine
+
+    options = options_of(args)
+    output = Path(args.output)
+    progress = ProgressLine()
+    try:
+        compile_bundle(EngineConfig.from_options(**options), output, progress.update)
+    finally:
+        progress.close()
+    return 0
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's options. Raises UsageError for two models, or a bundle to make a bundle from."""
+    from jaxpaged.entrypoints.cli.flags import engine_options
+    from jaxpaged.errors import UsageError
+
+    options = engine_options(args)
+    if args.compiled_model is not None:
+        if hasattr(args, "model"):
+            raise UsageError(f"two models are given, {args.compiled_model} and --model {args.model}. Leave one out.")
+        options["model"] = args.compiled_model
+    if options.get("bundle") is not None:
+        raise UsageError(f"--bundle {options['bundle']} has its programs already. Leave it out to compile them again.")
+    return options

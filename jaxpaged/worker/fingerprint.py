@@ -1,0 +1,153 @@
+"""What a compiled program depends on, as plain named values: two equal fingerprints mean the same programs.
+
+Everything counts until it is known not to: all options but those in `NOT_COMPILED_IN`, all of the model's description,
+every source file from which programs are traced or their arguments are packed, and the compiler with its flags.
+This module does not know where fingerprints are kept.
+"""
+
+import hashlib
+import inspect
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.sharding import Mesh
+
+import pallas_kernels
+from jaxpaged.config import EngineConfig, all_options
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.sampling.custom import CustomProcessors
+
+Fingerprint = dict[str, Any]
+"""Name -> a text, a number, or a list of texts. Names are dotted: "model.hidden_size"."""
+
+NOT_COMPILED_IN = frozenset(
+    """
+    model tokenizer revision seed generation_config override_generation_config chat_template
+    gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override enable_prefix_caching enable_kv_cache_events
+    scheduling_policy enable_chunked_prefill long_prefill_token_threshold async_scheduling
+    load_format download_dir compilation_cache_dir bundle
+    token_buckets attention_backend logits_processors
+    """.split()
+)
+"""Options that no program depends on, and, in the last line, those that count as what they were resolved to."""
+
+SOURCES = ("kv_cache_spec.py", "layers", "models", "params", "sampling", "worker")
+CPU_FEATURES = re.compile(
+    r"(sse|ssse|avx|amx|fma|bmi|f16c|adx|popcnt|abm|aes|vaes|vpclmul|gfni|sha|asimd|sve|sme|bf16|i8mm|atomics)\w*"
+)
+
+
+def fingerprint(
+    config: EngineConfig, decoder: DecoderConfig, mesh: Mesh, params: Any, custom: CustomProcessors,
+    resolved: Mapping[str, Any],
+) -> Fingerprint:  # fmt: skip
+    """`config` and `decoder` are resolved, `params` are shapes. `resolved` is what else programs are made for."""
+    values = {
+        "versions.jax": jax.__version__,
+        "versions.jaxlib": jaxlib.__version__,
+        **named("model", {**asdict(decoder), "layers": [f"{i}: {layer}" for i, layer in enumerate(decoder.layers)]}),
+        **named("options", {option.name: getattr(getattr(config, section), option.name)
+                            for section, option in all_options() if option.name not in NOT_COMPILED_IN}),
+        **named("options", resolved),
+        **named("device", device(mesh)),
+        **named("jax", jax_options()),
+        **named("logits_processors", {source_name(type(p)): source_digest(type(p)) for p in custom.processors}),
+        **named("source", source_files()),
+        "parameters": digest(str(jax.tree.flatten(params)).encode()),  # last: others say more of a difference
+    }  # fmt: skip
+    return {name: plain(value) for name, value in values.items()}
+
+
+def difference(before: Fingerprint, now: Fingerprint) -> str | None:
+    """The first field that differs and its two values, in words; None when all are equal."""
+    for name in [*before, *(name for name in now if name not in before)]:
+        old, new = before.get(name, "missing"), now.get(name, "missing")
+        if old == new:
+            continue
+        if isinstance(old, list) and isinstance(new, list):
+            gone, added = sorted(set(old) - set(new)), sorted(set(new) - set(old))
+            return f"{name} has {' '.join(gone) or 'nothing more'} there and {' '.join(added) or 'nothing more'} here"
+        return f"{name} is {old} there and {new} here"
+    return None
+
+
+# ---- parts ---------------------------------------------------------------------------------------
+
+
+def device(mesh: Mesh) -> dict[str, Any]:
+    """Devices, their runtime (libtpu, CUDA), and on a CPU the instructions that it has."""
+    first = mesh.devices.flat[0]
+    values = {
+        "platform": first.platform,
+        "kind": first.device_kind,
+        "runtime": first.client.platform_version,
+        "mesh": " ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+    }
+    return values | ({"cpu": platform.machine(), "cpu_features": cpu_features()} if first.platform == "cpu" else {})
+
+
+def cpu_features() -> list[str]:
+    """Instruction sets of this CPU that a compiler may use, where the system tells (Linux)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return [platform.processor()]
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return sorted(word for word in set(line[1].split()) if CPU_FEATURES.fullmatch(word)) if line else []
+
+
+def jax_options() -> dict[str, Any]:
+    """Settings of the process that change what jax traces or XLA compiles."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return {
+        "enable_x64": jax.config.jax_enable_x64,
+        "default_matmul_precision": jax.config.jax_default_matmul_precision,
+        "xla_flags": " ".join(sorted(flag for flag in flags if "host_platform_device_count" not in flag)),
+        "libtpu_init_args": os.environ.get("LIBTPU_INIT_ARGS", ""),
+    }
+
+
+def source_files() -> dict[str, str]:
+    """Path -> digest of every source file that programs, or the packing of their arguments, come from."""
+    root, kernels = Path(__file__).parents[1], Path(pallas_kernels.__file__).parent
+    files = [root / SOURCES[0], *kernels.rglob("*.py"), *kernels.rglob("*.json")]
+    for folder in SOURCES[1:]:
+        files += (root / folder).rglob("*.py")
+    return {path.relative_to(root.parent).as_posix(): digest(path.read_bytes()) for path in sorted(files)}
+
+
+def source_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def source_digest(cls: type) -> str:
+    """Of the whole file of a class, since its methods may call what lies beside it."""
+    try:
+        return digest(Path(inspect.getfile(cls)).read_bytes())
+    except (OSError, TypeError):
+        return "unknown"
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def named(section: str, values: Mapping[str, Any]) -> Fingerprint:
+    return {f"{section}.{name}": value for name, value in values.items()}
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def plain(value: Any) -> Any:
+    """As JSON gives it back: numbers and texts as they are, lists of texts, and the text of anything else."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return [str(item) for item in value] if isinstance(value, list) else str(value)
