@@ -60,10 +60,10 @@ def read_text(file: str) -> str:
 
 
 def parse_lines(text: str) -> list[PromptSource]:
-    """One source a line; empty lines are skipped."""
+    """One source a line; empty lines are skipped. A damaged first line does not make JSON lines plain text."""
     # Not splitlines(): a form feed or U+2028 inside a prompt ends no line.
     lines = [line for raw in text.split("\n") if (line := raw.removesuffix("\r")).strip()]
-    if lines and is_json_prompt(lines[0]):
+    if lines and lines[0].lstrip().startswith("{") and any(map(is_json_prompt, lines)):
         return [parse_json_line(line) for line in lines]
     return [PromptSource(text=line) for line in lines]
 

@@ -202,6 +202,15 @@ def test_a_bad_json_line_is_refused_alone(run, piped, line, said):
     assert "prompt 1" in finished.err
 
 
+def test_a_damaged_first_line_does_not_turn_json_lines_into_plain_text(run, piped):
+    piped('{"prompt": "damaged"\n{"prompt": "good"}')
+    finished = run("generate", "--raw", "--json")
+    bad, good = json_lines(finished)
+    assert finished.status == 1
+    assert "the line is not JSON" in bad["error"]
+    assert good["text"] == "good"
+
+
 def test_a_broken_engine_is_one_line_and_status_1(run):
     finished = run("generate", "crash")
     assert finished.status == 1
