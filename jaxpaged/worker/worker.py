@@ -21,6 +21,7 @@ from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import init_dummy_params, load_params
+from jaxpaged.params.quantized import quantized_specs
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
@@ -54,7 +55,7 @@ class Worker:
         self.num_shards = config.parallel.tensor_parallel_size
         self.mesh = make_mesh(self.num_shards)
         enable_compilation_cache(config.compile.compilation_cache_dir)
-        self.specs = model.param_specs(self.decoder, self.num_shards)
+        self.specs = quantized_specs(model.param_specs(self.decoder, self.num_shards), config.model.quantization)
         self.param_shapes = param_shapes(self.specs, self.decoder, self.mesh, self.dtype)
         self.bundle = self._open_bundle()
         self.kv_cache_config = self._size_kv_cache()
