@@ -37,6 +37,9 @@ from jaxpaged.worker.row_uploads import TOKENS_UPLOAD_SIZE
 from jaxpaged.worker.step import RESULT_TYPES, Shapes, StepFunctions
 from pallas_kernels.ragged_paged_attention import choose_backend
 
+SMALL_PROMPT = 64
+"""Tokens of a prompt that must not wait for larger programs."""
+
 
 class Worker:
     """The devices of one engine. `config` is resolved; `decoder` describes the model in `folder`.
@@ -73,14 +76,19 @@ class Worker:
     def dtype(self) -> Any:
         return jnp.dtype(self.config.model.dtype)
 
+    @property
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
+
     @cached_property
     def token_buckets(self) -> tuple[int, ...]:
         given = self.config.compile.token_buckets
-        return tuple(sorted(given)) if given else doubling_buckets(self.config.scheduler.max_num_batched_tokens)
+        largest = self.config.scheduler.max_num_batched_tokens
+        return tuple(sorted(given)) if given else doubling_buckets(largest, self.platform)
 
     @cached_property
     def sample_buckets(self) -> tuple[int, ...]:
-        return doubling_buckets(self.config.scheduler.max_num_seqs)
+        return doubling_buckets(self.config.scheduler.max_num_seqs, self.platform)
 
     @cached_property
     def layouts(self) -> dict[int, StepLayout]:
@@ -117,8 +125,7 @@ class Worker:
 
     @cached_property
     def attention(self) -> AttentionContext:
-        platform = self.mesh.devices.flat[0].platform
-        return AttentionContext(self.mesh, choose_backend(self.config.compile.attention_backend, platform))
+        return AttentionContext(self.mesh, choose_backend(self.config.compile.attention_backend, self.platform))
 
     @cached_property
     def shapes(self) -> Shapes:
@@ -193,7 +200,8 @@ class Worker:
         """
         shapes = self.shapes
         builders = {ProgramKey("zeros"): shapes.lower_zeros}
-        decode, small_prompt = self.token_buckets[0], self.token_buckets[min(3, len(self.token_buckets) - 1)]
+        decode = self.token_buckets[0]
+        small_prompt = next((size for size in self.token_buckets if size >= SMALL_PROMPT), self.token_buckets[-1])
         for size in sorted(self.token_buckets, key=lambda size: (size != small_prompt, size != decode, size)):
             builders[ProgramKey("forward", size)] = partial(shapes.lower_forward, self.layouts[size])
             if size == small_prompt:

@@ -10,9 +10,9 @@ from tests.models.paged import PagedModel
 
 
 def test_the_engine_runs_the_rounded_model_and_counts_its_smaller_weights(tmp_path):
-    folder = write_checkpoint("llama_mqa_bias_tied", tmp_path)
+    folder = write_checkpoint("llama", tmp_path)
     model = PagedModel(folder, quantization="int8")
-    prompt = prompt_of("llama_mqa_bias_tied")
+    prompt = prompt_of("llama")
     expected = model.continue_greedily(model.logits(prompt)[-1], 4)
     scheduler, executor = start(folder, 1, quantization="int8", dtype="float32")
     worker = executor.worker

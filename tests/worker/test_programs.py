@@ -103,9 +103,14 @@ def test_the_counter_sees_a_compilation_by_anyone():
 
 
 def test_buckets_double_up_to_the_largest():
-    assert doubling_buckets(512) == (8, 16, 32, 64, 128, 256, 512)
-    assert doubling_buckets(100) == (8, 16, 32, 64, 100)
-    assert doubling_buckets(1) == (8,)
+    assert doubling_buckets(512, "tpu") == (8, 16, 32, 64, 128, 256, 512)
+    assert doubling_buckets(100, "gpu") == (8, 16, 32, 64, 100)
+    assert doubling_buckets(1, "gpu") == (8,)
+
+
+def test_a_cpu_has_a_bucket_for_a_single_request():
+    assert doubling_buckets(100, "cpu") == (2, 8, 16, 32, 64, 100)
+    assert doubling_buckets(1, "cpu") == (2, 8)
 
 
 def test_a_cache_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
