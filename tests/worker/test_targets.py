@@ -21,13 +21,13 @@ def test_every_tpu_has_memory_and_rates_in_a_plausible_order(name):
     assert device.links < device.bandwidth < device.matmul_bf16
 
 
-@pytest.mark.parametrize("name, devices", [("v5e:2x4", 8), ("v5p:2x2x1", 4), ("v6e:1x1", 1), ("tpu7x:2x2x1", 8)])
+@pytest.mark.parametrize(("name", "devices"), [("v5e:2x4", 8), ("v5p:2x2x1", 4), ("v6e:1x1", 1), ("tpu7x:2x2x1", 8)])
 def test_a_topology_has_as_many_devices_as_programs_see(name, devices):
     assert parse_target(name, compile=False).num_devices == devices
 
 
 @pytest.mark.parametrize(
-    "name, words",
+    ("name", "words"),
     [
         ("v6:2x4", "Did you mean 'v6e'"),
         ("h10", "Did you mean 'h100'"),

@@ -30,7 +30,7 @@ def test_what_does_not_fit_ends_with_a_failure_and_advice(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
+    ("arguments", "words"),
     [
         (["demo", "--target", "v9"], "unknown target"),
         (["demo", "--model", "demo", "--target", "h100"], "two models"),
