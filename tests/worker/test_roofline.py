@@ -10,8 +10,8 @@ DEVICE = DeviceFacts("toy", memory=10**9, bandwidth=1e9, matmul_bf16=1e12, links
 
 def work(**changes):
     values = {
-        "num_shards": 1, "weight_bytes": 2_000_000, "params": 1_000_000, "head_params": 100_000, "attention_layers": ((None, 2),),
-        "heads": 64, "kv_token_bytes": 100, "reduced_bytes": 500,
+        "num_shards": 1, "weight_bytes": 2_000_000, "params": 1_000_000, "head_params": 100_000,
+        "attention_layers": ((None, 2),), "heads": 64, "kv_token_bytes": 100, "reduced_bytes": 500,
     }  # fmt: skip
     return Work(**{**values, **changes})
 

@@ -16,8 +16,8 @@ def plan(**changes):
     values = {
         "model": "some/model", "target": "v6e:2x4", "device": DeviceFacts("TPU v6e", 32 * GIB, 1e12, 1e15, 4e11),
         "num_devices": 8, "tensor_parallel_size": 8, "options": {"dtype": "bfloat16"}, "usable_bytes": 28 * GIB,
-        "weight_bytes": 4 * GIB, "temporary_bytes": GIB, "reserved_bytes": 2 * GIB, "code_bytes": 3 * 2**20, "block_bytes": 2**20,
-        "num_blocks": 22 * 1024, "blocks_per_request": 64, "concurrency": {1024: 2815, 8192: 351},
+        "weight_bytes": 4 * GIB, "temporary_bytes": GIB, "reserved_bytes": 2 * GIB, "code_bytes": 3 * 2**20,
+        "block_bytes": 2**20, "num_blocks": 22 * 1024, "blocks_per_request": 64, "concurrency": {1024: 2815, 8192: 351},
         "programs": [PlannedProgram("forward", 8, 1.5, 2**20, 2**21, collectives={"all-reduce": 9})],
         "decode": [Speed(8, 1024, 8000.0, "memory")], "prefill": [Speed(1, 1024, 123456.0, "matmul")],
         "assumptions": ["a bound"], "advice": [],
