@@ -3,8 +3,8 @@
 On a CPU the activations are split into two planes of 8 bits, so that both factors are integers (AVX512 VNNI, AMX):
 x = step * (high + low / 254), step = largest |x| of the row / 127, |x - its planes| <= step / 508. That is as close
 as rounding to 16 bits, and the sums are exact, so the result is that of weights in 8 bits alone, in any batch.
-Measured by scripts/bench_products.py: against converting the weights to bfloat16 or float32 inside of the product,
-which XLA:CPU does not fuse, it is several times faster; against bfloat16 weights 1.7 to 1.9 times on AVX512 VNNI.
+It is 1.7 to 2 times as fast as bfloat16 weights on AVX512 VNNI; converting the weights inside of the product, which
+XLA:CPU does not fuse, is 2 to 10 times slower than those for few rows (scripts/bench_products.py).
 
 Elsewhere the weights are converted to the type of x inside of the product, which reads half the bytes.
 """
