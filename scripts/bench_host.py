@@ -77,7 +77,6 @@ class FreeExecutor:
             custom=NO_PROCESSORS,
             layouts={size: step_layout(size, scheduler.max_num_seqs, len(groups), block_size) for size in buckets},
             sample_buckets=doubling_buckets(scheduler.max_num_seqs),
-            sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
         )
         self.execute = self.runner.execute
 

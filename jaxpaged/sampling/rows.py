@@ -86,9 +86,9 @@ class SamplingRows:
         to draw; `num_output` [n] counts the output tokens before them.
         """
         n = len(rows)
-        lines = np.full(bucket, self.null_row)
-        lines[:n] = rows
-        packed = self._table[lines]
+        packed = np.empty((bucket, NUM_COLUMNS), np.int32)
+        self._table.take(rows, axis=0, out=packed[:n], mode="clip")  # "raise" would copy; the rows are ours
+        packed[n:] = self._table[self.null_row]
         packed[:n, POSITION] = positions
         packed[:n, NUM_OUTPUT] = num_output
         return packed.view(np.float32)

@@ -27,6 +27,15 @@ class RequestRows:
         self.prompt_logprobs_R = np.zeros(max_num_seqs, bool)
         self.num_blocks_GR = np.zeros((num_groups, max_num_seqs), np.int32)
         self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._last_ids: list[str] = []  # that `rows_of` was asked for, and its answer
+        self._last_rows = np.zeros(0, np.int32)
+
+    def rows_of(self, request_ids: list[str]) -> np.ndarray:
+        """The rows of requests, int32 [n]. From step to step they are mostly the same ones, in the same order."""
+        if request_ids != self._last_ids:
+            self._last_ids = request_ids
+            self._last_rows = np.array([self.row_of[request_id] for request_id in request_ids], np.int32)
+        return self._last_rows
 
     def add(self, request: NewRequestData) -> int:
         """Give the request a row and remember what is known of it."""
@@ -34,6 +43,7 @@ class RequestRows:
         assert self._free, f"all {self.max_num_seqs} rows are taken; the scheduler ran more requests than that"
         row = self._free.pop()
         self.row_of[request.request_id] = row
+        self._last_ids = []
         self.token_ids[row] = np.asarray(request.token_ids, np.int32)
         self.num_known_R[row] = len(request.token_ids)
         self.num_prompt_R[row] = request.num_prompt_tokens
@@ -47,6 +57,7 @@ class RequestRows:
         if row is not None:
             self.token_ids[row] = None
             self._free.append(row)
+            self._last_ids = []
 
     def append_blocks(self, row: int, block_ids: tuple[list[int], ...], updates: list[tuple[int, int, int]]) -> None:
         """Add table entries of one request to `updates`, as (place, index, block)."""

@@ -228,7 +228,6 @@ class Worker:
             custom=self.custom,
             layouts=self.layouts,
             sample_buckets=self.sample_buckets,
-            sharding=self.functions.replicated,
         )
 
     def new_state(self) -> DeviceState:
