@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from jaxpaged.engine.detokenizer import Detokenizer
+from jaxpaged.engine.detokenizer import make_detokenizer
 from jaxpaged.engine.logprobs import SequenceLogprobs, prompt_logprob_dicts
 from jaxpaged.engine.metrics import EngineMetrics, FinishedSequence
 from jaxpaged.engine.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ class SequenceState:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.first_token_time = self.last_token_time = request.arrival_time
-        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
+        self._detokenizer = make_detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
         self._logprobs = (
             None if params.logprobs is None else SequenceLogprobs(tokenizer, request.prompt_token_ids, params)
         )
