@@ -4,7 +4,8 @@
       -> ModelRunnerOutput -> Scheduler -> EngineCoreOutput -> OutputProcessor -> RequestOutput
 
 All are msgspec structs of plain values and numpy arrays: they travel between processes without
-pickle. They hold data and no behaviour; this module knows nothing of how a step is computed.
+pickle. They hold data and no behaviour; this module knows nothing of how a step is computed. Those that come by the
+token are `gc=False`: they cannot be part of a cycle, and the garbage collector need not look at them.
 """
 
 from collections.abc import Callable
@@ -134,7 +135,7 @@ class ModelRunnerOutput(msgspec.Struct):
 # ---- Scheduler -> front end --------------------------------------------------------------------
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Candidates of one sampled position: the sampled token first, then the most likely ones."""
 
     token_ids: list[int]
@@ -142,7 +143,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     rank: int  # of the sampled token
 
 
-class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """New tokens of one request, and whether it ended."""
 
     request_id: str
@@ -216,7 +217,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True):
 # ---- front end -> user ---------------------------------------------------------------------------
 
 
-class Logprob(msgspec.Struct):
+class Logprob(msgspec.Struct, gc=False):
     """The log probability of one candidate token, its 1-based rank, and its text."""
 
     logprob: float
@@ -224,7 +225,7 @@ class Logprob(msgspec.Struct):
     decoded_token: str | None = None
 
 
-class CompletionOutput(msgspec.Struct):
+class CompletionOutput(msgspec.Struct, gc=False):
     """One generated sequence. `stop_reason` is the stop string or stop token id that ended it, or None."""
 
     index: int
@@ -239,7 +240,7 @@ class CompletionOutput(msgspec.Struct):
         return self.finish_reason is not None
 
 
-class RequestMetrics(msgspec.Struct):
+class RequestMetrics(msgspec.Struct, gc=False):
     """Times of one request in seconds since the epoch; None until reached."""
 
     arrival_time: float

@@ -168,9 +168,12 @@ class PlainDetokenizer:
         return len(token_ids), None
 
     def push_and_take(self, token_ids: Sequence[int]) -> str:
-        """Add new tokens that do not end the text, and return the text that was not taken yet."""
-        self._waiting += token_ids
-        return self.take_new_text()
+        """`push` of tokens that do not end the sequence, then `take_new_text`, where everything before is taken."""
+        assert not self._waiting, f"{len(self._waiting)} tokens before these are not taken"
+        pieces = self._stream.push_all(token_ids)
+        self._pieces += pieces
+        self._num_taken += len(pieces)
+        return pieces[0] if len(pieces) == 1 else "".join(pieces)
 
     def finish(self) -> None:
         if not self._done:
