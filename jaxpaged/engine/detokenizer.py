@@ -168,12 +168,14 @@ class PlainDetokenizer:
         return len(token_ids), None
 
     def push_and_take(self, token_ids: Sequence[int]) -> str:
-        """`push` of tokens that do not end the sequence, then `take_new_text`, where everything before is taken."""
-        assert not self._waiting, f"{len(self._waiting)} tokens before these are not taken"
-        pieces = self._stream.push_all(token_ids)
-        self._pieces += pieces
-        self._num_taken += len(pieces)
-        return pieces[0] if len(pieces) == 1 else "".join(pieces)
+        """`push` of tokens that do not end the sequence, then `take_new_text`. A single token is the usual case."""
+        if len(token_ids) != 1 or self._waiting:
+            self._waiting += token_ids
+            return self.take_new_text()
+        piece = self._stream.push(token_ids[0])
+        self._pieces.append(piece)
+        self._num_taken += 1
+        return piece
 
     def finish(self) -> None:
         if not self._done:
