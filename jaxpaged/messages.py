@@ -249,7 +249,7 @@ class RequestMetrics(msgspec.Struct, gc=False):
     num_preemptions: int = 0
 
 
-class RequestOutput(msgspec.Struct):
+class RequestOutput(msgspec.Struct, gc=False):
     """The result of one prompt: `outputs` holds `n` sequences, ordered by index."""
 
     request_id: str

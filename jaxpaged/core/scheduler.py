@@ -9,6 +9,7 @@ This module knows no model, no device and no text.
 """
 
 from collections.abc import Iterable
+from itertools import compress
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.intake import check_request
@@ -240,9 +241,8 @@ class Scheduler:
         num_tokens, samples = [1] * num_requests, [True] * num_requests
         new_block_ids: list[tuple[list[int], ...] | None] = [None] * num_requests
         if plan.shares:
-            for i, request in enumerate(requests):
-                if request in plan.shares:
-                    num_tokens[i], samples[i], new_block_ids[i] = plan.shares[request]
+            for i in compress(range(num_requests), map(plan.shares.__contains__, requests)):
+                num_tokens[i], samples[i], new_block_ids[i] = plan.shares[requests[i]]
         num_computed = [request.num_computed_tokens for request in requests]
         for request, n, s in zip(requests, num_tokens, samples):
             request.num_computed_tokens += n
@@ -251,14 +251,14 @@ class Scheduler:
             if share.num_tokens > 1:  # a single token fills a block that its next step, needing another, enters
                 self.kv_cache_manager.cache_blocks(request, self._last_step_id)
         removed = self._take_removed(num_requests)
-        request_ids = [request.request_id for request in requests]
+        request_ids = self._steps.ids_of(requests)
         self._num_scheduled_tokens = self._max_num_batched_tokens - plan.budget
         scheduled = SchedulerOutput(
             self._last_step_id, plan.new_requests, removed, request_ids, num_tokens, num_computed, samples,
             new_block_ids, self._num_scheduled_tokens,
         )
         if requests:
-            self._steps.add(scheduled, requests)
+            self._steps.add(scheduled)
         return scheduled
 
     def _take_removed(self, num_requests: int) -> list[str]:

@@ -61,30 +61,34 @@ class OutputProcessor:
 
         Most of them bring tokens to a prompt that only grows, and there the time counts: see `PromptState.grow`.
         """
-        now, under_way = time.time(), self._sequences
-        results: list[RequestOutput | None] = []
+        now, find = time.time(), self._sequences.get
+        results: list[RequestOutput] = []
         ids_to_abort: list[str] = []
         changed: dict[PromptState, list[int]] = {}
         last_times: list[float] = []
         num_tokens = 0
         for output in outputs:
-            if output.request_id not in under_way:  # aborted, or ended by a stop string
+            found = find(output.request_id)
+            if found is None:  # aborted, or ended by a stop string
                 continue
-            prompt, sequence = under_way[output.request_id]
-            plain = output.finish_reason is None and output.num_preemptions == sequence.num_preemptions
-            if plain and prompt.only_grows and prompt not in changed:
-                num_tokens += len(output.new_token_ids)
+            prompt, sequence = found
+            goes_on = output.finish_reason is None and output.num_preemptions == sequence.num_preemptions
+            if goes_on and prompt.only_grows and prompt not in changed:
+                new_ids = output.new_token_ids
+                num_tokens += len(new_ids)
                 last_times.append(sequence.last_token_time)
                 sequence.last_token_time = now
-                results.append(prompt.grow(sequence, output.new_token_ids))
+                if (result := prompt.grow(sequence, new_ids)) is not None:
+                    results.append(result)
             else:
                 changed.setdefault(prompt, []).append(sequence.index)
                 if self._advance(prompt, sequence, output, now):
                     ids_to_abort.append(output.request_id)
         self._metrics.generation_tokens += num_tokens
         self._metrics.record_next_tokens(now, last_times)
-        results += [self._result(prompt, indices) for prompt, indices in changed.items()]
-        return ProcessedOutputs([result for result in results if result is not None], ids_to_abort)
+        others = (self._result(prompt, indices) for prompt, indices in changed.items())
+        results += [result for result in others if result is not None]
+        return ProcessedOutputs(results, ids_to_abort)
 
     def abort(self, request_ids: Iterable[str]) -> tuple[list[str], list[RequestOutput]]:
         """Forget prompts. Returns the engine requests to abort, and what the prompts had so far. Unknown ids pass."""

@@ -77,7 +77,7 @@ class SequenceState:
 
     def grow_and_take(self, new_ids: list[int]) -> CompletionOutput:
         """`grow`, then `take_new`, where everything before is taken."""
-        self.token_ids += new_ids
+        self.token_ids.extend(new_ids)
         self._num_taken += len(new_ids)
         text = "" if self._detokenizer is None else self._detokenizer.push_and_take(new_ids)
         return CompletionOutput(self.index, text, new_ids, None, None)
@@ -114,14 +114,17 @@ class PromptState:
 
     def __init__(self, request: EngineCoreRequest, text: str | None, sequences: Sequence[SequenceState]):
         self.request = request
+        self.request_id = request.request_id
         self.text = text
+        self._prompt_token_ids = request.prompt_token_ids
         self.sequences = sequences
         self.metrics = RequestMetrics(request.arrival_time)  # results share it: it is replaced, never changed
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
         self.num_unfinished = len(sequences)
-        self._kind = request.sampling_params.output_kind
+        self._by_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
+        self._at_end = request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
         self.only_grows = False  # set when the first token is here
 
     @property
@@ -147,30 +150,30 @@ class PromptState:
     def output(self, changed: Sequence[int]) -> RequestOutput | None:
         """What the user sees now that the sequences `changed` have changed; None when it is not time yet."""
         finished = not self.num_unfinished
-        if self._kind is RequestOutputKind.FINAL_ONLY and not finished:
+        if self._at_end and not finished:
             return None
         prompt_logprobs = self.prompt_logprobs
-        if self._kind is RequestOutputKind.DELTA:
+        if self._by_delta:
             completions = [self.sequences[index].take_new() for index in sorted(changed)]
             self.prompt_logprobs = None  # once is enough
         else:
             completions = [sequence.whole() for sequence in self.sequences]
-        return self._output(completions, prompt_logprobs, finished)
+        return RequestOutput(
+            self.request_id, self.text, self._prompt_token_ids, prompt_logprobs, completions, finished, self.metrics,
+            self.num_cached_tokens, self.error,
+        )  # fmt: skip
 
     def grow(self, sequence: SequenceState, new_ids: list[int]) -> RequestOutput | None:
         """Add tokens to the only sequence, which `only_grows`, and return what the user sees of it now."""
-        if self._kind is RequestOutputKind.DELTA:
-            return self._output([sequence.grow_and_take(new_ids)], None, False)
-        sequence.grow(new_ids)
-        if self._kind is RequestOutputKind.FINAL_ONLY:
+        if self._at_end:
+            sequence.grow(new_ids)
             return None
-        return self._output([sequence.whole()], self.prompt_logprobs, False)
-
-    def _output(
-        self, completions: list[CompletionOutput], prompt_logprobs: list[Any] | None, finished: bool
-    ) -> RequestOutput:
-        request = self.request
+        if self._by_delta:
+            completion, prompt_logprobs = sequence.grow_and_take(new_ids), None
+        else:
+            sequence.grow(new_ids)
+            completion, prompt_logprobs = sequence.whole(), self.prompt_logprobs
         return RequestOutput(
-            request.request_id, self.text, request.prompt_token_ids, prompt_logprobs, completions, finished,
-            self.metrics, self.num_cached_tokens, self.error,
+            self.request_id, self.text, self._prompt_token_ids, prompt_logprobs, [completion], False, self.metrics,
+            self.num_cached_tokens,
         )  # fmt: skip

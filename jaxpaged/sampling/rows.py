@@ -60,6 +60,7 @@ class SamplingRows:
     def __init__(self, max_num_seqs: int):
         self.null_row = max_num_seqs
         self._table = np.zeros((max_num_seqs + 1, NUM_COLUMNS), np.int32)
+        self._full_R = np.zeros(max_num_seqs + 1, bool)  # rows that need the full program
         self._table[:, ROW] = np.arange(max_num_seqs + 1)
         # Padding is greedy and changes nothing.
         self._table.view(np.float32)[:, FIRST_FLOAT:] = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
@@ -71,13 +72,14 @@ class SamplingRows:
         line = self._table[row]
         line[SEED_LOW : SEED_HIGH + 1] = np.array([seed % 2**32, seed >> 32], np.uint32).view(np.int32)
         line[FLAGS] = features_of(params) | custom_bits
+        self._full_R[row] = bool(line[FLAGS])
         line[TOP_K] = params.top_k
         line[MIN_TOKENS] = params.min_tokens
         line.view(np.float32)[FIRST_FLOAT:] = [getattr(params, name) for name in FLOAT_COLUMNS]
 
     def any_full(self, rows: np.ndarray) -> bool:
         """Whether a step that samples these rows takes the full program."""
-        return bool(self._table[rows, FLAGS].any())
+        return bool(self._full_R[rows].any())
 
     def pack(self, rows: np.ndarray, positions: np.ndarray, num_output: np.ndarray, bucket: int) -> np.ndarray:
         """The step's array [bucket, NUM_COLUMNS], float32.

@@ -26,15 +26,16 @@ class StepRequests(NamedTuple):
 
 
 def step_requests(scheduled: SchedulerOutput, rows: RequestRows) -> StepRequests:
-    num_scheduled = np.array(scheduled.num_scheduled_tokens, np.int32)
-    num_computed = np.array(scheduled.num_computed_tokens, np.int32)
+    n = len(scheduled.request_ids)
+    num_scheduled = np.fromiter(scheduled.num_scheduled_tokens, np.int32, n)
+    num_computed = np.fromiter(scheduled.num_computed_tokens, np.int32, n)
     return StepRequests(
         rows=rows.rows_of(scheduled.request_ids),
         num_scheduled=num_scheduled,
         num_computed=num_computed,
         seq_lens=num_computed + num_scheduled,
         ends=num_scheduled.cumsum(dtype=np.int32),
-        samples=np.array(scheduled.samples, bool),
+        samples=np.frombuffer(bytes(scheduled.samples), bool),  # twice as fast as np.array
     )
 
 

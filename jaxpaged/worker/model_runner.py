@@ -141,7 +141,9 @@ class ModelRunner:
     def _sample(self, scheduled: SchedulerOutput, requests: StepRequests, hidden_SD: Any, pending: "PendingStep"):
         rows = requests.rows[requests.samples]
         positions = requests.seq_lens[requests.samples]
-        pending.request_ids = list(itertools.compress(scheduled.request_ids, scheduled.samples))
+        pending.request_ids = scheduled.request_ids
+        if not requests.samples.all():
+            pending.request_ids = list(itertools.compress(scheduled.request_ids, scheduled.samples))
         state, full = self.state, self.sampling_rows.any_full(rows)
         kind = "sample_full" if full else "sample"
         bucket = self.programs.smallest_ready(kind, len(rows), self.sample_buckets)
@@ -163,9 +165,9 @@ class ModelRunner:
         self, scheduled: SchedulerOutput, requests: StepRequests, hidden_TD: Any, pending: "PendingStep"
     ) -> None:
         """Log probabilities of the prompt tokens that follow those computed in this step, a tile at a time."""
-        wanted = self.rows.prompt_logprobs_R[requests.rows]
-        if not wanted.any():
+        if not self.rows.prompt_logprobs_R.any():
             return
+        wanted = self.rows.prompt_logprobs_R[requests.rows]
         starts = requests.ends - requests.num_scheduled
         key = ProgramKey("prompt_logprobs", hidden_TD.shape[0])
         for i in np.flatnonzero(wanted):
@@ -219,8 +221,8 @@ class PendingStep:
         if n:
             tokens = np.asarray(self.tokens)[:n]
             output.sampled_token_ids = tokens.tolist()
-            for i in np.flatnonzero(tokens < 0):
-                output.failed[self.request_ids[i]] = NOTHING_TO_DRAW
+            if tokens.min() < 0:
+                output.failed.update((self.request_ids[i], NOTHING_TO_DRAW) for i in np.flatnonzero(tokens < 0))
         if self.logprobs is not None:
             lines = jax.device_get(self.logprobs)
             output.logprobs = SampledLogprobs(lines.token_ids_SJ[:n], lines.logprobs_SJ[:n], lines.ranks_S[:n])

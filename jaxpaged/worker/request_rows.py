@@ -56,6 +56,7 @@ class RequestRows:
         row = self.row_of.pop(request_id, None)
         if row is not None:
             self.token_ids[row] = None
+            self.prompt_logprobs_R[row] = False
             self._free.append(row)
             self._last_ids = []
 
