@@ -5,6 +5,7 @@ must upload, are visited one by one. The array is made afresh for every step, si
 it in place.
 """
 
+import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -26,17 +27,21 @@ class StepRequests(NamedTuple):
 
 
 def step_requests(scheduled: SchedulerOutput, rows: RequestRows) -> StepRequests:
-    n = len(scheduled.request_ids)
-    num_scheduled = np.fromiter(scheduled.num_scheduled_tokens, np.int32, n)
-    num_computed = np.fromiter(scheduled.num_computed_tokens, np.int32, n)
+    num_scheduled = int32_array(scheduled.num_scheduled_tokens)
+    num_computed = int32_array(scheduled.num_computed_tokens)
     return StepRequests(
         rows=rows.rows_of(scheduled.request_ids),
         num_scheduled=num_scheduled,
         num_computed=num_computed,
         seq_lens=num_computed + num_scheduled,
         ends=num_scheduled.cumsum(dtype=np.int32),
-        samples=np.frombuffer(bytes(scheduled.samples), bool),  # twice as fast as np.array
+        samples=np.frombuffer(bytes(scheduled.samples), bool),
     )
+
+
+def int32_array(numbers: list[int]) -> np.ndarray:
+    """A read-only array, in half of the time that `np.array` takes for hundreds of numbers."""
+    return np.frombuffer(struct.pack(f"={len(numbers)}i", *numbers), np.int32)
 
 
 def pack_step(

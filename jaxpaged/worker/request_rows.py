@@ -25,7 +25,7 @@ class RequestRows:
         self.num_known_R = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_R = np.zeros(max_num_seqs, np.int32)
         self.prompt_logprobs_R = np.zeros(max_num_seqs, bool)
-        self.num_blocks_GR = np.zeros((num_groups, max_num_seqs), np.int32)
+        self.num_blocks_GR = [[0] * max_num_seqs for _ in range(num_groups)]
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._last_ids: list[str] = []  # that `rows_of` was asked for, and its answer
         self._last_rows = np.zeros(0, np.int32)
@@ -48,7 +48,8 @@ class RequestRows:
         self.num_known_R[row] = len(request.token_ids)
         self.num_prompt_R[row] = request.num_prompt_tokens
         self.prompt_logprobs_R[row] = request.sampling_params.prompt_logprobs is not None
-        self.num_blocks_GR[:, row] = 0
+        for counts_R in self.num_blocks_GR:
+            counts_R[row] = 0
         return row
 
     def remove(self, request_id: str) -> None:
@@ -63,11 +64,7 @@ class RequestRows:
     def append_blocks(self, row: int, block_ids: tuple[list[int], ...], updates: list[tuple[int, int, int]]) -> None:
         """Add table entries of one request to `updates`, as (place, index, block)."""
         stride = self.max_num_seqs + 1
-        counts = self.num_blocks_GR
-        for group, blocks in enumerate(block_ids):
-            if not blocks:
-                continue
-            first = int(counts[group, row])
-            place = group * stride + row
-            updates.extend((place, first + i, block) for i, block in enumerate(blocks))
-            counts[group, row] = first + len(blocks)
+        for group, (blocks, counts_R) in enumerate(zip(block_ids, self.num_blocks_GR, strict=True)):
+            place, first = group * stride + row, counts_R[row]
+            updates += [(place, first + i, block) for i, block in enumerate(blocks)]
+            counts_R[row] = first + len(blocks)

@@ -262,7 +262,7 @@ def summary(outputs, kind):
     """What a client has in the end, whatever was cut how."""
     texts, ids = [o.outputs[0].text for o in outputs], [o.outputs[0].token_ids for o in outputs]
     if kind == RequestOutputKind.DELTA:
-        text, token_ids = "".join(texts), sum(ids, [])
+        text, token_ids = "".join(texts), [i for part in ids for i in part]
     else:
         text, token_ids = texts[-1], ids[-1]
         assert all(text.startswith(earlier) for earlier in texts)

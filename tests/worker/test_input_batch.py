@@ -70,7 +70,7 @@ def test_a_row_is_given_back_and_starts_empty():
     rows.remove("a")
     rows.remove("never seen")
     assert rows.add(new_request("b", [4], ([],))) == row
-    assert rows.num_blocks_GR[0, row] == 0 and rows.num_known_R[row] == 1
+    assert rows.num_blocks_GR[0][row] == 0 and rows.num_known_R[row] == 1
 
 
 def test_rows_are_found_again_when_the_same_requests_come_back_elsewhere():
