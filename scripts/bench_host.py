@@ -1,7 +1,7 @@
 """Host time of one engine step, by part, with a model that costs nothing; and whether the device ever waits for it.
 
-    python scripts/bench_host.py [--running 256] [--waiting 0] [--steps 200] [--kind delta] [--profile 12]
-    python scripts/bench_host.py --device-ms 5 [--running 256] [--steps 200]
+    python scripts/bench_host.py [--running 256] [--waiting 0] [--steps 400] [--kind delta] [--profile 12]
+    python scripts/bench_host.py --device-ms 5 [--running 256] [--steps 400]
 
 The real scheduler, runner, output processor and detokenizer serve the embedded model's tokenizer; only the compiled
 programs are replaced, by functions that return arrays made beforehand. What is left is what the host does for every
@@ -131,10 +131,10 @@ class FreeExecutor:
 
 
 class Stopwatch:
-    """Wraps methods so that their CPU time is added up under a name."""
+    """Wraps methods so that the CPU time of every call is kept under a name."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, list[float]] = defaultdict(list)
 
     def wrap(self, owner: Any, method: str, name: str) -> None:
         function = getattr(owner, method)
@@ -144,7 +144,7 @@ class Stopwatch:
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds[name] += time.thread_time() - begin
+                self.seconds[name].append(time.thread_time() - begin)
 
         setattr(owner, method, timed)
 
@@ -172,25 +172,25 @@ def fill(engine: LLMEngine, num_requests: int, steps: int, kind: RequestOutputKi
     gc.collect()
 
 
-def measure(engine: LLMEngine, executor: FreeExecutor, running: int, steps: int) -> dict[str, float]:
-    """Microseconds per running request and step, by part."""
+def measure(engine: LLMEngine, executor: FreeExecutor, steps: int) -> dict[str, list[float]]:
+    """CPU seconds of every step, by part."""
     watch, core = Stopwatch(), engine._core._core
     watch.wrap(core._scheduler, "schedule", "schedule")
-    watch.wrap(core._scheduler, "update_from_output", "update")
     watch.wrap(executor, "execute", "prepare and dispatch")
+    watch.wrap(core._scheduler, "update_from_output", "update")
     watch.wrap(engine._output_processor, "process", "detokenise and hand out")
-    totals = []
+    watch.wrap(engine, "step", "whole step")
     for _ in range(steps):
-        begin = time.thread_time()
         engine.step()
-        totals.append(time.thread_time() - begin)
-    scale = 1e6 / steps / running
-    parts = {name: seconds * scale for name, seconds in watch.seconds.items()}
-    parts["everything else"] = sum(totals) * scale - sum(parts.values())
-    parts["whole step (mean)"] = sum(totals) * scale
-    parts["whole step (median)"] = statistics.median(totals) * 1e6 / running
-    parts["whole step (fastest)"] = min(totals) * 1e6 / running
-    return parts
+    return watch.seconds
+
+
+def print_parts(parts: dict[str, list[float]], running: int) -> None:
+    """Mean, median and fastest of each part. The fastest ones show what a quiet machine would."""
+    print("microseconds per running request and step\n" + " " * 28 + "mean   median  fastest")
+    for name, seconds in parts.items():
+        summary = (statistics.mean(seconds), statistics.median(seconds), min(seconds))
+        print(f"  {name:24s}" + "".join(f"{1e6 * value / running:9.2f}" for value in summary))
 
 
 def print_profile(engine: LLMEngine, steps: int, num_rows: int) -> None:
@@ -221,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--kind", choices=[kind.name.lower() for kind in RequestOutputKind], default="delta")
     parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print a profile instead of the parts")
     parser.add_argument("--device-ms", type=float, default=0.0, help="show the overlap with steps of this length")
@@ -236,11 +236,7 @@ def main() -> None:
     elif args.profile:
         print_profile(engine, args.steps, args.profile)
     else:
-        parts = measure(engine, executor, args.running, args.steps)
-        print("microseconds per running request and step")
-        for name, value in parts.items():
-            print(f"  {name:24s} {value:7.2f}")
-        print(f"  one step of all requests {parts['whole step (median)'] * args.running / 1000:7.2f} ms (median)")
+        print_parts(measure(engine, executor, args.steps), args.running)
 
 
 if __name__ == "__main__":
