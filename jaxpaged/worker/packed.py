@@ -4,6 +4,7 @@
 the program splits the array that it received and reads. One definition serves both.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,11 +47,15 @@ class StepLayout:
         return sum(self.sizes)
 
     def split(self, packed: Any) -> StepParts:
-        parts, start = [], 0
-        for size in self.sizes:
-            parts.append(packed[start : start + size])
-            start += size
-        return StepParts(*parts)
+        return StepParts(*split_packed(packed, self.sizes))
+
+
+def split_packed(packed: Any, sizes: Iterable[int]) -> Iterator[Any]:
+    """Slices of the given sizes, one after the other."""
+    start = 0
+    for size in sizes:
+        yield packed[start : start + size]
+        start += size
 
 
 def step_layout(num_tokens: int, max_num_seqs: int, num_groups: int, block_size: int) -> StepLayout:

@@ -26,6 +26,8 @@ from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
 from jaxpaged.worker.buckets import MIN_BUCKET, doubling_buckets
 from jaxpaged.worker.bundles import Bundle, save_bundle
+from jaxpaged.worker.decode_batch import DecodeLayout, decode_layout
+from jaxpaged.worker.decode_loop import lower_decode
 from jaxpaged.worker.fingerprint import Fingerprint, fingerprint
 from jaxpaged.worker.kv_blocks import Demand, compiled_kv_cache, size_kv_cache
 from jaxpaged.worker.model_runner import DeviceState, ModelRunner
@@ -35,6 +37,10 @@ from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.row_uploads import TOKENS_UPLOAD_SIZE
 from jaxpaged.worker.step import RESULT_TYPES, Shapes, StepFunctions
 from pallas_kernels.ragged_paged_attention import choose_backend
+
+MAX_STEPS = 32
+"""Steps that one program can run, unless an option says otherwise: what a step costs the host is spread over as many."""
+MOST_LOGPROBS = 128
 
 
 class Worker:
@@ -88,6 +94,22 @@ class Worker:
         return {
             size: step_layout(size, self.config.scheduler.max_num_seqs, len(cache.groups), cache.block_size)
             for size in self.token_buckets
+        }
+
+    @cached_property
+    def decode_layouts(self) -> dict[int, DecodeLayout]:
+        """Buckets of runs of decode steps, as far as all requests can fill them: with those of single steps, so that
+        a token is computed in the same shapes either way."""
+        max_num_seqs, cache = self.config.scheduler.max_num_seqs, self.kv_cache_config
+        max_steps = self.config.scheduler.num_scheduler_steps or MAX_STEPS
+        if max_steps == 1:
+            return {}
+        largest = next(size for size in self.token_buckets if size >= max_num_seqs)
+        sizes = (len(cache.groups), cache.block_size)
+        return {
+            size: decode_layout(size, max_num_seqs, self.sample_buckets, max_steps, *sizes)
+            for size in self.token_buckets
+            if size <= largest
         }
 
     @cached_property
@@ -169,7 +191,9 @@ class Worker:
         """The table, compiled here or taken from the bundle."""
         builders = self._builders()
         stored = self.bundle.loaders(list(builders), self.mesh, RESULT_TYPES) if self.bundle else {}
-        return Programs(builders, progress=self.progress, stored=stored)
+        waits = self.config.scheduler.num_scheduler_steps is None and not stored
+        on_demand = [key for key in builders if waits and key.kind.startswith("decode")]
+        return Programs(builders, progress=self.progress, stored=stored, on_demand=on_demand)
 
     def fingerprint(self) -> Fingerprint:
         """What the programs depend on."""
@@ -182,7 +206,7 @@ class Worker:
 
     def save_bundle(self, folder: Path) -> None:
         """Write all programs, once they are compiled, to an empty folder. Raises UsageError."""
-        programs, num_blocks = self.programs.wait_all(), self.kv_cache_config.num_blocks
+        programs, num_blocks = self.programs.wait_all(on_demand=True), self.kv_cache_config.num_blocks
         save_bundle(folder, programs, self.fingerprint(), num_blocks, RESULT_TYPES, self.progress)
 
     def _builders(self) -> dict[ProgramKey, Callable[[], jax.stages.Lowered]]:
@@ -208,6 +232,18 @@ class Worker:
             builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample_full, size)
         for size in self.token_buckets:
             builders[ProgramKey("prompt_logprobs", size)] = partial(shapes.lower_prompt_logprobs, size)
+        return builders | self._decode_builders()
+
+    def _decode_builders(self) -> dict[ProgramKey, Callable[[], jax.stages.Lowered]]:
+        """Runs of decode steps, which nobody waits for. With the full sampler only if the log probabilities of all
+        steps are small enough to be kept until the last one."""
+        builders = {}
+        for kind in ("decode", "decode_full"):
+            full = kind == "decode_full"
+            if full and self.functions.max_logprobs > MOST_LOGPROBS:
+                break
+            for size, layout in self.decode_layouts.items():
+                builders[ProgramKey(kind, size)] = partial(lower_decode, self.shapes, layout, full)
         return builders
 
     def _load(self, folder: Path | None) -> Any:
@@ -229,6 +265,7 @@ class Worker:
             layouts=self.layouts,
             sample_buckets=self.sample_buckets,
             sharding=self.functions.replicated,
+            decode_layouts=self.decode_layouts,
         )
 
     def new_state(self) -> DeviceState:
@@ -249,7 +286,7 @@ class Worker:
             "padded_tokens": counts.padded_tokens,
             "token_buckets": list(self.token_buckets),
             "bucket_steps": dict(sorted(counts.buckets.items())),
-            "programs": len(programs.builders),
+            "programs": programs.num_wanted,
             "programs_ready": programs.num_ready,
             "compile_seconds": sum(programs.seconds.values()),
             "programs_from_bundle": len(programs.stored),
