@@ -185,8 +185,8 @@ class StepRecord(msgspec.Struct, gc=False):
     """What one finished step held, what it was padded to, and when which part of it happened.
 
     Times are seconds of `time.perf_counter`. `result_ready` is when the host had the result: the device may have
-    been done earlier if nobody waited yet. Buckets are the sizes themselves where nothing is padded. `num_steps` above 1
-    is a run of decode steps: tokens are those of all of them, and each was padded to the buckets.
+    been done earlier if nobody waited yet. Buckets are the sizes themselves where nothing is padded.
+    Where `num_steps` is not 1 this is a run of decode steps: tokens are those of all, each was padded to the buckets.
     """
 
     step_id: int

@@ -20,7 +20,7 @@ WEIGHT = 0.1
 
 
 class StepPacer:
-    """`fixed` is the number of steps that an option asks for, None to measure; `depth` is how many runs are in flight."""
+    """`fixed` is the number of steps that an option asks for, None to measure; `depth` runs are in flight at a time."""
 
     def __init__(self, fixed: int | None, depth: int):
         self._fixed, self._most_seconds = fixed, MOST_SECONDS / depth

@@ -39,8 +39,9 @@ from jaxpaged.worker.step import RESULT_TYPES, Shapes, StepFunctions
 from pallas_kernels.ragged_paged_attention import choose_backend
 
 MAX_STEPS = 32
-"""Steps that one program can run, unless an option says otherwise: what a step costs the host is spread over as many."""
+"""Steps that one program can run, unless an option says otherwise."""
 MOST_LOGPROBS = 128
+"""Log probabilities per token that a run of decode steps may keep until its end."""
 
 
 class Worker:

@@ -19,6 +19,7 @@ from tests.models.checkpoints import prompt_of, write_checkpoint
 OPTIONS = {
     "max_num_seqs": 4, "max_num_batched_tokens": 8, "token_buckets": (8,), "max_model_len": 32, "block_size": 8,
     "num_gpu_blocks_override": 16, "compilation_cache_dir": "off", "dtype": "float32", "max_logprobs": 2,
+    "num_scheduler_steps": 3,
 }  # fmt: skip
 BACKEND_COMPILE, TRACE = "/jax/core/compile/backend_compile_duration", "/jax/core/compile/jaxpr_trace_duration"
 
@@ -68,7 +69,7 @@ def answers(config, executor):
         scheduler.add_request(EngineCoreRequest(str(i), list(prompt_of("llama"))[:12], params, arrival_time=float(i)))
     found = {}
     while scheduler.has_unfinished_requests():
-        scheduled = scheduler.schedule()
+        scheduled = scheduler.schedule(executor.max_decode_steps())
         for output in scheduler.update_from_output(scheduled, executor.execute(scheduled).result()):
             found.setdefault(output.request_id, []).append((output.new_token_ids, output.new_logprobs))
     return found
