@@ -49,6 +49,11 @@ class Row:
     params: SamplingParams
     num_sampled: int = 0
 
+    @property
+    def ended(self) -> bool:
+        """Whether the device has seen it end."""
+        return self.num_sampled > 0 and self.token_ids[-1] in (self.params.stop_token_ids or ())
+
 
 Model = Callable[[Sequence[int]], np.ndarray]
 
@@ -128,6 +133,11 @@ class FakeExecutor:
         row = self.rows[request_id]
         start, count = scheduled.num_computed_tokens[i], scheduled.num_scheduled_tokens[i]
         end = start + count
+        if row.ended and start >= len(row.token_ids):  # in a run before this step, so this means nothing
+            output.request_ids.append(request_id)
+            output.sampled_token_ids.append(0)
+            lines.append(([0], [0.0], 1))
+            return
         assert end <= len(row.token_ids), f"{request_id}: {end} tokens scheduled, {len(row.token_ids)} known"
         if row.params.prompt_logprobs is not None and start + 1 < row.num_prompt_tokens:
             predicted = range(start + 1, min(end, row.num_prompt_tokens - 1) + 1)
@@ -151,8 +161,7 @@ class FakeExecutor:
     def _run(self, request_id: str, count: int, lines) -> list[int]:
         """The tokens of a run of decode steps, up to a stop token."""
         row, run = self.rows[request_id], []
-        stop_ids = row.params.stop_token_ids or ()
-        while len(run) < count and not (row.num_sampled and row.token_ids[-1] in stop_ids):
+        while len(run) < count and not row.ended:
             run.append(self._sample(row))
             lines.append(self._line(row.token_ids, run[-1], row.params.logprobs or 0))
             row.token_ids.append(run[-1])

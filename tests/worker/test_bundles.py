@@ -61,6 +61,7 @@ def start(model, **changes):
 
 def answers(config, executor):
     """Tokens of a plain, a penalised and a log probability request: every kind of program runs."""
+    executor.wait_for_programs()
     scheduler = Scheduler(config.scheduler, executor.kv_cache_config, max_model_len=32, enable_prefix_caching=True)
     logprobs = {"seed": 4, "logprobs": 2, "prompt_logprobs": 1}
     kinds = ({"temperature": 0.0}, {"seed": 3, "repetition_penalty": 1.3}, logprobs)
@@ -82,7 +83,6 @@ def test_an_engine_from_a_bundle_compiles_nothing_and_gives_the_same_tokens(mode
     listener = lambda event, duration, **_: events.append(event)
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
-        loaded.wait_for_programs()
         found = answers(config, loaded)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
@@ -119,6 +119,7 @@ def test_donated_arguments_stay_donated(model, bundle):
         ("max_num_seqs", "4", "3"), ("max_logprobs", "2", "1"), ("logprobs_mode", "raw_logprobs", "raw_logits"),
         ("dtype", "float32", "bfloat16"), ("block_size", "8", "16"), ("kv_cache_dtype", "float32", "bfloat16"),
         ("max_model_len", "32", "24"), ("tensor_parallel_size", "1", "2"),
+        ("num_scheduler_steps", "3", "2"),
     ],
 )  # fmt: skip
 def test_an_option_that_shapes_programs_is_named_with_both_values(model, bundle, option, there, here):

@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.entrypoints.step_sizes import padding, step_sizes
 
     records, today = read_step_log(args.log)
-    if not records:
-        raise UsageError(f"{args.log} has no steps. Make a log of the traffic that the buckets are to fit.")
     steps = Counter(size for record in records for size in step_sizes(record))
+    if not steps:
+        raise UsageError(f"{args.log} has no steps. Make a log of the traffic that the buckets are to fit.")
     largest = args.largest or max([*today, *steps])
     check(args, largest, max(steps))
     proposed = fit_buckets(steps, args.programs, largest, args.multiple_of)
