@@ -65,6 +65,8 @@ class SchedulerOutput(msgspec.Struct):
 
     A request samples a token in this step exactly when `samples[i]`: its last known token is computed here.
     With asynchronous scheduling that token may still be on the device, sampled by the step before.
+    With `num_steps` above 1 this is a run of decode steps: a request computes its last known token and those that it
+    samples, one a step, `num_scheduled_tokens[i]` in all (at most `num_steps`), or fewer if a stop token ends it.
     `removed_request_ids` finished, were aborted, or were preempted since the last step: their rows are free.
     They are removed before `new_requests` are added. For requests in `new_requests` the entry of
     `new_block_ids` is None, since the whole table is in `NewRequestData`.
@@ -79,6 +81,7 @@ class SchedulerOutput(msgspec.Struct):
     samples: list[bool]
     new_block_ids: list[tuple[list[int], ...] | None]  # to append, per KV group
     total_num_scheduled_tokens: int = 0
+    num_steps: int = 1
 
 
 # ---- ModelRunner -> Scheduler ------------------------------------------------------------------
@@ -109,7 +112,10 @@ class PromptLogprobs(msgspec.Struct):
 
 
 class StepBuckets(msgspec.Struct, array_like=True):
-    """What the programs of one step were padded to: tokens of `forward`, and rows of `sample`, 0 if none sampled."""
+    """What the programs of one step were padded to: tokens of `forward`, and rows of `sample`, 0 if none sampled.
+
+    In a run of decode steps every one of them is padded to this.
+    """
 
     token_bucket: int
     sample_bucket: int = 0
@@ -119,8 +125,12 @@ class StepBuckets(msgspec.Struct, array_like=True):
 class ModelRunnerOutput(msgspec.Struct):
     """What one step produced. `request_ids` are those that sampled, in the order of `sampled_token_ids` [n].
 
+    After a run of decode steps `token_runs` holds each one's tokens in place of `sampled_token_ids`, and `logprobs`
+    has a line for every token, run after run.
+
     `failed` maps a request to the reason why its own computation failed (for example logits that are not a
-    number); its token is not to be used. Other requests of the step are unharmed.
+    number); its token is not to be used, while those of its run before it are good. Other requests of the step are
+    unharmed.
     """
 
     step_id: int
@@ -130,6 +140,7 @@ class ModelRunnerOutput(msgspec.Struct):
     prompt_logprobs: dict[str, PromptLogprobs] = {}
     failed: dict[str, str] = {}
     buckets: StepBuckets | None = None  # None where nothing is padded
+    token_runs: list[list[int]] | None = None
 
 
 # ---- Scheduler -> front end --------------------------------------------------------------------
@@ -168,6 +179,7 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
     num_scheduled_tokens: int = 0  # of this step
+    num_steps: int = 1  # that ran in one program
 
 
 class StepRecord(msgspec.Struct, gc=False):
@@ -175,6 +187,7 @@ class StepRecord(msgspec.Struct, gc=False):
 
     Times are seconds of `time.perf_counter`. `result_ready` is when the host had the result: the device may have
     been done earlier if nobody waited yet. Buckets are the sizes themselves where nothing is padded.
+    Where `num_steps` is not 1 this is a run of decode steps: tokens are those of all, each was padded to the buckets.
     """
 
     step_id: int
@@ -191,6 +204,7 @@ class StepRecord(msgspec.Struct, gc=False):
     wait_begin: float
     result_ready: float
     update_end: float
+    num_steps: int = 1
 
 
 class KVBlockMap(msgspec.Struct):

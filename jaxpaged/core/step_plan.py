@@ -28,6 +28,7 @@ class StepPlan:
         self.new_requests: list[NewRequestData] = []
         self.num_reserved_blocks = 0  # that running requests need to finish their prompts
         self.preempted = False
+        self.num_steps = 1  # above 1: a run of decode steps
 
     def add(self, request: Request, share: Share) -> None:
         self.requests.append(request)

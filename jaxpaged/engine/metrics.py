@@ -111,10 +111,11 @@ class EngineMetrics:
         }
 
     def record_step(self, stats: SchedulerStats) -> None:
-        """One engine step; steps that computed nothing are not counted."""
+        """One engine step; steps that computed nothing are not counted, and those of a run one by one."""
         self.stats = stats
         if stats.num_scheduled_tokens:
-            self.tallies["vllm:iteration_tokens_total"].observe(stats.num_scheduled_tokens)
+            for _ in range(stats.num_steps):
+                self.tallies["vllm:iteration_tokens_total"].observe(stats.num_scheduled_tokens / stats.num_steps)
 
     def record_prompt(self, n: int) -> None:
         """A prompt came in that asks for `n` sequences."""

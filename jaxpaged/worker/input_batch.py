@@ -6,7 +6,7 @@ it in place.
 """
 
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,13 +60,18 @@ def pack_step(
     sample_ends = ends[requests.samples]
     parts.sample_idxs_R[: len(sample_ends)] = sample_ends - 1
     fill_token_ids(parts.token_ids_T, requests, rows)
+    write_updates(parts, rows, updates)
+    return packed
+
+
+def write_updates(parts: Any, rows: RequestRows, updates: list[tuple[int, int, int]]) -> None:
+    """Fill the block table entries of a packed array's parts, which are zero."""
     parts.table_place_U[len(updates) :] = rows.null_row
     if updates:
         table = np.array(updates, np.int32)
         parts.table_place_U[: len(table)] = table[:, 0]
         parts.table_idx_U[: len(table)] = table[:, 1]
         parts.table_block_U[: len(table)] = table[:, 2]
-    return packed
 
 
 def fill_token_ids(token_ids_T: np.ndarray, requests: StepRequests, rows: RequestRows) -> None:

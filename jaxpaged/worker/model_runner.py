@@ -6,7 +6,9 @@ one step later.
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,17 +27,14 @@ from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.logprobs import LogprobOutput
 from jaxpaged.sampling.rows import SamplingRows
 from jaxpaged.sampling.state import StateLayout
+from jaxpaged.worker.decode_batch import DecodeLayout, pack_run
 from jaxpaged.worker.input_batch import StepRequests, pack_step, step_requests
 from jaxpaged.worker.packed import StepLayout
+from jaxpaged.worker.pending_run import NOTHING_TO_DRAW, PendingRun
 from jaxpaged.worker.programs import ProgramKey, Programs
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.row_uploads import admit
 from jaxpaged.worker.step import PROMPT_LOGPROB_TILE, TABLE_CHUNK
-
-NOTHING_TO_DRAW = (
-    "no token can be drawn: the model's logits for this request are not finite numbers, or its own allowed_token_ids, "
-    "logit_bias, bad_words and min_tokens leave none. Other requests are unharmed."
-)
 
 
 @dataclass
@@ -65,7 +64,10 @@ class StepCounts:
 
 
 class ModelRunner:
-    """Runs steps. `layouts` are the forward buckets by size, `sample_buckets` the sampling ones, both sorted."""
+    """Runs steps. `layouts` are the forward buckets by size, `sample_buckets` the sampling ones, both sorted.
+
+    `decode_layouts` are the buckets of runs of decode steps; none: there are no such programs.
+    """
 
     def __init__(
         self,
@@ -78,14 +80,28 @@ class ModelRunner:
         custom: CustomProcessors,
         layouts: dict[int, StepLayout],
         sample_buckets: tuple[int, ...],
+        decode_layouts: Mapping[int, DecodeLayout] = MappingProxyType({}),
     ):
         self.programs, self.params, self.head, self.state = programs, params, head, state
         self.rows, self.sampling, self.custom = rows, sampling, custom
         self.sampling_rows = SamplingRows(sampling.max_num_seqs)
         self.layouts, self.token_buckets, self.sample_buckets = layouts, tuple(layouts), sample_buckets
+        self.decode_layouts = decode_layouts
         self.counts = StepCounts()
 
-    def execute(self, scheduled: SchedulerOutput) -> "PendingStep":
+    def max_decode_steps(self) -> int:
+        """Steps that one program may run for the requests that have a row; 1 until their program is compiled.
+
+        To ask makes it be compiled, if it is kept on demand.
+        """
+        live = np.fromiter(self.rows.row_of.values(), np.int32)
+        kind = "decode_full" if self.sampling_rows.any_full(live) else "decode"
+        bucket = next((size for size in self.decode_layouts if size >= len(live)), None)
+        if bucket is None or (key := ProgramKey(kind, bucket)) not in self.programs.builders:
+            return 1
+        return self.decode_layouts[bucket].max_steps if self.programs.is_ready(key) else 1
+
+    def execute(self, scheduled: SchedulerOutput) -> "PendingStep | PendingRun":
         """Dispatch one step. Only dispatching happens here; results are read by `PendingStep.result`."""
         for request_id in scheduled.removed_request_ids:
             self.rows.remove(request_id)
@@ -96,6 +112,8 @@ class ModelRunner:
         for request_id, block_ids in zip(scheduled.request_ids, scheduled.new_block_ids, strict=True):
             if block_ids is not None:
                 self.rows.append_blocks(self.rows.row_of[request_id], block_ids, updates)
+        if scheduled.num_steps > 1:
+            return self._decode(scheduled, updates)
         if scheduled.request_ids:
             requests = step_requests(scheduled, self.rows)
             hidden_TD, hidden_SD = self._forward(requests, updates)
@@ -160,6 +178,31 @@ class ModelRunner:
             state.last_token, tokens = self._call(key, self.head, hidden_SD, state.last_token, packed)
         tokens.copy_to_host_async()
         pending.tokens = tokens
+
+    def _decode(self, scheduled: SchedulerOutput, updates: list[tuple[int, int, int]]) -> PendingRun:
+        """Dispatch a run of decode steps: one program, one transfer."""
+        requests, state = step_requests(scheduled, self.rows), self.state
+        rows, positions = requests.rows, requests.num_computed + 1
+        full = self.sampling_rows.any_full(rows)
+        kind = "decode_full" if full else "decode"
+        bucket = self.programs.smallest_ready(kind, len(rows), tuple(self.decode_layouts))
+        layout = self.decode_layouts[bucket]
+        while len(updates) > layout.step.num_updates:
+            updates = self._write_tables(updates)
+        num_output = positions - self.rows.num_prompt_R[rows]
+        lines_SF = self.sampling_rows.pack(rows, positions, num_output, layout.num_lines)
+        packed = pack_run(layout, requests, self.rows, lines_SF, updates)
+        donated = (state.kv, state.tables, state.last_token, state.sampling if full else None)
+        key = ProgramKey(kind, bucket)
+        donated, tokens, logprobs = self._call(key, self.params, self.head, donated, packed)
+        state.kv, state.tables, state.last_token = donated[:3]
+        if full:
+            state.sampling = donated[3]
+        buckets = StepBuckets(bucket, layout.num_lines, full)
+        request_ids = list(scheduled.request_ids)
+        return PendingRun(
+            scheduled.step_id, request_ids, start_copy(tokens), start_copy(logprobs), buckets, self.counts.add
+        )
 
     def _prompt_logprobs(
         self, scheduled: SchedulerOutput, requests: StepRequests, hidden_TD: Any, pending: "PendingStep"

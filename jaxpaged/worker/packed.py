@@ -5,6 +5,7 @@ the program splits the array that it received and reads. One definition serves b
 """
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -45,8 +46,7 @@ class StepLayout:
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
-        ends = tuple(itertools.accumulate(self.sizes))
-        return tuple(slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True))
+        return slices_of(self.sizes)
 
     @property
     def size(self) -> int:
@@ -54,6 +54,13 @@ class StepLayout:
 
     def split(self, packed: Any) -> StepParts:
         return StepParts(*[packed[part] for part in self.slices])
+
+
+def slices_of(sizes: Iterable[int]) -> tuple[slice, ...]:
+    """Slices of the given sizes, one after the other."""
+    sizes = tuple(sizes)
+    ends = itertools.accumulate(sizes)
+    return tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
 def step_layout(num_tokens: int, max_num_seqs: int, num_groups: int, block_size: int) -> StepLayout:

@@ -9,11 +9,15 @@ import numpy as np
 
 from jaxpaged.messages import NewRequestData
 
+NUM_STOP_IDS = 8
+"""Stop ids of a row that the device sees. Further ones are seen by the host alone."""
+
 
 class RequestRows:
     """Host side of the rows: who owns which, and what the host knows of each.
 
     num_known_R: tokens that the host uploaded; later ones were sampled here and are on the device.
+    stop_ids_RJ: tokens that end the request, padded with -1.
     num_blocks_GR: entries of the block table on the device, per KV group.
     """
 
@@ -25,6 +29,7 @@ class RequestRows:
         self.num_known_R = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_R = np.zeros(max_num_seqs, np.int32)
         self.prompt_logprobs_R = np.zeros(max_num_seqs, bool)
+        self.stop_ids_RJ = np.full((max_num_seqs, NUM_STOP_IDS), -1, np.int32)
         self.num_blocks_GR = [[0] * max_num_seqs for _ in range(num_groups)]
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._last_ids: list[str] = []  # that `rows_of` was asked for, and its answer
@@ -48,6 +53,9 @@ class RequestRows:
         self.num_known_R[row] = len(request.token_ids)
         self.num_prompt_R[row] = request.num_prompt_tokens
         self.prompt_logprobs_R[row] = request.sampling_params.prompt_logprobs is not None
+        stop_ids = (request.sampling_params.stop_token_ids or ())[:NUM_STOP_IDS]
+        self.stop_ids_RJ[row] = -1
+        self.stop_ids_RJ[row, : len(stop_ids)] = stop_ids
         for counts_R in self.num_blocks_GR:
             counts_R[row] = 0
         return row
