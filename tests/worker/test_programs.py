@@ -28,15 +28,17 @@ def builder(name, allowed=None):
 
 
 def test_asking_for_a_program_moves_it_to_the_front():
-    gate, built = threading.Event(), []
+    gate, begun, built = threading.Event(), threading.Event(), []
     keys = [ProgramKey("forward", size) for size in (8, 16, 32)]
 
     def build(key):
         built.append(key)
+        begun.set()
         return FakeLowered(key, gate if key == keys[0] else None)
 
     programs = Programs({key: lambda key=key: build(key) for key in keys}, num_threads=1)
     programs.start()
+    assert begun.wait(10)
     waiter = threading.Thread(target=lambda: programs[keys[2]])
     waiter.start()
     while not programs._queue or programs._queue[0] != keys[2]:
@@ -91,6 +93,39 @@ def test_after_stop_nothing_more_is_compiled():
     programs.start()
     with pytest.raises(RuntimeError, match="shut down"):
         programs[ProgramKey("forward", 8)]
+
+
+def test_a_program_on_demand_is_compiled_once_it_is_wanted_after_all_others():
+    gate, built = threading.Event(), []
+    keys = [ProgramKey("forward", 8), ProgramKey("forward", 16), ProgramKey("decode", 8), ProgramKey("decode", 16)]
+
+    def build(key):
+        built.append(key)
+        return FakeLowered(key, gate)
+
+    builders = {key: lambda key=key: build(key) for key in keys}
+    programs = Programs(builders, num_threads=1, on_demand=keys[2:])
+    assert programs.num_wanted == 2
+    programs.start()
+    assert not programs.is_ready(keys[2])
+    assert programs.num_wanted == 3
+    gate.set()
+    programs.wait_all()
+    assert built == keys[:3]
+    assert programs.is_ready(keys[2])
+    assert list(programs.wait_all(on_demand=True)) == keys, "also when all threads have ended before"
+
+
+def test_a_program_on_demand_that_cannot_be_compiled_is_never_ready():
+    def fail():
+        raise ValueError("no such operation")
+
+    programs = Programs({ProgramKey("decode", 8): fail}, num_threads=1, on_demand=[ProgramKey("decode", 8)])
+    programs.start()
+    assert not programs.is_ready(ProgramKey("decode", 8))
+    while not programs.num_ready:
+        pass
+    assert not programs.is_ready(ProgramKey("decode", 8))
 
 
 def test_the_counter_sees_a_compilation_by_anyone():
