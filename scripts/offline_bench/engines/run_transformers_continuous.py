@@ -3,6 +3,7 @@
 from session import Session, Watch
 
 SILENCE_SECONDS = 1.0
+CPU_MEMORY_SHARE = 0.2  # of what is free, for the KV cache; by default it fills most of the machine
 
 
 class ContinuousEngine:
@@ -16,7 +17,9 @@ class ContinuousEngine:
         settings = transformers.GenerationConfig(
             do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=job["max_model_len"]
         )
-        self.manager = model.init_continuous_batching(generation_config=settings)
+        memory = None if device == "cuda" else CPU_MEMORY_SHARE
+        batching = transformers.ContinuousBatchingConfig(max_memory_percent=memory)
+        self.manager = model.init_continuous_batching(generation_config=settings, continuous_batching_config=batching)
         self.manager.start()
         self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
         self.next_id = 0
