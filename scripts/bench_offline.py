@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from offline_bench import chart, checkpoints, peers, plan, report, workloads
@@ -38,6 +39,7 @@ class Settings:
     threads: int
     scale: float
     timeout: float
+    minutes: float
     checkpoints_dir: Path
     out: Path
     caches: Path  # compilation caches, empty at the start
@@ -45,17 +47,28 @@ class Settings:
 
 def measure(the_plan: plan.Plan, settings: Settings, results: Results) -> None:
     """All rounds. What was measured is written after every process, so that an interrupted run keeps it."""
+    end = time.monotonic() + 60 * settings.minutes
     for round_index in range(settings.repeat):
         measure_roofline(settings, results, round_index)
-        for model in the_plan.workloads:
-            engines = the_plan.engines[:: -1 if round_index % 2 else 1]
-            for engine in engines:
-                outcome = run_engine(engine, model, the_plan.workloads[model], round_index, settings)
-                results.runs.append(
-                    {"model": model, "engine": engine.name, "round": round_index} | dataclasses.asdict(outcome)
-                )
-                results.write(settings.out / "results.json")
-                say(f"round {round_index + 1}, {model}, {engine.name}: {in_short(results, outcome, model)}")
+        for engine, model, names in processes(the_plan, round_index):
+            what = f"round {round_index + 1}, {model}, {engine.name}"
+            if time.monotonic() > end:
+                results.left_out.append(f"{what}: more than --minutes {settings.minutes:g} had passed.")
+                continue
+            outcome = run_engine(engine, model, names, round_index, settings)
+            results.runs.append(
+                {"model": model, "engine": engine.name, "round": round_index} | dataclasses.asdict(outcome)
+            )
+            results.write(settings.out / "results.json")
+            say(f"{what}: {in_short(results, outcome, model)}")
+
+
+def processes(the_plan: plan.Plan, round_index: int) -> Iterator[tuple[plan.EngineSetting, str, tuple[str, ...]]]:
+    """(engine, model, workloads) of one round. Engines go backwards in every other round."""
+    for model in the_plan.workloads:
+        for engine in the_plan.engines[:: -1 if round_index % 2 else 1]:
+            if names := the_plan.names(engine, model, round_index):
+                yield engine, model, names
 
 
 def measure_roofline(settings: Settings, results: Results, round_index: int) -> None:
@@ -200,6 +213,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=cores, help=f"cores for every engine; {cores} by default")
     add("--scale", type=float, help="shrinks tokens and requests of all workloads: above 0, at most 1")
     add("--timeout", type=float, default=900, help="most seconds for one process; 900 by default")
+    add("--minutes", type=float, default=30, help="no process is started after this many; 30 by default")
     add("--out", type=Path, metavar="FOLDER", help="default: a new folder in the system's temporary one")
     add("--quick", action="store_true", help="llama-110m, one round, workloads at a quarter")
     add("--list", action="store_true", help="say what would run, and stop")
@@ -231,6 +245,7 @@ def settings_of(args: argparse.Namespace, caches: Path) -> Settings:
         threads=args.threads,
         scale=args.scale or (plan.QUICK_SCALE if args.quick else 1.0),
         timeout=args.timeout,
+        minutes=args.minutes,
         checkpoints_dir=args.checkpoints_dir,
         out=out,
         caches=caches,

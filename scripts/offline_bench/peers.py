@@ -23,6 +23,7 @@ class Environment:
     """A virtual environment. `torch`: it needs PyTorch, for the CPU where there is no GPU.
 
     `pythons` are the versions that will do, the best first. `remove` is uninstalled afterwards. `check` must import.
+    Variables are for pip, where packages are built.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Environment:
     torch: bool = False
     remove: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
+    gpu_variables: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,8 @@ ENVIRONMENTS = {
                     remove=("torchvision", "torchaudio", "torchcodec")),
         Environment("vllm", ("3.12", "3.11", "3.13"), ("vllm",), "vllm"),
         Environment("llama-cpp", ("3.12", "3.11", "3.13"), ("llama-cpp-python==0.3.36", "gguf"), "llama_cpp, gguf",
-                    variables=(("CMAKE_ARGS", "-DGGML_NATIVE=ON"),)),
+                    variables=(("CMAKE_ARGS", "-DGGML_NATIVE=ON"),),
+                    gpu_variables=(("CMAKE_ARGS", "-DGGML_NATIVE=ON -DGGML_CUDA=ON"),)),
     )
 }  # fmt: skip
 PEERS = {
@@ -119,7 +122,8 @@ def make_environment(environment: Environment, folder: Path) -> None:
     with open(folder / LOG, "w", encoding="utf-8") as log:
         if environment.torch:
             install_torch(python, log)
-        run_step([python, "-m", "pip", "install", *environment.requirements], log, environment.variables)
+        variables = environment.gpu_variables if has_gpu() else environment.variables
+        run_step([python, "-m", "pip", "install", *environment.requirements], log, variables)
         if environment.remove:
             run_step([python, "-m", "pip", "uninstall", "-y", *environment.remove], log)
         run_step([python, "-c", f"import {environment.check}"], log)

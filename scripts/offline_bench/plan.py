@@ -7,6 +7,7 @@ Two cores need minutes for what an accelerator does in a second, so the default 
 import dataclasses
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from offline_bench import peers
@@ -15,9 +16,12 @@ from offline_bench.workloads import WORKLOADS
 ENGINES = Path(__file__).parent / "engines"
 JAXPAGED = "jaxpaged"
 DEFAULT_MODELS = ("llama-110m", "qwen3-0.6b")
-# Without --workloads a model runs these; a model that is not here runs all.
-DEFAULT_WORKLOADS = {"qwen3-0.6b": ("single", "prefill-1k", "mixed")}
 QUICK_SCALE = 0.25
+# Without --workloads these models, meant for a CPU, run a selection; other models run everything.
+SELECTIONS = {"llama-110m": tuple(WORKLOADS), "qwen3-0.6b": ("single", "prefill-1k", "shared")}
+FIRST_ROUND_ONLY = ("prefill-8k", "long")
+SLOW_PEERS = ("transformers", "transformers-cb")
+SLOW_PEERS_RUN = {"llama-110m": ("single", "prefill-1k", "mixed", "shared"), "qwen3-0.6b": ("single", "prefill-1k")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +37,24 @@ class EngineSetting:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """`workloads`: names by model. `left_out`: sentences for the report. Engines are compared with the first one."""
+    """`workloads`: names by model. `left_out`: sentences for the report. Engines are compared with the first one.
+
+    `selects`: not every engine completes every workload in every round, see `names`.
+    """
 
     engines: tuple[EngineSetting, ...]
     workloads: dict[str, tuple[str, ...]]
     left_out: tuple[str, ...]
+    selects: bool = False
+
+    def names(self, engine: EngineSetting, model: str, round_index: int) -> tuple[str, ...]:
+        """The workloads of one process. Empty: it need not be started."""
+        names = self.workloads[model]
+        if not self.selects or model not in SELECTIONS:
+            return names
+        if engine.name in SLOW_PEERS:
+            return () if round_index else tuple(name for name in names if name in SLOW_PEERS_RUN[model])
+        return tuple(name for name in names if round_index == 0 or name not in FIRST_ROUND_ONLY)
 
 
 def make_plan(
@@ -46,12 +63,21 @@ def make_plan(
     """`workloads` None: the default selection. `variants`: jaxpaged's flags, one text for each way to run it."""
     engines = [jaxpaged_setting(variant) for variant in variants]
     engines += [peer_setting(name, peers_dir) for name in peer_names]
-    chosen, left_out = {}, []
-    for model in models:
-        chosen[model] = tuple(workloads or DEFAULT_WORKLOADS.get(model, WORKLOADS))
-        if workloads is None and (rest := [name for name in WORKLOADS if name not in chosen[model]]):
-            left_out.append(f"{model}: {', '.join(rest)}, which take long on a CPU. Ask for them with --workloads.")
-    return Plan(tuple(engines), chosen, tuple(left_out))
+    if workloads is not None:
+        return Plan(tuple(engines), {model: tuple(workloads) for model in models}, ())
+    chosen = {model: SELECTIONS.get(model, tuple(WORKLOADS)) for model in models}
+    left_out = tuple(sentence for model in models if model in SELECTIONS for sentence in selection(model, peer_names))
+    return Plan(tuple(engines), chosen, left_out, selects=True)
+
+
+def selection(model: str, peer_names: list[str]) -> Iterator[str]:
+    """What the default leaves out, in sentences."""
+    if rest := [name for name in WORKLOADS if name not in SELECTIONS[model]]:
+        yield f"{model}: {', '.join(rest)} (slow on a CPU; --workloads asks for them)."
+    if once := [name for name in FIRST_ROUND_ONLY if name in SELECTIONS[model]]:
+        yield f"{model}: {', '.join(once)} in the first round only."
+    if slow := [name for name in SLOW_PEERS if name in peer_names]:
+        yield f"{model}: {' and '.join(slow)} run {', '.join(SLOW_PEERS_RUN[model])}, in the first round only."
 
 
 def jaxpaged_setting(flags: str) -> EngineSetting:

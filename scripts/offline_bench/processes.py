@@ -19,6 +19,8 @@ from typing import Any
 ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit)\b")
 # Which of its processes writes a line, as vLLM says it.
 PREFIX = re.compile(r"^\([^)]*\)\s*")
+GOODBYE_SECONDS = 20.0
+"""How long a process that has said everything may take to end."""
 
 
 @dataclasses.dataclass
@@ -45,13 +47,15 @@ def run_process(
         watchdog.start()
         try:
             events = exchange(process, job | {"started": started})
-            status = process.wait()
+            finished = bool(events) and events[-1]["event"] == "end"
+            status = process.wait(GOODBYE_SECONDS if finished else None)
+        except subprocess.TimeoutExpired:
+            status = 0  # it has said everything, and only does not end
         finally:
             watchdog.cancel()
             end_group(process.pid)
             process.wait()
             process.stdout.close()
-    finished = bool(events) and events[-1]["event"] == "end"
     if finished:
         return Outcome(events, None)
     reason = f"stopped after {timeout:.0f} s." if timed_out.is_set() else why(status, log)
@@ -72,6 +76,8 @@ def exchange(process: subprocess.Popen, job: dict[str, Any]) -> list[dict[str, A
             continue  # a library that writes to standard output before the session takes it
         if isinstance(event, dict) and "event" in event:
             events.append(event)
+            if event["event"] == "end":
+                break
     return events
 
 
