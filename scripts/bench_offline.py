@@ -4,7 +4,7 @@
     python scripts/bench_offline.py --out /tmp/bench           # everything that suits two CPU cores, under 35 minutes
     python scripts/bench_offline.py --quick --peers none       # jaxpaged alone, a minute or two
     python scripts/bench_offline.py --models llama-8b          # on an accelerator
-    python scripts/bench_offline.py --peers none --jaxpaged "" --jaxpaged "--max-num-seqs 32"   # side by side
+    python scripts/bench_offline.py --peers none --jaxpaged= --jaxpaged="--max-num-seqs 32"     # side by side
 
 Models have random weights, which the script writes to the user's cache folder. Every engine runs each round in a fresh
 process, one at a time, on the same cores; rounds alternate their order. The first round starts with an empty
@@ -207,8 +207,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--peers", nargs="+", choices=[*peers.PEERS, "none"], metavar="NAME", default=peers.default_peers(),
         help=f"{', '.join(peers.PEERS)}, or none; by default all that suit the machine")  # fmt: skip
     add("--jaxpaged", action="append", metavar="FLAGS",
-        help="engine options of jaxpaged, such as '--quantization int8'; repeat it for settings side by side; the "
-        "first is what everything is compared with")  # fmt: skip
+        help="engine options of jaxpaged, as --jaxpaged='--max-num-seqs 32'; repeat it for settings side by side; "
+        "the first is what everything is compared with")  # fmt: skip
     add("--repeat", type=int, help="rounds; 2 by default, 1 with --quick")
     add("--threads", type=int, default=cores, help=f"cores for every engine; {cores} by default")
     add("--scale", type=float, help="shrinks tokens and requests of all workloads: above 0, at most 1")

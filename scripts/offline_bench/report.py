@@ -116,7 +116,8 @@ def share_table(results: Results, model: str) -> str:
         rows.append([engine, *(percent(share(shape, rate, figures)) if rate else NOTHING for share, rate in rates)])
     peak = (matmul_peak(figures) or 0) / 1e9
     limits = f"{(bandwidth(figures) or 0) / 1e9:.1f} GB/s in decode, {peak:,.0f} GFLOP/s of bfloat16 in prefill"
-    return f"Share of the machine's limits ({limits}):\n\n" + table(["engine", *(name for name, _ in measures)], rows)
+    about = f"Share of the machine's limits ({limits}), counting weights in bfloat16 even where an engine quantises them"
+    return f"{about}:\n\n" + table(["engine", *(name for name, _ in measures)], rows)
 
 
 def notes(results: Results, model: str) -> str:
