@@ -113,7 +113,8 @@ def run_engine(
         prepare_gguf(engine, folder)
     except subprocess.CalledProcessError as error:
         return Outcome([], f"the checkpoint could not be written as GGUF: {error.stderr.strip().splitlines()[-1]}")
-    return run_process(list(engine.command), job, log, settings.timeout, {"PYTHONPATH": str(ROOT)})
+    variables = {"PYTHONPATH": str(ROOT)} | dict(engine.variables)
+    return run_process(list(engine.command), job, log, settings.timeout, variables)
 
 
 def max_model_len(shape: checkpoints.ModelShape, batches: list[list[workloads.Request]]) -> int:

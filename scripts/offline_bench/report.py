@@ -116,7 +116,7 @@ def share_table(results: Results, model: str) -> str:
         rows.append([engine, *(percent(share(shape, rate, figures)) if rate else NOTHING for share, rate in rates)])
     peak = (matmul_peak(figures) or 0) / 1e9
     limits = f"{(bandwidth(figures) or 0) / 1e9:.1f} GB/s in decode, {peak:,.0f} GFLOP/s of bfloat16 in prefill"
-    about = f"Share of the machine's limits ({limits}), counting weights in bfloat16 even where an engine quantises them"
+    about = f"Share of the machine's limits ({limits}), counting 2 bytes per weight, quantised or not"
     return f"{about}:\n\n" + table(["engine", *(name for name, _ in measures)], rows)
 
 
