@@ -17,6 +17,7 @@ import dataclasses
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -278,4 +279,5 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as after Ctrl-C: no engine is left running
     sys.exit(main())
