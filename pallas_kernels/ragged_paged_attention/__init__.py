@@ -14,9 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention import reference
+from pallas_kernels.ragged_paged_attention import gpu, reference
 
-_BACKENDS = {"reference": reference}
+# In the order in which "auto" tries them. Backends import Pallas only when they are used.
+_BACKENDS = {
+    "gpu": gpu.GpuBackend(interpret=False),
+    "reference": reference,
+    "gpu-interpret": gpu.GpuBackend(interpret=True),
+}
 
 
 @jax.tree_util.register_dataclass
