@@ -30,9 +30,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention.gpu.items import Sizes, make_items
+from pallas_kernels.ragged_paged_attention.gpu.items import make_items
 from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, choose_tiles, device_kind
-from pallas_kernels.shapes import ceil_div
 
 NOWHERE = 2**31 - 1  # a block that no pool has
 MAX_HEAD_DIM = 256
@@ -123,11 +122,15 @@ class GpuBackend:
         for work in work_classes(metadata, T, N // K, H, kv[0].dtype, kind):
             sizes = work.tiles.sizes(N // K, K, kind)
             items = make_items(metadata, work.wanted_R, work.num_tiles, sizes, window)
-            out_TNH = calls.attend(rule, work.tiles, sizes, items, metadata, sinks_N, q_TNH, kv, out_TNH, self.interpret)
+            out_TNH = calls.attend(
+                rule, work.tiles, sizes, items, metadata, sinks_N, q_TNH, kv, out_TNH, interpret=self.interpret
+            )
         return out_TNH, kv
 
 
-def work_classes(metadata: Any, num_tokens: int, group_size: int, head_dim: int, dtype: Any, kind: str) -> list[WorkClass]:
+def work_classes(
+    metadata: Any, num_tokens: int, group_size: int, head_dim: int, dtype: Any, kind: str
+) -> list[WorkClass]:
     """Decodes and everything else, or all rows as decodes when the step is small."""
     start_R1 = metadata.query_start_loc_R1
     num_queries_R = start_R1[1:] - start_R1[:-1]

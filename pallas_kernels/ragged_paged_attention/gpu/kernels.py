@@ -240,7 +240,7 @@ def soft_cap(score: jax.Array, cap: float) -> jax.Array:
 
 def dot(a: jax.Array, b: jax.Array, transposed: bool = False) -> jax.Array:
     """a @ b or a @ b.T in float32; float32 operands are not rounded to fewer bits."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if a.dtype == jnp.float32 else None
     return plgpu.dot(a, b, trans_b=transposed, precision=precision)
 
 
@@ -278,7 +278,7 @@ def merge_kernel(tiles_ref, sinks_ref, part_ref, top_ref, total_ref, _out_ref, o
 
 
 def write_kernel(block_ref, offset_ref, k_ref, v_ref, _k_in_ref, _v_in_ref, k_out_ref, v_out_ref, *, tokens: int):
-    """Put the keys and values of `tokens` tokens of one head into their slots, those with a block beyond the pool left out.
+    """Put the keys and values of `tokens` tokens of one head into their slots, if their blocks are in the pool.
 
     Grid (T / tokens, K). Shapes: block and offset [T], k and v [T, K, H], the caches [B, K, S, H].
     """

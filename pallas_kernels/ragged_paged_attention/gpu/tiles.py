@@ -64,7 +64,11 @@ def default_tiles(work: str, head_dim: int, dtype: Any, kind: str) -> Tiles:
     """Sizes that compile without spills and keep two iterations of keys and values in flight."""
     if kind == INTERPRETER:
         return Tiles(rows=16, slots=32, per_core=6, min_slots=64, warps=4, stages=1)
-    slots = 64 if head_dim * jnp.dtype(dtype).itemsize <= 256 else 32
+    if jnp.dtype(dtype).itemsize > 2 and head_dim > 128:
+        return Tiles(rows=16, slots=16, per_core=2, min_slots=256, warps=8, stages=1)
+    if jnp.dtype(dtype).itemsize > 2:
+        return Tiles(rows=16 if work == "decode" else 32, slots=32, per_core=2, min_slots=256, warps=8, stages=2)
+    slots = 64 if head_dim <= 128 else 32
     if work == "decode":
         return Tiles(rows=16, slots=slots, per_core=4, min_slots=256, warps=4, stages=3)
     return Tiles(rows=128, slots=slots, per_core=2, min_slots=1024, warps=8, stages=3)
