@@ -1,4 +1,4 @@
-"""How keys and values of one token lie in the 128 lanes of a TPU register. Knows nothing of kernels and arrays.
+"""How keys and values of one token lie in the 128 lanes of a TPU register. Knows nothing of kernels.
 
 A slot of the cache holds the key and the value of one token and head side by side: `[blocks, kv heads, slots, lanes]`.
 Slots lie along sublanes, which come in tiles: 8 for 32-bit types, 16 for 16-bit and 32 for 8-bit ones.
@@ -9,6 +9,8 @@ import functools
 import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 NUM_LANES = 128
@@ -53,6 +55,38 @@ class Lanes:
         """Where the head's numbers are in an output of `operand` lanes."""
         start = self.operand - self.padded
         return slice(start, start + self.head_dim)
+
+
+class LanesLayout:
+    """Keys and values side by side, `[blocks, kv heads, slots, lanes]`: every block is contiguous, and each head in it.
+
+    Slots lie along sublanes and head dims along lanes, as the matrix unit wants them. Lanes beyond the head dim are
+    zero: head dims up to 64 take 128 lanes for both, others a multiple of 128 for each.
+    """
+
+    heads_axis = 1
+    slots_axis = 2
+    num_arrays = 1
+
+    def shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return (num_blocks, num_kv_heads, block_size, Lanes(head_dim).slot)
+
+    def pack(self, k_BSKH: jax.Array, v_BSKH: jax.Array) -> tuple[jax.Array, ...]:
+        return (jnp.swapaxes(join(k_BSKH, v_BSKH), 1, 2),)
+
+    def unpack(self, arrays: tuple[jax.Array, ...], head_dim: int) -> tuple[jax.Array, jax.Array]:
+        kv_BSKW, padded = jnp.swapaxes(arrays[0], 1, 2), Lanes(head_dim).padded
+        return kv_BSKW[..., :head_dim], kv_BSKW[..., padded : padded + head_dim]
+
+
+def join(k: jax.Array, v: jax.Array) -> jax.Array:
+    """Keys and values [..., H] as slots [..., W]."""
+    lanes = Lanes(k.shape[-1])
+    return jnp.concatenate([pad_lanes(x, lanes.padded) for x in (k, v)], axis=-1)
+
+
+def pad_lanes(x: jax.Array, lanes: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, lanes - x.shape[-1])])
 
 
 def sublane_tile(dtype: Any) -> int:

@@ -9,7 +9,6 @@ Letters beside the package's: Z segments, J grid blocks, P slots of one item, W 
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,8 @@ DECODE_ROWS = 32
 """Requests in one grid block of the decode kernel: their queries and outputs are in VMEM together."""
 TABLE_PAGE = NUM_LANES
 """Block table entries that are fetched at once."""
+SMALL_STEP = 256
+SMALL_QUERY_TILE, LARGEST_QUERY_TILE = 32, 128
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +71,8 @@ class Plan:
 
     tables: block tables in pages, [R * pages per row, 1, W]. decode, prefill: the work of both kernels.
     decode_token_Z: the token of each decode segment. decode_segment_T: the decode segment of each token, or -1 where
-    prefill computes the output. query_tile: queries in one grid block of the prefill kernel.
+    prefill computes the output. query_tile: queries in one grid block of the prefill kernel. pages_per_row: of the
+    block table.
     """
 
     tables: jax.Array
@@ -80,11 +82,12 @@ class Plan:
     decode_token_Z: jax.Array
     decode_segment_T: jax.Array
     query_tile: int = dataclasses.field(metadata={"static": True})
+    pages_per_row: int = dataclasses.field(metadata={"static": True})
 
 
 def query_tile_of(num_tokens: int) -> int:
     """Queries in one grid block of the prefill kernel: few in small steps, where most of a tile would be padding."""
-    return 32 if num_tokens <= 256 else 128
+    return SMALL_QUERY_TILE if num_tokens <= SMALL_STEP else LARGEST_QUERY_TILE
 
 
 def item_slots_of(block_size: int, at_least: int) -> int:
@@ -122,6 +125,7 @@ def make_plan(
         decode_token_Z=batch.start_R.at[order_Z].get(mode="clip"),
         decode_segment_T=jnp.where(is_decode_T, place_R[row_T], -1),
         query_tile=query_tile,
+        pages_per_row=pages_of(block_tables_RM.shape[1]),
     )
 
 
@@ -162,8 +166,13 @@ def rows_per_block(num_rows: int) -> int:
 
 def _paged(tables_RM: jax.Array) -> jax.Array:
     R, M = tables_RM.shape
-    pages = ceil_div(M, TABLE_PAGE)
+    pages = pages_of(M)
     return jnp.pad(tables_RM, ((0, 0), (0, pages * TABLE_PAGE - M))).reshape(R * pages, 1, TABLE_PAGE)
+
+
+def pages_of(max_blocks: int) -> int:
+    """Pages of the block table of one row."""
+    return ceil_div(max_blocks, TABLE_PAGE)
 
 
 def _decode_segments(batch: _Batch, order_Z: jax.Array, item_slots: int) -> Segments:

@@ -1,8 +1,8 @@
 """The prefill kernel: tiles of neighbouring queries, each against its requests' contexts, chunk by chunk.
 
 This module knows nothing of where queries come from and of writing to the cache. Letters beside the package's:
-Y tokens, padded to whole tiles, Q queries of a tile, X = G * Q query rows of one kv head, P slots of a chunk, D lanes of
-an operand.
+Y tokens, padded to whole tiles, Q queries of a tile, X = G * Q query rows of one kv head, P slots of a chunk, D lanes
+of an operand.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention.tpu.fetch import Fetcher, FetchShape, Item
+from pallas_kernels.ragged_paged_attention.tpu.fetch import Fetcher, FetchShape
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, Lanes
 from pallas_kernels.ragged_paged_attention.tpu.plan import Segments
 from pallas_kernels.ragged_paged_attention.tpu.softmax import (
@@ -35,6 +35,7 @@ class PrefillShape:
     lanes: Lanes
     rule: ScoreRule
     query_tile: int
+    groups_at_once: int
 
 
 def prefill_attention(
@@ -114,17 +115,17 @@ class _State:
             self.top_total_ref[0, :, g * queries : (g + 1) * queries] = jnp.broadcast_to(sink_K1L, (heads, queries, L))
         self.top_total_ref[1] = jnp.ones((heads, X, L), jnp.float32)
 
-    def add(self, h: Any, exponent_XP: jax.Array, v_PD: jax.Array) -> None:
-        """Add a chunk of head `h`; exponents of what a query may not see are so low that they vanish."""
-        old_top = self.top_total_ref[0, h, :, :1]
+    def add(self, h: Any, rows: Any, exponent_XP: jax.Array, v_PD: jax.Array) -> None:
+        """Add a chunk for some rows of head `h`; exponents of what a query may not see are so low that they vanish."""
+        old_top = self.top_total_ref[0, h, rows, :1]
         top = jnp.maximum(old_top, exponent_XP.max(axis=-1, keepdims=True))
         keep = jnp.exp2(old_top - top)
         weight_XP = jnp.exp2(exponent_XP - top)
-        total = self.top_total_ref[1, h, :, :1] * keep + weight_XP.sum(axis=-1, keepdims=True)
-        self.acc_ref[h] = self.acc_ref[h] * keep + weighted_values(weight_XP[None], v_PD[None])[0]
-        whole = self.top_total_ref.shape[2:]
-        self.top_total_ref[0, h] = jnp.broadcast_to(top, whole)
-        self.top_total_ref[1, h] = jnp.broadcast_to(total, whole)
+        total = self.top_total_ref[1, h, rows, :1] * keep + weight_XP.sum(axis=-1, keepdims=True)
+        self.acc_ref[h, rows] = self.acc_ref[h, rows] * keep + weighted_values(weight_XP[None], v_PD[None])[0]
+        whole = (len(exponent_XP), NUM_LANES)
+        self.top_total_ref[0, h, rows] = jnp.broadcast_to(top, whole)
+        self.top_total_ref[1, h, rows] = jnp.broadcast_to(total, whole)
 
     def result(self) -> jax.Array:
         """Zeros for queries that saw nothing."""
@@ -144,12 +145,18 @@ def _attend_chunk(shape: PrefillShape, fetcher: Fetcher, state: _State, q_ref: A
         everybody &= item.position > offset + Q - 1 - window
 
     def attend(mask: Any) -> None:
+        rows = shape.groups_at_once * Q
+
         @pl.loop(0, shape.fetch.num_heads)
         def _(h):
-            q_XD = q_ref[h].reshape(-1, shape.lanes.operand)
-            k_PD, v_PD = (chunk_ref[h, :, lanes].astype(q_XD.dtype) for lanes in (shape.lanes.keys, shape.lanes.values))
-            exponent_XP = shape.rule.exponents(query_key_products(q_XD[None], k_PD[None])[0])
-            state.add(h, mask(exponent_XP), v_PD)
+            @pl.loop(0, q_ref.shape[1] // shape.groups_at_once)
+            def _(g):
+                q_XD = q_ref[h, pl.ds(g * shape.groups_at_once, shape.groups_at_once)].reshape(rows, -1)
+                k_PD, v_PD = (
+                    chunk_ref[h, :, lanes].astype(q_XD.dtype) for lanes in (shape.lanes.keys, shape.lanes.values)
+                )
+                exponent_XP = shape.rule.exponents(query_key_products(q_XD[None], k_PD[None])[0])
+                state.add(h, pl.ds(pl.multiple_of(g * rows, rows), rows), mask(exponent_XP), v_PD)
 
     def visible_only(exponent_XP: jax.Array) -> jax.Array:
         query_X1 = lax.broadcasted_iota(jnp.int32, (exponent_XP.shape[0], 1), 0) & (Q - 1)
