@@ -131,7 +131,8 @@ class CompileConfig:
         None, "padded step sizes in tokens that get a program", minimum=2, not_empty=True
     )
     attention_backend: str = option(
-        "auto", "which attention kernel", choices=("auto", "reference")
+        "auto", "which attention kernel; 'tpu-interpret' simulates a TPU, very slowly, for tests",
+        choices=("auto", "reference", "tpu", "tpu-interpret"),
     )
 
 

@@ -20,6 +20,9 @@ class KVLayout(Protocol):
     def shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """The shape of each array."""
 
+    def stored_dim(self, head_dim: int) -> int:
+        """Numbers that lie in memory for each key, and as many for each value."""
+
     def pack(self, k_BSKH: jax.Array, v_BSKH: jax.Array) -> tuple[jax.Array, ...]:
         """The arrays that hold these keys and values."""
 
@@ -36,6 +39,9 @@ class SplitLayout:
 
     def shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, head_dim)
+
+    def stored_dim(self, head_dim: int) -> int:
+        return head_dim
 
     def pack(self, k_BSKH: jax.Array, v_BSKH: jax.Array) -> tuple[jax.Array, ...]:
         return jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)

@@ -71,6 +71,9 @@ class LanesLayout:
     def shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, Lanes(head_dim).slot)
 
+    def stored_dim(self, head_dim: int) -> int:
+        return Lanes(head_dim).padded
+
     def pack(self, k_BSKH: jax.Array, v_BSKH: jax.Array) -> tuple[jax.Array, ...]:
         return (jnp.swapaxes(join(k_BSKH, v_BSKH), 1, 2),)
 
