@@ -12,27 +12,30 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One device, which for TPU7x is half a chip. Rates are per second; from cloud.google.com/tpu/docs."""
+    """One device with one core, which for TPU7x is half a chip. The rates are the datasheet's, per second."""
 
     name: str
     topology: str
-    hbm_bytes: int
-    hbm_rate: float
-    bf16_flops: float
-    vmem_bytes: int
+    chip: pltpu.ChipVersion
+
+    @property
+    def info(self) -> pltpu.TpuInfo:
+        """What JAX knows of the chip: `mem_bw_bytes_per_second`, `bf16_ops_per_second`, `vmem_capacity_bytes`."""
+        return pltpu.get_tpu_info_for_chip(self.chip, 1)
 
 
 TARGETS = {
     target.name: target
     for target in (
-        Target("v5e", "v5e:2x2", 16 * 2**30, 819e9, 197e12, 128 * 2**20),
-        Target("v6e", "v6e:2x2", 32 * 2**30, 1640e9, 918e12, 128 * 2**20),
-        Target("tpu7x", "tpu7x:2x2x1", 96 * 2**30, 3690e9, 1153e12, 64 * 2**20),
+        Target("v5e", "v5e:2x2", pltpu.ChipVersion.TPU_V5E),
+        Target("v6e", "v6e:2x2", pltpu.ChipVersion.TPU_V6E),
+        Target("tpu7x", "tpu7x:2x2x1", pltpu.ChipVersion.TPU_7X),
     )
 }
 

@@ -57,6 +57,6 @@ def test_a_case_compiles_updates_the_cache_in_place_and_fits_vmem(case, dtype, t
     vmem = vmem_of_kernels(compiled)
     record_property("vmem", str(vmem))
     assert set(vmem) == KERNELS
-    assert max(vmem.values()) <= tiles.VMEM_LIMIT_BYTES < target.vmem_bytes
+    assert max(vmem.values()) <= tiles.VMEM_LIMIT_BYTES < target.info.vmem_capacity_bytes
     kv_bytes = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(args[0]))
     assert compiled.memory_analysis().alias_size_in_bytes == kv_bytes
