@@ -1,19 +1,19 @@
 """NVIDIA GPUs as compilation targets, for a machine that has none.
 
-With the extra `aot-gpu` (XLA's CUDA plugin and ptxas, no driver) programs compile for a GPU from its description.
-Without it they can still be lowered. This module knows nothing of kernels.
+With the extra `aot-gpu` (XLA's CUDA plugin and ptxas, no driver) programs compile for a GPU from its description;
+without it they can still be lowered. Also what data sheets promise, for estimates. Knows no kernel.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
+import importlib.util
+import os
+from typing import Any
 
 import jax
 import numpy as np
+from jax import export
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-
-MESH_AXIS = "model"
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,22 +72,48 @@ def describe(target: GpuTarget) -> str:
     """
 
 
-def mesh_of(target: GpuTarget) -> Mesh:
-    """A mesh of one such device. Raises RuntimeError when the extra `aot-gpu` is not installed."""
+def why_not() -> str | None:
+    """Why nothing can be compiled for GPUs here, and what to do, or None."""
+    missing = [name for name in ("jax_plugins.xla_cuda13", "nvidia.cu13") if not _is_installed(name)]
+    if missing:
+        return f"{' and '.join(missing)} cannot be imported; run scripts/test --aot-gpu, or install jaxpaged[aot-gpu]"
+    return None
+
+
+def _is_installed(module: str) -> bool:
     try:
-        topology = topologies.get_topology_desc(
-            platform="cuda", topology_name="one", topology="1x1x1", target_config=describe(target)
-        )
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        raise RuntimeError(
-            f"cannot compile for {target.device_kind}: {error} Install jaxpaged[aot-gpu], and set "
-            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 where there is no driver."
-        ) from error
-    return Mesh(np.array(topology.devices), (MESH_AXIS,), axis_types=(AxisType.Auto,))
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a parent package
+        return False
 
 
-@contextlib.contextmanager
-def tracing_for(mesh: Mesh) -> Iterator[NamedSharding]:
-    """Inside, programs are traced for the devices of `mesh`; gives the sharding for their arguments."""
+def mesh_of(target: GpuTarget) -> Mesh:
+    """A mesh of one device of `target`. Raises RuntimeError when the compiler is not installed."""
+    reason = why_not()
+    if reason is not None:
+        raise RuntimeError(f"cannot compile for {target.device_kind}: {reason}.")
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the plugin looks for libraries of a driver
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="one", topology="1x1x1", target_config=describe(target)
+    )
+    return Mesh(np.array(topology.devices), ("model",), axis_types=(AxisType.Auto,))
+
+
+def compile_for(target: GpuTarget, function: Any, *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
+    """Compile `function` for one device of `target`; `args` are trees of shapes."""
+    mesh = mesh_of(target)
+    whole = NamedSharding(mesh, PartitionSpec())
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), args)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        yield NamedSharding(mesh, PartitionSpec())
+        return jax.jit(function, donate_argnums=donate).lower(*structs).compile()
+
+
+def lower_for(target: GpuTarget, function: Any, *args: Any) -> str:
+    """The program for one device of `target` as StableHLO text, with its kernels in Triton's own form inside.
+
+    Needs no compiler for GPUs.
+    """
+    device = AbstractDevice(device_kind=target.device_kind, num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("model",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return export.export(jax.jit(function), platforms=["cuda"])(*args).mlir_module()

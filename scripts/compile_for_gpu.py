@@ -35,10 +35,10 @@ exit $status
 
 def prepare(folder: Path) -> None:
     """Point jax, which must not be imported yet, to a CUDA folder whose ptxas writes reports to `folder`/reports."""
-    spec = importlib.util.find_spec("nvidia.cu13")
-    if spec is None or not spec.submodule_search_locations:
+    try:
+        cuda = Path(next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations)))
+    except (AttributeError, ModuleNotFoundError):
         sys.exit("nvidia-cuda-nvcc is not installed. Install jaxpaged[aot-gpu], or run scripts/test --aot-gpu.")
-    cuda = Path(next(iter(spec.submodule_search_locations)))
     (folder / "bin").mkdir()
     (folder / "reports").mkdir()
     (folder / "nvvm").symlink_to(cuda / "nvvm")
@@ -76,58 +76,29 @@ def reports_of(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    from_cases = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    from_cases.add_argument("--target", default="h100")
-    from_cases.add_argument("--shapes", nargs="*", help="names of shapes; all by default")
-    from_cases.add_argument("--json", action="store_true", help="one JSON object per kernel")
-    options = from_cases.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="h100", help="a100, h100 or b200")
+    parser.add_argument("--shapes", nargs="*", help="names of shapes; all by default")
+    parser.add_argument("--json", action="store_true", help="one JSON object per kernel")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         compile_all(Path(folder), options)
 
 
 def compile_all(folder: Path, options: argparse.Namespace) -> None:
-    from pallas_kernels.gpu_targets import TARGETS, mesh_of
+    from pallas_kernels.gpu_targets import TARGETS, compile_for
     from pallas_kernels.ragged_paged_attention.cases import SERVING_SHAPES
+    from pallas_kernels.testing import layer_of
 
-    target = TARGETS[options.target]
-    mesh = mesh_of(target)
     for shape in SERVING_SHAPES:
         if options.shapes and shape.name not in options.shapes:
             continue
-        compile_shape(mesh, shape)
+        layer, args = layer_of(shape, "gpu")
+        compile_for(TARGETS[options.target], layer, *args, donate=(0,))
         for report in reports_of(folder):
             if report["kernel"].startswith("paged_"):
                 show({"target": options.target, "shape": shape.name, **report}, options.json)
-
-
-def compile_shape(mesh: Any, shape: Any) -> None:
-    """Compile one layer's attention of `shape` for the devices of `mesh`."""
-    import jax
-
-    from pallas_kernels.gpu_targets import tracing_for
-    from pallas_kernels.ragged_paged_attention import KVTensor, kv_shape, make_metadata, ragged_paged_attention
-
-    with tracing_for(mesh) as sharding:
-        def struct(dims: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
-
-        K, N, H, T, R = shape.num_kv_heads, shape.num_heads, shape.head_dim, shape.num_tokens, shape.num_rows
-        cache = struct(kv_shape(1024, shape.block_size, K, H, "gpu"), shape.dtype)
-        ints = [struct(dims, "int32") for dims in ((), (R + 1,), (R,), (R, 64))]
-        sinks_N = struct((N,), "float32") if shape.sinks else None
-
-        def layer(q_TNH, k_TKH, v_TKH, kv, sinks_N, *where):
-            metadata = make_metadata(
-                *where, num_tokens=T, block_size=shape.block_size, window=shape.window, backend="gpu"
-            )
-            return ragged_paged_attention(
-                q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N=sinks_N,
-                scale=H**-0.5, window=shape.window, soft_cap=shape.soft_cap, backend="gpu",
-            )  # fmt: skip
-
-        arrays = [struct((T, heads, H), shape.dtype) for heads in (N, K, K)]
-        jax.jit(layer, donate_argnums=3).lower(*arrays, KVTensor((cache, cache)), sinks_N, *ints).compile()
 
 
 def show(report: dict[str, Any], as_json: bool) -> None:

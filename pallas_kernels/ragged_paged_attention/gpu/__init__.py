@@ -32,11 +32,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention.gpu.items import make_items
 from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, choose_tiles, device_kind
+from pallas_kernels.ragged_paged_attention.layout import SplitLayout
 
 NOWHERE = 2**31 - 1  # a block that no pool has
 MAX_HEAD_DIM = 256
 ALL_DECODE_TOKENS = 32  # steps up to here are not worth a second class of tiles
-KV_DTYPES = ("float32", "bfloat16", "float16")
+MAX_GROUP_SIZE = 128
+TYPES = ("float32", "bfloat16", "float16")
 
 
 @jax.tree_util.register_dataclass
@@ -67,16 +69,25 @@ class GpuBackend:
 
     interpret: bool
 
-    KV_HEADS_AXIS = 1
-    NUM_KV_ARRAYS = 2
+    LAYOUT = SplitLayout()
 
     def why_not(self, platform: str) -> str | None:
         if self.interpret or platform == "gpu":
             return None
         return "it needs an NVIDIA GPU; 'gpu-interpret' runs the same kernels in Pallas's interpreter, for tests"
 
-    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return (num_blocks, num_kv_heads, block_size, head_dim)
+    def cannot_take(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, q_dtype: Any, kv_dtype: Any
+    ) -> str | None:
+        """The reason why the kernels cannot attend with such heads, blocks and types, or None."""
+        for name, dtype in (("q", q_dtype), ("the cache", kv_dtype)):
+            if dtype.name not in TYPES:
+                return f"{name} is {dtype}; accepted are {', '.join(TYPES)}"
+        if head_dim > MAX_HEAD_DIM:
+            return f"head_dim = {head_dim}; accepted are at most {MAX_HEAD_DIM}"
+        if num_heads // num_kv_heads > MAX_GROUP_SIZE:
+            return f"{num_heads // num_kv_heads} query heads per kv head; accepted are at most {MAX_GROUP_SIZE}"
+        return None
 
     def make_plan(
         self,
@@ -109,11 +120,10 @@ class GpuBackend:
         soft_cap: float | None,
         sinks_N: jax.Array | None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH). Raises ValueError for what kernels cannot take."""
+        """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH)."""
         from pallas_kernels.ragged_paged_attention.gpu import calls  # Pallas takes 0.3 s to import
 
         (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
-        check(H, kv)
         kv = calls.write(k_TKH, v_TKH, kv, metadata.plan, self.interpret)
         rule = calls.LayerRule(scale, window, soft_cap, sinks_N is not None)
         sinks_N = jnp.zeros(N, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
@@ -147,15 +157,3 @@ def work_classes(
         WorkClass(many, num_queries_R > most, num_tiles),
     ]
 
-
-def check(head_dim: int, kv: tuple[jax.Array, ...]) -> None:
-    """Raise ValueError for what the kernels cannot take."""
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(
-            f"head_dim = {head_dim} is more than the 'gpu' attention backend takes, {MAX_HEAD_DIM}. Use 'reference'."
-        )
-    if kv[0].dtype.name not in KV_DTYPES:
-        raise ValueError(
-            f"the 'gpu' attention backend takes no {kv[0].dtype.name} cache, only {', '.join(KV_DTYPES)}. "
-            "Choose another kv_cache_dtype."
-        )

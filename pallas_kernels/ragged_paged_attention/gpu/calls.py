@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -19,6 +20,10 @@ from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles
 from pallas_kernels.shapes import ceil_div
 
 WRITE_TOKENS = 16
+# Products of float32 numbers: three passes through the tensor cores, which lose about as little as float32 does. Plain
+# float32 products would take all of a thread's registers. XLA:CPU, and so the interpreter, has no such passes.
+PRECISION = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+INTERPRETED_PRECISION = lax.Precision.HIGHEST
 
 
 def write(
@@ -62,7 +67,8 @@ def attend(
     """`out_TNH` with the outputs of the items' tokens."""
     (_, N, H), K = q_TNH.shape, kv[0].shape[1]
     rows = tiles.rows_for(N // K)
-    layer = kernels.Layer(sizes.queries, rows, sizes.slots, N // K, H, **dataclasses.asdict(rule))
+    precision = INTERPRETED_PRECISION if interpret else PRECISION
+    layer = kernels.Layer(sizes.queries, rows, sizes.slots, N // K, H, **dataclasses.asdict(rule), precision=precision)
     settings = {
         "compiler_params": plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         "interpret": interpret,

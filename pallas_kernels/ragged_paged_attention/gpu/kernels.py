@@ -29,7 +29,7 @@ MIN_PIECE = 16  # the shortest side of a matrix product in Triton
 class Layer:
     """What is static of a layer, and of how a kernel walks over it.
 
-    queries: tokens of a query tile. rows: X, a power of two. slots: C, likewise.
+    queries: tokens of a query tile. rows: X, a power of two. slots: C, likewise. precision: of float32 products.
     """
 
     queries: int
@@ -41,6 +41,7 @@ class Layer:
     window: int | None
     soft_cap: float | None
     has_sinks: bool
+    precision: Any
 
 
 def pieces(head_dim: int) -> list[tuple[int, int]]:
@@ -218,7 +219,7 @@ def _visible(layer: Layer, tile: Tile, position_C: jax.Array) -> jax.Array:
 def _add_slots(layer: Layer, q_XP: list, k_CP: list, v_CP: list, visible_XC: jax.Array | None, state: tuple) -> tuple:
     """The softmax state with C more slots."""
     top_X1, total_X1, *out_XP = state
-    score_XC = sum(dot(q.astype(k.dtype), k, transposed=True) for q, k in zip(q_XP, k_CP))
+    score_XC = sum(dot(layer, q.astype(k.dtype), k, transposed=True) for q, k in zip(q_XP, k_CP))
     if layer.soft_cap is None:
         score_XC *= layer.scale * LOG2_E
     else:
@@ -229,7 +230,7 @@ def _add_slots(layer: Layer, q_XP: list, k_CP: list, v_CP: list, visible_XC: jax
     weight_XC = jnp.exp2(score_XC - highest_X1)
     fade_X1 = jnp.exp2(top_X1 - highest_X1)
     total_X1 = total_X1 * fade_X1 + jnp.sum(weight_XC, axis=1)[:, None]
-    out_XP = [out * fade_X1 + dot(weight_XC.astype(v.dtype), v) for out, v in zip(out_XP, v_CP)]
+    out_XP = [out * fade_X1 + dot(layer, weight_XC.astype(v.dtype), v) for out, v in zip(out_XP, v_CP)]
     return highest_X1, total_X1, *out_XP
 
 
@@ -238,9 +239,9 @@ def soft_cap(score: jax.Array, cap: float) -> jax.Array:
     return cap - 2 * cap / (jnp.exp2(score * (2 * LOG2_E / cap)) + 1)
 
 
-def dot(a: jax.Array, b: jax.Array, transposed: bool = False) -> jax.Array:
-    """a @ b or a @ b.T in float32; float32 operands are not rounded to fewer bits."""
-    precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if a.dtype == jnp.float32 else None
+def dot(layer: Layer, a: jax.Array, b: jax.Array, transposed: bool = False) -> jax.Array:
+    """a @ b or a @ b.T in float32."""
+    precision = layer.precision if a.dtype == jnp.float32 else None
     return plgpu.dot(a, b, trans_b=transposed, precision=precision)
 
 

@@ -7,14 +7,14 @@ from pallas_kernels import ragged_paged_attention as rpa
 
 
 def test_auto_chooses_a_backend_that_runs_everywhere():
-    for platform in ("cpu", "gpu", "tpu"):
+    for platform, chosen in (("cpu", "reference"), ("gpu", "gpu"), ("tpu", "tpu")):
         assert rpa.backends(platform)["reference"] is None
-        assert rpa.choose_backend("auto", platform) == "reference"
+        assert rpa.choose_backend("auto", platform) == chosen
         assert rpa.choose_backend("reference", platform) == "reference"
 
 
 def test_an_unknown_backend_is_refused_with_the_known_names():
-    with pytest.raises(ValueError, match=r"unknown attention backend 'flash'.*'auto', 'reference'"):
+    with pytest.raises(ValueError, match=r"unknown attention backend 'flash'.*'auto', .*'reference'"):
         rpa.choose_backend("flash", "cpu")
 
 
