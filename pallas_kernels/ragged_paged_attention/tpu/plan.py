@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, round_up
+from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES
 from pallas_kernels.shapes import ceil_div
 
 DECODE_ITEM_SLOTS = 256
@@ -111,26 +111,23 @@ def make_plan(
     window: int | None,
 ) -> Plan:
     """The plan of one step; see `make_metadata` for the arguments."""
-    batch = _Batch(query_start_loc_R1[:-1], query_start_loc_R1[1:], seq_lens_R, block_tables_RM, num_tokens, window)
-    order_Z = batch.decodes_first()
-    place_R = jnp.zeros(batch.num_rows, jnp.int32).at[order_Z].set(jnp.arange(len(order_Z)), mode="drop")
-    row_T = batch.row_of(jnp.arange(num_tokens))
-    is_decode_T = batch.is_decode_R[row_T] & (jnp.arange(num_tokens) < batch.end_R[-1])
+    batch = Batch(query_start_loc_R1[:-1], query_start_loc_R1[1:], seq_lens_R, block_tables_RM, num_tokens, window)
+    decode = _decode_segments(batch, item_slots_of(block_size, DECODE_ITEM_SLOTS))
     query_tile = query_tile_of(num_tokens)
     return Plan(
         tables=_paged(block_tables_RM),
-        decode=_decode_segments(batch, order_Z, item_slots_of(block_size, DECODE_ITEM_SLOTS)),
+        decode=decode,
         prefill=_prefill_segments(batch, query_tile, item_slots_of(block_size, CHUNK_SLOTS)),
         writes=_writes(batch, block_size, write_group_of(block_size)),
-        decode_token_Z=batch.start_R.at[order_Z].get(mode="clip"),
-        decode_segment_T=jnp.where(is_decode_T, place_R[row_T], -1),
+        decode_token_Z=pick(batch.start_R, decode.row_Z),
+        decode_segment_T=_decode_segment_of(batch, jnp.arange(num_tokens)),
         query_tile=query_tile,
         pages_per_row=pages_of(block_tables_RM.shape[1]),
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Batch:
+class Batch:
     """The rows of a step; some have no new token, or none at all."""
 
     start_R: jax.Array
@@ -145,18 +142,21 @@ class _Batch:
         return len(self.seq_lens_R)
 
     @property
-    def is_decode_R(self) -> jax.Array:
-        return self.end_R - self.start_R == 1
+    def decodes_up_to_R(self) -> jax.Array:
+        """Rows with a single new token, up to and with row r."""
+        return jnp.cumsum(self.end_R - self.start_R == 1)
 
-    def row_of(self, token: jax.Array) -> jax.Array:
-        """The row of each token [...]; some row for padding tokens."""
-        return jnp.minimum(jnp.sum(self.end_R <= token[..., None], axis=-1), self.num_rows - 1)
 
-    def decodes_first(self) -> jax.Array:
-        """order_Z: rows that decode, in their order, then the others, then R; Z is a whole number of grid blocks."""
-        padding = round_up(self.num_rows, rows_per_block(self.num_rows)) - self.num_rows
-        order_R = jnp.argsort(~self.is_decode_R, stable=True).astype(jnp.int32)
-        return jnp.pad(order_R, (0, padding), constant_values=self.num_rows)
+def pick(x_R: jax.Array, index: jax.Array) -> jax.Array:
+    """x_R[index], 0 where the index is out of range. Comparisons, because small gathers are slow on TPUs."""
+    return jnp.sum(jnp.where(index[..., None] == jnp.arange(len(x_R)), x_R, 0), axis=-1, dtype=x_R.dtype)
+
+
+def _decode_segment_of(batch: Batch, token_T: jax.Array) -> jax.Array:
+    """The decode segment of each token, or -1."""
+    row_T = jnp.sum(batch.end_R <= token_T[:, None], axis=-1)
+    is_decode_T = pick(batch.end_R - batch.start_R, row_T) == 1
+    return jnp.where(is_decode_T, pick(batch.decodes_up_to_R, row_T) - 1, -1)
 
 
 def rows_per_block(num_rows: int) -> int:
@@ -175,20 +175,20 @@ def pages_of(max_blocks: int) -> int:
     return ceil_div(max_blocks, TABLE_PAGE)
 
 
-def _decode_segments(batch: _Batch, order_Z: jax.Array, item_slots: int) -> Segments:
-    """One segment for each row with a single new token."""
-    row_Z = jnp.minimum(order_Z, batch.num_rows - 1)
+def _decode_segments(batch: Batch, item_slots: int) -> Segments:
+    """One segment for each row with a single new token, in the order of rows."""
     rows = rows_per_block(batch.num_rows)
-    block_Z = jnp.arange(len(order_Z)) // rows
-    used_Z = (order_Z < batch.num_rows) & batch.is_decode_R[row_Z]
-    ones_Z = jnp.ones_like(row_Z)
-    num_blocks = len(order_Z) // rows
+    num_blocks = ceil_div(batch.num_rows, rows)
+    z_Z = jnp.arange(num_blocks * rows, dtype=jnp.int32)
+    row_Z = jnp.sum(batch.decodes_up_to_R <= z_Z[:, None], axis=-1)
+    ones_Z = jnp.ones_like(z_Z)
     return _segments(
-        batch, item_slots, row_Z, used_Z, batch.seq_lens_R[row_Z] - 1, 0 * ones_Z, ones_Z, block_Z, num_blocks
-    )
+        batch, item_slots, row_Z, row_Z < batch.num_rows,
+        pick(batch.seq_lens_R, row_Z) - 1, 0 * ones_Z, ones_Z, z_Z // rows, num_blocks,
+    )  # fmt: skip
 
 
-def _prefill_segments(batch: _Batch, query_tile: int, item_slots: int) -> Segments:
+def _prefill_segments(batch: Batch, query_tile: int, item_slots: int) -> Segments:
     """One segment for each row with several new tokens, and query tile with some of them."""
     num_tiles = ceil_div(batch.num_tokens, query_tile)
     first_tile_R, last_tile_R = batch.start_R // query_tile, (batch.end_R - 1) // query_tile
@@ -198,19 +198,19 @@ def _prefill_segments(batch: _Batch, query_tile: int, item_slots: int) -> Segmen
     z_Z = jnp.arange(num_tiles + min(batch.num_rows, batch.num_tokens // 2), dtype=jnp.int32)
     row_Z = jnp.minimum(jnp.sum(end_R <= z_Z[:, None], axis=-1), batch.num_rows - 1)
     used_Z = z_Z < end_R[-1]
-    tile_Z = jnp.where(used_Z, first_tile_R[row_Z] + z_Z - (end_R - num_R)[row_Z], num_tiles)
+    tile_Z = jnp.where(used_Z, pick(first_tile_R - end_R + num_R, row_Z) + z_Z, num_tiles)
     start_Z = tile_Z * query_tile
     return _segments(
         batch, item_slots, row_Z, used_Z,
-        (batch.seq_lens_R - batch.end_R)[row_Z] + start_Z,
-        jnp.maximum(batch.start_R[row_Z] - start_Z, 0),
-        jnp.minimum(batch.end_R[row_Z] - start_Z, query_tile),
+        pick(batch.seq_lens_R - batch.end_R, row_Z) + start_Z,
+        jnp.maximum(pick(batch.start_R, row_Z) - start_Z, 0),
+        jnp.minimum(pick(batch.end_R, row_Z) - start_Z, query_tile),
         tile_Z, num_tiles,
     )  # fmt: skip
 
 
 def _segments(
-    batch: _Batch,
+    batch: Batch,
     item_slots: int,
     row_Z: jax.Array,
     used_Z: jax.Array,
@@ -231,12 +231,12 @@ def _segments(
     item_end_Z = jnp.cumsum(num_Z)
     in_block_JZ = block_Z <= jnp.arange(num_blocks)[:, None]
     item_end_J = jnp.sum(jnp.where(in_block_JZ, num_Z, 0), axis=1)
-    stop_Z = item_end_J[jnp.minimum(block_Z, num_blocks - 1)]
+    stop_Z = pick(item_end_J, block_Z)
     arrays = (row_Z, offset_Z, first_query_Z, end_query_Z, first_Z - item_end_Z + num_Z, item_end_Z, stop_Z, item_end_J)
     return Segments(*(x.astype(jnp.int32) for x in arrays))
 
 
-def _writes(batch: _Batch, block_size: int, group: int) -> Writes:
+def _writes(batch: Batch, block_size: int, group: int) -> Writes:
     """Groups of slots with new tokens, row by row."""
     num_new_R = batch.end_R - batch.start_R
     cached_R = batch.seq_lens_R - num_new_R
@@ -246,14 +246,15 @@ def _writes(batch: _Batch, block_size: int, group: int) -> Writes:
     most = min(batch.num_tokens, batch.num_tokens // group + 2 * batch.num_rows)
     z_Z = jnp.arange(most, dtype=jnp.int32)
     row_Z = jnp.minimum(jnp.sum(end_R <= z_Z[:, None], axis=-1), batch.num_rows - 1)
-    position_Z = (first_group_R[row_Z] + z_Z - (end_R - num_R)[row_Z]) * group
-    first_Z = jnp.maximum(cached_R[row_Z] - position_Z, 0)
+    position_Z = (pick(first_group_R - end_R + num_R, row_Z) + z_Z) * group
+    cached_Z = pick(cached_R, row_Z)
+    first_Z = jnp.maximum(cached_Z - position_Z, 0)
     arrays = (
         end_R[-1],
         batch.tables_RM.at[row_Z, position_Z // block_size].get(mode="clip"),
         position_Z % block_size,
         first_Z,
-        jnp.minimum(batch.seq_lens_R[row_Z] - position_Z, group),
-        batch.start_R[row_Z] + position_Z + first_Z - cached_R[row_Z],
+        jnp.minimum(pick(batch.seq_lens_R, row_Z) - position_Z, group),
+        pick(batch.start_R, row_Z) + position_Z + first_Z - cached_Z,
     )
     return Writes(*(x.astype(jnp.int32) for x in arrays))
