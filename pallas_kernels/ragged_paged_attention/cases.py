@@ -69,6 +69,8 @@ class ServingShape:
     head_dim: int = 128
     block_size: int = 16
     dtype: str = "bfloat16"
+    cache_dtype: str | None = None  # of keys and values, `dtype` where None
+    kv_scales: str = "none"
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
@@ -76,6 +78,10 @@ class ServingShape:
     @property
     def num_heads(self) -> int:
         return self.num_kv_heads * self.group_size
+
+    @property
+    def kv_dtype(self) -> str:
+        return self.cache_dtype or self.dtype
 
 
 SERVING_SHAPES = (
@@ -88,4 +94,7 @@ SERVING_SHAPES = (
     ServingShape("head_dim 64, window, sinks", 512, 64, group_size=8, head_dim=64, window=128, sinks=True),
     ServingShape("float32, block_size 256", 512, 64, group_size=2, block_size=256, dtype="float32"),
     ServingShape("float32, head_dim 256", 512, 64, group_size=2, head_dim=256, dtype="float32"),
+    ServingShape("int8 cache, scales of tokens", 512, 64, cache_dtype="int8", kv_scales="token"),
+    ServingShape("float8 cache, scales of heads", 512, 64, cache_dtype="float8_e4m3fn", kv_scales="head"),
+    ServingShape("float8 cache, head_dim 256", 512, 64, head_dim=256, cache_dtype="float8_e5m2"),
 )
