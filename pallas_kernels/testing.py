@@ -106,7 +106,9 @@ def expected(case: Any, step: Step) -> np.ndarray:
     return out_TNH
 
 
-def layer_of(shape: Any, backend: str) -> tuple[Callable, tuple[Any, ...]]:
+def layer_of(
+    shape: Any, backend: str, num_blocks: int = 1024, blocks_per_row: int = 64
+) -> tuple[Callable, tuple[Any, ...]]:
     """(function, shapes of its arguments): one layer's attention in a step of a `ServingShape`, the cache first."""
     K, N, H, T, R = shape.num_kv_heads, shape.num_heads, shape.head_dim, shape.num_tokens, shape.num_rows
     S, dtype, scales = shape.block_size, shape.kv_dtype, shape.kv_scales
@@ -120,9 +122,9 @@ def layer_of(shape: Any, backend: str) -> tuple[Callable, tuple[Any, ...]]:
             scale=H**-0.5, window=shape.window, soft_cap=shape.soft_cap, backend=backend,
         )  # fmt: skip
 
-    kv = jax.eval_shape(lambda: rpa.kv_zeros(1024, S, K, H, dtype, backend, scales))
+    kv = jax.eval_shape(lambda: rpa.kv_zeros(num_blocks, S, K, H, dtype, backend, scales))
     new = [jax.ShapeDtypeStruct((T, heads, H), shape.dtype) for heads in (N, K, K)]
-    where = [jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((), (R + 1,), (R,), (R, 64))]
+    where = [jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((), (R + 1,), (R,), (R, blocks_per_row))]
     return layer, (kv, *new, jax.ShapeDtypeStruct((N,), jnp.float32), *where)
 
 

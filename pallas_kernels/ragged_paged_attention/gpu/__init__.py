@@ -27,6 +27,7 @@ This module knows nothing of meshes, of who owns which block, and of how a kerne
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -68,9 +69,13 @@ class WorkClass:
 
 @dataclasses.dataclass(frozen=True)
 class GpuBackend:
-    """The backend's functions. `interpret` runs the kernels in Pallas's interpreter, anywhere and very slowly."""
+    """The backend's functions. `interpret` runs the kernels in Pallas's interpreter, anywhere and very slowly.
+
+    `choose` has the arguments and the result of `choose_tiles`; scripts/tune_kernel.py tries others.
+    """
 
     interpret: bool
+    choose: Callable[..., Tiles] = choose_tiles
 
     LAYOUT = SplitLayout()
 
@@ -148,13 +153,32 @@ class GpuBackend:
         sinks_N = jnp.zeros(N, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
         kind = device_kind(self.interpret)
         out_TNH = jnp.zeros_like(q_TNH)
-        for work in work_classes(metadata, T, N // K, H, kv[0].dtype, kind):
+        for work in self.work_classes(metadata, T, N // K, H, kv[0].dtype, kind):
             sizes = work.tiles.sizes(N // K, K, kind)
             items = make_items(metadata, work.wanted_R, work.num_tiles, sizes, window)
             out_TNH = calls.attend(
                 rule, work.tiles, sizes, items, metadata, sinks_N, q_TNH, kv, scales, out_TNH, self.interpret
             )
         return out_TNH, kv, scales
+
+    def work_classes(
+        self, metadata: Any, num_tokens: int, group_size: int, head_dim: int, dtype: Any, kind: str
+    ) -> list[WorkClass]:
+        """Decodes and everything else, or all rows as decodes when the step is small."""
+        start_R1 = metadata.query_start_loc_R1
+        num_queries_R = start_R1[1:] - start_R1[:-1]
+        R, T = len(num_queries_R), num_tokens
+        few = self.choose("decode", group_size, head_dim, dtype, kind)
+        most = few.queries(group_size)
+        if T <= ALL_DECODE_TOKENS:
+            return [WorkClass(few, num_queries_R > 0, min(T, T // most + R))]
+        many = self.choose("prefill", group_size, head_dim, dtype, kind)
+        num_others = min(R, T // (most + 1))  # a row that is no decode has more than `most` tokens
+        num_tiles = min(T, T // many.queries(group_size) + num_others)
+        return [
+            WorkClass(few, num_queries_R <= most, min(T, R)),
+            WorkClass(many, num_queries_R > most, num_tiles),
+        ]
 
 
 def present_capability() -> str | None:
@@ -197,24 +221,3 @@ def new_slots(
         slots = (plan.slot_block_T, slice(None), plan.slot_offset_T)
         scales = tuple(x.at[slots].set(new_TK, mode="drop") for x, new_TK in zip(scales, (k_scale_TK, v_scale_TK)))
     return k_TKH, v_TKH, scales
-
-
-def work_classes(
-    metadata: Any, num_tokens: int, group_size: int, head_dim: int, dtype: Any, kind: str
-) -> list[WorkClass]:
-    """Decodes and everything else, or all rows as decodes when the step is small."""
-    start_R1 = metadata.query_start_loc_R1
-    num_queries_R = start_R1[1:] - start_R1[:-1]
-    R, T = len(num_queries_R), num_tokens
-    few = choose_tiles("decode", group_size, head_dim, dtype, kind)
-    most = few.queries(group_size)
-    if T <= ALL_DECODE_TOKENS:
-        return [WorkClass(few, num_queries_R > 0, min(T, T // most + R))]
-    many = choose_tiles("prefill", group_size, head_dim, dtype, kind)
-    num_others = min(R, T // (most + 1))  # a row that is no decode has more than `most` tokens
-    num_tiles = min(T, T // many.queries(group_size) + num_others)
-    return [
-        WorkClass(few, num_queries_R <= most, min(T, R)),
-        WorkClass(many, num_queries_R > most, num_tiles),
-    ]
-
