@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention.cases import ServingStep
-from pallas_kernels.serving import block_table, random_arrays
+from pallas_kernels.serving import block_table, filled_arrays
 from pallas_kernels.timing import Chain, seconds_per_call
 
 
@@ -50,7 +50,7 @@ def dense_arrays(step: ServingStep) -> tuple[jax.Array, jax.Array, jax.Array]:
     (cached, new), shape = step.rows[0], step.shape
     q_shape, kv_shape = (len(step.rows), new, shape.num_heads), (len(step.rows), cached + new, shape.num_kv_heads)
     shapes = [(*dims, shape.head_dim) for dims in (q_shape, kv_shape, kv_shape)]
-    return random_arrays(tuple(jax.ShapeDtypeStruct(dims, jnp.dtype(shape.dtype)) for dims in shapes))
+    return filled_arrays(tuple(jax.ShapeDtypeStruct(dims, jnp.dtype(shape.dtype)) for dims in shapes))
 
 
 def dense_jax(step: ServingStep, implementation: str) -> Chain | None:
@@ -77,7 +77,7 @@ def paged_jax_gpu(step: ServingStep) -> Chain | None:
     table_RM = block_table(step)
     pages = (shape.num_kv_heads, int(table_RM.max()) + 1, shape.block_size, shape.head_dim)
     dims = ((len(step.rows), shape.num_heads, shape.head_dim), pages, pages)
-    q_RNH, *kv = random_arrays(tuple(jax.ShapeDtypeStruct(x, jnp.dtype(shape.dtype)) for x in dims))
+    q_RNH, *kv = filled_arrays(tuple(jax.ShapeDtypeStruct(x, jnp.dtype(shape.dtype)) for x in dims))
     lengths_R = jnp.asarray([sum(row) for row in step.rows], jnp.int32)
     return Chain(paged_attention, q_RNH, (*kv, jnp.asarray(table_RM), lengths_R))
 
@@ -91,7 +91,7 @@ def paged_jax_tpu(step: ServingStep) -> Chain | None:
     table_RM = block_table(step)
     pages = (int(table_RM.max()) + 1, shape.block_size, 2 * shape.num_kv_heads, shape.head_dim)
     dims = ((shape.num_tokens, shape.num_heads, shape.head_dim), pages)
-    q_TNH, kv = random_arrays(tuple(jax.ShapeDtypeStruct(x, jnp.dtype(shape.dtype)) for x in dims))
+    q_TNH, kv = filled_arrays(tuple(jax.ShapeDtypeStruct(x, jnp.dtype(shape.dtype)) for x in dims))
     start_R1 = jnp.cumsum(jnp.asarray([0] + [new for _, new in step.rows], jnp.int32))
     where = (jnp.asarray([sum(row) for row in step.rows], jnp.int32), jnp.asarray(table_RM), start_R1)
 
