@@ -11,7 +11,7 @@ from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
@@ -49,7 +49,7 @@ SMALL_PROMPT = 64
 class Blueprint:
     """One engine on the devices of `mesh`. `config` is resolved; `decoder` describes the model as its files do."""
 
-    def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, mesh: Mesh):
+    def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, mesh: Mesh | AbstractMesh):
         self.config, self.model, self.mesh = config, model, mesh
         self.decoder = replace(decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype)
         self.num_shards = config.parallel.tensor_parallel_size
@@ -60,6 +60,8 @@ class Blueprint:
 
     @property
     def platform(self) -> str:
+        if isinstance(self.mesh, AbstractMesh):
+            return self.mesh.abstract_device.platform
         return self.mesh.devices.flat[0].platform
 
     @cached_property
