@@ -74,6 +74,7 @@ def filled_arrays(structs: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # one program, so that nothing wider than `dtype` is ever whole
 def _filled(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    scattered = (jnp.arange(math.prod(shape), dtype=jnp.uint32) * jnp.uint32(2654435761)) >> 24  # Knuth's multiplicative hash
+    index = jnp.arange(math.prod(shape), dtype=jnp.uint32)
+    scattered = (index * jnp.uint32(2654435761)) >> 24  # Knuth's multiplicative hash
     numbers = scattered.astype(jnp.int32).reshape(shape) - 128
     return numbers.astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else (numbers / 64).astype(dtype)
