@@ -6,6 +6,7 @@ The oracle is per-row dense attention in numpy float64: too simple to be wrong. 
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -126,3 +127,19 @@ def _block_tables(case: Any, seq_lens: list[int], rng: np.random.Generator) -> t
         for column in range(_first_visible(case, cached) // S, num_needed[row]):
             tables_RM[row, column] = next(ids)
     return tables_RM.astype(np.int32), num_blocks
+
+
+def bits(x: Any) -> np.ndarray:
+    """The array's bytes as unsigned integers of its element size, so that NaNs compare by their payload."""
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+# Half of a suite's time would be LLVM's, for programs that run once.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def run_once(function: Any, *operands: Any) -> Any:
+    """`function(*operands)` as one program, compiled for one run."""
+    operands = jax.tree.map(jnp.asarray, operands)
+    return jax.jit(function, compiler_options=QUICK_COMPILE)(*operands)
