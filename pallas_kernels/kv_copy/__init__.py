@@ -18,20 +18,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backends as choice
-from pallas_kernels.kv_copy import gpu, reference, tpu
+from pallas_kernels import backends as choosing
+from pallas_kernels.kv_copy import reference
 
-_BACKENDS = {"reference": reference, "tpu": tpu, "gpu": gpu}
+_OP, _BACKENDS = "kv_copy", ("reference", "tpu", "gpu")
 
 
 def backends(platform: str, pool: tuple[Any, ...] | None = None) -> dict[str, str | None]:
     """Every backend's name, with the reason why it cannot run on `platform`, or cannot take `pool`, or None."""
-    return choice.refusals(_BACKENDS, platform, *([] if pool is None else [pool]))
+    return choosing.refusals(_OP, _BACKENDS, platform, *([] if pool is None else [pool]))
 
 
 def choose_backend(name: str, platform: str, pool: tuple[Any, ...] | None = None) -> str:
     """The backend called `name`, or for "auto" the best one. Raises ValueError if it cannot run there."""
-    return choice.choose("kv_copy", _BACKENDS, name, platform, *([] if pool is None else [pool]))
+    return choosing.choose(_OP, _BACKENDS, name, platform, *([] if pool is None else [pool]))
 
 
 def copy_blocks(
@@ -49,7 +49,7 @@ def copy_blocks(
         raise ValueError(
             f"source_P has {source_P.shape[0]} ids and target_P {target_P.shape[0]}; pad the shorter with -1."
         )
-    module = choice.require("kv_copy", _BACKENDS, backend, pool)
+    module = choosing.require(_OP, _BACKENDS, backend, pool)
     if not source_P.shape[0]:
         return pool
     return module.copy_blocks(pool, source_P, target_P, interpret=interpret)

@@ -32,11 +32,6 @@ from pallas_kernels.shapes import ceil_div
 PIECE_BYTES = 4096  # 32 bytes for each of 128 threads: two wide loads in flight
 
 
-def why_not(platform: str) -> str | None:
-    """It is written for NVIDIA GPUs; elsewhere it can be interpreted only."""
-    return None if platform == "gpu" else "it needs an NVIDIA GPU"
-
-
 def cannot_take(pool: tuple[Any, ...]) -> str | None:
     """Elements need addresses of their own."""
     packed = sorted({str(x_B.dtype) for x_B in pool if _bits(x_B.dtype) < 8})

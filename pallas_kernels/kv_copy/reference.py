@@ -11,11 +11,6 @@ import jax.numpy as jnp
 NOWHERE = 2**31 - 1  # an index that gather fills and scatter drops; negative ones would count from the end
 
 
-def why_not(platform: str) -> str | None:
-    """It runs everywhere."""
-    return None
-
-
 def cannot_take(pool: tuple[Any, ...]) -> str | None:
     """It takes any pool."""
     return None

@@ -30,11 +30,6 @@ DEPTH = 8  # pairs in flight: enough to hide a transfer's latency behind the oth
 MAX_PAIRS = 2**15  # two ids of 4 bytes each: a quarter of the smallest SMEM
 
 
-def why_not(platform: str) -> str | None:
-    """It is written for TPUs; elsewhere it can be interpreted only."""
-    return None if platform == "tpu" else "it needs a TPU"
-
-
 def cannot_take(pool: tuple[Any, ...]) -> str | None:
     """Blocks must be whole tiles."""
     flat = [x_B.shape for x_B in pool if len(x_B.shape) < 3]

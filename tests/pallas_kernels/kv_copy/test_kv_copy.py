@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import kv_copy
+from pallas_kernels.kv_copy import tpu
 from pallas_kernels.kv_copy.cases import CASES, Case
 from pallas_kernels.testing import bits, run_once
 
@@ -55,7 +56,7 @@ def test_targets_become_their_sources_and_nothing_else_changes(case, backend):
 
 
 def test_more_pairs_than_ids_fit_into_scalar_memory_are_copied_in_parts(monkeypatch):
-    monkeypatch.setattr(kv_copy.tpu, "MAX_PAIRS", 3)
+    monkeypatch.setattr(tpu, "MAX_PAIRS", 3)
     test_targets_become_their_sources_and_nothing_else_changes(CASE["padding of every kind"], "tpu")
 
 
