@@ -143,3 +143,22 @@ def run_once(function: Any, *operands: Any) -> Any:
     """`function(*operands)` as one program, compiled for one run."""
     operands = jax.tree.map(jnp.asarray, operands)
     return jax.jit(function, compiler_options=QUICK_COMPILE)(*operands)
+
+
+def quantized_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Values of `dtype`, uniform over its range (float8: over [-448, 448]), made without any program."""
+    dtype = jnp.dtype(dtype)
+    largest = largest_value(dtype)
+    if dtype.name.startswith("int"):
+        return rng.integers(-largest, largest + 1, shape).astype(dtype)
+    return rng.uniform(-largest, largest, shape).astype(dtype)
+
+
+def largest_value(dtype: Any) -> int:
+    return {"int8": 127, "int4": 7}.get(jnp.dtype(dtype).name, 448)
+
+
+def unit_scales(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, reduction_length: int) -> np.ndarray:
+    """Scales that give sums of `reduction_length` products of `quantized_values` and unit numbers unit size."""
+    unit = np.sqrt(3 / reduction_length) / largest_value(dtype)
+    return rng.uniform(0.7 * unit, 1.3 * unit, shape).astype(np.float32)

@@ -7,7 +7,7 @@ Grid: (tiles of tokens, tiles of outputs); a program walks over all inputs, a pi
 
 Skipping: none.
 
-Requires: bfloat16 or float16 tokens; groups of 32, 64 or a multiple of 128 inputs; more than one group or zeros, since
+Requires: bfloat16 or float16 tokens; groups of a multiple of 32 inputs; more than one group or zeros, since
 XLA does as well without either. float8 needs a GPU that has it (Ada, Hopper or later).
 
 Padding: tokens and outputs beyond the last are not read; what stands for them stays in its rows and columns, which
@@ -34,6 +34,7 @@ from pallas_kernels.shapes import ceil_div
 
 TOKENS, OUTPUTS, INPUTS = 64, 64, 128  # a tile of each, at most
 FEWEST_TOKENS = 16  # what a matrix instruction takes
+FEWEST_INPUTS = 32  # the same, where a byte holds two of them
 
 
 def cannot_take(x_TD: Any, weight: Any) -> str | None:
@@ -43,18 +44,19 @@ def cannot_take(x_TD: Any, weight: Any) -> str | None:
         return f"x_TD is {x_TD.dtype}; accepted are bfloat16 and float16"
     if C == 1 and weight.zero_CF is None:
         return "the weight has one group without zeros; accepted are more, XLA's own product is as good for one"
-    fits = D // C in (32, 64) or D // C % INPUTS == 0
-    return None if fits else f"groups have {D // C} inputs; accepted are 32, 64 and multiples of {INPUTS}"
+    return f"groups have {D // C} inputs; accepted are multiples of {FEWEST_INPUTS}" if D // C % FEWEST_INPUTS else None
 
 
 def quantized_matmul(x_TD: jax.Array, weight: Any, *, activations: Any, interpret: Any) -> jax.Array:
     """See `quantized_matmul.quantized_matmul`; `activations` is None."""
     (T, D), (F, _), C = x_TD.shape, weight.values_FD.shape, weight.scale_CF.shape[0]
     tokens = min(TOKENS, max(FEWEST_TOKENS, pl.next_power_of_2(T)))
-    parts_TD, values_FD = _packed(x_TD, weight.values_FD)
+    parts_TD, values_FD = packed(x_TD, weight.values_FD)
     scales = [weight.scale_CF] if weight.zero_CF is None else [weight.scale_CF, weight.zero_CF]
     return pl.pallas_call(
-        functools.partial(_kernel, num_parts=len(parts_TD), tokens=tokens, inputs=min(INPUTS, D // C), group=D // C),
+        functools.partial(
+            _kernel, num_parts=len(parts_TD), tokens=tokens, inputs=inputs_per_piece(D // C), group=D // C
+        ),
         out_shape=jax.ShapeDtypeStruct((T, F), x_TD.dtype),
         grid=(ceil_div(T, tokens), ceil_div(F, OUTPUTS)),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
@@ -63,7 +65,12 @@ def quantized_matmul(x_TD: jax.Array, weight: Any, *, activations: Any, interpre
     )(values_FD, *scales, *parts_TD)
 
 
-def _packed(x_TD: jax.Array, values_FD: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+def inputs_per_piece(group: int) -> int:
+    """The largest power of two that divides a group, up to `INPUTS`."""
+    return min(INPUTS, group & -group)
+
+
+def packed(x_TD: jax.Array, values_FD: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     """For int4 even and odd inputs apart, and bytes of two values each; x and values as they are otherwise."""
     if str(values_FD.dtype) != "int4":
         return [x_TD], values_FD
@@ -85,8 +92,8 @@ def _kernel(values_FD, scale_CF, *refs, num_parts: int, tokens: int, inputs: int
     def add_piece(i, sum_tf):
         tile_d, which = pl.ds(i * columns, columns), i * inputs // group
         x_td = [plgpu.load(part_TD.at[tile_t, tile_d], mask=in_t1) for part_TD in parts_TD]
-        values_fd = _unpacked(plgpu.load(values_FD.at[tile_f, tile_d], mask=in_f1), num_parts)
-        part_tf = sum(_times_transposed(x, values) for x, values in zip(x_td, values_fd))
+        values_fd = unpacked(plgpu.load(values_FD.at[tile_f, tile_d], mask=in_f1), num_parts)
+        part_tf = sum(times_transposed(x, values) for x, values in zip(x_td, values_fd))
         if zero_CF:
             total_t = sum(jnp.sum(x.astype(jnp.float32), axis=1) for x in x_td)
             part_tf -= total_t[:, None] * plgpu.load(zero_CF[0].at[which, tile_f], mask=in_f)[None, :]
@@ -96,10 +103,11 @@ def _kernel(values_FD, scale_CF, *refs, num_parts: int, tokens: int, inputs: int
     plgpu.store(out_TF.at[tile_t, tile_f], sum_tf.astype(out_TF.dtype), mask=in_t1 & in_f[None, :])
 
 
-def _unpacked(values_fd: jax.Array, num_parts: int) -> list[jax.Array]:
+def unpacked(values_fd: jax.Array, num_parts: int) -> list[jax.Array]:
     """The values of even and of odd inputs in bytes of two int4 each, or the values as they are."""
     return [values_fd] if num_parts == 1 else [(values_fd << 4) >> 4, values_fd >> 4]
 
 
-def _times_transposed(x_td: jax.Array, values_fd: jax.Array) -> jax.Array:
+def times_transposed(x_td: jax.Array, values_fd: jax.Array) -> jax.Array:
+    """A product in x's type, summed in float32."""
     return plgpu.dot(x_td, values_fd.astype(x_td.dtype), trans_b=True)

@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.shapes import ceil_div
+from pallas_kernels.shapes import ceil_div, largest_divisor
 
 TOKENS, OUTPUTS, INPUTS = 512, 256, 2048  # a tile of each, at most: 5 MiB with double buffering
 SUBLANES = 32  # a tile of tokens is a multiple of this many rows, whatever the type
@@ -74,9 +74,7 @@ def quantized_matmul(x_TD: jax.Array, weight: Any, *, activations: Any, interpre
 
 def inputs_per_tile(num_inputs: int, group: int) -> int:
     """The most inputs, whole groups and no more than `INPUTS` unless a group has more, that divide all inputs."""
-    num_groups = num_inputs // group
-    fitting = [n for n in range(1, num_groups + 1) if num_groups % n == 0 and n * group <= max(INPUTS, group)]
-    return fitting[-1] * group
+    return group * largest_divisor(num_inputs // group, INPUTS // group)
 
 
 def _kernel(x_TD, values_FD, scale_CF, *refs, group: int):

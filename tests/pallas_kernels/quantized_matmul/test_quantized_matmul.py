@@ -11,25 +11,23 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import quantized_matmul as qm
 from pallas_kernels.quantized_matmul import tpu
 from pallas_kernels.quantized_matmul.cases import CASES, Case
-from pallas_kernels.testing import run_once, tolerance
+from pallas_kernels.testing import quantized_values, run_once, tolerance, unit_scales
 
 INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(), "gpu": True}
 
 
-def make_operands(case: Case) -> tuple[jax.Array, qm.QuantizedWeight]:
-    """Tokens, and a weight that gives outputs of unit size; float64 products see the same numbers."""
+def make_operands(case: Case) -> tuple[np.ndarray, qm.QuantizedWeight]:
+    """Tokens of unit size, and a weight that gives outputs of unit size."""
     rng = np.random.default_rng(0)
     T, D, F = case.num_tokens, case.num_inputs, case.num_outputs
-    weight = qm.quantize(
-        jnp.asarray(rng.normal(size=(F, D)) / np.sqrt(D), jnp.float32), case.weights, D // (case.group or D)
-    )
-    if case.zeros:
-        zero_CF = jnp.asarray(rng.integers(-3, 4, weight.scale_CF.shape), jnp.float32)
-        weight = qm.QuantizedWeight(weight.values_FD, weight.scale_CF / 2, zero_CF)
-    return jnp.asarray(rng.normal(size=(T, D)), case.dtype), weight
+    C = D // (case.group or D)
+    scale_CF = unit_scales(rng, (C, F), case.weights, D) / (2 if case.zeros else 1)
+    zero_CF = rng.integers(-3, 4, (C, F)).astype(np.float32) if case.zeros else None
+    weight = qm.QuantizedWeight(quantized_values(rng, (F, D), case.weights), scale_CF, zero_CF)
+    return rng.normal(size=(T, D)).astype(case.dtype), weight
 
 
-def expected(case: Case, x_TD: jax.Array, weight: qm.QuantizedWeight) -> np.ndarray:
+def expected(case: Case, x_TD: np.ndarray, weight: qm.QuantizedWeight) -> np.ndarray:
     x_TD = np.asarray(x_TD, np.float64)
     if case.activations:
         largest = {"int8": 127, "float8_e4m3fn": 448}[case.activations]
@@ -65,7 +63,8 @@ def test_a_case_equals_the_product_with_the_dequantised_weight(backend, case):
     out_TF = run_once(product, x_TD, weight)
     assert out_TF.dtype == x_TD.dtype
     difference = np.abs(np.asarray(out_TF, np.float64) - expected(case, x_TD, weight)).max()
-    assert difference <= tolerance(case.dtype, case.num_inputs) * (3 if case.zeros else 1)  # outputs grow with zeros
+    # Outputs grow with zeros; and a CPU rounds to float8 by way of float16, so that ties may go the other way.
+    assert difference <= tolerance(case.dtype, case.num_inputs) * (3 if case.zeros or case.activations else 1)
 
 
 def test_kernels_take_group_wise_weights_of_every_type():
@@ -117,7 +116,12 @@ VALUES_FD = jnp.zeros((8, 64), jnp.int8)
             {"backend": "tpu"},
             "groups have 32 inputs; accepted are multiples of 128",
         ),
-        (X_TD, (VALUES_FD, jnp.ones((4, 8))), {"backend": "gpu"}, "groups have 16 inputs; accepted are 32, 64 and"),
+        (
+            X_TD,
+            (VALUES_FD, jnp.ones((4, 8))),
+            {"backend": "gpu"},
+            "groups have 16 inputs; accepted are multiples of 32",
+        ),
         (X_TD.astype("float32"), (VALUES_FD, jnp.ones((2, 8))), {"backend": "gpu"}, "x_TD is float32; accepted are bf"),
         (X_TD, (VALUES_FD, ONES_1F), {"backend": "cublas"}, "unknown quantized_matmul backend 'cublas'"),
     ],
