@@ -1,0 +1,213 @@
+"""What an engine's programs are, known from options and a model's description alone: no weight, no device memory.
+
+`Blueprint` has what comes before the size of the KV cache is known, `StepPrograms` what follows from it. The worker
+builds an engine from them; they are as good for a topology of devices that are not here. Neither knows how programs
+are kept or called.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, blocks_for_tokens, group_layers
+from jaxpaged.layers.attention import AttentionContext, kv_struct
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.interface import Model
+from jaxpaged.params.sharding import param_shapes
+from jaxpaged.sampling.custom import CustomProcessors, load_processors
+from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
+from jaxpaged.worker.buckets import MIN_BUCKET, doubling_buckets
+from jaxpaged.worker.decode_batch import DecodeLayout, decode_layout
+from jaxpaged.worker.decode_loop import lower_decode
+from jaxpaged.worker.fingerprint import Fingerprint, fingerprint
+from jaxpaged.worker.kv_blocks import Demand
+from jaxpaged.worker.packed import StepLayout, step_layout
+from jaxpaged.worker.programs import ProgramKey
+from jaxpaged.worker.row_uploads import TOKENS_UPLOAD_SIZE
+from jaxpaged.worker.step import Shapes, StepFunctions
+from pallas_kernels.ragged_paged_attention import choose_backend
+
+MAX_STEPS = 32
+"""Decode steps that one program can run, unless an option says otherwise."""
+MOST_LOGPROBS = 128
+"""Log probabilities per token that a run of decode steps may keep until its end."""
+DECODE_KINDS = ("decode", "decode_full")
+
+Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
+
+
+class Blueprint:
+    """One engine on the devices of `mesh`. `config` is resolved; `decoder` describes the model as its files do."""
+
+    def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, mesh: Mesh):
+        self.config, self.model, self.mesh = config, model, mesh
+        self.decoder = replace(decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype)
+        self.num_shards = config.parallel.tensor_parallel_size
+        self.dtype = jnp.dtype(config.model.dtype)
+        self.kv_dtype = jnp.dtype(config.cache.kv_cache_dtype)
+        self.specs = model.param_specs(self.decoder, self.num_shards)
+        self.param_shapes = param_shapes(self.specs, self.decoder, mesh, self.dtype)
+
+    @cached_property
+    def token_buckets(self) -> tuple[int, ...]:
+        given = self.config.compile.token_buckets
+        return tuple(sorted(given)) if given else doubling_buckets(self.config.scheduler.max_num_batched_tokens)
+
+    @cached_property
+    def sample_buckets(self) -> tuple[int, ...]:
+        return doubling_buckets(self.config.scheduler.max_num_seqs)
+
+    @cached_property
+    def custom(self) -> CustomProcessors:
+        return load_processors(self.config.model.logits_processors)
+
+    @cached_property
+    def attention(self) -> AttentionContext:
+        platform = self.mesh.devices.flat[0].platform
+        return AttentionContext(self.mesh, choose_backend(self.config.compile.attention_backend, platform))
+
+    @cached_property
+    def sampling_layout(self) -> StateLayout:
+        """Sizes of the sampling state. Logits are as wide as the vocabulary is once it is split over devices."""
+        head = self.model.head(self.param_shapes)
+        return StateLayout(self.config.scheduler.max_num_seqs, head.shape[0], self.custom.num_params)
+
+    @cached_property
+    def kv_groups(self) -> tuple[KVCacheGroup, ...]:
+        itemsize, block_size = self.kv_dtype.itemsize, self.config.cache.block_size
+        return group_layers(self.model.attention_specs(self.decoder, block_size, itemsize, self.num_shards))
+
+    @property
+    def demand(self) -> Demand:
+        """What requests may ask of the KV cache."""
+        scheduler = self.config.scheduler
+        return Demand(self.config.model.max_model_len, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on each device."""
+        return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(self.param_shapes))
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes of temporaries on each device, from shapes alone: an upper estimate.
+
+        The largest step holds a few [T, F] and [T, D] arrays at a time, and the sampler a few float32 [S, V] ones.
+        """
+        scheduler, decoder = self.config.scheduler, self.decoder
+        per_token = 3 * decoder.intermediate_size // self.num_shards + 8 * decoder.hidden_size
+        activations = scheduler.max_num_batched_tokens * per_token * self.dtype.itemsize
+        return activations + 6 * scheduler.max_num_seqs * decoder.vocab_size * 4
+
+    def fingerprint(self) -> Fingerprint:
+        """What the programs depend on."""
+        resolved = {
+            "token_buckets": str(self.token_buckets),
+            "sample_buckets": str(self.sample_buckets),
+            "attention_backend": self.attention.backend,
+        }
+        return fingerprint(self.config, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)
+
+
+class StepPrograms:
+    """The programs of a blueprint whose KV cache has a size."""
+
+    def __init__(self, blueprint: Blueprint, kv_cache: KVCacheConfig):
+        self.blueprint, self.kv_cache = blueprint, kv_cache
+
+    @cached_property
+    def layouts(self) -> dict[int, StepLayout]:
+        """Forward bucket -> where the parts of its packed array lie."""
+        max_num_seqs, cache = self.blueprint.config.scheduler.max_num_seqs, self.kv_cache
+        return {
+            size: step_layout(size, max_num_seqs, len(cache.groups), cache.block_size)
+            for size in self.blueprint.token_buckets
+        }
+
+    @cached_property
+    def decode_layouts(self) -> dict[int, DecodeLayout]:
+        """Buckets of runs of decode steps, as far as all requests can fill them: with those of single steps, so that
+        a token is computed in the same shapes either way."""
+        blueprint, cache, scheduler = self.blueprint, self.kv_cache, self.blueprint.config.scheduler
+        max_steps = scheduler.num_scheduler_steps or MAX_STEPS
+        if max_steps == 1:
+            return {}
+        largest = next(size for size in blueprint.token_buckets if size >= scheduler.max_num_seqs)
+        rows = (scheduler.max_num_seqs, blueprint.sample_buckets)
+        return {
+            size: decode_layout(size, *rows, max_steps, len(cache.groups), cache.block_size)
+            for size in blueprint.token_buckets
+            if size <= largest
+        }
+
+    @cached_property
+    def functions(self) -> StepFunctions:
+        blueprint, config = self.blueprint, self.blueprint.config
+        return StepFunctions(
+            model=blueprint.model,
+            config=blueprint.decoder,
+            attention=blueprint.attention,
+            kv_cache=self.kv_cache,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            num_hidden=max(config.scheduler.max_num_seqs, MIN_BUCKET),
+            logprobs_mode=config.model.logprobs_mode,
+            max_logprobs=min(config.model.max_logprobs, blueprint.decoder.vocab_size),
+            custom=blueprint.custom,
+        )
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        blueprint, cache, spec = self.blueprint, self.kv_cache, self.kv_cache.groups[0].spec
+        sizes = (cache.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        kv = [kv_struct(blueprint.attention, *sizes, blueprint.kv_dtype) for _ in range(cache.num_tensors)]
+        max_blocks = blocks_for_tokens(blueprint.config.model.max_model_len, cache.block_size)
+        return Shapes(self.functions, blueprint.param_shapes, kv, blueprint.sampling_layout, max_blocks)
+
+    def builders(self) -> Builders:
+        """How to lower every program, in the order in which they are wanted.
+
+        First what a lone short prompt needs, then the other forward buckets, then what fewer requests use.
+        """
+        shapes, blueprint = self.shapes, self.blueprint
+        token_buckets, sample_buckets = blueprint.token_buckets, blueprint.sample_buckets
+        builders: Builders = {ProgramKey("zeros"): shapes.lower_zeros}
+        decode, small_prompt = token_buckets[0], token_buckets[min(3, len(token_buckets) - 1)]
+        for size in sorted(token_buckets, key=lambda size: (size != small_prompt, size != decode, size)):
+            builders[ProgramKey("forward", size)] = partial(shapes.lower_forward, self.layouts[size])
+            if size == small_prompt:
+                builders[ProgramKey("sample", sample_buckets[0])] = partial(shapes.lower_sample, sample_buckets[0])
+        builders[ProgramKey("tables")] = shapes.lower_tables
+        for size in sample_buckets:
+            builders.setdefault(ProgramKey("sample", size), partial(shapes.lower_sample, size))
+        packed_size = blueprint.sampling_layout.packed_size
+        builders[ProgramKey("load_row")] = partial(shapes.lower_load, load_row, packed_size)
+        builders[ProgramKey("load_tokens")] = partial(shapes.lower_load, load_tokens, TOKENS_UPLOAD_SIZE)
+        for size in sample_buckets:
+            builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample_full, size)
+        for size in token_buckets:
+            builders[ProgramKey("prompt_logprobs", size)] = partial(shapes.lower_prompt_logprobs, size)
+        return builders | self._decode_builders()
+
+    def _decode_builders(self) -> Builders:
+        """Runs of decode steps, which nobody waits for. With the full sampler only if the log probabilities of all
+        steps are small enough to be kept until the last one."""
+        kinds = DECODE_KINDS[: 1 if self.functions.max_logprobs > MOST_LOGPROBS else 2]
+        return {
+            ProgramKey(kind, size): partial(lower_decode, self.shapes, layout, kind == "decode_full")
+            for kind in kinds
+            for size, layout in self.decode_layouts.items()
+        }
+
+
+def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of one device's part of an array."""
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    size = leaf.dtype.itemsize
+    for extent in shape:
+        size *= extent
+    return size
