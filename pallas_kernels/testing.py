@@ -4,11 +4,14 @@ The oracle is per-row dense attention in numpy float64: too simple to be wrong. 
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels import ragged_paged_attention as rpa
 
 
 def dense_attention(
@@ -101,6 +104,25 @@ def expected(case: Any, step: Step) -> np.ndarray:
             scale=case.head_dim**-0.5, window=case.window, soft_cap=case.soft_cap, sinks_N=step.sinks_N,
         )  # fmt: skip
     return out_TNH
+
+
+def layer_of(shape: Any, backend: str) -> tuple[Callable, tuple[Any, ...]]:
+    """(function, shapes of its arguments): one layer's attention in a step of a `ServingShape`, the cache first."""
+    K, N, H, T, R = shape.num_kv_heads, shape.num_heads, shape.head_dim, shape.num_tokens, shape.num_rows
+
+    def layer(kv, q_TNH, k_TKH, v_TKH, sinks_N, *where):
+        metadata = rpa.make_metadata(
+            *where, num_tokens=T, block_size=shape.block_size, window=shape.window, backend=backend
+        )
+        return rpa.ragged_paged_attention(
+            q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N=sinks_N if shape.sinks else None,
+            scale=H**-0.5, window=shape.window, soft_cap=shape.soft_cap, backend=backend,
+        )  # fmt: skip
+
+    kv = jax.eval_shape(lambda: rpa.kv_zeros(1024, shape.block_size, K, H, shape.dtype, backend))
+    new = [jax.ShapeDtypeStruct((T, heads, H), shape.dtype) for heads in (N, K, K)]
+    where = [jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((), (R + 1,), (R,), (R, 64))]
+    return layer, (kv, *new, jax.ShapeDtypeStruct((N,), jnp.float32), *where)
 
 
 def tolerance(dtype: Any, reduction_length: int) -> float:

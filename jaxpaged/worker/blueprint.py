@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, blocks_for_tokens, group_layers
-from jaxpaged.layers.attention import AttentionContext, kv_struct
+from jaxpaged.errors import ConfigError
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, blocks_for_tokens, group_layers
+from jaxpaged.layers.attention import AttentionContext, check_attention, kv_struct
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.sharding import param_shapes
@@ -30,7 +31,7 @@ from jaxpaged.worker.packed import StepLayout, step_layout
 from jaxpaged.worker.programs import ProgramKey
 from jaxpaged.worker.row_uploads import TOKENS_UPLOAD_SIZE
 from jaxpaged.worker.step import Shapes, StepFunctions
-from pallas_kernels.ragged_paged_attention import choose_backend
+from pallas_kernels.ragged_paged_attention import choose_backend, kv_layout
 
 MAX_STEPS = 32
 """Decode steps that one program can run, unless an option says otherwise."""
@@ -68,8 +69,23 @@ class Blueprint:
 
     @cached_property
     def attention(self) -> AttentionContext:
-        platform = self.mesh.devices.flat[0].platform
-        return AttentionContext(self.mesh, choose_backend(self.config.compile.attention_backend, platform))
+        """Raises ConfigError when the kernel that was asked for cannot run here, or not with such heads and blocks."""
+        try:
+            platform = self.mesh.devices.flat[0].platform
+            context = AttentionContext(self.mesh, choose_backend(self.config.compile.attention_backend, platform))
+            for spec in self._attention_specs:
+                check_attention(
+                    context, self.decoder.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, self.dtype,
+                    self.kv_dtype,
+                )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(f"attention_backend: {error}") from error
+        return context
+
+    @property
+    def _attention_specs(self) -> list[AttentionSpec]:
+        block_size, itemsize = self.config.cache.block_size, self.kv_dtype.itemsize
+        return self.model.attention_specs(self.decoder, block_size, itemsize, self.num_shards)
 
     @cached_property
     def sampling_layout(self) -> StateLayout:
@@ -79,8 +95,9 @@ class Blueprint:
 
     @cached_property
     def kv_groups(self) -> tuple[KVCacheGroup, ...]:
-        itemsize, block_size = self.kv_dtype.itemsize, self.config.cache.block_size
-        return group_layers(self.model.attention_specs(self.decoder, block_size, itemsize, self.num_shards))
+        """Layers that cache alike, with the bytes that the kernel's layout takes."""
+        stored_dim = kv_layout(self.attention.backend).stored_dim
+        return group_layers([replace(x, stored_dim=stored_dim(x.head_dim)) for x in self._attention_specs])
 
     @property
     def demand(self) -> Demand:

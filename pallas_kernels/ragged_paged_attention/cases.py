@@ -55,3 +55,37 @@ CASES = (
     Case("padded far beyond the total", ((10, 1), (0, 30)), padding=400, empty_rows=40),
     Case("nothing at all", (), padding=8),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingShape:
+    """The static side of a step as an engine compiles it: for compiling kernels ahead of time, without numbers."""
+
+    name: str
+    num_tokens: int
+    num_rows: int
+    num_kv_heads: int = 8
+    group_size: int = 4
+    head_dim: int = 128
+    block_size: int = 16
+    dtype: str = "bfloat16"
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group_size
+
+
+SERVING_SHAPES = (
+    ServingShape("a few decodes", 16, 16),
+    ServingShape("decodes and chunks", 512, 64),
+    ServingShape("multi-head, head_dim 64", 512, 64, num_kv_heads=12, group_size=1, head_dim=64, block_size=32),
+    ServingShape("multi-query, head_dim 80", 512, 64, num_kv_heads=1, group_size=32, head_dim=80, block_size=64),
+    ServingShape("group of 7, head_dim 96", 512, 64, num_kv_heads=4, group_size=7, head_dim=96, dtype="float16"),
+    ServingShape("head_dim 256, window, soft cap", 512, 64, group_size=2, head_dim=256, window=4096, soft_cap=50.0),
+    ServingShape("head_dim 64, window, sinks", 512, 64, group_size=8, head_dim=64, window=128, sinks=True),
+    ServingShape("float32, block_size 256", 512, 64, group_size=2, block_size=256, dtype="float32"),
+    ServingShape("float32, head_dim 256", 512, 64, group_size=2, head_dim=256, dtype="float32"),
+)

@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ragged_paged_attention.layout import SplitLayout
 from pallas_kernels.shapes import ceil_div
 
-NUM_KV_ARRAYS = 2
-KV_HEADS_AXIS = 1
+LAYOUT = SplitLayout()
 
 ITEM_SLOTS = 64
 TILE_BYTES = 4 * 2**20  # keys and values of one tile of items: what the second-level caches of two cores hold
@@ -47,8 +47,9 @@ def why_not(platform: str) -> str | None:
     return None
 
 
-def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    return (num_blocks, num_kv_heads, block_size, head_dim)
+def cannot_take(**problem: Any) -> str | None:
+    """It takes everything."""
+    return None
 
 
 # ---- once a step ---------------------------------------------------------------------------------
