@@ -40,3 +40,10 @@ CASES = (
     Case("no token at all", "int8", (0, 0, 0), padding=5),
     Case("groups end where tiles do", "int8", (128, 128, 0, 128), group=128),
 )
+
+# What an engine compiles; how tokens are spread over the 128 experts is data.
+SERVING_CASES = tuple(
+    Case(f"{weights}, {num_tokens} tokens", weights, (0,) * 128, num_tokens, group, num_inputs=2048, num_outputs=768)
+    for weights, group in (("bfloat16", 0), ("int8", 0), ("float8_e4m3fn", 128), ("int4", 128))
+    for num_tokens in (128, 4096)
+)

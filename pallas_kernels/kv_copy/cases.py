@@ -14,6 +14,10 @@ class Case:
     num_blocks: int = 12
     num_arrays: int = 2
 
+    @property
+    def num_pairs(self) -> int:
+        return len(self.pairs)
+
 
 _FAN_OUT = ((3, 0), (3, 1), (5, 2), (7, 11))
 _PADDED = ((3, 1), (-1, 4), (4, -1), (-1, -1), (12, 5), (5, 12), (2**31 - 1, 6), (6, -(2**31)), (10, 2))
@@ -31,4 +35,10 @@ CASES = (
     Case("int8", _FAN_OUT, dtype="int8"),
     Case("blocks of odd size", _FAN_OUT, block=(3, 5, 7)),
     Case("blocks of several pieces", _FAN_OUT, block=(5, 20, 24)),
+)
+
+# What an engine compiles; the pairs are padding, since only their number matters there.
+SERVING_CASES = (
+    Case("keys and values apart", ((-1, -1),) * 64, block=(8, 16, 128), dtype="bfloat16", num_blocks=4096),
+    Case("one array, float8", ((-1, -1),) * 64, block=(4, 32, 256), dtype="float8_e4m3fn", num_blocks=4096, num_arrays=1),
 )

@@ -36,3 +36,11 @@ CASES = (
     Case("w8a16, groups larger than a tile", "int8", group=384, num_inputs=1152, zeros=True),
     Case("w4a16 in odd groups, float32", "int4", group=48, num_inputs=96, dtype="float32"),
 )
+
+# What an engine compiles: an 8-billion-parameter model's second feed-forward product.
+SERVING_CASES = (
+    Case("w4a16, 16 tokens", "int4", group=128, num_tokens=16, num_inputs=14336, num_outputs=4096),
+    Case("w4a16 with zeros, 2048 tokens", "int4", 128, 2048, num_inputs=14336, num_outputs=4096, zeros=True),
+    Case("w8a16, 16 tokens", "int8", group=128, num_tokens=16, num_inputs=14336, num_outputs=4096),
+    Case("w8a16 float8, 512 tokens", "float8_e4m3fn", group=128, num_tokens=512, num_inputs=14336, num_outputs=4096),
+)

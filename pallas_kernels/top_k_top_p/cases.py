@@ -16,6 +16,10 @@ class Case:
     vocabulary: int = 300
     kind: str = "normal"
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.limits)
+
 
 _OFF = (0, 1.0, 0.0)
 _EVERY = (
@@ -44,4 +48,10 @@ CASES = (
     Case("one token has it all", _EVERY, kind="peaked"),
     Case("all tokens equal", _EVERY, kind="equal"),
     Case("any magnitude, both zeros", _EVERY, kind="wide"),
+)
+
+# What an engine compiles; limits are data, so any will do.
+SERVING_CASES = (
+    Case("64 rows of 128,256", (_OFF,) * 64, vocabulary=128_256),
+    Case("8 rows of 262,144", (_OFF,) * 8, vocabulary=262_144),
 )
