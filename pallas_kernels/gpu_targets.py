@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import export
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -116,4 +115,4 @@ def lower_for(target: GpuTarget, function: Any, *args: Any) -> str:
     device = AbstractDevice(device_kind=target.device_kind, num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("model",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        return export.export(jax.jit(function), platforms=["cuda"])(*args).mlir_module()
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
