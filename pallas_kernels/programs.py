@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import grouped_matmul as gm
-from pallas_kernels import kv_copy
+from pallas_kernels import kv_copy, top_k_top_p
 from pallas_kernels import quantized_matmul as qm
-from pallas_kernels import top_k_top_p
 from pallas_kernels.grouped_matmul.cases import SERVING_CASES as GROUPED
 from pallas_kernels.kv_copy.cases import SERVING_CASES as COPIES
 from pallas_kernels.quantized_matmul.cases import SERVING_CASES as QUANTIZED

@@ -37,6 +37,7 @@ from pallas_kernels.quantized_matmul.gpu import (
     FEWEST_INPUTS,
     FEWEST_TOKENS,
     inputs_per_piece,
+    lacks_type,
     packed,
     times_transposed,
     unpacked,
@@ -50,6 +51,8 @@ def cannot_take(x_TD: Any, weights: Any) -> str | None:
     """Groups must be whole tiles."""
     if str(x_TD.dtype) not in ("bfloat16", "float16"):
         return f"x_TD is {x_TD.dtype}; accepted are bfloat16 and float16"
+    if lacks_type(weights.values_EFD):
+        return f"values_EFD is {weights.values_EFD.dtype}, which this GPU lacks; accepted are other types"
     group = x_TD.shape[1] // (1 if weights.scale_ECF is None else weights.scale_ECF.shape[1])
     return f"groups have {group} inputs; accepted are multiples of {FEWEST_INPUTS}" if group % FEWEST_INPUTS else None
 

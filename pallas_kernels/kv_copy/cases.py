@@ -40,5 +40,5 @@ CASES = (
 # What an engine compiles; the pairs are padding, since only their number matters there.
 SERVING_CASES = (
     Case("keys and values apart", ((-1, -1),) * 64, block=(8, 16, 128), dtype="bfloat16", num_blocks=4096),
-    Case("one array, float8", ((-1, -1),) * 64, block=(4, 32, 256), dtype="float8_e4m3fn", num_blocks=4096, num_arrays=1),
+    Case("one array, float8", ((-1, -1),) * 64, (4, 32, 256), "float8_e4m3fn", num_blocks=4096, num_arrays=1),
 )

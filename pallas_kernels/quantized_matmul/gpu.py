@@ -34,6 +34,7 @@ from pallas_kernels.shapes import ceil_div
 
 TOKENS, OUTPUTS, INPUTS = 64, 64, 128  # a tile of each, at most
 FEWEST_TOKENS = 16  # what a matrix instruction takes
+FIRST_WITH_FLOAT8 = (8, 9)  # Ada
 FEWEST_INPUTS = 32  # the same, where a byte holds two of them
 
 
@@ -42,6 +43,8 @@ def cannot_take(x_TD: Any, weight: Any) -> str | None:
     D, C = x_TD.shape[1], weight.scale_CF.shape[0]
     if str(x_TD.dtype) not in ("bfloat16", "float16"):
         return f"x_TD is {x_TD.dtype}; accepted are bfloat16 and float16"
+    if lacks_type(weight.values_FD):
+        return f"values_FD is {weight.values_FD.dtype}, which this GPU lacks; accepted are int8 and int4"
     if C == 1 and weight.zero_CF is None:
         return "the weight has one group without zeros; accepted are more, XLA's own product is as good for one"
     return f"groups have {D // C} inputs; accepted are multiples of {FEWEST_INPUTS}" if D // C % FEWEST_INPUTS else None
@@ -63,6 +66,14 @@ def quantized_matmul(x_TD: jax.Array, weight: Any, *, activations: Any, interpre
         interpret=interpret,
         name="quantized_matmul",
     )(values_FD, *scales, *parts_TD)
+
+
+def lacks_type(values: Any) -> bool:
+    """Whether the GPU at hand, if there is one, is too old to convert such values."""
+    device = jax.devices()[0]
+    if device.platform != "gpu" or not str(values.dtype).startswith("float8"):
+        return False
+    return tuple(int(part) for part in device.compute_capability.split(".")) < FIRST_WITH_FLOAT8
 
 
 def inputs_per_piece(group: int) -> int:

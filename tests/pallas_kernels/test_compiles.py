@@ -13,7 +13,6 @@ from pallas_kernels.programs import OPS, programs
 
 ROOT = Path(__file__).parents[2]
 NO_TPU, NO_GPU = str(tpu_targets.why_not()), str(gpu_targets.why_not())
-OLD_GPUS_LACK = "float8"  # conversions from it are Ada's and later
 XLA_OWN = ("grouped_matmul", "bfloat16")  # on a TPU, jax.lax.ragged_dot
 
 
@@ -22,6 +21,10 @@ def cases(backend: str):
     for op in OPS:
         for i, (name, program) in enumerate(programs(op, backend)):
             yield pytest.param(op, name, program, id=f"{op}: {name}", marks=pytest.mark.slow if i else ())
+
+
+def lacks_type(target: str, name: str) -> bool:
+    return target == "a100" and "float8" in name and "array" not in name  # bytes are moved whatever they are
 
 
 @pytest.mark.aot_tpu
@@ -42,9 +45,9 @@ def test_a_kernel_compiles_for_a_tpu_and_fits_its_vmem(op, name, program, target
 @pytest.mark.parametrize("target", gpu_targets.TARGETS)
 @pytest.mark.parametrize(("op", "name", "program"), list(cases("gpu")))
 def test_a_kernel_lowers_to_triton(op, name, program, target):
-    assert "__gpu$xla.gpu.triton" in gpu_targets.lower_for(
-        gpu_targets.TARGETS[target], program.function, *program.args
-    )
+    if lacks_type(target, name):
+        pytest.skip(f"{target} has no float8")
+    assert "__gpu$xla.gpu.triton" in gpu_targets.lower_for(gpu_targets.TARGETS[target], program.function, *program.args)
 
 
 @pytest.mark.aot_gpu
@@ -53,7 +56,7 @@ def test_a_kernel_lowers_to_triton(op, name, program, target):
 @pytest.mark.parametrize("op", OPS)
 def test_kernels_compile_for_a_gpu_without_spills(op, target):
     # In a process of its own: the script must set up jax before it is imported.
-    names = [name for name, _ in programs(op, "gpu") if target != "a100" or OLD_GPUS_LACK not in name]
+    names = [name for name, _ in programs(op, "gpu") if not lacks_type(target, name)]
     command = [sys.executable, ROOT / "scripts" / "compile_for_gpu.py", "--json", "--target", target]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     printed = subprocess.run(

@@ -1,6 +1,7 @@
 """Every backend of quantized_matmul against products in numpy float64."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import quantized_matmul as qm
-from pallas_kernels.quantized_matmul import tpu
+from pallas_kernels.quantized_matmul import gpu, tpu
 from pallas_kernels.quantized_matmul.cases import CASES, Case
 from pallas_kernels.testing import quantized_values, run_once, tolerance, unit_scales
 
@@ -129,6 +130,17 @@ VALUES_FD = jnp.zeros((8, 64), jnp.int8)
 def test_bad_operands_are_refused(x_TD, weight, settings, message):
     with pytest.raises(ValueError, match=message):
         qm.quantized_matmul(x_TD, qm.QuantizedWeight(*weight), **{"backend": "reference"} | settings)
+
+
+@pytest.mark.parametrize(("capability", "lacks"), [("8.0", True), ("8.6", True), ("8.9", False), ("12.0", False)])
+def test_gpus_before_ada_refuse_float8(monkeypatch, capability, lacks):
+    device = types.SimpleNamespace(platform="gpu", compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    weight = qm.QuantizedWeight(np.zeros((8, 64), jnp.float8_e4m3fn), np.ones((2, 8), np.float32))
+    refusal = qm.backends("gpu", X_TD, weight)["gpu"]
+    reason = "values_FD is float8_e4m3fn, which this GPU lacks; accepted are int8 and int4"
+    assert refusal == (reason if lacks else None)
+    assert not gpu.lacks_type(VALUES_FD)
 
 
 def test_auto_takes_a_kernel_for_groups_only():
