@@ -12,9 +12,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import grouped_matmul as gm
 from pallas_kernels import kv_copy, top_k_top_p
+from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels import quantized_matmul as qm
 from pallas_kernels.grouped_matmul.cases import SERVING_CASES as GROUPED
 from pallas_kernels.kv_copy.cases import SERVING_CASES as COPIES
+from pallas_kernels.mla_paged_attention.cases import SERVING_CASES as LATENT
 from pallas_kernels.quantized_matmul.cases import SERVING_CASES as QUANTIZED
 from pallas_kernels.top_k_top_p.cases import SERVING_CASES as MASKS
 
@@ -75,6 +77,23 @@ def _grouped(case: Any, backend: str) -> Program | None:
     )
 
 
+def _latent(case: Any, backend: str) -> Program | None:
+    T, R, N, C, P, S = case.num_tokens, case.num_rows, case.num_heads, case.latent_dim, case.rope_dim, case.block_size
+    q = [_struct((T, N, size), case.dtype) for size in (C, P)]
+    new = [_struct((T, size), case.dtype) for size in (C, P)]
+    cache_BSW = _struct(mla.cache_shape(2048, S, C, P, backend), case.dtype)
+    where = [_struct(dims, "int32") for dims in ((R + 1,), (R,), (R, 2048))]
+    if mla.backends(backend, *q, cache_BSW)[backend] is not None:
+        return None
+
+    def layer(cache_BSW, q_TNC, q_rope_TNP, latent_TC, rope_TP, *where):
+        metadata = mla.make_metadata(*where, num_tokens=T, block_size=S)
+        operands = (q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, metadata)
+        return mla.mla_paged_attention(*operands, scale=(C + P) ** -0.5, backend=backend)
+
+    return Program(layer, (cache_BSW, *q, *new, *where), (0,))
+
+
 def _struct(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
 
@@ -84,4 +103,5 @@ OPS = {
     "top_k_top_p": (_masks, MASKS),
     "quantized_matmul": (_quantized, QUANTIZED),
     "grouped_matmul": (_grouped, GROUPED),
+    "mla_paged_attention": (_latent, LATENT),
 }

@@ -23,6 +23,7 @@ from tests.pallas_kernels.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN_MUTANTS = "not mutant"  # tests of mutants compare with the source, and would notice any change of it
+TIME_LIMIT = 300  # seconds for one run of tests; one that hangs has noticed
 PASSED, FAILED, NONE_SELECTED = 0, 1, 5  # pytest's exit statuses
 
 
@@ -72,9 +73,12 @@ def run_tests(mutant: Mutant, selection: str) -> int:
         chosen = f"({selection}) and {OWN_MUTANTS}" if selection else OWN_MUTANTS
         marks = "not slow and not aot_tpu and not aot_gpu"
         command = [sys.executable, "-m", "pytest", f"tests/pallas_kernels/{mutant.op}", "-x", "-q", "-k", chosen]
-        return subprocess.run(
-            [*command, "-m", marks], cwd=folder, env=environment(folder), capture_output=True
-        ).returncode
+        try:
+            return subprocess.run(
+                [*command, "-m", marks], cwd=folder, env=environment(folder), capture_output=True, timeout=TIME_LIMIT
+            ).returncode
+        except subprocess.TimeoutExpired:  # a copy that is waited for and was never started
+            return FAILED
 
 
 def make_copy(folder: Path) -> None:

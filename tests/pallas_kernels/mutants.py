@@ -46,7 +46,7 @@ MUTANTS = (
         "tpu",
         ("sources and targets are exchanged", "x_B.at[source], x_B.at[target]", "x_B.at[target], x_B.at[source]"),
         ("only the first array is copied", "for x_B in pool:", "for x_B in pool[:1]:"),
-        ("the last pair is forgotten", "pair < num_pairs)", "pair < num_pairs - 1)"),
+        ("the last transfers are not waited for", "num_pairs + DEPTH,", "num_pairs,"),
         ("transfers are waited for once less", "pair >= DEPTH)", "pair > DEPTH)"),
         ("the id after the last block is one", "(target < num_blocks)", "(target <= num_blocks)"),
     ),
