@@ -15,8 +15,8 @@ Padding: padding tokens belong to no request and give zeros. Block ids beyond a 
 Numerics: scores, softmax state and accumulators are float32; probabilities enter the second product in the cache's
 type. Slots behind the last token are replaced by zeros, not multiplied by them: they may hold NaN.
 
-Cost: a decode reads each block of its context once, a prompt once for each tile of `ROWS` heads of its tokens; XLA would
-write a copy of the context first. The first chunk of a request is waited for. Not measured.
+Cost: a decode reads each block of its context once, a prompt once for each tile of tokens; XLA would write a copy of
+the context first. The first chunk of a request is waited for. Not measured.
 
 Knows nothing of who owns a block. Letters beside the package's: X rows of a tile (its tokens times heads), s slots of
 a chunk, J tiles.

@@ -160,4 +160,41 @@ MUTANTS = (
         ("older parts keep their weight", "out * fade_X1 + new * weight_X1", "out + new * weight_X1"),
         ("a sink is forgotten", "if not layer.has_sinks:", "if layer.queries:"),
     ),
+    *_of(
+        "mla_paged_attention/reference.py",
+        "reference",
+        ("tokens see one position ahead", "position_s <= metadata", "position_s - 1 <= metadata"),
+        ("older chunks keep their weight", "out_NC * fade_N[:, None] + added_NC", "out_NC + added_NC"),
+        ("unseen slots only get a weight of zero", "jnp.where(visible_s[:, None], x_sW, 0)", "x_sW"),
+    ),
+    *_of(
+        "mla_paged_attention/__init__.py",
+        "reference",
+        ("padding tokens write to the last block", "jnp.where(real_T, block_T, _NOWHERE)", "block_T"),
+    ),
+    *_of(
+        "mla_paged_attention/tpu.py",
+        "tpu",
+        (
+            "heads of a decode are those of the tile's first",
+            "pl.ds(begin * num_heads, num_heads)",
+            "pl.ds(0, num_heads)",
+        ),
+        ("queries see others' contexts", "(token_X1 >= begin) & (token_X1 < end)", "(token_X1 >= 0)"),
+        ("only what is visible is not cleared", "(chunk + 1) * slots > length", "(chunk + 1) * slots > length + slots"),
+        ("both buffers are one", "chunks_2sW.at[chunk & 1, pl", "chunks_2sW.at[0, pl"),
+        ("the last request of a tile is forgotten", "< start_J1 + tokens, axis=1)", "< start_J1 + tokens - 1, axis=1)"),
+    ),
+    *_of(
+        "mla_paged_attention/gpu.py",
+        "gpu",
+        ("the last part is forgotten", "ceil_div(num_steps, parts)", "lax.div(num_steps, parts)"),
+        ("rope keys are not looked at", " + plgpu.dot(q_xP, rope_sP, trans_b=True)", ""),
+        ("parts weigh the same", "weight_TUN * (1 / LOG2_E)", "weight_TUN * 0"),
+        (
+            "tokens see one position ahead",
+            "visible_s = position_s <= position",
+            "visible_s = position_s <= position + 1",
+        ),
+    ),
 )
