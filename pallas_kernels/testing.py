@@ -106,22 +106,25 @@ def expected(case: Any, step: Step) -> np.ndarray:
     return out_TNH
 
 
-def layer_of(shape: Any, backend: str) -> tuple[Callable, tuple[Any, ...]]:
+def layer_of(
+    shape: Any, backend: str, num_blocks: int = 1024, blocks_per_row: int = 64
+) -> tuple[Callable, tuple[Any, ...]]:
     """(function, shapes of its arguments): one layer's attention in a step of a `ServingShape`, the cache first."""
     K, N, H, T, R = shape.num_kv_heads, shape.num_heads, shape.head_dim, shape.num_tokens, shape.num_rows
+    S, dtype, scales = shape.block_size, shape.kv_dtype, shape.kv_scales
 
     def layer(kv, q_TNH, k_TKH, v_TKH, sinks_N, *where):
         metadata = rpa.make_metadata(
-            *where, num_tokens=T, block_size=shape.block_size, window=shape.window, backend=backend
+            *where, num_tokens=T, block_size=S, window=shape.window, backend=backend
         )
         return rpa.ragged_paged_attention(
             q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N=sinks_N if shape.sinks else None,
             scale=H**-0.5, window=shape.window, soft_cap=shape.soft_cap, backend=backend,
         )  # fmt: skip
 
-    kv = jax.eval_shape(lambda: rpa.kv_zeros(1024, shape.block_size, K, H, shape.dtype, backend))
+    kv = jax.eval_shape(lambda: rpa.kv_zeros(num_blocks, S, K, H, dtype, backend, scales))
     new = [jax.ShapeDtypeStruct((T, heads, H), shape.dtype) for heads in (N, K, K)]
-    where = [jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((), (R + 1,), (R,), (R, 64))]
+    where = [jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((), (R + 1,), (R,), (R, blocks_per_row))]
     return layer, (kv, *new, jax.ShapeDtypeStruct((N,), jnp.float32), *where)
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention import reference
+from pallas_kernels.ragged_paged_attention import quantized, reference
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
 from pallas_kernels.ragged_paged_attention.layout import KVLayout
 from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
@@ -33,9 +33,14 @@ _BACKENDS = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVTensor:
-    """Cached keys and values of one layer: the arrays of the backend's layout, blocks on the first axis of each."""
+    """Cached keys and values of one layer: the arrays of the backend's layout, blocks on the first axis of each.
+
+    `scales`, float32, belong to a cache of 8 bits (`quantized.py`): none, or those of keys and of values for each kv
+    head, [K] and [K], which a step only reads, or the layout's arrays with a scale for each token and head.
+    """
 
     arrays: tuple[Any, ...]
+    scales: tuple[Any, ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -97,11 +102,32 @@ def num_kv_arrays(backend: str) -> int:
 
 
 def kv_zeros(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any, backend: str
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    backend: str,
+    kv_scales: str = "none",
 ) -> KVTensor:
-    """An empty cache of one layer."""
-    shape = kv_shape(num_blocks, block_size, num_kv_heads, head_dim, backend)
-    return KVTensor(tuple(jnp.zeros(shape, dtype) for _ in range(num_kv_arrays(backend))))
+    """An empty cache of one layer. `kv_scales` is "none", "head" or "token"; scales of heads are 1.
+
+    Raises ValueError for scales that do not go with `dtype`.
+    """
+    reason = quantized.why_not(dtype, kv_scales)
+    if reason is not None:
+        raise ValueError(f"there is no cache with {reason}.")
+    layout = kv_layout(backend)
+    shape = layout.shape(num_blocks, block_size, num_kv_heads, head_dim)
+    scale_shapes = {
+        "none": (),
+        "head": ((num_kv_heads,),) * 2,
+        "token": layout.scale_shapes(num_blocks, block_size, num_kv_heads),
+    }
+    return KVTensor(
+        tuple(jnp.zeros(shape, dtype) for _ in range(layout.num_arrays)),
+        tuple(jnp.ones(shape, jnp.float32) for shape in scale_shapes[kv_scales]),
+    )
 
 
 def check(
@@ -113,6 +139,7 @@ def check(
     block_size: int,
     q_dtype: Any,
     kv_dtype: Any,
+    kv_scales: str = "none",
 ) -> None:
     """Raise ValueError, naming what is accepted, unless `backend` can attend with such heads, blocks and types."""
     if num_heads % num_kv_heads:
@@ -120,9 +147,9 @@ def check(
             f"{num_heads} query heads cannot share {num_kv_heads} key-value heads evenly. "
             "Give a number of query heads that is a multiple."
         )
-    reason = _module(backend).cannot_take(
+    reason = quantized.why_not(kv_dtype, kv_scales) or _module(backend).cannot_take(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
-        q_dtype=jnp.dtype(q_dtype), kv_dtype=jnp.dtype(kv_dtype),
+        q_dtype=jnp.dtype(q_dtype), kv_dtype=jnp.dtype(kv_dtype), kv_scales=kv_scales,
     )  # fmt: skip
     if reason is not None:
         raise ValueError(f"attention backend {backend!r} cannot take {reason}. Use 'reference'.")
@@ -181,12 +208,13 @@ def ragged_paged_attention(
     check(
         backend, num_heads=num_heads, num_kv_heads=k_TKH.shape[1], head_dim=head_dim,
         block_size=kv.arrays[0].shape[kv_layout(backend).slots_axis], q_dtype=q_TNH.dtype, kv_dtype=kv.arrays[0].dtype,
+        kv_scales=quantized.kind_of(kv.scales),
     )  # fmt: skip
-    out_TNH, arrays = _module(backend).attention(
+    out_TNH, arrays, scales = _module(backend).attention(
         q_TNH, k_TKH, v_TKH, kv.arrays, metadata,
-        scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N,
+        scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, scales=kv.scales,
     )  # fmt: skip
-    return out_TNH, KVTensor(arrays)
+    return out_TNH, KVTensor(arrays, scales)
 
 
 def _module(backend: str) -> Any:

@@ -20,6 +20,12 @@ class KVLayout(Protocol):
     def shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """The shape of each array."""
 
+    def scale_shapes(self, num_blocks: int, block_size: int, num_kv_heads: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the arrays with a float32 scale for each token and head; kv heads on `heads_axis` too."""
+
+    def pack_scales(self, k_BSK: jax.Array, v_BSK: jax.Array) -> tuple[jax.Array, ...]:
+        """The arrays that hold these scales."""
+
     def stored_dim(self, head_dim: int) -> int:
         """Numbers that lie in memory for each key, and as many for each value."""
 
@@ -39,6 +45,12 @@ class SplitLayout:
 
     def shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, head_dim)
+
+    def scale_shapes(self, num_blocks: int, block_size: int, num_kv_heads: int) -> tuple[tuple[int, ...], ...]:
+        return ((num_blocks, num_kv_heads, block_size),) * 2
+
+    def pack_scales(self, k_BSK: jax.Array, v_BSK: jax.Array) -> tuple[jax.Array, ...]:
+        return jnp.swapaxes(k_BSK, 1, 2), jnp.swapaxes(v_BSK, 1, 2)
 
     def stored_dim(self, head_dim: int) -> int:
         return head_dim

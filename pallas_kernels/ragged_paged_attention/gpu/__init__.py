@@ -11,12 +11,14 @@ equal length whoever they belong to, and a further call merges the partial resul
 Skipping: context behind the last query of a tile and before its window is not read, at the grain of one iteration.
 Programs beyond the last item read one number and stop.
 
-Requires: compute capability 8.0 or more; head_dim up to 256; float32, bfloat16 or float16 keys and values.
+Requires: compute capability 8.0 or more; head_dim up to 256; keys and values in float32, bfloat16, float16, or 8 bits
+with any kind of scales.
 
 Padding: tokens beyond the last row's write nowhere; their output is zero. Rows of a tile without a query are masked.
 
 Numerics: scores, softmax state, accumulators and partial results are float32; probabilities enter the second product
-in the cache's type. Slots that no query of the tile sees are not read, so they may hold NaN.
+in the cache's type. Numbers of 8 bits enter products in the queries' type; scales of keys multiply scores, those of
+values probabilities. Slots that no query of the tile sees are not read, so they may hold NaN.
 
 Cost: a decode reads each key and value once, and writes 4 * head_dim bytes for each query head and part. A call that
 has nothing to do costs some microseconds, so steps of few tokens have one class of tiles only.
@@ -25,6 +27,7 @@ This module knows nothing of meshes, of who owns which block, and of how a kerne
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,12 +36,13 @@ import jax.numpy as jnp
 from pallas_kernels.ragged_paged_attention.gpu.items import make_items
 from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, choose_tiles, device_kind
 from pallas_kernels.ragged_paged_attention.layout import SplitLayout
+from pallas_kernels.ragged_paged_attention.quantized import LARGEST, is_quantized, kind_of, quantize_new
 
 NOWHERE = 2**31 - 1  # a block that no pool has
 MAX_HEAD_DIM = 256
 ALL_DECODE_TOKENS = 32  # steps up to here are not worth a second class of tiles
 MAX_GROUP_SIZE = 128
-TYPES = ("float32", "bfloat16", "float16")
+TYPES = tuple(jnp.dtype(x) for x in ("float32", "bfloat16", "float16"))
 
 
 @jax.tree_util.register_dataclass
@@ -65,24 +69,38 @@ class WorkClass:
 
 @dataclasses.dataclass(frozen=True)
 class GpuBackend:
-    """The backend's functions. `interpret` runs the kernels in Pallas's interpreter, anywhere and very slowly."""
+    """The backend's functions. `interpret` runs the kernels in Pallas's interpreter, anywhere and very slowly.
+
+    `choose` has the arguments and the result of `choose_tiles`; scripts/tune_kernel.py tries others.
+    """
 
     interpret: bool
+    choose: Callable[..., Tiles] = choose_tiles
 
     LAYOUT = SplitLayout()
 
     def why_not(self, platform: str) -> str | None:
-        if self.interpret or platform == "gpu":
+        if self.interpret:
             return None
+        if platform == "gpu":
+            return device_refusal(present_capability())
         return "it needs an NVIDIA GPU; 'gpu-interpret' runs the same kernels in Pallas's interpreter, for tests"
 
     def cannot_take(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, q_dtype: Any, kv_dtype: Any
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        q_dtype: Any,
+        kv_dtype: Any,
+        kv_scales: str,
     ) -> str | None:
         """The reason why the kernels cannot attend with such heads, blocks and types, or None."""
-        for name, dtype in (("q", q_dtype), ("the cache", kv_dtype)):
-            if dtype.name not in TYPES:
-                return f"{name} is {dtype}; accepted are {', '.join(TYPES)}"
+        for name, dtype, accepted in (("q", q_dtype, TYPES), ("the cache", kv_dtype, (*TYPES, *LARGEST))):
+            if dtype not in accepted:
+                return f"{name} is {dtype}; accepted are {', '.join(map(str, accepted))}"
         if head_dim > MAX_HEAD_DIM:
             return f"head_dim = {head_dim}; accepted are at most {MAX_HEAD_DIM}"
         if num_heads // num_kv_heads > MAX_GROUP_SIZE:
@@ -119,41 +137,87 @@ class GpuBackend:
         window: int | None,
         soft_cap: float | None,
         sinks_N: jax.Array | None,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH)."""
+        scales: tuple[jax.Array, ...] = (),
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K).
+
+        Raises ValueError for a cache whose size the kernels cannot address, see `check_size`.
+        """
+        check_size(kv[0].size, kv[0].dtype)
         from pallas_kernels.ragged_paged_attention.gpu import calls  # Pallas takes 0.3 s to import
 
         (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
+        k_TKH, v_TKH, scales = new_slots(k_TKH, v_TKH, kv[0].dtype, scales, metadata.plan)
         kv = calls.write(k_TKH, v_TKH, kv, metadata.plan, self.interpret)
-        rule = calls.LayerRule(scale, window, soft_cap, sinks_N is not None)
+        rule = calls.LayerRule(scale, window, soft_cap, sinks_N is not None, kind_of(scales))
         sinks_N = jnp.zeros(N, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
         kind = device_kind(self.interpret)
         out_TNH = jnp.zeros_like(q_TNH)
-        for work in work_classes(metadata, T, N // K, H, kv[0].dtype, kind):
+        for work in self.work_classes(metadata, T, N // K, H, kv[0].dtype, kind):
             sizes = work.tiles.sizes(N // K, K, kind)
             items = make_items(metadata, work.wanted_R, work.num_tiles, sizes, window)
             out_TNH = calls.attend(
-                rule, work.tiles, sizes, items, metadata, sinks_N, q_TNH, kv, out_TNH, interpret=self.interpret
+                rule, work.tiles, sizes, items, metadata, sinks_N, q_TNH, kv, scales, out_TNH, self.interpret
             )
-        return out_TNH, kv
+        return out_TNH, kv, scales
+
+    def work_classes(
+        self, metadata: Any, num_tokens: int, group_size: int, head_dim: int, dtype: Any, kind: str
+    ) -> list[WorkClass]:
+        """Decodes and everything else, or all rows as decodes when the step is small."""
+        start_R1 = metadata.query_start_loc_R1
+        num_queries_R = start_R1[1:] - start_R1[:-1]
+        R, T = len(num_queries_R), num_tokens
+        few = self.choose("decode", group_size, head_dim, dtype, kind)
+        most = few.queries(group_size)
+        if T <= ALL_DECODE_TOKENS:
+            return [WorkClass(few, num_queries_R > 0, min(T, T // most + R))]
+        many = self.choose("prefill", group_size, head_dim, dtype, kind)
+        num_others = min(R, T // (most + 1))  # a row that is no decode has more than `most` tokens
+        num_tiles = min(T, T // many.queries(group_size) + num_others)
+        return [
+            WorkClass(few, num_queries_R <= most, min(T, R)),
+            WorkClass(many, num_queries_R > most, num_tiles),
+        ]
 
 
-def work_classes(
-    metadata: Any, num_tokens: int, group_size: int, head_dim: int, dtype: Any, kind: str
-) -> list[WorkClass]:
-    """Decodes and everything else, or all rows as decodes when the step is small."""
-    start_R1 = metadata.query_start_loc_R1
-    num_queries_R = start_R1[1:] - start_R1[:-1]
-    R, T = len(num_queries_R), num_tokens
-    few = choose_tiles("decode", group_size, head_dim, dtype, kind)
-    most = few.queries(group_size)
-    if T <= ALL_DECODE_TOKENS:
-        return [WorkClass(few, num_queries_R > 0, min(T, T // most + R))]
-    many = choose_tiles("prefill", group_size, head_dim, dtype, kind)
-    num_others = min(R, T // (most + 1))  # a row that is no decode has more than `most` tokens
-    num_tiles = min(T, T // many.queries(group_size) + num_others)
-    return [
-        WorkClass(few, num_queries_R <= most, min(T, R)),
-        WorkClass(many, num_queries_R > most, num_tiles),
-    ]
+def present_capability() -> str | None:
+    """The compute capability of the GPU here, such as "9.0", or None where there is none: then it is described."""
+    try:
+        return jax.devices("gpu")[0].compute_capability
+    except RuntimeError:
+        return None
 
+
+def device_refusal(capability: str | None) -> str | None:
+    """Why the kernels cannot run on a GPU of this compute capability, or None."""
+    if capability is None or (capability[0].isdigit() and float(capability) >= 8.0):
+        return None
+    return f"it needs an NVIDIA GPU of compute capability 8.0 or more, and this one has {capability}"
+
+
+def check_size(size: int, dtype: Any) -> None:
+    """Raise ValueError for arrays whose elements cannot be numbered in the integers that jax chooses for them.
+
+    Up to 2**32 bytes jax has Pallas compute in 32 bits, with a sign: too few for more than 2**31 numbers of 8 bits.
+    """
+    if jnp.dtype(dtype).itemsize == 1 and 2**31 < size <= 2**32:
+        raise ValueError(
+            f"the 'gpu' attention backend cannot address a cache of 8 bits with {size} numbers in each layer's keys; "
+            f"accepted are up to {2**31}, or more than {2**32}. Give the cache fewer or more blocks."
+        )
+
+
+def new_slots(
+    k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, scales: tuple[jax.Array, ...], plan: Plan
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """(keys and values as the cache stores them, scales after the step)."""
+    if not is_quantized(dtype):
+        return k_TKH, v_TKH, scales
+    (k_TKH, k_scale_TK), (v_TKH, v_scale_TK) = (
+        quantize_new(x_TKH, scale, dtype) for x_TKH, scale in zip((k_TKH, v_TKH), scales or (None, None))
+    )
+    if kind_of(scales) == "token":
+        slots = (plan.slot_block_T, slice(None), plan.slot_offset_T)
+        scales = tuple(x.at[slots].set(new_TK, mode="drop") for x, new_TK in zip(scales, (k_scale_TK, v_scale_TK)))
+    return k_TKH, v_TKH, scales

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.ragged_paged_attention.gpu import kernels
 from pallas_kernels.ragged_paged_attention.gpu.items import Items, Sizes
-from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles
+from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, device_kind, reads_float8
 from pallas_kernels.shapes import ceil_div
 
 WRITE_TOKENS = 16
@@ -50,6 +50,7 @@ class LayerRule:
     window: int | None
     soft_cap: float | None
     has_sinks: bool
+    kv_scales: str
 
 
 def attend(
@@ -61,14 +62,17 @@ def attend(
     sinks_N: jax.Array,
     q_TNH: jax.Array,
     kv: tuple[jax.Array, ...],
+    scales: tuple[jax.Array, ...],
     out_TNH: jax.Array,
     interpret: bool,
 ) -> jax.Array:
     """`out_TNH` with the outputs of the items' tokens."""
     (_, N, H), K = q_TNH.shape, kv[0].shape[1]
     rows = tiles.rows_for(N // K)
-    precision = INTERPRETED_PRECISION if interpret else PRECISION
-    layer = kernels.Layer(sizes.queries, rows, sizes.slots, N // K, H, **dataclasses.asdict(rule), precision=precision)
+    layer = kernels.Layer(
+        sizes.queries, rows, sizes.slots, N // K, H, **dataclasses.asdict(rule),
+        precision=INTERPRETED_PRECISION if interpret else PRECISION, reads_float8=reads_float8(device_kind(interpret)),
+    )  # fmt: skip
     settings = {
         "compiler_params": plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         "interpret": interpret,
@@ -82,7 +86,7 @@ def attend(
         input_output_aliases={6: 0},
         name="paged_attend",
         **settings,
-    )(items.items_I, metadata.block_tables_RM, sinks_N, q_TNH, *kv, out_TNH)
+    )(items.items_I, metadata.block_tables_RM, sinks_N, q_TNH, *kv, out_TNH, *scales)
     return pl.pallas_call(
         functools.partial(kernels.merge_kernel, layer=layer),
         grid=(len(items.tiles_E), K),

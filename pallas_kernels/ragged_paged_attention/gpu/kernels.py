@@ -1,8 +1,8 @@
 """The bodies of the GPU kernels, in Pallas for Triton: attend from a query tile, and write to the cache.
 
-Every size of a tile is a power of two, as Triton wants it: a head dim is cut into such pieces (80 = 64 + 16), and
-rows of a tile that have no query are masked. Arrays are indexed element by element, so that Pallas's interpreter
-runs the same code. This module knows nothing of how the work was cut (items.py) or of how large tiles should be.
+Every size of a tile is a power of two, as Triton wants it: rows of a tile that have no query are masked, and a head
+dim is cut into pieces (pieces.py). This module knows nothing of how the work was cut (items.py) or of how large tiles
+should be.
 
 Letters beside the package's: X = queries * G rows of a query tile, C slots of one iteration, P a piece of H.
 """
@@ -18,11 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.ragged_paged_attention.gpu import items as at
+from pallas_kernels.ragged_paged_attention.gpu.pieces import load_pieces, pieces, store_pieces
+from pallas_kernels.ragged_paged_attention.quantized import is_quantized
 from pallas_kernels.shapes import ceil_div
 
 LOWEST = -1e30  # below any score, yet finite, so that the difference of two is not NaN
 LOG2_E = math.log2(math.e)
-MIN_PIECE = 16  # the shortest side of a matrix product in Triton
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Layer:
     """What is static of a layer, and of how a kernel walks over it.
 
     queries: tokens of a query tile. rows: X, a power of two. slots: C, likewise. precision: of float32 products.
+    kv_scales: what a cache of 8 bits is multiplied with, "none", "head" or "token". reads_float8: whether the device
+    converts float8_e4m3fn by itself.
     """
 
     queries: int
@@ -41,51 +44,9 @@ class Layer:
     window: int | None
     soft_cap: float | None
     has_sinks: bool
+    kv_scales: str
     precision: Any
-
-
-def pieces(head_dim: int) -> list[tuple[int, int]]:
-    """(offset, size) of the powers of two that make up a head; the last one may reach beyond it."""
-    result, offset = [], 0
-    while offset < head_dim:
-        left = head_dim - offset
-        size = max(1 << (left.bit_length() - 1), MIN_PIECE)
-        result.append((offset, size))
-        offset += size
-    return result
-
-
-def columns(head_dim: int) -> list[tuple[jax.Array, jax.Array | None]]:
-    """(index [1, P], whether it is within the head [1, P] or None if all are) of every piece."""
-    result = []
-    for offset, size in pieces(head_dim):
-        column_1P = offset + lax.broadcasted_iota(jnp.int32, (1, size), 1)
-        result.append((column_1P, column_1P < head_dim if offset + size > head_dim else None))
-    return result
-
-
-def both(mask: jax.Array | None, other: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
-    """The conjunction of two masks that broadcast to `shape`; None is true everywhere."""
-    masks = [jnp.broadcast_to(x, shape) for x in (mask, other) if x is not None]
-    return masks[0] & masks[1] if len(masks) == 2 else (masks or [None])[0]
-
-
-def load_pieces(ref: Any, index: tuple, mask: jax.Array | None, head_dim: int) -> list[jax.Array]:
-    """ref[*index, :] as pieces [X, P], `index` and `mask` being scalars or [X, 1]; zero where masked."""
-    result = []
-    for column_1P, inside_1P in columns(head_dim):
-        num_rows = next(x.shape[0] for x in index if getattr(x, "ndim", 0))
-        mask_XP = both(mask, inside_1P, (num_rows, column_1P.shape[1]))
-        other = None if mask_XP is None else jnp.zeros((), ref.dtype)
-        result.append(plgpu.load(ref.at[(*index, column_1P)], mask=mask_XP, other=other))
-    return result
-
-
-def store_pieces(ref: Any, index: tuple, values: list[jax.Array], mask: jax.Array, head_dim: int) -> None:
-    """The reverse of `load_pieces`, in the type of `ref`."""
-    for (column_1P, inside_1P), value_XP in zip(columns(head_dim), values):
-        mask_XP = both(mask, inside_1P, value_XP.shape)
-        plgpu.store(ref.at[(*index, column_1P)], value_XP.astype(ref.dtype), mask=mask_XP)
+    reads_float8: bool
 
 
 # ---- attend --------------------------------------------------------------------------------------
@@ -112,15 +73,28 @@ def query_tile(layer: Layer, head: jax.Array, token: jax.Array, num_queries: jax
     )
 
 
-def attend_kernel(
-    items_ref, tables_ref, sinks_ref, q_ref, k_ref, v_ref, _zeros_ref, out_ref, part_ref, top_ref, total_ref,
-    *, layer: Layer,
-):  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """References to keys and values, k and v [B, K, S, H], and to their scales, [B, K, S] or [K], if they have any."""
+
+    tables: Any
+    k: Any
+    v: Any
+    scales: tuple[Any, ...]
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+
+def attend_kernel(items_ref, tables_ref, sinks_ref, q_ref, k_ref, v_ref, _zeros_ref, *refs, layer: Layer):
     """Attend from one item's queries: write outputs, or a partial result when the item is not all of its tile.
 
-    Grid (I, K). Shapes: items [I, 8], tables [R, M], sinks [N], q and out [T, N, H], k and v [B, K, S, H];
-    partial results: part [parts, K, X, H], top and total [parts, K, X].
+    Grid (I, K). Shapes: items [I, 8], tables [R, M], sinks [N], q and out [T, N, H], the cache as in `Cache`. `refs`
+    are the cache's scales, out, and partial results: part [parts, K, X, H], top and total [parts, K, X].
     """
+    *scale_refs, out_ref, part_ref, top_ref, total_ref = refs
+    cache = Cache(tables_ref, k_ref, v_ref, tuple(scale_refs))
     item, head = pl.program_id(0), pl.program_id(1)
     fact = lambda column: items_ref[item, column]
 
@@ -129,7 +103,7 @@ def attend_kernel(
         part = fact(at.PART)
         tile = query_tile(layer, head, fact(at.TOKEN), fact(at.NUM_QUERIES), fact(at.POSITION))
         q_XP = load_pieces(q_ref, (tile.token, tile.query_head), tile.real, layer.head_dim)
-        top_X1, total_X1, *out_XP = _attend(layer, fact, tile, q_XP, tables_ref, k_ref, v_ref)
+        top_X1, total_X1, *out_XP = _attend(layer, fact, tile, q_XP, cache)
 
         @pl.when(part == at.NOT_SPLIT)
         def _():
@@ -155,7 +129,7 @@ def final_weight(layer: Layer, tile: Tile, top_X1: jax.Array, total_X1: jax.Arra
     return weight_X1 / (total_X1 * weight_X1 + jnp.exp2(sink_X1 - highest_X1))
 
 
-def _attend(layer: Layer, fact: Any, tile: Tile, q_XP: list, tables_ref: Any, k_ref: Any, v_ref: Any) -> tuple:
+def _attend(layer: Layer, fact: Any, tile: Tile, q_XP: list, cache: Cache) -> tuple:
     """(top [X, 1], total [X, 1], pieces of weighted values [X, P]) of one item; scores are in units of log2."""
     first, last = fact(at.POSITION), fact(at.POSITION) + fact(at.NUM_QUERIES) - 1
     begin, end = lax.div(fact(at.BEGIN), jnp.int32(layer.slots)), ceil_div(fact(at.END), layer.slots)
@@ -169,20 +143,17 @@ def _attend(layer: Layer, fact: Any, tile: Tile, q_XP: list, tables_ref: Any, k_
         """(positions [C], whether any query sees them [C], the block of each [C]) of an iteration."""
         position_C = iteration * layer.slots + lax.iota(jnp.int32, layer.slots)
         needed_C = (position_C >= lowest) & (position_C <= last)
-        column_C = lax.div(position_C, jnp.int32(k_ref.shape[2]))
-        return position_C, needed_C, plgpu.load(tables_ref.at[row, column_C], mask=needed_C, other=0)
+        column_C = lax.div(position_C, jnp.int32(cache.block_size))
+        return position_C, needed_C, plgpu.load(cache.tables.at[row, column_C], mask=needed_C, other=0)
 
     def walk(begin, end, state, masked: bool):
         def add(count, carry):
             block_C, *state = carry
             position_C, needed_C, _ = place(begin + count)
-            k_CP, v_CP = (
-                _load_slots(layer, ref, tile.head, block_C, position_C, needed_C if masked else None)
-                for ref in (k_ref, v_ref)
-            )
+            slots = _load_slots(layer, cache, tile.head, block_C, position_C, needed_C if masked else None)
             visible_XC = _visible(layer, tile, position_C) if masked else None
             # Blocks are looked up an iteration ahead: Triton then fetches keys and values as early as it can.
-            return place(begin + count + 1)[2], *_add_slots(layer, q_XP, k_CP, v_CP, visible_XC, state)
+            return place(begin + count + 1)[2], *_add_slots(layer, q_XP, slots, visible_XC, state)
 
         # In a loop that is known to run, Triton leaves products of one iteration in flight during the next.
         run = lambda: lax.fori_loop(0, end - begin, add, (place(begin)[2], *state))[1:]
@@ -201,11 +172,29 @@ def _nothing(layer: Layer) -> tuple:
     return jnp.full((layer.rows, 1), LOWEST, jnp.float32), jnp.zeros((layer.rows, 1), jnp.float32), *outs
 
 
-def _load_slots(layer: Layer, ref: Any, head, block_C, position_C, needed_C) -> list[jax.Array]:
-    """Pieces [C, P] of keys or values at `position_C`, which lie in `block_C`; zero where not needed."""
-    offset_C = lax.rem(position_C, jnp.int32(ref.shape[2]))
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """What one iteration attends to: pieces [C, P], and what they are multiples of, [1, C], scalar or None."""
+
+    k_CP: list[jax.Array]
+    v_CP: list[jax.Array]
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
+
+
+def _load_slots(layer: Layer, cache: Cache, head, block_C, position_C, needed_C) -> Slots:
+    """The slots of `position_C`, which lie in `block_C`; zero where not needed."""
+    offset_C = lax.rem(position_C, jnp.int32(cache.block_size))
     needed_C1 = None if needed_C is None else needed_C[:, None]
-    return load_pieces(ref, (block_C[:, None], head, offset_C[:, None]), needed_C1, layer.head_dim)
+    index = (block_C[:, None], head, offset_C[:, None])
+    k_CP, v_CP = (load_pieces(ref, index, needed_C1, layer.head_dim) for ref in (cache.k, cache.v))
+    if layer.kv_scales == "none":
+        return Slots(k_CP, v_CP)
+    if layer.kv_scales == "head":
+        return Slots(k_CP, v_CP, *(ref[head] for ref in cache.scales))
+    other = None if needed_C is None else 0.0
+    scales_C = (plgpu.load(ref.at[block_C, head, offset_C], mask=needed_C, other=other) for ref in cache.scales)
+    return Slots(k_CP, v_CP, *(scale_C[None, :] for scale_C in scales_C))
 
 
 def _visible(layer: Layer, tile: Tile, position_C: jax.Array) -> jax.Array:
@@ -216,10 +205,14 @@ def _visible(layer: Layer, tile: Tile, position_C: jax.Array) -> jax.Array:
     return visible_XC
 
 
-def _add_slots(layer: Layer, q_XP: list, k_CP: list, v_CP: list, visible_XC: jax.Array | None, state: tuple) -> tuple:
+def _add_slots(layer: Layer, q_XP: list, slots: Slots, visible_XC: jax.Array | None, state: tuple) -> tuple:
     """The softmax state with C more slots."""
     top_X1, total_X1, *out_XP = state
-    score_XC = sum(dot(layer, q.astype(k.dtype), k, transposed=True) for q, k in zip(q_XP, k_CP))
+    dtype = operand_dtype(q_XP[0].dtype, slots.k_CP[0].dtype)
+    k_CP, v_CP = ([as_operand(layer, x, dtype) for x in pieces] for pieces in (slots.k_CP, slots.v_CP))
+    score_XC = sum(dot(layer, q.astype(dtype), k, transposed=True) for q, k in zip(q_XP, k_CP))
+    if slots.k_scale is not None:
+        score_XC *= slots.k_scale
     if layer.soft_cap is None:
         score_XC *= layer.scale * LOG2_E
     else:
@@ -230,8 +223,26 @@ def _add_slots(layer: Layer, q_XP: list, k_CP: list, v_CP: list, visible_XC: jax
     weight_XC = jnp.exp2(score_XC - highest_X1)
     fade_X1 = jnp.exp2(top_X1 - highest_X1)
     total_X1 = total_X1 * fade_X1 + jnp.sum(weight_XC, axis=1)[:, None]
-    out_XP = [out * fade_X1 + dot(layer, weight_XC.astype(v.dtype), v) for out, v in zip(out_XP, v_CP)]
+    if slots.v_scale is not None:
+        weight_XC *= slots.v_scale
+    weight_XC = weight_XC.astype(dtype)
+    out_XP = [out * fade_X1 + dot(layer, weight_XC, v) for out, v in zip(out_XP, v_CP)]
     return highest_X1, total_X1, *out_XP
+
+
+def operand_dtype(q_dtype: Any, kv_dtype: Any) -> Any:
+    """The type of the products' operands: the cache's, or that of queries when the cache has 8 bits."""
+    return q_dtype if is_quantized(kv_dtype) else kv_dtype
+
+
+def as_operand(layer: Layer, x: jax.Array, dtype: Any) -> jax.Array:
+    """`x` in the type of the products."""
+    if x.dtype != jnp.float8_e4m3fn or layer.reads_float8:
+        return x.astype(dtype)
+    # The bits of a float16 whose exponent is too small by 8: its bias is 15, not 7. Holds for subnormal numbers too.
+    bits = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint16)
+    bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    return (lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * 256).astype(dtype)
 
 
 def soft_cap(score: jax.Array, cap: float) -> jax.Array:

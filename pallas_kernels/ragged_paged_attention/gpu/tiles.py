@@ -1,4 +1,4 @@
-"""How large the tiles of the GPU kernels are: what was tuned for a device and shape, or defaults.
+"""What depends on the kind of GPU: how large tiles are, tuned for a device and shape or by default.
 
 This module knows nothing of what the kernels do with the sizes.
 """
@@ -23,6 +23,11 @@ NUM_CORES = {
     "NVIDIA L4": 58, "NVIDIA L40": 142, "NVIDIA A10": 72, INTERPRETER: 1,
 }  # fmt: skip
 LIKELY_NUM_CORES = 132
+# Devices of compute capability 8.9 and more convert float8_e4m3fn, those before do not.
+READS_FLOAT8 = (
+    "NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA H800", "NVIDIA H20", "NVIDIA B200", "NVIDIA GB200",
+    "NVIDIA L4", "NVIDIA RTX 6000 Ada", "NVIDIA GeForce RTX 40", "NVIDIA GeForce RTX 50",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +76,8 @@ def default_tiles(work: str, head_dim: int, dtype: Any, kind: str) -> Tiles:
     slots = 64 if head_dim <= 128 else 32
     if work == "decode":
         return Tiles(rows=16, slots=slots, per_core=4, min_slots=256, warps=4, stages=3)
+    if jnp.dtype(dtype).itemsize == 1 and not reads_float8(kind):  # what is converted takes registers
+        return Tiles(rows=64, slots=32, per_core=2, min_slots=1024, warps=8 if head_dim > 128 else 4, stages=2)
     return Tiles(rows=128, slots=slots, per_core=2, min_slots=1024, warps=8, stages=3)
 
 
@@ -92,6 +99,11 @@ def num_cores(kind: str) -> int:
     """Streaming multiprocessors of a device of this kind, or a likely number."""
     known = [name for name in NUM_CORES if kind.startswith(name)]
     return NUM_CORES[max(known, key=len)] if known else LIKELY_NUM_CORES
+
+
+def reads_float8(kind: str) -> bool:
+    """Whether a device of this kind is known to convert float8_e4m3fn; the others can be helped (`as_operand`)."""
+    return kind.startswith(READS_FLOAT8)
 
 
 def device_kind(interpret: bool) -> str:

@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.ragged_paged_attention.quantized import LARGEST, is_quantized, kind_of, quantize_new
 from pallas_kernels.ragged_paged_attention.tpu import plan as work
 from pallas_kernels.ragged_paged_attention.tpu import tiles
 from pallas_kernels.ragged_paged_attention.tpu.decode import DecodeShape, decode_attention
@@ -47,11 +48,14 @@ from pallas_kernels.ragged_paged_attention.tpu.lanes import (
     round_up,
     sublane_tile,
 )
+from pallas_kernels.ragged_paged_attention.tpu.operands import Operands
 from pallas_kernels.ragged_paged_attention.tpu.prefill import PrefillShape, prefill_attention
 from pallas_kernels.ragged_paged_attention.tpu.softmax import LOG2_E, ScoreRule
 from pallas_kernels.ragged_paged_attention.tpu.write import write_tokens
 
-TYPES = (jnp.bfloat16, jnp.float32)
+TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+SMALLEST_BLOCK = 16
+"""Slots of a block that 8-bit types may have too, though half a tile of theirs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +73,23 @@ class TpuBackend:
         return "it needs a TPU; 'tpu-interpret' runs the same kernels in JAX's simulator of one, for tests"
 
     def cannot_take(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, q_dtype: Any, kv_dtype: Any
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        q_dtype: Any,
+        kv_dtype: Any,
+        kv_scales: str,
     ) -> str | None:
         """The reason why the kernels cannot attend with such heads, blocks and types, or None."""
+        accepted = {"q": TYPES, "the cache": (*TYPES, *LARGEST)}
         for name, dtype in (("q", q_dtype), ("the cache", kv_dtype)):
-            if dtype not in TYPES:
-                return f"{name} is {jnp.dtype(dtype)}; accepted are {', '.join(str(jnp.dtype(x)) for x in TYPES)}"
-        if block_size % sublane_tile(kv_dtype):
-            tile = sublane_tile(kv_dtype)
+            if dtype not in accepted[name]:
+                return f"{name} is {jnp.dtype(dtype)}; accepted are {', '.join(map(str, accepted[name]))}"
+        tile = min(sublane_tile(kv_dtype), SMALLEST_BLOCK)
+        if block_size % tile:
             return f"block_size = {block_size}; accepted are multiples of {tile} for a cache of {jnp.dtype(kv_dtype)}"
         problem = tiles.Problem(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size, q_dtype, kv_dtype)
         if tiles.prefill_heads(problem, work.LARGEST_QUERY_TILE) is None:
@@ -99,21 +112,36 @@ class TpuBackend:
         window: int | None,
         soft_cap: float | None,
         sinks_N: jax.Array | None,
-    ) -> tuple[jax.Array, tuple[jax.Array]]:
-        """See `ragged_paged_attention`; `kv` is (kv_BKSW,)."""
+        scales: tuple[jax.Array, ...] = (),
+    ) -> tuple[jax.Array, tuple[jax.Array], tuple[jax.Array, ...]]:
+        """See `ragged_paged_attention`; `kv` is (kv_BKSW,), `scales` are (k_K, v_K) or (scales_BK2S,)."""
         (T, N, H), K, plan = q_TNH.shape, k_TKH.shape[1], metadata.plan
         settings = {"vmem_limit_bytes": tiles.VMEM_LIMIT_BYTES, "interpret": self.interpret or False}
         problem = tiles.Problem(K, N // K, H, kv[0].shape[2], q_TNH.dtype, kv[0].dtype)
-        new_TKW = join(k_TKH.astype(jnp.float32), v_TKH.astype(jnp.float32))
+        new_TKW, scales = self._new_slots(k_TKH, v_TKH, kv[0].dtype, scales, plan)
         kv_BKSW = write_tokens(new_TKW, kv[0], plan.writes, work.write_group_of(problem.block_size), **settings)
-        layer = _Layer(problem, plan, ScoreRule(scale, soft_cap), window, settings)
         sinks_KG = None if sinks_N is None else LOG2_E * sinks_N.astype(jnp.float32).reshape(K, N // K)
+        layer = _Layer(problem, plan, ScoreRule(scale, soft_cap), window, sinks_KG, kv_BKSW, scales, settings)
         q_TKGD = pad_lanes(q_TNH, problem.lanes.operand).reshape(T, K, N // K, problem.lanes.operand)
-        decoded_ZKGD = layer.decode(q_TKGD, sinks_KG, kv_BKSW)
-        prefilled_TKGD = layer.prefill(q_TKGD, sinks_KG, kv_BKSW)
-        decoded_TKGD = decoded_ZKGD.at[plan.decode_segment_T].get(mode="clip")
-        out_TKGD = jnp.where(plan.decode_segment_T[:, None, None, None] >= 0, decoded_TKGD, prefilled_TKGD)
-        return out_TKGD[..., problem.lanes.outputs].reshape(T, N, H), (kv_BKSW,)
+        decoded_TKGD = layer.decode(q_TKGD).at[plan.decode_segment_T].get(mode="clip")
+        out_TKGD = jnp.where(plan.decode_segment_T[:, None, None, None] >= 0, decoded_TKGD, layer.prefill(q_TKGD))
+        return out_TKGD[..., problem.lanes.outputs].reshape(T, N, H), (kv_BKSW,), scales
+
+    def _new_slots(
+        self, k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, scales: tuple[jax.Array, ...], plan: work.Plan
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """(what goes into the cache, new_TKW in float32, scales after the step)."""
+        if not is_quantized(dtype):
+            return join(k_TKH.astype(jnp.float32), v_TKH.astype(jnp.float32)), scales
+        of_keys_and_values = scales if len(scales) == 2 else scales * 2 or (None, None)
+        (k_TKH, k_scale_TK), (v_TKH, v_scale_TK) = (
+            quantize_new(x_TKH, scale, dtype) for x_TKH, scale in zip((k_TKH, v_TKH), of_keys_and_values)
+        )
+        if kind_of(scales) == "token":
+            slots = (plan.slot_block_T, slice(None), slice(None), plan.slot_offset_T)
+            scale_TK2 = jnp.stack([k_scale_TK, v_scale_TK], axis=-1)
+            scales = (scales[0].at[slots].set(scale_TK2, mode="drop"),)
+        return join(k_TKH.astype(jnp.float32), v_TKH.astype(jnp.float32)), scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,51 +152,61 @@ class _Layer:
     plan: work.Plan
     rule: ScoreRule
     window: int | None
+    sinks_KG: jax.Array | None
+    kv_BKSW: jax.Array
+    scales: tuple[jax.Array, ...]
     settings: dict[str, Any]
 
-    def decode(self, q_TKGD: jax.Array, sinks_KG: jax.Array | None, kv_BKSW: jax.Array) -> jax.Array:
+    def decode(self, q_TKGD: jax.Array) -> jax.Array:
         """out_ZKGD of the rows that decode."""
         problem, plan = self.problem, self.plan
-        Z = len(plan.decode_token_Z)
-        rows = work.rows_per_block(Z)
+        rows = work.rows_per_block(len(plan.decode_token_Z))
         heads = tiles.decode_heads(problem, rows)
         fetch = self._fetch(tiles.decode_items(problem, heads), heads, work.DECODE_ITEM_SLOTS)
         q_ZKGD = q_TKGD.at[plan.decode_token_Z].get(mode="clip")
-        out_ZKXD = decode_attention(
-            _pad_axis(q_ZKGD, 2, problem.decode_rows), _over_lanes(sinks_KG, problem.decode_rows), kv_BKSW,
-            plan.tables, plan.decode, DecodeShape(fetch, problem.lanes, self.rule, rows), **self.settings,
-        )  # fmt: skip
-        return out_ZKXD[:, :, : problem.group_size]
+        q_ZKXD = _pad_axis(q_ZKGD, 2, problem.decode_rows)
+        operands = self._operands(plan.decode, q_ZKXD, problem.decode_rows)
+        shape = DecodeShape(fetch, problem.lanes, self.rule, rows)
+        return decode_attention(operands, shape, **self.settings)[:, :, : problem.group_size]
 
-    def prefill(self, q_TKGD: jax.Array, sinks_KG: jax.Array | None, kv_BKSW: jax.Array) -> jax.Array:
+    def prefill(self, q_TKGD: jax.Array) -> jax.Array:
         """out_TKGD of the rows with several new tokens, zeros for the others."""
         problem, plan, T = self.problem, self.plan, len(q_TKGD)
-        heads = tiles.prefill_heads(problem, plan.query_tile)
+        fetch = self._fetch(1, tiles.prefill_heads(problem, plan.query_tile), work.CHUNK_SLOTS)
         groups = tiles.tile_groups(problem.group_size, plan.query_tile)
-        shape = PrefillShape(
-            self._fetch(1, heads, work.CHUNK_SLOTS), problem.lanes, self.rule, plan.query_tile, groups
-        )
         q_KGYD = _pad_axis(q_TKGD.transpose(1, 2, 0, 3), 2, round_up(T, plan.query_tile))
-        out_KGYD = prefill_attention(
-            q_KGYD, _over_lanes(sinks_KG, problem.group_size), kv_BKSW, plan.tables, plan.prefill, shape,
-            **self.settings,
-        )  # fmt: skip
-        return out_KGYD[:, :, :T].transpose(2, 0, 1, 3)
+        operands = self._operands(plan.prefill, q_KGYD, problem.group_size)
+        shape = PrefillShape(fetch, problem.lanes, self.rule, plan.query_tile, groups)
+        return prefill_attention(operands, shape, **self.settings)[:, :, :T].transpose(2, 0, 1, 3)
+
+    def _operands(self, segments: work.Segments, q: jax.Array, sink_rows: int) -> Operands:
+        kind = kind_of(self.scales)
+        return Operands(
+            segments=segments,
+            q=q,
+            sinks=None if self.sinks_KG is None else _over_lanes(_pad_axis(self.sinks_KG, 1, sink_rows)),
+            head_scales_K2L=_over_lanes(jnp.stack(self.scales, axis=1)) if kind == "head" else None,
+            tables=self.plan.tables,
+            kv_BKSW=self.kv_BKSW,
+            token_scales_BK2S=self.scales[0] if kind == "token" else None,
+        )
 
     def _fetch(self, items: int, heads: int, at_least: int) -> FetchShape:
-        block_size = self.problem.block_size
-        slots = work.item_slots_of(block_size, at_least)
         return FetchShape(
-            items, heads, slots, block_size, self.problem.lanes.slot, self.window, self.plan.pages_per_row
+            num_items=items,
+            num_heads=heads,
+            item_slots=work.item_slots_of(self.problem.block_size, at_least),
+            block_size=self.problem.block_size,
+            slot_lanes=self.problem.lanes.slot,
+            window=self.window,
+            pages_per_row=self.plan.pages_per_row,
+            token_scales=kind_of(self.scales) == "token",
         )
 
 
-def _over_lanes(sinks_KG: jax.Array | None, rows: int) -> jax.Array | None:
-    """[K, rows, lanes], all lanes alike."""
-    if sinks_KG is None:
-        return None
-    sinks_KX = _pad_axis(sinks_KG, 1, rows)
-    return jnp.broadcast_to(sinks_KX[..., None], (*sinks_KX.shape, NUM_LANES))
+def _over_lanes(x: jax.Array) -> jax.Array:
+    """[..., lanes], all lanes alike."""
+    return jnp.broadcast_to(x[..., None], (*x.shape, NUM_LANES))
 
 
 def _pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:

@@ -16,11 +16,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention.tpu.fetch import Fetcher, FetchShape
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, Lanes
-from pallas_kernels.ragged_paged_attention.tpu.plan import Segments
+from pallas_kernels.ragged_paged_attention.tpu.operands import Operands
 from pallas_kernels.ragged_paged_attention.tpu.softmax import (
     LOWEST,
     ScoreRule,
     clear_unseen,
+    in_one_row,
     query_key_products,
     visible_slots,
     weighted_values,
@@ -38,36 +39,26 @@ class DecodeShape:
 
 
 def decode_attention(
-    q_ZKXD: jax.Array,
-    sinks_KXL: jax.Array | None,
-    kv_BKSW: jax.Array,
-    tables: jax.Array,
-    segments: Segments,
-    shape: DecodeShape,
-    *,
-    vmem_limit_bytes: int,
-    interpret: Any,
+    operands: Operands, shape: DecodeShape, *, vmem_limit_bytes: int, interpret: Any
 ) -> jax.Array:
-    """out_ZKXD in q's dtype: attention of each segment's query over its whole context, which is in the cache."""
-    Z, K, X, D = q_ZKXD.shape
+    """out_ZKXD in q's dtype: attention of each segment's query, q_ZKXD, over its whole context, from the cache."""
+    Z, K, X, D = operands.q.shape
     rows, heads = shape.rows_per_block, shape.fetch.num_heads
     per_block = pl.BlockSpec((rows, heads, X, D), lambda h, j, *_: (j, h, 0, 0))
-    per_head = pl.BlockSpec((heads, X, NUM_LANES), lambda h, j, *_: (h, 0, 0))
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    sinks = () if sinks_KXL is None else (sinks_KXL,)
+    leaves, treedef = jax.tree.flatten(operands)
     call = pl.pallas_call(
-        functools.partial(_kernel, shape, bool(sinks)),
-        out_shape=jax.ShapeDtypeStruct(q_ZKXD.shape, q_ZKXD.dtype),
+        functools.partial(_kernel, shape, treedef),
+        out_shape=jax.ShapeDtypeStruct(operands.q.shape, operands.q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(jax.tree.leaves(segments)),
+            num_scalar_prefetch=operands.num_scalars,
             grid=(K // heads, Z // rows),
-            in_specs=[per_block, *[per_head for _ in sinks], whole, whole],
+            in_specs=operands.specs(per_block, heads),
             out_specs=per_block,
             scratch_shapes=[
-                shape.fetch.scratch(kv_BKSW.dtype),
+                shape.fetch.scratch(operands.kv_BKSW.dtype),
                 pltpu.VMEM((heads, X, D), jnp.float32),
                 pltpu.VMEM((2, heads, X, NUM_LANES), jnp.float32),
-                _Parts.scratch(shape, X, q_ZKXD.dtype),
+                _Parts.scratch(shape, X, operands.q.dtype),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -76,20 +67,17 @@ def decode_attention(
         interpret=interpret,
         name="paged_attention_decode",
     )
-    return call(*jax.tree.leaves(segments), q_ZKXD, *sinks, tables, kv_BKSW)
+    return call(*leaves)
 
 
-def _kernel(shape: DecodeShape, has_sinks: bool, *refs: Any) -> None:
-    num = len(dataclasses.fields(Segments))
-    segments, q_ref = Segments(*refs[:num]), refs[num]
-    sinks_ref = refs[num + 1] if has_sinks else None
-    tables_hbm, kv_hbm, out_ref, scratch, acc_ref, state_ref, parts = refs[num + 1 + has_sinks :]
+def _kernel(shape: DecodeShape, treedef: Any, *refs: Any) -> None:
+    operands = jax.tree.unflatten(treedef, refs[: treedef.num_leaves])
+    out_ref, scratch, acc_ref, state_ref, parts = refs[treedef.num_leaves :]
     grid_block = pl.program_id(1)
-    head = pl.program_id(0) * shape.fetch.num_heads
-    fetcher = Fetcher(shape.fetch, segments, tables_hbm, kv_hbm, head, scratch)
-    state = _State(acc_ref, state_ref, sinks_ref)
+    fetcher = Fetcher(shape.fetch, operands, pl.program_id(0) * shape.fetch.num_heads, scratch)
+    state = _State(acc_ref, state_ref, operands.sinks)
     pl.when(grid_block == 0)(fetcher.begin)
-    fetcher.run_steps(grid_block, functools.partial(_attend_items, shape, fetcher, state, parts, q_ref, out_ref))
+    fetcher.run_steps(grid_block, functools.partial(_attend_items, shape, fetcher, state, parts, out_ref))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,20 +134,20 @@ class _Parts:
 
 
 def _attend_items(
-    shape: DecodeShape, fetcher: Fetcher, state: _State, parts: _Parts, q_ref: Any, out_ref: Any, step: jax.Array
+    shape: DecodeShape, fetcher: Fetcher, state: _State, parts: _Parts, out_ref: Any, step: jax.Array
 ) -> None:
     """Attend to all items of a step at once, then add each to its segment, which may end there."""
     first_segment = pl.program_id(1) * shape.rows_per_block
-    blocks_ref = fetcher.blocks(step)
+    blocks_ref, scales_ref = fetcher.blocks(step), fetcher.token_scales(step)
 
     @pl.loop(0, shape.fetch.num_items)
     def _(i):
         item = fetcher.item(step, i)
-        parts.q_ref[i] = q_ref[jnp.maximum(item.segment - first_segment, 0)]
+        parts.q_ref[i] = fetcher.operands.q[jnp.maximum(item.segment - first_segment, 0)]
         parts.visible_ref[i] = visible_slots(item, (1, shape.fetch.item_slots), 1).astype(jnp.int32)
-        clear_unseen(blocks_ref.at[i], item)
+        clear_unseen(blocks_ref.at[i], None if scales_ref is None else scales_ref.at[i], item)
 
-    _attend_parts(shape, blocks_ref, parts)
+    _attend_parts(shape, blocks_ref, _scales(shape, fetcher, step), parts)
 
     @pl.loop(0, shape.fetch.num_items)
     def _(i):
@@ -175,7 +163,19 @@ def _attend_items(
             out_ref[item.segment - first_segment] = state.result().astype(out_ref.dtype)
 
 
-def _attend_parts(shape: DecodeShape, blocks_ref: Any, parts: _Parts) -> None:
+def _scales(shape: DecodeShape, fetcher: Fetcher, step: jax.Array) -> tuple[Any, Any]:
+    """Scales of keys and of values, to multiply with [n, X, P], or None."""
+    token_scales_ref, head_scales_ref = fetcher.token_scales(step), fetcher.operands.head_scales_K2L
+    if token_scales_ref is not None:
+        of_items = [in_one_row(token_scales_ref[i]) for i in range(shape.fetch.num_items)]
+        return tuple(jnp.concatenate(x, axis=0) for x in zip(*of_items))
+    if head_scales_ref is not None:
+        scales_K2L = jnp.concatenate([head_scales_ref[...]] * shape.fetch.num_items, axis=0)
+        return scales_K2L[:, :1, :1], scales_K2L[:, 1:, :1]
+    return None, None
+
+
+def _attend_parts(shape: DecodeShape, blocks_ref: Any, scales: tuple[Any, Any], parts: _Parts) -> None:
     """Softmax and weighted values of every item and head by itself."""
     I, heads, X, D = parts.q_ref.shape
     n, P = I * heads, shape.fetch.item_slots
@@ -183,12 +183,12 @@ def _attend_parts(shape: DecodeShape, blocks_ref: Any, parts: _Parts) -> None:
     k_nPD, v_nPD = (
         blocks_ref[..., lanes].reshape(n, P, D).astype(q_nXD.dtype) for lanes in (shape.lanes.keys, shape.lanes.values)
     )
-    exponent_nXP = shape.rule.exponents(query_key_products(q_nXD, k_nPD))
+    exponent_nXP = shape.rule.exponents(query_key_products(q_nXD, k_nPD, scales[0]))
     visible_nXP = jnp.broadcast_to(parts.visible_ref[...][:, None], (I, heads, X, P)).reshape(n, X, P)
     exponent_nXP = jnp.where(visible_nXP != 0, exponent_nXP, LOWEST)
     top_nX1 = exponent_nXP.max(axis=-1, keepdims=True)
     weight_nXP = jnp.exp2(exponent_nXP - top_nX1)
     total_nX1 = weight_nXP.sum(axis=-1, keepdims=True)
-    parts.out_ref[...] = weighted_values(weight_nXP, v_nPD).reshape(I, heads, X, D)
+    parts.out_ref[...] = weighted_values(weight_nXP, v_nPD, scales[1]).reshape(I, heads, X, D)
     for place, x_nX1 in enumerate((top_nX1, total_nX1)):
         parts.top_total_ref[place] = jnp.broadcast_to(x_nX1, (n, X, NUM_LANES)).reshape(I, heads, X, NUM_LANES)

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.ragged_paged_attention.tpu.operands import Operands
 from pallas_kernels.ragged_paged_attention.tpu.plan import TABLE_PAGE, Segments
 from pallas_kernels.shapes import ceil_div
 
@@ -25,7 +26,10 @@ LISTED_STEPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class FetchShape:
-    """What is fetched at once: items in a step, heads, and slots of an item in blocks of `block_size` slots."""
+    """What is fetched at once: items in a step, heads, and slots of an item in blocks of `block_size` slots.
+
+    `token_scales`: the scales of a block's tokens come with it.
+    """
 
     num_items: int
     num_heads: int
@@ -34,10 +38,17 @@ class FetchShape:
     slot_lanes: int
     window: int | None
     pages_per_row: int
+    token_scales: bool
+
+    @property
+    def item_blocks(self) -> int:
+        return self.item_slots // self.block_size
 
     def scratch(self, dtype: Any) -> "Scratch":
         """What a kernel allocates for its `Fetcher`."""
+        scales_shape = (2, self.num_items, self.item_blocks, self.num_heads, 2, self.block_size)
         return Scratch(
+            scales=pltpu.VMEM(scales_shape, jnp.float32) if self.token_scales else None,
             blocks=pltpu.VMEM((2, self.num_items, self.num_heads, self.item_slots, self.slot_lanes), dtype),
             pages=pltpu.SMEM((2, self.num_items, 1, TABLE_PAGE), jnp.int32),
             listed=pltpu.SMEM((LISTED_STEPS, self.num_items, 2), jnp.int32),
@@ -53,6 +64,7 @@ class Scratch:
     """Memory that stays from step to step."""
 
     blocks: Any
+    scales: Any
     pages: Any
     listed: Any
     cursor: Any
@@ -82,11 +94,13 @@ class Fetcher:
     """Refs of one kernel. `head` is the first of the heads to fetch."""
 
     shape: FetchShape
-    segments: Segments
-    tables_hbm: Any
-    kv_hbm: Any
+    operands: Operands
     head: jax.Array
     scratch: Scratch
+
+    @property
+    def segments(self) -> Segments:
+        return self.operands.segments
 
     def begin(self) -> None:
         """Start from the first item: once per pass over all segments."""
@@ -116,6 +130,10 @@ class Fetcher:
     def blocks(self, step: jax.Array) -> Any:
         """Ref [items, heads, slots, lanes] of what was fetched for `step`."""
         return self.scratch.blocks.at[step & 1]
+
+    def token_scales(self, step: jax.Array) -> Any:
+        """Ref [items, blocks, heads, 2, slots] of the scales of keys and values fetched for `step`, if any."""
+        return None if self.scratch.scales is None else self.scratch.scales.at[step & 1]
 
     def item(self, step: jax.Array, i: Any) -> Item:
         """Item `i` of a step that was listed."""
@@ -150,8 +168,8 @@ class Fetcher:
 
             @pl.when(in_use)
             def _():
-                page = segments.row_Z[z] * self.shape.pages_per_row + lax.div(piece * self._item_blocks, TABLE_PAGE)
-                self._page_copy(step, i, page).start()
+                page = lax.div(piece * self.shape.item_blocks, TABLE_PAGE)
+                self._page_copy(step, i, segments.row_Z[z] * self.shape.pages_per_row + page).start()
 
             return segment + (in_use & (item + 1 == segments.item_end_Z[z])).astype(jnp.int32)
 
@@ -175,7 +193,8 @@ class Fetcher:
                 @pl.loop(*self._needed_blocks(item))
                 def _(j):
                     block_id = self.scratch.pages[step & 1, i, 0, first_entry + j]
-                    self._block_copy(step, i, j, block_id).start()
+                    for copy in self._block_copies(step, i, j, block_id):
+                        copy.start()
 
     def _await_blocks(self, step: jax.Array) -> None:
         @pl.loop(0, self.shape.num_items)
@@ -186,11 +205,8 @@ class Fetcher:
             def _():
                 @pl.loop(*self._needed_blocks(item))
                 def _(j):
-                    self._block_copy(step, i, j, 0).wait()
-
-    @property
-    def _item_blocks(self) -> int:
-        return self.shape.item_slots // self.shape.block_size
+                    for copy in self._block_copies(step, i, j, 0):
+                        copy.wait()
 
     def _needed_blocks(self, item: Item) -> tuple[jax.Array, jax.Array]:
         """Which blocks of an item hold something that some query may see."""
@@ -200,13 +216,15 @@ class Fetcher:
 
     def _page_copy(self, step: Any, i: Any, page: Any) -> Any:
         return pltpu.make_async_copy(
-            self.tables_hbm.at[page], self.scratch.pages.at[step & 1, i], self.scratch.page_semaphores.at[step & 1]
+            self.operands.tables.at[page], self.scratch.pages.at[step & 1, i], self.scratch.page_semaphores.at[step & 1]
         )
 
-    def _block_copy(self, step: Any, i: Any, j: Any, block_id: Any) -> Any:
+    def _block_copies(self, step: Any, i: Any, j: Any, block_id: Any) -> list[Any]:
+        heads = pl.ds(self.head, self.shape.num_heads)
         slots = pl.ds(pl.multiple_of(j * self.shape.block_size, self.shape.block_size), self.shape.block_size)
-        return pltpu.make_async_copy(
-            self.kv_hbm.at[block_id, pl.ds(self.head, self.shape.num_heads)],
-            self.scratch.blocks.at[step & 1, i, :, slots],
-            self.scratch.block_semaphores.at[step & 1],
-        )
+        semaphore = self.scratch.block_semaphores.at[step & 1]
+        pairs = [(self.operands.kv_BKSW.at[block_id, heads], self.scratch.blocks.at[step & 1, i, :, slots])]
+        if self.shape.token_scales:
+            scales_ref = self.scratch.scales.at[step & 1, i, j]
+            pairs.append((self.operands.token_scales_BK2S.at[block_id, heads], scales_ref))
+        return [pltpu.make_async_copy(source, target, semaphore) for source, target in pairs]

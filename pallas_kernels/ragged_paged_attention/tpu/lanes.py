@@ -71,6 +71,12 @@ class LanesLayout:
     def shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, Lanes(head_dim).slot)
 
+    def scale_shapes(self, num_blocks: int, block_size: int, num_kv_heads: int) -> tuple[tuple[int, ...], ...]:
+        return ((num_blocks, num_kv_heads, 2, block_size),)
+
+    def pack_scales(self, k_BSK: jax.Array, v_BSK: jax.Array) -> tuple[jax.Array, ...]:
+        return (jnp.stack([jnp.swapaxes(x, 1, 2) for x in (k_BSK, v_BSK)], axis=2),)
+
     def stored_dim(self, head_dim: int) -> int:
         return Lanes(head_dim).padded
 

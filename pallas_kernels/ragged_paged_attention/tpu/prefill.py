@@ -15,13 +15,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention.tpu.fetch import Fetcher, FetchShape
+from pallas_kernels.ragged_paged_attention.tpu.fetch import Fetcher, FetchShape, Item
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, Lanes
+from pallas_kernels.ragged_paged_attention.tpu.operands import Operands
 from pallas_kernels.ragged_paged_attention.tpu.plan import Segments
 from pallas_kernels.ragged_paged_attention.tpu.softmax import (
     LOWEST,
     ScoreRule,
     clear_unseen,
+    in_one_row,
     query_key_products,
     weighted_values,
 )
@@ -39,33 +41,23 @@ class PrefillShape:
 
 
 def prefill_attention(
-    q_KGYD: jax.Array,
-    sinks_KGL: jax.Array | None,
-    kv_BKSW: jax.Array,
-    tables: jax.Array,
-    segments: Segments,
-    shape: PrefillShape,
-    *,
-    vmem_limit_bytes: int,
-    interpret: Any,
+    operands: Operands, shape: PrefillShape, *, vmem_limit_bytes: int, interpret: Any
 ) -> jax.Array:
-    """out_KGYD in q's dtype: attention of the queries of all segments, zeros for other tokens."""
-    K, G, Y, D = q_KGYD.shape
+    """out_KGYD in q's dtype: attention of the queries of all segments, q_KGYD, zeros for other tokens."""
+    K, G, Y, D = operands.q.shape
     heads, Q = shape.fetch.num_heads, shape.query_tile
     per_tile = pl.BlockSpec((heads, G, Q, D), lambda h, j, *_: (h, 0, j, 0))
-    per_head = pl.BlockSpec((heads, G, NUM_LANES), lambda h, j, *_: (h, 0, 0))
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    sinks = () if sinks_KGL is None else (sinks_KGL,)
+    leaves, treedef = jax.tree.flatten(operands)
     call = pl.pallas_call(
-        functools.partial(_kernel, shape, bool(sinks)),
-        out_shape=jax.ShapeDtypeStruct(q_KGYD.shape, q_KGYD.dtype),
+        functools.partial(_kernel, shape, treedef),
+        out_shape=jax.ShapeDtypeStruct(operands.q.shape, operands.q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(jax.tree.leaves(segments)),
+            num_scalar_prefetch=operands.num_scalars,
             grid=(K // heads, Y // Q),
-            in_specs=[per_tile, *[per_head for _ in sinks], whole, whole],
+            in_specs=operands.specs(per_tile, heads),
             out_specs=per_tile,
             scratch_shapes=[
-                shape.fetch.scratch(kv_BKSW.dtype),
+                shape.fetch.scratch(operands.kv_BKSW.dtype),
                 pltpu.VMEM((heads, G * Q, D), jnp.float32),
                 pltpu.VMEM((2, heads, G * Q, NUM_LANES), jnp.float32),
             ],
@@ -76,23 +68,19 @@ def prefill_attention(
         interpret=interpret,
         name="paged_attention_prefill",
     )
-    return call(*jax.tree.leaves(segments), q_KGYD, *sinks, tables, kv_BKSW)
+    return call(*leaves)
 
 
-def _kernel(shape: PrefillShape, has_sinks: bool, *refs: Any) -> None:
-    num = len(dataclasses.fields(Segments))
-    segments, q_ref = Segments(*refs[:num]), refs[num]
-    sinks_ref = refs[num + 1] if has_sinks else None
-    tables_hbm, kv_hbm, out_ref, scratch, acc_ref, top_total_ref = refs[num + 1 + has_sinks :]
+def _kernel(shape: PrefillShape, treedef: Any, *refs: Any) -> None:
+    operands = jax.tree.unflatten(treedef, refs[: treedef.num_leaves])
+    out_ref, scratch, acc_ref, top_total_ref = refs[treedef.num_leaves :]
     tile = pl.program_id(1)
-    head = pl.program_id(0) * shape.fetch.num_heads
-    fetcher = Fetcher(shape.fetch, segments, tables_hbm, kv_hbm, head, scratch)
+    fetcher = Fetcher(shape.fetch, operands, pl.program_id(0) * shape.fetch.num_heads, scratch)
     pl.when(tile == 0)(fetcher.begin)
     state = _State(acc_ref, top_total_ref)
-    state.reset(sinks_ref, shape.query_tile)
-    fetcher.run_steps(tile, functools.partial(_attend_chunk, shape, fetcher, state, q_ref))
-    out_KXD = state.result().astype(out_ref.dtype)
-    out_ref[...] = out_KXD.reshape(out_ref.shape)
+    state.reset(operands.sinks, shape.query_tile)
+    fetcher.run_steps(tile, functools.partial(_attend_chunk, shape, fetcher, state))
+    out_ref[...] = state.result().astype(out_ref.dtype).reshape(out_ref.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,14 +103,14 @@ class _State:
             self.top_total_ref[0, :, g * queries : (g + 1) * queries] = jnp.broadcast_to(sink_K1L, (heads, queries, L))
         self.top_total_ref[1] = jnp.ones((heads, X, L), jnp.float32)
 
-    def add(self, h: Any, rows: Any, exponent_XP: jax.Array, v_PD: jax.Array) -> None:
+    def add(self, h: Any, rows: Any, exponent_XP: jax.Array, v_PD: jax.Array, v_scale: jax.Array | None) -> None:
         """Add a chunk for some rows of head `h`; exponents of what a query may not see are so low that they vanish."""
         old_top = self.top_total_ref[0, h, rows, :1]
         top = jnp.maximum(old_top, exponent_XP.max(axis=-1, keepdims=True))
         keep = jnp.exp2(old_top - top)
         weight_XP = jnp.exp2(exponent_XP - top)
         total = self.top_total_ref[1, h, rows, :1] * keep + weight_XP.sum(axis=-1, keepdims=True)
-        self.acc_ref[h, rows] = self.acc_ref[h, rows] * keep + weighted_values(weight_XP[None], v_PD[None])[0]
+        self.acc_ref[h, rows] = self.acc_ref[h, rows] * keep + weighted_values(weight_XP[None], v_PD[None], v_scale)[0]
         whole = (len(exponent_XP), NUM_LANES)
         self.top_total_ref[0, h, rows] = jnp.broadcast_to(top, whole)
         self.top_total_ref[1, h, rows] = jnp.broadcast_to(total, whole)
@@ -133,19 +121,17 @@ class _State:
         return self.acc_ref[...] / jnp.where(total == 0, 1, total)
 
 
-def _attend_chunk(shape: PrefillShape, fetcher: Fetcher, state: _State, q_ref: Any, step: jax.Array) -> None:
+def _attend_chunk(shape: PrefillShape, fetcher: Fetcher, state: _State, step: jax.Array) -> None:
     """Every query of the tile that belongs to the item's segment sees what it may of one chunk."""
     item = fetcher.item(step, 0)
-    segments, z = fetcher.segments, item.segment
-    first_query, end_query, offset = segments.first_query_Z[z], segments.end_query_Z[z], segments.offset_Z[z]
-    chunk_ref = fetcher.blocks(step).at[0]
-    P, Q, window = shape.fetch.item_slots, shape.query_tile, shape.fetch.window
-    everybody = (first_query == 0) & (end_query == Q) & (item.position + P <= offset + 1)
-    if window is not None:
-        everybody &= item.position > offset + Q - 1 - window
+    view = _View.of(shape, fetcher.segments, item)
+    chunk_ref, scales_ref = fetcher.blocks(step).at[0], fetcher.token_scales(step)
+    if scales_ref is not None:
+        scales_ref = scales_ref.at[0]
 
     def attend(mask: Any) -> None:
-        rows = shape.groups_at_once * Q
+        rows = shape.groups_at_once * shape.query_tile
+        q_ref = fetcher.operands.q
 
         @pl.loop(0, shape.fetch.num_heads)
         def _(h):
@@ -155,22 +141,65 @@ def _attend_chunk(shape: PrefillShape, fetcher: Fetcher, state: _State, q_ref: A
                 k_PD, v_PD = (
                     chunk_ref[h, :, lanes].astype(q_XD.dtype) for lanes in (shape.lanes.keys, shape.lanes.values)
                 )
-                exponent_XP = shape.rule.exponents(query_key_products(q_XD[None], k_PD[None])[0])
-                state.add(h, pl.ds(pl.multiple_of(g * rows, rows), rows), mask(exponent_XP), v_PD)
+                k_scale, v_scale = _scales(scales_ref, fetcher.operands.head_scales_K2L, h)
+                product_XP = query_key_products(q_XD[None], k_PD[None], k_scale)[0]
+                exponent_XP = mask(shape.rule.exponents(product_XP))
+                state.add(h, pl.ds(pl.multiple_of(g * rows, rows), rows), exponent_XP, v_PD, v_scale)
 
-    def visible_only(exponent_XP: jax.Array) -> jax.Array:
-        query_X1 = lax.broadcasted_iota(jnp.int32, (exponent_XP.shape[0], 1), 0) & (Q - 1)
-        position_1P = item.position + lax.broadcasted_iota(jnp.int32, (1, P), 1)
-        mine_X1 = (query_X1 >= first_query) & (query_X1 < end_query)
-        last_X1 = jnp.where(mine_X1, offset + query_X1, -1)
-        visible_XP = position_1P <= last_X1
-        if window is not None:
-            visible_XP &= position_1P > last_X1 - window
-        return jnp.where(visible_XP, exponent_XP, 2 * LOWEST)
+    pl.when(view.is_everything)(lambda: attend(lambda exponent_XP: exponent_XP))
 
-    pl.when(everybody)(lambda: attend(lambda exponent_XP: exponent_XP))
-
-    @pl.when(jnp.logical_not(everybody))
+    @pl.when(jnp.logical_not(view.is_everything))
     def _():
-        clear_unseen(chunk_ref, item)
-        attend(visible_only)
+        clear_unseen(chunk_ref, scales_ref, item)
+        attend(view.hide)
+
+
+def _scales(token_scales_ref: Any, head_scales_ref: Any, h: Any) -> tuple[Any, Any]:
+    """Scales of keys and of values of head `h`, to multiply with [1, X, P], or None."""
+    if token_scales_ref is not None:
+        return in_one_row(token_scales_ref[:, pl.ds(h, 1)])
+    if head_scales_ref is not None:
+        scales_12L = head_scales_ref[pl.ds(h, 1)]
+        return scales_12L[:, :1, :1], scales_12L[:, 1:, :1]
+    return None, None
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+    """Which queries of a tile, [first_query, end_query), see which slots of a chunk; `offset`: position of query 0."""
+
+    first_query: jax.Array
+    end_query: jax.Array
+    offset: jax.Array
+    position: jax.Array
+    num_queries: int
+    num_slots: int
+    window: int | None
+
+    @staticmethod
+    def of(shape: PrefillShape, segments: Segments, item: Item) -> "_View":
+        z = item.segment
+        return _View(
+            segments.first_query_Z[z], segments.end_query_Z[z], segments.offset_Z[z], item.position,
+            shape.query_tile, shape.fetch.item_slots, shape.fetch.window,
+        )  # fmt: skip
+
+    @property
+    def is_everything(self) -> jax.Array:
+        """Whether all queries of the tile see all slots of the chunk."""
+        all_queries = (self.first_query == 0) & (self.end_query == self.num_queries)
+        all_slots = self.position + self.num_slots <= self.offset + 1
+        if self.window is not None:
+            all_slots &= self.position > self.offset + self.num_queries - 1 - self.window
+        return all_queries & all_slots
+
+    def hide(self, exponent_XP: jax.Array) -> jax.Array:
+        """Replace what a query does not see. Rows are (query head, query), and queries a power of two."""
+        query_X1 = lax.broadcasted_iota(jnp.int32, (len(exponent_XP), 1), 0) & (self.num_queries - 1)
+        position_1P = self.position + lax.broadcasted_iota(jnp.int32, (1, self.num_slots), 1)
+        mine_X1 = (query_X1 >= self.first_query) & (query_X1 < self.end_query)
+        last_X1 = jnp.where(mine_X1, self.offset + query_X1, -1)
+        visible_XP = position_1P <= last_X1
+        if self.window is not None:
+            visible_XP &= position_1P > last_X1 - self.window
+        return jnp.where(visible_XP, exponent_XP, 2 * LOWEST)

@@ -37,15 +37,18 @@ def precision_of(dtype: Any) -> Any:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def query_key_products(q_nXD: jax.Array, k_nPD: jax.Array) -> jax.Array:
-    """[n, X, P] in float32."""
-    return jnp.einsum(
+def query_key_products(q_nXD: jax.Array, k_nPD: jax.Array, scale_n1P: jax.Array | None) -> jax.Array:
+    """[n, X, P] in float32. `scale_n1P`, whose last axis may be 1, is what the stored keys are multiples of."""
+    product_nXP = jnp.einsum(
         "nxd,npd->nxp", q_nXD, k_nPD, preferred_element_type=jnp.float32, precision=precision_of(k_nPD.dtype)
     )
+    return product_nXP if scale_n1P is None else product_nXP * scale_n1P
 
 
-def weighted_values(weight_nXP: jax.Array, v_nPD: jax.Array) -> jax.Array:
-    """[n, X, D] in float32."""
+def weighted_values(weight_nXP: jax.Array, v_nPD: jax.Array, scale_n1P: jax.Array | None) -> jax.Array:
+    """[n, X, D] in float32; `scale_n1P` likewise."""
+    if scale_n1P is not None:
+        weight_nXP = weight_nXP * scale_n1P
     return jnp.einsum(
         "nxp,npd->nxd", weight_nXP.astype(v_nPD.dtype), v_nPD,
         preferred_element_type=jnp.float32, precision=precision_of(v_nPD.dtype),
@@ -58,7 +61,7 @@ def visible_slots(item: Item, shape: tuple[int, ...], axis: int) -> jax.Array:
     return (position >= item.first) & (position < item.end)
 
 
-def clear_unseen(block_ref: Any, item: Item) -> None:
+def clear_unseen(block_ref: Any, scales_ref: Any, item: Item) -> None:
     """Zeros in the slots that nobody may see: what lies there may be NaN, and zero times NaN is NaN."""
     slots = block_ref.shape[1]
     whole = (item.first <= item.position) & (item.end >= item.position + slots)
@@ -67,3 +70,14 @@ def clear_unseen(block_ref: Any, item: Item) -> None:
     def _():
         block = block_ref[...]
         block_ref[...] = jnp.where(visible_slots(item, block.shape, 1), block, jnp.zeros_like(block))
+        if scales_ref is not None:
+            scales = scales_ref[...]
+            slot = lax.broadcasted_iota(jnp.int32, scales.shape, 0) * scales.shape[-1]
+            position = item.position + slot + lax.broadcasted_iota(jnp.int32, scales.shape, 3)
+            scales_ref[...] = jnp.where((position >= item.first) & (position < item.end), scales, 0)
+
+
+def in_one_row(scales_bn2S: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Scales of keys and of values [n, 1, P], from those of the item's blocks b."""
+    scales_n2P = jnp.concatenate([scales_bn2S[b] for b in range(len(scales_bn2S))], axis=-1)
+    return scales_n2P[:, :1], scales_n2P[:, 1:]

@@ -17,6 +17,13 @@ QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensiv
 
 def run(case: Case, step: Step, dtype: Any, backend: str, **changes: Any) -> tuple[np.ndarray, rpa.KVTensor]:
     """(out_TNH, cache after the step). `changes` lets mutants pass other settings than the case's."""
+    return attend_step(case, step, dtype, backend, packed(step.k_BKSH, step.v_BKSH, dtype, backend), **changes)
+
+
+def attend_step(
+    case: Case, step: Step, dtype: Any, backend: str, kv: rpa.KVTensor, **changes: Any
+) -> tuple[np.ndarray, rpa.KVTensor]:
+    """The same over a cache that is already in the backend's layout."""
     settings = {"window": case.window, "soft_cap": case.soft_cap, "scale": case.head_dim**-0.5} | changes
 
     @functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
@@ -31,7 +38,7 @@ def run(case: Case, step: Step, dtype: Any, backend: str, **changes: Any) -> tup
 
     q_TNH, k_TKH, v_TKH = (jnp.asarray(x, dtype) for x in (step.q_TNH, step.k_TKH, step.v_TKH))
     out_TNH, kv = attend(
-        q_TNH, k_TKH, v_TKH, packed(step.k_BKSH, step.v_BKSH, dtype, backend), step.sinks_N,
+        q_TNH, k_TKH, v_TKH, kv, step.sinks_N,
         len(case.rows), step.query_start_loc_R1, step.seq_lens_R, step.block_tables_RM,
     )  # fmt: skip
     return np.asarray(out_TNH, np.float32), kv

@@ -16,7 +16,8 @@ from pallas_kernels.testing import layer_of
 ROOT = Path(__file__).parents[4]
 SHAPE = {shape.name: shape for shape in SERVING_SHAPES}
 FIRST = "decodes and chunks"
-QUICK = {"h100": ["a few decodes", FIRST, "head_dim 256, window, soft cap", "head_dim 64, window, sinks"]}
+QUICK = {"h100": ["a few decodes", FIRST, "head_dim 256, window, soft cap", "head_dim 64, window, sinks",
+                  "float8 cache, scales of heads"]}  # fmt: skip
 NUM_KERNELS = 5  # write; attend and merge for each class of tiles
 
 needs_compiler = [

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ragged_paged_attention as rpa
+from pallas_kernels.ragged_paged_attention import gpu
 from pallas_kernels.ragged_paged_attention.cases import CASES
-from pallas_kernels.ragged_paged_attention.gpu import calls, items, kernels, tiles
+from pallas_kernels.ragged_paged_attention.gpu import calls, items, kernels, pieces, tiles
 from pallas_kernels.testing import make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, error, packed, run
 
@@ -111,8 +112,8 @@ def test_heads_that_the_kernels_cannot_take_are_refused():
         rpa.check("gpu", **heads | {"head_dim": 512}, **types)
     with pytest.raises(ValueError, match=r"256 query heads per kv head; accepted are at most 128"):
         rpa.check("gpu", **heads | {"num_heads": 512}, **types)
-    with pytest.raises(ValueError, match=r"the cache is int8; accepted are float32, bfloat16, float16"):
-        rpa.check("gpu", **heads, **types | {"kv_dtype": jnp.int8})
+    with pytest.raises(ValueError, match=r"the cache is int16; accepted are float32, bfloat16, float16, int8"):
+        rpa.check("gpu", **heads, **types | {"kv_dtype": jnp.int16})
 
 
 def test_a_gpu_is_needed_and_the_interpreter_is_never_chosen_by_itself():
@@ -123,12 +124,25 @@ def test_a_gpu_is_needed_and_the_interpreter_is_never_chosen_by_itself():
         rpa.choose_backend("gpu", "cpu")
 
 
+def test_gpus_before_ampere_and_those_of_others_are_refused():
+    assert [gpu.device_refusal(x) for x in (None, "8.0", "9.0", "10.3", "12.0")] == [None] * 5
+    for capability in ("7.5", "gfx942"):
+        assert "compute capability 8.0 or more, and this one has " + capability in gpu.device_refusal(capability)
+
+
+def test_a_cache_that_cannot_be_addressed_is_refused():
+    for size, dtype in ((2**31, jnp.int8), (2**32 + 1, jnp.int8), (3 * 2**30, jnp.bfloat16)):
+        gpu.check_size(size, dtype)
+    with pytest.raises(ValueError, match=r"8 bits with 3221225472 numbers .* accepted are up to 2147483648, or more"):
+        gpu.check_size(3 * 2**30, jnp.float8_e4m3fn)
+
+
 def test_pieces_of_a_head_are_powers_of_two_that_cover_it():
-    assert kernels.pieces(80) == [(0, 64), (64, 16)]
+    assert pieces.pieces(80) == [(0, 64), (64, 16)]
     for head_dim in range(1, 257):
-        pieces = kernels.pieces(head_dim)
-        assert all(size & (size - 1) == 0 and size >= 16 for _, size in pieces)
-        ends = [offset + size for offset, size in pieces]
-        assert [offset for offset, _ in pieces] == [0, *ends[:-1]]
+        cut = pieces.pieces(head_dim)
+        assert all(size & (size - 1) == 0 and size >= 16 for _, size in cut)
+        ends = [offset + size for offset, size in cut]
+        assert [offset for offset, _ in cut] == [0, *ends[:-1]]
         assert head_dim <= ends[-1] < head_dim + 16
     assert items.NUM_COLUMNS == 8

@@ -25,21 +25,23 @@ WINDOW = Case("for mutants", ((300, 1), (300, 20)), window=30)
 MUTANTS = {
     "decodes see all that was fetched": (CASE, "decode", "visible_nXP != 0", "visible_nXP >= 0"),
     "decodes forget their last piece": (
-        CASE, "plan", "(offset_Z + end_query_Z - 1) // item_slots - first_Z + 1", 
+        CASE, "plan", "(offset_Z + end_query_Z - 1) // item_slots - first_Z + 1",
         "jnp.maximum((offset_Z + end_query_Z - 1) // item_slots - first_Z, 1)",
     ),
     "what was seen before keeps its weight": (
         CASE, "decode", "self.acc_ref[...] * keep + out * add", "self.acc_ref[...] + out * add",
     ),
-    "queries of a tile see one position ahead": (CASE, "prefill", "position_1P <= last_X1", "position_1P <= last_X1 + 1"),
+    "queries of a tile see one position ahead": (
+        CASE, "prefill", "position_1P <= last_X1", "position_1P <= last_X1 + 1",
+    ),
     "queries of a tile see others' contexts": (
-        CASE, "prefill", "(query_X1 >= first_query) & (query_X1 < end_query)", "query_X1 >= 0",
+        CASE, "prefill", "(query_X1 >= self.first_query) & (query_X1 < self.end_query)", "query_X1 >= 0",
     ),
     "what nobody may see only gets a weight of zero": (
         CASE, "softmax", "pl.when(jnp.logical_not(whole))", "pl.when(item.segment < 0)",
     ),
     "blocks are not waited for": (CASE, "fetch", "            self._await_blocks(step)\n", ""),
-    "both buffers are one": (CASE, "fetch", "self.scratch.blocks.at[step & 1, i", "self.scratch.blocks.at[0, i"),
+    "both buffers are one": (CASE, "fetch", "self.scratch.blocks.at[step & 1, i, :", "self.scratch.blocks.at[0, i, :"),
     "blocks that nobody needs are fetched": (
         WINDOW, "fetch", "first = jnp.maximum(item.first - item.position, 0)", "first = 0 * item.first",
     ),
@@ -48,7 +50,7 @@ MUTANTS = {
     "decodes forget sinks": (SINKS, "decode", "if self.sinks_ref is None:", "if True:"),
     "prompts forget sinks": (SINKS, "prefill", "if sinks_ref is None:", "if True:"),
     "a window is one too wide for prompts": (
-        WINDOW, "prefill", "position_1P > last_X1 - window", "position_1P >= last_X1 - window",
+        WINDOW, "prefill", "position_1P > last_X1 - self.window", "position_1P >= last_X1 - self.window",
     ),
 }  # fmt: skip
 QUICK = ("queries of a tile see others' contexts", "blocks are not waited for")
@@ -70,10 +72,10 @@ def apply_mutant(monkeypatch, name: str, original: str, wrong: str) -> None:
     mutant = types.ModuleType("mutant")
     monkeypatch.setitem(sys.modules, "mutant", mutant)  # dataclasses look their module up
     exec(compile(text.replace(original, wrong), "mutant", "exec"), mutant.__dict__)
-    own = [n for n, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__]
+    own = {n: x for n, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__}
     for user in [m for n, m in sys.modules.items() if n.startswith(PACKAGE)]:
-        for attribute in own:
-            if getattr(user, attribute, None) is getattr(module, attribute):
+        for attribute, defined in own.items():
+            if getattr(user, attribute, None) is defined:
                 monkeypatch.setattr(user, attribute, getattr(mutant, attribute))
 
 
