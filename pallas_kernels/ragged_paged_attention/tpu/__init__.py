@@ -51,7 +51,7 @@ from pallas_kernels.ragged_paged_attention.tpu.lanes import (
 from pallas_kernels.ragged_paged_attention.tpu.operands import Operands
 from pallas_kernels.ragged_paged_attention.tpu.prefill import PrefillShape, prefill_attention
 from pallas_kernels.ragged_paged_attention.tpu.softmax import LOG2_E, ScoreRule
-from pallas_kernels.ragged_paged_attention.tpu.write import write_tokens
+from pallas_kernels.ragged_paged_attention.tpu.write import write_scales, write_tokens
 
 TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 SMALLEST_BLOCK = 16
@@ -114,7 +114,7 @@ class TpuBackend:
         sinks_N: jax.Array | None,
         scales: tuple[jax.Array, ...] = (),
     ) -> tuple[jax.Array, tuple[jax.Array], tuple[jax.Array, ...]]:
-        """See `ragged_paged_attention`; `kv` is (kv_BKSW,), `scales` are (k_K, v_K) or (scales_BK2S,)."""
+        """See `ragged_paged_attention`; `kv` is (kv_BKSW,), `scales` are (k_K, v_K) or (scales_BK2L,)."""
         (T, N, H), K, plan = q_TNH.shape, k_TKH.shape[1], metadata.plan
         settings = {"vmem_limit_bytes": tiles.VMEM_LIMIT_BYTES, "interpret": self.interpret or False}
         problem = tiles.Problem(K, N // K, H, kv[0].shape[2], q_TNH.dtype, kv[0].dtype)
@@ -138,9 +138,7 @@ class TpuBackend:
             quantize_new(x_TKH, scale, dtype) for x_TKH, scale in zip((k_TKH, v_TKH), of_keys_and_values)
         )
         if kind_of(scales) == "token":
-            slots = (plan.slot_block_T, slice(None), slice(None), plan.slot_offset_T)
-            scale_TK2 = jnp.stack([k_scale_TK, v_scale_TK], axis=-1)
-            scales = (scales[0].at[slots].set(scale_TK2, mode="drop"),)
+            scales = (write_scales(jnp.stack([k_scale_TK, v_scale_TK], axis=-1), scales[0], plan.block_writes),)
         return join(k_TKH.astype(jnp.float32), v_TKH.astype(jnp.float32)), scales
 
 
@@ -188,7 +186,7 @@ class _Layer:
             head_scales_K2L=_over_lanes(jnp.stack(self.scales, axis=1)) if kind == "head" else None,
             tables=self.plan.tables,
             kv_BKSW=self.kv_BKSW,
-            token_scales_BK2S=self.scales[0] if kind == "token" else None,
+            token_scales_BK2L=self.scales[0] if kind == "token" else None,
         )
 
     def _fetch(self, items: int, heads: int, at_least: int) -> FetchShape:

@@ -167,7 +167,7 @@ def _scales(shape: DecodeShape, fetcher: Fetcher, step: jax.Array) -> tuple[Any,
     """Scales of keys and of values, to multiply with [n, X, P], or None."""
     token_scales_ref, head_scales_ref = fetcher.token_scales(step), fetcher.operands.head_scales_K2L
     if token_scales_ref is not None:
-        of_items = [in_one_row(token_scales_ref[i]) for i in range(shape.fetch.num_items)]
+        of_items = [in_one_row(token_scales_ref[i], shape.fetch.block_size) for i in range(shape.fetch.num_items)]
         return tuple(jnp.concatenate(x, axis=0) for x in zip(*of_items))
     if head_scales_ref is not None:
         scales_K2L = jnp.concatenate([head_scales_ref[...]] * shape.fetch.num_items, axis=0)

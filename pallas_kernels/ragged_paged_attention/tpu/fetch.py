@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, round_up
 from pallas_kernels.ragged_paged_attention.tpu.operands import Operands
 from pallas_kernels.ragged_paged_attention.tpu.plan import TABLE_PAGE, Segments
 from pallas_kernels.shapes import ceil_div
@@ -46,7 +47,8 @@ class FetchShape:
 
     def scratch(self, dtype: Any) -> "Scratch":
         """What a kernel allocates for its `Fetcher`."""
-        scales_shape = (2, self.num_items, self.item_blocks, self.num_heads, 2, self.block_size)
+        scale_lanes = round_up(self.block_size, NUM_LANES)
+        scales_shape = (2, self.num_items, self.item_blocks, self.num_heads, 2, scale_lanes)
         return Scratch(
             scales=pltpu.VMEM(scales_shape, jnp.float32) if self.token_scales else None,
             blocks=pltpu.VMEM((2, self.num_items, self.num_heads, self.item_slots, self.slot_lanes), dtype),
@@ -132,7 +134,7 @@ class Fetcher:
         return self.scratch.blocks.at[step & 1]
 
     def token_scales(self, step: jax.Array) -> Any:
-        """Ref [items, blocks, heads, 2, slots] of the scales of keys and values fetched for `step`, if any."""
+        """Ref [items, blocks, heads, 2, lanes] of the scales of keys and values fetched for `step`, if any."""
         return None if self.scratch.scales is None else self.scratch.scales.at[step & 1]
 
     def item(self, step: jax.Array, i: Any) -> Item:
@@ -226,5 +228,5 @@ class Fetcher:
         pairs = [(self.operands.kv_BKSW.at[block_id, heads], self.scratch.blocks.at[step & 1, i, :, slots])]
         if self.shape.token_scales:
             scales_ref = self.scratch.scales.at[step & 1, i, j]
-            pairs.append((self.operands.token_scales_BK2S.at[block_id, heads], scales_ref))
+            pairs.append((self.operands.token_scales_BK2L.at[block_id, heads], scales_ref))
         return [pltpu.make_async_copy(source, target, semaphore) for source, target in pairs]

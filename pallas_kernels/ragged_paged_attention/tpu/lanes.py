@@ -62,6 +62,9 @@ class LanesLayout:
 
     Slots lie along sublanes and head dims along lanes, as the matrix unit wants them. Lanes beyond the head dim are
     zero: head dims up to 64 take 128 lanes for both, others a multiple of 128 for each.
+
+    Scales of tokens, `[blocks, kv heads, 2, lanes]`, are whole tiles of lanes too, though smaller blocks waste some:
+    the compiler would keep narrower ones in another order, and transpose all of them in every step.
     """
 
     heads_axis = 1
@@ -72,10 +75,11 @@ class LanesLayout:
         return (num_blocks, num_kv_heads, block_size, Lanes(head_dim).slot)
 
     def scale_shapes(self, num_blocks: int, block_size: int, num_kv_heads: int) -> tuple[tuple[int, ...], ...]:
-        return ((num_blocks, num_kv_heads, 2, block_size),)
+        return ((num_blocks, num_kv_heads, 2, round_up(block_size, NUM_LANES)),)
 
     def pack_scales(self, k_BSK: jax.Array, v_BSK: jax.Array) -> tuple[jax.Array, ...]:
-        return (jnp.stack([jnp.swapaxes(x, 1, 2) for x in (k_BSK, v_BSK)], axis=2),)
+        scales_BK2S = jnp.stack([jnp.swapaxes(x, 1, 2) for x in (k_BSK, v_BSK)], axis=2)
+        return (pad_lanes(scales_BK2S, round_up(scales_BK2S.shape[-1], NUM_LANES)),)
 
     def stored_dim(self, head_dim: int) -> int:
         return Lanes(head_dim).padded

@@ -22,8 +22,6 @@ DECODE_ROWS = 32
 """Requests in one grid block of the decode kernel: their queries and outputs are in VMEM together."""
 TABLE_PAGE = NUM_LANES
 """Block table entries that are fetched at once."""
-NOWHERE = 2**31 - 1
-"""A block that no pool has."""
 SMALL_STEP = 256
 SMALL_QUERY_TILE, LARGEST_QUERY_TILE = 32, 128
 
@@ -73,9 +71,8 @@ class Plan:
 
     tables: block tables in pages, [R * pages per row, 1, W]. decode, prefill: the work of both kernels.
     decode_token_Z: the token of each decode segment. decode_segment_T: the decode segment of each token, or -1 where
-    prefill computes the output. slot_block_T, slot_offset_T: where each token's scales go; out of range for padding
-    tokens. query_tile: queries in one grid block of the prefill kernel. pages_per_row: of the
-    block table.
+    prefill computes the output. query_tile: queries in one grid block of the prefill kernel. pages_per_row: of the
+    block table. writes, block_writes: where new tokens go, in groups of a few slots and of whole blocks.
     """
 
     tables: jax.Array
@@ -84,8 +81,7 @@ class Plan:
     writes: Writes
     decode_token_Z: jax.Array
     decode_segment_T: jax.Array
-    slot_block_T: jax.Array
-    slot_offset_T: jax.Array
+    block_writes: Writes
     query_tile: int = dataclasses.field(metadata={"static": True})
     pages_per_row: int = dataclasses.field(metadata={"static": True})
 
@@ -119,7 +115,6 @@ def make_plan(
     batch = Batch(query_start_loc_R1[:-1], query_start_loc_R1[1:], seq_lens_R, block_tables_RM, num_tokens, window)
     decode = _decode_segments(batch, item_slots_of(block_size, DECODE_ITEM_SLOTS))
     query_tile = query_tile_of(num_tokens)
-    slot_block_T, slot_offset_T = _slots_of(batch, jnp.arange(num_tokens), block_size)
     return Plan(
         tables=_paged(block_tables_RM),
         decode=decode,
@@ -127,8 +122,7 @@ def make_plan(
         writes=_writes(batch, block_size, write_group_of(block_size)),
         decode_token_Z=pick(batch.start_R, decode.row_Z),
         decode_segment_T=_decode_segment_of(batch, jnp.arange(num_tokens)),
-        slot_block_T=slot_block_T,
-        slot_offset_T=slot_offset_T,
+        block_writes=_writes(batch, block_size, block_size),
         query_tile=query_tile,
         pages_per_row=pages_of(block_tables_RM.shape[1]),
     )
@@ -165,14 +159,6 @@ def _decode_segment_of(batch: Batch, token_T: jax.Array) -> jax.Array:
     row_T = jnp.sum(batch.end_R <= token_T[:, None], axis=-1)
     is_decode_T = pick(batch.end_R - batch.start_R, row_T) == 1
     return jnp.where(is_decode_T, pick(batch.decodes_up_to_R, row_T) - 1, -1)
-
-
-def _slots_of(batch: Batch, token_T: jax.Array, block_size: int) -> tuple[jax.Array, jax.Array]:
-    """(block, slot in the block) of each token; a block that no pool has for padding tokens."""
-    row_T = jnp.sum(batch.end_R <= token_T[:, None], axis=-1)
-    position_T = pick(batch.seq_lens_R - batch.end_R, row_T) + token_T
-    block_T = batch.tables_RM.at[row_T, position_T // block_size].get(mode="clip")
-    return jnp.where(row_T < batch.num_rows, block_T, NOWHERE), position_T % block_size
 
 
 def rows_per_block(num_rows: int) -> int:

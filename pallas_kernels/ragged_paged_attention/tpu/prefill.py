@@ -141,7 +141,7 @@ def _attend_chunk(shape: PrefillShape, fetcher: Fetcher, state: _State, step: ja
                 k_PD, v_PD = (
                     chunk_ref[h, :, lanes].astype(q_XD.dtype) for lanes in (shape.lanes.keys, shape.lanes.values)
                 )
-                k_scale, v_scale = _scales(scales_ref, fetcher.operands.head_scales_K2L, h)
+                k_scale, v_scale = _scales(scales_ref, fetcher.operands.head_scales_K2L, h, shape.fetch.block_size)
                 product_XP = query_key_products(q_XD[None], k_PD[None], k_scale)[0]
                 exponent_XP = mask(shape.rule.exponents(product_XP))
                 state.add(h, pl.ds(pl.multiple_of(g * rows, rows), rows), exponent_XP, v_PD, v_scale)
@@ -154,10 +154,10 @@ def _attend_chunk(shape: PrefillShape, fetcher: Fetcher, state: _State, step: ja
         attend(view.hide)
 
 
-def _scales(token_scales_ref: Any, head_scales_ref: Any, h: Any) -> tuple[Any, Any]:
+def _scales(token_scales_ref: Any, head_scales_ref: Any, h: Any, block_size: int) -> tuple[Any, Any]:
     """Scales of keys and of values of head `h`, to multiply with [1, X, P], or None."""
     if token_scales_ref is not None:
-        return in_one_row(token_scales_ref[:, pl.ds(h, 1)])
+        return in_one_row(token_scales_ref[:, pl.ds(h, 1)], block_size)
     if head_scales_ref is not None:
         scales_12L = head_scales_ref[pl.ds(h, 1)]
         return scales_12L[:, :1, :1], scales_12L[:, 1:, :1]

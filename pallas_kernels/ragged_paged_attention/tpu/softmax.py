@@ -72,12 +72,12 @@ def clear_unseen(block_ref: Any, scales_ref: Any, item: Item) -> None:
         block_ref[...] = jnp.where(visible_slots(item, block.shape, 1), block, jnp.zeros_like(block))
         if scales_ref is not None:
             scales = scales_ref[...]
-            slot = lax.broadcasted_iota(jnp.int32, scales.shape, 0) * scales.shape[-1]
+            slot = lax.broadcasted_iota(jnp.int32, scales.shape, 0) * (slots // len(scales))
             position = item.position + slot + lax.broadcasted_iota(jnp.int32, scales.shape, 3)
             scales_ref[...] = jnp.where((position >= item.first) & (position < item.end), scales, 0)
 
 
-def in_one_row(scales_bn2S: jax.Array) -> tuple[jax.Array, jax.Array]:
+def in_one_row(scales_bn2L: jax.Array, block_size: int) -> tuple[jax.Array, jax.Array]:
     """Scales of keys and of values [n, 1, P], from those of the item's blocks b."""
-    scales_n2P = jnp.concatenate([scales_bn2S[b] for b in range(len(scales_bn2S))], axis=-1)
+    scales_n2P = jnp.concatenate([scales_bn2L[b][:, :, :block_size] for b in range(len(scales_bn2L))], axis=-1)
     return scales_n2P[:, :1], scales_n2P[:, 1:]

@@ -1,4 +1,6 @@
-"""The kernel that writes new keys and values into the cache: whole tiles are read, changed and written back.
+"""Writing into the cache: new keys and values by a kernel, scales of tokens, which are few, by XLA.
+
+Whole tiles are read, changed and written back.
 
 A slot is a row of a tile, and copies move whole tiles: so the slots around the new ones are read too, unless all of
 a group is new. Several groups are on their way at once. This module knows nothing of attention.
@@ -20,6 +22,8 @@ from pallas_kernels.ragged_paged_attention.tpu.plan import Writes
 
 IN_FLIGHT = 8
 """Groups that are read ahead; as many again are being written back."""
+NOWHERE = 2**31 - 1
+"""A block that no pool has."""
 
 
 def write_tokens(
@@ -27,7 +31,7 @@ def write_tokens(
 ) -> jax.Array:
     """The cache with the rows of `new_TKW`, float32, in their slots. Donate the cache and it is updated in place."""
     _, K, W = new_TKW.shape
-    whole = pl.BlockSpec(memory_space=pl.ANY)
+    whole = pl.BlockSpec(memory_space=pltpu.HBM)
     scalars = [x.reshape(-1) for x in jax.tree.leaves(writes)]
     slots = 2 * IN_FLIGHT
     call = pl.pallas_call(
@@ -98,6 +102,22 @@ class _Copies:
     def await_start(self, z: jax.Array) -> None:
         pl.when(self.is_partial(z))(lambda: self.read(z).wait())
         pl.loop(0, self.num_tokens(z))(lambda i: self.token(z, i).wait())
+
+
+def write_scales(scale_TK2: jax.Array, scales_BK2L: jax.Array, writes: Writes) -> jax.Array:
+    """`scales_BK2L` with those of the new tokens; `writes` are whole blocks, whose slots lie along lanes L.
+
+    Blocks are replaced as a whole: a scatter of single slots would make XLA transpose all scales, there and back.
+    """
+    slot_L = jnp.arange(scales_BK2L.shape[-1])
+    first_Z1, end_Z1 = writes.first_Z[:, None], writes.end_Z[:, None]
+    token_ZL = writes.token_Z[:, None] + slot_L - first_Z1
+    new_ZK2L = scale_TK2.at[token_ZL].get(mode="clip").transpose(0, 2, 3, 1)
+    is_new_ZL = (slot_L >= first_Z1) & (slot_L < end_Z1)
+    old_ZK2L = scales_BK2L.at[writes.block_Z].get(mode="clip")
+    replaced_ZK2L = jnp.where(is_new_ZL[:, None, None], new_ZK2L, old_ZK2L)
+    in_use_Z = jnp.arange(len(writes.block_Z)) < writes.count
+    return scales_BK2L.at[jnp.where(in_use_Z, writes.block_Z, NOWHERE)].set(replaced_ZK2L, mode="drop")
 
 
 def _kernel(group: int, *refs: Any) -> None:
