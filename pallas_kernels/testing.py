@@ -152,3 +152,38 @@ def _block_tables(case: Any, seq_lens: list[int], rng: np.random.Generator) -> t
         for column in range(_first_visible(case, cached) // S, num_needed[row]):
             tables_RM[row, column] = next(ids)
     return tables_RM.astype(np.int32), num_blocks
+
+
+def bits(x: Any) -> np.ndarray:
+    """The array's bytes as unsigned integers of its element size, so that NaNs compare by their payload."""
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+# Half of a suite's time would be LLVM's, for programs that run once.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def run_once(function: Any, *operands: Any) -> Any:
+    """`function(*operands)` as one program, compiled for one run."""
+    operands = jax.tree.map(jnp.asarray, operands)
+    return jax.jit(function, compiler_options=QUICK_COMPILE)(*operands)
+
+
+def quantized_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Values of `dtype`, uniform over its range (float8: over [-448, 448]), made without any program."""
+    dtype = jnp.dtype(dtype)
+    largest = largest_value(dtype)
+    if dtype.name.startswith("int"):
+        return rng.integers(-largest, largest + 1, shape).astype(dtype)
+    return rng.uniform(-largest, largest, shape).astype(dtype)
+
+
+def largest_value(dtype: Any) -> int:
+    return {"int8": 127, "int4": 7}.get(jnp.dtype(dtype).name, 448)
+
+
+def unit_scales(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, reduction_length: int) -> np.ndarray:
+    """Scales that give sums of `reduction_length` products of `quantized_values` and unit numbers unit size."""
+    unit = np.sqrt(3 / reduction_length) / largest_value(dtype)
+    return rng.uniform(0.7 * unit, 1.3 * unit, shape).astype(np.float32)

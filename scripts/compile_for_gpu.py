@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Compile the GPU attention kernels for a GPU that this machine does not have, and print what they take.
+"""Compile the GPU kernels of an op for a GPU that this machine does not have, and print what they take.
 
-    python scripts/compile_for_gpu.py [--target h100|a100|b200] [--shapes NAME ...] [--json]
+    python scripts/compile_for_gpu.py [--op OP] [--target h100|a100|b200] [--shapes NAME ...] [--json]
 
 Needs the extra `aot-gpu`. For each kernel: registers per thread and spilled bytes as ptxas reports them, the shared
 memory of a program, and how many programs a core holds by both. The process compiles through a copy of the CUDA
@@ -22,6 +22,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+ATTENTION = "ragged_paged_attention"
+KERNELS = {ATTENTION: "paged_"}  # what an op's kernels are called, where it is not the op's name
 
 PTXAS = """#!/bin/sh
 case "$*" in *--version* | *--input-as-string*) exec {ptxas} "$@" ;; esac
@@ -77,6 +80,7 @@ def reports_of(folder: Path) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", default=ATTENTION, help=f"{ATTENTION} or another folder of pallas_kernels")
     parser.add_argument("--target", default="h100", help="a100, h100 or b200")
     parser.add_argument("--shapes", nargs="*", help="names of shapes; all by default")
     parser.add_argument("--json", action="store_true", help="one JSON object per kernel")
@@ -88,17 +92,27 @@ def main() -> None:
 
 def compile_all(folder: Path, options: argparse.Namespace) -> None:
     from pallas_kernels.gpu_targets import TARGETS, compile_for
+
+    for name, program in programs_of(options.op):
+        if options.shapes and name not in options.shapes:
+            continue
+        compile_for(TARGETS[options.target], program.function, *program.args, donate=program.donate)
+        for report in reports_of(folder):
+            if report["kernel"].startswith(KERNELS.get(options.op, options.op)):
+                show({"target": options.target, "shape": name, **report}, options.json)
+
+
+def programs_of(op: str) -> Iterator[tuple[str, Any]]:
+    """(name, program) of the op's serving cases."""
+    from pallas_kernels.programs import Program, programs
     from pallas_kernels.ragged_paged_attention.cases import SERVING_SHAPES
     from pallas_kernels.testing import layer_of
 
+    if op != ATTENTION:
+        yield from programs(op, "gpu")
+        return
     for shape in SERVING_SHAPES:
-        if options.shapes and shape.name not in options.shapes:
-            continue
-        layer, args = layer_of(shape, "gpu")
-        compile_for(TARGETS[options.target], layer, *args, donate=(0,))
-        for report in reports_of(folder):
-            if report["kernel"].startswith("paged_"):
-                show({"target": options.target, "shape": shape.name, **report}, options.json)
+        yield shape.name, Program(*layer_of(shape, "gpu"), donate=(0,))
 
 
 def show(report: dict[str, Any], as_json: bool) -> None:

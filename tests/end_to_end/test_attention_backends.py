@@ -12,7 +12,7 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["tpu-interpret", "gpu-interpret"])
+@pytest.mark.parametrize("backend", ["gpu-interpret", "tpu-interpret"])
 def test_prompts_decodes_and_cached_beginnings_give_the_models_answers(backend):
     questions = [f"What is the capital of {country}?" for country in ("France", "Japan")]
     conversations = [[{"role": "user", "content": question}] for question in questions]
