@@ -62,7 +62,8 @@ def line(name: str, heads: str, target: Target, *, compiled: bool) -> str:
     own = sum(kernel_cost(rows, problem, window).values(), Cost(0, 0))
     bound = "memory" if least.num_bytes / rates[0] > least.flops / rates[1] else "matmul"
     own_bound = "memory" if own.num_bytes / rates[0] > own.flops / rates[1] else "matmul"
-    vmem = "  VMEM " + " ".join(f"{size // 1024:5}" for size in vmem_of(rows, window, problem, target)) if compiled else ""
+    sizes = vmem_of(rows, window, problem, target) if compiled else []
+    vmem = "  VMEM " + " ".join(f"{size // 1024:5}" for size in sizes) if compiled else ""
     return (
         f"{name:30} {heads:18} {target.name:6} {least.num_bytes / 2**20:7.1f} MiB {least.flops / 1e9:7.1f} GFLOP"
         f"  >= {1e6 * least.seconds(*rates):7.1f} us ({bound})"
