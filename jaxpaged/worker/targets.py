@@ -69,7 +69,7 @@ class Target:
 
 
 def shapes_mesh(size: int, device: AbstractDevice | None = None) -> AbstractMesh:
-    """A mesh with a size and no devices: enough for shapes and shardings. `device`: what they would be."""
+    """A mesh with a size and no devices: enough for shapes and shardings. `device`: what each is, if it matters."""
     return AbstractMesh((size,), (MODEL_AXIS,), axis_types=(AxisType.Auto,), abstract_device=device)
 
 

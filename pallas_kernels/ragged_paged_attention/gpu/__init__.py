@@ -147,8 +147,9 @@ class GpuBackend:
         from pallas_kernels.ragged_paged_attention.gpu import calls  # Pallas takes 0.3 s to import
 
         (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
-        k_TKH, v_TKH, scales = new_slots(k_TKH, v_TKH, kv[0].dtype, scales, metadata.plan)
-        kv = calls.write(k_TKH, v_TKH, kv, metadata.plan, self.interpret)
+        new = new_slots(k_TKH, v_TKH, kv[0].dtype, scales)
+        written = calls.write(new, (*kv, *scales)[: len(new)], metadata.plan, self.interpret)
+        kv, scales = written[:2], written[2:] or scales
         rule = calls.LayerRule(scale, window, soft_cap, sinks_N is not None, kind_of(scales))
         sinks_N = jnp.zeros(N, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
         kind = device_kind(self.interpret)
@@ -208,16 +209,11 @@ def check_size(size: int, dtype: Any) -> None:
         )
 
 
-def new_slots(
-    k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, scales: tuple[jax.Array, ...], plan: Plan
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-    """(keys and values as the cache stores them, scales after the step)."""
+def new_slots(k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, scales: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """What the cache stores of new keys and values: both, in its type, and their scales where tokens have them."""
     if not is_quantized(dtype):
-        return k_TKH, v_TKH, scales
+        return k_TKH, v_TKH
     (k_TKH, k_scale_TK), (v_TKH, v_scale_TK) = (
         quantize_new(x_TKH, scale, dtype) for x_TKH, scale in zip((k_TKH, v_TKH), scales or (None, None))
     )
-    if kind_of(scales) == "token":
-        slots = (plan.slot_block_T, slice(None), plan.slot_offset_T)
-        scales = tuple(x.at[slots].set(new_TK, mode="drop") for x, new_TK in zip(scales, (k_scale_TK, v_scale_TK)))
-    return k_TKH, v_TKH, scales
+    return (k_TKH, v_TKH, k_scale_TK, v_scale_TK) if kind_of(scales) == "token" else (k_TKH, v_TKH)

@@ -27,19 +27,20 @@ INTERPRETED_PRECISION = lax.Precision.HIGHEST
 
 
 def write(
-    k_TKH: jax.Array, v_TKH: jax.Array, kv: tuple[jax.Array, ...], plan: Any, interpret: bool
+    new: tuple[jax.Array, ...], caches: tuple[jax.Array, ...], plan: Any, interpret: bool
 ) -> tuple[jax.Array, ...]:
-    """The cache with the new tokens, in place when `kv` is donated."""
-    T, K, _ = k_TKH.shape
+    """The caches with what is new, in place when they are donated: x_TKH for [B, K, S, H], x_TK for [B, K, S]."""
+    T, K = new[0].shape[:2]
+    first = 2 + len(new)
     return pl.pallas_call(
         functools.partial(kernels.write_kernel, tokens=WRITE_TOKENS),
         grid=(ceil_div(T, WRITE_TOKENS), K),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kv],
-        input_output_aliases={4: 0, 5: 1},
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches),
+        input_output_aliases={first + i: i for i in range(len(caches))},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="paged_kv_write",
-    )(plan.slot_block_T, plan.slot_offset_T, k_TKH, v_TKH, *kv)
+    )(plan.slot_block_T, plan.slot_offset_T, *new, *caches)
 
 
 @dataclasses.dataclass(frozen=True)

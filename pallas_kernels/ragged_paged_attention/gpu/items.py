@@ -96,9 +96,7 @@ def make_items(metadata: Any, wanted_R: jax.Array, num_tiles: int, sizes: Sizes,
     token_E = start_R[row_E] + tile_E * sizes.queries
     nothing_E = jnp.zeros_like(row_E)
     part_E = first_part_R[row_E] + tile_E * parts_R[row_E]
-    tiles_E = jnp.stack(
-        [row_E, token_E, queries_E, nothing_E, nothing_E, nothing_E, part_E, parts_R[row_E]], axis=-1
-    )
+    tiles_E = jnp.stack([row_E, token_E, queries_E, nothing_E, nothing_E, nothing_E, part_E, parts_R[row_E]], axis=-1)
     return Items(items_I, tiles_E)
 
 

@@ -289,18 +289,24 @@ def merge_kernel(tiles_ref, sinks_ref, part_ref, top_ref, total_ref, _out_ref, o
 # ---- write ---------------------------------------------------------------------------------------
 
 
-def write_kernel(block_ref, offset_ref, k_ref, v_ref, _k_in_ref, _v_in_ref, k_out_ref, v_out_ref, *, tokens: int):
-    """Put the keys and values of `tokens` tokens of one head into their slots, if their blocks are in the pool.
+def write_kernel(block_ref, offset_ref, *refs, tokens: int):
+    """Put what is new of `tokens` tokens and one head into their slots, if their blocks are in the pool.
 
-    Grid (T / tokens, K). Shapes: block and offset [T], k and v [T, K, H], the caches [B, K, S, H].
+    Grid (T / tokens, K). `refs` are the new arrays, the caches as they were, and the caches. Shapes: block and offset
+    [T]; keys and values [T, K, H] for caches [B, K, S, H], scales [T, K] for caches [B, K, S].
     """
+    new_refs, cache_refs = refs[: len(refs) // 3], refs[-len(refs) // 3 :]
     tile, head = pl.program_id(0), pl.program_id(1)
-    (num_tokens, _, head_dim), num_blocks = k_ref.shape, k_out_ref.shape[0]
+    num_tokens, num_blocks = new_refs[0].shape[0], cache_refs[0].shape[0]
     token = tile * tokens + lax.broadcasted_iota(jnp.int32, (tokens, 1), 0)
     exists = token < num_tokens
     block = plgpu.load(block_ref.at[token], mask=exists, other=num_blocks)
     offset = plgpu.load(offset_ref.at[token], mask=exists, other=0)
     wanted = (block >= 0) & (block < num_blocks)
-    for new_ref, cache_ref in ((k_ref, k_out_ref), (v_ref, v_out_ref)):
-        values = load_pieces(new_ref, (token, head), wanted, head_dim)
-        store_pieces(cache_ref, (block, head, offset), values, wanted, head_dim)
+    for new_ref, cache_ref in zip(new_refs, cache_refs):
+        if len(new_ref.shape) == 3:
+            values = load_pieces(new_ref, (token, head), wanted, new_ref.shape[2])
+            store_pieces(cache_ref, (block, head, offset), values, wanted, new_ref.shape[2])
+        else:
+            scale = plgpu.load(new_ref.at[token, head], mask=wanted, other=0.0)
+            plgpu.store(cache_ref.at[block, head, offset], scale, mask=wanted)

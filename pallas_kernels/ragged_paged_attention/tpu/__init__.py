@@ -12,17 +12,21 @@ same whoever it belongs to, and one long context among short ones costs what it 
 Skipping: blocks behind the last query or before its window are neither fetched nor looked up, pieces of context
 without such blocks are not worked on, chunks that all queries of a tile see whole are not masked.
 
-Requires: bfloat16 or float32 queries and cache; blocks of whole tiles of slots, 8 for float32 and 16 for bfloat16;
-one tile of queries of one kv head with its chunk of context in VMEM (`tiles.py`).
+Requires: bfloat16 or float32 queries; a cache of these or of int8, float8_e4m3fn, float8_e5m2; blocks of multiples of
+8 slots for float32 and of 16 for others; one tile of queries of one kv head with its chunk of context in VMEM
+(`tiles.py`).
 
 Padding: tokens beyond the last row's write nowhere; their output is zero. Head dims are padded to 64 or to multiples of
 128 lanes, query heads per kv head of a decode to 8.
 
 Numerics: scores, softmax state and accumulators are float32; probabilities enter the second product in the cache's
-type. Slots that nobody may see are replaced by zeros, not multiplied by them, and may hold NaN.
+type; of a cache of 8 bits both products are in the queries' type, and scales multiply scores and probabilities in
+float32. Slots that nobody may see are replaced by zeros, not multiplied by them, and may hold NaN.
 
 Cost: a decode reads every block of its context once, and a prompt every block once per tile of queries. A new token
 rewrites the tile of slots around it. Products go over whole pieces of context: a short one is padded to 256 slots.
+Scales of tokens take 1 KiB per block and head, up to 128 slots: use large blocks with them. The block table is copied
+into pages once a step.
 
 This module knows nothing of meshes and of who owns which block. Letters beside the package's: D lanes of an operand,
 W lanes of a slot, X query rows of one kv head, Y tokens padded to whole tiles, Z decode segments.
