@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from scripts import mutate_kernels
-from scripts.mutate_kernels import FAILED, PASSED, verdict
+from scripts.mutate_kernels import FAILED, PASSED, TIMED_OUT, verdict
 from tests.pallas_kernels.mutants import MUTANTS, Mutant
 
 SELECTED, ALL = "reference", ""
@@ -27,6 +27,7 @@ def test_a_mutant_applies_to_the_source_and_is_python(mutant):
         ({SELECTED: PASSED, ALL: PASSED}, "SURVIVED"),
         ({SELECTED: 5, ALL: PASSED}, "SURVIVED"),
         ({SELECTED: 2}, "STALE (2)"),
+        ({SELECTED: TIMED_OUT}, "HANGS"),
     ],
 )
 def test_a_mutant_is_killed_if_any_test_of_its_op_fails(statuses, expected):
