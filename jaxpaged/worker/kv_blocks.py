@@ -101,9 +101,7 @@ def compiled_kv_cache(
     return KVCacheConfig(num_blocks, tuple(groups))
 
 
-def free_bytes(
-    utilization: float, reserved_bytes: int, device: jax.Device, least: int | None
-) -> tuple[int, str]:
+def free_bytes(utilization: float, reserved_bytes: int, device: jax.Device, least: int | None) -> tuple[int, str]:
     """Bytes of `device` left for KV blocks, and the words that say where the number comes from.
 
     Of a host's memory that is a share, but `least` if that fits; None: all that is free.
