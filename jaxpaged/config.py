@@ -182,6 +182,10 @@ class EngineConfig:
         types = {f.name: f.default_factory for f in dataclasses.fields(cls)}
         return cls(**{section: types[section](**values) for section, values in sections.items()})
 
+    def options(self) -> dict[str, Any]:
+        """Every option by its name: `from_options` makes an equal config of them."""
+        return {f.name: getattr(getattr(self, section), f.name) for section, f in all_options()}
+
     def resolve(self, facts: ModelFacts, platform: str) -> "EngineConfig":
         """Settle what model and platform decide. Raises ConfigError where options contradict each other."""
         max_model_len = self.model.max_model_len or facts.max_position_embeddings

@@ -16,7 +16,14 @@ from jaxpaged.engine.step_log import StepLog
 from jaxpaged.engine.step_pacer import StepPacer
 from jaxpaged.errors import EngineDeadError, UsageError
 from jaxpaged.executor.base import Executor, PendingOutput
-from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, KVBlockMap, SchedulerOutput
+from jaxpaged.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    KVBlockMap,
+    SchedulerOutput,
+    SchedulerStats,
+)
 
 
 @dataclass
@@ -67,6 +74,14 @@ class EngineCore:
             self._await_oldest()
         outputs, self._outbox = self._outbox, []
         return EngineCoreOutputs(outputs, self._ask(self._scheduler.make_stats, awaited))
+
+    def has_work(self) -> bool:
+        """Whether another step could give something: requests are unfinished, or what they gave was not returned."""
+        return bool(self._in_flight or self._outbox or self._scheduler.get_num_unfinished_requests())
+
+    def stats(self) -> SchedulerStats:
+        """Queues and KV cache as they are now; step and tokens are those of the last step."""
+        return self._ask(self._scheduler.make_stats)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt beginnings; False while requests hold blocks.
