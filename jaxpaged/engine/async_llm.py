@@ -24,7 +24,7 @@ from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.engine.wire import CoreFacts, CoreStats, Refusal
 from jaxpaged.engine.zmq_client import ZmqClient, ask_facts
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError, UsageError
-from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, KVBlockMap, Progress, RequestOutput, StepRecord
+from jaxpaged.messages import EngineCoreOutputs, KVBlockMap, Progress, RequestOutput, StepRecord
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 LONG_PROMPT = 2000
@@ -119,7 +119,7 @@ class AsyncLLM:
         stream = OutputStream(request.sampling_params.output_kind is RequestOutputKind.DELTA)
         self._streams[request_id] = stream
         try:
-            self._add(children)
+            self._link.add_requests(children)
             finished = False
             while not finished:
                 output = await stream.get()
@@ -128,12 +128,6 @@ class AsyncLLM:
         finally:
             if self._streams.get(request_id) is stream:
                 self._stop([request_id])
-
-    def _add(self, requests: Sequence[EngineCoreRequest]) -> None:
-        try:
-            self._link.add_requests(requests)
-        except TypeError as error:
-            raise RequestError(str(error), "sampling_params") from None
 
     async def chat_prompt(self, messages: Sequence[Any], **options: Any) -> dict[str, Any]:
         """`InputProcessor.chat_prompt` in a thread: a template is a program, and a conversation may be long."""

@@ -73,7 +73,7 @@ class CoreLink:
         return self._supervisor.state.reason
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Call it right after `until_ready`. Raises TypeError when a request holds what is not plain data."""
+        """Call it right after `until_ready`."""
         self._client.add_requests(requests)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:

@@ -96,23 +96,25 @@ def main() -> NoReturn:
     status = StatusPipe(int(sys.argv[1]))
     start = read_start(0)
     directory = Path(start.directory)
-    lifeline = Lifeline(directory)
     logging.basicConfig(level=start.log_level, format="engine core: %(name)s: %(message)s")
     with open(directory / STACKS, "wb") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+        lifeline = Lifeline(directory)
         try:
             serve(start, directory, status, lifeline)
-        except JaxpagedError as error:
-            if isinstance(error, EngineDeadError):
-                logger.exception("the engine core has stopped")
-            status.write(wire.Failed(type(error).__name__, str(error)))
-            lifeline.leave(1)
         except BaseException as error:
-            logger.exception("the engine core broke down")
-            status.write(wire.Failed("EngineDeadError", f"{type(error).__name__}: {error}"))
+            status.write(failure(error))
             lifeline.leave(1)
     lifeline.leave(0)
+
+
+def failure(error: BaseException) -> wire.Failed:
+    """What to report of an error. One that is not the caller's to mend goes to the log, with all that led to it."""
+    if isinstance(error, JaxpagedError) and not isinstance(error, EngineDeadError):
+        return wire.Failed(type(error).__name__, str(error))
+    logger.error("the engine core broke down", exc_info=error)
+    return wire.Failed("EngineDeadError", f"the engine core broke down: {error.__cause__ or error!r}")
 
 
 def read_start(descriptor: int) -> wire.Start:

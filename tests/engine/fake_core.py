@@ -52,7 +52,7 @@ class Done:
 class CountingExecutor:
     """Computes a step at once, in time that grows with nothing but its requests."""
 
-    def __init__(self, num_blocks: int = 4096, block_size: int = 16):
+    def __init__(self, num_blocks: int, block_size: int = 16):
         self.kv_cache_config = KVCacheConfig(num_blocks, (KVCacheGroup(AttentionSpec(block_size, 1, 1, 2), (0,)),))
         self.steps = 0
         self.slow = False
@@ -111,7 +111,7 @@ def build(config: EngineConfig, announce: Callable[[CoreFacts], None], progress:
     announce(facts)
     progress("weights", 1, 2)
     progress("weights", 2, 2)
-    return EngineCore(config, CountingExecutor())
+    return EngineCore(config, CountingExecutor(config.cache.num_gpu_blocks_override or 4096))
 
 
 def build_nothing(config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress) -> EngineCore:
@@ -131,7 +131,7 @@ def core_in_thread(**options) -> Iterator[str]:
     config, facts = resolved(EngineConfig.from_options(**options))
     with tempfile.TemporaryDirectory(prefix="jaxpaged-") as folder:
         heartbeat = Heartbeat(Path(folder) / "heartbeat")
-        server = CoreServer(EngineCore(config, CountingExecutor()), facts, f"ipc://{folder}/core.sock", heartbeat)
+        server = CoreServer(EngineCore(config, CountingExecutor(config.cache.num_gpu_blocks_override or 4096)), facts, f"ipc://{folder}/core.sock", heartbeat)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         try:

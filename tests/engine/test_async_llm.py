@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -179,8 +181,6 @@ def test_bad_requests_fail_alone_before_and_in_the_core(llm):
         await asyncio.sleep(0)
         with pytest.raises(RequestError, match="has no token ids"):
             await outputs_of(llm, "empty", [])
-        with pytest.raises(RequestError, match="cannot be sent"):
-            await outputs_of(llm, "object", fake=object())
         with pytest.raises(RequestError, match="a request with id 'good' is under way"):
             await outputs_of(llm, "good")
         assert await good == answer(len(PROMPT), 200)
@@ -202,7 +202,7 @@ def test_what_the_core_refuses_is_a_request_error_with_the_users_name():
 
 def test_a_long_prompt_does_not_stop_the_others(llm):
     async def main():
-        text = "the cat sat on the mat " * 600
+        text = "the cat sat on the mat " * 300
         outputs = await outputs_of(llm, "long", text, max_tokens=2)
         assert outputs[-1].prompt == text
         prompt = await llm.chat_prompt([{"role": "user", "content": "hello"}])
@@ -260,20 +260,23 @@ def test_a_step_that_fails_fails_its_requests_and_nothing_else(llm):
     [
         ("die", r"signal 9 \(SIGKILL"),
         ("hang", "longer than step_timeout = 0.5 s"),
-        ("break", "the engine broke down and stops: AssertionError"),
+        ("break", "broke down: .*the device is gone"),
     ],
 )
 def test_when_the_core_dies_or_hangs_every_request_hears_of_it_and_another_core_comes(fake, reason, caplog):
     async def main(llm):
         first = (await llm.executor_stats())["pid"]
+        slow = llm.generate(PROMPT, params(3000, fake="slow"), "slow")
+        await anext(slow)
         waiting = [asyncio.ensure_future(outputs_of(llm, str(i), max_tokens=3000)) for i in range(50)]
+        waiting.append(asyncio.ensure_future(anext(slow)))
         await asyncio.sleep(0.05)
         waiting.append(asyncio.ensure_future(outputs_of(llm, "bad", fake=fake)))
         results = await asyncio.gather(*waiting, return_exceptions=True)
         lost = [result for result in results if isinstance(result, EngineRestartError)]
-        assert len(lost) == len(results) or (fake == "break" and lost == [])
-        if fake != "break":
-            assert "send the request again" in str(lost[0])
+        assert len(lost) >= len(results) - 1, "slow may have had a result first"
+        assert re.search(reason, str(lost[0]))
+        assert str(lost[0]).endswith(". The engine restarts; send the request again.")
         return first
 
     async def afterwards(llm, first):
@@ -286,8 +289,6 @@ def test_when_the_core_dies_or_hangs_every_request_hears_of_it_and_another_core_
     async def both():
         with llm_with_process(step_timeout=0.5) as llm:
             first = await main(llm)
-            if fake == "break":
-                await until(lambda: llm.errored)
             assert llm.errored
             with pytest.raises(EngineDeadError, match=reason):
                 await llm.check_health()
@@ -365,8 +366,6 @@ def test_progress_of_loading_comes_through():
 
 
 def test_the_front_end_imports_no_jax():
-    import subprocess
-
     program = "import sys; from jaxpaged import AsyncLLM; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
