@@ -64,10 +64,6 @@ class OutputProcessor:
         found = self._sequences.get(engine_id)
         return None if found is None else found[0].request_id
 
-    def request_ids(self) -> list[str]:
-        """The prompts under way."""
-        return list(self._prompts)
-
     def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
         """Turn the outputs of one engine step into what users see.
 
@@ -173,7 +169,10 @@ class OutputProcessor:
 
 
 def fan_out(request: EngineCoreRequest, engine_id: str) -> list[EngineCoreRequest]:
-    """A request per sequence, named after `engine_id`. Prompt log probabilities are the same for all, so only the first computes them."""
+    """A request per sequence, named after `engine_id`.
+
+    Prompt log probabilities are the same for all, so only the first computes them.
+    """
     params = request.sampling_params
     if params.n == 1:
         same = engine_id == request.request_id

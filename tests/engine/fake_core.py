@@ -105,13 +105,17 @@ def resolved(config: EngineConfig) -> tuple[EngineConfig, CoreFacts]:
     return config, CoreFacts(config.options(), VOCAB_SIZE, str(DEMO), str(DEMO))
 
 
+def make_core(config: EngineConfig) -> EngineCore:
+    return EngineCore(config, CountingExecutor(config.cache.num_gpu_blocks_override or 4096))
+
+
 def build(config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress) -> EngineCore:
     """A `core_process.Factory`."""
     config, facts = resolved(config)
     announce(facts)
     progress("weights", 1, 2)
     progress("weights", 2, 2)
-    return EngineCore(config, CountingExecutor(config.cache.num_gpu_blocks_override or 4096))
+    return make_core(config)
 
 
 def build_nothing(config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress) -> EngineCore:
@@ -131,7 +135,7 @@ def core_in_thread(**options) -> Iterator[str]:
     config, facts = resolved(EngineConfig.from_options(**options))
     with tempfile.TemporaryDirectory(prefix="jaxpaged-") as folder:
         heartbeat = Heartbeat(Path(folder) / "heartbeat")
-        server = CoreServer(EngineCore(config, CountingExecutor(config.cache.num_gpu_blocks_override or 4096)), facts, f"ipc://{folder}/core.sock", heartbeat)
+        server = CoreServer(make_core(config), facts, f"ipc://{folder}/core.sock", heartbeat)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         try:

@@ -116,11 +116,11 @@ def test_an_abort_ends_only_the_own_request(connect):
 @pytest.mark.parametrize(
     ("request_", "parameter"),
     [
-        (dict(num_prompt=2000), "prompt"),
-        (dict(seed=None), "seed"),
-        (dict(n=2), "seed"),
-        (dict(max_tokens=None), "max_tokens"),
-        (dict(num_prompt=0), "prompt"),
+        ({"num_prompt": 2000}, "prompt"),
+        ({"seed": None}, "seed"),
+        ({"n": 2}, "seed"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"num_prompt": 0}, "prompt"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_alone(connect, request_, parameter):

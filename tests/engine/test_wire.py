@@ -8,8 +8,14 @@ from hypothesis import strategies as st
 
 from jaxpaged.engine import wire
 from jaxpaged.errors import CapacityError, EngineError, RequestError
-from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, KVBlockMap, SchedulerStats
-from jaxpaged.messages import TokenLogprobs
+from jaxpaged.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    KVBlockMap,
+    SchedulerStats,
+    TokenLogprobs,
+)
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 
