@@ -6,6 +6,7 @@ how the core's process is kept running.
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,8 @@ from jaxpaged.engine.zmq_client import ZmqClient, ask_facts
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError, UsageError
 from jaxpaged.messages import EngineCoreOutputs, KVBlockMap, Progress, RequestOutput, StepRecord
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 LONG_PROMPT = 2000
 """Characters or token ids: longer prompts are processed in a thread, since they would hold up everybody's stream."""
@@ -63,8 +66,8 @@ class AsyncLLM:
     ) -> "AsyncLLM":  # fmt: skip
         """Load the model that `config` names in a new process; `progress` hears, in a thread, how far that is.
 
-        `step_timeout`: seconds after which a step counts as hung, compiling its programs included, and the process is
-        replaced. `max_restarts`: how often within an hour that happens before the engine is dead.
+        `step_timeout`: seconds without a sign of life, such as a compiled program, after which a step counts as hung
+        and the process is replaced. `max_restarts`: how often within an hour it is before the engine is dead.
         `factory`: see `core_process.Factory`. Raises ConfigError, CheckpointError, CapacityError or EngineDeadError.
         """
         supervisor = CoreSupervisor(
@@ -239,7 +242,12 @@ class AsyncLLM:
     # ---- what the core says
 
     def _on_step(self, outputs: EngineCoreOutputs) -> None:
-        processed = self._output_processor.process(outputs.outputs)
+        try:
+            processed = self._output_processor.process(outputs.outputs)
+        except Exception as error:  # nobody may wait for ever for what is lost
+            logger.exception("results of a step could not be processed")
+            self._fail_all(EngineError(f"its results could not be processed: {error!r}."))
+            return
         self._link.abort_requests(processed.ids_to_abort)
         self.metrics.record_step(outputs.stats)
         for result in processed.request_outputs:

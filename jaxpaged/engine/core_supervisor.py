@@ -49,8 +49,9 @@ class CoreState:
 class CoreSupervisor:
     """A core of `config` in a process of its own, from `start` to `close`.
 
-    `step_timeout`: seconds after which a step counts as hung, compiling included. `max_restarts`: how often within an
-    hour a process that died or hung is replaced. `factory` see `core_process.Factory`.
+    `step_timeout`: seconds without a sign of life, such as a compiled program, after which a step counts as hung.
+    `max_restarts`: how often within an hour a process that died or hung is replaced.
+    `factory`: see `core_process.Factory`.
     """
 
     def __init__(
@@ -149,6 +150,8 @@ class CoreSupervisor:
                     if self._served and patience is None:
                         heartbeat = stack.enter_context(contextlib.closing(Heartbeat(self._directory / HEARTBEAT)))
                         patience = Patience(heartbeat, self._step_timeout)
+                    if patience is not None:  # a step may wait for programs, and here is one
+                        patience.renew()
                 elif not ready and patience.exhausted():
                     return self._end_hung(child)
 

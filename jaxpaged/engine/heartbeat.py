@@ -56,6 +56,10 @@ class Patience:
         self._looks = 0
         self._last = -1
 
+    def renew(self) -> None:
+        """There was another sign of life."""
+        self._looks = 0
+
     def exhausted(self) -> bool:
         """Look once more. True when as many looks as `seconds` hold have found the same work under way."""
         count, working = self._heartbeat.look()

@@ -15,8 +15,8 @@ from jaxpaged.engine import wire
 from jaxpaged.errors import EngineDeadError, EngineError
 from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest
 
-HELLO_INTERVAL = 0.1
-"""Seconds between two attempts to reach a core that is not there yet."""
+HELLO_INTERVAL, LONGEST_HELLO_INTERVAL = 0.1, 1.0
+"""Seconds between attempts to reach a core that is not there yet: the first, doubled every time, and the last."""
 MESSAGES_AT_ONCE = 16
 """So many messages are handled before the event loop's other tasks get their turn."""
 
@@ -96,7 +96,7 @@ class ZmqClient:
             self._loop.add_reader(self._monitor.get(zmq.FD), self._look_at_monitor)
             self._loop.call_soon(self._look_at_monitor)  # the descriptor says nothing before the first look
         self._loop.add_reader(self._socket.get(zmq.FD), self._receive)
-        self._say_hello()
+        self._say_hello(HELLO_INTERVAL)
 
     def _disconnect(self) -> None:
         if self._hello_timer is not None:
@@ -120,9 +120,10 @@ class ZmqClient:
         if not self._loop.is_closed():
             self._loop.remove_reader(socket.get(zmq.FD))
 
-    def _say_hello(self) -> None:
+    def _say_hello(self, interval: float) -> None:
         """Repeated, since what is said to a core that is about to end is lost."""
-        self._hello_timer = self._loop.call_later(HELLO_INTERVAL, self._say_hello)
+        next_interval = min(2 * interval, LONGEST_HELLO_INTERVAL)
+        self._hello_timer = self._loop.call_later(interval, self._say_hello, next_interval)
         self._send(wire.HELLO, None)
 
     def _send(self, kind: bytes, value: Any) -> None:

@@ -200,6 +200,19 @@ def test_what_the_core_refuses_is_a_request_error_with_the_users_name():
         asyncio.run(main(llm))
 
 
+def test_results_that_cannot_be_processed_fail_who_waits_for_them(llm, monkeypatch):
+    async def main():
+        waiting = asyncio.ensure_future(outputs_of(llm, max_tokens=4000))
+        await until(lambda: llm.get_num_unfinished_requests() == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._output_processor, "process", lambda outputs: 1 / 0)
+            with pytest.raises(EngineError, match="could not be processed: ZeroDivisionError"):
+                await waiting
+        assert await tokens_of(llm) == answer(len(PROMPT), 5)
+
+    asyncio.run(main())
+
+
 def test_a_long_prompt_does_not_stop_the_others(llm):
     async def main():
         text = "the cat sat on the mat " * 300
@@ -287,7 +300,7 @@ def test_when_the_core_dies_or_hangs_every_request_hears_of_it_and_another_core_
         assert await tokens_of(llm) == answer(len(PROMPT), 5)
 
     async def both():
-        with llm_with_process(step_timeout=0.5) as llm:
+        with llm_with_process(step_timeout=0.5 if fake == "hang" else 60.0) as llm:
             first = await main(llm)
             assert llm.errored
             with pytest.raises(EngineDeadError, match=reason):

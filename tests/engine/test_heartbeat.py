@@ -26,6 +26,8 @@ def test_only_work_that_stands_still_ends_patience(tmp_path):
         heart.beat()
         assert not patience.exhausted(), "work goes on"
     assert looks(patience, num) == [False] * (num - 1) + [True]
+    patience.renew()
+    assert looks(patience, num) == [False] * (num - 1) + [True]
     heart.rest()
     assert not any(looks(patience, 3 * num))
 
