@@ -37,8 +37,10 @@ def test_streams_from_another_process_are_what_this_process_says(llm):
         answers = await asyncio.gather(*(ask(other, q, str(i), params(i)) for i, q in enumerate(QUESTIONS)))
         return answers, await other.executor_stats()
 
+    conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    expected = llm.chat(conversations, [params(i) for i in range(len(QUESTIONS))], use_tqdm=False)
     heard = set()
-    config = EngineConfig.from_options(model="demo", **SENDABLE)
+    config = EngineConfig.from_options(model="demo", **SENDABLE)  # now its programs are in the compilation cache
     other = AsyncLLM.from_config(config, lambda what, done, total: heard.add(what))
     try:
         answers, stats = asyncio.run(main(other))
@@ -47,8 +49,6 @@ def test_streams_from_another_process_are_what_this_process_says(llm):
     assert "Paris" in answers[0][0]
     assert stats["recompiles"] == 0
     assert "weights" in heard
-    conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    expected = llm.chat(conversations, [params(i) for i in range(len(QUESTIONS))], use_tqdm=False)
     for i, (text, token_ids, logprobs) in enumerate(answers):
         completion = expected[i].outputs[0]
         assert (text, token_ids) == (completion.text, completion.token_ids)
