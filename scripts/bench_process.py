@@ -5,8 +5,8 @@
 Scheduler, detokenizer and the embedded model's tokenizer are real; the model counts, and a step takes `--step-ms` in
 which the processor is free, as while a device computes. "One process" steps an `LLMEngine`, "two" reads `AsyncLLM`
 streams, a coroutine each. Rounds alternate, and the medians are printed: tokens per second, and CPU time per token in
-the process of the front end and in that of the core. With a step of 0 ms the core is ahead of the front end, and several
-tokens arrive as one result; how many results there were is printed too.
+the process of the front end and in that of the core. With a step of 0 ms the core is ahead of the front end, and
+several tokens arrive as one result; how many results there were is printed too.
 """
 
 import argparse
