@@ -27,10 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ragged_paged_attention.layout import SplitLayout
+from pallas_kernels.ragged_paged_attention.quantized import is_quantized, kind_of, quantize_new, slot_scales
 from pallas_kernels.shapes import ceil_div
 
-NUM_KV_ARRAYS = 2
-KV_HEADS_AXIS = 1
+LAYOUT = SplitLayout()
 
 ITEM_SLOTS = 64
 TILE_BYTES = 4 * 2**20  # keys and values of one tile of items: what the second-level caches of two cores hold
@@ -48,8 +49,9 @@ def why_not(platform: str) -> str | None:
     return None
 
 
-def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    return (num_blocks, num_kv_heads, block_size, head_dim)
+def cannot_take(**problem: Any) -> str | None:
+    """It takes everything."""
+    return None
 
 
 # ---- once a step ---------------------------------------------------------------------------------
@@ -159,8 +161,12 @@ def attention(
     window: int | None,
     soft_cap: float | None,
     sinks_N: jax.Array | None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH)."""
+    scales: tuple[jax.Array, ...] = (),
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K)."""
+    if is_quantized(kv[0].dtype):
+        settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks_N": sinks_N}
+        return _attend_dequantized(q_TNH, (k_TKH, v_TKH), kv, scales, metadata, settings)
     (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
     slots = (metadata.plan.slot_block_T, slice(None), metadata.plan.slot_offset_T)
     k_BKSH = kv[0].at[slots].set(k_TKH.astype(kv[0].dtype), mode="drop")
@@ -171,7 +177,29 @@ def attention(
     out_TKGH = jnp.zeros_like(q_TKGH)
     out_TKGH = _attend_query_tiles(problem, out_TKGH)
     out_TKGH = _attend_items(problem, out_TKGH)
-    return out_TKGH.reshape(T, N, H), (k_BKSH, v_BKSH)
+    return out_TKGH.reshape(T, N, H), (k_BKSH, v_BKSH), ()
+
+
+def _attend_dequantized(
+    q_TNH: jax.Array,
+    new: tuple[jax.Array, jax.Array],
+    kv: tuple[jax.Array, jax.Array],
+    scales: tuple[jax.Array, ...],
+    metadata: Any,
+    settings: dict[str, Any],
+) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """`attention` over what a quantised cache means, in float32: a definition, not a way to save memory."""
+    slots = (metadata.plan.slot_block_T, slice(None), metadata.plan.slot_offset_T)
+    meant, meant_new, stored, stored_scales = [], [], [], []
+    for x_TKH, x_BKSH, scale in zip(new, kv, scales or (None, None)):
+        stored_TKH, scale_TK = quantize_new(x_TKH, scale, x_BKSH.dtype)
+        scale_BKS = slot_scales(scale, x_BKSH.shape[:3])
+        meant.append(x_BKSH.astype(jnp.float32) * scale_BKS[..., None])
+        meant_new.append(stored_TKH.astype(jnp.float32) * scale_TK[..., None])
+        stored.append(x_BKSH.at[slots].set(stored_TKH, mode="drop"))
+        stored_scales.append(scale_BKS.at[slots].set(scale_TK, mode="drop"))
+    out_TNH, _, _ = attention(q_TNH, *meant_new, tuple(meant), metadata, **settings)
+    return out_TNH, tuple(stored), tuple(stored_scales) if kind_of(scales) == "token" else scales
 
 
 # ---- rows with many new tokens: tiles of queries -------------------------------------------------
