@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     engine = load_engine(engine_options_of(args))
     try:
         service = Service(engine, served_model(engine.config, options.served_model_name), options)
+        sockets.listen()
         announce(service.model.names[0], sockets.urls, guarded=bool(keys))
         run_loop(server.serve(service, sockets, keys))
     finally:

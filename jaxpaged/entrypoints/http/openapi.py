@@ -19,7 +19,9 @@ def description(endpoints: Sequence[Endpoint], with_keys: bool) -> dict[str, Any
     _, components = msgspec.json.schema_components(ordered, ref_template=REF)
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
-        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation(endpoint, with_keys)
+        paths.setdefault(endpoint.path.replace(":path}", "}"), {})[endpoint.method.lower()] = operation(
+            endpoint, with_keys
+        )
     document = {
         "openapi": "3.1.0",
         "info": {"title": "jaxpaged", "version": __version__},

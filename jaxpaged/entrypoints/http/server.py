@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.entrypoints.http.app import create_admin_app, create_app
-from jaxpaged.entrypoints.http.listener import Listener, bind, url_of
+from jaxpaged.entrypoints.http.listener import BACKLOG, Listener, bind, url_of
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.errors import EngineError, UsageError
@@ -37,6 +37,11 @@ class Sockets:
         self.admin: socket.socket | None = None
         if options.admin_port is not None:
             self.admin = bind(LOOPBACK, options.admin_port, "--admin-port")
+
+    def listen(self) -> None:
+        """From now on clients that connect are not refused; they wait until `serve` runs."""
+        for each in filter(None, (self.public, self.admin)):
+            each.listen(BACKLOG)
 
     @property
     def urls(self) -> list[str]:

@@ -177,7 +177,7 @@ def test_echo_with_logprobs_scores_the_prompt_as_evaluation_tools_need_it(ask, s
     answer = ask("/v1/completions", body)
     if stream:
         parts = [chunk["choices"][0]["logprobs"] for chunk in answer.events[:-1]]
-        logprobs = {key: sum((part[key] for part in parts), []) for key in parts[0]}
+        logprobs = {key: [value for part in parts for value in part[key]] for key in parts[0]}
     else:
         logprobs = answer.json["choices"][0]["logprobs"]
     tokens = [TOKENIZER.piece(i) for i in [*ids, *EXPECTED_IDS]]
@@ -188,7 +188,9 @@ def test_echo_with_logprobs_scores_the_prompt_as_evaluation_tools_need_it(ask, s
 
 
 def test_logprobs_lists_up_to_one_more_than_asked_for(ask):
-    logprobs = ask("/v1/completions", {**GREEDY, "temperature": 1, "seed": 3, "logprobs": 2}).json["choices"][0]["logprobs"]
+    logprobs = ask("/v1/completions", {**GREEDY, "temperature": 1, "seed": 3, "logprobs": 2}).json["choices"][0][
+        "logprobs"
+    ]
     for token, value, tops in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"]):
         assert tops[token] == value and 2 <= len(tops) <= 3
 
@@ -212,7 +214,7 @@ def test_prompt_logprobs_have_a_null_first_and_then_the_prompts_tokens(ask):
 def test_token_ids_are_returned_when_asked_for(ask):
     answer = ask("/v1/completions", {**GREEDY, "stream": True, "return_token_ids": True})
     choices = [chunk["choices"][0] for chunk in answer.events[:-1]]
-    assert sum((choice["token_ids"] for choice in choices), []) == EXPECTED_IDS
+    assert [token_id for choice in choices for token_id in choice["token_ids"]] == EXPECTED_IDS
     assert choices[0]["prompt_token_ids"] == TOKENIZER.encode(PROMPT)
     assert all("prompt_token_ids" not in choice for choice in choices[1:])
 
