@@ -28,7 +28,7 @@ import numpy as np
 
 ME = Path(__file__).resolve()
 HEADER = (
-    "streams  requests/s  tokens/s  TTFT p50   p99 ms  between tokens p50   p99 ms   tokens/CPU-s   offline   of offline"
+    "streams  requests/s  tokens/s  TTFT p50   p99 ms  between tokens p50   p99 ms  tokens/CPU-s   offline   of offline"
 )
 
 
