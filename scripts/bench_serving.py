@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,6 +103,19 @@ async def load(url: str, pid: int, args: argparse.Namespace, num_streams: int) -
     await asyncio.gather(*(connection(number) for number in range(num_streams)))
     result.seconds, result.cpu_seconds = time.perf_counter() - begin, cpu_seconds(pid) - cpu
     return result
+
+
+def wait_for_programs(url: str) -> None:
+    """Until the server compiles nothing any more, as its metrics say."""
+    while True:
+        with urllib.request.urlopen(f"{url}/metrics") as answer:
+            lines = [
+                line.split() for line in answer.read().decode().splitlines() if line.startswith("jaxpaged:program")
+            ]
+        values = {name.partition("{")[0]: float(value) for name, value in lines}
+        if values.get("jaxpaged:programs") == values.get("jaxpaged:programs_ready"):
+            return
+        time.sleep(1)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -280,7 +294,8 @@ def main() -> None:
     )
     try:
         print(HEADER)
-        asyncio.run(load(url, process.pid, args, max(args.streams)))  # compiles and warms up
+        asyncio.run(load(url, process.pid, args, max(args.streams)))  # warms up
+        wait_for_programs(url)
         for count, rate in zip(args.streams, rates, strict=True):
             print(row(count, asyncio.run(load(url, process.pid, args, count)), rate), flush=True)
     finally:
