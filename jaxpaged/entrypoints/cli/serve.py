@@ -120,7 +120,7 @@ def open_async_engine(options: Mapping[str, Any], progress: Any) -> Any:
 def announce(model: str, urls: list[str], guarded: bool) -> None:
     import sys
 
-    keys = "an API key is needed" if guarded else "no API key is needed"
+    keys = "an API key is needed" if guarded else "whoever reaches it may ask, no API key is needed"
     print(f"{model} is served at {urls[0]} ({keys}). Ctrl-C stops it.", file=sys.stderr, flush=True)
     for url in urls[1:]:
         print(f"The admin endpoints are at {url}.", file=sys.stderr, flush=True)

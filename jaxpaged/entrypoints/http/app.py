@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -87,7 +88,7 @@ def admin_endpoints(service: Service) -> list[Endpoint]:
 
 def create_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
     """The public application. With `keys`, requests must show one of them."""
-    return application(public_endpoints(service), keys)
+    return application(public_endpoints(service), keys, service.options.allowed_origins)
 
 
 def create_admin_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
@@ -95,14 +96,18 @@ def create_admin_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
     return application(admin_endpoints(service), keys)
 
 
-def application(endpoints: Sequence[Endpoint], keys: Sequence[str]) -> Starlette:
+def application(endpoints: Sequence[Endpoint], keys: Sequence[str], origins: Sequence[str] = ()) -> Starlette:
+    """`origins`: web pages that may ask. A browser's question whether it may needs no key, so it is answered first."""
     document = json_response(description(endpoints, with_keys=bool(keys))).body
 
     async def openapi(request: Request) -> Response:
         return Response(document, media_type="application/json")
 
+    every = ["*"]
+    cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every)]
+    cors = cors if origins else []
     return Starlette(
         routes=[*(endpoint.route() for endpoint in endpoints), Route("/openapi.json", openapi)],
-        middleware=[Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)],
+        middleware=[*cors, Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)],
         exception_handlers={HTTPException: answer_with_error},
     )

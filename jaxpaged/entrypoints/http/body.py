@@ -3,6 +3,7 @@
 This module knows JSON and msgspec, and no endpoint.
 """
 
+import asyncio
 import functools
 import re
 from typing import Any
@@ -13,6 +14,10 @@ from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.errors import HttpError
 
+BODY_TIMEOUT = 60.0
+"""Seconds within which the whole body must have come."""
+CLOSE = {"Connection": "close"}
+"""When the rest of a body will not be read, the connection cannot serve another request."""
 MAX_DEPTH = 64
 """Lists and objects inside each other: deeper ones are refused before anything walks through them recursively."""
 WHERE = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
@@ -50,10 +55,20 @@ def check_media_type(header: str) -> None:
 
 
 async def read_body(request: Request, max_body_bytes: int) -> bytes:
-    """The whole body. Raises HttpError 413 as soon as it is known to be too long."""
+    """The whole body. Raises HttpError 413 as soon as it is known to be too long, and 408 when it does not come."""
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > max_body_bytes:
         raise too_large(max_body_bytes, int(announced))
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT):
+            return await joined(request, max_body_bytes)
+    except TimeoutError:
+        raise HttpError(
+            408, f"The body did not come within {BODY_TIMEOUT:g} seconds. Send it faster.", headers=CLOSE
+        ) from None
+
+
+async def joined(request: Request, max_body_bytes: int) -> bytes:
     pieces, length = [], 0
     async for piece in request.stream():
         length += len(piece)
@@ -65,8 +80,7 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
 
 def too_large(limit: int, length: int | None = None) -> HttpError:
     size = f"has {length} bytes" if length else "is longer than allowed"
-    # The rest of the body will not be read, so the connection cannot serve another request.
-    return HttpError(413, f"The body {size}; at most {limit} are read. Shorten it.", headers={"Connection": "close"})
+    return HttpError(413, f"The body {size}; at most {limit} are read. Shorten it.", headers=CLOSE)
 
 
 def wrong_field(message: str) -> HttpError:

@@ -19,11 +19,6 @@ class Engine(Protocol):
         """Whether it takes requests."""
         ...
 
-    @property
-    def errored(self) -> bool:
-        """Whether it has stopped because something broke."""
-        ...
-
     def generate(
         self,
         prompt: Prompt,

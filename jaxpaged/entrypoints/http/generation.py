@@ -5,8 +5,9 @@ This module knows neither what the prompts are nor what the results become.
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import failed_request
@@ -27,15 +28,16 @@ class GenerationRequest:
     prompts: Sequence[TokenPrompt]
     params: SamplingParams
     priority: int = 0
+    unique: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
 
-    def engine_ids(self) -> list[str]:
-        if len(self.prompts) == 1:
-            return [self.request_id]
-        return [f"{self.request_id}-{i}" for i in range(len(self.prompts))]
+    def engine_id(self, number: int) -> str:
+        """The engine's id of prompt `number`: no two requests have the same, whatever ids clients choose."""
+        return f"{self.request_id}-{number}-{self.unique}"
 
     def load(self) -> Load:
         num_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        return Load(self.engine_ids(), self.params.n * len(self.prompts), num_tokens)
+        ids = [self.engine_id(number) for number in range(len(self.prompts))]
+        return Load(self.request_id, ids, self.params.n * len(self.prompts), num_tokens)
 
 
 async def stream(engine: Engine, traffic: Traffic, request: GenerationRequest) -> AsyncGenerator[Numbered]:
@@ -43,7 +45,7 @@ async def stream(engine: Engine, traffic: Traffic, request: GenerationRequest) -
 
     Raises HttpError when there is no room or when a prompt fails, and what the engine raises.
     """
-    with traffic.admitted(request.request_id, request.load()):
+    with traffic.admitted(request.load()):
         if len(request.prompts) == 1:
             async with contextlib.aclosing(results_of(engine, request, 0)) as results:
                 async for output in results:
@@ -65,8 +67,8 @@ async def collect(engine: Engine, traffic: Traffic, request: GenerationRequest) 
 
 async def results_of(engine: Engine, request: GenerationRequest, number: int) -> AsyncGenerator[RequestOutput]:
     """Results of one prompt. Raises HttpError when it fails while it is computed."""
-    prompt, request_id = request.prompts[number], request.engine_ids()[number]
-    generated = engine.generate(prompt.for_engine(), request.params, request_id, priority=request.priority)
+    prompt = request.prompts[number].for_engine()
+    generated = engine.generate(prompt, request.params, request.engine_id(number), priority=request.priority)
     async with contextlib.aclosing(generated) as outputs:
         async for output in outputs:
             if output.error is not None or any(each.finish_reason == "error" for each in output.outputs):

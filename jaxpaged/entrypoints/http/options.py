@@ -24,6 +24,9 @@ class ServerOptions:
     served_model_name: tuple[str, ...] | None = option(
         None, "names by which requests may call the model, the first being its own", not_empty=True
     )
+    allowed_origins: tuple[str, ...] = option(
+        (), "web pages that may ask from browsers, such as https://my.site; *: all"
+    )
     api_key: tuple[str, ...] = option((), "keys that clients must show")
     api_key_file: str | None = option(None, "file with a key a line: unlike --api-key, not in the list of processes")
     max_body_bytes: int = option(16 * 2**20, "longest request body", minimum=1)

@@ -5,7 +5,7 @@ before that. This module knows no endpoint.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +49,26 @@ class PromptReader:
         self._most_characters = processor.max_model_len * max(map(len, vocabulary), default=1)
 
     async def read(
+        self,
+        prompts: Sequence[str | list[int]],
+        truncation: Truncation,
+        add_special_tokens: bool,
+        cache_salt: str | None,
+    ) -> list[TokenPrompt]:
+        """Texts or token ids."""
+        check_salt(cache_salt)
+
+        def read_all() -> list[TokenPrompt]:
+            return [self._read(each, truncation, add_special_tokens, cache_salt) for each in prompts]
+
+        return await in_thread_if_long(sum(map(len, prompts)), read_all)
+
+    def _read(
         self, prompt: str | list[int], truncation: Truncation, add_special_tokens: bool, cache_salt: str | None
     ) -> TokenPrompt:
-        """A text or token ids."""
-        if isinstance(prompt, str):
-            if truncation.keep is None:
-                self._check_characters("prompt", len(prompt))
-            parsed = await in_thread_if_long(len(prompt), self._processor.parse, prompt, add_special_tokens)
-        else:
-            parsed = self._processor.parse(prompt)
-        check_salt(cache_salt)
+        if isinstance(prompt, str) and truncation.keep is None:
+            self._check_characters("prompt", len(prompt))
+        parsed = self._processor.parse(prompt, add_special_tokens)
         return TokenPrompt(self._truncated(parsed.token_ids, truncation), parsed.text, cache_salt)
 
     async def read_chat(

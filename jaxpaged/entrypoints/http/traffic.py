@@ -14,8 +14,12 @@ from jaxpaged.entrypoints.http.errors import RETRY_AFTER, HttpError
 
 @dataclass(frozen=True)
 class Load:
-    """What one HTTP request puts on the engine: an engine request per prompt, each of some sequences."""
+    """What one HTTP request puts on the engine: an engine request per prompt, each of some sequences.
 
+    Clients choose `request_id`, so several requests may have the same; `engine_ids` are ours alone.
+    """
+
+    request_id: str
     engine_ids: Sequence[str]
     num_sequences: int
     num_prompt_tokens: int
@@ -32,7 +36,8 @@ class Traffic:
         self._max_running = max_running
         self._max_queued = max_queued
         self._max_queued_tokens = max_queued_tokens
-        self._loads: dict[str, Load] = {}  # by id of the HTTP request, oldest first
+        self._loads: dict[int, Load] = {}  # by number of the HTTP request, oldest first
+        self._numbers = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -42,25 +47,26 @@ class Traffic:
         return len(self._loads)
 
     @contextlib.contextmanager
-    def admitted(self, request_id: str, load: Load) -> Iterator[None]:
+    def admitted(self, load: Load) -> Iterator[None]:
         """Count a request while the context lasts.
 
-        Raises HttpError: 503 while the server is draining, 429 when the queue is full, 400 when the id is in use.
+        Raises HttpError: 503 while the server is draining, 429 when the queue is full.
         """
-        self._check_room(request_id, load)
-        self._loads[request_id] = load
+        self._check_room(load)
+        number = next(self._numbers)
+        self._loads[number] = load
         self._idle.clear()
         try:
             yield
         finally:
-            del self._loads[request_id]
+            del self._loads[number]
             if not self._loads:
                 self._idle.set()
 
     def engine_ids(self, request_ids: Sequence[str] | None = None) -> list[str]:
         """What to abort in the engine to end these HTTP requests, or all of them. Unknown ids pass."""
-        wanted = self._loads if request_ids is None else request_ids
-        return [i for name in wanted if name in self._loads for i in self._loads[name].engine_ids]
+        loads = [load for load in self._loads.values() if request_ids is None or load.request_id in request_ids]
+        return [engine_id for load in loads for engine_id in load.engine_ids]
 
     async def wait_until_idle(self, timeout: float) -> bool:
         """Wait for the requests under way; False when some are left after `timeout` seconds."""
@@ -70,11 +76,9 @@ class Traffic:
             return False
         return True
 
-    def _check_room(self, request_id: str, load: Load) -> None:
+    def _check_room(self, load: Load) -> None:
         if self.draining:
             raise HttpError(503, "The server is shutting down. Send the request to another one.", headers=RETRY_AFTER)
-        if request_id in self._loads:
-            raise HttpError(400, f"A request with id {request_id!r} is under way. Use another id.", "request_id")
         sequences, tokens = self._queued_with(load)
         if self._max_queued is not None and sequences > self._max_queued:
             raise self._full(f"{sequences} sequences would wait, but at most {self._max_queued} may")

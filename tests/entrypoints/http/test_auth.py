@@ -55,3 +55,15 @@ def test_the_admin_listener_is_guarded_too(serving):
         return refused.status, served.status
 
     assert serving(scenario, keys=KEYS) == (401, 200)
+
+
+def test_pages_of_other_sites_may_ask_only_where_the_operator_allows_it(serving):
+    async def scenario(server):
+        asked = {"origin": "https://page.example", "access_control_request_method": "POST"}
+        may = await server.client.ask("OPTIONS", "/v1/completions", b"", asked)
+        answer = await server.client.get("/health", origin="https://page.example")
+        return may.status, answer.headers.get("access-control-allow-origin")
+
+    allowed = {"allowed_origins": ("https://page.example",)}
+    assert serving(scenario, keys=KEYS, options=allowed) == (200, "https://page.example")
+    assert serving(scenario, keys=KEYS) == (401, None)

@@ -1,5 +1,7 @@
 """What clients see when something goes wrong: statuses, the error object, and nothing of the server's insides."""
 
+import asyncio
+
 import pytest
 
 from jaxpaged.entrypoints.http.errors import MAX_MESSAGE_LENGTH, as_http_error, error_body, scrubbed
@@ -177,8 +179,13 @@ def test_a_failed_step_fails_its_request_and_the_next_one_is_served(serving):
 
 def test_a_request_whose_logits_are_unusable_fails_alone(serving):
     async def scenario(server):
-        server.engine.executor.bad_requests["cmpl-bad"] = "logits at 0x7fff12345678 are not numbers"
-        return await server.client.post("/v1/completions", {**COMPLETION, "request_id": "bad"})
+        server.engine.go_on.clear()
+        asking = asyncio.ensure_future(server.client.post("/v1/completions", {**COMPLETION, "request_id": "bad"}))
+        await asyncio.sleep(0.02)
+        [engine_id] = server.service.traffic.engine_ids(["cmpl-bad"])
+        server.engine.executor.bad_requests[engine_id] = "logits at 0x7fff12345678 are not numbers"
+        server.engine.go_on.set()
+        return await asking
 
     answer = serving(scenario)
     assert answer.status == 500 and "not numbers" in answer.error["message"] and "0x7" not in answer.error["message"]
@@ -224,3 +231,25 @@ def test_engine_errors_that_may_pass_are_503_and_what_the_engine_cannot_do_is_50
     assert as_http_error(EngineError("step 5 failed")).status == 503
     assert as_http_error(EngineError("step 5 failed")).headers == {"Retry-After": "1"}
     assert as_http_error(UsageError("it cannot sleep")).status == 501
+
+
+def test_a_body_that_does_not_come_in_time_gives_408(serving, monkeypatch):
+    from jaxpaged.entrypoints.http import body
+    from tests.entrypoints.http.asgi_client import scope_of
+
+    async def scenario(server):
+        begun, sent = iter([{"type": "http.request", "body": b'{"prompt', "more_body": True}]), []
+
+        async def receive():
+            return next(begun, None) or await asyncio.sleep(60)
+
+        async def send(message):
+            sent.append(message)
+
+        await server.client.app(
+            scope_of("POST", "/v1/completions", {"content_type": "application/json"}), receive, send
+        )
+        return sent[0]["status"]
+
+    monkeypatch.setattr(body, "BODY_TIMEOUT", 0.02)
+    assert serving(scenario) == 408

@@ -56,7 +56,7 @@ def test_all_prompts_of_a_request_are_aborted_together(serving):
         return server.engine.aborted
 
     aborted = serving(scenario)
-    assert sorted(i.rpartition("-")[2] for i in aborted) == ["0", "1", "2"]
+    assert sorted(engine_id.split("-")[2] for engine_id in aborted) == ["0", "1", "2"]
 
 
 def test_a_bad_prompt_among_good_ones_ends_them_all(serving):
@@ -122,3 +122,12 @@ def test_the_request_id_can_be_chosen_and_is_given_back_on_request(serving):
     assert stream.events[0]["id"] == "chatcmpl-b" and stream.headers["x-request-id"] == "b"
     answer, stream = serving(scenario)
     assert "x-request-id" not in answer.headers and "x-request-id" not in stream.headers
+
+
+def test_requests_that_share_an_id_are_served_side_by_side(serving):
+    async def scenario(server):
+        body = {"prompt": "a", "max_tokens": 3}
+        asking = [server.client.post("/v1/completions", body, x_request_id="same") for _ in range(3)]
+        return await asyncio.gather(*asking)
+
+    assert [(answer.status, answer.json["id"]) for answer in serving(scenario)] == [(200, "cmpl-same")] * 3

@@ -11,7 +11,7 @@ from jaxpaged.entrypoints.http.traffic import Load, Traffic
 
 def admit(traffic, request_id, sequences=1, tokens=10):
     ids = [f"{request_id}-{i}" for i in range(2)]
-    return traffic.admitted(request_id, Load(ids, sequences, tokens))
+    return traffic.admitted(Load(request_id, ids, sequences, tokens))
 
 
 def test_what_is_admitted_counts_until_its_context_ends():
@@ -23,14 +23,10 @@ def test_what_is_admitted_counts_until_its_context_ends():
     assert len(traffic) == 0
 
 
-def test_an_id_cannot_be_used_twice_at_a_time():
+def test_requests_with_the_same_id_count_each():
     traffic = Traffic(max_running=4)
-    with admit(traffic, "a"):
-        with pytest.raises(HttpError, match="'a' is under way") as refusal, admit(traffic, "a"):
-            pass
-        assert refusal.value.status == 400 and refusal.value.parameter == "request_id"
-    with admit(traffic, "a"):
-        pass
+    with admit(traffic, "a"), admit(traffic, "a"):
+        assert len(traffic) == 2 and len(traffic.engine_ids(["a"])) == 4
 
 
 @pytest.mark.parametrize(("limit", "admitted"), [(None, 20), (0, 4), (3, 7)])

@@ -27,7 +27,6 @@ from jaxpaged.entrypoints.http.openai.fields import (
 )
 from jaxpaged.entrypoints.http.openai.logprobs import prompt_logprobs
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
-from jaxpaged.entrypoints.http.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
 from jaxpaged.messages import RequestOutput
@@ -51,7 +50,8 @@ class Completions:
         request_id = service.request_id(request, "cmpl", wanted.request_id)
         params, given = self._params(wanted), prompts_of(wanted.prompt)
         check_num_sequences(len(given), params.n)
-        prompts = [await self._prompt(wanted, prompt) for prompt in given]
+        special = wanted.add_special_tokens is not False
+        prompts = await service.prompts.read(given, wanted.truncation, special, wanted.cache_salt)
         generation = GenerationRequest(request_id, prompts, params, wanted.priority or 0)
         headers = service.answer_headers(generation.request_id)
         if wanted.stream:
@@ -60,10 +60,6 @@ class Completions:
         response = await answer_or_leave(request, self._complete(wanted, generation, model))
         response.headers.update(headers)
         return response
-
-    async def _prompt(self, wanted: CompletionRequest, prompt: str | list[int]) -> TokenPrompt:
-        special = wanted.add_special_tokens is not False
-        return await self._service.prompts.read(prompt, wanted.truncation, special, wanted.cache_salt)
 
     def _params(self, wanted: CompletionRequest) -> SamplingParams:
         """With an echo, log probabilities are those of the prompt too; the engine computes at least one token."""

@@ -94,9 +94,8 @@ class Tokens:
         if (wanted.prompt is None) == (wanted.messages is None):
             raise HttpError(400, "Give either prompt or messages, and not both.", "prompt")
         if wanted.prompt is not None:
-            return await service.prompts.read(
-                wanted.prompt, Truncation(), wanted.add_special_tokens is not False, cache_salt=None
-            )
+            special = wanted.add_special_tokens is not False
+            return (await service.prompts.read([wanted.prompt], Truncation(), special, cache_salt=None))[0]
         template = template_arguments(wanted, service.options.trust_request_chat_template)
         messages = template_messages(wanted.messages)
         return await service.prompts.read_chat(
