@@ -138,7 +138,8 @@ class CompileConfig:
         None, "padded step sizes in tokens that get a program", minimum=2, not_empty=True
     )
     attention_backend: str = option(
-        "auto", "which attention kernel", choices=("auto", "reference")
+        "auto", "which attention kernel; those that end in -interpret simulate a device, very slowly, for tests",
+        choices=("auto", "reference", "tpu", "gpu", "tpu-interpret", "gpu-interpret"),
     )
 
 

@@ -197,7 +197,7 @@ class FreeExecutor:
 class FreeAsyncEngine:
     """What the server needs of an engine, in its own event loop: a step, then everybody gets to send."""
 
-    is_running, errored = True, False
+    is_running = True
 
     def __init__(self, max_num_seqs: int):
         from jaxpaged.config import EngineConfig, ModelFacts
@@ -241,6 +241,9 @@ class FreeAsyncEngine:
 
     async def check_health(self) -> None:
         pass
+
+    def get_metrics(self) -> list[Any]:
+        return self.engine.get_metrics()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self.engine.abort_request(request_ids)

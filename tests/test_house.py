@@ -36,7 +36,8 @@ LAYERS = {
     "plugins": set(),
     "assets": set(),
 }
-USES_KERNELS = {"layers", "worker"}  # the worker prepares once per step what all layers hand to a kernel
+# The worker prepares once per step what all layers hand to a kernel; sampling searches the vocabulary.
+USES_KERNELS = {"layers", "sampling", "worker"}
 # (file, beginning of the module): why this one import may cross the layers.
 CONVERT = "jaxpaged/entrypoints/cli/convert.py"
 BUILD = "jaxpaged/engine/build.py"

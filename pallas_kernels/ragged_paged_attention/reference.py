@@ -27,13 +27,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ragged_paged_attention.layout import SplitLayout
+from pallas_kernels.ragged_paged_attention.quantized import is_quantized, kind_of, quantize_new, slot_scales
 from pallas_kernels.shapes import ceil_div
 
-NUM_KV_ARRAYS = 2
-KV_HEADS_AXIS = 1
+LAYOUT = SplitLayout()
 
 ITEM_SLOTS = 64
 TILE_BYTES = 4 * 2**20  # keys and values of one tile of items: what the second-level caches of two cores hold
+ITEMS_PER_TOKEN = 2
 TILE_QUERIES = 128
 CHUNK_SLOTS = 256
 ITEMS_PER_CHUNK = 48  # this many items take as long as one chunk for a tile of queries
@@ -47,8 +49,9 @@ def why_not(platform: str) -> str | None:
     return None
 
 
-def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    return (num_blocks, num_kv_heads, block_size, head_dim)
+def cannot_take(**problem: Any) -> str | None:
+    """It takes everything."""
+    return None
 
 
 # ---- once a step ---------------------------------------------------------------------------------
@@ -158,8 +161,12 @@ def attention(
     window: int | None,
     soft_cap: float | None,
     sinks_N: jax.Array | None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH)."""
+    scales: tuple[jax.Array, ...] = (),
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K)."""
+    if is_quantized(kv[0].dtype):
+        settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks_N": sinks_N}
+        return _attend_dequantized(q_TNH, (k_TKH, v_TKH), kv, scales, metadata, settings)
     (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
     slots = (metadata.plan.slot_block_T, slice(None), metadata.plan.slot_offset_T)
     k_BKSH = kv[0].at[slots].set(k_TKH.astype(kv[0].dtype), mode="drop")
@@ -170,7 +177,29 @@ def attention(
     out_TKGH = jnp.zeros_like(q_TKGH)
     out_TKGH = _attend_query_tiles(problem, out_TKGH)
     out_TKGH = _attend_items(problem, out_TKGH)
-    return out_TKGH.reshape(T, N, H), (k_BKSH, v_BKSH)
+    return out_TKGH.reshape(T, N, H), (k_BKSH, v_BKSH), ()
+
+
+def _attend_dequantized(
+    q_TNH: jax.Array,
+    new: tuple[jax.Array, jax.Array],
+    kv: tuple[jax.Array, jax.Array],
+    scales: tuple[jax.Array, ...],
+    metadata: Any,
+    settings: dict[str, Any],
+) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """`attention` over what a quantised cache means, in float32: a definition, not a way to save memory."""
+    slots = (metadata.plan.slot_block_T, slice(None), metadata.plan.slot_offset_T)
+    meant, meant_new, stored, stored_scales = [], [], [], []
+    for x_TKH, x_BKSH, scale in zip(new, kv, scales or (None, None)):
+        stored_TKH, scale_TK = quantize_new(x_TKH, scale, x_BKSH.dtype)
+        scale_BKS = slot_scales(scale, x_BKSH.shape[:3])
+        meant.append(x_BKSH.astype(jnp.float32) * scale_BKS[..., None])
+        meant_new.append(stored_TKH.astype(jnp.float32) * scale_TK[..., None])
+        stored.append(x_BKSH.at[slots].set(stored_TKH, mode="drop"))
+        stored_scales.append(scale_BKS.at[slots].set(scale_TK, mode="drop"))
+    out_TNH, _, _ = attention(q_TNH, *meant_new, tuple(meant), metadata, **settings)
+    return out_TNH, tuple(stored), tuple(stored_scales) if kind_of(scales) == "token" else scales
 
 
 # ---- rows with many new tokens: tiles of queries -------------------------------------------------
@@ -235,8 +264,8 @@ def _attend_items(problem: _Problem, out_TKGH: jax.Array) -> jax.Array:
     its state is carried over, and what is written for it meanwhile is overwritten.
     """
     num_items = problem.metadata.plan.item_end_R[-1]
-    tile_items = _items_per_tile(problem.k_BKSH)
-    _, K, G, H = out_TKGH.shape
+    T, K, G, H = out_TKGH.shape
+    tile_items = _items_per_tile(problem.k_BKSH, T)
 
     def attend_tile(tile, carry):
         out_TKGH, carried_token, carried_KG = carry
@@ -253,11 +282,14 @@ def _attend_items(problem: _Problem, out_TKGH: jax.Array) -> jax.Array:
     return lax.fori_loop(0, lax.div(num_items + tile_items - 1, tile_items), attend_tile, carry)[0]
 
 
-def _items_per_tile(k_BKSH: jax.Array) -> int:
-    """As many items as `TILE_BYTES` hold; few enough that merging them stays cheap, enough to be worth an iteration."""
+def _items_per_tile(k_BKSH: jax.Array, num_tokens: int) -> int:
+    """As many items as `TILE_BYTES` hold; few enough that merging them stays cheap, enough to be worth an iteration.
+
+    The last tile is computed whole, so a step with few tokens has small ones: `ITEMS_PER_TOKEN` are a short context.
+    """
     _, K, S, H = k_BKSH.shape
     item_bytes = 2 * whole_blocks(ITEM_SLOTS, S) * K * H * k_BKSH.dtype.itemsize
-    return min(max(TILE_BYTES // item_bytes, 16), 64)
+    return min(max(TILE_BYTES // item_bytes, 16), 64, ITEMS_PER_TOKEN * num_tokens)
 
 
 def _attend_item_tile(problem: _Problem, item_I: jax.Array, real_I: jax.Array) -> tuple[jax.Array, Softmax]:
