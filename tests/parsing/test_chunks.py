@@ -33,7 +33,8 @@ CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), max_size=3)
 PIECES = [
     "{", "}", "[", "]", '"', "'", "\\", ",", ":", ";", "=", "(", ")", " ", "\n", "é", "漢🙂", "f(",
     'a="x"', "1", "-2.5e3",
-    "true", "None", "call:f", "[f(a=1)]", '{"name": "f", ', '"arguments": {"a": "}"}', '"parameters": {}', '"name"', '"f"',
+    "true", "None", "call:f", "[f(a=1)]",
+    '{"name": "f", ', '"arguments": {"a": "}"}', '"parameters": {}', '"name"', '"f"',
     '[{"name": "f", "arguments": {"a": 1}}]', '{"name": "f", "parameters": {"a": [1, "]"]}}', "<", "</", "```",
 ]  # fmt: skip
 MARKERS = sorted({
