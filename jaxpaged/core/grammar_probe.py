@@ -3,13 +3,15 @@
     python -m jaxpaged.core.grammar_probe
 
 Reads lines of JSON, `StructuredOutputsParams` each, and answers each with a line of JSON: null, or what is wrong with
-it. Whoever runs it sets the time limit; memory and stack are limited here. Bytes stand in for the vocabulary, which
-is not known here.
+it. Beyond its limits of computing time, memory and stack it dies without an answer. Bytes stand in for the vocabulary,
+which is not known here.
 """
 
 import json
+import math
 import sys
 import threading
+import time
 
 import msgspec
 
@@ -19,6 +21,8 @@ from jaxpaged.structured_outputs import StructuredOutputsParams
 
 STACK_BYTES = 4 * 2**20
 MEMORY_BYTES = 2 * 2**30
+CPU_SECONDS = 5
+"""For one grammar; ordinary ones take milliseconds."""
 
 
 def problem_with(params: StructuredOutputsParams) -> str | None:
@@ -40,25 +44,28 @@ def problem_with(params: StructuredOutputsParams) -> str | None:
 def answer_lines() -> None:
     decoder = msgspec.json.Decoder(StructuredOutputsParams)
     for line in sys.stdin.buffer:
+        limit("RLIMIT_CPU", math.ceil(time.process_time()) + CPU_SECONDS)
         print(json.dumps(problem_with(decoder.decode(line))), flush=True)
 
 
 def main() -> None:
     """Answer until standard input ends."""
-    limit_memory()
+    limit("RLIMIT_AS", MEMORY_BYTES)
+    limit("RLIMIT_CORE", 0)
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=answer_lines)
     thread.start()
     thread.join()
 
 
-def limit_memory() -> None:
+def limit(name: str, value: int) -> None:
+    """Set the soft limit of a resource of this process, where the system has such limits."""
     try:
         import resource
-    except ImportError:  # not on Windows
+    except ImportError:  # Windows
         return
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    which = getattr(resource, name)
+    resource.setrlimit(which, (value, resource.getrlimit(which)[1]))
 
 
 if __name__ == "__main__":

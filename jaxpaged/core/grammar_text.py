@@ -9,9 +9,9 @@ from typing import Any
 from jaxpaged.errors import RequestError
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
-WHITESPACE = r"[ \t\r\n]{1,16}"
-"""White space between the parts of JSON unless the request says otherwise. Without a bound, a model that is made to
-write JSON can write spaces for ever."""
+WHITESPACE = r"([ \t]{1,2}|\r?\n[ \t]{0,40})"
+"""White space between the parts of JSON unless the request says otherwise: a space or two, or a new line and its
+indentation. Without a bound, a model that is made to write JSON can write spaces for ever."""
 
 MOST_ERROR_TEXT = 400
 MOST_LEXER_STATES = 50_000

@@ -4,6 +4,7 @@ A child process compiles it first, under limits of time, memory and stack: gramm
 the compiler overflow its stack, which no `except` catches. This module knows no vocabulary and no engine.
 """
 
+import contextlib
 import json
 import logging
 import select
@@ -14,15 +15,20 @@ from collections import OrderedDict
 
 import msgspec
 
+from jaxpaged.core.grammar_probe import CPU_SECONDS
 from jaxpaged.errors import RequestError
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 5.0
-"""For one grammar; ordinary ones take milliseconds."""
-START_SECONDS = 60.0
-"""For a child process to start, on a machine that has much else to do."""
+SECONDS = 60.0
+"""To wait for an answer, on a machine that has much else to do. The child limits its own computing to far less."""
+START_SECONDS = 300.0
+"""To wait for a child process to start."""
+TOO_HARD = (
+    f"structured_outputs cannot be used: compiling it takes more than {CPU_SECONDS} s, or more memory or longer chains "
+    "of rules than are allowed. Make it simpler."
+)
 MOST_CHILDREN = 4
 MOST_REMEMBERED = 1024
 
@@ -70,10 +76,7 @@ class GrammarChecker:
         if answer is None:
             child.kill()
             logger.warning("a grammar of %d bytes could not be compiled in a process of its own", len(line))
-            return (
-                f"structured_outputs cannot be used: compiling it takes more than {self.seconds:g} s, or more memory "
-                "or deeper rules than are allowed. Make it simpler."
-            )
+            return TOO_HARD
         with self._lock:
             self._idle.append(child)
         return json.loads(answer)
@@ -116,5 +119,6 @@ class Child:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it died with a question unread
+            self._process.stdin.close()
         self._process.stdout.close()

@@ -88,7 +88,7 @@ def test_white_space_in_json_can_be_forbidden_chosen_and_is_bounded(grammars, to
     def takes(text, **fields):
         return matcher_of(grammars, json=schema, **fields).accept(tokenizer.encode(text).ids)
 
-    assert takes(tight) and takes('{ "a":\n  1 }') and not takes(wide)
+    assert takes(tight) and takes('{ "a":\n        1 }') and not takes(wide) and not takes('{"a":\n\n1}')
     assert takes(tight, disable_any_whitespace=True) and not takes('{"a": 1}', disable_any_whitespace=True)
     assert takes(wide, whitespace_pattern=" *") and not takes('{"a":\n1}', whitespace_pattern=" *")
 

@@ -1,9 +1,12 @@
 """What cannot be compiled is refused, and the checker outlives it. Child processes are real here."""
 
+from types import SimpleNamespace
+
+import msgspec
 import pytest
 
 from jaxpaged.core import grammar_probe
-from jaxpaged.engine.grammar_checker import GrammarChecker
+from jaxpaged.engine.grammar_checker import SECONDS, GrammarChecker
 from jaxpaged.errors import RequestError
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
@@ -55,12 +58,24 @@ def test_one_that_takes_too_long_is_refused_in_time(checker):
     checker.check(GOOD)
     checker.seconds = 0.0
     try:
-        with pytest.raises(RequestError, match="more than 0 s"):
+        with pytest.raises(RequestError, match="Make it simpler"):
             checker.check(StructuredOutputsParams(regex="b+"))
         checker.check(GOOD)  # it is remembered
     finally:
-        checker.seconds = 5.0
+        checker.seconds = SECONDS
     checker.check(StructuredOutputsParams(regex="b+"))
+
+
+def test_computing_time_is_limited(monkeypatch, capfd):
+    """The probe gives every grammar its own seconds, counted from when it came."""
+    limits = []
+    monkeypatch.setattr(grammar_probe, "limit", lambda name, value: limits.append((name, value)))
+    monkeypatch.setattr(grammar_probe.time, "process_time", iter([0.2, 100.0]).__next__)
+    lines = [msgspec.json.encode(GOOD) + b"\n"] * 2
+    monkeypatch.setattr(grammar_probe.sys, "stdin", SimpleNamespace(buffer=lines))
+    grammar_probe.answer_lines()
+    assert limits == [("RLIMIT_CPU", 1 + grammar_probe.CPU_SECONDS), ("RLIMIT_CPU", 100 + grammar_probe.CPU_SECONDS)]
+    assert capfd.readouterr().out == "null\nnull\n"
 
 
 def test_a_checker_whose_process_cannot_start_says_so(monkeypatch):
