@@ -163,7 +163,7 @@ def test_n_sequences_are_n_engine_requests_with_seeds_of_their_own():
 def test_n_sequences_become_one_result_in_order():
     processor, _ = start(n=2, output_kind=RequestOutputKind.FINAL_ONLY)
     assert feed(processor, ids_of(" on"), "1_r", finish_reason="length")[0] is None
-    result, _ = feed(processor, ids_of(" sat"), "0_r", finish_reason="stop", num_cached_tokens=3)
+    result, _ = feed(processor, [2], "0_r", finish_reason="stop", num_cached_tokens=3)
     assert result.finished
     assert [(o.index, o.text) for o in result.outputs] == [(0, ""), (1, " on")]
     assert result.num_cached_tokens == 3
