@@ -14,6 +14,7 @@ from typing import Any
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.parsing.deltas import Delta, ParsedMessage, joined
 from jaxpaged.parsing.gemma import functiongemma, gemma4
+from jaxpaged.parsing.harmony import Harmony, harmony
 from jaxpaged.parsing.json_calls import ForcedCall, TaggedList, TaggedObjects, forced_list, llama3_json, mistral
 from jaxpaged.parsing.marked_calls import deepseek_v3, deepseek_v31, kimi_k2
 from jaxpaged.parsing.output import Output, ToolSchemas
@@ -42,10 +43,16 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType({
     "longcat": TaggedObjects("<longcat_tool_call>", "</longcat_tool_call>"),
     "minimax_m2": minimax_m2,
     "mistral": mistral,
+    "openai": harmony,
     "phi4_mini_json": TaggedList("functools"),
     "pythonic": pythonic,
     "qwen3_coder": qwen3_coder,
     "qwen3_xml": qwen3_coder,
+})  # fmt: skip
+
+REASONING_PARSERS: Mapping[str, ReasoningFormat | Harmony] = MappingProxyType({
+    **REASONING_FORMATS,
+    "openai_gptoss": Harmony(),
 })  # fmt: skip
 
 
@@ -113,9 +120,9 @@ def tool_format_named(name: str) -> ToolFormat:
     return find("tool parser", name, TOOL_FORMATS)
 
 
-def reasoning_format_named(name: str) -> ReasoningFormat:
+def reasoning_format_named(name: str) -> ReasoningFormat | Harmony:
     """Raises ConfigError."""
-    return find("reasoning parser", name, REASONING_FORMATS)
+    return find("reasoning parser", name, REASONING_PARSERS)
 
 
 def find[T](kind: str, name: str, known: Mapping[str, T]) -> T:

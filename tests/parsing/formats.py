@@ -99,6 +99,14 @@ def parameters(before: str, call: str, parameter: str, after: str) -> Callable[[
     return render
 
 
+def harmony(content: str, calls: Calls) -> str:
+    text = f"<|channel|>final<|message|>{content}<|end|>" if content else ""
+    for name, arguments in calls:
+        text += f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        text += f"{compact(arguments)}<|call|>"
+    return text
+
+
 RENDER = {
     "deepseek_v3": sections("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", deepseek_v3),
     "deepseek_v31": sections("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", deepseek_v31),
@@ -125,6 +133,7 @@ RENDER = {
         "</invoke>\n</minimax:tool_call>",
     ),
     "mistral": mistral,
+    "openai": harmony,
     "phi4_mini_json": tagged_list("functools"),
     "pythonic": pythonic,
     "qwen3_coder": parameters(

@@ -180,6 +180,19 @@ def test_kimi_ends_its_thinking_by_calling():
     assert [(call.id, call.name) for call in message.tool_calls] == [("functions.f:0", "f")]
 
 
+def test_gpt_oss_says_in_channels_what_is_thought_answered_and_called():
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+        "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}"
+        "<|start|>assistant<|channel|>final<|message|>Done.<|return|>"
+    )
+    for names in (("openai", "openai_gptoss"), ("openai", None), (None, "openai_gptoss")):
+        message = parse(text, *names)
+        assert (message.content, message.reasoning) == ("I look.Done.", "hm")
+        assert calls_of(message) == [("f", '{"a": 1}'), ("g", "{}")]
+
+
 # ---- forced calls, and names
 
 
