@@ -49,7 +49,7 @@ def copy_nested(source: Source, sink: Sink) -> Steps[bool]:
 
 def copy_string(source: Source, sink: Sink) -> Steps[bool]:
     """A JSON string with its quotes."""
-    sink((yield from source.take(1)))
+    sink((yield from source.take()))
     return (yield from copy_rest_of_string(source, sink))
 
 
@@ -58,7 +58,7 @@ def copy_rest_of_string(source: Source, sink: Sink) -> Steps[bool]:
         sink(found)
         if found == '"':
             return True
-        sink((yield from source.take(1)))
+        sink((yield from source.take()))
     return False
 
 

@@ -63,7 +63,7 @@ class LooseValues:
                 return False
 
     def _nested(self, depth: int) -> Steps[bool]:
-        bracket = yield from self.source.take(1)
+        bracket = yield from self.source.take()
         if bracket == "{":
             return (yield from self.members("}", ":", depth))
         close, separator = "]" if bracket == "[" else ")", ""
@@ -96,7 +96,7 @@ class LooseValues:
             pieces: list[str] = []
             ends = Markers(quote, "\\")
             while (found := (yield from self.source.until(ends, pieces.append))) == "\\":
-                pieces.append("\\" + (yield from self.source.take(1)))
+                pieces.append("\\" + (yield from self.source.take()))
             if found:
                 self.sink(json_inside(unescape("".join(pieces))))
         if found:

@@ -1,6 +1,7 @@
 """Collects what a format finds, as deltas.
 
-White space beside tool calls separates them and is no content; in a text without calls nothing is changed.
+Content is the text without its calls. White space at its end, which stands between calls and after them, is left out
+where there are calls; in a text without calls nothing is changed.
 This module knows no format.
 """
 
@@ -22,8 +23,7 @@ class Output:
     def __init__(self, tools: ToolSchemas, new_id: Callable[[], str]):
         self.tools = tools
         self._new_id = new_id
-        self._spaces: list[str] = []  # after the content, perhaps before a call
-        self._just_called = False  # no content since a call
+        self._spaces: list[str] = []  # after the content so far
         self._has_arguments = False
         self._num_calls = 0
         self._last_index = 0  # of the call that the last delta belonged to
@@ -31,11 +31,6 @@ class Output:
         self._pending: list[tuple[str, ToolCallDelta | None, list[str]]] = []
 
     def content(self, text: str) -> None:
-        if self._just_called:
-            text = text.lstrip()
-        if not text:
-            return
-        self._just_called = False
         visible = text.rstrip()
         if visible:
             for piece in (*self._spaces, visible):
@@ -49,8 +44,7 @@ class Output:
             self._add("reasoning", text)
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
-        self._spaces.clear()
-        self._just_called, self._has_arguments = True, False
+        self._has_arguments = False
         first = ToolCallDelta(self._num_calls, call_id or self._new_id(), name)
         self._num_calls += 1
         self._pending.append(("call", first, []))

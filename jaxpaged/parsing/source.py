@@ -88,11 +88,10 @@ class Source:
             yield
         return self._text[self._at : self._at + 1]
 
-    def take(self, count: int) -> Steps[str]:
-        """The next `count` characters, fewer at the end."""
-        while len(self._text) - self._at < count and not self.closed:
-            yield
-        return self._read(min(self._at + count, len(self._text)))
+    def take(self) -> Steps[str]:
+        """The next character, "" at the end."""
+        yield from self.peek()
+        return self._read(min(self._at + 1, len(self._text)))
 
     def at(self, marker: str) -> Steps[bool]:
         """Whether a marker comes next. It waits only while what is there is the beginning of one."""

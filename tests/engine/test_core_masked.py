@@ -70,6 +70,7 @@ class HalfStep:
 
     def draw(self, masks_SW):
         self.executor.note("draw", self.scheduled)
+        self.executor.undrawn = None
         sampling = [name for name, samples in zip(self.scheduled.request_ids, self.scheduled.samples) if samples]
         assert masks_SW.shape == (len(sampling), ScriptGrammars.num_words) and masks_SW.dtype == np.uint32
         self.executor.masks = dict(zip(sampling, masks_SW))
@@ -86,6 +87,7 @@ class MaskedExecutor(FakeExecutor):
     def __init__(self):
         super().__init__(counting_model(VOCAB), VOCAB)
         self.diary, self.masks, self.interrupt_at = [], {}, None
+        self.undrawn = None  # the step whose second half has not come
 
     def note(self, what, scheduled):
         self.diary.append((what, scheduled.step_id))
@@ -93,9 +95,15 @@ class MaskedExecutor(FakeExecutor):
             self.interrupt_at = None
             raise KeyboardInterrupt
 
+    def recover(self):
+        super().recover()
+        self.undrawn = None
+
     def execute(self, scheduled):
+        assert self.undrawn is None, "a step began before the last one drew"
         if scheduled.masked:
             self.note("forward", scheduled)
+            self.undrawn = scheduled
             return HalfStep(self, scheduled)
         self.masks = {}
         return super().execute(scheduled)
@@ -133,6 +141,7 @@ def test_answers_follow_their_grammar_and_end_with_it_and_others_are_not_masked(
     assert tokens == {"a": [50, 20, 99, 0], "plain": [11, 12, 13, 14, 15, 16], "b": [33], "cut": [7, 8]}
     assert ends == {"a": ("stop", None), "plain": ("length", None), "b": ("stop", None), "cut": ("length", None)}
     core._scheduler.check_integrity()
+    assert not core._scheduler.constrained._following, "requests that ended are remembered"
 
 
 def test_a_step_begins_before_the_last_one_is_awaited_and_draws_after_it():

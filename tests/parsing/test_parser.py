@@ -149,6 +149,8 @@ def test_a_parameter_that_is_cut_off_is_left_out():
 def test_white_space_around_calls_is_no_content_but_stays_in_an_answer_without_calls():
     text = '  Hi. \n<tool_call>{"name": "f"}</tool_call>\n\n<tool_call>{"name": "g"}</tool_call>\n'
     assert parse(text, "hermes").content == "  Hi."
+    assert parse(text + "Bye", "hermes").content == "  Hi. \n\n\n\nBye"
+    assert parse(text.strip(" Hi.\n"), "hermes").content is None
     assert parse(" \n Hi. \n", "hermes").content == " \n Hi. \n"
 
 
