@@ -34,6 +34,7 @@ KV_HEADS_AXIS = 1
 
 ITEM_SLOTS = 64
 TILE_BYTES = 4 * 2**20  # keys and values of one tile of items: what the second-level caches of two cores hold
+ITEMS_PER_TOKEN = 2
 TILE_QUERIES = 128
 CHUNK_SLOTS = 256
 ITEMS_PER_CHUNK = 48  # this many items take as long as one chunk for a tile of queries
@@ -235,8 +236,8 @@ def _attend_items(problem: _Problem, out_TKGH: jax.Array) -> jax.Array:
     its state is carried over, and what is written for it meanwhile is overwritten.
     """
     num_items = problem.metadata.plan.item_end_R[-1]
-    tile_items = _items_per_tile(problem.k_BKSH)
-    _, K, G, H = out_TKGH.shape
+    T, K, G, H = out_TKGH.shape
+    tile_items = _items_per_tile(problem.k_BKSH, T)
 
     def attend_tile(tile, carry):
         out_TKGH, carried_token, carried_KG = carry
@@ -253,11 +254,14 @@ def _attend_items(problem: _Problem, out_TKGH: jax.Array) -> jax.Array:
     return lax.fori_loop(0, lax.div(num_items + tile_items - 1, tile_items), attend_tile, carry)[0]
 
 
-def _items_per_tile(k_BKSH: jax.Array) -> int:
-    """As many items as `TILE_BYTES` hold; few enough that merging them stays cheap, enough to be worth an iteration."""
+def _items_per_tile(k_BKSH: jax.Array, num_tokens: int) -> int:
+    """As many items as `TILE_BYTES` hold; few enough that merging them stays cheap, enough to be worth an iteration.
+
+    The last tile is computed whole, so a step with few tokens has small ones: `ITEMS_PER_TOKEN` are a short context.
+    """
     _, K, S, H = k_BKSH.shape
     item_bytes = 2 * whole_blocks(ITEM_SLOTS, S) * K * H * k_BKSH.dtype.itemsize
-    return min(max(TILE_BYTES // item_bytes, 16), 64)
+    return min(max(TILE_BYTES // item_bytes, 16), 64, ITEMS_PER_TOKEN * num_tokens)
 
 
 def _attend_item_tile(problem: _Problem, item_I: jax.Array, real_I: jax.Array) -> tuple[jax.Array, Softmax]:
