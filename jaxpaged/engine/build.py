@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxpaged.config import EngineConfig, ModelFacts
+from jaxpaged.core.structured_output import Grammars
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.front_end import load_input_processor
@@ -85,7 +86,14 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
     folder, model, decoder, config = resolve_model(config)
     input_processor = build_input_processor(config, decoder, folder)
     executor = UniProcExecutor(config, model, decoder, folder, progress)
-    return LLMEngine(config, input_processor, InprocClient(EngineCore(config, executor)))
+    grammars = build_grammars(input_processor, decoder)
+    return LLMEngine(config, input_processor, InprocClient(EngineCore(config, executor, grammars)))
+
+
+def build_grammars(input_processor: InputProcessor, decoder: DecoderConfig) -> Grammars:
+    """What compiles structured outputs for a model's vocabulary."""
+    tokenizer_json = input_processor.tokenizer.backend.to_str()
+    return Grammars(tokenizer_json, decoder.vocab_size, input_processor.eos_token_ids)
 
 
 def build_core(
@@ -98,7 +106,9 @@ def build_core(
     folder, model, decoder, config = resolve_model(config)
     tokenizer_folder = find_tokenizer_folder(config, folder)
     announce(CoreFacts(config.options(), decoder.vocab_size, str(folder), str(tokenizer_folder)))
-    return EngineCore(config, UniProcExecutor(config, model, decoder, folder, progress))
+    executor = UniProcExecutor(config, model, decoder, folder, progress)
+    input_processor = load_input_processor(config, decoder.vocab_size, folder, tokenizer_folder)
+    return EngineCore(config, executor, build_grammars(input_processor, decoder))
 
 
 def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, EngineConfig]:

@@ -39,6 +39,7 @@ MAX_STEPS = 32
 MOST_LOGPROBS = 128
 """Log probabilities per token that a run of decode steps may keep until its end."""
 DECODE_KINDS = ("decode", "decode_full")
+MASKED_KIND = "sample_masked"
 
 Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
 
@@ -217,6 +218,8 @@ class StepPrograms:
         builders[ProgramKey("load_tokens")] = partial(shapes.lower_load, load_tokens, TOKENS_UPLOAD_SIZE)
         for size in sample_buckets:
             builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample_full, size)
+        for size in sample_buckets:
+            builders[ProgramKey(MASKED_KIND, size)] = partial(shapes.lower_sample_masked, size)
         for size in token_buckets:
             builders[ProgramKey("prompt_logprobs", size)] = partial(shapes.lower_prompt_logprobs, size)
         return builders | self._decode_builders()
