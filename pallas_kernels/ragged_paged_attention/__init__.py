@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention import reference
+from pallas_kernels.ragged_paged_attention import invariant, reference
 
-_BACKENDS = {"reference": reference}
+_BACKENDS = {"reference": reference, "invariant": invariant}
 
 
 @jax.tree_util.register_dataclass
