@@ -133,6 +133,9 @@ class CompileConfig:
     attention_backend: str = option(
         "auto", "which attention kernel", choices=("auto", "reference")
     )
+    deterministic: bool | None = option(
+        None, "the same bits for a request in every batch, however its prompt is cut, cached or computed again"
+    )
 
 
 @dataclass(frozen=True)
@@ -197,9 +200,25 @@ class EngineConfig:
                 kv_cache_dtype=dtype if self.cache.kv_cache_dtype == "auto" else self.cache.kv_cache_dtype,
             ),
             scheduler=self._resolved_scheduler(max_model_len, platform),
+            compile=dataclasses.replace(self.compile, deterministic=self._resolved_deterministic(platform)),
         )
         config._cross_check(facts)
         return config
+
+    def _resolved_deterministic(self, platform: str) -> bool:
+        """What was given, else whether the platform gives it nearly for nothing. Raises ConfigError where it is unproven."""
+        given, devices = self.compile.deterministic, self.parallel.tensor_parallel_size
+        if given and platform != "cpu":
+            raise ConfigError(
+                f"deterministic was asked for on {platform!r}, but equal bits in every batch have been shown on "
+                "'cpu' only. Leave the option out."
+            )
+        if given and self.compile.attention_backend != "auto":
+            raise ConfigError(
+                f"deterministic needs an attention of its own, but attention_backend is "
+                f"{self.compile.attention_backend!r}. Leave one of the two out."
+            )
+        return bool(given)
 
     def _resolved_scheduler(self, max_model_len: int, platform: str) -> SchedulerConfig:
         """Step sizes: what was given, else what suits the other options, else what suits the platform."""

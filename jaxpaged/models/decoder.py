@@ -60,7 +60,7 @@ def self_attention(
     config: DecoderConfig,
     layer: LayerConfig,
     context: AttentionContext,
-    norm: Callable[[jax.Array, Norm, float], jax.Array],
+    norm: Callable[[jax.Array, Norm, float, bool], jax.Array],
     x_TD: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
     kv: Any,
@@ -74,8 +74,8 @@ def self_attention(
     k_TKH = apply_linear("TD,KHD->TKH", x_TD, p.k_proj)
     v_TKH = apply_linear("TD,KHD->TKH", x_TD, p.v_proj)
     if p.q_norm is not None:
-        q_TNH = norm(q_TNH, p.q_norm, config.norm_eps)
-        k_TKH = norm(k_TKH, p.k_norm, config.norm_eps)
+        q_TNH = norm(q_TNH, p.q_norm, config.norm_eps, config.deterministic)
+        k_TKH = norm(k_TKH, p.k_norm, config.norm_eps, config.deterministic)
     q_TNH, k_TKH = apply_rope(q_TNH, *cos_sin), apply_rope(k_TKH, *cos_sin)
     o_TNH, kv = attend(
         context, q_TNH, k_TKH, v_TKH, kv, metadata,

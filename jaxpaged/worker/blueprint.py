@@ -39,7 +39,10 @@ class Blueprint:
 
     def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, mesh: Mesh):
         self.config, self.model, self.mesh = config, model, mesh
-        self.decoder = replace(decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype)
+        self.decoder = replace(
+            decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype,
+            deterministic=config.compile.deterministic,
+        )  # fmt: skip
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)
         self.kv_dtype = jnp.dtype(config.cache.kv_cache_dtype)
@@ -62,7 +65,9 @@ class Blueprint:
     @cached_property
     def attention(self) -> AttentionContext:
         platform = self.mesh.devices.flat[0].platform
-        return AttentionContext(self.mesh, choose_backend(self.config.compile.attention_backend, platform))
+        options = self.config.compile
+        name = "invariant" if options.deterministic else options.attention_backend
+        return AttentionContext(self.mesh, choose_backend(name, platform))
 
     @cached_property
     def sampling_layout(self) -> StateLayout:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention import invariant, reference
 
-_BACKENDS = {"reference": reference, "invariant": invariant}
+_BACKENDS = {"reference": reference, "invariant": invariant}  # in the order in which "auto" takes them
 
 
 @jax.tree_util.register_dataclass
