@@ -133,8 +133,8 @@ class CompileConfig:
     attention_backend: str = option(
         "auto", "which attention kernel", choices=("auto", "reference")
     )
-    deterministic: bool | None = option(
-        None, "the same bits for a request in every batch, however its prompt is cut, cached or computed again"
+    deterministic: bool = option(
+        False, "the same bits for a request in every batch, however its prompt is cut, cached or computed again"
     )
 
 
@@ -200,25 +200,29 @@ class EngineConfig:
                 kv_cache_dtype=dtype if self.cache.kv_cache_dtype == "auto" else self.cache.kv_cache_dtype,
             ),
             scheduler=self._resolved_scheduler(max_model_len, platform),
-            compile=dataclasses.replace(self.compile, deterministic=self._resolved_deterministic(platform)),
         )
         config._cross_check(facts)
+        config._check_deterministic(platform)
         return config
 
-    def _resolved_deterministic(self, platform: str) -> bool:
-        """What was given, else whether the platform gives it nearly for nothing. Raises ConfigError where it is unproven."""
+    def _check_deterministic(self, platform: str) -> None:
+        """Raise ConfigError where equal bits in every batch are unproven."""
         given, devices = self.compile.deterministic, self.parallel.tensor_parallel_size
         if given and platform != "cpu":
             raise ConfigError(
                 f"deterministic was asked for on {platform!r}, but equal bits in every batch have been shown on "
                 "'cpu' only. Leave the option out."
             )
+        if given and devices > 1:
+            raise ConfigError(
+                f"deterministic was asked for with tensor_parallel_size {devices}, but the order in which devices add "
+                "their parts has not been shown to be the same for every batch. Use one device, or leave it out."
+            )
         if given and self.compile.attention_backend != "auto":
             raise ConfigError(
                 f"deterministic needs an attention of its own, but attention_backend is "
                 f"{self.compile.attention_backend!r}. Leave one of the two out."
             )
-        return bool(given)
 
     def _resolved_scheduler(self, max_model_len: int, platform: str) -> SchedulerConfig:
         """Step sizes: what was given, else what suits the other options, else what suits the platform."""

@@ -29,7 +29,7 @@ class DecoderConfig:
 
     `query_scale` multiplies the attention scores, `embed_scale` the embeddings. `max_position_embeddings` is the
     longest sequence the model is made for, rope scaling included. `max_model_len` is the engine's limit, equal to
-    it until replaced. `dtype` is the checkpoint's. `deterministic` is the engine's option: no sum may depend on the batch.
+    it until replaced. `dtype` is the checkpoint's. `deterministic` is the engine's option.
     """
 
     architecture: str

@@ -8,7 +8,6 @@ are kept or called.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp

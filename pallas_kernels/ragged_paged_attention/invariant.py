@@ -16,7 +16,6 @@ the zeros between them change nothing.
 
 import math
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,68 @@
+#!/usr/bin/env python
+"""What `deterministic` costs on this machine: CPU time with it over CPU time without, the two taken in turns.
+
+    python scripts/bench_deterministic.py [--model demo] [--repeat 5]
+
+Figures are CPU milliseconds of all threads, the smallest of several runs: steadier than the wall clock on a machine that
+others use too. `--model` may be any folder that `jaxpaged generate` takes.
+"""
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from jaxpaged import LLM, SamplingParams
+
+NUM_TOKENS = 32
+
+
+def work(rows: int, prompt_length: int, max_tokens: int):
+    """Random prompts, and how far to continue them."""
+    rng = random.Random(rows)
+    prompts = [{"prompt_token_ids": [rng.randrange(3, 2000) for _ in range(prompt_length)]} for _ in range(rows)]
+    return prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+WORK = {
+    **{f"decode, {rows} rows": work(rows, 96, NUM_TOKENS) for rows in (1, 8, 32)},
+    "prefill, 1,024 tokens": work(1, 1024, 1),
+    "prefill, 32 prompts of 32": work(32, 32, 1),
+}
+
+
+def cpu_seconds(llm: LLM, prompts, params) -> float:
+    start = time.process_time()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.process_time() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--tokenizer", default=None)
+    parser.add_argument("--repeat", type=int, default=5)
+    options = parser.parse_args()
+    shared = {
+        "max_model_len": 1280, "max_num_seqs": 32, "enable_prefix_caching": False, "tokenizer": options.tokenizer,
+        "max_num_batched_tokens": 512, "token_buckets": (8, 32, 512),
+    }  # fmt: skip
+    engines = [LLM(options.model, deterministic=deterministic, **shared) for deterministic in (False, True)]
+    for llm in engines:
+        llm.wait_for_programs()
+    for name, (prompts, params) in WORK.items():
+        best = [float("inf")] * 2
+        for turn in range(options.repeat + 1):  # the first one warms up
+            for i, llm in enumerate(engines):
+                seconds = cpu_seconds(llm, prompts, params)
+                best[i] = min(best[i], seconds) if turn else best[i]
+        print(f"{name:28} {best[0] * 1e3:9.1f} ms  {best[1] * 1e3:9.1f} ms  {best[1] / best[0]:5.2f} x", flush=True)
+    for llm in engines:
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    main()
