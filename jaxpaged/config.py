@@ -105,6 +105,10 @@ class SchedulerConfig:
         0, "most tokens of one prompt in a step while others run; 0: no such limit", minimum=0
     )
     async_scheduling: bool = option(True, "prepare the next step while this one runs")
+    num_scheduler_steps: int | None = option(
+        None, "most decode steps in one program while nobody waits; by default what measured times suggest, 1: always "
+        "one. Tokens are streamed, and new requests start, between programs", minimum=1, maximum=256,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

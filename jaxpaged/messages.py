@@ -4,7 +4,8 @@
       -> ModelRunnerOutput -> Scheduler -> EngineCoreOutput -> OutputProcessor -> RequestOutput
 
 All are msgspec structs of plain values and numpy arrays: they travel between processes without
-pickle. They hold data and no behaviour; this module knows nothing of how a step is computed.
+pickle. They hold data and no behaviour; this module knows nothing of how a step is computed. Those that come by the
+token are `gc=False`: they cannot be part of a cycle, and the garbage collector need not look at them.
 """
 
 from collections.abc import Callable
@@ -64,6 +65,8 @@ class SchedulerOutput(msgspec.Struct):
 
     A request samples a token in this step exactly when `samples[i]`: its last known token is computed here.
     With asynchronous scheduling that token may still be on the device, sampled by the step before.
+    With `num_steps` above 1 this is a run of decode steps: a request computes its last known token and those that it
+    samples, one a step, `num_scheduled_tokens[i]` in all (at most `num_steps`), or fewer if a stop token ends it.
     `removed_request_ids` finished, were aborted, or were preempted since the last step: their rows are free.
     They are removed before `new_requests` are added. For requests in `new_requests` the entry of
     `new_block_ids` is None, since the whole table is in `NewRequestData`.
@@ -78,6 +81,7 @@ class SchedulerOutput(msgspec.Struct):
     samples: list[bool]
     new_block_ids: list[tuple[list[int], ...] | None]  # to append, per KV group
     total_num_scheduled_tokens: int = 0
+    num_steps: int = 1
 
 
 # ---- ModelRunner -> Scheduler ------------------------------------------------------------------
@@ -108,7 +112,10 @@ class PromptLogprobs(msgspec.Struct):
 
 
 class StepBuckets(msgspec.Struct, array_like=True):
-    """What the programs of one step were padded to: tokens of `forward`, and rows of `sample`, 0 if none sampled."""
+    """What the programs of one step were padded to: tokens of `forward`, and rows of `sample`, 0 if none sampled.
+
+    In a run of decode steps every one of them is padded to this.
+    """
 
     token_bucket: int
     sample_bucket: int = 0
@@ -118,8 +125,12 @@ class StepBuckets(msgspec.Struct, array_like=True):
 class ModelRunnerOutput(msgspec.Struct):
     """What one step produced. `request_ids` are those that sampled, in the order of `sampled_token_ids` [n].
 
+    After a run of decode steps `token_runs` holds each one's tokens in place of `sampled_token_ids`, and `logprobs`
+    has a line for every token, run after run.
+
     `failed` maps a request to the reason why its own computation failed (for example logits that are not a
-    number); its token is not to be used. Other requests of the step are unharmed.
+    number); its token is not to be used, while those of its run before it are good. Other requests of the step are
+    unharmed.
     """
 
     step_id: int
@@ -129,12 +140,13 @@ class ModelRunnerOutput(msgspec.Struct):
     prompt_logprobs: dict[str, PromptLogprobs] = {}
     failed: dict[str, str] = {}
     buckets: StepBuckets | None = None  # None where nothing is padded
+    token_runs: list[list[int]] | None = None
 
 
 # ---- Scheduler -> front end --------------------------------------------------------------------
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Candidates of one sampled position: the sampled token first, then the most likely ones."""
 
     token_ids: list[int]
@@ -142,7 +154,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     rank: int  # of the sampled token
 
 
-class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """New tokens of one request, and whether it ended."""
 
     request_id: str
@@ -167,6 +179,7 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
     num_scheduled_tokens: int = 0  # of this step
+    num_steps: int = 1  # that ran in one program
 
 
 class StepRecord(msgspec.Struct, gc=False):
@@ -174,6 +187,7 @@ class StepRecord(msgspec.Struct, gc=False):
 
     Times are seconds of `time.perf_counter`. `result_ready` is when the host had the result: the device may have
     been done earlier if nobody waited yet. Buckets are the sizes themselves where nothing is padded.
+    Where `num_steps` is not 1 this is a run of decode steps: tokens are those of all, each was padded to the buckets.
     """
 
     step_id: int
@@ -190,6 +204,7 @@ class StepRecord(msgspec.Struct, gc=False):
     wait_begin: float
     result_ready: float
     update_end: float
+    num_steps: int = 1
 
 
 class KVBlockMap(msgspec.Struct):
@@ -216,7 +231,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True):
 # ---- front end -> user ---------------------------------------------------------------------------
 
 
-class Logprob(msgspec.Struct):
+class Logprob(msgspec.Struct, gc=False):
     """The log probability of one candidate token, its 1-based rank, and its text."""
 
     logprob: float
@@ -224,7 +239,7 @@ class Logprob(msgspec.Struct):
     decoded_token: str | None = None
 
 
-class CompletionOutput(msgspec.Struct):
+class CompletionOutput(msgspec.Struct, gc=False):
     """One generated sequence. `stop_reason` is the stop string or stop token id that ended it, or None."""
 
     index: int
@@ -239,7 +254,7 @@ class CompletionOutput(msgspec.Struct):
         return self.finish_reason is not None
 
 
-class RequestMetrics(msgspec.Struct):
+class RequestMetrics(msgspec.Struct, gc=False):
     """Times of one request in seconds since the epoch; None until reached."""
 
     arrival_time: float
@@ -248,7 +263,7 @@ class RequestMetrics(msgspec.Struct):
     num_preemptions: int = 0
 
 
-class RequestOutput(msgspec.Struct):
+class RequestOutput(msgspec.Struct, gc=False):
     """The result of one prompt: `outputs` holds `n` sequences, ordered by index."""
 
     request_id: str

@@ -1,13 +1,24 @@
-"""Host time of one engine step, by part, with a model that costs nothing.
+"""Host time of one engine step, by part, with a model that costs nothing; and whether the device ever waits for it.
 
-    python scripts/bench_host.py [--running 256] [--waiting 0] [--steps 200]
+    python scripts/bench_host.py [--running 256] [--waiting 0] [--steps 400] [--kind delta] [--profile 12]
+    python scripts/bench_host.py --device-ms 5 [--running 256] [--steps 400]
 
 The real scheduler, runner, output processor and detokenizer serve the embedded model's tokenizer; only the compiled
 programs are replaced, by functions that return arrays made beforehand. What is left is what the host does for every
-running request in every step. Times are CPU times of the thread, so other programs on the machine do not count.
+running request in every step. Times are CPU times of the thread, so other programs on the machine do not count, and the
+times of the parts include what the garbage collector takes out of them. Prompts differ in content and length, so that
+in every step one request of 16 enters a new block.
+
+With `--device-ms` the programs are those of a device that computes one step after the other, each for so long, and
+whose results can be read only then. Its clock is the host's CPU time plus the time that the host waited for it, so this
+too is the same on a busy machine. Printed is how long the device had nothing to do.
 """
 
 import argparse
+import cProfile
+import gc
+import itertools
+import pstats
 import statistics
 import time
 from collections import defaultdict
@@ -33,7 +44,7 @@ from jaxpaged.worker.model_runner import DeviceState, ModelRunner
 from jaxpaged.worker.packed import step_layout
 from jaxpaged.worker.request_rows import RequestRows
 
-PROMPT = list(range(300, 340))
+SHORTEST_PROMPT = 40
 MAX_MODEL_LEN = 4096
 WARM_UP_STEPS = 30
 
@@ -41,9 +52,10 @@ WARM_UP_STEPS = 30
 class FreePrograms:
     """A program table whose programs cost nothing: they return arrays of the right kind made beforehand."""
 
-    def __init__(self, token_id: int):
+    def __init__(self, token_id: int, device: "Device | None"):
         self.state = jax.device_put(np.zeros(2, np.int32))
         self.tokens = {size: jax.device_put(np.full(size, token_id, np.int32)) for size in doubling_buckets(4096)}
+        self.device = device
 
     def smallest_ready(self, kind: str, size: int, buckets: tuple[int, ...]) -> int:
         return next(bucket for bucket in buckets if bucket >= size)
@@ -54,19 +66,50 @@ class FreePrograms:
             return lambda *_: (state, state, state, state)
         if key.kind == "sample":
             tokens = self.tokens[key.size]
-            return lambda *_: (state, tokens)
+            return lambda *_: (state, tokens if self.device is None else self.device.compute(tokens))
         return lambda *_: state
+
+
+class Device:
+    """Computes steps in order, `seconds` each, beginning when a step is dispatched and the one before is done."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.waited = 0.0  # seconds that the host waited for results
+        self.busy: list[tuple[float, float]] = []  # begin and end of every step
+
+    def now(self) -> float:
+        return time.thread_time() + self.waited
+
+    def compute(self, tokens: jax.Array) -> "Result":
+        begin = max(self.now(), self.busy[-1][1] if self.busy else 0.0)
+        self.busy.append((begin, begin + self.seconds))
+        return Result(np.asarray(tokens), self, self.busy[-1][1])
+
+
+class Result:
+    """Tokens that cannot be read before the device has computed them."""
+
+    def __init__(self, tokens: np.ndarray, device: Device, ready: float):
+        self.tokens, self.device, self.ready = tokens, device, ready
+
+    def copy_to_host_async(self) -> None:
+        pass
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self.device.waited += max(self.ready - self.device.now(), 0.0)
+        return self.tokens
 
 
 class FreeExecutor:
     """An executor around the real runner."""
 
-    def __init__(self, config: EngineConfig, vocab_size: int):
+    def __init__(self, config: EngineConfig, vocab_size: int, device: Device | None):
         scheduler, block_size = config.scheduler, config.cache.block_size
         groups = (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),)
         self.kv_cache_config = KVCacheConfig(scheduler.max_num_seqs * (MAX_MODEL_LEN // block_size) + 1, groups)
         buckets = doubling_buckets(scheduler.max_num_batched_tokens)
-        programs: Any = FreePrograms(token_id=500)
+        programs: Any = FreePrograms(token_id=500, device=device)
         self.runner = ModelRunner(
             programs=programs,
             params=None,
@@ -77,7 +120,6 @@ class FreeExecutor:
             custom=NO_PROCESSORS,
             layouts={size: step_layout(size, scheduler.max_num_seqs, len(groups), block_size) for size in buckets},
             sample_buckets=doubling_buckets(scheduler.max_num_seqs),
-            sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
         )
         self.execute = self.runner.execute
 
@@ -89,10 +131,10 @@ class FreeExecutor:
 
 
 class Stopwatch:
-    """Wraps methods so that their CPU time is added up under a name."""
+    """Wraps methods so that the CPU time of every call is kept under a name."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, list[float]] = defaultdict(list)
 
     def wrap(self, owner: Any, method: str, name: str) -> None:
         function = getattr(owner, method)
@@ -102,62 +144,99 @@ class Stopwatch:
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds[name] += time.thread_time() - begin
+                self.seconds[name].append(time.thread_time() - begin)
 
         setattr(owner, method, timed)
 
 
-def make_engine(running: int) -> tuple[LLMEngine, FreeExecutor]:
+def make_engine(running: int, device: Device | None = None) -> tuple[LLMEngine, FreeExecutor]:
     folder = resolve_model_folder("demo")
     hf = load_hf_config(folder)
     decoder = model_for(hf).config_from_hf(hf)
     facts = ModelFacts(decoder.max_position_embeddings, decoder.dtype, decoder.num_heads, decoder.vocab_size)
     options = {"max_num_seqs": running, "max_num_batched_tokens": max(2048, running), "block_size": 16}
     config = EngineConfig.from_options(**options, max_model_len=MAX_MODEL_LEN).resolve(facts, "cpu")
-    executor = FreeExecutor(config, decoder.vocab_size)
+    executor = FreeExecutor(config, decoder.vocab_size, device)
     core = EngineCore(config, executor)
     return LLMEngine(config, build_input_processor(config, decoder, folder), InprocClient(core)), executor
 
 
-def measure(running: int, waiting: int, steps: int) -> dict[str, float]:
-    """Microseconds per running request and step, by part."""
-    engine, executor = make_engine(running)
-    params = SamplingParams(
-        max_tokens=steps + 4 * WARM_UP_STEPS, ignore_eos=True, output_kind=RequestOutputKind.DELTA, temperature=0.7
-    )
-    for i in range(running + waiting):
-        engine.add_request(str(i), {"prompt_token_ids": PROMPT}, params)
+def fill(engine: LLMEngine, num_requests: int, steps: int, kind: RequestOutputKind) -> None:
+    """Add requests that outlive `steps` steps, and go through the first ones."""
+    params = SamplingParams(max_tokens=steps + 4 * WARM_UP_STEPS, ignore_eos=True, output_kind=kind, temperature=0.7)
+    for i in range(num_requests):
+        prompt = [300 + i % 1000] * (SHORTEST_PROMPT + i % 16)
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
     for _ in range(WARM_UP_STEPS):
         engine.step()
+    gc.collect()
+
+
+def measure(engine: LLMEngine, executor: FreeExecutor, steps: int) -> dict[str, list[float]]:
+    """CPU seconds of every step, by part."""
     watch, core = Stopwatch(), engine._core._core
     watch.wrap(core._scheduler, "schedule", "schedule")
-    watch.wrap(core._scheduler, "update_from_output", "update")
     watch.wrap(executor, "execute", "prepare and dispatch")
+    watch.wrap(core._scheduler, "update_from_output", "update")
     watch.wrap(engine._output_processor, "process", "detokenise and hand out")
-    totals = []
+    watch.wrap(engine, "step", "whole step")
     for _ in range(steps):
-        begin = time.thread_time()
         engine.step()
-        totals.append(time.thread_time() - begin)
-    scale = 1e6 / steps / running
-    parts = {name: seconds * scale for name, seconds in watch.seconds.items()}
-    parts["everything else"] = sum(totals) * scale - sum(parts.values())
-    parts["whole step (mean)"] = sum(totals) * scale
-    parts["whole step (median)"] = statistics.median(totals) * 1e6 / running
-    return parts
+    return watch.seconds
+
+
+def print_parts(parts: dict[str, list[float]], running: int) -> None:
+    """Mean, median and fastest of each part. The fastest ones show what a quiet machine would."""
+    print("microseconds per running request and step\n" + " " * 28 + "mean   median  fastest")
+    for name, seconds in parts.items():
+        summary = (statistics.mean(seconds), statistics.median(seconds), min(seconds))
+        print(f"  {name:24s}" + "".join(f"{1e6 * value / running:9.2f}" for value in summary))
+
+
+def print_profile(engine: LLMEngine, steps: int, num_rows: int) -> None:
+    """The functions that take most of the time, without what they call."""
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(steps):
+        engine.step()
+    profile.disable()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(num_rows)
+
+
+def print_overlap(engine: LLMEngine, device: Device, steps: int) -> None:
+    """How long the device had nothing to do, and how long the host waited for it."""
+    device.busy.clear()
+    waited = device.waited
+    for _ in range(steps):
+        engine.step()
+    begin, end = device.busy[0][0], device.busy[-1][1]
+    gaps = [after - before for (_, before), (after, _) in itertools.pairwise(device.busy)]
+    whole, waits = 1e3 * (end - begin) / len(device.busy), 1e3 * (device.waited - waited) / steps
+    print(f"  device idle      {100 * sum(gaps) / (end - begin):6.2f} % of the time")
+    print(f"  steps with a gap {sum(gap > 0 for gap in gaps):6d} of {len(gaps)}, the longest {1e3 * max(gaps):.2f} ms")
+    print(f"  one step         {whole:6.2f} ms: the host works {whole - waits:.2f} and waits {waits:.2f} ms")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--kind", choices=[kind.name.lower() for kind in RequestOutputKind], default="delta")
+    parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print a profile instead of the parts")
+    parser.add_argument("--device-ms", type=float, default=0.0, help="show the overlap with steps of this length")
     args = parser.parse_args()
-    parts = measure(args.running, args.waiting, args.steps)
-    print(f"{args.running} running, {args.waiting} waiting: microseconds per running request and step")
-    for name, value in parts.items():
-        print(f"  {name:24s} {value:7.2f}")
-    print(f"  one step of all requests {parts['whole step (median)'] * args.running / 1000:7.2f} ms (median)")
+    device = Device(args.device_ms / 1e3) if args.device_ms else None
+    engine, executor = make_engine(args.running, device)
+    fill(engine, args.running + args.waiting, args.steps, RequestOutputKind[args.kind.upper()])
+    print(f"{args.running} running, {args.waiting} waiting, {args.kind}", end=": ")
+    if device is not None:
+        print(f"a device that takes {args.device_ms:g} ms a step")
+        print_overlap(engine, device, args.steps)
+    elif args.profile:
+        print_profile(engine, args.steps, args.profile)
+    else:
+        print_parts(measure(engine, executor, args.steps), args.running)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TOP_LEVEL = {"LICENSE", "README.md", "configs", "jaxpaged", "pallas_kernels", "pyproject.toml", "scripts", "tests"}
 
-LEAVES = {"config", "errors", "kv_cache_spec", "messages", "sampling_params"}
+LEAVES = {"config", "errors", "kv_cache_spec", "messages", "plan", "sampling_params"}
 # Who may import whom. Every layer may import itself and the leaves.
 LAYERS = {
     "entrypoints": {"engine"},

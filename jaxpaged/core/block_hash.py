@@ -44,6 +44,9 @@ NONE_HASH = hashlib.sha256(encode_cbor("vllm-none-hash")).digest()
 """The parent of every first block: what vLLM uses when PYTHONHASHSEED is not set and the algorithm is sha256_cbor."""
 
 
+NO_EXTRA_KEYS = encode_cbor(None)
+
+
 class _EncodedTokens(dict):
     """token id -> its CBOR, filled as tokens are seen: at most one small entry per word of the vocabulary."""
 
@@ -67,13 +70,14 @@ class BlockHasher:
         if len(hashes) >= num_full_blocks:
             return
         encoded = self._encoded_tokens.__getitem__
-        prefix, sha256 = b"\x83\x58\x20", hashlib.sha256  # an array of 3, whose first is 32 bytes
+        prefix, head = b"\x83\x58\x20", self._array_head  # an array of 3, whose first is 32 bytes
         parent = hashes[-1] if hashes else NONE_HASH
         for block_idx in range(len(hashes), num_full_blocks):
             start = block_idx * block_size
-            tokens_cbor = b"".join(map(encoded, tokens[start : start + block_size]))
-            extra = encode_cbor(extra_keys(request, block_idx, block_size))
-            parent = sha256(prefix + parent + self._array_head + tokens_cbor + extra).digest()
+            keys = extra_keys(request, block_idx, block_size)
+            extra = NO_EXTRA_KEYS if keys is None else encode_cbor(keys)
+            parts = (prefix, parent, head, *map(encoded, tokens[start : start + block_size]), extra)
+            parent = hashlib.sha256(b"".join(parts)).digest()
             hashes.append(parent)
 
 

@@ -104,8 +104,7 @@ class KVCacheManager:
         Blocks that slid out of a window are freed first. None, and nothing allocated, when too few are free.
         """
         self._free_skipped_blocks(request)
-        num_blocks = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
-        num_new = [num_blocks - len(table) for table in request.blocks]
+        num_new = self.num_new_blocks(request, num_new_tokens)
         if sum(num_new) > self.pool.num_free_blocks:
             return None
         new_block_ids = []
@@ -114,6 +113,11 @@ class KVCacheManager:
             table.extend(new_blocks)
             new_block_ids.append([block.block_id for block in new_blocks])
         return tuple(new_block_ids)
+
+    def num_new_blocks(self, request: Request, num_new_tokens: int) -> list[int]:
+        """How many blocks each table needs for the next `num_new_tokens` tokens; none when it has slots to spare."""
+        num_blocks = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
+        return [max(num_blocks - len(table), 0) for table in request.blocks]
 
     def _free_skipped_blocks(self, request: Request) -> None:
         for g, group in self._window_groups:

@@ -9,15 +9,19 @@ This module knows no model, no device and no text.
 """
 
 from collections.abc import Iterable
+from itertools import compress
 
 from jaxpaged.config import SchedulerConfig
+from jaxpaged.core.counters import Counters
+from jaxpaged.core.decode_runs import plan_run, take_runs
 from jaxpaged.core.intake import check_request
+from jaxpaged.core.integrity import check_books
 from jaxpaged.core.kv_cache_manager import CacheHit, KVCacheManager
 from jaxpaged.core.kv_events import KVCacheEvent
 from jaxpaged.core.logprob_lines import collect_prompt_logprobs, sampled_logprobs
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.request_queue import QUEUES, priority_order
-from jaxpaged.core.step_plan import Share, StepPlan, StepsInFlight
+from jaxpaged.core.step_plan import InFlightStep, Share, StepPlan, StepsInFlight
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import (
@@ -71,9 +75,7 @@ class Scheduler:
         self._last_step_id = 0
         self._num_arrivals = 0
         self._num_scheduled_tokens = 0  # of the last step
-        self._prefix_cache_queries = 0
-        self._prefix_cache_hits = 0
-        self._num_preemptions = 0
+        self._counters = Counters()
 
     # ---- intake and questions ------------------------------------------------------------------
 
@@ -105,18 +107,20 @@ class Scheduler:
 
     # ---- schedule ------------------------------------------------------------------------------
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, max_steps: int = 1) -> SchedulerOutput:
         """Decide how many tokens every request computes in the next step.
 
         Admitted requests go first, oldest first. When blocks run out the youngest is preempted and recomputed
         later, or under the priority policy the least important. Waiting requests are admitted when nothing was
         preempted, each only if all of its tokens would get blocks. A step without tokens carries nothing, and
-        need not be executed; what the runner must know waits for the next one.
+        need not be executed; what the runner must know waits for the next one. When nobody waits and all decode,
+        it may be a run of up to `max_steps` steps (`decode_runs.py`).
         """
         plan = StepPlan(self._max_num_batched_tokens)
-        self._schedule_running(plan)
-        if not plan.preempted:
-            self._schedule_waiting(plan)
+        if self.waiting or not plan_run(plan, self.running, max_steps, self.kv_cache_manager, self._last_step_id):
+            self._schedule_running(plan)
+            if not plan.preempted:
+                self._schedule_waiting(plan)
         return self._commit(plan)
 
     def _schedule_running(self, plan: StepPlan) -> None:
@@ -180,7 +184,7 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.decode_limit = 0
         request.num_preemptions += 1
-        self._num_preemptions += 1
+        self._counters.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
         self.waiting.add_preempted(request)
 
@@ -218,20 +222,12 @@ class Scheduler:
         self.running.append(request)
         request.status = RequestStatus.RUNNING
         self._set_decode_limit(request)
-        self._count_hit(request, hit)
+        self._counters.count_hit(request, hit.num_tokens)
         plan.add(request, share)
         plan.new_requests.append(request.to_new_request_data())
         if not share.samples:
             plan.num_reserved_blocks += manager.num_blocks_to_finish(request)
         return True
-
-    def _count_hit(self, request: Request, hit: CacheHit) -> None:
-        """Statistics of the prefix cache; a request that comes back after preemption is not counted again."""
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = hit.num_tokens
-            if request.reads_prefix_cache:
-                self._prefix_cache_queries += request.num_tokens
-                self._prefix_cache_hits += hit.num_tokens
 
     def _commit(self, plan: StepPlan) -> SchedulerOutput:
         """Turn the plan into a message, and advance the requests as if the step were done."""
@@ -240,25 +236,24 @@ class Scheduler:
         num_tokens, samples = [1] * num_requests, [True] * num_requests
         new_block_ids: list[tuple[list[int], ...] | None] = [None] * num_requests
         if plan.shares:
-            for i, request in enumerate(requests):
-                if request in plan.shares:
-                    num_tokens[i], samples[i], new_block_ids[i] = plan.shares[request]
+            for i in compress(range(num_requests), map(plan.shares.__contains__, requests)):
+                num_tokens[i], samples[i], new_block_ids[i] = plan.shares[requests[i]]
         num_computed = [request.num_computed_tokens for request in requests]
-        for request, n, s in zip(requests, num_tokens, samples):
+        for request, n, s in zip(requests, num_tokens, samples if plan.num_steps == 1 else num_tokens):
             request.num_computed_tokens += n
             request.num_tokens_with_placeholders += s
         for request, share in plan.shares.items():
             if share.num_tokens > 1:  # a single token fills a block that its next step, needing another, enters
                 self.kv_cache_manager.cache_blocks(request, self._last_step_id)
         removed = self._take_removed(num_requests)
-        request_ids = [request.request_id for request in requests]
+        request_ids = self._steps.ids_of(requests)
         self._num_scheduled_tokens = self._max_num_batched_tokens - plan.budget
         scheduled = SchedulerOutput(
             self._last_step_id, plan.new_requests, removed, request_ids, num_tokens, num_computed, samples,
-            new_block_ids, self._num_scheduled_tokens,
+            new_block_ids, self._num_scheduled_tokens, plan.num_steps,
         )
         if requests:
-            self._steps.add(scheduled, requests)
+            self._steps.add(scheduled)
         return scheduled
 
     def _take_removed(self, num_requests: int) -> list[str]:
@@ -280,6 +275,8 @@ class Scheduler:
         if step is None:
             return []
         self.kv_cache_manager.confirm(scheduled.step_id)
+        if output.token_runs is not None:
+            return self._take_runs(step, output)
         failed = [(step.requests[request_id], reason) for request_id, reason in output.failed.items()]
         outputs = [self._fail(request, reason) for request, reason in failed if not request.is_finished]
         if output.prompt_logprobs:
@@ -302,6 +299,17 @@ class Scheduler:
                 result.finish_reason, result.stop_reason = request.check_stop(token_id)
                 self._finish(request, result.finish_reason)
             append(result)
+        return outputs
+
+    def _take_runs(self, step: InFlightStep, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """The same after a run of decode steps."""
+        outputs = []
+        for request, result in take_runs(step.requests, output):
+            if result.error is not None:
+                self._fail(request, result.error)
+            elif result.finish_reason is not None:
+                self._finish(request, result.finish_reason)
+            outputs.append(result)
         return outputs
 
     @staticmethod
@@ -381,20 +389,12 @@ class Scheduler:
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.waiting),
             kv_cache_usage=self.kv_cache_manager.pool.usage,
-            prefix_cache_queries=self._prefix_cache_queries,
-            prefix_cache_hits=self._prefix_cache_hits,
-            num_preemptions=self._num_preemptions,
             num_scheduled_tokens=self._num_scheduled_tokens if last else scheduled.total_num_scheduled_tokens,
+            num_steps=1 if last else scheduled.num_steps,
+            **vars(self._counters),
         )
 
     def check_integrity(self) -> None:
         """Assert that every block, every request and every placeholder is accounted for."""
-        running, waiting = set(self.running), set(self.waiting)
-        assert len(running) == len(self.running) <= self._max_num_seqs
-        assert not running & waiting
-        assert running | waiting == set(self.requests.values())
-        assert all(r.status is RequestStatus.RUNNING for r in running)
-        assert all(not any(r.blocks) and r.num_computed_tokens == r.decode_limit == 0 for r in waiting)
-        assert all(r.num_tokens_with_placeholders <= r.max_total_tokens for r in running | waiting)
-        assert all(r.num_computed_tokens <= self.kv_cache_manager.num_slots(r) for r in running)
-        self.kv_cache_manager.check_integrity(running)
+        assert len(self.running) <= self._max_num_seqs
+        check_books(self.requests.values(), self.running, self.waiting, self.kv_cache_manager)

@@ -28,6 +28,7 @@ class StepPlan:
         self.new_requests: list[NewRequestData] = []
         self.num_reserved_blocks = 0  # that running requests need to finish their prompts
         self.preempted = False
+        self.num_steps = 1  # above 1: a run of decode steps
 
     def add(self, request: Request, share: Share) -> None:
         self.requests.append(request)
@@ -55,10 +56,22 @@ class StepsInFlight:
 
     def __init__(self):
         self._steps: dict[int, InFlightStep] = {}
+        self._last_requests: list[Request] = []  # of the newest step, and what follows from them
+        self._last_ids: list[str] = []
+        self._last_by_id: dict[str, Request] = {}
 
-    def add(self, scheduled: SchedulerOutput, requests: list[Request]) -> None:
-        by_id = dict(zip(scheduled.request_ids, requests))
-        self._steps[scheduled.step_id] = InFlightStep(by_id, sum(scheduled.samples), scheduled.removed_request_ids)
+    def ids_of(self, requests: list[Request]) -> list[str]:
+        """The ids of the next step's requests. While all decode, these are those of the step before."""
+        if requests != self._last_requests:
+            self._last_requests = requests
+            self._last_ids = [request.request_id for request in requests]
+            self._last_by_id = dict(zip(self._last_ids, requests))
+        return self._last_ids
+
+    def add(self, scheduled: SchedulerOutput) -> None:
+        """A step of the requests that `ids_of` was last asked for."""
+        num_samples = sum(scheduled.samples)
+        self._steps[scheduled.step_id] = InFlightStep(self._last_by_id, num_samples, scheduled.removed_request_ids)
 
     def take(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> InFlightStep | None:
         """The record of a step whose output is here; None when the step was empty, or revoked.

@@ -17,6 +17,7 @@ from jaxpaged.engine.input_processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.tokenizer import check_vocabulary, load_tokenizer
 from jaxpaged.errors import UsageError
+from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.executor.platform import platform
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import Progress
@@ -24,6 +25,7 @@ from jaxpaged.models.config import DecoderConfig, load_hf_config
 from jaxpaged.models.interface import Model
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.hub import resolve_model_folder
+from jaxpaged.plan import Plan
 
 
 def compile_bundle(config: EngineConfig, output: Path, progress: Progress | None = None) -> None:
@@ -54,6 +56,27 @@ def make_output_folder(folder: Path) -> None:
         raise UsageError(f"cannot write to {folder}: {error.strerror}. Choose another folder.") from None
 
 
+def plan_engine(
+    config: EngineConfig, target_name: str, *, compile: bool = True, output: Path | None = None,
+    progress: Progress | None = None,
+) -> Plan:  # fmt: skip
+    """What the engine of `config` would need and could do on a target such as "v6e:2x4"; no weight is read.
+
+    Unless `tensor_parallel_size` is set, the model is split over as many of the target's devices as it can be.
+    `output` is an empty folder for the compiled programs, a bundle that only such devices take. Meant for a process
+    of its own: compiling for a TPU sets this one to compute on the CPU. Raises UsageError for what cannot be planned.
+    """
+    if output is not None:
+        make_output_folder(output)
+    model_config = config.model
+    folder = resolve_model_folder(model_config.model, model_config.revision, config.load.download_dir, weights=False)
+    model, decoder = read_model(folder)
+    return plan_on_target(
+        config, model, decoder, facts_of(decoder), target_name,
+        compile=compile, output=output, progress=progress or (lambda stage, done, total: None),
+    )  # fmt: skip
+
+
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLMEngine:
     """Load what `config` names and start an engine in this process. `progress` hears how far loading is.
 
@@ -68,10 +91,15 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
 def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, EngineConfig]:
     """Find and read the model: its folder, its functions, its description, and the options settled for it."""
     folder = resolve_model_folder(config.model.model, config.model.revision, config.load.download_dir)
+    model, decoder = read_model(folder)
+    return folder, model, decoder, config.resolve(facts_of(decoder), platform())
+
+
+def read_model(folder: Path) -> tuple[Model, DecoderConfig]:
+    """The functions and the description of the model in `folder`."""
     hf_config = load_hf_config(folder)
     model = model_for(hf_config)
-    decoder = model.config_from_hf(hf_config)
-    return folder, model, decoder, config.resolve(facts_of(decoder), platform())
+    return model, model.config_from_hf(hf_config)
 
 
 def facts_of(decoder: DecoderConfig) -> ModelFacts:

@@ -13,6 +13,7 @@ from typing import Any
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.step_log import StepLog
+from jaxpaged.engine.step_pacer import StepPacer
 from jaxpaged.errors import EngineDeadError, UsageError
 from jaxpaged.executor.base import Executor, PendingOutput
 from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, KVBlockMap, SchedulerOutput
@@ -48,6 +49,7 @@ class EngineCore:
         self._outbox: list[EngineCoreOutput] = []  # that `step` has not returned yet
         self._death: BaseException | None = None
         self.step_log = StepLog()
+        self._pacer = StepPacer(config.scheduler.num_scheduler_steps, self._depth)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. Raises RequestError when it can never fit the KV cache."""
@@ -98,7 +100,7 @@ class EngineCore:
         """Schedule and dispatch until as many steps are in flight as may be."""
         while len(self._in_flight) < self._depth:
             begin = time.perf_counter()
-            scheduled = self._ask(self._scheduler.schedule)
+            scheduled = self._ask(self._scheduler.schedule, self._max_steps())
             if not scheduled.total_num_scheduled_tokens:
                 return
             end = time.perf_counter()
@@ -110,6 +112,11 @@ class EngineCore:
                     raise
                 return
             self._in_flight.append(Step(scheduled, pending, (begin, end, time.perf_counter())))
+
+    def _max_steps(self) -> int:
+        """How many decode steps the next program may run."""
+        wanted = self._pacer.num_steps
+        return min(wanted, self._executor.max_decode_steps()) if wanted > 1 else 1
 
     def _await_oldest(self) -> None:
         """Wait for the oldest step in flight; when that is interrupted, the step stays in flight."""
@@ -124,7 +131,7 @@ class EngineCore:
         self._in_flight.popleft()
         self._outbox += self._ask(self._scheduler.update_from_output, step.scheduled, result)
         times, num_unfinished = (*step.times, begin, ready), self._scheduler.get_num_unfinished_requests()
-        self.step_log.add(step.scheduled, result, num_unfinished, times)
+        self._pacer.observe(self.step_log.add(step.scheduled, result, num_unfinished, times))
 
     def _fail(self, scheduled: SchedulerOutput, error: BaseException) -> None:
         """End the requests of a failed step, of those dispatched after it, and all that hold blocks.

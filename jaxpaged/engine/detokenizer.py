@@ -1,15 +1,18 @@
 """Token ids to text, one token at a time, and stop strings.
 
 The text does not depend on how tokens are cut into steps: every token is decoded, and looked at for stop strings,
-by itself. A character that several tokens make up appears with its last token, never in parts.
+by itself. A character that several tokens make up appears with its last token, never in parts. Most tokens have a text
+that does not depend on their neighbours (see `plain_pieces`); only the others go through the tokenizer's decoder.
 This module knows nothing of requests or of the engine.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from tokenizers.decoders import DecodeStream
 
-from jaxpaged.engine.tokenizer import INCOMPLETE, Tokenizer
+from jaxpaged.engine.plain_pieces import INCOMPLETE
+from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.sampling_params import SamplingParams
 
 CONTEXT_TOKENS = 8
@@ -37,13 +40,30 @@ class TextStream:
         self._after_special = False
         whole, begun = split_incomplete(tokenizer, prompt_token_ids[-CONTEXT_TOKENS:])
         self._stream = DecodeStream(ids=whole, skip_special_tokens=skip_special_tokens)
+        self._plain = tokenizer.plain_pieces
+        self._settled = False  # the text so far ends with a whole character, so a plain piece can follow it
+        self._last_plain: int | None = None  # the last token, when the decoder has not seen it
         self._held: list[int] = []  # tokens since the last that gave text
         for token_id in begun:  # a character that the prompt only began belongs to whoever completes it
             self._decode(token_id)
         self._prompt_incomplete = bool(begun)
+        self._settled = False  # only output counts
+
+    def push_all(self, token_ids: Sequence[int]) -> list[str]:
+        """The text that each of these tokens completes."""
+        if self._settled:
+            plain = self._plain
+            pieces = [plain[token_id] for token_id in token_ids]
+            if all(pieces):
+                self._last_plain = token_ids[-1] if token_ids else self._last_plain
+                return pieces
+        return [self.push(token_id) for token_id in token_ids]
 
     def push(self, token_id: int) -> str:
         """The text that this token completes."""
+        if self._settled and (piece := self._plain[token_id]):
+            self._last_plain = token_id
+            return piece
         text = self._decode(token_id)
         if self._prompt_incomplete and text:
             text = text.lstrip(INCOMPLETE)  # bytes at the end of the prompt that nothing completed
@@ -59,6 +79,7 @@ class TextStream:
         if token_id in self._silent or token_id >= self._tokenizer.vocab_size:
             return ""
         text = self._step(token_id)
+        self._settled = text is not None and not self._join_special
         if text is not None:
             self._held.clear()
             return text
@@ -74,6 +95,9 @@ class TextStream:
         return self._tokenizer.decode(broken, self._skip_special)
 
     def _step(self, token_id: int) -> str | None:
+        if self._last_plain is not None:  # what the decoder would keep of all that it has not seen
+            self._stream = DecodeStream(ids=[self._last_plain], skip_special_tokens=self._skip_special)
+            self._last_plain = None
         try:
             return self._stream.step(self._tokenizer.backend, token_id)
         except Exception as error:  # the library has no class of its own for this
@@ -90,24 +114,8 @@ class TextStream:
         return text
 
 
-class Detokenizer:
-    """The text of one sequence, as far as it may be shown, and the stop string that ended it.
-
-    While the sequence runs, as many characters are withheld as could still turn out to begin a stop string.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams):
-        self._stream = TextStream(
-            tokenizer, prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
-        )
-        self._stops: list[str] = params.stop or []
-        self._keep_stop = params.include_stop_str_in_output
-        self._min_tokens = params.min_tokens
-        self._withheld = 0 if self._keep_stop or not self._stops else max(map(len, self._stops)) - 1
-        self._text = ""
-        self._num_tokens = 0
-        self._num_shown = 0
-        self._done = False
+class Detokenizer(Protocol):
+    """The text of one sequence, as far as it may be shown, and the stop string that ended it."""
 
     def push(self, token_ids: Sequence[int], ended_by_token: bool) -> tuple[int, str | None]:
         """Add new tokens; `ended_by_token`: the last one is an end-of-sequence or stop token.
@@ -115,13 +123,110 @@ class Detokenizer:
         Returns how many of the tokens belong to the output, and the stop string found, if any: tokens past the
         one that completes a stop string do not belong to it.
         """
+        ...
+
+    def finish(self) -> None:
+        """No more tokens come: nothing is withheld any longer."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """All text that may be shown."""
+        ...
+
+    def take_new_text(self) -> str:
+        """Text that may be shown and was not taken yet."""
+        ...
+
+
+def make_detokenizer(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
+    """The detokenizer that a request needs."""
+    stream = TextStream(
+        tokenizer, prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
+    )
+    keep_stop = params.include_stop_str_in_output
+    if params.stop:
+        return StopDetokenizer(stream, params.stop, keep_stop, params.min_tokens)
+    return PlainDetokenizer(stream, keep_stop)
+
+
+class PlainDetokenizer:
+    """Without stop strings nothing depends on the text, so tokens are decoded when their text is asked for."""
+
+    def __init__(self, stream: TextStream, keep_end: bool):
+        self._stream = stream
+        self._keep_end = keep_end
+        self._waiting: list[int] = []  # tokens that are not decoded
+        self._pieces: list[str] = []
+        self._num_taken = 0  # pieces
+        self._joined, self._num_joined = "", 0  # the text of the first pieces
+        self._done = False
+
+    def push(self, token_ids: Sequence[int], ended_by_token: bool) -> tuple[int, str | None]:
+        # The token that ends the text stays in the ids, but its text is not shown.
+        self._waiting += token_ids[:-1] if ended_by_token and not self._keep_end else token_ids
+        return len(token_ids), None
+
+    def push_and_take(self, token_ids: Sequence[int]) -> str:
+        """`push` of tokens that do not end the sequence, then `take_new_text`. A single token is the usual case."""
+        if len(token_ids) != 1 or self._waiting:
+            self._waiting += token_ids
+            return self.take_new_text()
+        piece = self._stream.push(token_ids[0])
+        self._pieces.append(piece)
+        self._num_taken += 1
+        return piece
+
+    def finish(self) -> None:
+        if not self._done:
+            self._decode()
+            self._pieces.append(self._stream.flush())
+            self._done = True
+
+    @property
+    def text(self) -> str:
+        self._decode()
+        self._joined += "".join(self._pieces[self._num_joined :])
+        self._num_joined = len(self._pieces)
+        return self._joined
+
+    def take_new_text(self) -> str:
+        self._decode()
+        new = self._pieces[self._num_taken :]
+        self._num_taken = len(self._pieces)
+        return "".join(new)
+
+    def _decode(self) -> None:
+        if self._waiting:
+            self._pieces += self._stream.push_all(self._waiting)
+            self._waiting.clear()
+
+
+class StopDetokenizer:
+    """Looks for stop strings with every token.
+
+    While the sequence runs, as many characters are withheld as could still turn out to begin a stop string.
+    """
+
+    def __init__(self, stream: TextStream, stops: list[str], keep_stop: bool, min_tokens: int):
+        self._stream = stream
+        self._stops = stops
+        self._keep_stop = keep_stop
+        self._min_tokens = min_tokens
+        self._withheld = 0 if keep_stop else max(map(len, stops)) - 1
+        self._text = ""
+        self._num_tokens = 0
+        self._num_shown = 0
+        self._done = False
+
+    def push(self, token_ids: Sequence[int], ended_by_token: bool) -> tuple[int, str | None]:
         for count, token_id in enumerate(token_ids, start=1):
             self._num_tokens += 1
             if ended_by_token and count == len(token_ids) and not self._keep_stop:
                 break  # the token stays in the ids, but its text is not shown
             piece = self._stream.push(token_id)
             self._text += piece
-            may_stop = piece and self._stops and self._num_tokens > self._min_tokens
+            may_stop = piece and self._num_tokens > self._min_tokens
             if may_stop and (stop := self._cut_at_stop(len(piece))) is not None:
                 return count, stop
         return len(token_ids), None
@@ -142,18 +247,15 @@ class Detokenizer:
         return stop
 
     def finish(self) -> None:
-        """No more tokens come: nothing is withheld any longer."""
         if not self._done:
             self._text += self._stream.flush()
             self._done = True
 
     @property
     def text(self) -> str:
-        """All text that may be shown."""
         return self._text[: self._shown_until()]
 
     def take_new_text(self) -> str:
-        """Text that may be shown and was not taken yet."""
         until = self._shown_until()
         new = self._text[self._num_shown : until]
         self._num_shown = max(self._num_shown, until)

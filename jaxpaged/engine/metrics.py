@@ -4,8 +4,9 @@ This module knows no exposition format and no HTTP: `EngineMetrics.read` returns
 """
 
 import bisect
+import collections
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,9 +63,9 @@ class Tally:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect.bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += times
+        self._sum += value * times
 
     def read(self, name: str) -> Histogram:
         at_most = list(itertools.accumulate(self._counts))
@@ -110,10 +111,11 @@ class EngineMetrics:
         }
 
     def record_step(self, stats: SchedulerStats) -> None:
-        """One engine step; steps that computed nothing are not counted."""
+        """One engine step; steps that computed nothing are not counted, and those of a run one by one."""
         self.stats = stats
         if stats.num_scheduled_tokens:
-            self.tallies["vllm:iteration_tokens_total"].observe(stats.num_scheduled_tokens)
+            for _ in range(stats.num_steps):
+                self.tallies["vllm:iteration_tokens_total"].observe(stats.num_scheduled_tokens / stats.num_steps)
 
     def record_prompt(self, n: int) -> None:
         """A prompt came in that asks for `n` sequences."""
@@ -125,9 +127,11 @@ class EngineMetrics:
         self.prompt_tokens_cached += num_cached_tokens
         self.tallies["vllm:time_to_first_token_seconds"].observe(seconds)
 
-    def record_next_tokens(self, seconds: float) -> None:
-        """A sequence got more tokens, `seconds` after the ones before."""
-        self.tallies["vllm:inter_token_latency_seconds"].observe(seconds)
+    def record_next_tokens(self, now: float, last_times: Iterable[float]) -> None:
+        """Sequences got more tokens `now`, each after the ones that it got at one of `last_times`."""
+        tally = self.tallies["vllm:inter_token_latency_seconds"]
+        for last_time, num_sequences in collections.Counter(last_times).items():  # one step gave most of them
+            tally.observe(now - last_time, num_sequences)
 
     def record_finished(self, end: FinishedSequence) -> None:
         self.finished[end.finish_reason] = self.finished.get(end.finish_reason, 0) + 1

@@ -1,151 +1,20 @@
-"""`EngineCoreOutput`s to `RequestOutput`s: text, log probabilities, stop strings, and the `n` sequences of a prompt.
+"""`EngineCoreOutput`s to `RequestOutput`s, for all prompts that are under way.
 
 A prompt with n > 1 becomes n engine requests "{i}_{request_id}"; here they become one result again.
 This module knows nothing of scheduling: it sees new tokens, and whether a sequence ended.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
-from jaxpaged.engine.detokenizer import Detokenizer
-from jaxpaged.engine.logprobs import SequenceLogprobs, prompt_logprob_dicts
+from jaxpaged.engine.logprobs import prompt_logprob_dicts
 from jaxpaged.engine.metrics import EngineMetrics, FinishedSequence
+from jaxpaged.engine.prompt_state import PromptState, SequenceState
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError
-from jaxpaged.messages import (
-    CompletionOutput,
-    EngineCoreOutput,
-    EngineCoreRequest,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-)
-from jaxpaged.sampling_params import RequestOutputKind
-
-
-class SequenceState:
-    """One sequence while it grows: what an engine request has given so far."""
-
-    def __init__(self, request: EngineCoreRequest, index: int, tokenizer: Tokenizer):
-        params = request.sampling_params
-        self.request = request
-        self.index = index
-        self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.first_token_time = self.last_token_time = request.arrival_time
-        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
-        self._logprobs = (
-            None if params.logprobs is None else SequenceLogprobs(tokenizer, request.prompt_token_ids, params)
-        )
-        self._num_taken = 0  # tokens that a DELTA output already had
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-    def push(self, output: EngineCoreOutput) -> bool:
-        """Add new tokens. True when a stop string ended the sequence and the engine does not know it yet."""
-        new_ids = output.new_token_ids
-        ended_by_token = output.finish_reason == "stop"
-        stop = None
-        if self._detokenizer is not None:
-            count, stop = self._detokenizer.push(new_ids, ended_by_token)
-            new_ids = new_ids[:count]
-        self.token_ids += new_ids
-        if self._logprobs is not None:
-            for line in (output.new_logprobs or ())[: len(new_ids)]:
-                self._logprobs.push(line)
-        if stop is not None:
-            self.finish("stop", stop)
-        elif output.finish_reason is not None:
-            self.finish(output.finish_reason, output.stop_reason)
-        return stop is not None and output.finish_reason is None
-
-    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        self.finish_reason, self.stop_reason = reason, stop_reason
-        if self._detokenizer is not None:
-            self._detokenizer.finish()
-
-    def whole(self) -> CompletionOutput:
-        """Everything so far."""
-        return self._completion("" if self._detokenizer is None else self._detokenizer.text, 0)
-
-    def take_new(self) -> CompletionOutput:
-        """What came since the last call."""
-        text = "" if self._detokenizer is None else self._detokenizer.take_new_text()
-        start, self._num_taken = self._num_taken, len(self.token_ids)
-        return self._completion(text, start)
-
-    def _completion(self, text: str, start: int) -> CompletionOutput:
-        logprobs = self._logprobs
-        return CompletionOutput(
-            index=self.index,
-            text=text,
-            token_ids=self.token_ids[start:],
-            cumulative_logprob=None if logprobs is None else logprobs.cumulative,
-            logprobs=None if logprobs is None else logprobs.positions[start:],
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
-
-
-class PromptState:
-    """One prompt and its `n` sequences."""
-
-    def __init__(self, request: EngineCoreRequest, text: str | None, sequences: Sequence[SequenceState]):
-        self.request = request
-        self.text = text
-        self.sequences = sequences
-        self.metrics = RequestMetrics(request.arrival_time)
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self.num_cached_tokens: int | None = None
-        self.error: str | None = None
-        self.num_unfinished = len(sequences)
-        self._preemptions = [0] * len(sequences)
-
-    @property
-    def finished(self) -> bool:
-        return self.num_unfinished == 0
-
-    def note(self, index: int, output: EngineCoreOutput, now: float) -> None:
-        """Keep what an output says about the request as a whole."""
-        if output.new_token_ids and self.metrics.first_token_time is None:
-            self.metrics.first_token_time = now
-        if index == 0:  # the others find in the cache what the first one computed
-            self.num_cached_tokens = output.num_cached_tokens
-        if output.num_preemptions:
-            self._preemptions[index] = output.num_preemptions
-            self.metrics.num_preemptions = sum(self._preemptions)
-        self.error = self.error or output.error
-
-    def output(self, changed: Iterable[int]) -> RequestOutput | None:
-        """What the user sees now that the sequences `changed` have changed; None when it is not time yet."""
-        kind = self.request.sampling_params.output_kind
-        if kind == RequestOutputKind.FINAL_ONLY and not self.finished:
-            return None
-        delta = kind == RequestOutputKind.DELTA
-        completions = (
-            [self.sequences[index].take_new() for index in sorted(changed)]
-            if delta
-            else [sequence.whole() for sequence in self.sequences]
-        )
-        prompt_logprobs = self.prompt_logprobs
-        if delta:
-            self.prompt_logprobs = None  # once is enough
-        return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self.text,
-            prompt_token_ids=self.request.prompt_token_ids,
-            prompt_logprobs=prompt_logprobs,
-            outputs=completions,
-            finished=self.finished,
-            metrics=msgspec.structs.replace(self.metrics),
-            num_cached_tokens=self.num_cached_tokens,
-            error=self.error,
-        )
+from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, RequestOutput
 
 
 class ProcessedOutputs(msgspec.Struct):
@@ -188,19 +57,38 @@ class OutputProcessor:
         return children
 
     def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
-        """Turn the outputs of one engine step into what users see."""
-        now = time.time()
+        """Turn the outputs of one engine step into what users see.
+
+        Most of them bring tokens to a prompt that only grows, and there the time counts: see `PromptState.grow`.
+        """
+        now, find = time.time(), self._sequences.get
+        results: list[RequestOutput] = []
         ids_to_abort: list[str] = []
-        changed: dict[str, list[int]] = {}
+        changed: dict[PromptState, list[int]] = {}
+        last_times: list[float] = []
+        num_tokens = 0
         for output in outputs:
-            if output.request_id not in self._sequences:  # aborted, or ended by a stop string, while under way
+            found = find(output.request_id)
+            if found is None:  # aborted, or ended by a stop string
                 continue
-            prompt, sequence = self._sequences[output.request_id]
-            changed.setdefault(prompt.request.request_id, []).append(sequence.index)
-            if self._advance(prompt, sequence, output, now):
-                ids_to_abort.append(output.request_id)
-        results = [self._result(request_id, indices) for request_id, indices in changed.items()]
-        return ProcessedOutputs([result for result in results if result is not None], ids_to_abort)
+            prompt, sequence = found
+            goes_on = output.finish_reason is None and output.num_preemptions == sequence.num_preemptions
+            if goes_on and prompt.only_grows and prompt not in changed:
+                new_ids = output.new_token_ids
+                num_tokens += len(new_ids)
+                last_times.append(sequence.last_token_time)
+                sequence.last_token_time = now
+                if (result := prompt.grow(sequence, new_ids)) is not None:
+                    results.append(result)
+            else:
+                changed.setdefault(prompt, []).append(sequence.index)
+                if self._advance(prompt, sequence, output, now):
+                    ids_to_abort.append(output.request_id)
+        self._metrics.generation_tokens += num_tokens
+        self._metrics.record_next_tokens(now, last_times)
+        others = (self._result(prompt, indices) for prompt, indices in changed.items())
+        results += [result for result in others if result is not None]
+        return ProcessedOutputs(results, ids_to_abort)
 
     def abort(self, request_ids: Iterable[str]) -> tuple[list[str], list[RequestOutput]]:
         """Forget prompts. Returns the engine requests to abort, and what the prompts had so far. Unknown ids pass."""
@@ -215,7 +103,7 @@ class OutputProcessor:
                 sequence.finish("abort")
                 engine_ids.append(sequence.request.request_id)
                 self._forget(prompt, sequence, now)
-            results.append(self._result(request_id, [sequence.index for sequence in running]))
+            results.append(self._result(prompt, [sequence.index for sequence in running]))
         return engine_ids, results
 
     def _advance(self, prompt: PromptState, sequence: SequenceState, output: EngineCoreOutput, now: float) -> bool:
@@ -239,7 +127,7 @@ class OutputProcessor:
             return
         self._metrics.generation_tokens += num_new
         if num_before:
-            self._metrics.record_next_tokens(now - sequence.last_token_time)
+            self._metrics.record_next_tokens(now, [sequence.last_token_time])
         else:
             request = sequence.request
             sequence.first_token_time = now
@@ -254,7 +142,7 @@ class OutputProcessor:
         del self._sequences[request.request_id]
         prompt.num_unfinished -= 1
         if prompt.finished:
-            prompt.metrics.finished_time = now
+            prompt.update_metrics(finished_time=now)
         self._metrics.record_finished(
             FinishedSequence(
                 finish_reason=sequence.finish_reason,
@@ -266,10 +154,9 @@ class OutputProcessor:
             )
         )
 
-    def _result(self, request_id: str, changed: list[int]) -> RequestOutput | None:
-        prompt = self._prompts[request_id]
+    def _result(self, prompt: PromptState, changed: list[int]) -> RequestOutput | None:
         if prompt.finished:
-            del self._prompts[request_id]
+            del self._prompts[prompt.request.request_id]
         return prompt.output(changed)
 
 

@@ -23,17 +23,23 @@ class StepLog:
         self._records: deque[StepRecord] = deque(maxlen=capacity)
         self._num_added = 0
 
-    def add(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, num_unfinished: int, times: Times) -> None:
-        """Note a step whose result has just been processed: now is its `update_end`."""
-        num_tokens, num_sampled = scheduled.total_num_scheduled_tokens, len(output.request_ids)
+    def add(
+        self, scheduled: SchedulerOutput, output: ModelRunnerOutput, num_unfinished: int, times: Times
+    ) -> StepRecord:
+        """Note a step whose result has just been processed, now being its `update_end`, and return the record."""
+        num_tokens, num_sampled, num_steps = scheduled.total_num_scheduled_tokens, len(output.request_ids), 1
+        if output.token_runs is not None:  # which may be shorter than they were scheduled
+            lengths = [len(run) for run in output.token_runs]
+            num_tokens = num_sampled = sum(lengths)
+            num_steps = max(lengths, default=0)
         buckets = output.buckets or StepBuckets(num_tokens, num_sampled)
-        self._num_added += 1
-        self._records.append(
-            StepRecord(
-                scheduled.step_id, num_tokens, buckets.token_bucket, len(scheduled.request_ids), num_sampled,
-                buckets.sample_bucket, buckets.full_sampler, num_unfinished, *times, time.perf_counter(),
-            )
+        record = StepRecord(
+            scheduled.step_id, num_tokens, buckets.token_bucket, len(scheduled.request_ids), num_sampled,
+            buckets.sample_bucket, buckets.full_sampler, num_unfinished, *times, time.perf_counter(), num_steps,
         )  # fmt: skip
+        self._num_added += 1
+        self._records.append(record)
+        return record
 
     def read(self) -> tuple[list[StepRecord], int]:
         """The records, oldest first, and how many before them are forgotten."""

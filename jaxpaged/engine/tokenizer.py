@@ -12,11 +12,10 @@ from typing import Any
 
 import tokenizers
 
+from jaxpaged.engine.plain_pieces import INCOMPLETE, PlainPieces
 from jaxpaged.errors import CheckpointError, RequestError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-INCOMPLETE = "\ufffd"
-"""What decoders put in place of bytes that are not (yet) a character."""
 CHARACTER_TOKENS = 4
 """A character has at most four bytes, hence at most four tokens."""
 
@@ -41,6 +40,7 @@ class Tokenizer:
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added)])
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
+        self.plain_pieces = PlainPieces(backend, self.added_tokens)
         self._pieces: dict[int, str] = {}
         backend.no_truncation()
         backend.no_padding()

@@ -27,6 +27,13 @@ class Executor(Protocol):
         """Dispatch one step and return at once; at most one earlier step may still be pending."""
         ...
 
+    def max_decode_steps(self) -> int:
+        """Decode steps that one program may run now for the requests that have a row; 1 until it is compiled.
+
+        Who asks wants it compiled, so ask only where it is of use.
+        """
+        ...
+
     def recover(self) -> None:
         """Make the device usable again after a failed step. All cached keys and values are lost."""
         ...

@@ -24,6 +24,9 @@ class UniProcExecutor:
     def execute(self, scheduler_output: SchedulerOutput) -> PendingOutput:
         return self.worker.runner.execute(scheduler_output)
 
+    def max_decode_steps(self) -> int:
+        return self.worker.runner.max_decode_steps()
+
     def recover(self) -> None:
         self.worker.recover()
 

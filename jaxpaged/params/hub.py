@@ -12,15 +12,19 @@ from jaxpaged.errors import CheckpointError
 EMBEDDED_FOLDER = Path(__file__).parent.parent / "assets" / "demo"
 
 WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "vocab.txt", "merges.txt"]
+DESCRIPTION_FILES = ["config.json"]
 UNWANTED_FILES = ["consolidated*", "original/*", "onnx/*", "*/*"]
 """Second copies of the weights in other layouts, and whatever lies in sub-folders."""
 
 
-def resolve_model_folder(name: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+def resolve_model_folder(
+    name: str, revision: str | None = None, download_dir: str | None = None, *, weights: bool = True
+) -> Path:
     """The folder of model `name`: "demo", an existing folder, or a hub id such as "Qwen/Qwen3-0.6B".
 
-    `revision` is a branch, tag or commit and `download_dir` the cache, both for the hub only. Raises
-    CheckpointError when there is no such folder and the hub cannot give it.
+    `revision` is a branch, tag or commit and `download_dir` the cache, both for the hub only. Without `weights` only
+    the model's description is downloaded. Raises CheckpointError when there is no such folder and the hub cannot
+    give it.
     """
     if name == EMBEDDED_MODEL:
         return EMBEDDED_FOLDER
@@ -34,7 +38,7 @@ def resolve_model_folder(name: str, revision: str | None = None, download_dir: s
             f"there is no folder {name}, and it cannot be a hub id (owner/name). "
             f"Name a folder, a hub id, or {EMBEDDED_MODEL!r} for the embedded model."
         )
-    return download(name, revision, download_dir)
+    return download(name, revision, download_dir, WANTED_FILES if weights else DESCRIPTION_FILES)
 
 
 def looks_like_hub_id(name: str) -> bool:
@@ -42,7 +46,7 @@ def looks_like_hub_id(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name) is not None
 
 
-def download(name: str, revision: str | None, download_dir: str | None) -> Path:
+def download(name: str, revision: str | None, download_dir: str | None, wanted: list[str]) -> Path:
     """The hub's copy in the local cache; files that are there already are not downloaded again."""
     from huggingface_hub import snapshot_download  # slow to import, and a local folder never needs it
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -52,7 +56,7 @@ def download(name: str, revision: str | None, download_dir: str | None) -> Path:
         return Path(
             snapshot_download(
                 name, revision=revision, cache_dir=download_dir,
-                allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES,
+                allow_patterns=wanted, ignore_patterns=UNWANTED_FILES,
             )
         )  # fmt: skip
     except LocalEntryNotFoundError as error:

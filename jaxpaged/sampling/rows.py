@@ -59,10 +59,8 @@ class SamplingRows:
 
     def __init__(self, max_num_seqs: int):
         self.null_row = max_num_seqs
-        self._table = np.zeros((max_num_seqs + 1, NUM_COLUMNS), np.int32)
-        self._table[:, ROW] = np.arange(max_num_seqs + 1)
-        # Padding is greedy and changes nothing.
-        self._table.view(np.float32)[:, FIRST_FLOAT:] = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+        self._table = np.stack([padding_line(row) for row in range(max_num_seqs + 1)])
+        self._full_R = np.zeros(max_num_seqs + 1, bool)  # rows that need the full program
 
     def set(self, row: int, params: SamplingParams, custom_bits: int = 0) -> None:
         """Fill a line when a request is admitted. `params.seed` must be a number; `custom_bits`: see `custom.py`."""
@@ -71,13 +69,14 @@ class SamplingRows:
         line = self._table[row]
         line[SEED_LOW : SEED_HIGH + 1] = np.array([seed % 2**32, seed >> 32], np.uint32).view(np.int32)
         line[FLAGS] = features_of(params) | custom_bits
+        self._full_R[row] = bool(line[FLAGS])
         line[TOP_K] = params.top_k
         line[MIN_TOKENS] = params.min_tokens
         line.view(np.float32)[FIRST_FLOAT:] = [getattr(params, name) for name in FLOAT_COLUMNS]
 
     def any_full(self, rows: np.ndarray) -> bool:
         """Whether a step that samples these rows takes the full program."""
-        return bool(self._table[rows, FLAGS].any())
+        return bool(self._full_R[rows].any())
 
     def pack(self, rows: np.ndarray, positions: np.ndarray, num_output: np.ndarray, bucket: int) -> np.ndarray:
         """The step's array [bucket, NUM_COLUMNS], float32.
@@ -86,12 +85,26 @@ class SamplingRows:
         to draw; `num_output` [n] counts the output tokens before them.
         """
         n = len(rows)
-        lines = np.full(bucket, self.null_row)
-        lines[:n] = rows
-        packed = self._table[lines]
+        packed = np.empty((bucket, NUM_COLUMNS), np.int32)
+        self._table.take(rows, axis=0, out=packed[:n], mode="clip")  # "raise" would copy; the rows are ours
+        packed[n:] = self._table[self.null_row]
         packed[:n, POSITION] = positions
         packed[:n, NUM_OUTPUT] = num_output
         return packed.view(np.float32)
+
+
+def padding_line(row: int) -> np.ndarray:
+    """The line of a row that nobody uses, as int32: it is greedy and changes nothing."""
+    line = np.zeros(NUM_COLUMNS, np.int32)
+    line[ROW] = row
+    line.view(np.float32)[FIRST_FLOAT:] = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+    return line
+
+
+def later_lines(bits_SF: jax.Array, num_later: jax.Array, active_S: jax.Array, null_row: int) -> jax.Array:
+    """The lines of rows that have drawn `num_later` tokens more, as int32; padding where a row is not active."""
+    counts_F = jnp.zeros(NUM_COLUMNS, jnp.int32).at[jnp.array([POSITION, NUM_OUTPUT])].set(num_later)
+    return jnp.where(active_S[:, None], bits_SF + counts_F, padding_line(null_row))
 
 
 class RowParams:

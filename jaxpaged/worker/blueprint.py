@@ -22,6 +22,8 @@ from jaxpaged.params.sharding import param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
 from jaxpaged.worker.buckets import MIN_BUCKET, doubling_buckets
+from jaxpaged.worker.decode_batch import DecodeLayout, decode_layout
+from jaxpaged.worker.decode_loop import lower_decode
 from jaxpaged.worker.fingerprint import Fingerprint, fingerprint
 from jaxpaged.worker.kv_blocks import Demand
 from jaxpaged.worker.packed import StepLayout, step_layout
@@ -29,6 +31,12 @@ from jaxpaged.worker.programs import ProgramKey
 from jaxpaged.worker.row_uploads import TOKENS_UPLOAD_SIZE
 from jaxpaged.worker.step import Shapes, StepFunctions
 from pallas_kernels.ragged_paged_attention import choose_backend
+
+MAX_STEPS = 32
+"""Decode steps that one program can run, unless an option says otherwise."""
+MOST_LOGPROBS = 128
+"""Log probabilities per token that a run of decode steps may keep until its end."""
+DECODE_KINDS = ("decode", "decode_full")
 
 Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
 
@@ -127,6 +135,22 @@ class StepPrograms:
         }
 
     @cached_property
+    def decode_layouts(self) -> dict[int, DecodeLayout]:
+        """Buckets of runs of decode steps, as far as all requests can fill them: with those of single steps, so that
+        a token is computed in the same shapes either way."""
+        blueprint, cache, scheduler = self.blueprint, self.kv_cache, self.blueprint.config.scheduler
+        max_steps = scheduler.num_scheduler_steps or MAX_STEPS
+        if max_steps == 1:
+            return {}
+        largest = next(size for size in blueprint.token_buckets if size >= scheduler.max_num_seqs)
+        rows = (scheduler.max_num_seqs, blueprint.sample_buckets)
+        return {
+            size: decode_layout(size, *rows, max_steps, len(cache.groups), cache.block_size)
+            for size in blueprint.token_buckets
+            if size <= largest
+        }
+
+    @cached_property
     def functions(self) -> StepFunctions:
         blueprint, config = self.blueprint, self.blueprint.config
         return StepFunctions(
@@ -172,7 +196,17 @@ class StepPrograms:
             builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample_full, size)
         for size in token_buckets:
             builders[ProgramKey("prompt_logprobs", size)] = partial(shapes.lower_prompt_logprobs, size)
-        return builders
+        return builders | self._decode_builders()
+
+    def _decode_builders(self) -> Builders:
+        """Runs of decode steps, which nobody waits for. With the full sampler only if the log probabilities of all
+        steps are small enough to be kept until the last one."""
+        kinds = DECODE_KINDS[: 1 if self.functions.max_logprobs > MOST_LOGPROBS else 2]
+        return {
+            ProgramKey(kind, size): partial(lower_decode, self.shapes, layout, kind == "decode_full")
+            for kind in kinds
+            for size, layout in self.decode_layouts.items()
+        }
 
 
 def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:

@@ -79,7 +79,9 @@ def store(compiled: jax.stages.Compiled, node_types: Sequence[type]) -> tuple[by
     )
     if tree_of(record, node_types) != compiled.out_tree:
         raise Unstorable(f"results of program {parts.name} are a tree that cannot be made again: {compiled.out_tree}")
-    return parts.backend.serialize_executable(parts.xla_executable), record
+    if isinstance(parts.xla_executable, xla_client.LoadedExecutable):
+        return parts.backend.serialize_executable(parts.xla_executable), record
+    return parts.xla_executable.serialize(), record  # compiled for devices that are not here
 
 
 def array_record(array: Any, sharding: Any) -> ArrayRecord:

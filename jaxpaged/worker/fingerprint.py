@@ -87,7 +87,8 @@ def device(mesh: Mesh) -> dict[str, Any]:
     values = {
         "platform": first.platform,
         "kind": first.device_kind,
-        "runtime": first.client.platform_version,
+        # A client for a topology without devices leaves the first line out.
+        "runtime": first.client.platform_version.removeprefix("PJRT C API\n"),
         "mesh": " ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
     }
     return values | ({"cpu": platform.machine(), "cpu_features": cpu_features()} if first.platform == "cpu" else {})

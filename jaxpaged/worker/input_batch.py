@@ -5,7 +5,8 @@ must upload, are visited one by one. The array is made afresh for every step, si
 it in place.
 """
 
-from typing import NamedTuple
+import struct
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,23 +20,28 @@ class StepRequests(NamedTuple):
 
     rows: np.ndarray
     num_scheduled: np.ndarray
-    num_computed: np.ndarray
+    num_computed: np.ndarray  # before the step
+    seq_lens: np.ndarray  # after it
+    ends: np.ndarray  # where each request's tokens end in the step
     samples: np.ndarray  # bool
-
-    @property
-    def ends(self) -> np.ndarray:
-        """Where each request's tokens end in the step."""
-        return np.cumsum(self.num_scheduled, dtype=np.int32)
 
 
 def step_requests(scheduled: SchedulerOutput, rows: RequestRows) -> StepRequests:
-    row_of = rows.row_of
+    num_scheduled = int32_array(scheduled.num_scheduled_tokens)
+    num_computed = int32_array(scheduled.num_computed_tokens)
     return StepRequests(
-        rows=np.array([row_of[request_id] for request_id in scheduled.request_ids], np.int32),
-        num_scheduled=np.array(scheduled.num_scheduled_tokens, np.int32),
-        num_computed=np.array(scheduled.num_computed_tokens, np.int32),
-        samples=np.array(scheduled.samples, bool),
+        rows=rows.rows_of(scheduled.request_ids),
+        num_scheduled=num_scheduled,
+        num_computed=num_computed,
+        seq_lens=num_computed + num_scheduled,
+        ends=num_scheduled.cumsum(dtype=np.int32),
+        samples=np.frombuffer(bytes(scheduled.samples), bool),
     )
+
+
+def int32_array(numbers: list[int]) -> np.ndarray:
+    """A read-only array, in half of the time that `np.array` takes for hundreds of numbers."""
+    return np.frombuffer(struct.pack(f"={len(numbers)}i", *numbers), np.int32)
 
 
 def pack_step(
@@ -45,32 +51,35 @@ def pack_step(
     packed = np.zeros(layout.size, np.int32)
     parts = layout.split(packed)
     n, ends = len(requests.rows), requests.ends
-    total = int(ends[-1])
     parts.num_seqs[0] = n
-    parts.rows_R[:] = rows.null_row
     parts.rows_R[:n] = requests.rows
+    parts.rows_R[n:] = rows.null_row
     parts.query_start_loc_R1[1 : n + 1] = ends
-    parts.query_start_loc_R1[n + 1 :] = total
-    parts.seq_lens_R[:n] = requests.num_computed + requests.num_scheduled
+    parts.query_start_loc_R1[n + 1 :] = ends[-1]
+    parts.seq_lens_R[:n] = requests.seq_lens
     sample_ends = ends[requests.samples]
     parts.sample_idxs_R[: len(sample_ends)] = sample_ends - 1
     fill_token_ids(parts.token_ids_T, requests, rows)
-    parts.table_place_U[:] = rows.null_row
+    write_updates(parts, rows, updates)
+    return packed
+
+
+def write_updates(parts: Any, rows: RequestRows, updates: list[tuple[int, int, int]]) -> None:
+    """Fill the block table entries of a packed array's parts, which are zero."""
+    parts.table_place_U[len(updates) :] = rows.null_row
     if updates:
         table = np.array(updates, np.int32)
         parts.table_place_U[: len(table)] = table[:, 0]
         parts.table_idx_U[: len(table)] = table[:, 1]
         parts.table_block_U[: len(table)] = table[:, 2]
-    return packed
 
 
 def fill_token_ids(token_ids_T: np.ndarray, requests: StepRequests, rows: RequestRows) -> None:
     """Write the tokens that the host knows. Every other one is the row's last sampled token, which only the
     device knows: -1."""
-    starts = requests.ends - requests.num_scheduled
-    token_ids_T[: int(requests.ends[-1])] = -1
+    token_ids_T[: requests.ends[-1]] = -1
     known = rows.num_known_R[requests.rows] - requests.num_computed
-    for i in np.flatnonzero(known > 0):
-        computed, start = int(requests.num_computed[i]), int(starts[i])
-        count = min(int(known[i]), int(requests.num_scheduled[i]))
+    for i in (known > 0).nonzero()[0]:
+        computed, count = int(requests.num_computed[i]), min(int(known[i]), int(requests.num_scheduled[i]))
+        start = int(requests.ends[i]) - int(requests.num_scheduled[i])
         token_ids_T[start : start + count] = rows.token_ids[requests.rows[i]][computed : computed + count]

@@ -6,7 +6,9 @@ one step later.
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,17 +27,14 @@ from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.logprobs import LogprobOutput
 from jaxpaged.sampling.rows import SamplingRows
 from jaxpaged.sampling.state import StateLayout
+from jaxpaged.worker.decode_batch import DecodeLayout, pack_run
 from jaxpaged.worker.input_batch import StepRequests, pack_step, step_requests
 from jaxpaged.worker.packed import StepLayout
+from jaxpaged.worker.pending_run import NOTHING_TO_DRAW, PendingRun
 from jaxpaged.worker.programs import ProgramKey, Programs
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.row_uploads import admit
 from jaxpaged.worker.step import PROMPT_LOGPROB_TILE, TABLE_CHUNK
-
-NOTHING_TO_DRAW = (
-    "no token can be drawn: the model's logits for this request are not finite numbers, or its own allowed_token_ids, "
-    "logit_bias, bad_words and min_tokens leave none. Other requests are unharmed."
-)
 
 
 @dataclass
@@ -65,7 +64,10 @@ class StepCounts:
 
 
 class ModelRunner:
-    """Runs steps. `layouts` are the forward buckets by size, `sample_buckets` the sampling ones, both sorted."""
+    """Runs steps. `layouts` are the forward buckets by size, `sample_buckets` the sampling ones, both sorted.
+
+    `decode_layouts` are the buckets of runs of decode steps; none: there are no such programs.
+    """
 
     def __init__(
         self,
@@ -78,16 +80,28 @@ class ModelRunner:
         custom: CustomProcessors,
         layouts: dict[int, StepLayout],
         sample_buckets: tuple[int, ...],
-        sharding: jax.sharding.Sharding,
+        decode_layouts: Mapping[int, DecodeLayout] = MappingProxyType({}),
     ):
         self.programs, self.params, self.head, self.state = programs, params, head, state
         self.rows, self.sampling, self.custom = rows, sampling, custom
         self.sampling_rows = SamplingRows(sampling.max_num_seqs)
         self.layouts, self.token_buckets, self.sample_buckets = layouts, tuple(layouts), sample_buckets
-        self.sharding = sharding
+        self.decode_layouts = decode_layouts
         self.counts = StepCounts()
 
-    def execute(self, scheduled: SchedulerOutput) -> "PendingStep":
+    def max_decode_steps(self) -> int:
+        """Steps that one program may run for the requests that have a row; 1 until their program is compiled.
+
+        To ask makes it be compiled, if it is kept on demand.
+        """
+        live = np.fromiter(self.rows.row_of.values(), np.int32)
+        kind = "decode_full" if self.sampling_rows.any_full(live) else "decode"
+        bucket = next((size for size in self.decode_layouts if size >= len(live)), None)
+        if bucket is None or (key := ProgramKey(kind, bucket)) not in self.programs.builders:
+            return 1
+        return self.decode_layouts[bucket].max_steps if self.programs.is_ready(key) else 1
+
+    def execute(self, scheduled: SchedulerOutput) -> "PendingStep | PendingRun":
         """Dispatch one step. Only dispatching happens here; results are read by `PendingStep.result`."""
         for request_id in scheduled.removed_request_ids:
             self.rows.remove(request_id)
@@ -98,6 +112,8 @@ class ModelRunner:
         for request_id, block_ids in zip(scheduled.request_ids, scheduled.new_block_ids, strict=True):
             if block_ids is not None:
                 self.rows.append_blocks(self.rows.row_of[request_id], block_ids, updates)
+        if scheduled.num_steps > 1:
+            return self._decode(scheduled, updates)
         if scheduled.request_ids:
             requests = step_requests(scheduled, self.rows)
             hidden_TD, hidden_SD = self._forward(requests, updates)
@@ -114,22 +130,19 @@ class ModelRunner:
         self.rows.append_blocks(row, request.block_ids, updates)
         try:
             for upload in admit(row, request, self.sampling_rows, self.sampling, self.custom):
-                program = self.programs[ProgramKey(upload.program)]
-                self.state.sampling = program(self.state.sampling, self._put(upload.packed))
+                self.state.sampling = self._call(ProgramKey(upload.program), self.state.sampling, upload.packed)
         except RequestError as error:
             pending.refused[request.request_id] = str(error)
 
     def _forward(self, requests: StepRequests, updates: list[tuple[int, int, int]]) -> tuple[Any, Any]:
-        num_tokens = int(requests.num_scheduled.sum())
+        num_tokens = int(requests.ends[-1])
         bucket = self.programs.smallest_ready("forward", num_tokens, self.token_buckets)
-        layout = self.layouts[bucket]
-        program = self.programs[ProgramKey("forward", bucket)]
-        state = self.state
+        layout, state = self.layouts[bucket], self.state
         while len(updates) > layout.num_updates:
             updates = self._write_tables(updates)
-        packed = self._put(pack_step(layout, requests, self.rows, updates))
-        state.kv, state.tables, hidden_TD, hidden_SD = program(
-            self.params, state.kv, state.tables, state.last_token, packed
+        packed = pack_step(layout, requests, self.rows, updates)
+        state.kv, state.tables, hidden_TD, hidden_SD = self._call(
+            ProgramKey("forward", bucket), self.params, state.kv, state.tables, state.last_token, packed
         )
         self.counts.add(num_tokens, bucket)
         return hidden_TD, hidden_SD
@@ -140,38 +153,66 @@ class ModelRunner:
         packed[0] = self.rows.null_row
         chunk = np.array(updates[:TABLE_CHUNK], np.int32)
         packed[:, : len(chunk)] = chunk.T
-        self.state.tables = self.programs[ProgramKey("tables")](self.state.tables, self._put(packed))
+        self.state.tables = self._call(ProgramKey("tables"), self.state.tables, packed)
         return updates[TABLE_CHUNK:]
 
     def _sample(self, scheduled: SchedulerOutput, requests: StepRequests, hidden_SD: Any, pending: "PendingStep"):
         rows = requests.rows[requests.samples]
-        positions = (requests.num_computed + requests.num_scheduled)[requests.samples]
-        pending.request_ids = list(itertools.compress(scheduled.request_ids, scheduled.samples))
+        positions = requests.seq_lens[requests.samples]
+        pending.request_ids = scheduled.request_ids
+        if not requests.samples.all():
+            pending.request_ids = list(itertools.compress(scheduled.request_ids, scheduled.samples))
         state, full = self.state, self.sampling_rows.any_full(rows)
         kind = "sample_full" if full else "sample"
         bucket = self.programs.smallest_ready(kind, len(rows), self.sample_buckets)
         pending.buckets.sample_bucket, pending.buckets.full_sampler = bucket, full
-        program = self.programs[ProgramKey(kind, bucket)]
+        key = ProgramKey(kind, bucket)
         num_output = positions - self.rows.num_prompt_R[rows]
-        packed = self._put(self.sampling_rows.pack(rows, positions, num_output, bucket))
+        packed = self.sampling_rows.pack(rows, positions, num_output, bucket)
         if full:
-            state.last_token, tokens, state.sampling, logprobs = program(
-                self.head, hidden_SD, state.last_token, state.sampling, packed
+            state.last_token, tokens, state.sampling, logprobs = self._call(
+                key, self.head, hidden_SD, state.last_token, state.sampling, packed
             )
             pending.logprobs = start_copy(logprobs)
         else:
-            state.last_token, tokens = program(self.head, hidden_SD, state.last_token, packed)
-        pending.tokens = start_copy(tokens)
+            state.last_token, tokens = self._call(key, self.head, hidden_SD, state.last_token, packed)
+        tokens.copy_to_host_async()
+        pending.tokens = tokens
+
+    def _decode(self, scheduled: SchedulerOutput, updates: list[tuple[int, int, int]]) -> PendingRun:
+        """Dispatch a run of decode steps: one program, one transfer."""
+        requests, state = step_requests(scheduled, self.rows), self.state
+        rows, positions = requests.rows, requests.num_computed + 1
+        full = self.sampling_rows.any_full(rows)
+        kind = "decode_full" if full else "decode"
+        bucket = self.programs.smallest_ready(kind, len(rows), tuple(self.decode_layouts))
+        layout = self.decode_layouts[bucket]
+        while len(updates) > layout.step.num_updates:
+            updates = self._write_tables(updates)
+        num_output = positions - self.rows.num_prompt_R[rows]
+        lines_SF = self.sampling_rows.pack(rows, positions, num_output, layout.num_lines)
+        packed = pack_run(layout, requests, self.rows, lines_SF, updates)
+        donated = (state.kv, state.tables, state.last_token, state.sampling if full else None)
+        key = ProgramKey(kind, bucket)
+        donated, tokens, logprobs = self._call(key, self.params, self.head, donated, packed)
+        state.kv, state.tables, state.last_token = donated[:3]
+        if full:
+            state.sampling = donated[3]
+        buckets = StepBuckets(bucket, layout.num_lines, full)
+        request_ids = list(scheduled.request_ids)
+        return PendingRun(
+            scheduled.step_id, request_ids, start_copy(tokens), start_copy(logprobs), buckets, self.counts.add
+        )
 
     def _prompt_logprobs(
         self, scheduled: SchedulerOutput, requests: StepRequests, hidden_TD: Any, pending: "PendingStep"
     ) -> None:
         """Log probabilities of the prompt tokens that follow those computed in this step, a tile at a time."""
-        wanted = self.rows.prompt_logprobs_R[requests.rows]
-        if not wanted.any():
+        if not self.rows.prompt_logprobs_R.any():
             return
+        wanted = self.rows.prompt_logprobs_R[requests.rows]
         starts = requests.ends - requests.num_scheduled
-        program = self.programs[ProgramKey("prompt_logprobs", hidden_TD.shape[0])]
+        key = ProgramKey("prompt_logprobs", hidden_TD.shape[0])
         for i in np.flatnonzero(wanted):
             row, computed = requests.rows[i], int(requests.num_computed[i])
             end = min(computed + int(requests.num_scheduled[i]), int(self.rows.num_prompt_R[row]) - 1)
@@ -180,11 +221,14 @@ class ModelRunner:
                 packed = np.zeros((2, PROMPT_LOGPROB_TILE), np.int32)
                 packed[0, :count] = int(starts[i]) + first - computed + np.arange(count)
                 packed[1, :count] = self.rows.token_ids[row][first + 1 : first + 1 + count]
-                tile = start_copy(program(self.head, hidden_TD, self._put(packed)))
+                tile = start_copy(self._call(key, self.head, hidden_TD, packed))
                 pending.prompt_tiles.append((scheduled.request_ids[i], first + 1, count, tile))
 
-    def _put(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, self.sharding)
+    def _call(self, key: ProgramKey, *arguments: Any) -> Any:
+        """Call a program. Its numpy arguments are what the step moves to the device on purpose: a compiled program
+        moves one in 4 us, where `jax.device_put` takes 90."""
+        with jax.transfer_guard_host_to_device("allow"):
+            return self.programs[key](*arguments)
 
 
 def start_copy(tree: Any) -> Any:
@@ -218,10 +262,10 @@ class PendingStep:
         output.prompt_logprobs = self._read_prompt_logprobs()
         n = len(self.request_ids)
         if n:
-            output.sampled_token_ids = jax.device_get(self.tokens)[:n].tolist()
-            for request_id, token in zip(self.request_ids, output.sampled_token_ids, strict=True):
-                if token < 0:
-                    output.failed[request_id] = NOTHING_TO_DRAW
+            tokens = np.asarray(self.tokens)[:n]
+            output.sampled_token_ids = tokens.tolist()
+            if tokens.min() < 0:
+                output.failed.update((self.request_ids[i], NOTHING_TO_DRAW) for i in np.flatnonzero(tokens < 0))
         if self.logprobs is not None:
             lines = jax.device_get(self.logprobs)
             output.logprobs = SampledLogprobs(lines.token_ids_SJ[:n], lines.logprobs_SJ[:n], lines.ranks_S[:n])

@@ -4,7 +4,10 @@
 the program splits the array that it received and reads. One definition serves both.
 """
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 
@@ -41,16 +44,23 @@ class StepLayout:
         T, R, U = self.num_tokens, self.num_rows, self.num_updates
         return StepParts(1, R, R + 1, R, T, R, U, U, U)
 
+    @cached_property
+    def slices(self) -> tuple[slice, ...]:
+        return slices_of(self.sizes)
+
     @property
     def size(self) -> int:
-        return sum(self.sizes)
+        return self.slices[-1].stop
 
     def split(self, packed: Any) -> StepParts:
-        parts, start = [], 0
-        for size in self.sizes:
-            parts.append(packed[start : start + size])
-            start += size
-        return StepParts(*parts)
+        return StepParts(*[packed[part] for part in self.slices])
+
+
+def slices_of(sizes: Iterable[int]) -> tuple[slice, ...]:
+    """Slices of the given sizes, one after the other."""
+    sizes = tuple(sizes)
+    ends = itertools.accumulate(sizes)
+    return tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
 def step_layout(num_tokens: int, max_num_seqs: int, num_groups: int, block_size: int) -> StepLayout:

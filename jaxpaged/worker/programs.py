@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -65,6 +65,7 @@ class Programs:
 
     `builders` map a key to a function that lowers the program. They are compiled in the given order, by
     `num_threads` threads, beginning with `start()`. Those in `stored` are not compiled: their function loads them.
+    Those in `on_demand` are left out until they are wanted, and then come last, one at a time.
     """
 
     def __init__(
@@ -73,12 +74,15 @@ class Programs:
         num_threads: int | None = None,
         progress: Progress | None = None,
         stored: Mapping[ProgramKey, Callable[[], Any]] = MappingProxyType({}),
+        on_demand: Collection[ProgramKey] = (),
     ):
         self.builders, self.stored = builders, stored
         self.progress = progress or (lambda stage, done, total: None)
         self.num_threads = num_threads or min(4, os.cpu_count() or 1)
         self.seconds: dict[ProgramKey, float] = {}
-        self._queue = list(builders)
+        self._unwanted = set(on_demand)
+        self._queue = [key for key in builders if key not in self._unwanted]
+        self._num_workers = 0
         self._begun: list[ProgramKey] = []
         self._done: dict[ProgramKey, Any] = {}
         self._changed = threading.Condition()
@@ -86,9 +90,31 @@ class Programs:
 
     def start(self) -> None:
         """Begin to compile in the background."""
-        self.progress("programs", 0, len(self.builders))
-        for i in range(self.num_threads):
-            threading.Thread(target=self._work, name=f"{THREAD_NAME}-{i}").start()
+        self.progress("programs", 0, self.num_wanted)
+        with self._changed:
+            for _ in range(self.num_threads):
+                self._add_worker()
+
+    def _add_worker(self) -> None:
+        """Start a thread that ends with the queue. The lock is held."""
+        self._num_workers += 1
+        threading.Thread(target=self._work, name=f"{THREAD_NAME}-{self._num_workers}").start()
+
+    def is_ready(self, key: ProgramKey) -> bool:
+        """Whether a program can be called without waiting. One that is kept on demand is wanted from now on."""
+        if key in self._done:
+            return not isinstance(self._done[key], BaseException)
+        with self._changed:
+            self._want(key)
+        return False
+
+    def _want(self, key: ProgramKey) -> None:
+        """Queue a program that was kept on demand. The lock is held."""
+        if key in self._unwanted and not self._stopped:
+            self._unwanted.remove(key)
+            self._queue.append(key)
+            if not self._num_workers:
+                self._add_worker()
 
     def __getitem__(self, key: ProgramKey) -> Any:
         """The program, waiting for it if needed. Raises what its compilation raised."""
@@ -110,9 +136,14 @@ class Programs:
         begun = (key.size for key in tuple(self._begun) if key.kind == kind and key.size in fitting)
         return next(ready, None) or next(begun, fitting[0])
 
-    def wait_all(self) -> dict[ProgramKey, Any]:
-        """Every program, once all are compiled."""
-        return {key: self[key] for key in self.builders}
+    def wait_all(self, on_demand: bool = False) -> dict[ProgramKey, Any]:
+        """Every program, once all are compiled; `on_demand`: also those that nobody has wanted yet."""
+        return {key: self[key] for key in self.builders if on_demand or key not in self._unwanted}
+
+    @property
+    def num_wanted(self) -> int:
+        """Programs that are ready or will be without further asking."""
+        return len(self.builders) - len(self._unwanted)
 
     @property
     def num_ready(self) -> int:
@@ -127,6 +158,7 @@ class Programs:
 
     def _wait(self, key: ProgramKey) -> Any:
         with self._changed:
+            self._want(key)
             if key in self._queue:
                 self._queue.remove(key)
                 self._queue.insert(0, key)
@@ -140,6 +172,7 @@ class Programs:
         with self._changed:
             # Threads are not daemons: killing one inside XLA crashes the process. They end with the main thread.
             if not self._queue or not threading.main_thread().is_alive():
+                self._num_workers -= 1
                 return None
             self._begun.append(self._queue.pop(0))
             return self._begun[-1]
@@ -158,7 +191,7 @@ class Programs:
                 self._done[key] = program
                 num_ready = len(self._done)
                 self._changed.notify_all()
-            self.progress("programs", num_ready, len(self.builders))
+            self.progress("programs", num_ready, self.num_wanted)
 
 
 def enable_compilation_cache(folder: str | None) -> None:

@@ -9,11 +9,15 @@ import numpy as np
 
 from jaxpaged.messages import NewRequestData
 
+NUM_STOP_IDS = 8
+"""Stop ids of a row that the device sees. Further ones are seen by the host alone."""
+
 
 class RequestRows:
     """Host side of the rows: who owns which, and what the host knows of each.
 
     num_known_R: tokens that the host uploaded; later ones were sampled here and are on the device.
+    stop_ids_RJ: tokens that end the request, padded with -1.
     num_blocks_GR: entries of the block table on the device, per KV group.
     """
 
@@ -25,8 +29,18 @@ class RequestRows:
         self.num_known_R = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_R = np.zeros(max_num_seqs, np.int32)
         self.prompt_logprobs_R = np.zeros(max_num_seqs, bool)
-        self.num_blocks_GR = np.zeros((num_groups, max_num_seqs), np.int32)
+        self.stop_ids_RJ = np.full((max_num_seqs, NUM_STOP_IDS), -1, np.int32)
+        self.num_blocks_GR = [[0] * max_num_seqs for _ in range(num_groups)]
         self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._last_ids: list[str] = []  # that `rows_of` was asked for, and its answer
+        self._last_rows = np.zeros(0, np.int32)
+
+    def rows_of(self, request_ids: list[str]) -> np.ndarray:
+        """The rows of requests, int32 [n]. From step to step they are mostly the same ones, in the same order."""
+        if request_ids != self._last_ids:
+            self._last_ids = request_ids
+            self._last_rows = np.array([self.row_of[request_id] for request_id in request_ids], np.int32)
+        return self._last_rows
 
     def add(self, request: NewRequestData) -> int:
         """Give the request a row and remember what is known of it."""
@@ -34,11 +48,16 @@ class RequestRows:
         assert self._free, f"all {self.max_num_seqs} rows are taken; the scheduler ran more requests than that"
         row = self._free.pop()
         self.row_of[request.request_id] = row
+        self._last_ids = []
         self.token_ids[row] = np.asarray(request.token_ids, np.int32)
         self.num_known_R[row] = len(request.token_ids)
         self.num_prompt_R[row] = request.num_prompt_tokens
         self.prompt_logprobs_R[row] = request.sampling_params.prompt_logprobs is not None
-        self.num_blocks_GR[:, row] = 0
+        stop_ids = (request.sampling_params.stop_token_ids or ())[:NUM_STOP_IDS]
+        self.stop_ids_RJ[row] = -1
+        self.stop_ids_RJ[row, : len(stop_ids)] = stop_ids
+        for counts_R in self.num_blocks_GR:
+            counts_R[row] = 0
         return row
 
     def remove(self, request_id: str) -> None:
@@ -46,16 +65,14 @@ class RequestRows:
         row = self.row_of.pop(request_id, None)
         if row is not None:
             self.token_ids[row] = None
+            self.prompt_logprobs_R[row] = False
             self._free.append(row)
+            self._last_ids = []
 
     def append_blocks(self, row: int, block_ids: tuple[list[int], ...], updates: list[tuple[int, int, int]]) -> None:
         """Add table entries of one request to `updates`, as (place, index, block)."""
         stride = self.max_num_seqs + 1
-        counts = self.num_blocks_GR
-        for group, blocks in enumerate(block_ids):
-            if not blocks:
-                continue
-            first = int(counts[group, row])
-            place = group * stride + row
-            updates.extend((place, first + i, block) for i, block in enumerate(blocks))
-            counts[group, row] = first + len(blocks)
+        for group, (blocks, counts_R) in enumerate(zip(block_ids, self.num_blocks_GR, strict=True)):
+            place, first = group * stride + row, counts_R[row]
+            updates += [(place, first + i, block) for i, block in enumerate(blocks)]
+            counts_R[row] = first + len(blocks)

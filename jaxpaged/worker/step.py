@@ -64,14 +64,20 @@ class StepFunctions:
         """One pass over the tokens of a step -> (kv, tables_GRM, hidden_TD, hidden_SD of the tokens that sample)."""
         parts = layout.split(packed)
         tables_GRM = write_tables(tables_GRM, parts.table_place_U, parts.table_idx_U, parts.table_block_U)
-        tokens_T, positions_T = locate_tokens(layout, parts, last_token_R)
-        hidden_TD, kv = self.model.forward(
-            params, self.config, self.attention, self.places, tokens_T, positions_T,
-            self.group_metadata(layout, parts, tables_GRM), kv,
-        )  # fmt: skip
+        hidden_TD, kv = self.hidden_states(layout, params, kv, tables_GRM, last_token_R, parts)
         sampled_RD = hidden_TD[parts.sample_idxs_R]
         hidden_SD = jnp.pad(sampled_RD, ((0, self.num_hidden - layout.num_rows), (0, 0)))
         return kv, tables_GRM, hidden_TD, hidden_SD
+
+    def hidden_states(
+        self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, last_token_R: Any, parts: StepParts
+    ) -> tuple[Any, Any]:
+        """The model on the tokens of a step -> (hidden_TD, kv)."""
+        tokens_T, positions_T = locate_tokens(layout, parts, last_token_R)
+        return self.model.forward(
+            params, self.config, self.attention, self.places, tokens_T, positions_T,
+            self.group_metadata(layout, parts, tables_GRM), kv,
+        )  # fmt: skip
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
@@ -104,6 +110,11 @@ class StepFunctions:
             logprobs_mode=self.logprobs_mode, max_logprobs=self.max_logprobs, custom=self.custom,
         )  # fmt: skip
         return *record_sample(last_token_R, packed_SF, output), state, output.logprobs
+
+    def no_logprobs(self, *shape: int) -> LogprobOutput:
+        """Room for log probabilities, `shape` in front."""
+        columns = (*shape, 1 + self.max_logprobs)
+        return LogprobOutput(jnp.zeros(columns, jnp.int32), jnp.zeros(columns), jnp.zeros(shape, jnp.int32))
 
     def prompt_logprobs(self, head: Any, hidden_TD: Any, packed_2C: Any):
         """Log probabilities of prompt tokens. `packed_2C` holds places in the step, and the tokens that followed."""

@@ -15,7 +15,7 @@ from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import init_dummy_params, load_params
-from jaxpaged.worker.blueprint import Blueprint, StepPrograms
+from jaxpaged.worker.blueprint import DECODE_KINDS, Blueprint, StepPrograms
 from jaxpaged.worker.bundles import Bundle, save_bundle
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, size_kv_cache
 from jaxpaged.worker.model_runner import DeviceState, ModelRunner
@@ -72,11 +72,14 @@ class Worker:
         """The table, compiled here or taken from the bundle."""
         builders = self.step_programs.builders()
         stored = self.bundle.loaders(list(builders), self.blueprint.mesh, RESULT_TYPES) if self.bundle else {}
-        return Programs(builders, progress=self.progress, stored=stored)
+        # Whether runs of decode steps gain anything is known when the engine has run: compiling them can wait for that.
+        waits = self.config.scheduler.num_scheduler_steps is None and not stored
+        on_demand = [key for key in builders if waits and key.kind in DECODE_KINDS]
+        return Programs(builders, progress=self.progress, stored=stored, on_demand=on_demand)
 
     def save_bundle(self, folder: Path) -> None:
         """Write all programs, once they are compiled, to an empty folder. Raises UsageError."""
-        programs, num_blocks = self.programs.wait_all(), self.kv_cache_config.num_blocks
+        programs, num_blocks = self.programs.wait_all(on_demand=True), self.kv_cache_config.num_blocks
         save_bundle(folder, programs, self.blueprint.fingerprint(), num_blocks, RESULT_TYPES, self.progress)
 
     def _load(self, folder: Path | None) -> Any:
@@ -99,7 +102,7 @@ class Worker:
             custom=blueprint.custom,
             layouts=self.step_programs.layouts,
             sample_buckets=blueprint.sample_buckets,
-            sharding=self.step_programs.functions.replicated,
+            decode_layouts=self.step_programs.decode_layouts,
         )
 
     def new_state(self) -> DeviceState:
@@ -120,7 +123,7 @@ class Worker:
             "padded_tokens": counts.padded_tokens,
             "token_buckets": list(self.blueprint.token_buckets),
             "bucket_steps": dict(sorted(counts.buckets.items())),
-            "programs": len(programs.builders),
+            "programs": programs.num_wanted,
             "programs_ready": programs.num_ready,
             "compile_seconds": sum(programs.seconds.values()),
             "programs_from_bundle": len(programs.stored),

@@ -60,6 +60,13 @@ class Row:
 
     token_ids: list[int]
     tables: tuple[list[int], ...]
+    stop_ids: frozenset[int]
+    num_sampled: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the device has seen it end."""
+        return self.num_sampled > 0 and self.token_ids[-1] in self.stop_ids
 
 
 class SimulatedRunner:
@@ -75,17 +82,25 @@ class SimulatedRunner:
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         assert sum(scheduled.num_scheduled_tokens) == scheduled.total_num_scheduled_tokens
-        assert scheduled.total_num_scheduled_tokens <= self.max_num_batched_tokens
+        assert scheduled.total_num_scheduled_tokens <= self.max_num_batched_tokens * scheduled.num_steps
         if not scheduled.total_num_scheduled_tokens:
             assert not scheduled.removed_request_ids, "what the runner must know came with a step that may be skipped"
             return ModelRunnerOutput(scheduled.step_id, [], [])
         self._update_rows(scheduled)
+        if scheduled.num_steps > 1:
+            return self._run(scheduled)
         for read_before_write in (True, False):  # kernels promise no order between the requests of a step
             for request_id, computed in zip(scheduled.request_ids, scheduled.num_computed_tokens):
-                self._check_reads(request_id, computed)
+                if not self._ended_before(request_id, computed):
+                    self._check_reads(request_id, computed)
             if read_before_write:
                 self._write(scheduled)
         return self._sample(scheduled)
+
+    def _ended_before(self, request_id: str, computed: int) -> bool:
+        """Whether a request ended in a run before this step, so that what it computes here means nothing."""
+        row = self.rows[request_id]
+        return computed >= len(row.token_ids) and row.ended
 
     def _update_rows(self, scheduled: SchedulerOutput) -> None:
         for request_id in scheduled.removed_request_ids:
@@ -93,7 +108,8 @@ class SimulatedRunner:
             self.rows.pop(request_id, None)
         for new in scheduled.new_requests:
             assert new.request_id not in self.rows
-            self.rows[new.request_id] = Row(list(new.token_ids), tuple(map(list, new.block_ids)))
+            stop_ids = frozenset(new.sampling_params.stop_token_ids)
+            self.rows[new.request_id] = Row(list(new.token_ids), tuple(map(list, new.block_ids)), stop_ids)
         assert len(self.rows) <= self.max_num_seqs
         for request_id, new_block_ids in zip(scheduled.request_ids, scheduled.new_block_ids):
             for table, block_ids in zip(self.rows[request_id].tables, new_block_ids or ()):
@@ -114,6 +130,8 @@ class SimulatedRunner:
             scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens
         ):
             row = self.rows[request_id]
+            if self._ended_before(request_id, computed):
+                continue
             assert computed + n <= len(row.token_ids), f"{request_id}: tokens scheduled that nobody has sampled"
             hashes = prefix_hashes(row.token_ids)
             for group, table in enumerate(row.tables):
@@ -130,12 +148,45 @@ class SimulatedRunner:
             scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens, scheduled.samples
         ):
             row = self.rows[request_id]
+            if self._ended_before(request_id, computed):
+                output.request_ids.append(request_id)
+                output.sampled_token_ids.append(-1)
+                continue
             assert samples == (computed + n == len(row.token_ids))
             if samples:
                 row.token_ids.append(next_token(row.token_ids))
+                row.num_sampled += 1
                 output.request_ids.append(request_id)
                 output.sampled_token_ids.append(row.token_ids[-1])
         return output
+
+    def _run(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """A run of decode steps: single ones, in which a request has no part any more once a stop token is its last.
+
+        The runner knows the stop tokens only, so an end-of-sequence token that is none of them does not end a run.
+        """
+        assert not scheduled.new_requests and all(scheduled.samples)
+        assert max(scheduled.num_scheduled_tokens) == scheduled.num_steps
+        runs: dict[str, list[int]] = {request_id: [] for request_id in scheduled.request_ids}
+        limits = zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens)
+        limits = {request_id: (first, first + n) for request_id, first, n in limits}
+        for _ in range(scheduled.num_steps):
+            going = [request_id for request_id in runs if self._goes_on(self.rows[request_id], *limits[request_id])]
+            ones = [1] * len(going)
+            computed = [len(self.rows[request_id].token_ids) - 1 for request_id in going]
+            none = [None] * len(going)
+            step = SchedulerOutput(scheduled.step_id, [], [], going, ones, computed, [True] * len(going), none)
+            for request_id, n in zip(going, computed):
+                assert n >= limits[request_id][0]
+                self._check_reads(request_id, n)
+            self._write(step)
+            for request_id, token in zip(going, self._sample(step).sampled_token_ids):
+                runs[request_id].append(token)
+        return ModelRunnerOutput(scheduled.step_id, list(runs), [], token_runs=list(runs.values()))
+
+    @staticmethod
+    def _goes_on(row: Row, first: int, end: int) -> bool:
+        return first < len(row.token_ids) <= end and not row.ended
 
 
 class Engine:
@@ -152,6 +203,7 @@ class Engine:
         enable_prefix_caching: bool = True,
         enable_kv_cache_events: bool = False,
         depth: int = 1,
+        max_steps: int = 1,
         **scheduler_options,
     ):
         groups = tuple(KVCacheGroup(AttentionSpec(BLOCK_SIZE, 1, 8, 4, w), (g,)) for g, w in enumerate(windows))
@@ -167,6 +219,8 @@ class Engine:
         )
         self.runner = SimulatedRunner(windows, max_num_seqs, max_num_batched_tokens)
         self.depth = depth
+        self.max_steps = max_steps
+        self.num_runs = 0
         self.max_model_len = max_model_len
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.requests: dict[str, EngineCoreRequest] = {}
@@ -187,7 +241,8 @@ class Engine:
 
     def dispatch(self) -> SchedulerOutput:
         """Schedule a step and have it executed; its output stays in flight."""
-        scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule(self.max_steps)
+        self.num_runs += scheduled.num_steps > 1
         self.scheduler.check_integrity()
         self.in_flight.append((scheduled, self.runner.execute(scheduled)))
         return scheduled

@@ -34,8 +34,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         threshold=st.sampled_from([0, 0, 5]),
         prefix_caching=st.sampled_from([True, True, False]),
+        max_steps=st.sampled_from([1, 2, 7]),
     )
-    def start(self, windows, spare_blocks, budget, depth, policy, threshold, prefix_caching):
+    def start(self, windows, spare_blocks, budget, depth, policy, threshold, prefix_caching, max_steps):
         self.engine = Engine(
             num_blocks=1 + blocks_of_longest(windows, budget) // 2 + spare_blocks,
             windows=windows,
@@ -44,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             enable_prefix_caching=prefix_caching,
             depth=depth,
+            max_steps=max_steps,
             scheduling_policy=policy,
             long_prefill_token_threshold=threshold,
         )
@@ -118,7 +120,7 @@ TestSchedulerMachine = pytest.mark.timeout(300)(SchedulerMachine.TestCase)
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
 def test_crowds_that_share_prompts_get_the_right_answers(windows, depth, policy):
     """Long runs with too few blocks, so that preemption and eviction are frequent."""
-    num_preemptions = num_hits = 0
+    num_preemptions = num_hits = num_runs = 0
     for seed in range(4):
         draw = random.Random(f"{seed} {windows} {depth} {policy}")
         budget = draw.choice([4, 9, 24])
@@ -129,6 +131,7 @@ def test_crowds_that_share_prompts_get_the_right_answers(windows, depth, policy)
             max_num_seqs=draw.choice([3, 6]),
             max_model_len=MAX_MODEL_LEN,
             depth=depth,
+            max_steps=(1, 3, 5, 8)[seed],
             scheduling_policy=policy,
             long_prefill_token_threshold=draw.choice([0, 5]),
         )
@@ -136,9 +139,11 @@ def test_crowds_that_share_prompts_get_the_right_answers(windows, depth, policy)
         stats = engine.scheduler.make_stats()
         num_preemptions += stats.num_preemptions
         num_hits += stats.prefix_cache_hits
+        num_runs += engine.num_runs
     if None in windows:  # a window gives back as many blocks as it takes
         assert num_preemptions > 0, "the test is too easy"
     assert num_hits > 0, "the test shares nothing"
+    assert num_runs > 0, "no run of decode steps"
 
 
 def run_crowd(engine: Engine, draw: random.Random) -> None:

@@ -3,6 +3,7 @@
 import random
 
 import jax
+import numpy as np
 import pytest
 
 from jaxpaged import LLM, SamplingParams
@@ -69,12 +70,17 @@ def test_a_request_that_is_refused_compiles_nothing_and_harms_nobody(llm):
 
 def test_a_decode_step_moves_two_arrays_to_the_device_and_none_by_accident(llm, monkeypatch):
     engine, runner = llm.llm_engine, llm.llm_engine._core._core._executor.worker.runner
-    sizes, put = [], runner._put
-    monkeypatch.setattr(runner, "_put", lambda array: sizes.append(array.nbytes) or put(array))
+    moved, call = [], runner._call
+
+    def counting(key, *arguments):
+        moved.extend(array for array in arguments if isinstance(array, np.ndarray))
+        return call(key, *arguments)
+
+    monkeypatch.setattr(runner, "_call", counting)
     engine.add_request("a", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=12, ignore_eos=True))
     with jax.transfer_guard("disallow"):
         while engine.has_unfinished_requests():
             before = runner.counts.steps
             engine.step()
-            assert len(sizes) <= 2 * (runner.counts.steps - before)
-            sizes.clear()
+            assert len(moved) <= 2 * (runner.counts.steps - before)
+            moved.clear()

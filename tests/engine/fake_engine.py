@@ -47,6 +47,12 @@ class Row:
     token_ids: list[int]
     num_prompt_tokens: int
     params: SamplingParams
+    num_sampled: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the device has seen it end."""
+        return self.num_sampled > 0 and self.token_ids[-1] in (self.params.stop_token_ids or ())
 
 
 Model = Callable[[Sequence[int]], np.ndarray]
@@ -90,9 +96,14 @@ class FakeExecutor:
         self.recoveries = 0
         self.running = True
         self.waited = False
+        self.longest_run = 32
+
+    def max_decode_steps(self) -> int:
+        return self.longest_run
 
     def execute(self, scheduled: SchedulerOutput) -> Done:
         assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens) > 0
+        assert scheduled.num_steps == 1 or max(scheduled.num_scheduled_tokens) == scheduled.num_steps
         number = len(self.executed)
         self.executed.append(scheduled)
         if self.fail_at.get(number) == "dispatch":
@@ -103,7 +114,11 @@ class FakeExecutor:
             self._add(new)
         output = ModelRunnerOutput(scheduled.step_id, [], [], prompt_logprobs={})
         lines = []
-        for i, request_id in enumerate(scheduled.request_ids):
+        if scheduled.num_steps > 1:
+            output.request_ids, output.token_runs = list(scheduled.request_ids), []
+            for request_id, count in zip(scheduled.request_ids, scheduled.num_scheduled_tokens):
+                output.token_runs.append(self._run(request_id, count, lines))
+        for i, request_id in enumerate(scheduled.request_ids if scheduled.num_steps == 1 else []):
             self._compute(request_id, scheduled, i, output, lines)
         output.logprobs = stacked(lines)
         if self.fail_at.get(number) == "result":
@@ -118,6 +133,11 @@ class FakeExecutor:
         row = self.rows[request_id]
         start, count = scheduled.num_computed_tokens[i], scheduled.num_scheduled_tokens[i]
         end = start + count
+        if row.ended and start >= len(row.token_ids):  # in a run before this step, so this means nothing
+            output.request_ids.append(request_id)
+            output.sampled_token_ids.append(0)
+            lines.append(([0], [0.0], 1))
+            return
         assert end <= len(row.token_ids), f"{request_id}: {end} tokens scheduled, {len(row.token_ids)} known"
         if row.params.prompt_logprobs is not None and start + 1 < row.num_prompt_tokens:
             predicted = range(start + 1, min(end, row.num_prompt_tokens - 1) + 1)
@@ -132,10 +152,21 @@ class FakeExecutor:
         token_id = self._sample(row)
         lines.append(self._line(row.token_ids, token_id, row.params.logprobs or 0))
         row.token_ids.append(token_id)
+        row.num_sampled += 1
         output.request_ids.append(request_id)
         output.sampled_token_ids.append(token_id)
         if request_id in self.bad_requests:
             output.failed[request_id] = self.bad_requests[request_id]
+
+    def _run(self, request_id: str, count: int, lines) -> list[int]:
+        """The tokens of a run of decode steps, up to a stop token."""
+        row, run = self.rows[request_id], []
+        while len(run) < count and not row.ended:
+            run.append(self._sample(row))
+            lines.append(self._line(row.token_ids, run[-1], row.params.logprobs or 0))
+            row.token_ids.append(run[-1])
+            row.num_sampled += 1
+        return run
 
     def _sample(self, row: Row) -> int:
         logprobs = self.model(row.token_ids)

@@ -64,6 +64,48 @@ def test_a_stop_token_ends_a_request_though_the_next_step_is_under_way():
     assert len(executor.executed) == 4, "one step was in vain"
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_runs_of_decode_steps_give_the_same_tokens_in_fewer_dispatches(asynchronous):
+    answers = []
+    for num_steps in (1, 5):
+        core, executor = make(async_scheduling=asynchronous, num_scheduler_steps=num_steps)
+        for i, max_tokens in enumerate((4, 9, 23)):
+            core.add_request(request(f"r{i}", [20 + i] * 3, max_tokens, logprobs=1, stop_token_ids=[40]))
+        answers.append(run(core))
+    assert answers[0] == answers[1]
+    assert len(executor.executed) < 10
+    assert max(scheduled.num_steps for scheduled in executor.executed) == 5
+
+
+def test_a_new_request_starts_after_the_runs_in_flight():
+    core, executor = make(num_scheduler_steps=5)
+    core.add_request(request("a", max_tokens=40))
+    for _ in range(3):
+        core.step()
+    core.add_request(request("b"))
+    num_executed = len(executor.executed)
+    core.step()
+    assert [new.request_id for new in executor.executed[num_executed].new_requests] == ["b"]
+
+
+def test_runs_wait_for_their_program():
+    core, executor = make(num_scheduler_steps=5)
+    executor.longest_run = 1
+    core.add_request(request("a", max_tokens=12))
+    core.step()
+    assert {scheduled.num_steps for scheduled in executor.executed} == {1}
+    executor.longest_run = 3
+    run(core)
+    assert max(scheduled.num_steps for scheduled in executor.executed) == 3
+
+
+def test_a_core_that_is_not_told_otherwise_runs_single_steps_until_it_has_measured():
+    core, executor = make()
+    core.add_request(request("a", max_tokens=10))
+    run(core)
+    assert {scheduled.num_steps for scheduled in executor.executed} == {1}
+
+
 def test_an_idle_core_executes_nothing():
     core, executor = make()
     assert core.step().outputs == []
@@ -138,7 +180,7 @@ def test_running_requests_that_had_no_part_in_a_failed_step_fail_too(monkeypatch
     core.step()
     scheduler, schedule = core._scheduler, core._scheduler.schedule
 
-    def schedule_without_b():
+    def schedule_without_b(max_steps):
         everyone, scheduler.running = scheduler.running, scheduler.running[:1]
         monkeypatch.setattr(scheduler, "_max_num_seqs", 1)
         scheduled = schedule()
@@ -189,7 +231,7 @@ def test_a_request_that_can_never_fit_is_refused_and_others_go_on():
 def test_a_broken_scheduler_stops_the_engine_for_good(monkeypatch):
     core, _ = make()
     core.add_request(request("a"))
-    monkeypatch.setattr(core._scheduler, "schedule", lambda: 1 / 0)
+    monkeypatch.setattr(core._scheduler, "schedule", lambda max_steps: 1 / 0)
     with pytest.raises(EngineDeadError, match="division by zero"):
         core.step()
     for call in (core.step, lambda: core.add_request(request("b")), lambda: core.abort_requests(["a"])):

@@ -3,8 +3,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from jaxpaged.engine.detokenizer import Detokenizer, TextStream
-from jaxpaged.engine.tokenizer import INCOMPLETE, Tokenizer
+from jaxpaged.engine.detokenizer import TextStream, make_detokenizer
+from jaxpaged.engine.plain_pieces import INCOMPLETE
+from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.sampling_params import SamplingParams
 from tests.engine.small_tokenizer import make_tokenizer
 
@@ -112,7 +113,7 @@ def test_the_text_does_not_depend_on_how_tokens_are_cut_into_steps(prompt, text,
     ids = ids_of(text)
     results = []
     for steps in (range(len(ids)), cuts, ()):
-        detokenizer = Detokenizer(TOKENIZER, ids_of(prompt), params)
+        detokenizer = make_detokenizer(TOKENIZER, ids_of(prompt), params)
         counted, stop, shown = run(detokenizer, ids, [c for c in steps if c < len(ids)])
         assert shown == detokenizer.text, "what was streamed is what is there in the end"
         results.append((counted, stop, shown))
@@ -123,7 +124,7 @@ def test_the_text_does_not_depend_on_how_tokens_are_cut_into_steps(prompt, text,
 
 
 def test_a_stop_string_over_several_tokens_never_leaks():
-    detokenizer = Detokenizer(TOKENIZER, [], SamplingParams(stop=["stop"]))
+    detokenizer = make_detokenizer(TOKENIZER, [], SamplingParams(stop=["stop"]))
     for letter, expected in zip("a sto", ["", "", "", "a", "a "], strict=True):
         detokenizer.push(ids_of(letter), False)
         assert detokenizer.text == expected
@@ -132,7 +133,7 @@ def test_a_stop_string_over_several_tokens_never_leaks():
 
 
 def test_what_was_withheld_appears_when_the_sequence_ends():
-    detokenizer = Detokenizer(TOKENIZER, [], SamplingParams(stop=["stop"]))
+    detokenizer = make_detokenizer(TOKENIZER, [], SamplingParams(stop=["stop"]))
     detokenizer.push(ids_of("a sto"), False)
     detokenizer.finish()
     assert detokenizer.text == "a sto"
@@ -141,13 +142,13 @@ def test_what_was_withheld_appears_when_the_sequence_ends():
 def test_the_stop_string_that_ends_first_wins_and_ties_go_to_the_first_in_the_list():
     cases = ((["cat sat", "at"], "at", "the c"), (["cat", "at"], "cat", "the "), (["at", "cat"], "at", "the c"))
     for stops, found, text in cases:
-        detokenizer = Detokenizer(TOKENIZER, [], SamplingParams(stop=stops))
+        detokenizer = make_detokenizer(TOKENIZER, [], SamplingParams(stop=stops))
         assert detokenizer.push(ids_of("the cat sat"), False)[1] == found
         assert detokenizer.text == text
 
 
 def test_stop_strings_are_kept_when_asked():
-    detokenizer = Detokenizer(TOKENIZER, [], SamplingParams(stop=["at s"], include_stop_str_in_output=True))
+    detokenizer = make_detokenizer(TOKENIZER, [], SamplingParams(stop=["at s"], include_stop_str_in_output=True))
     count, stop = detokenizer.push(ids_of("the cat sat on"), False)
     assert (stop, detokenizer.text) == ("at s", "the cat s")
     assert count < len(ids_of("the cat sat on"))
@@ -155,7 +156,7 @@ def test_stop_strings_are_kept_when_asked():
 
 def test_no_stop_string_counts_before_min_tokens():
     letters = [i for letter in "abababab" for i in ids_of(letter)]
-    detokenizer = Detokenizer(TOKENIZER, [], SamplingParams(stop=["ab"], min_tokens=4, max_tokens=9))
+    detokenizer = make_detokenizer(TOKENIZER, [], SamplingParams(stop=["ab"], min_tokens=4, max_tokens=9))
     assert detokenizer.push(letters, False) == (6, "ab")
     assert detokenizer.text == "abab"
 
@@ -163,7 +164,7 @@ def test_no_stop_string_counts_before_min_tokens():
 def test_the_token_that_ends_a_text_is_shown_only_when_asked():
     for keep, text in ((False, "cat"), (True, "cat<eos>")):
         params = SamplingParams(include_stop_str_in_output=keep, skip_special_tokens=False)
-        detokenizer = Detokenizer(TOKENIZER, [], params)
+        detokenizer = make_detokenizer(TOKENIZER, [], params)
         ids = [*ids_of("cat"), TOKENIZER.eos_token_id]
         assert detokenizer.push(ids, ended_by_token=True) == (len(ids), None)
         detokenizer.finish()

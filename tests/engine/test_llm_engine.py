@@ -220,10 +220,15 @@ def name_of(i, request):
     return f"{i} delta" if request["output_kind"] == RequestOutputKind.DELTA else f"{i}"
 
 
-@given(requests, st.booleans(), st.sampled_from([4, 16]), st.sampled_from([10, 12, 64]), st.booleans(), st.booleans())
-def test_results_depend_on_nothing_but_the_request(batch, asynchronous, step_size, num_blocks, caching, aborts):
+@given(
+    requests, st.booleans(), st.sampled_from([4, 16]), st.sampled_from([10, 12, 64]), st.booleans(), st.booleans(),
+    st.sampled_from([1, 2, 7, None]),
+)  # fmt: skip
+def test_results_depend_on_nothing_but_the_request(
+    batch, asynchronous, step_size, num_blocks, caching, aborts, num_steps
+):
     model = counting_model(TOKENIZER.vocab_size)
-    alone, _ = make_engine(FakeExecutor(model, TOKENIZER.vocab_size))
+    alone, _ = make_engine(FakeExecutor(model, TOKENIZER.vocab_size), num_scheduler_steps=1)
     expected = {}
     for i, request in enumerate(batch):
         start(alone, name_of(i, request), request)
@@ -234,6 +239,7 @@ def test_results_depend_on_nothing_but_the_request(batch, asynchronous, step_siz
         max_num_batched_tokens=step_size,
         max_num_seqs=4,
         enable_prefix_caching=caching,
+        num_scheduler_steps=num_steps,
     )
     seen = {}
     for step in range(600):

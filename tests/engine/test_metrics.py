@@ -39,6 +39,13 @@ def test_scheduler_and_executor_numbers_are_passed_on():
     assert (tokens.count, tokens.sum) == (1, 7)
 
 
+def test_the_steps_of_a_run_are_counted_one_by_one():
+    metrics = EngineMetrics(100)
+    metrics.record_step(SchedulerStats(num_scheduled_tokens=12, num_steps=4))
+    tokens = next(m for m in metrics.read({}) if m.name == "vllm:iteration_tokens_total")
+    assert (tokens.count, tokens.sum) == (4, 12)
+
+
 def test_a_sequence_is_counted_when_it_ends():
     metrics = EngineMetrics(100)
     metrics.record_finished(FinishedSequence("stop", 10, 5, 16, latency=2.0, decode_time=0.4))

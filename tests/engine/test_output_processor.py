@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxpaged.engine.metrics import EngineMetrics
 from jaxpaged.engine.output_processor import OutputProcessor
@@ -219,3 +221,82 @@ def test_times_and_counts_are_kept():
     assert last.metrics.first_token_time == first.metrics.first_token_time <= last.metrics.finished_time
     assert last.metrics.num_preemptions == 1
     assert first.metrics.finished_time is None, "earlier results do not change"
+
+
+class _NeverPlain(OutputProcessor):
+    """The long way for every output: what the short one must equal."""
+
+    def _advance(self, prompt, sequence, output, now):
+        told = super()._advance(prompt, sequence, output, now)
+        prompt.only_grows = False
+        return told
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(RequestOutputKind),
+    st.booleans(),
+    st.lists(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 299), max_size=4))), max_size=8),
+    st.sampled_from(["stop", "length", "error"]),
+)
+def test_the_short_way_gives_what_the_long_one_gives(kind, detokenize, steps, reason):
+    seen = []
+    for make in (OutputProcessor, _NeverPlain):
+        metrics = EngineMetrics(1000)
+        processor = make(TOKENIZER, metrics)
+        for request_id in "ab":
+            params = SamplingParams(max_tokens=99, seed=7, output_kind=kind, detokenize=detokenize)
+            processor.add_request(EngineCoreRequest(request_id, PROMPT, params, 0.0, eos_token_id=2), None)
+        given_out = [processor.process([EngineCoreOutput(i, list(new)) for i, new in step]) for step in steps]
+        last = [EngineCoreOutput(i, [5, 2], finish_reason=reason, num_preemptions=1) for i in "ab"]
+        given_out.append(processor.process(last))
+        results = [output for processed in given_out for output in processed.request_outputs]
+        by_id = {i: [output for output in results if output.request_id == i] for i in "ab"}
+        seen.append({i: summary(outputs, kind) for i, outputs in by_id.items()})
+        seen[-1]["counts"] = metrics.generation_tokens, metrics.prompt_tokens, metrics.finished
+        assert len(processor) == 0
+    assert seen[0] == seen[1]
+
+
+def summary(outputs, kind):
+    """What a client has in the end, whatever was cut how."""
+    texts, ids = [o.outputs[0].text for o in outputs], [o.outputs[0].token_ids for o in outputs]
+    if kind == RequestOutputKind.DELTA:
+        text, token_ids = "".join(texts), [i for part in ids for i in part]
+    else:
+        text, token_ids = texts[-1], ids[-1]
+        assert all(text.startswith(earlier) for earlier in texts)
+    last = outputs[-1]
+    assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    ends = last.outputs[0].finish_reason, last.num_cached_tokens, last.metrics.num_preemptions, last.error
+    return text, token_ids, ends, len(outputs) if kind == RequestOutputKind.FINAL_ONLY else None
+
+
+def test_several_tokens_a_step_go_the_short_way_too():
+    processor, _ = start(output_kind=RequestOutputKind.DELTA)
+    ids = ids_of(" sat on the mat 😀 and the cat")
+    results = [feed(processor, ids[i : i + 3])[0] for i in range(0, len(ids), 3)]
+    results.append(feed(processor, [2], finish_reason="stop")[0])
+    assert [r.outputs[0].token_ids for r in results[:-1]] == [ids[i : i + 3] for i in range(0, len(ids), 3)]
+    assert "".join(r.outputs[0].text for r in results) == " sat on the mat 😀 and the cat"
+
+
+def test_two_outputs_of_a_request_in_one_call_keep_their_order():
+    processor, _ = start(output_kind=RequestOutputKind.DELTA)
+    outputs = [EngineCoreOutput("r", ids_of(text)[:1]) for text in (" the", " cat", " sat")]
+    results = processor.process(outputs).request_outputs
+    results += processor.process(outputs).request_outputs
+    assert [i for r in results for i in r.outputs[0].token_ids] == [o.new_token_ids[0] for o in outputs] * 2
+
+
+def test_the_time_between_tokens_is_counted_once_per_sequence_and_step():
+    metrics = EngineMetrics(1000)
+    processor = OutputProcessor(TOKENIZER, metrics)
+    for request_id in "abc":
+        params = SamplingParams(max_tokens=99, seed=7)
+        processor.add_request(EngineCoreRequest(request_id, PROMPT, params, 0.0, eos_token_id=2), None)
+    for _ in range(4):
+        processor.process([EngineCoreOutput(i, [9]) for i in "abc"])
+    assert metrics.tallies["vllm:inter_token_latency_seconds"].read("").count == 9
+    assert metrics.tallies["vllm:time_to_first_token_seconds"].read("").count == 3
+    assert metrics.generation_tokens == 12

@@ -19,6 +19,7 @@ from tests.models.checkpoints import prompt_of, write_checkpoint
 OPTIONS = {
     "max_num_seqs": 4, "max_num_batched_tokens": 8, "token_buckets": (8,), "max_model_len": 32, "block_size": 8,
     "num_gpu_blocks_override": 16, "compilation_cache_dir": "off", "dtype": "float32", "max_logprobs": 2,
+    "num_scheduler_steps": 3,
 }  # fmt: skip
 BACKEND_COMPILE, TRACE = "/jax/core/compile/backend_compile_duration", "/jax/core/compile/jaxpr_trace_duration"
 
@@ -60,6 +61,7 @@ def start(model, **changes):
 
 def answers(config, executor):
     """Tokens of a plain, a penalised and a log probability request: every kind of program runs."""
+    executor.wait_for_programs()
     scheduler = Scheduler(config.scheduler, executor.kv_cache_config, max_model_len=32, enable_prefix_caching=True)
     logprobs = {"seed": 4, "logprobs": 2, "prompt_logprobs": 1}
     kinds = ({"temperature": 0.0}, {"seed": 3, "repetition_penalty": 1.3}, logprobs)
@@ -68,7 +70,7 @@ def answers(config, executor):
         scheduler.add_request(EngineCoreRequest(str(i), list(prompt_of("llama"))[:12], params, arrival_time=float(i)))
     found = {}
     while scheduler.has_unfinished_requests():
-        scheduled = scheduler.schedule()
+        scheduled = scheduler.schedule(executor.max_decode_steps())
         for output in scheduler.update_from_output(scheduled, executor.execute(scheduled).result()):
             found.setdefault(output.request_id, []).append((output.new_token_ids, output.new_logprobs))
     return found
@@ -81,7 +83,6 @@ def test_an_engine_from_a_bundle_compiles_nothing_and_gives_the_same_tokens(mode
     listener = lambda event, duration, **_: events.append(event)
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
-        loaded.wait_for_programs()
         found = answers(config, loaded)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
@@ -118,6 +119,7 @@ def test_donated_arguments_stay_donated(model, bundle):
         ("max_num_seqs", "4", "3"), ("max_logprobs", "2", "1"), ("logprobs_mode", "raw_logprobs", "raw_logits"),
         ("dtype", "float32", "bfloat16"), ("block_size", "8", "16"), ("kv_cache_dtype", "float32", "bfloat16"),
         ("max_model_len", "32", "24"), ("tensor_parallel_size", "1", "2"),
+        ("num_scheduler_steps", "3", "2"),
     ],
 )  # fmt: skip
 def test_an_option_that_shapes_programs_is_named_with_both_values(model, bundle, option, there, here):

@@ -70,7 +70,21 @@ def test_a_row_is_given_back_and_starts_empty():
     rows.remove("a")
     rows.remove("never seen")
     assert rows.add(new_request("b", [4], ([],))) == row
-    assert rows.num_blocks_GR[0, row] == 0 and rows.num_known_R[row] == 1
+    assert rows.num_blocks_GR[0][row] == 0 and rows.num_known_R[row] == 1
+
+
+def test_rows_are_found_again_when_the_same_requests_come_back_elsewhere():
+    rows = RequestRows(max_num_seqs=3, num_groups=1)
+    for request_id in "abc":
+        rows.add(new_request(request_id, [1], ([],)))
+    ids = ["a", "b", "c"]
+    assert rows.rows_of(ids).tolist() == [0, 1, 2]
+    rows.remove("a")
+    rows.remove("c")
+    rows.add(new_request("a", [1], ([],)))
+    rows.add(new_request("c", [1], ([],)))
+    assert rows.rows_of(ids).tolist() == [rows.row_of[i] for i in ids] == [2, 1, 0]
+    assert rows.rows_of(["b"]).tolist() == [1]
 
 
 def test_parts_of_a_layout_cover_the_array_without_overlap():

@@ -93,6 +93,39 @@ def test_after_stop_nothing_more_is_compiled():
         programs[ProgramKey("forward", 8)]
 
 
+def test_a_program_on_demand_is_compiled_once_it_is_wanted_after_all_others():
+    gate, built = threading.Event(), []
+    keys = [ProgramKey("forward", 8), ProgramKey("forward", 16), ProgramKey("decode", 8), ProgramKey("decode", 16)]
+
+    def build(key):
+        built.append(key)
+        return FakeLowered(key, gate)
+
+    builders = {key: lambda key=key: build(key) for key in keys}
+    programs = Programs(builders, num_threads=1, on_demand=keys[2:])
+    assert programs.num_wanted == 2
+    programs.start()
+    assert not programs.is_ready(keys[2])
+    assert programs.num_wanted == 3
+    gate.set()
+    programs.wait_all()
+    assert built == keys[:3]
+    assert programs.is_ready(keys[2])
+    assert list(programs.wait_all(on_demand=True)) == keys, "also when all threads have ended before"
+
+
+def test_a_program_on_demand_that_cannot_be_compiled_is_never_ready():
+    def fail():
+        raise ValueError("no such operation")
+
+    programs = Programs({ProgramKey("decode", 8): fail}, num_threads=1, on_demand=[ProgramKey("decode", 8)])
+    programs.start()
+    assert not programs.is_ready(ProgramKey("decode", 8))
+    while not programs.num_ready:
+        pass
+    assert not programs.is_ready(ProgramKey("decode", 8))
+
+
 def test_the_counter_sees_a_compilation_by_anyone():
     with CompileCounter() as counter:
         jax.jit(lambda x: x * 3 + 1)(jnp.arange(7)).block_until_ready()

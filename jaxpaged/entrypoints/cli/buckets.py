@@ -43,18 +43,19 @@ def run(args: argparse.Namespace) -> int:
     """Print today's padding, the proposal and its padding. Returns the exit status."""
     from jaxpaged.entrypoints.bucket_fit import fit_buckets, padding_of
     from jaxpaged.entrypoints.pictures.step_log_file import read_step_log
+    from jaxpaged.entrypoints.step_sizes import padding, step_sizes
 
     records, today = read_step_log(args.log)
-    if not records:
+    steps = Counter(size for record in records for size in step_sizes(record))
+    if not steps:
         raise UsageError(f"{args.log} has no steps. Make a log of the traffic that the buckets are to fit.")
-    steps = Counter(record.num_tokens for record in records)
     largest = args.largest or max([*today, *steps])
     check(args, largest, max(steps))
     proposed = fit_buckets(steps, args.programs, largest, args.multiple_of)
-    padding = sum(record.token_bucket - record.num_tokens for record in records)
+    wasted = sum(map(padding, records))
     num_tokens = sum(record.num_tokens for record in records)
-    print(f"{len(records)} steps of {min(steps)} to {max(steps)} tokens, {num_tokens} tokens in all")
-    print(f"as it ran  {waste(padding, num_tokens)}, also while programs were still being compiled")
+    print(f"{steps.total()} steps of {min(steps)} to {max(steps)} tokens, {num_tokens} tokens in all")
+    print(f"as it ran  {waste(wasted, num_tokens)}, also while programs were still being compiled")
     if today and max(today) >= max(steps):
         print(f"today      {waste(padding_of(steps, sorted(today)), num_tokens)}, with {option(sorted(today))}")
     print(f"proposed   {waste(padding_of(steps, proposed), num_tokens)}, with {option(proposed)}")

@@ -1,7 +1,8 @@
 """Steps as Chrome trace events: open the file in https://ui.perfetto.dev or chrome://tracing.
 
-Two tracks: the engine core on the host, waiting included, and the device, a bar a step. One counter: tokens and
-padding. The format: "Trace Event Format", Google, complete ("X"), counter ("C") and metadata ("M") events.
+Two tracks: the engine core on the host, waiting included, and the device, a bar a step, or a run of decode steps. One
+counter: tokens and padding of a step.
+The format: "Trace Event Format", Google, complete ("X"), counter ("C") and metadata ("M") events.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from jaxpaged.entrypoints.step_sizes import mean_per_step, padding
 from jaxpaged.errors import UsageError
 from jaxpaged.messages import StepRecord
 
@@ -44,6 +46,7 @@ def step_events(record: StepRecord, origin: float, ready_before: float) -> Itera
     facts = {
         "tokens": record.num_tokens, "token_bucket": record.token_bucket, "requests": record.num_requests,
         "sampled": record.num_sampled, "sample_bucket": record.sample_bucket, "full_sampler": record.full_sampler,
+        "steps": record.num_steps,
     }  # fmt: skip
 
     def bar(name: str, track: str, begin: float, end: float) -> dict[str, Any]:
@@ -58,8 +61,9 @@ def step_events(record: StepRecord, origin: float, ready_before: float) -> Itera
     yield bar("update", "engine core", record.result_ready, record.update_end)
     begin = max(record.schedule_end, ready_before)
     yield bar("step", "device", begin, record.result_ready)
-    padding = record.token_bucket - record.num_tokens
     yield {
         "ph": "C", "name": "tokens", "pid": 1, "ts": (begin - origin) * MICROSECONDS,
-        "args": {"scheduled": record.num_tokens, "padding": padding},
+        "args": {
+            "scheduled": mean_per_step(record, record.num_tokens), "padding": mean_per_step(record, padding(record)),
+        },
     }  # fmt: skip

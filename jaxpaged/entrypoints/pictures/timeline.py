@@ -8,7 +8,7 @@ What times mean: `schedule`, `dispatch` and `update` are the engine core's own w
 else to do than wait for the device; `front end` is what happens between two calls of the core: text, streaming, the
 caller. `device` is from the later of dispatch and the result before it, to the result: with asynchronous scheduling
 an upper bound, since the host may look late. `gap` is when no step was in flight though requests were unfinished: the
-device certainly had nothing to do.
+device certainly had nothing to do. A run of decode steps is one entry, with the times of all of them.
 """
 
 import base64
@@ -21,6 +21,7 @@ from typing import Any
 from jaxpaged.entrypoints.pictures import canvas
 from jaxpaged.entrypoints.pictures.step_log_file import write_step_log
 from jaxpaged.entrypoints.pictures.tables import html_table, text_table
+from jaxpaged.entrypoints.step_sizes import padding
 from jaxpaged.messages import StepRecord
 
 MILLISECONDS = 1e3
@@ -90,9 +91,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Summary:
-    """Totals of some steps. `elapsed` seconds are from the first to the last, idle time included; `gap` is a total."""
+    """Totals of some steps. `elapsed` seconds are from the first to the last, idle time included; `gap` is a total.
+
+    A run of decode steps is several steps and one dispatch: parts are per dispatch.
+    """
 
     num_steps: int
+    num_dispatches: int
     num_tokens: int
     num_padding: int
     elapsed: float
@@ -110,8 +115,9 @@ class Summary:
 
     def lines(self) -> list[tuple[str, str]]:
         """(name, value) for people."""
+        runs = f", several at a time: {self.num_dispatches} dispatches" if self.num_dispatches < self.num_steps else ""
         lines = [
-            ("steps", f"{self.num_steps} in {self.elapsed:.2f} s"),
+            ("steps", f"{self.num_steps} in {self.elapsed:.2f} s{runs}"),
             ("tokens", f"{self.num_tokens}, and {self.num_padding} of padding ({self.padding_share:.0%})"),
             ("engine core", str(self.host)),
             ("front end", str(self.front_end)),
@@ -151,9 +157,10 @@ class Timeline:
             rows.append(
                 {
                     "step": record.step_id,
+                    "steps": record.num_steps,
                     "tokens": record.num_tokens,
                     "bucket": record.token_bucket,
-                    "padding": record.token_bucket - record.num_tokens,
+                    "padding": padding(record),
                     "requests": record.num_requests,
                     "sampled": record.num_sampled,
                     "sample_bucket": record.sample_bucket,
@@ -168,9 +175,10 @@ class Timeline:
         records, times = self.records, self.times
         num_tokens = sum(record.num_tokens for record in records)
         return Summary(
-            num_steps=len(records),
+            num_steps=sum(record.num_steps for record in records),
+            num_dispatches=len(records),
             num_tokens=num_tokens,
-            num_padding=sum(record.token_bucket for record in records) - num_tokens,
+            num_padding=sum(map(padding, records)),
             elapsed=records[-1].update_end - records[0].schedule_begin if records else 0.0,
             host=part([t.host for t in times]),
             front_end=part([t.front_end for t in times]),

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.entrypoints.pictures import canvas
+from jaxpaged.entrypoints.step_sizes import mean_per_step, padding
 from jaxpaged.messages import StepRecord
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def draw_timeline(timeline: "Timeline") -> Any:
     figure = canvas.new_figure(11, 8.2)
     summary = timeline.summary()
     title = f"{summary.num_steps} steps in {summary.elapsed:.2f} s"
-    if summary.num_steps:
+    if summary.num_dispatches:
         title += f": {summary.num_tokens} tokens, {summary.padding_share:.0%} padding"
         title += f". Median step: {summary.host.median * MILLISECONDS:.2f} ms of host work, "
         title += f"{summary.wait.median * MILLISECONDS:.2f} ms of waiting"
@@ -59,10 +60,10 @@ def edges_of(num_steps: int) -> list[float]:
 
 
 def draw_tokens(axes: Any, timeline: "Timeline") -> None:
-    """Scheduled tokens per step, with what padding adds on top."""
+    """Scheduled tokens per step, with what padding adds on top; of a run of steps, those of the mean one."""
     edges = edges_of(len(timeline))
-    scheduled = bars_of([record.num_tokens for record in timeline.records])
-    padded = bars_of([record.token_bucket for record in timeline.records])
+    scheduled = bars_of([mean_per_step(record, record.num_tokens) for record in timeline.records])
+    padded = bars_of([mean_per_step(record, record.num_tokens + padding(record)) for record in timeline.records])
     axes.stairs(padded, edges, baseline=scheduled, fill=True, color=canvas.YELLOW, label="padding")
     axes.stairs(scheduled, edges, fill=True, color=canvas.BLUE, label="scheduled tokens")
     axes.yaxis.get_major_locator().set_params(integer=True)

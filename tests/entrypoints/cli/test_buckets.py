@@ -26,6 +26,16 @@ def test_it_prints_the_waste_of_today_and_the_proposal_to_paste(log, capsys):
     EngineConfig.from_options(token_buckets=(9, 40, 64))
 
 
+def test_a_run_of_decode_steps_is_as_many_steps(tmp_path, capsys):
+    records = [record(1, tokens=40, bucket=64), record(2, tokens=32, bucket=16, num_steps=4), record(3, 0, num_steps=0)]
+    log = str(write_step_log(tmp_path / "steps.jsonl", records, (16, 64)))
+    assert main(["buckets", "fit", "--log", log, "--programs", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "5 steps of 8 to 40 tokens, 72 tokens in all" in out
+    assert "as it ran  56 tokens of padding" in out
+    assert "with [8, 64]" in out
+
+
 def test_sizes_are_multiples_of_eight_unless_told_otherwise(log, capsys):
     assert main(["buckets", "fit", "--log", log, "--programs", "3"]) == 0
     assert "--token-buckets 16,40,64" in capsys.readouterr().out

@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from jaxpaged.entrypoints.pictures.chrome_trace import trace_events
 from jaxpaged.entrypoints.pictures.timeline import Timeline
 from jaxpaged.entrypoints.pictures.timeline_plot import bars_of, close_up_range, edges_of, readable_limit
 from jaxpaged.errors import UsageError
@@ -53,6 +54,18 @@ def test_the_summary_adds_up():
     assert summary.padding_share == 0.5
     assert (summary.elapsed, summary.wait.total, summary.host.total, summary.host.median) == (20, 8, 10, 5)
     assert ("forgotten", "4 earlier steps") in summary.lines()
+
+
+def test_a_run_of_decode_steps_counts_padding_per_step():
+    run, in_vain = record(2, tokens=9, begin=10.0, num_steps=4), record(3, 0, begin=20.0, num_steps=0)
+    timeline = Timeline([record(1), run, in_vain])
+    assert [(row["steps"], row["padding"]) for row in timeline.rows] == [(1, 3), (4, 4 * 8 - 9), (0, 0)]
+    summary = timeline.summary()
+    assert (summary.num_steps, summary.num_dispatches, summary.num_padding) == (5, 3, 3 + 23)
+    assert ("steps", "5 in 30.00 s, several at a time: 3 dispatches") in summary.lines()
+    counts = [event["args"] for event in trace_events(timeline.records) if event["ph"] == "C"]
+    assert counts[1:] == [{"scheduled": 9 / 4, "padding": 23 / 4}, {"scheduled": 0, "padding": 0}]
+    assert timeline._figure().axes[0].get_ylabel() == "tokens per step"
 
 
 def test_the_steps_of_an_engine_account_for_its_tokens():

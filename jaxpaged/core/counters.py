@@ -1,0 +1,25 @@
+"""What the scheduler counts since the engine started."""
+
+from dataclasses import dataclass
+
+from jaxpaged.core.request import Request
+
+
+@dataclass
+class Counters:
+    """Tokens that were looked for and found in the prefix cache, and preemptions."""
+
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+
+    def count_hit(self, request: Request, num_tokens: int) -> None:
+        """An admission that found `num_tokens` in the prefix cache.
+
+        A request that comes back after preemption is not counted again.
+        """
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = num_tokens
+            if request.reads_prefix_cache:
+                self.prefix_cache_queries += request.num_tokens
+                self.prefix_cache_hits += num_tokens

@@ -1,0 +1,179 @@
+"""What the front end knows of a prompt under way, and of each of its `n` sequences, until they are results.
+
+This module knows nothing of engine steps, nor of which other prompts there are.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from jaxpaged.engine.detokenizer import StopDetokenizer, make_detokenizer
+from jaxpaged.engine.logprobs import SequenceLogprobs
+from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.messages import (
+    CompletionOutput,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from jaxpaged.sampling_params import RequestOutputKind
+
+
+class SequenceState:
+    """One sequence while it grows: what an engine request has given so far."""
+
+    def __init__(self, request: EngineCoreRequest, index: int, tokenizer: Tokenizer):
+        params = request.sampling_params
+        self.request = request
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.num_preemptions = 0
+        self.first_token_time = self.last_token_time = request.arrival_time
+        self._detokenizer = (
+            make_detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
+        )
+        self._logprobs = (
+            None if params.logprobs is None else SequenceLogprobs(tokenizer, request.prompt_token_ids, params)
+        )
+        self._num_taken = 0  # tokens that a DELTA output already had
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def push(self, output: EngineCoreOutput) -> bool:
+        """Add new tokens. True when a stop string ended the sequence and the engine does not know it yet."""
+        new_ids = output.new_token_ids
+        ended_by_token = output.finish_reason == "stop"
+        stop = None
+        if self._detokenizer is not None:
+            count, stop = self._detokenizer.push(new_ids, ended_by_token)
+            new_ids = new_ids[:count]
+        self.token_ids += new_ids
+        if self._logprobs is not None:
+            for line in (output.new_logprobs or ())[: len(new_ids)]:
+                self._logprobs.push(line)
+        if stop is not None:
+            self.finish("stop", stop)
+        elif output.finish_reason is not None:
+            self.finish(output.finish_reason, output.stop_reason)
+        return stop is not None and output.finish_reason is None
+
+    @property
+    def only_grows(self) -> bool:
+        """Whether tokens, but for the first and the last, bring nothing but more ids and more text."""
+        return self._logprobs is None and not isinstance(self._detokenizer, StopDetokenizer)
+
+    def grow(self, new_ids: list[int]) -> None:
+        """`push` of a sequence that `only_grows`."""
+        self.token_ids += new_ids
+        if self._detokenizer is not None:
+            self._detokenizer.push(new_ids, False)
+
+    def grow_and_take(self, new_ids: list[int]) -> CompletionOutput:
+        """`grow`, then `take_new`, where everything before is taken."""
+        self.token_ids.extend(new_ids)
+        self._num_taken += len(new_ids)
+        text = "" if self._detokenizer is None else self._detokenizer.push_and_take(new_ids)
+        return CompletionOutput(self.index, text, new_ids, None, None)
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        if self._detokenizer is not None:
+            self._detokenizer.finish()
+
+    def whole(self) -> CompletionOutput:
+        """Everything so far."""
+        text = "" if self._detokenizer is None else self._detokenizer.text
+        return self._completion(text, self.token_ids[:], 0)
+
+    def take_new(self) -> CompletionOutput:
+        """What came since the last call."""
+        text = "" if self._detokenizer is None else self._detokenizer.take_new_text()
+        start = self._num_taken
+        self._num_taken = len(self.token_ids)
+        return self._completion(text, self.token_ids[start:], start)
+
+    def _completion(self, text: str, token_ids: list[int], start: int) -> CompletionOutput:
+        logprobs = self._logprobs
+        if logprobs is None:
+            return CompletionOutput(self.index, text, token_ids, None, None, self.finish_reason, self.stop_reason)
+        positions = logprobs.positions[start:]
+        return CompletionOutput(
+            self.index, text, token_ids, logprobs.cumulative, positions, self.finish_reason, self.stop_reason
+        )
+
+
+class PromptState:
+    """One prompt and its `n` sequences."""
+
+    def __init__(self, request: EngineCoreRequest, text: str | None, sequences: Sequence[SequenceState]):
+        self.request = request
+        self.request_id = request.request_id
+        self.text = text
+        self._prompt_token_ids = request.prompt_token_ids
+        self.sequences = sequences
+        self.metrics = RequestMetrics(request.arrival_time)  # results share it: it is replaced, never changed
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.num_cached_tokens: int | None = None
+        self.error: str | None = None
+        self.num_unfinished = len(sequences)
+        self._by_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
+        self._at_end = request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
+        self.only_grows = False  # set when the first token is here
+
+    @property
+    def finished(self) -> bool:
+        return self.num_unfinished == 0
+
+    def note(self, index: int, output: EngineCoreOutput, now: float) -> None:
+        """Keep what an output says about the request as a whole."""
+        if output.new_token_ids and self.metrics.first_token_time is None:
+            self.update_metrics(first_token_time=now)
+        if index == 0:  # the others find in the cache what the first one computed
+            self.num_cached_tokens = output.num_cached_tokens
+        sequence = self.sequences[index]
+        if output.num_preemptions != sequence.num_preemptions:
+            sequence.num_preemptions = output.num_preemptions
+            self.update_metrics(num_preemptions=sum(each.num_preemptions for each in self.sequences))
+        self.error = self.error or output.error
+        self.only_grows = len(self.sequences) == 1 and bool(sequence.token_ids) and sequence.only_grows
+
+    def update_metrics(self, **changes: Any) -> None:
+        self.metrics = msgspec.structs.replace(self.metrics, **changes)
+
+    def output(self, changed: Sequence[int]) -> RequestOutput | None:
+        """What the user sees now that the sequences `changed` have changed; None when it is not time yet."""
+        finished = not self.num_unfinished
+        if self._at_end and not finished:
+            return None
+        prompt_logprobs = self.prompt_logprobs
+        if self._by_delta:
+            completions = [self.sequences[index].take_new() for index in sorted(changed)]
+            self.prompt_logprobs = None  # once is enough
+        else:
+            completions = [sequence.whole() for sequence in self.sequences]
+        return RequestOutput(
+            self.request_id, self.text, self._prompt_token_ids, prompt_logprobs, completions, finished, self.metrics,
+            self.num_cached_tokens, self.error,
+        )  # fmt: skip
+
+    def grow(self, sequence: SequenceState, new_ids: list[int]) -> RequestOutput | None:
+        """Add tokens to the only sequence, which `only_grows`, and return what the user sees of it now."""
+        if self._at_end:
+            sequence.grow(new_ids)
+            return None
+        if self._by_delta:
+            completion, prompt_logprobs = sequence.grow_and_take(new_ids), None
+        else:
+            sequence.grow(new_ids)
+            completion, prompt_logprobs = sequence.whole(), self.prompt_logprobs
+        return RequestOutput(
+            self.request_id, self.text, self._prompt_token_ids, prompt_logprobs, [completion], False, self.metrics,
+            self.num_cached_tokens,
+        )  # fmt: skip

@@ -1,0 +1,33 @@
+"""Plans an engine for devices that are not here: where the planner meets options and targets. Nothing is executed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from jaxpaged.config import EngineConfig, ModelFacts
+from jaxpaged.messages import Progress
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.interface import Model
+from jaxpaged.plan import Plan
+from jaxpaged.worker.planner import Planner, largest_split
+from jaxpaged.worker.targets import parse_target
+
+
+def plan_on_target(
+    config: EngineConfig, model: Model, decoder: DecoderConfig, facts: ModelFacts, target_name: str,
+    *, compile: bool, output: Path | None, progress: Progress,
+) -> Plan:  # fmt: skip
+    """The plan of the engine that `config`, not yet resolved, describes; the model is split over the target's devices.
+
+    With `output` every program is compiled and written there as a bundle, if the engine fits. Raises ConfigError for
+    an unknown target and for options that contradict each other.
+    """
+    target = parse_target(target_name, compile=compile)
+    if config.parallel.tensor_parallel_size == 1:
+        settled = config.resolve(facts, target.platform)
+        shards = largest_split(settled, model, decoder, target.num_devices)
+        config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=shards))
+    planner = Planner(config.resolve(facts, target.platform), model, decoder, target)
+    plan = planner.plan(all_programs=output is not None, progress=progress)
+    if output is not None and plan.fits:
+        planner.save(output, progress)
+    return plan

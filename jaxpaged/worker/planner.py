@@ -1,0 +1,299 @@
+"""A plan: the memory and speed of an engine on a target, from shapes and from programs compiled for it.
+
+Nothing is read but the model's description. The programs are the very ones that an engine on the target would
+compile, so their temporaries, code and collectives are facts; speed is a bound (`roofline.py`).
+"""
+
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.errors import ConfigError, UsageError
+from jaxpaged.kv_cache_spec import KVCacheConfig, max_blocks_per_request
+from jaxpaged.messages import Progress
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.interface import Model
+from jaxpaged.plan import Plan, PlannedProgram, Speed
+from jaxpaged.worker.blueprint import Blueprint, Builders, StepPrograms, bytes_on_device
+from jaxpaged.worker.bundles import save_bundle
+from jaxpaged.worker.kv_blocks import bytes_per_block
+from jaxpaged.worker.programs import ProgramKey
+from jaxpaged.worker.roofline import Work, decode_speed, prefill_speed
+from jaxpaged.worker.step import RESULT_TYPES
+from jaxpaged.worker.targets import Target, shapes_mesh
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+CONTEXTS = (1024, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
+DECODE_REQUESTS = (1, 8, 64, 256)
+SPEED_CONTEXTS = (1024, 8192, 32768, 131072)
+LARGEST_SPLIT = 64
+
+
+class Planner:
+    """Plans one engine: `config` is resolved for the platform of `target`."""
+
+    def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, target: Target):
+        self.config, self.model, self.decoder, self.target = config, model, decoder, target
+        self.blueprint = Blueprint(config, model, decoder, target.mesh(config.parallel.tensor_parallel_size))
+        self.compiled: dict[ProgramKey, jax.stages.Compiled] = {}
+
+    def plan(self, *, all_programs: bool = False, progress: Progress | None = None) -> Plan:
+        """Compile, if the target can, and put everything together. A program that does not compile is in the plan."""
+        blueprint, num_blocks = self.blueprint, self.num_blocks
+        programs: list[PlannedProgram] = []
+        if self.target.compiles and num_blocks > self.blocks_per_request:
+            builders = StepPrograms(blueprint, KVCacheConfig(num_blocks, blueprint.kv_groups)).builders()
+            keys = list(builders) if all_programs else self.representative(builders)
+            programs = self._compile(keys, builders, progress or (lambda stage, done, total: None))
+        temporary = max((program.temporary_bytes for program in programs), default=blueprint.temporary_bytes)
+        plan = Plan(
+            model=self.config.model.model,
+            target=self.target.name,
+            device=self.target.device,
+            num_devices=self.target.num_devices,
+            tensor_parallel_size=blueprint.num_shards,
+            options=self.options(),
+            usable_bytes=self.usable_bytes,
+            weight_bytes=blueprint.weight_bytes,
+            temporary_bytes=temporary,
+            reserved_bytes=blueprint.temporary_bytes,
+            code_bytes=sum(program.code_bytes for program in programs),
+            block_bytes=self.block_bytes,
+            num_blocks=num_blocks,
+            blocks_per_request=self.blocks_per_request,
+            concurrency={context: self.concurrency(context) for context in self.contexts(CONTEXTS)},
+            programs=programs,
+            decode=self.decode(),
+            prefill=[prefill_speed(self.work, self.target.device, n) for n in self.contexts(SPEED_CONTEXTS)],
+            assumptions=self.assumptions(bool(programs)),
+            advice=[],
+        )
+        plan.advice = self.advice(plan)
+        return plan
+
+    def save(self, folder: Path, progress: Progress) -> None:
+        """Write the programs of a plan made with `all_programs` as a bundle. Raises UsageError."""
+        if not self.compiled:
+            raise UsageError(f"nothing was compiled for {self.target.name}, so there is nothing to save. Drop --save.")
+        save_bundle(folder, self.compiled, self.blueprint.fingerprint(), self.num_blocks, RESULT_TYPES, progress)
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(self.target.device.memory * self.config.cache.gpu_memory_utilization)
+
+    @property
+    def block_bytes(self) -> int:
+        return bytes_per_block(self.blueprint.kv_groups, self.blueprint.num_shards)
+
+    @property
+    def num_blocks(self) -> int:
+        """As many as the engine itself would take on the target."""
+        cache = self.config.cache
+        if cache.num_gpu_blocks_override:
+            return cache.num_gpu_blocks_override
+        free = self.usable_bytes - self.blueprint.weight_bytes - self.blueprint.temporary_bytes
+        return max(cache.kv_cache_memory_bytes or free, 0) // self.block_bytes
+
+    @property
+    def blocks_per_request(self) -> int:
+        return self._blocks_of(self.config.model.max_model_len)
+
+    def _blocks_of(self, context: int) -> int:
+        step = self.config.scheduler.max_num_batched_tokens
+        return max_blocks_per_request(self.blueprint.kv_groups, context, step)
+
+    def concurrency(self, context: int) -> int:
+        """Requests of `context` tokens that fit the KV cache, no beginning shared."""
+        return max(self.num_blocks - 1, 0) // self._blocks_of(context)
+
+    def contexts(self, lengths: Sequence[int]) -> list[int]:
+        """Those lengths that the engine serves, and its longest."""
+        limit = self.config.model.max_model_len
+        return [*(n for n in lengths if n < limit), limit]
+
+    def options(self) -> dict[str, Any]:
+        """The options that matter most, as they were settled."""
+        config = self.config
+        attention = {"attention_backend": self.blueprint.attention.backend} if self.target.compiles else {}
+        return {
+            "dtype": config.model.dtype,
+            "kv_cache_dtype": config.cache.kv_cache_dtype,
+            "max_model_len": config.model.max_model_len,
+            "max_num_seqs": config.scheduler.max_num_seqs,
+            "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+            "block_size": config.cache.block_size,
+            "gpu_memory_utilization": config.cache.gpu_memory_utilization,
+        } | attention
+
+    # ---- programs ------------------------------------------------------------------------------
+
+    @staticmethod
+    def representative(builders: Builders) -> list[ProgramKey]:
+        """All forward programs, and of the samplers the smallest and the largest, which take the most memory."""
+        sizes = {kind: sorted(key.size for key in builders if key.kind == kind) for kind in ("sample", "sample_full")}
+        ends = {ProgramKey(kind, size) for kind, of_kind in sizes.items() for size in (of_kind[0], of_kind[-1])}
+        return [key for key in builders if key.kind == "forward" or key in ends]
+
+    def _compile(self, keys: list[ProgramKey], builders: Builders, progress: Progress) -> list[PlannedProgram]:
+        progress("programs", 0, len(keys))
+        done = itertools.count(1)
+
+        def compile_one(key: ProgramKey) -> PlannedProgram:
+            program = self._compile_one(key, builders[key])
+            progress("programs", next(done), len(keys))
+            return program
+
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+            return list(threads.map(compile_one, keys))
+
+    def _compile_one(self, key: ProgramKey, build: Callable[[], jax.stages.Lowered]) -> PlannedProgram:
+        begin = time.perf_counter()
+        try:
+            with jax.sharding.use_abstract_mesh(self.blueprint.mesh.abstract_mesh):
+                compiled = self.compiled[key] = build().compile()
+        except Exception as error:  # what a compiler refuses is a finding, whatever its type
+            return PlannedProgram(*key, time.perf_counter() - begin, error=first_line(error))
+        seconds, memory, cost = time.perf_counter() - begin, compiled.memory_analysis(), compiled.cost_analysis() or {}
+        return PlannedProgram(
+            *key,
+            seconds,
+            temporary_bytes=memory.temp_size_in_bytes,
+            code_bytes=memory.generated_code_size_in_bytes,
+            flops=cost.get("flops", 0.0),
+            bytes_accessed=cost.get("bytes accessed", 0.0),
+            collectives=count_collectives(compiled.as_text()),
+        )
+
+    # ---- speed ---------------------------------------------------------------------------------
+
+    @property
+    def work(self) -> Work:
+        """What a token costs on one device."""
+        blueprint, decoder = self.blueprint, self.blueprint.decoder
+        params, shards, spec = blueprint.param_shapes, blueprint.num_shards, blueprint.kv_groups[0].spec
+        looked_up = 0 if decoder.tie_embeddings else bytes_on_device(params.embed_tokens)
+        head = blueprint.model.head(params)
+        windows = [layer.window for layer in decoder.layers]
+        read = [leaf for leaf in jax.tree.leaves(params) if decoder.tie_embeddings or leaf is not params.embed_tokens]
+        return Work(
+            num_shards=shards,
+            weight_bytes=blueprint.weight_bytes - looked_up,
+            params=sum(elements_on_device(leaf) for leaf in read),
+            head_params=sum(elements_on_device(leaf) for leaf in jax.tree.leaves(head)),
+            attention_layers=tuple((window, windows.count(window)) for window in dict.fromkeys(windows)),
+            heads=decoder.num_heads * decoder.head_dim // shards,
+            kv_token_bytes=spec.block_bytes // spec.block_size // shards,
+            reduced_bytes=2 * decoder.num_layers * decoder.hidden_size * blueprint.dtype.itemsize,
+        )
+
+    def decode(self) -> list[Speed]:
+        """Decode bounds for numbers of requests and contexts that fit the KV cache."""
+        device, most = self.target.device, self.config.scheduler.max_num_seqs
+        counts = sorted({min(n, most) for n in DECODE_REQUESTS})
+        return [
+            decode_speed(self.work, device, n, context)
+            for context in self.contexts(SPEED_CONTEXTS) for n in counts if n <= self.concurrency(context)
+        ]  # fmt: skip
+
+    # ---- words ---------------------------------------------------------------------------------
+
+    def assumptions(self, compiled: bool) -> list[str]:
+        device, shards = self.target.device, self.blueprint.num_shards
+        lines = [
+            f"speed is a bound: {device.bandwidth / 1e9:,.0f} GB/s of memory and {device.matmul_bf16 / 1e12:,.0f} "
+            "TFLOP/s of bf16 per device (data sheet), everything overlapping; good kernels reach 60 to 90 % of it",
+            f"{device.name} has {device.memory / 2**30:.1f} GiB for programs, of which gpu_memory_utilization takes "
+            f"{self.config.cache.gpu_memory_utilization:.0%}",
+        ]
+        if shards > 1:
+            lines.append(f"devices exchange {device.links / 1e9:,.0f} GB/s each, and latency is left out")
+        if not compiled:
+            lines.append("nothing was compiled: temporaries are an upper estimate from shapes")
+        return lines
+
+    def advice(self, plan: Plan) -> list[str]:
+        """What to change when it does not fit, or when devices are left over."""
+        lines = [f"{program.name} does not compile: {program.error}" for program in plan.programs if program.error]
+        if plan.num_blocks <= plan.blocks_per_request:
+            lines += self._how_to_fit(plan)
+        replicas = plan.num_devices // plan.tensor_parallel_size
+        if replicas > 1 and not lines:
+            lines.append(
+                f"{replicas} engines fit side by side on {plan.target}, each on {plan.tensor_parallel_size} "
+                f"of its {plan.num_devices} devices"
+            )
+        return lines
+
+    def _how_to_fit(self, plan: Plan) -> list[str]:
+        gib = 2**30
+        needed = (plan.blocks_per_request + 1) * plan.block_bytes
+        lines = [
+            f"a request of {self.config.model.max_model_len} tokens needs {needed / gib:.2f} GiB of KV blocks, and "
+            f"{max(plan.kv_bytes, 0) / gib:.2f} GiB are left beside {plan.weight_bytes / gib:.2f} GiB of weights and "
+            f"{plan.reserved_bytes / gib:.2f} GiB of temporaries"
+        ]
+        if (longest := self._longest_fit(plan.num_blocks)) >= self.config.cache.block_size:
+            lines.append(f"--max-model-len {longest} would fit")
+        if split := self._smallest_split():
+            lines.append(f"split over {split} devices (--tensor-parallel-size {split}) it fits as it is")
+        return lines
+
+    def _longest_fit(self, num_blocks: int) -> int:
+        """The longest context, in whole blocks, of which one request fits; 0 when none does."""
+        size = self.config.cache.block_size
+        low, high = 0, self.config.model.max_model_len // size
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._blocks_of(middle * size) < num_blocks else (low, middle - 1)
+        return low * size
+
+    def _smallest_split(self) -> int | None:
+        """The smallest larger number of devices over which the engine fits, whether the target has them or not."""
+        for shards in range(self.blueprint.num_shards + 1, LARGEST_SPLIT + 1):
+            config = replace(self.config, parallel=replace(self.config.parallel, tensor_parallel_size=shards))
+            target = replace(self.target, devices=())
+            try:
+                planner = Planner(config, self.model, self.decoder, target)
+            except ConfigError:
+                continue  # heads or feed-forward do not divide
+            if planner.num_blocks > planner.blocks_per_request:
+                return shards
+        return None
+
+
+def largest_split(config: EngineConfig, model: Model, decoder: DecoderConfig, num_devices: int) -> int:
+    """Over how many of `num_devices` devices the model can be split at most."""
+    for shards in range(num_devices, 1, -1):
+        split = replace(config, parallel=replace(config.parallel, tensor_parallel_size=shards))
+        try:
+            Blueprint(split, model, decoder, shapes_mesh(shards))
+        except ConfigError:
+            continue
+        return shards
+    return 1
+
+
+def count_collectives(program: str) -> dict[str, int]:
+    """How often each kind of collective occurs in an optimised program, in XLA's text."""
+    counts = {name: len(re.findall(rf"= .*? {name}(?:-start)?\(", program)) for name in COLLECTIVES}
+    return {name: count for name, count in counts.items() if count}
+
+
+def elements_on_device(leaf: jax.ShapeDtypeStruct) -> int:
+    return bytes_on_device(leaf) // leaf.dtype.itemsize
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,146 @@
+"""Devices by name, present or not: what they can do, and a mesh of them to lower and compile for.
+
+A TPU target is a topology such as `v6e:2x4`; libtpu compiles for it on any x86-64 machine. A GPU target such as
+`h100:8` has no compiler here: its mesh has shapes only. This module knows no model.
+"""
+
+import math
+import os
+import re
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.errors import ConfigError, did_you_mean
+from jaxpaged.params.sharding import MODEL_AXIS
+from jaxpaged.plan import DeviceFacts
+
+CHIPS = {
+    "v5e": pltpu.ChipVersion.TPU_V5E,
+    "v5p": pltpu.ChipVersion.TPU_V5P,
+    "v6e": pltpu.ChipVersion.TPU_V6E,
+    "tpu7x": pltpu.ChipVersion.TPU_7X,
+}
+LINKS = {"v5e": 2.0e11, "v5p": 6.0e11, "v6e": 4.48e11, "tpu7x": 6.0e11}
+"""Bytes per second of a device's interconnect (cloud.google.com/tpu/docs: 1600, 4800, 3584 Gbit/s a chip; a TPU7x
+chip has 1.2 TB/s and two devices)."""
+ONE_HOST = {"v5e": 8, "v6e": 8}
+"""Chips that one host may have; larger topologies, and those of other chips, are spread over hosts of four."""
+
+GPUS = {
+    "a100-40gb": DeviceFacts("NVIDIA A100 40GB", 40 * 2**30, 1.555e12, 3.12e14, 6.0e11),
+    "a100-80gb": DeviceFacts("NVIDIA A100 80GB", 80 * 2**30, 2.039e12, 3.12e14, 6.0e11),
+    "b200": DeviceFacts("NVIDIA B200", 180 * 10**9, 8.0e12, 2.25e15, 1.8e12),
+    "h100": DeviceFacts("NVIDIA H100 SXM", 80 * 2**30, 3.35e12, 9.89e14, 9.0e11),
+    "h200": DeviceFacts("NVIDIA H200", 141 * 10**9, 4.8e12, 9.89e14, 9.0e11),
+    "l4": DeviceFacts("NVIDIA L4", 24 * 10**9, 3.0e11, 1.21e14, 6.4e10),
+    "l40s": DeviceFacts("NVIDIA L40S", 48 * 10**9, 8.64e11, 3.62e14, 6.4e10),
+}
+"""NVIDIA's data sheets: memory, its bandwidth, dense bf16 operations, NVLink or PCIe in both directions."""
+
+RUNTIME_SHARE = 0.025
+"""Of a TPU's memory, what its runtime keeps for itself: a v5e reports 15.75 of 16 GiB, a v6e 31.25 of 32."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """`platform` is "tpu" or "gpu". `devices` are those of a topology; empty where nothing can be compiled."""
+
+    name: str
+    platform: str
+    device: DeviceFacts
+    num_devices: int
+    devices: tuple[jax.Device, ...] = ()
+
+    @property
+    def compiles(self) -> bool:
+        return bool(self.devices)
+
+    def mesh(self, size: int) -> Mesh | AbstractMesh:
+        """A mesh of `size` devices of the target, or of that many and no real ones."""
+        if self.compiles:
+            return make_mesh(size, self.devices)
+        return shapes_mesh(size)
+
+
+def shapes_mesh(size: int) -> AbstractMesh:
+    """A mesh with a size and no devices: enough for shapes and shardings."""
+    return AbstractMesh((size,), (MODEL_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def known_targets() -> str:
+    return f"{', '.join(f'{chip}:AxB' for chip in CHIPS)} (TPU), {', '.join(f'{gpu}[:N]' for gpu in GPUS)} (GPU)"
+
+
+def parse_target(name: str, *, compile: bool = True) -> Target:
+    """The target called `name`; with `compile`, a TPU's topology is opened, which needs libtpu.
+
+    Raises ConfigError for unknown names, impossible topologies, and when libtpu is missing.
+    """
+    kind, _, shape = name.lower().partition(":")
+    if kind in GPUS:
+        if shape and not re.fullmatch("[1-9][0-9]{0,3}", shape):
+            raise ConfigError(f"target {name!r} has {shape!r} GPUs; write a number, as in {kind}:8.")
+        return Target(name, "gpu", GPUS[kind], int(shape or 1))
+    if kind not in CHIPS:
+        near = did_you_mean(kind, [*CHIPS, *GPUS])
+        raise ConfigError(f"unknown target {name!r}.{near} Known are {known_targets()}.")
+    if not re.fullmatch(r"[1-9]\d?(x[1-9]\d?){1,2}", shape):
+        raise ConfigError(f"target {name!r} needs the shape of its topology, as in v6e:2x4 or v5p:2x2x1.")
+    num_chips = math.prod(map(int, shape.split("x")))
+    if not compile:
+        cores_per_device = 2 if CHIPS[kind].supports_megacore else 1
+        devices_per_chip = CHIPS[kind].num_physical_tensor_cores_per_chip // cores_per_device
+        return Target(name, "tpu", tpu_facts(kind, cores_per_device), num_chips * devices_per_chip)
+    devices = open_topology(kind, shape, num_chips)
+    return Target(name, "tpu", tpu_facts(kind, devices[0].num_cores), len(devices), devices)
+
+
+def tpu_facts(kind: str, num_cores: int) -> DeviceFacts:
+    """One device of `num_cores` TensorCores, from the numbers that JAX keeps of every chip."""
+    core = pltpu.get_tpu_info_for_chip(CHIPS[kind], num_cores)
+    return DeviceFacts(
+        f"TPU {kind.removeprefix('tpu')}",
+        int(core.hbm_capacity_bytes * num_cores * (1 - RUNTIME_SHARE)),
+        float(core.mem_bw_bytes_per_second * num_cores),
+        float(core.bf16_ops_per_second * num_cores),
+        LINKS[kind],
+    )
+
+
+def open_topology(kind: str, shape: str, num_chips: int) -> tuple[jax.Device, ...]:
+    """The devices of a TPU topology, to compile for. This process then computes on the CPU.
+
+    Raises ConfigError when libtpu is missing or there is no such topology.
+    """
+    # libtpu would ask the metadata server of a TPU VM, and wait for one that is not there.
+    for variable, value in {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }.items():
+        os.environ.setdefault(variable, value)
+    if not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")
+    bounds = [int(extent) for extent in shape.split("x")]
+    one_host = num_chips <= ONE_HOST.get(kind, 0)
+    settings = {"chips_per_host_bounds": [*bounds, *[1] * (3 - len(bounds))]} if one_host else {}
+    try:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{shape}", **settings)
+    except Exception as error:  # jax raises whatever the plugin's loader or the plugin itself raised
+        text = str(error)
+        if "libtpu" in text.lower() or isinstance(error, ModuleNotFoundError):
+            raise ConfigError(
+                "compiling for a TPU needs libtpu, which works on any x86-64 Linux machine. "
+                f"Install it: pip install 'jaxpaged[aot-tpu]', or leave compiling out with --no-compile. ({text})"
+            ) from error
+        raise ConfigError(f"there is no topology {kind}:{shape}: {text.splitlines()[0]}") from error
+    return tuple(np.array(topology.devices, dtype=object).ravel())
+
+

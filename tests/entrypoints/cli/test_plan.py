@@ -1,0 +1,57 @@
+"""`jaxpaged plan` as a person types it, for targets that need no compiler."""
+
+import json
+import shutil
+
+import pytest
+
+from jaxpaged.entrypoints.cli import FAILURE, USAGE, main
+from jaxpaged.params.hub import EMBEDDED_FOLDER
+
+
+def test_a_plan_needs_only_the_description_of_the_model(tmp_path, capsys):
+    shutil.copy(EMBEDDED_FOLDER / "config.json", tmp_path)
+    assert main(["plan", str(tmp_path), "--target", "h100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["model"] == str(tmp_path) and found["programs"] == []
+
+
+def test_options_of_the_engine_change_the_plan(capsys):
+    blocks = []
+    for options in ([], ["--gpu-memory-utilization", "0.5"]):
+        assert main(["plan", "demo", "--target", "v5e:1x1", "--no-compile", "--json", *options]) == 0
+        blocks.append(json.loads(capsys.readouterr().out)["num_blocks"])
+    assert blocks[1] < blocks[0]
+
+
+def test_what_does_not_fit_ends_with_a_failure_and_advice(capsys):
+    assert main(["plan", "demo", "--target", "l4", "--num-gpu-blocks-override", "2"]) == FAILURE
+    assert "IT DOES NOT FIT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["demo", "--target", "v9"], "unknown target"),
+        (["demo", "--model", "demo", "--target", "h100"], "two models"),
+        (["demo", "--target", "h100", "--save", "x", "--no-compile"], "--save needs compiled programs"),
+        (["demo", "--target", "h100", "--bundle", "x"], "--bundle x"),
+        (["demo", "--target", "h100", "--chart", "x.txt"], ".txt"),
+        (["/nowhere/at/all", "--target", "h100"], "/nowhere/at/all"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments, words, capsys):
+    assert main(["plan", *arguments]) in (USAGE, FAILURE)
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_a_picture_of_the_memory_is_written(tmp_path, capsys):
+    path = tmp_path / "memory.png"
+    assert main(["plan", "demo", "--target", "h100", "--chart", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_saving_for_a_target_without_a_compiler_is_refused(tmp_path, capsys):
+    assert main(["plan", "demo", "--target", "h100", "--save", str(tmp_path / "bundle")]) == USAGE
+    assert "nothing was compiled" in capsys.readouterr().err

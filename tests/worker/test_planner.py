@@ -1,0 +1,144 @@
+"""Plans: arithmetic against the engine's own, and the compile path with this machine's CPU as the target."""
+
+import jax
+import pytest
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.build import facts_of, read_model
+from jaxpaged.executor.planning import plan_on_target
+from jaxpaged.plan import DeviceFacts
+from jaxpaged.worker.blueprint import StepPrograms
+from jaxpaged.worker.bundles import Bundle
+from jaxpaged.worker.planner import Planner, count_collectives, largest_split
+from jaxpaged.worker.targets import Target, parse_target
+from tests.models.checkpoints import write_checkpoint
+
+MIB = 2**20
+OPTIONS = {
+    "max_num_seqs": 4, "token_buckets": (8,), "max_model_len": 64, "block_size": 8, "dtype": "float32",
+    "max_logprobs": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint("llama", tmp_path_factory.mktemp("model"))
+
+
+def toy(memory, platform="gpu", devices=(), num_devices=1):
+    return Target("toy", platform, DeviceFacts("Toy", memory, 1e9, 1e12, 1e9), num_devices, devices)
+
+
+def planner(folder, target, **options):
+    model, decoder = read_model(folder)
+    config = EngineConfig.from_options(**{"model": str(folder), **OPTIONS, **options})
+    return Planner(config.resolve(facts_of(decoder), target.platform), model, decoder, target)
+
+
+def test_weights_temporaries_and_blocks_fill_what_may_be_used_and_no_more(folder):
+    plan = planner(folder, toy(8 * MIB)).plan()
+    assert plan.fits and not plan.advice
+    used = plan.weight_bytes + plan.reserved_bytes + plan.kv_bytes
+    assert used <= plan.usable_bytes < used + plan.block_bytes
+    assert plan.concurrency[64] == (plan.num_blocks - 1) // 8
+
+
+def test_an_override_of_the_number_of_blocks_is_taken_as_it_is(folder):
+    assert planner(folder, toy(8 * MIB), num_gpu_blocks_override=17).plan().num_blocks == 17
+    assert planner(folder, toy(8 * MIB), kv_cache_memory_bytes=MIB).plan().kv_bytes <= MIB
+
+
+def test_a_model_that_does_not_fit_is_told_what_would(folder):
+    small = planner(folder, toy(8 * MIB))
+    need = small.blueprint.weight_bytes + small.blueprint.temporary_bytes + 5 * small.block_bytes
+    plan = planner(folder, toy(need), gpu_memory_utilization=1.0).plan()
+    assert not plan.fits and not plan.programs
+    text = " ".join(plan.advice)
+    assert "--max-model-len 32 would fit" in text  # 4 of the 5 blocks; one is the null block
+    assert "--tensor-parallel-size 2" in text
+    assert planner(folder, toy(need), gpu_memory_utilization=1.0, max_model_len=32).plan().fits
+
+
+def test_nothing_is_advised_that_does_not_fit_either(folder):
+    plan = planner(folder, toy(1000)).plan()
+    assert not plan.fits and plan.num_blocks == 0 and plan.decode == plan.programs == []
+    assert len(plan.advice) == 1
+
+
+def test_a_model_is_split_over_as_many_devices_as_divide_it(folder):
+    model, decoder = read_model(folder)
+    config = EngineConfig.from_options(model=str(folder), **OPTIONS).resolve(facts_of(decoder), "gpu")
+    shards = largest_split(config, model, decoder, 7)
+    assert decoder.num_heads % shards == 0 and 1 < shards <= 7
+    plan = plan_on_target(
+        EngineConfig.from_options(model=str(folder), **OPTIONS), model, decoder, facts_of(decoder), "h100:7",
+        compile=False, output=None, progress=lambda *_: None,
+    )  # fmt: skip
+    assert plan.tensor_parallel_size == shards
+
+
+@pytest.fixture(scope="module")
+def compiled(folder):
+    cpu = toy(64 * MIB, "cpu", tuple(jax.devices()[:1]))
+    own = planner(folder, cpu, num_gpu_blocks_override=16)
+    seen = []
+    return own, own.plan(all_programs=True, progress=lambda *step: seen.append(step)), seen
+
+
+def test_a_plan_compiles_the_programs_that_the_engine_would(compiled):
+    own, plan, seen = compiled
+    builders = StepPrograms(own.blueprint, own_cache(own)).builders()
+    assert [(p.kind, p.size) for p in plan.programs] == [tuple(key) for key in builders]
+    assert plan.fits and not any(program.error for program in plan.programs)
+    forward = next(program for program in plan.programs if program.kind == "forward")
+    assert forward.flops > 0 and forward.temporary_bytes > 0 and forward.compile_seconds > 0
+    assert plan.temporary_bytes == max(program.temporary_bytes for program in plan.programs)
+    assert seen[-1] == ("programs", len(builders), len(builders))
+    assert plan.options["attention_backend"] == "reference"
+
+
+def own_cache(own):
+    from jaxpaged.kv_cache_spec import KVCacheConfig
+
+    return KVCacheConfig(own.num_blocks, own.blueprint.kv_groups)
+
+
+def test_a_saved_plan_is_a_bundle_for_the_same_devices_and_no_others(compiled, folder, tmp_path):
+    own, _, _ = compiled
+    own.save(tmp_path, lambda *_: None)
+    bundle = Bundle(tmp_path)
+    bundle.check(own.blueprint.fingerprint())
+    assert bundle.num_blocks == 16
+    other = planner(folder, toy(64 * MIB, "cpu", tuple(jax.devices()[:1])), max_model_len=32)
+    with pytest.raises(Exception, match="max_model_len is 64 there and 32 here"):
+        bundle.check(other.blueprint.fingerprint())
+
+
+def test_a_program_that_does_not_compile_is_a_finding(folder, monkeypatch):
+    own = planner(folder, toy(64 * MIB, "cpu", tuple(jax.devices()[:1])), num_gpu_blocks_override=16)
+
+    def explode(*_):
+        raise RuntimeError("out of vmem\nand more")
+
+    monkeypatch.setattr(StepPrograms, "builders", lambda self: dict.fromkeys(
+        [("forward", 8), ("sample", 8), ("sample_full", 8)], explode))  # fmt: skip
+    monkeypatch.setattr(Planner, "representative", staticmethod(lambda builders: [next(iter(builders))]))
+    plan = own.plan()
+    assert not plan.fits and plan.programs[0].error == "out of vmem"
+    assert plan.advice == ["forward[8] does not compile: out of vmem"]
+
+
+def test_collectives_are_counted_once_whether_they_are_asynchronous_or_not():
+    text = """
+      %all-reduce.1 = f32[8]{0} all-reduce(%x), to_apply=%add
+      %ar-start = (f32[8], f32[8]) all-reduce-start(%y), to_apply=%add
+      %ar-done = f32[8] all-reduce-done(%ar-start)
+      ROOT %ag = bf16[16]{0} all-gather(%z), dimensions={0}
+    """
+    assert count_collectives(text) == {"all-reduce": 2, "all-gather": 1}
+
+
+def test_targets_without_a_compiler_are_planned_from_shapes(folder):
+    plan = planner(folder, parse_target("v6e:1x1", compile=False)).plan()
+    assert plan.fits and not plan.programs
+    assert any("nothing was compiled" in line for line in plan.assumptions)

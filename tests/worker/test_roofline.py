@@ -1,0 +1,51 @@
+"""Bounds of speed, against sums done by hand."""
+
+import pytest
+
+from jaxpaged.plan import DeviceFacts
+from jaxpaged.worker.roofline import Work, decode_speed, link_seconds, prefill_speed
+
+DEVICE = DeviceFacts("toy", memory=10**9, bandwidth=1e9, matmul_bf16=1e12, links=1e8)
+
+
+def work(**changes):
+    values = {
+        "num_shards": 1, "weight_bytes": 2_000_000, "params": 1_000_000, "head_params": 100_000,
+        "attention_layers": ((None, 2),), "heads": 64, "kv_token_bytes": 100, "reduced_bytes": 500,
+    }  # fmt: skip
+    return Work(**{**values, **changes})
+
+
+def test_a_lone_decode_is_bound_by_reading_weights_and_cache_once():
+    speed = decode_speed(work(), DEVICE, num_requests=1, context=1000)
+    assert speed.limit == "memory"
+    assert speed.tokens_per_second == pytest.approx(1e9 / (2_000_000 + 2 * 1000 * 100))
+
+
+def test_requests_share_the_weights_but_not_their_caches():
+    one, eight = (decode_speed(work(), DEVICE, n, 1000).tokens_per_second for n in (1, 8))
+    assert eight == pytest.approx(8 * 1e9 / (2_000_000 + 8 * 200_000))
+    assert one < eight < 8 * one
+
+
+def test_a_window_layer_reads_its_window_only():
+    windowed = work(attention_layers=((None, 1), (10, 1)))
+    speed = decode_speed(windowed, DEVICE, 1, 1000)
+    assert speed.tokens_per_second == pytest.approx(1e9 / (2_000_000 + 1010 * 100))
+    assert decode_speed(windowed, DEVICE, 1, 5).tokens_per_second == pytest.approx(1e9 / (2_000_000 + 10 * 100))
+
+
+@pytest.mark.parametrize(("window", "pairs"), [(None, 1000 * 1001 // 2), (10, 55 + 990 * 10), (5000, 1000 * 1001 // 2)])
+def test_prefill_counts_the_pairs_that_a_causal_mask_leaves(window, pairs):
+    fast_memory = DeviceFacts("toy", 10**9, 1e15, 1e12, 1e8)
+    speed = prefill_speed(work(attention_layers=((window, 3),)), fast_memory, 1000)
+    flops = 2 * 900_000 * 1000 + 2 * 100_000 + 3 * 4 * pairs * 64
+    assert speed.limit == "matmul"
+    assert speed.tokens_per_second == pytest.approx(1000 * 1e12 / flops)
+
+
+def test_links_count_only_between_devices_and_can_be_the_limit():
+    assert link_seconds(work(), DEVICE, 1000) == 0.0
+    split = work(num_shards=4)
+    assert link_seconds(split, DEVICE, 1000) == pytest.approx(1.5 * 1000 * 500 / 1e8)
+    assert prefill_speed(split, DEVICE, 4000).limit == "links"
