@@ -210,9 +210,8 @@ class EngineConfig:
         return config
 
     def _check_deterministic(self, platform: str) -> None:
-        """Raise ConfigError where equal bits in every batch are unproven, or known not to be."""
+        """Raise ConfigError where equal bits in every batch are unproven."""
         given, devices = self.compile.deterministic, self.parallel.tensor_parallel_size
-        num_steps = self.scheduler.num_scheduler_steps
         if given and platform != "cpu":
             raise ConfigError(
                 f"deterministic was asked for on {platform!r}, but equal bits in every batch have been shown on "
@@ -222,11 +221,6 @@ class EngineConfig:
             raise ConfigError(
                 f"deterministic was asked for with tensor_parallel_size {devices}, but the order in which devices add "
                 "their parts has not been shown to be the same for every batch. Use one device, or leave it out."
-            )
-        if given and num_steps != 1:
-            raise ConfigError(
-                f"deterministic was asked for with num_scheduler_steps {num_steps}, but programs of several steps round "
-                "some sums in another way. Set num_scheduler_steps to 1, or leave one of the two out."
             )
         if given and self.compile.attention_backend != "auto":
             raise ConfigError(
@@ -245,11 +239,7 @@ class EngineConfig:
         max_num_batched_tokens = given.max_num_batched_tokens or max(batched_tokens, max_num_seqs)
         if not given.enable_chunked_prefill and given.max_num_batched_tokens is None:
             max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
-        num_steps = given.num_scheduler_steps or (1 if self.compile.deterministic else None)
-        return dataclasses.replace(
-            given, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-            num_scheduler_steps=num_steps,
-        )  # fmt: skip
+        return dataclasses.replace(given, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
     def _cross_check(self, facts: ModelFacts) -> None:
         scheduler, model = self.scheduler, self.model

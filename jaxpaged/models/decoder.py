@@ -95,8 +95,14 @@ def run_layers(
     metadata: Sequence[Any],
     kv: Sequence[Any],
 ) -> tuple[jax.Array, list[Any]]:
-    """The one loop over layers. It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once."""
+    """The one loop over layers. It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once.
+
+    `deterministic` keeps scaled embeddings and rotations apart from what uses them: fused, which product of a sum goes
+    unrounded into a multiply-add depends on the program around it, and programs of several steps differ from others.
+    """
     cos_sin = {layer.rope: rope_cos_sin(layer.rope, positions_T, config.max_model_len) for layer in config.layers}
+    if config.deterministic:
+        x_TD, cos_sin = jax.lax.optimization_barrier((x_TD, cos_sin))
     kv = list(kv)
     for p, layer, (group, tensor) in zip(params.layers, config.layers, places, strict=True):
         x_TD, kv[tensor] = decoder_layer(

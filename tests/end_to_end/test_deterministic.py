@@ -16,9 +16,10 @@ from jaxpaged.sampling_params import SamplingParams
 from tests.models.checkpoints import write_checkpoint
 
 VOCAB = 211
+LONGEST_RUN = 5
 OPTIONS = {
     "max_num_seqs": 6, "max_num_batched_tokens": 96, "token_buckets": (8, 96), "max_model_len": 112, "block_size": 4,
-    "max_logprobs": 3,
+    "max_logprobs": 3, "num_scheduler_steps": LONGEST_RUN,
 }  # fmt: skip
 # So few blocks that requests are preempted. Float32 shows what bfloat16 would round away.
 PER_MODEL = {
@@ -49,11 +50,11 @@ class Engine:
     """An executor all of whose programs are compiled, and what every request gets when nobody else is there."""
 
     def __init__(self, folder, **options):
-        options = EngineConfig.from_options(model=str(folder), num_scheduler_steps=1, **OPTIONS | options)
+        options = EngineConfig.from_options(model=str(folder), **OPTIONS | options)
         folder, functions, decoder, self.config = resolve_model(options)
         self.executor = UniProcExecutor(self.config, functions, decoder, folder)
         self.executor.wait_for_programs()
-        core = self.core(prefix_caching=False)
+        core = self.core(prefix_caching=False, num_scheduler_steps=1)
         self.alone = [serve(core, [index])[index] for index in range(len(REQUESTS))]
 
     def core(self, *, prefix_caching=True, **scheduler) -> EngineCore:
@@ -101,6 +102,7 @@ def engine(request, tmp_path_factory):
     limits=st.fixed_dictionaries({
         "max_num_batched_tokens": st.sampled_from([8, 23, 96]),
         "long_prefill_token_threshold": st.sampled_from([0, 5]),
+        "num_scheduler_steps": st.sampled_from([1, LONGEST_RUN]),
         "async_scheduling": st.booleans(),
     }),
 )  # fmt: skip
@@ -109,17 +111,18 @@ def test_any_company_any_chunks_and_any_cached_prefix_give_the_same_bits(engine,
     assert answers == {index: engine.alone[index] for index in company}
 
 
-def test_prefix_hits_and_preemption_give_the_same_bits(engine):
+def test_prefix_hits_preemption_and_runs_of_steps_give_the_same_bits(engine):
     core = engine.core(max_num_batched_tokens=23)
     answers = serve(core, range(len(REQUESTS)))
     assert answers == dict(enumerate(engine.alone))
-    stats = core._scheduler.make_stats()
+    stats, (records, _) = core._scheduler.make_stats(), core.step_log.read()
     assert stats.prefix_cache_hits > 100 and stats.num_preemptions > 1, "the test is too easy"
+    assert any(record.num_steps > 1 for record in records), "the test has no runs"
     assert engine.executor.stats()["recompiles"] == 0
 
 
 def test_without_the_option_other_company_gives_other_bits(tmp_path):
-    engine = Engine(write_checkpoint("gemma2", tmp_path), **PER_MODEL["gemma2"])
+    engine = Engine(write_checkpoint("gemma2", tmp_path), num_scheduler_steps=1, **PER_MODEL["gemma2"])
     answers = serve(engine.core(max_num_batched_tokens=23), range(len(REQUESTS)))
     assert answers != dict(enumerate(engine.alone))
     engine.executor.shutdown()
