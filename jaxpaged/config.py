@@ -45,6 +45,9 @@ class ModelConfig:
     tokenizer: str | None = option(None, "folder or hub id of the tokenizer, when it is not the model's")
     revision: str | None = option(None, "branch, tag or commit of the model on the hub")
     dtype: str = option("auto", "type of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
+    quantization: str | None = option(
+        None, "round the weights when they are loaded: 'int8' halves 16-bit ones", choices=("int8",)
+    )
     max_model_len: int | None = option(
         None, "longest prompt plus output in tokens; the model's own limit by default", minimum=1
     )

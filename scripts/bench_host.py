@@ -54,7 +54,8 @@ class FreePrograms:
 
     def __init__(self, token_id: int, device: "Device | None"):
         self.state = jax.device_put(np.zeros(2, np.int32))
-        self.tokens = {size: jax.device_put(np.full(size, token_id, np.int32)) for size in doubling_buckets(4096)}
+        sizes = doubling_buckets(4096, "cpu")
+        self.tokens = {size: jax.device_put(np.full(size, token_id, np.int32)) for size in sizes}
         self.device = device
 
     def smallest_ready(self, kind: str, size: int, buckets: tuple[int, ...]) -> int:
@@ -108,7 +109,7 @@ class FreeExecutor:
         scheduler, block_size = config.scheduler, config.cache.block_size
         groups = (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),)
         self.kv_cache_config = KVCacheConfig(scheduler.max_num_seqs * (MAX_MODEL_LEN // block_size) + 1, groups)
-        buckets = doubling_buckets(scheduler.max_num_batched_tokens)
+        buckets = doubling_buckets(scheduler.max_num_batched_tokens, "cpu")
         programs: Any = FreePrograms(token_id=500, device=device)
         self.runner = ModelRunner(
             programs=programs,
@@ -119,7 +120,7 @@ class FreeExecutor:
             sampling=StateLayout(scheduler.max_num_seqs, vocab_size),
             custom=NO_PROCESSORS,
             layouts={size: step_layout(size, scheduler.max_num_seqs, len(groups), block_size) for size in buckets},
-            sample_buckets=doubling_buckets(scheduler.max_num_seqs),
+            sample_buckets=doubling_buckets(scheduler.max_num_seqs, "cpu"),
         )
         self.execute = self.runner.execute
 

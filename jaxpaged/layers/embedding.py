@@ -3,21 +3,36 @@
 import jax
 import jax.numpy as jnp
 
+from jaxpaged.layers.int8 import int8_product
+from jaxpaged.layers.linear import matrix_product
+from jaxpaged.params.quantized import QuantizedArray
 
-def embed(tokens_T: jax.Array, table_VD: jax.Array, scale: float | None) -> jax.Array:
+Table = jax.Array | QuantizedArray
+"""[V, D]"""
+
+
+def embed(tokens_T: jax.Array, table_VD: Table, scale: float | None) -> jax.Array:
     """Rows of the table, times `scale` rounded to the table's type. Ids must be in range."""
-    x_TD = table_VD.at[tokens_T].get(mode="clip")
+    x_TD = rows_of(table_VD, tokens_T)
     return x_TD if scale is None else x_TD * jnp.asarray(scale, x_TD.dtype)
 
 
-def vocabulary_logits(hidden_SD: jax.Array, table_VD: jax.Array, vocab_size: int, soft_cap: float | None) -> jax.Array:
+def rows_of(table_VD: Table, ids_T: jax.Array) -> jax.Array:
+    """Rows [T, D] in the table's type."""
+    if not isinstance(table_VD, QuantizedArray):
+        return table_VD.at[ids_T].get(mode="clip")
+    scale_T, value_TD = (part.at[ids_T].get(mode="clip") for part in (table_VD.scales, table_VD.values))
+    return (value_TD.astype(jnp.float32) * scale_T[:, None]).astype(table_VD.dtype)
+
+
+def vocabulary_logits(hidden_SD: jax.Array, table_VD: Table, vocab_size: int, soft_cap: float | None) -> jax.Array:
     """Float32 logits [S, V]; columns from `vocab_size` on only pad the table and are -inf.
 
     With `soft_cap` c, logits are c * tanh(logits / c) (arXiv 2408.00118), behind a barrier: otherwise each of their
     readers may compute them again, with the product rounded or as part of a fused multiply-add.
     """
-    precision = jax.lax.Precision.HIGHEST if hidden_SD.dtype == jnp.float32 else None
-    logits_SV = jnp.einsum("SD,VD->SV", hidden_SD, table_VD, preferred_element_type=jnp.float32, precision=precision)
+    product = int8_product if isinstance(table_VD, QuantizedArray) else matrix_product
+    logits_SV = product(hidden_SD, table_VD, jnp.float32)
     if soft_cap is not None:
         logits_SV = jax.lax.optimization_barrier(soft_cap * jnp.tanh(logits_SV / soft_cap))
     if vocab_size == table_VD.shape[0]:

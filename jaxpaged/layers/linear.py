@@ -1,17 +1,21 @@
 """A product with a weight, by letters, and an optional bias. Knows neither heads nor models."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxpaged.layers.int8 import int8_product
+from jaxpaged.params.quantized import QuantizedArray
+
 
 @struct.dataclass
 class Linear:
-    """`weight` is [out..., in...], as checkpoints store it; `bias` is [out...] or None."""
+    """`weight` is [out..., in...], as checkpoints store it, or quantized; `bias` is [out...] or None."""
 
-    weight: jax.Array
+    weight: jax.Array | QuantizedArray
     bias: jax.Array | None = None
 
 
@@ -27,13 +31,16 @@ def apply_linear(letters: str, x: jax.Array, p: Linear) -> jax.Array:
     inputs = x_letters[1:]
     assert weight_letters == out_letters[1:] + inputs, f"{letters}: a weight is spelled outputs first, then inputs"
     out_shape = p.weight.shape[: -len(inputs)]
-    num_tokens, num_in = x.shape[0], math.prod(x.shape[1:])
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out = jnp.einsum(
-        "ti,oi->to",
-        x.reshape(num_tokens, num_in),
-        p.weight.reshape(math.prod(out_shape), num_in),
-        preferred_element_type=x.dtype,
-        precision=precision,
-    ).reshape(num_tokens, *out_shape)
+    x_TI = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    product = int8_product if isinstance(p.weight, QuantizedArray) else matrix_product
+    out = product(x_TI, p.weight, x.dtype).reshape(x.shape[0], *out_shape)
     return out if p.bias is None else out + p.bias
+
+
+def matrix_product(x_TI: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
+    """x_TI times the weight, whose axes are merged to [O, I] -> [T, O] in `dtype`."""
+    num_in = x_TI.shape[1]
+    precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None
+    return jnp.einsum(
+        "ti,oi->to", x_TI, weight.reshape(-1, num_in), preferred_element_type=dtype, precision=precision
+    )

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxpaged.errors import CheckpointError, did_you_mean
 from jaxpaged.params import orbax_format
 from jaxpaged.params.placing import place, stored_shape
+from jaxpaged.params.quantized import QuantizedArray, is_quantized, rounded_rows
 from jaxpaged.params.safetensors_reader import TensorEntry, mapped, read_header
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.params.spec import Spec
@@ -43,7 +44,7 @@ def load_params(
     progress: Progress | None = None,
     load_format: str = "auto",
 ) -> Any:
-    """Parameters in the shape of `specs`, cast to `dtype`, sharded over `mesh`.
+    """Parameters in the shape of `specs`, cast to `dtype` or quantized, sharded over `mesh`.
 
     `load_format` is "safetensors", "orbax", or "auto": whichever the folder holds. Raises CheckpointError for
     files or tensors that are missing, damaged, misnamed, of another shape, or too many.
@@ -55,7 +56,7 @@ def load_params(
     check_entries(jax.tree.leaves(specs), entries, config.dim_sizes(), folder)
     total, done = num_bytes(param_shapes(specs, config, mesh, dtype)), 0
 
-    def load(spec: Spec) -> jax.Array:
+    def load(spec: Spec) -> jax.Array | QuantizedArray:
         nonlocal done
         with mapped(entries[spec.hf_name]) as stored:
             array = place(spec, stored, config.dim_sizes(), mesh, dtype)
@@ -155,17 +156,23 @@ def init_dummy_params(specs: Any, config: Any, mesh: Mesh, dtype: Any, seed: int
 
     Vectors are ones, matrices uniform in [-0.035, 0.035], a deviation of about 0.02.
     """
-    leaves, tree = jax.tree.flatten(param_shapes(specs, config, mesh, dtype))
-    programs: dict[jax.ShapeDtypeStruct, Callable[[jax.Array], jax.Array]] = {}
+    shapes = param_shapes(specs, config, mesh, dtype)
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=is_quantized)
+    programs: dict[Any, Callable[[jax.Array], Any]] = {}
     for leaf in leaves:
-        programs.setdefault(
-            leaf, jax.jit(partial(random_array, shape=leaf.shape, dtype=dtype), out_shardings=leaf.sharding)
-        )
+        shardings = jax.tree.map(lambda array: array.sharding, leaf)
+        programs.setdefault(leaf, jax.jit(partial(random_param, like=leaf), out_shardings=shardings))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return tree.unflatten(programs[leaf](key) for key, leaf in zip(keys, leaves, strict=True))
 
 
-def random_array(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    if len(shape) == 1:
-        return jnp.ones(shape, dtype)
-    return jax.random.uniform(key, shape, dtype, minval=-0.035, maxval=0.035)
+def random_param(key: jax.Array, like: Any) -> Any:
+    """A random parameter, quantized where `like` is."""
+    if len(like.shape) == 1:
+        return jnp.ones(like.shape, like.dtype)
+    weight = jax.random.uniform(key, like.shape, like.dtype, minval=-0.035, maxval=0.035)
+    if not is_quantized(like):
+        return weight
+    out_shape = like.scales.shape
+    values, scales = rounded_rows(weight.reshape(math.prod(out_shape), -1).astype(jnp.float32), jnp)
+    return QuantizedArray(values.astype(jnp.int8).reshape(like.shape), scales.reshape(out_shape), like.dtype)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxpaged.errors import CheckpointError, UsageError
 from jaxpaged.params.placing import place_part
+from jaxpaged.params.quantized import is_quantized
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.params.spec import Spec
 
@@ -69,19 +70,19 @@ def load_orbax(
 ) -> Any:
     """Parameters in the shape of `specs`, cast to `dtype`, read by every device in its own part.
 
-    Arrays that this mesh pads or repeats go through the host. Raises CheckpointError when arrays are missing, too
-    many, of another shape, or unreadable.
+    Arrays that this mesh pads or repeats, or that are to be quantized, go through the host. Raises CheckpointError
+    when arrays are missing, too many, of another shape, or unreadable.
     """
     import orbax.checkpoint as ocp
 
     names, sizes = names_of(specs), config.dim_sizes()
-    shapes = dict(zip(names, jax.tree.leaves(param_shapes(specs, config, mesh, dtype)), strict=True))
+    shapes = jax.tree.leaves(param_shapes(specs, config, mesh, dtype), is_leaf=is_quantized)
     stored = stored_shapes(specs, sizes)
     wanted = {
-        name: ocp.ArrayRestoreArgs(dtype=dtype, sharding=shapes[name].sharding)
-        if shapes[name].shape == stored[name]
-        else ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
-        for name in names
+        name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+        if is_quantized(shape) or shape.shape != stored[name]
+        else ocp.ArrayRestoreArgs(dtype=dtype, sharding=shape.sharding)
+        for name, shape in zip(names, shapes, strict=True)
     }
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

@@ -1,7 +1,8 @@
 """One tensor, as a checkpoint stores it -> one sharded array, as the model uses it.
 
 Axes are split and cut, key heads repeated, the vocabulary padded with zeros; nothing is transposed. Every device
-gets a copy of its own part only. Knows letters, and neither files nor models.
+gets a copy of its own part only. A quantized parameter is rounded before it is cut: its scales are those of whole rows.
+Knows letters, and neither files nor models.
 """
 
 import math
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpaged.params.quantized import QuantizedArray, quantize, scales_spec
 from jaxpaged.params.sharding import device_sizes, num_model_shards, sharding_of
 from jaxpaged.params.spec import Spec
 
@@ -35,13 +37,26 @@ def own_part(spec: Spec, stored: np.ndarray, sizes: Mapping[str, int]) -> np.nda
     return stored[start:stop].reshape([sizes[letter] for letter in spec.dims])
 
 
-def place(spec: Spec, stored: np.ndarray, sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> jax.Array:
+def place(spec: Spec, stored: np.ndarray, sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> Any:
     """The parameter on its devices, in `dtype`. `stored` has `stored_shape(spec, sizes)` and may be a file's map."""
     return place_part(spec, own_part(spec, stored, sizes), sizes, mesh, dtype)
 
 
-def place_part(spec: Spec, part: np.ndarray, sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> jax.Array:
+def place_part(spec: Spec, part: np.ndarray, sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> Any:
     """Like `place`, for an array that has the parameter's axes already, in the checkpoint's sizes."""
+    if not spec.quantized:
+        return place_array(spec, part, sizes, mesh, dtype)
+    scales = scales_spec(spec)
+    rounded = quantize(part, len(scales.dims))
+    return QuantizedArray(
+        place_array(spec, rounded[0], sizes, mesh, np.int8),
+        place_array(scales, rounded[1], sizes, mesh, np.float32),
+        np.dtype(dtype).name,
+    )
+
+
+def place_array(spec: Spec, part: np.ndarray, sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> jax.Array:
+    """One array on its devices: every device's own part of `part`, cut, repeated or padded."""
     full = device_sizes(sizes, num_model_shards(mesh))
     shape = tuple(full[letter] for letter in spec.dims)
 

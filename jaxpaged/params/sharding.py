@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.errors import ConfigError
+from jaxpaged.params.quantized import QuantizedArray, scales_spec
 from jaxpaged.params.spec import Spec
 
 MODEL_AXIS = "model"
@@ -71,11 +73,16 @@ def param_shapes(specs: Any, config: Any, mesh: Mesh, dtype: Any) -> Any:
     """The pytree of `specs` with a `jax.ShapeDtypeStruct` (with sharding) in place of every spec.
 
     Enough to compile a program ahead of time without any weights. `config.dim_sizes()` gives letter -> size
-    in the checkpoint.
+    in the checkpoint. A quantized parameter is a `QuantizedArray` of two of them.
     """
     sizes = device_sizes(config.dim_sizes(), num_model_shards(mesh))
 
-    def shape(spec: Spec) -> jax.ShapeDtypeStruct:
+    def array(spec: Spec, dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(sizes[d] for d in spec.dims), dtype, sharding=sharding_of(spec, mesh))
+
+    def shape(spec: Spec) -> jax.ShapeDtypeStruct | QuantizedArray:
+        if not spec.quantized:
+            return array(spec, dtype)
+        return QuantizedArray(array(spec, jnp.int8), array(scales_spec(spec), jnp.float32), jnp.dtype(dtype).name)
 
     return jax.tree.map(shape, specs)

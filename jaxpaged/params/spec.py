@@ -21,6 +21,8 @@ class Spec:
     several parameters end to end, `fused` lists their first axes and `part` says which of them this one is:
 
         k_proj = Spec("KHD", "KH D", "....qkv_proj.weight", fused=("NH", "KH", "KH"), part=1)
+
+    `quantized`: the model uses a `QuantizedArray` (quantized.py) instead of an array.
     """
 
     dims: str
@@ -28,6 +30,7 @@ class Spec:
     hf_name: str
     fused: tuple[str, ...] = ()
     part: int = 0
+    quantized: bool = False
 
     def __post_init__(self) -> None:
         assert set(self.dims) <= ALPHABET.keys(), f"{self.dims!r} uses letters outside the alphabet"

@@ -18,6 +18,7 @@ from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, blocks_for_token
 from jaxpaged.layers.attention import AttentionContext, kv_struct
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
+from jaxpaged.params.quantized import quantized_specs
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
@@ -40,6 +41,9 @@ DECODE_KINDS = ("decode", "decode_full")
 
 Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
 
+SMALL_PROMPT = 64
+"""Tokens of a prompt that must not wait for larger programs."""
+
 
 class Blueprint:
     """One engine on the devices of `mesh`. `config` is resolved; `decoder` describes the model as its files do."""
@@ -53,17 +57,21 @@ class Blueprint:
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)
         self.kv_dtype = jnp.dtype(config.cache.kv_cache_dtype)
-        self.specs = model.param_specs(self.decoder, self.num_shards)
+        self.specs = quantized_specs(model.param_specs(self.decoder, self.num_shards), config.model.quantization)
         self.param_shapes = param_shapes(self.specs, self.decoder, mesh, self.dtype)
+
+    @property
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
 
     @cached_property
     def token_buckets(self) -> tuple[int, ...]:
-        given = self.config.compile.token_buckets
-        return tuple(sorted(given)) if given else doubling_buckets(self.config.scheduler.max_num_batched_tokens)
+        given, largest = self.config.compile.token_buckets, self.config.scheduler.max_num_batched_tokens
+        return tuple(sorted(given)) if given else doubling_buckets(largest, self.platform)
 
     @cached_property
     def sample_buckets(self) -> tuple[int, ...]:
-        return doubling_buckets(self.config.scheduler.max_num_seqs)
+        return doubling_buckets(self.config.scheduler.max_num_seqs, self.platform)
 
     @cached_property
     def custom(self) -> CustomProcessors:
@@ -71,10 +79,9 @@ class Blueprint:
 
     @cached_property
     def attention(self) -> AttentionContext:
-        platform = self.mesh.devices.flat[0].platform
         options = self.config.compile
         name = "invariant" if options.deterministic else options.attention_backend
-        return AttentionContext(self.mesh, choose_backend(name, platform))
+        return AttentionContext(self.mesh, choose_backend(name, self.platform))
 
     @cached_property
     def sampling_layout(self) -> StateLayout:
@@ -181,7 +188,8 @@ class StepPrograms:
         shapes, blueprint = self.shapes, self.blueprint
         token_buckets, sample_buckets = blueprint.token_buckets, blueprint.sample_buckets
         builders: Builders = {ProgramKey("zeros"): shapes.lower_zeros}
-        decode, small_prompt = token_buckets[0], token_buckets[min(3, len(token_buckets) - 1)]
+        decode = token_buckets[0]
+        small_prompt = next((size for size in token_buckets if size >= SMALL_PROMPT), token_buckets[-1])
         for size in sorted(token_buckets, key=lambda size: (size != small_prompt, size != decode, size)):
             builders[ProgramKey("forward", size)] = partial(shapes.lower_forward, self.layouts[size])
             if size == small_prompt:

@@ -5,14 +5,17 @@ tokens only: a step of T tokens has at most T requests, so its row dimension is 
 programs grow along the rows that sample. The two families add up instead of multiplying.
 """
 
-# The smallest bucket. A product with a single row is 6-12 times slower on XLA:CPU than one with two, and up to
-# eight rows cost no more than two there; on accelerators a matmul tile has at least eight rows.
+# The smallest of the doubling sizes: on accelerators a matmul tile has at least eight rows, and so have XLA:CPU's.
 MIN_BUCKET = 8
 
+# A CPU has one size more, for a single request: where it has no bfloat16 instructions, eight rows are work that two
+# are not (1.3 times the time, scripts/bench_products.py). Never one row: that is 4-12 times slower than two.
+SINGLE_REQUEST = 2
 
-def doubling_buckets(largest: int) -> tuple[int, ...]:
-    """8, 16, 32, ... and `largest` itself; at least `MIN_BUCKET`."""
-    sizes = []
+
+def doubling_buckets(largest: int, platform: str) -> tuple[int, ...]:
+    """8, 16, 32, ... and `largest` itself; at least `MIN_BUCKET`. On a CPU with `SINGLE_REQUEST` before them."""
+    sizes = [SINGLE_REQUEST] if platform == "cpu" else []
     size = MIN_BUCKET
     while size < largest:
         sizes.append(size)

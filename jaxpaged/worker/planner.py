@@ -182,13 +182,13 @@ class Planner:
         """What a token costs on one device."""
         blueprint, decoder = self.blueprint, self.blueprint.decoder
         params, shards, spec = blueprint.param_shapes, blueprint.num_shards, blueprint.kv_groups[0].spec
-        looked_up = 0 if decoder.tie_embeddings else bytes_on_device(params.embed_tokens)
+        looked_up = [] if decoder.tie_embeddings else jax.tree.leaves(params.embed_tokens)
         head = blueprint.model.head(params)
         windows = [layer.window for layer in decoder.layers]
-        read = [leaf for leaf in jax.tree.leaves(params) if decoder.tie_embeddings or leaf is not params.embed_tokens]
+        read = [leaf for leaf in jax.tree.leaves(params) if not any(leaf is other for other in looked_up)]
         return Work(
             num_shards=shards,
-            weight_bytes=blueprint.weight_bytes - looked_up,
+            weight_bytes=blueprint.weight_bytes - sum(bytes_on_device(leaf) for leaf in looked_up),
             params=sum(elements_on_device(leaf) for leaf in read),
             head_params=sum(elements_on_device(leaf) for leaf in jax.tree.leaves(head)),
             attention_layers=tuple((window, windows.count(window)) for window in dict.fromkeys(windows)),

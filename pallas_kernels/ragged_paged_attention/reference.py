@@ -35,9 +35,9 @@ KV_HEADS_AXIS = 1
 
 ITEM_SLOTS = 64
 TILE_BYTES = 4 * 2**20  # keys and values of one tile of items: what the second-level caches of two cores hold
-TILE_QUERIES = 64
+TILE_QUERIES = 128
 CHUNK_SLOTS = 256
-ITEMS_PER_CHUNK = 24  # this many items take as long as one chunk for a tile of queries
+ITEMS_PER_CHUNK = 48  # this many items take as long as one chunk for a tile of queries
 
 LOWEST = -1e30  # below any score, yet finite, so that the difference of two is not NaN
 NOWHERE = 2**31 - 1  # an index that scatter drops

@@ -23,12 +23,12 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def start(folder, num_devices):
+def start(folder, num_devices, **options):
     hf = load_hf_config(folder)
     model = model_for(hf)
     decoder = model.config_from_hf(hf)
     facts = ModelFacts(decoder.max_position_embeddings, decoder.dtype, decoder.num_heads, decoder.vocab_size)
-    config = EngineConfig.from_options(**OPTIONS, tensor_parallel_size=num_devices).resolve(facts, "cpu")
+    config = EngineConfig.from_options(**OPTIONS, **options, tensor_parallel_size=num_devices).resolve(facts, "cpu")
     executor = UniProcExecutor(config, model, decoder, folder)
     scheduler = Scheduler(
         config.scheduler, executor.kv_cache_config, max_model_len=64, enable_prefix_caching=True

@@ -18,6 +18,7 @@ from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.layers.attention import AttentionContext, kv_sharding
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import load_params
+from jaxpaged.params.quantized import quantized_specs
 from pallas_kernels.ragged_paged_attention import kv_zeros, make_metadata
 from tests.models.checkpoints import CONFIGS
 
@@ -37,14 +38,16 @@ def golden_of(name: str) -> dict[str, Any]:
 class PagedModel:
     """A checkpoint on `num_shards` devices; `logits` feeds tokens and returns their logits."""
 
-    def __init__(self, folder: Path, num_shards: int = 1, max_model_len: int | None = None):
+    def __init__(
+        self, folder: Path, num_shards: int = 1, max_model_len: int | None = None, quantization: str | None = None
+    ):
         hf = json.loads((folder / "config.json").read_text())
         self.model = model_for(hf)
         config = self.model.config_from_hf(hf)
         self.config = dataclasses.replace(config, max_model_len=max_model_len or config.max_model_len)
         self.mesh = make_mesh(num_shards)
         self.context = AttentionContext(self.mesh, "reference")
-        specs = self.model.param_specs(self.config, num_shards)
+        specs = quantized_specs(self.model.param_specs(self.config, num_shards), quantization)
         self.params = load_params(specs, self.config, folder, self.mesh, jnp.float32)
         attention = self.model.attention_specs(self.config, BLOCK_SIZE, 4, num_shards)
         self.kv = [

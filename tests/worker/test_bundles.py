@@ -119,6 +119,7 @@ def test_donated_arguments_stay_donated(model, bundle):
         ("max_num_seqs", "4", "3"), ("max_logprobs", "2", "1"), ("logprobs_mode", "raw_logprobs", "raw_logits"),
         ("dtype", "float32", "bfloat16"), ("block_size", "8", "16"), ("kv_cache_dtype", "float32", "bfloat16"),
         ("max_model_len", "32", "24"), ("tensor_parallel_size", "1", "2"),
+        ("quantization", "None", "int8"),
         ("num_scheduler_steps", "3", "2"),
     ],
 )  # fmt: skip

@@ -28,15 +28,17 @@ def builder(name, allowed=None):
 
 
 def test_asking_for_a_program_moves_it_to_the_front():
-    gate, built = threading.Event(), []
+    gate, begun, built = threading.Event(), threading.Event(), []
     keys = [ProgramKey("forward", size) for size in (8, 16, 32)]
 
     def build(key):
         built.append(key)
+        begun.set()
         return FakeLowered(key, gate if key == keys[0] else None)
 
     programs = Programs({key: lambda key=key: build(key) for key in keys}, num_threads=1)
     programs.start()
+    assert begun.wait(10)
     waiter = threading.Thread(target=lambda: programs[keys[2]])
     waiter.start()
     while not programs._queue or programs._queue[0] != keys[2]:
@@ -136,9 +138,14 @@ def test_the_counter_sees_a_compilation_by_anyone():
 
 
 def test_buckets_double_up_to_the_largest():
-    assert doubling_buckets(512) == (8, 16, 32, 64, 128, 256, 512)
-    assert doubling_buckets(100) == (8, 16, 32, 64, 100)
-    assert doubling_buckets(1) == (8,)
+    assert doubling_buckets(512, "tpu") == (8, 16, 32, 64, 128, 256, 512)
+    assert doubling_buckets(100, "gpu") == (8, 16, 32, 64, 100)
+    assert doubling_buckets(1, "gpu") == (8,)
+
+
+def test_a_cpu_has_a_bucket_for_a_single_request():
+    assert doubling_buckets(100, "cpu") == (2, 8, 16, 32, 64, 100)
+    assert doubling_buckets(1, "cpu") == (2, 8)
 
 
 def test_a_cache_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):

@@ -1,0 +1,30 @@
+"""Models with 8-bit weights, on one device and on eight, against the same models with those weights written out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged.params.quantized import is_quantized
+from tests.models.checkpoints import prompt_of, write_checkpoint
+from tests.models.paged import PagedModel
+
+
+def written_out(param):
+    """The float32 weights that a quantized parameter stands for."""
+    if not is_quantized(param):
+        return param
+    scales = param.scales.reshape(param.scales.shape + (1,) * (param.values.ndim - param.scales.ndim))
+    return param.values.astype(jnp.float32) * scales
+
+
+@pytest.mark.parametrize(("name", "num_shards"), [("qwen3_bias", 1), ("gemma3", 8)])
+def test_logits_are_those_of_the_rounded_weights(name, num_shards, tmp_path):
+    write_checkpoint(name, tmp_path)
+    rounded, exact = PagedModel(tmp_path, num_shards, quantization="int8"), PagedModel(tmp_path)
+    exact.params = jax.tree.map(written_out, PagedModel(tmp_path, quantization="int8").params, is_leaf=is_quantized)
+    assert rounded.params.layers[0].mlp.up_proj.weight.values.dtype == jnp.int8
+    expected, logits = exact.logits(prompt_of(name)), rounded.logits(prompt_of(name))
+    # Activations have 16 bits: an error of 1e-5 of the largest in each product, a few products deep.
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
+    assert rounded.continue_greedily(logits[-1], 2) == exact.continue_greedily(expected[-1], 2)
