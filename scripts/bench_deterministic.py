@@ -4,17 +4,20 @@
     python scripts/bench_deterministic.py [--model demo] [--repeat 5]
 
 Figures are CPU milliseconds of all threads, the smallest of several runs: steadier than the wall clock on a machine
-that others use too. Both run one decode step a program. `--model` is whatever `jaxpaged generate` takes, or `110m`: a
-Llama of that size (12 layers, hidden 768, bfloat16) with random weights, made for the occasion.
+that others use too. Both run one decode step a program. `--model` is whatever `jaxpaged generate` takes, or the name of
+one of bench_offline's random models, such as `llama-110m` (12 layers, hidden 768, bfloat16).
 """
 
 import argparse
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from offline_bench import checkpoints
 
 from jaxpaged import LLM, SamplingParams
 
@@ -44,19 +47,26 @@ def cpu_seconds(llm: LLM, prompts, params) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--tokenizer", default=None)
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        shape = checkpoints.MODELS.get(options.model)
+        compare(str(checkpoints.make_checkpoint(shape, Path(folder))) if shape else options.model, options.repeat)
+
+
+def compare(model: str, repeat: int) -> None:
+    """Print the CPU milliseconds of every kind of work without the option and with it, and their ratio."""
     shared = {
-        "max_model_len": 1280, "max_num_seqs": 32, "enable_prefix_caching": False, "tokenizer": options.tokenizer,
-        "max_num_batched_tokens": 512, "token_buckets": (8, 32, 512),
+        "max_model_len": 1280, "max_num_seqs": 32, "enable_prefix_caching": False,
+        "max_num_batched_tokens": 512, "token_buckets": (2, 8, 32, 512), "num_scheduler_steps": 1,
+        "num_gpu_blocks_override": 400,
     }  # fmt: skip
-    engines = [LLM(options.model, deterministic=deterministic, **shared) for deterministic in (False, True)]
+    engines = [LLM(model, deterministic=deterministic, **shared) for deterministic in (False, True)]
     for llm in engines:
         llm.wait_for_programs()
     for name, (prompts, params) in WORK.items():
         best = [float("inf")] * 2
-        for turn in range(options.repeat + 1):  # the first one warms up
+        for turn in range(repeat + 1):  # the first one warms up
             for i, llm in enumerate(engines):
                 seconds = cpu_seconds(llm, prompts, params)
                 best[i] = min(best[i], seconds) if turn else best[i]

@@ -102,7 +102,8 @@ def run_layers(
     """
     cos_sin = {layer.rope: rope_cos_sin(layer.rope, positions_T, config.max_model_len) for layer in config.layers}
     if config.deterministic:
-        x_TD, cos_sin = jax.lax.optimization_barrier((x_TD, cos_sin))
+        x_TD = jax.lax.optimization_barrier(x_TD)
+        cos_sin = {rope: jax.lax.optimization_barrier(pair) for rope, pair in cos_sin.items()}
     kv = list(kv)
     for p, layer, (group, tensor) in zip(params.layers, config.layers, places, strict=True):
         x_TD, kv[tensor] = decoder_layer(

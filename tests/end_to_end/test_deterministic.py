@@ -18,14 +18,18 @@ from tests.models.checkpoints import write_checkpoint
 VOCAB = 211
 LONGEST_RUN = 5
 OPTIONS = {
-    "max_num_seqs": 6, "max_num_batched_tokens": 96, "token_buckets": (8, 96), "max_model_len": 112, "block_size": 4,
+    "max_num_seqs": 6, "max_num_batched_tokens": 96, "token_buckets": (2, 8, 96), "max_model_len": 112, "block_size": 4,
     "max_logprobs": 3, "num_scheduler_steps": LONGEST_RUN,
 }  # fmt: skip
 # So few blocks that requests are preempted. Float32 shows what bfloat16 would round away.
 PER_MODEL = {
     "gemma2": {"dtype": "float32", "num_gpu_blocks_override": 60},
     "qwen3": {"dtype": "bfloat16", "num_gpu_blocks_override": 32},
+    "phi3": {"dtype": "bfloat16", "num_gpu_blocks_override": 60, "quantization": "int8"},
+    "llama_mqa_bias_tied": {"dtype": "float32", "num_gpu_blocks_override": 32},
+    "gemma3": {"dtype": "bfloat16", "num_gpu_blocks_override": 60},
 }
+FAST = ("gemma2", "gemma3")
 CHOICES = {
     "top_p": 0.8, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.5, "repetition_penalty": 1.3, "logprobs": 3,
     "prompt_logprobs": 2, "logit_bias": {5: 4.0},
@@ -87,7 +91,9 @@ def joined(outputs):
     return tokens, [(line.token_ids, line.logprobs, line.rank) for line in lines]
 
 
-@pytest.fixture(scope="module", params=["gemma2", "qwen3"])
+@pytest.fixture(scope="module", params=[
+    *FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in PER_MODEL if name not in FAST)
+])  # fmt: skip
 def engine(request, tmp_path_factory):
     name = request.param
     engine = Engine(write_checkpoint(name, tmp_path_factory.mktemp(name)), deterministic=True, **PER_MODEL[name])
