@@ -52,7 +52,10 @@ class Blueprint:
 
     def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, mesh: Mesh | AbstractMesh):
         self.config, self.model, self.mesh = config, model, mesh
-        self.decoder = replace(decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype)
+        self.decoder = replace(
+            decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype,
+            deterministic=config.compile.deterministic,
+        )  # fmt: skip
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)
         self.kv_dtype = jnp.dtype(config.cache.kv_cache_dtype)
@@ -81,9 +84,10 @@ class Blueprint:
     @cached_property
     def attention(self) -> AttentionContext:
         """Raises ConfigError when the kernel that was asked for cannot run here, or not with such heads and blocks."""
+        options = self.config.compile
+        name = "invariant" if options.deterministic else options.attention_backend
         try:
-            backend = choose_backend(self.config.compile.attention_backend, self.platform)
-            context = AttentionContext(self.mesh, backend)
+            context = AttentionContext(self.mesh, choose_backend(name, self.platform))
             for spec in self._attention_specs:
                 check_attention(
                     context, self.decoder.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, self.dtype,
