@@ -23,7 +23,7 @@ from jaxpaged.params.quantized import quantized_specs
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
-from jaxpaged.worker.buckets import MIN_BUCKET, doubling_buckets
+from jaxpaged.worker.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
 from jaxpaged.worker.decode_batch import DecodeLayout, decode_layout
 from jaxpaged.worker.decode_loop import lower_decode
 from jaxpaged.worker.fingerprint import Fingerprint, fingerprint
@@ -71,7 +71,7 @@ class Blueprint:
     @cached_property
     def token_buckets(self) -> tuple[int, ...]:
         given, largest = self.config.compile.token_buckets, self.config.scheduler.max_num_batched_tokens
-        return tuple(sorted(given)) if given else doubling_buckets(largest, self.platform)
+        return tuple(sorted(given)) if given else default_token_buckets(largest, self.platform)
 
     @cached_property
     def sample_buckets(self) -> tuple[int, ...]:
