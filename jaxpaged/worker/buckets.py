@@ -5,6 +5,8 @@ tokens only: a step of T tokens has at most T requests, so its row dimension is 
 programs grow along the rows that sample. The two families add up instead of multiplying.
 """
 
+from itertools import pairwise
+
 # The smallest of the doubling sizes: on accelerators a matmul tile has at least eight rows, and so have XLA:CPU's.
 MIN_BUCKET = 8
 
@@ -30,5 +32,5 @@ def default_token_buckets(largest: int, platform: str) -> tuple[int, ...]:
     programs for 512 tokens, 6.5 % of what is computed is padding instead of 10.5.
     """
     sizes = doubling_buckets(largest, platform)
-    between = (low + low // 2 for low, high in zip(sizes, sizes[1:], strict=False) if low >= 128 and high == 2 * low)
+    between = (low + low // 2 for low, high in pairwise(sizes) if low >= 128 and high == 2 * low)
     return tuple(sorted((*sizes, *between)))
