@@ -27,7 +27,7 @@ def header(report: dict[str, Any]) -> str:
 
 def line(row: dict[str, Any]) -> str:
     case, what, *rest = _cells(row)
-    return f"{case:42} {what:52} {'  '.join(f'{cell:>8}' for cell in rest)}"
+    return f"{case:42} {what:60} {'  '.join(f'{cell:>8}' for cell in rest)}"
 
 
 def markdown(report: dict[str, Any]) -> str:
