@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.ragged_paged_attention.gpu import triton_kernels as kernels
 from pallas_kernels.ragged_paged_attention.gpu.items import Items, Sizes
@@ -37,11 +38,19 @@ def write(
 ) -> tuple[jax.Array, ...]:
     """The caches with what is new, in place when they are donated: x_TKH for [B, K, S, H], x_TK for [B, K, S]."""
     T, K = new[0].shape[:2]
+    types = [x.dtype for x in caches]
+    new, caches = (tuple(as_bytes(x) for x in arrays) for arrays in (new, caches))
     how = Launch("paged_kv_write", (ceil_div(T, WRITE_TOKENS), K), warps=4, stages=1)
-    return launch(
+    written = launch(
         how, interpret, {"caches": caches}, {}, block=plan.slot_block_T, offset=plan.slot_offset_T, new=new,
         num_tokens=T, num_blocks=len(caches[0]), tokens=WRITE_TOKENS, heads=heads_of(caches[0]),
     )["caches"]  # fmt: skip
+    return tuple(lax.bitcast_convert_type(x, dtype) for x, dtype in zip(written, types))
+
+
+def as_bytes(x: jax.Array) -> jax.Array:
+    """`x`, as integers if it is of 8 bits: Triton has float8 on some devices only. XLA compiles that to nothing."""
+    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
 
 
 def heads_of(cache_BKSH: jax.Array) -> kernels.Heads:
@@ -74,12 +83,13 @@ def attend(
         heads_of(kv[0]), rows, sizes.slots, N // K, kernels.TYPES[operand], **dataclasses.asdict(rule),
         float8_as_bits=as_bits,
     )  # fmt: skip
+    k, v = (as_bytes(x) if as_bits else x for x in kv)
     state = jax.ShapeDtypeStruct((sizes.num_parts, K, rows), jnp.float32)
     parts = {"part": jax.ShapeDtypeStruct((*state.shape, H), jnp.float32), "top": state, "total": state}
     k_scales, v_scales = scales or (None, None)
     parts = launch(
         Launch("paged_attend", (len(items.items_I), K), tiles.warps, tiles.stages), interpret, {"out": out_TNH}, parts,
-        items=items.items_I, tables=metadata.block_tables_RM, sinks=sinks_N, q=q_TNH, k=kv[0], v=kv[1],
+        items=items.items_I, tables=metadata.block_tables_RM, sinks=sinks_N, q=q_TNH, k=k, v=v,
         k_scales=k_scales, v_scales=v_scales, table_width=metadata.block_tables_RM.shape[1], layer=layer,
     )  # fmt: skip
     changed = {"out": parts.pop("out")}

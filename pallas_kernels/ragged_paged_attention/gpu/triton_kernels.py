@@ -36,8 +36,8 @@ class Layer:
     """What is static of a layer, and of how a kernel walks over it.
 
     rows: X, a power of two. slots: C, likewise. operand: Triton's type of the products' operands. kv_scales: what a
-    cache of 8 bits is multiplied with, "none", "head" or "token". float8_as_bits: the cache holds float8_e4m3fn, which
-    the device does not convert.
+    cache of 8 bits is multiplied with, "none", "head" or "token". float8_as_bits: the bytes of the cache are those of
+    float8_e4m3fn, which Triton has no type for on this device.
     """
 
     heads: Heads
@@ -67,9 +67,9 @@ def load_pieces(start_X, mask_X, heads: tl.constexpr):
             mask_XP = tl.broadcast_to((column_P < heads.head_dim)[None, :], pointer_XP.shape)
             if mask_X is not None:
                 mask_XP = mask_XP & mask_X[:, None]
-            result = result + (tl.load(pointer_XP, mask=mask_XP, other=0),)
+            result = result + (tl.load(pointer_XP, mask=mask_XP, other=0.0),)
         elif mask_X is not None:
-            result = result + (tl.load(pointer_XP, mask=mask_X[:, None], other=0),)
+            result = result + (tl.load(pointer_XP, mask=mask_X[:, None], other=0.0),)
         else:
             result = result + (tl.load(pointer_XP),)
     return result
@@ -245,9 +245,10 @@ def load_scales(scales, head, slot_C, needed_C, layer: tl.constexpr):
     """What the slots' numbers are multiples of: one scale for each, [1, C], or for the head."""
     if layer.kv_scales == "head":
         return tl.load(scales + head)
-    if needed_C is None:
+    elif needed_C is None:
         return tl.load(scales + slot_C)[None, :]
-    return tl.load(scales + slot_C, mask=needed_C, other=0.0)[None, :]
+    else:
+        return tl.load(scales + slot_C, mask=needed_C, other=0.0)[None, :]
 
 
 @triton.jit

@@ -79,7 +79,7 @@ class TestWithCompiler:
         # Triton decides when it is imported, so this takes a process of its own.
         environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
         tests = Path(__file__).with_name("test_triton_numerics.py")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", marked, tests]
         run = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=ROOT)
         assert run.returncode == 0, run.stdout + run.stderr
         assert " passed" in run.stdout

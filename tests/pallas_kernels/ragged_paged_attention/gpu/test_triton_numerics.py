@@ -57,7 +57,7 @@ MUTANTS = {
     "the window is one too long": (
         "window, soft cap and sinks", "> position_X[:, None] - layer.window", ">= position_X[:, None] - layer.window",
     ),
-    "older slots keep their weight": ("one decode", "out_XP[i] * fade_X[:, None]),)", "out_XP[i]),)"),
+    "older slots keep their weight": ("long tail of windows", "out_XP[i] * fade_X[:, None]),)", "out_XP[i]),)"),
     "a part's weight is forgotten in the merger": (
         "one decode", "total_X * fade_X + new_total_X * weight_X", "total_X * fade_X + weight_X",
     ),
