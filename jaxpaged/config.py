@@ -139,7 +139,9 @@ class CompileConfig:
     )
     attention_backend: str = option(
         "auto", "which attention kernel; those that end in -interpret simulate a device, very slowly, for tests",
-        choices=("auto", "reference", "tpu", "gpu", "tpu-interpret", "gpu-interpret"),
+        choices=(
+            "auto", "reference", "tpu", "gpu", "gpu-triton", "tpu-interpret", "gpu-interpret", "gpu-triton-interpret",
+        ),
     )
     deterministic: bool = option(
         False, "the same bits for a request in every batch, however its prompt is cut, cached or computed again"

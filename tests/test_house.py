@@ -63,10 +63,7 @@ LONG: dict[str, str] = {
 }
 
 # What pip calls a distribution, where it is not the name of the module.
-DISTRIBUTIONS = {
-    "yaml": "pyyaml", "orbax": "orbax-checkpoint", "jax_triton": "jax-triton", "triton": "jax-triton",
-    "zmq": "pyzmq",
-}  # fmt: skip
+DISTRIBUTIONS = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "jax_triton": "jax-triton", "zmq": "pyzmq"}
 
 
 def sources(*folders: str) -> list[tuple[str, ast.Module]]:
