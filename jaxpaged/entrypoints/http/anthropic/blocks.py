@@ -5,7 +5,7 @@ This module knows no events.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -77,22 +77,6 @@ def input_of(arguments: str) -> dict:
         return msgspec.json.decode(arguments, type=dict)
     except msgspec.DecodeError:
         return {}
-
-
-@dataclass(frozen=True)
-class BlockFilter:
-    """Which deltas a client gets: not more calls, and no thinking, when it does not want them."""
-
-    one_call: bool = False
-    thinking: bool = True
-
-    def wanted(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
-        for delta in deltas:
-            if delta.tool_call is not None and self.one_call and delta.tool_call.index > 0:
-                continue
-            if delta.reasoning is not None and not self.thinking:
-                continue
-            yield delta
 
 
 def content_of(deltas: Iterable[Delta]) -> list[OutputBlock]:

@@ -23,7 +23,7 @@ from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError
 
 BILLING = "x-anthropic-billing-header:"
-"""A text block of the system prompt that Claude Code sends. It differs every time, so nothing behind it is ever cached."""
+"""How a text block begins that Claude Code puts into system prompts. It always differs: nothing behind it is cached."""
 
 Located = tuple[str, InputBlock]
 """Where a block stands in the request, and the block."""

@@ -12,7 +12,7 @@ def stop_reason(finish_reason: str | None, stopped_by: int | str | None, has_cal
     """
     if finish_reason == "length":
         return "model_context_window_exceeded" if room_left else "max_tokens"
-    if finish_reason != "stop":
+    if finish_reason not in ("stop", "tool_calls"):
         raise HttpError(503, "The request was aborted on the server. Send it again.", headers=RETRY_AFTER)
     if isinstance(stopped_by, str):
         return "stop_sequence"

@@ -2,9 +2,9 @@
 
     {"type": "error", "error": {"type": ..., "message": ...}, "request_id": "req_..."}
 
-Endpoints, keys and limits answer with OpenAI's error object everywhere. On these paths it is brought into the other form
-on its way out, so that a wrong key, an unknown path and a body that is too long look as the client expects. This module
-knows no endpoint.
+Endpoints, keys and limits answer with OpenAI's error object everywhere. On these paths it is brought into the other
+form on its way out, so that a wrong key, an unknown path and a body that is too long look as clients expect. This
+module knows no endpoint.
 """
 
 import uuid

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpaged.entrypoints.http.anthropic.conversation import continues
+from jaxpaged.entrypoints.http.anthropic.conversation import chat_messages, continues
 from jaxpaged.entrypoints.http.anthropic.protocol import (
     MessagesPrompt,
     MessagesRequest,
@@ -17,8 +17,9 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
 )
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.openai.chat_protocol import Function, Tool
 from jaxpaged.entrypoints.http.openai.fields import MAX_STOP_STRINGS
+from jaxpaged.entrypoints.http.prepare import Conversation
+from jaxpaged.entrypoints.http.tool_use import ToolUse
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
@@ -30,6 +31,8 @@ REFUSALS = {
 }
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 LEAST_BUDGET = 1024
+CHOICES = {"auto": "auto", "any": "required", "tool": "named"}
+"""Type of a tool choice -> what all APIs call it."""
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
@@ -114,11 +117,51 @@ def check_thinking(thinking: ThinkingOption | None, choice: MessagesToolChoice |
         )  # fmt: skip
 
 
-def offered_tools(wanted: MessagesPrompt) -> list[Tool] | None:
-    """The tools that the model may call."""
-    if not wanted.tools or (wanted.tool_choice is not None and wanted.tool_choice.type == "none"):
+def check_calls_are_found(wanted: MessagesPrompt, tool_parser: str | None) -> None:
+    """Raise HttpError 400 when the model may call tools as it likes, but nobody would find the calls."""
+    use = tool_use(wanted)
+    if use is not None and use.choice == "auto" and tool_parser is None:
+        raise HttpError(
+            400, "tools are given, but this server does not look for calls. Start it with --enable-auto-tool-choice, "
+            "or use a tool_choice of type 'any', 'tool' or 'none'.", "tools",
+        )  # fmt: skip
+
+
+def conversation(wanted: MessagesPrompt, cache_salt: str | None = None) -> Conversation:
+    """The request as all APIs have it. Raises HttpError and RequestError 400."""
+    use = tool_use(wanted)
+    return Conversation(
+        messages=chat_messages(wanted),
+        template={
+            "add_generation_prompt": not continues(wanted),
+            "continue_final_message": continues(wanted),
+            "tools": use.tools if use else None,
+            "template_variables": template_variables(wanted),
+        },
+        tool_use=use,
+        shape=answer_format(wanted),
+        include_reasoning=wanted.thinking is None or wanted.thinking.type != "disabled",
+        cache_salt=cache_salt,
+    )
+
+
+def tool_use(wanted: MessagesPrompt) -> ToolUse | None:
+    """The tools that the model may call, and whether it must."""
+    choice = wanted.tool_choice or MessagesToolChoice("auto")
+    if not wanted.tools or choice.type == "none":
         return None
-    return [Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict)) for tool in wanted.tools]
+    return ToolUse(
+        [template_tool(tool) for tool in wanted.tools],
+        CHOICES[choice.type],
+        choice.name if choice.type == "tool" else None,
+        parallel=not choice.disable_parallel_tool_use,
+    )
+
+
+def template_tool(tool: MessagesTool) -> dict[str, Any]:
+    """The form in which chat templates know tools."""
+    description = {} if tool.description is None else {"description": tool.description}
+    return {"type": "function", "function": {"name": tool.name, **description, "parameters": tool.input_schema}}
 
 
 def template_variables(wanted: MessagesPrompt) -> dict[str, Any]:
@@ -133,22 +176,12 @@ def template_variables(wanted: MessagesPrompt) -> dict[str, Any]:
     return {**variables, **(wanted.chat_template_kwargs or {})}
 
 
-def template_arguments(wanted: MessagesPrompt) -> dict[str, Any]:
-    """The arguments of `InputProcessor.chat_prompt` besides the messages and tools. Raises HttpError 400."""
-    return {
-        "add_generation_prompt": not continues(wanted),
-        "continue_final_message": continues(wanted),
-        "template_variables": template_variables(wanted),
-    }
-
-
 def sampling_params(wanted: MessagesRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     """The request's own parameters over the model's `defaults`. Raises RequestError for values that cannot be."""
     own = {"temperature": wanted.temperature, "top_p": wanted.top_p, "top_k": wanted.top_k}
     given = {name: value for name, value in own.items() if value is not None}
     return SamplingParams(
         **{**defaults, **given, "max_tokens": wanted.max_tokens, "stop": wanted.stop_sequences},
-        structured_outputs=answer_format(wanted),
         output_kind=RequestOutputKind.DELTA if wanted.stream else RequestOutputKind.FINAL_ONLY,
     )
 

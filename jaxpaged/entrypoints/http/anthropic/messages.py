@@ -7,23 +7,22 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxpaged.entrypoints.http.anthropic.blocks import BlockFilter, content_of
-from jaxpaged.entrypoints.http.anthropic.conversation import chat_messages
+from jaxpaged.entrypoints.http.answer import AnswerPart, AnswerReader
+from jaxpaged.entrypoints.http.anthropic.blocks import content_of
 from jaxpaged.entrypoints.http.anthropic.ending import messages_usage, stop_reason, stop_sequence
 from jaxpaged.entrypoints.http.anthropic.events import Ending, Event, frame, late_error
 from jaxpaged.entrypoints.http.anthropic.fields import (
     ENGINE_NAMES,
+    check_calls_are_found,
     check_prompt_fields,
     check_request_fields,
-    offered_tools,
+    conversation,
     sampling_params,
-    template_arguments,
 )
 from jaxpaged.entrypoints.http.anthropic.message_stream import MessageStream
 from jaxpaged.entrypoints.http.anthropic.protocol import (
     CountTokensRequest,
     CountTokensResponse,
-    MessagesPrompt,
     MessagesRequest,
     MessagesResponse,
     ToolUseBlock,
@@ -31,14 +30,11 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
 from jaxpaged.entrypoints.http.body import json_response, read_struct
 from jaxpaged.entrypoints.http.errors import client_names
 from jaxpaged.entrypoints.http.generation import GenerationRequest, collect, stream
-from jaxpaged.entrypoints.http.openai.conversation import template_tools
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
-from jaxpaged.entrypoints.http.prompts import TokenPrompt, Truncation
+from jaxpaged.entrypoints.http.prepare import prepare
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
-from jaxpaged.messages import CompletionOutput, RequestOutput
-from jaxpaged.parsing.deltas import Delta
-from jaxpaged.parsing.parser import OutputParser, make_parser
+from jaxpaged.messages import RequestOutput
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,7 @@ class Asked:
     wanted: MessagesRequest
     generation: GenerationRequest
     model: str
-    parser: OutputParser
-    filter: BlockFilter
+    reader: AnswerReader
 
 
 class Messages:
@@ -76,37 +71,37 @@ class Messages:
         wanted = await read_struct(request, CountTokensRequest, service.options.max_body_bytes)
         service.check_model(wanted.model)
         check_prompt_fields(wanted)
-        return json_response(CountTokensResponse(len((await self._prompt(wanted)).token_ids)))
+        asked = conversation(wanted)
+        with client_names(ENGINE_NAMES):
+            prompt = await service.prompts.read_chat(
+                asked.messages, asked.truncation, asked.add_special_tokens, None, **asked.template
+            )
+        return json_response(CountTokensResponse(len(prompt.token_ids)))
 
     async def _asked(self, request: Request, wanted: MessagesRequest) -> Asked:
         service = self._service
         model = service.check_model(wanted.model)
         check_prompt_fields(wanted)
         check_request_fields(wanted)
+        check_calls_are_found(wanted, service.formats.tool_parser)
         with client_names(ENGINE_NAMES):
             params = sampling_params(wanted, service.engine.input_processor.defaults.sampling)
-        prompt = await self._prompt(wanted, wanted.cache_salt)
-        generation = GenerationRequest(service.request_id(request, "msg"), [prompt], params)
-        return Asked(wanted, generation, model, make_parser(), block_filter(wanted))
-
-    async def _prompt(self, wanted: MessagesPrompt, cache_salt: str | None = None) -> TokenPrompt:
-        arguments = template_arguments(wanted)
-        with client_names(ENGINE_NAMES):
-            return await self._service.prompts.read_chat(
-                chat_messages(wanted), Truncation(), False, cache_salt,
-                tools=template_tools(offered_tools(wanted)), **arguments,
-            )  # fmt: skip
+            asked = conversation(wanted, wanted.cache_salt)
+            prepared = await prepare(asked, params, service.formats, service.prompts)
+        request_id = service.request_id(request, "msg")
+        reader = AnswerReader(prepared.reading, prepared.prompt.text)
+        return Asked(wanted, GenerationRequest(request_id, [prepared.prompt], prepared.params), model, reader)
 
     async def _complete(self, asked: Asked) -> Response:
         service = self._service
         with client_names(ENGINE_NAMES):
             [output] = await collect(service.engine, service.traffic, asked.generation)
-        [completion] = output.outputs
         counter = self._counter()
         counter.add(0, output)
-        content = content_of(deltas_of(asked, completion))
+        part = asked.reader.read(output.outputs[0])
+        content = content_of(part.deltas)
         has_calls = any(isinstance(block, ToolUseBlock) for block in content)
-        return json_response(message(asked, counter, content, ending(asked, completion, counter, has_calls)))
+        return json_response(message(asked, counter, content, ending(asked, part, counter, has_calls)))
 
     async def _frames(self, asked: Asked) -> AsyncGenerator[bytes]:
         service = self._service
@@ -133,39 +128,22 @@ class StreamedAnswer:
 
     def of(self, output: RequestOutput) -> Iterator[Event]:
         """Events of a new result; the first opens the message, and the last closes it."""
-        [completion] = output.outputs
         self._counter.add(0, output)
         if not self._begun:
             self._begun = True
             yield from self._events.start(message(self._asked, self._counter, []))
-        deltas = deltas_of(self._asked, completion)
-        self._has_calls = self._has_calls or any(delta.tool_call is not None for delta in deltas)
-        yield from self._events.of(deltas)
-        if completion.finish_reason is not None:
-            end = ending(self._asked, completion, self._counter, self._has_calls)
+        part = self._asked.reader.read(output.outputs[0])
+        self._has_calls = self._has_calls or any(delta.tool_call is not None for delta in part.deltas)
+        yield from self._events.of(part.deltas)
+        if part.finish_reason is not None:
+            end = ending(self._asked, part, self._counter, self._has_calls)
             yield from self._events.end(end, messages_usage(self._counter.read()))
 
 
-def block_filter(wanted: MessagesRequest) -> BlockFilter:
-    choice, thinking = wanted.tool_choice, wanted.thinking
-    return BlockFilter(
-        one_call=choice is not None and bool(choice.disable_parallel_tool_use),
-        thinking=thinking is None or thinking.type != "disabled",
-    )
-
-
-def deltas_of(asked: Asked, completion: CompletionOutput) -> list[Delta]:
-    """What new text settles; after the last text also what was held back."""
-    deltas = asked.parser.push(completion.text)
-    if completion.finish_reason is not None:
-        deltas += asked.parser.finish()
-    return list(asked.filter.wanted(deltas))
-
-
-def ending(asked: Asked, completion: CompletionOutput, counter: UsageCounter, has_calls: bool) -> Ending:
+def ending(asked: Asked, part: AnswerPart, counter: UsageCounter, has_calls: bool) -> Ending:
     room_left = counter.read().completion_tokens < asked.wanted.max_tokens
-    stopped_by = completion.stop_reason
-    return Ending(stop_reason(completion.finish_reason, stopped_by, has_calls, room_left), stop_sequence(stopped_by))
+    reason = stop_reason(part.finish_reason, part.stop_reason, has_calls, room_left)
+    return Ending(reason, stop_sequence(part.stop_reason))
 
 
 def message(asked: Asked, counter: UsageCounter, content: list, end: Ending | None = None) -> MessagesResponse:

@@ -16,7 +16,7 @@ class TextBlock(msgspec.Struct, tag="text", tag_field="type"):
 
 
 class ThinkingBlock(msgspec.Struct, tag="thinking", tag_field="type"):
-    """What the model thought before it answered. `signature` is a digest of it, and is not looked at when it returns."""
+    """What the model thought before it answered. `signature` is a digest of it; nobody looks at one that returns."""
 
     thinking: str
     signature: str = ""
@@ -76,7 +76,6 @@ class MessagesTool(msgspec.Struct):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: str | None = None
-    strict: bool | None = None
 
 
 class MessagesToolChoice(msgspec.Struct):

@@ -102,6 +102,7 @@ def test_thinking_ends_with_its_signature():
     assert deltas == ["thinking_delta", "thinking_delta", "signature_delta"]
 
 
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(st.lists(st.sampled_from(["text", "thinking", "call", "more"]), max_size=12), st.randoms())
 def test_a_stream_adds_up_to_the_whole_answer(kinds, random):
     deltas, num_calls = [], 0
