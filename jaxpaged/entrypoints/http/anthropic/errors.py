@@ -26,11 +26,16 @@ TYPES = {
 }
 
 
-class MessagesErrorInfo(msgspec.Struct):
-    """What went wrong."""
+DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
+"""Field at fault -> what tells the client library to go on without it."""
+
+
+class MessagesErrorInfo(msgspec.Struct, omit_defaults=True):
+    """What went wrong. `details` are there where clients know what to do about it."""
 
     type: str
     message: str
+    details: dict[str, str] | None = None
 
 
 class MessagesError(msgspec.Struct, kw_only=True):
@@ -41,9 +46,12 @@ class MessagesError(msgspec.Struct, kw_only=True):
     request_id: str | None = None
 
 
-def messages_error(status: int, message: str, request_id: str | None = None) -> MessagesError:
+def messages_error(
+    status: int, message: str, parameter: str | None = None, request_id: str | None = None
+) -> MessagesError:
+    """`parameter`: the field at fault."""
     kind = TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return MessagesError(error=MessagesErrorInfo(kind, message), request_id=request_id)
+    return MessagesError(error=MessagesErrorInfo(kind, message, DETAILS.get(parameter or "")), request_id=request_id)
 
 
 def is_messages_path(path: str) -> bool:
@@ -90,7 +98,8 @@ class Rewriter:
         except msgspec.DecodeError:  # not one of ours, such as the answer to nobody when a client has gone
             body = self._body
         else:
-            body = msgspec.json.encode(messages_error(start["status"], known.error.message, self._request_id))
+            error = messages_error(start["status"], known.error.message, known.error.param, self._request_id)
+            body = msgspec.json.encode(error)
         headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
         await self._send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

@@ -28,6 +28,7 @@ ENGINE_NAMES = {"prompt": "messages", "stop": "stop_sequences", "structured_outp
 REFUSALS = {
     "mcp_servers": "This server calls no tools itself",
     "container": "This server runs no code",
+    "thread": "This server keeps no conversations: send all messages every time",
 }
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 LEAST_BUDGET = 1024

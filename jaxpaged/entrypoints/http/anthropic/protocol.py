@@ -120,6 +120,7 @@ class MessagesPrompt(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     mcp_servers: Any = None
     container: Any = None
+    thread: Any = None
 
 
 class MessagesRequest(MessagesPrompt, kw_only=True):

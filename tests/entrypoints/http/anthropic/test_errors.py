@@ -83,6 +83,11 @@ def test_a_dead_engine_says_nothing_of_itself(serving):
         assert "0x" not in message and "/srv" not in message
 
 
+def test_a_thread_is_refused_in_the_way_that_makes_clients_go_on_without(ask):
+    answer = ask("/v1/messages", {**BODY, "thread": {"type": "create"}})
+    assert answer.status == 400 and answer.error["details"] == {"error_code": "thread_unsupported_request"}
+
+
 def test_good_answers_have_a_request_id_and_other_paths_keep_their_errors(ask):
     for stream in (False, True):
         answer = ask("/v1/messages", {**BODY, "stream": stream})
