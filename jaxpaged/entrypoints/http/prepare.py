@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from jaxpaged.engine.chat_template import ChatTemplates
 from jaxpaged.entrypoints.http.answer import ANY_CALLS, Reading
 from jaxpaged.entrypoints.http.errors import HttpError
@@ -17,9 +19,10 @@ from jaxpaged.entrypoints.http.prompts import PromptReader, TokenPrompt, Truncat
 from jaxpaged.entrypoints.http.tool_use import ToolUse
 from jaxpaged.errors import ConfigError
 from jaxpaged.parsing.detect import tool_parser_of
-from jaxpaged.parsing.parser import TOOL_FORMATS
+from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named
+from jaxpaged.parsing.reasoning import ReasoningFormat
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.structured_outputs import StructuredOutputsParams, Thinking
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ def reading_of(conversation: Conversation, formats: AnswerFormats) -> Reading:
         forced=forced,
         parallel=use is None or use.parallel,
         include_reasoning=conversation.include_reasoning,
+        shaped=conversation.shape is not None,
     )
 
 
@@ -131,9 +135,13 @@ def after_thinking(
     shape: StructuredOutputsParams, reasoning_parser: str | None, prompt: str
 ) -> StructuredOutputsParams:
     """The shape of an answer before which the model may think freely. Raises HttpError 400 where that cannot be."""
-    if reasoning_parser is not None:
+    if reasoning_parser is None:
+        return shape
+    thinking = reasoning_format_named(reasoning_parser)
+    if not isinstance(thinking, ReasoningFormat):
         raise HttpError(
-            400, f"An answer of a given shape cannot come after thinking in the format {reasoning_parser!r}, which "
-            "this server looks for. Leave the shape out.", "structured_outputs",
+            400, f"An answer in the format {reasoning_parser!r} cannot be given a shape: its thinking has no one end. "
+            "Leave the shape out.", "structured_outputs",
         )  # fmt: skip
-    return shape
+    marks = Thinking(thinking.start, thinking.end, thinking.is_open_after(prompt))
+    return msgspec.structs.replace(shape, thinking=marks)
