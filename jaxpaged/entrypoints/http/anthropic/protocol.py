@@ -110,7 +110,7 @@ class OutputConfig(msgspec.Struct):
 class MessagesPrompt(msgspec.Struct, kw_only=True):
     """What becomes the prompt. A last turn of the assistant is the beginning of the answer."""
 
-    model: str
+    model: str | None = None
     messages: list[InputMessage]
     system: str | list[TextBlock] | None = None
     tools: list[MessagesTool] | None = None

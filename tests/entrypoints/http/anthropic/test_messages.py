@@ -3,10 +3,17 @@
 import asyncio
 import json
 
+import hypothesis
+import msgspec
 import pytest
+from hypothesis import strategies as st
 
+from jaxpaged.entrypoints.http.anthropic.protocol import MessagesRequest
+from jaxpaged.entrypoints.http.app import create_app
 from tests.engine.small_tokenizer import make_tokenizer
 from tests.entrypoints.http.anthropic.scripted import says
+from tests.entrypoints.http.asgi_client import Client
+from tests.entrypoints.http.live_server import make_service
 
 TOKENIZER = make_tokenizer()
 PATH = "/v1/messages"
@@ -251,7 +258,7 @@ def test_a_client_that_leaves_ends_its_request(serving):
 
 
 WRONG = [
-    ({"model": None}, "model"),
+    ({"model": 5}, "model"),
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
@@ -316,6 +323,31 @@ def test_every_invalid_field_gives_400_with_its_name(serving):
             assert field in answer.error["message"], (change, answer.body)
 
     serving(scenario, **HERMES)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 70) | st.sampled_from([2**64, 0.5, "", "auto", "text", "any", "user"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["type", "name", "text", "role", "content", "format", "schema"]), inner, max_size=3),
+    max_leaves=4,
+)  # fmt: skip
+FIELDS = st.sampled_from([field.name for field in msgspec.structs.fields(MessagesRequest)])
+
+
+def test_whatever_a_field_holds_is_served_or_refused():
+    @hypothesis.settings(max_examples=80, deadline=None)
+    @hypothesis.given(st.dictionaries(FIELDS, ANYTHING, min_size=1, max_size=2), st.booleans())
+    def one_request(change, stream):
+        answer = loop.run(client.post(PATH, {**GREEDY, "stream": stream, **change}))
+        assert answer.status in (200, 400, 404), answer.body
+        if answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream"):
+            assert events(answer)[-1][0] == "message_stop"
+
+    with asyncio.Runner() as loop:
+        service = make_service({"tool_call_parser": "hermes"})
+        client = Client(create_app(service))
+        one_request()
+        assert len(service.traffic) == 0
 
 
 def test_tools_need_a_server_that_looks_for_calls(ask):
