@@ -17,7 +17,7 @@ from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.prompts import PromptReader, TokenPrompt, Truncation
 from jaxpaged.entrypoints.http.tool_use import ToolUse
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import ConfigError, RequestError
 from jaxpaged.parsing.detect import tool_parser_of
 from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named
 from jaxpaged.parsing.reasoning import ReasoningFormat
@@ -134,14 +134,14 @@ def shape_of(conversation: Conversation) -> StructuredOutputsParams | None:
 def after_thinking(
     shape: StructuredOutputsParams, reasoning_parser: str | None, prompt: str
 ) -> StructuredOutputsParams:
-    """The shape of an answer before which the model may think freely. Raises HttpError 400 where that cannot be."""
+    """The shape of an answer before which the model may think freely. Raises RequestError where that cannot be."""
     if reasoning_parser is None:
         return shape
     thinking = reasoning_format_named(reasoning_parser)
     if not isinstance(thinking, ReasoningFormat):
-        raise HttpError(
-            400, f"An answer in the format {reasoning_parser!r} cannot be given a shape: its thinking has no one end. "
-            "Leave the shape out.", "structured_outputs",
+        raise RequestError(
+            f"structured_outputs cannot be used: thinking in the format {reasoning_parser!r}, which this server looks "
+            "for, has no one end after which an answer could begin. Leave it out.", "structured_outputs",
         )  # fmt: skip
     marks = Thinking(thinking.start, thinking.end, thinking.is_open_after(prompt))
     return msgspec.structs.replace(shape, thinking=marks)
