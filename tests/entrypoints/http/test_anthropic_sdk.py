@@ -7,8 +7,8 @@ import anthropic
 import pytest
 from pydantic import BaseModel
 
-from tests.entrypoints.http.anthropic.scripted import says
 from tests.entrypoints.http.live_server import live_server
+from tests.entrypoints.http.saying_model import saying
 
 KEY = "sesame"
 USER = {"role": "user", "content": "How is Lisbon?"}
@@ -28,7 +28,7 @@ TALK = (
 @pytest.fixture(scope="module")
 def url():
     options = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-    with live_server(keys=(KEY,), options=options, **says(TALK)) as (url, _):
+    with live_server(keys=(KEY,), options=options, **saying(TALK)) as (url, _):
         yield url
 
 
@@ -135,7 +135,7 @@ def test_the_tool_runner_calls_the_tool(client):
     ],
 )
 def test_a_call_may_be_forced(choice, answer):
-    with live_server(**says(json.dumps(answer, separators=(",", ":")))) as (url, _):
+    with live_server(**saying(json.dumps(answer, separators=(",", ":")))) as (url, _):
         client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
         message = client.messages.create(**ASK, tools=[TOOL], tool_choice=choice)
         with client.messages.stream(**ASK, tools=[TOOL], tool_choice=choice) as stream:
@@ -148,7 +148,7 @@ def test_parse_gives_what_was_asked_for():
     class City(BaseModel):
         city: str
 
-    with live_server(**says(json.dumps(INPUT))) as (url, _):
+    with live_server(**saying(json.dumps(INPUT))) as (url, _):
         client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
         message = client.messages.parse(**ASK, output_format=City)
     assert message.parsed_output == City(city="Lisbon")

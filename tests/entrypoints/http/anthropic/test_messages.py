@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from jaxpaged.entrypoints.http.anthropic.protocol import MessagesRequest
 from jaxpaged.entrypoints.http.app import create_app
 from tests.engine.small_tokenizer import make_tokenizer
-from tests.entrypoints.http.anthropic.scripted import says
 from tests.entrypoints.http.asgi_client import Client
 from tests.entrypoints.http.live_server import make_service
+from tests.entrypoints.http.saying_model import saying
 
 TOKENIZER = make_tokenizer()
 PATH = "/v1/messages"
@@ -152,7 +152,7 @@ def test_sampling_parameters_reach_the_engine(serving):
 )
 def test_how_an_answer_ended_is_said(ask, stream, change, reason, sequence, text):
     body = {**GREEDY, "max_tokens": 50, "stream": stream, **change}
-    answer = ask(PATH, body, **says("the cat sat"))
+    answer = ask(PATH, body, **saying("the cat sat"))
     content, end = streamed(answer) if stream else (answer.json["content"], {"delta": answer.json})
     assert (end["delta"]["stop_reason"], end["delta"]["stop_sequence"]) == (reason, sequence)
     assert text is None or content == [{"type": "text", "text": text}]
@@ -174,7 +174,7 @@ def test_cached_tokens_are_told_apart_only_where_the_operator_wants_it(serving):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_are_blocks_and_end_the_turn(ask, stream):
-    answer = ask(PATH, {**TOOLS, "stream": stream}, **HERMES, **says(f"Let me see. {CALL}\n{CALL}"))
+    answer = ask(PATH, {**TOOLS, "stream": stream}, **HERMES, **saying(f"Let me see. {CALL}\n{CALL}"))
     content, end = streamed(answer) if stream else (answer.json["content"], {"delta": answer.json})
     use = {"type": "tool_use", "name": "weather", "input": {"city": "Lisbon"}}
     assert without_ids(content) == [{"type": "text", "text": "Let me see."}, use, use]
@@ -183,13 +183,13 @@ def test_calls_are_blocks_and_end_the_turn(ask, stream):
 
 def test_only_one_call_comes_when_parallel_ones_are_disabled(ask):
     choice = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
-    answer = ask(PATH, {**TOOLS, **choice}, **HERMES, **says(f"{CALL}\n{CALL}"))
+    answer = ask(PATH, {**TOOLS, **choice}, **HERMES, **saying(f"{CALL}\n{CALL}"))
     assert [block["type"] for block in answer.json["content"]] == ["tool_use"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_thinking_is_a_block_that_can_be_left_out(ask, stream):
-    says_it = says("<think>\nit is day\n</think>\n\nHello")
+    says_it = saying("<think>\nit is day\n</think>\n\nHello")
     body = {**GREEDY, "max_tokens": 100, "stream": stream}
     shown, hidden = ask(PATH, body, **QWEN, **says_it), ask(
         PATH, {**body, "thinking": {"type": "disabled"}}, **QWEN, **says_it
