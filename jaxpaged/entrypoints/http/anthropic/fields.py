@@ -23,8 +23,6 @@ from jaxpaged.entrypoints.http.tool_use import ToolUse
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
-ENGINE_NAMES = {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": "output_config.format"}
-"""The engine's name of a field -> what it is called here."""
 REFUSALS = {
     "mcp_servers": "This server calls no tools itself",
     "container": "This server runs no code",
@@ -35,6 +33,13 @@ LEAST_BUDGET = 1024
 CHOICES = {"auto": "auto", "any": "required", "tool": "named"}
 """Type of a tool choice -> what all APIs call it."""
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
+
+
+def engine_names(wanted: MessagesPrompt) -> dict[str, str]:
+    """The engine's name of a field -> what it is called here. Grammars come from a format or from forced tools."""
+    use = tool_use(wanted)
+    grammar = "tools" if use is not None and use.is_forced else "output_config.format"
+    return {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": grammar}
 
 
 def check_prompt_fields(wanted: MessagesPrompt) -> None:

@@ -12,11 +12,11 @@ from jaxpaged.entrypoints.http.anthropic.blocks import content_of
 from jaxpaged.entrypoints.http.anthropic.ending import messages_usage, stop_reason, stop_sequence
 from jaxpaged.entrypoints.http.anthropic.events import Ending, Event, frame, late_error
 from jaxpaged.entrypoints.http.anthropic.fields import (
-    ENGINE_NAMES,
     check_calls_are_found,
     check_prompt_fields,
     check_request_fields,
     conversation,
+    engine_names,
     sampling_params,
 )
 from jaxpaged.entrypoints.http.anthropic.message_stream import MessageStream
@@ -72,7 +72,7 @@ class Messages:
         service.check_model(wanted.model)
         check_prompt_fields(wanted)
         asked = conversation(wanted)
-        with client_names(ENGINE_NAMES):
+        with client_names(engine_names(wanted)):
             prompt = await service.prompts.read_chat(
                 asked.messages, asked.truncation, asked.add_special_tokens, None, **asked.template
             )
@@ -84,7 +84,7 @@ class Messages:
         check_prompt_fields(wanted)
         check_request_fields(wanted)
         check_calls_are_found(wanted, service.formats.tool_parser)
-        with client_names(ENGINE_NAMES):
+        with client_names(engine_names(wanted)):
             params = sampling_params(wanted, service.engine.input_processor.defaults.sampling)
             asked = conversation(wanted, wanted.cache_salt)
             prepared = await prepare(asked, params, service.formats, service.prompts)
@@ -94,7 +94,7 @@ class Messages:
 
     async def _complete(self, asked: Asked) -> Response:
         service = self._service
-        with client_names(ENGINE_NAMES):
+        with client_names(engine_names(asked.wanted)):
             [output] = await collect(service.engine, service.traffic, asked.generation)
         counter = self._counter()
         counter.add(0, output)
@@ -106,7 +106,7 @@ class Messages:
     async def _frames(self, asked: Asked) -> AsyncGenerator[bytes]:
         service = self._service
         answer = StreamedAnswer(asked, self._counter())
-        with client_names(ENGINE_NAMES):
+        with client_names(engine_names(asked.wanted)):
             async with aclosing(stream(service.engine, service.traffic, asked.generation)) as results:
                 async for _, output in results:
                     for event in answer.of(output):

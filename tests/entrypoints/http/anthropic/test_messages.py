@@ -123,9 +123,9 @@ def test_thinking_effort_and_further_variables_reach_the_template(serving):
     bodies = [
         {"thinking": {"type": "disabled"}},
         {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000},
-        {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}, "chat_template_kwargs": {"mood": "good"}},
+        {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}, "chat_template_kwargs": {"mood": "ok"}},
     ]
-    assert prompts_of(serving, *bodies, chat=chat) == ["False||", "True||", "True|low|good"]
+    assert prompts_of(serving, *bodies, chat=chat) == ["False||", "True||", "True|low|ok"]
 
 
 def test_sampling_parameters_reach_the_engine(serving):
@@ -325,10 +325,32 @@ def test_every_invalid_field_gives_400_with_its_name(serving):
     serving(scenario, **HERMES)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_schemas_that_no_grammar_can_be_made_of_are_refused_by_their_field(ask, stream):
+    schema = {"type": "object", "properties": {"city": {"type": "string", "not": {"const": "Rome"}}}}
+    bodies = {
+        "tools": {"tools": [{**TOOL, "input_schema": schema}], "tool_choice": {"type": "any"}},
+        "output_config.format": {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+    }
+    for field, body in bodies.items():
+        answer = ask(PATH, {**GREEDY, **body, "stream": stream}, **saying("{}"))
+        assert answer.status == 400 and answer.error["message"].startswith(field), answer.body
+
+
+def test_a_format_comes_after_thinking_and_not_together_with_calls(ask):
+    body = {**GREEDY, "max_tokens": 100, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
+    answer = ask(PATH, body, **QWEN, **saying('<think>hm</think>{"city":"Rome"}'))
+    assert [block["type"] for block in answer.json["content"]] == ["thinking", "text"]
+    assert json.loads(answer.json["content"][1]["text"]) == {"city": "Rome"}
+    refused = ask(PATH, {**body, "tools": [TOOL]}, **HERMES)
+    assert refused.status == 400 and "tool_choice" in refused.error["message"]
+
+
+KEYS = st.sampled_from(["type", "name", "text", "role", "content", "format", "schema"])
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 70) | st.sampled_from([2**64, 0.5, "", "auto", "text", "any", "user"]),
     lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["type", "name", "text", "role", "content", "format", "schema"]), inner, max_size=3),
+    | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=4,
 )  # fmt: skip
 FIELDS = st.sampled_from([field.name for field in msgspec.structs.fields(MessagesRequest)])
