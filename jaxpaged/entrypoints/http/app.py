@@ -14,6 +14,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxpaged.entrypoints.http.admin import AbortRequest, Admin, SleepState
+from jaxpaged.entrypoints.http.anthropic.errors import MessagesError, MessagesErrors
+from jaxpaged.entrypoints.http.anthropic.messages import Messages
+from jaxpaged.entrypoints.http.anthropic.protocol import (
+    CountTokensRequest,
+    CountTokensResponse,
+    MessagesRequest,
+    MessagesResponse,
+)
 from jaxpaged.entrypoints.http.auth import ApiKeys
 from jaxpaged.entrypoints.http.body import json_response
 from jaxpaged.entrypoints.http.endpoint import Endpoint, Query
@@ -45,6 +53,7 @@ def public_endpoints(service: Service) -> list[Endpoint]:
         Endpoint(
             "POST", "/v1/chat/completions", chat.create, ChatCompletionRequest, ChatCompletionResponse, streams=True
         ),
+        *messages_endpoints(service),
         Endpoint("GET", "/v1/models", models.list, answer=ModelList),
         Endpoint("GET", "/v1/models/{id:path}", models.retrieve, answer=ModelCard, not_found=True),
         Endpoint("POST", "/tokenize", tokens.tokenize, TokenizeRequest, TokenizeResponse),
@@ -52,6 +61,18 @@ def public_endpoints(service: Service) -> list[Endpoint]:
         Endpoint("POST", "/abort_requests", Admin(service).abort_requests, AbortRequest),
         Endpoint("GET", "/metrics", Metrics(service).read),
         *health_endpoints(service),
+    ]
+
+
+def messages_endpoints(service: Service) -> list[Endpoint]:
+    """Anthropic's API."""
+    messages = Messages(service)
+    path, error = "/v1/messages", MessagesError
+    return [
+        Endpoint("POST", path, messages.create, MessagesRequest, MessagesResponse, streams=True, error=error),
+        Endpoint(
+            "POST", f"{path}/count_tokens", messages.count_tokens, CountTokensRequest, CountTokensResponse, error=error
+        ),
     ]
 
 
@@ -108,6 +129,6 @@ def application(endpoints: Sequence[Endpoint], keys: Sequence[str], origins: Seq
     cors = cors if origins else []
     return Starlette(
         routes=[*(endpoint.route() for endpoint in endpoints), Route("/openapi.json", openapi)],
-        middleware=[*cors, Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)],
+        middleware=[*cors, Middleware(MessagesErrors), Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)],
         exception_handlers={HTTPException: answer_with_error},
     )
