@@ -21,6 +21,7 @@ from jaxpaged.entrypoints.http.responses.response import Response, new_id
 from jaxpaged.entrypoints.http.responses.store import ResponseStore
 from jaxpaged.entrypoints.http.responses.text_format import shape_of
 from jaxpaged.entrypoints.http.responses.tools import tool_use
+from jaxpaged.entrypoints.http.responses.truncation import newest_that_fit
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
@@ -117,7 +118,11 @@ class JobMaker:
             conversation = Conversation(kept, template, use, shape, cache_salt=wanted.cache_salt)
             return await prepare(conversation, params, service.formats, service.prompts)
 
-        return await with_messages(messages)
+        if wanted.truncation != "auto":
+            return await with_messages(messages)
+        length = service.model.max_model_len
+        answer = min(params.max_tokens or 1, length // 2)
+        return await newest_that_fit(messages, with_messages, length - answer)
 
     def _params(self, wanted: ResponsesRequest) -> SamplingParams:
         """Without a limit of its own a request gets the model's, or the rest of the context."""

@@ -20,6 +20,7 @@ from jaxpaged.entrypoints.http.responses.response import (
     ResponseUsage,
 )
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
+from jaxpaged.entrypoints.http.responses.token_pieces import by_token
 from jaxpaged.entrypoints.http.responses.writer import ResponseWriter
 from jaxpaged.messages import CompletionOutput, RequestOutput
 
@@ -87,9 +88,10 @@ class ResponseRun:
     def _read(self, output: RequestOutput) -> None:
         """Write what a result adds; the last one ends the response, which is kept before anybody hears of that."""
         completion = output.outputs[0]
-        part = self._reader.read(completion)
         self._num_output_tokens += len(completion.token_ids)
-        self._writer.write(part.deltas, self._logprobs(completion))
+        for piece in [completion] if self._job.reading.is_plain else by_token(completion):
+            part = self._reader.read(piece)
+            self._writer.write(part.deltas, self._logprobs(piece))
         if part.finish_reason is not None:
             self._writer.finish(part.finish_reason, self._usage(output))
             self._keep()

@@ -46,6 +46,7 @@ class ResponseWriter:
         self._item: OutputItem | None = None  # the one that grows
         self._texts: list[str] = []  # of it
         self._logprobs: list[TokenLogprob] = []  # of it
+        self._waiting: list[TokenLogprob] = []  # of tokens whose text is not there yet
 
     def queue(self) -> None:
         """The response waits for its turn in the background."""
@@ -61,21 +62,23 @@ class ResponseWriter:
         self._tell("response.in_progress")
 
     def write(self, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] = ()) -> None:
-        """More of the answer. `logprobs` belong to its content."""
+        """More of the answer. `logprobs` are shown with content; those of thinking and of calls are not."""
+        self._waiting += logprobs
         for delta in deltas:
             if delta.reasoning:
                 self._grow_text(ReasoningItem, delta.reasoning)
             if delta.content:
-                self._grow_text(OutputMessage, delta.content, logprobs)
-                logprobs = ()
+                self._grow_text(OutputMessage, delta.content)
             if delta.tool_call is not None:
                 self._grow_call(delta.tool_call)
+            self._waiting = []
 
     def finish(self, finish_reason: str | None, usage: ResponseUsage) -> None:
         """The answer is over."""
         status = STATUS.get(finish_reason, "completed")
         if not self.response.output and status == "completed":
             self._open(OutputMessage(new_id("msg")))  # the model said nothing, and clients look for what it said
+        self._logprobs += self._waiting
         self._close("completed" if status == "completed" else "incomplete")
         response = self.response
         response.usage = usage
@@ -105,15 +108,13 @@ class ResponseWriter:
 
     # ---- items
 
-    def _grow_text(
-        self, kind: type[OutputMessage | ReasoningItem], text: str, logprobs: Sequence[TokenLogprob] = ()
-    ) -> None:
+    def _grow_text(self, kind: type[OutputMessage | ReasoningItem], text: str) -> None:
         if type(self._item) is not kind:
             self._close("completed")
             self._open(kind(new_id("msg" if kind is OutputMessage else "rs")))
         self._texts.append(text)
-        self._logprobs += logprobs
-        shown = {"logprobs": logprobs} if kind is OutputMessage else {}
+        self._logprobs += self._waiting
+        shown = {"logprobs": self._waiting} if kind is OutputMessage else {}
         self._log.add(f"{PREFIX[kind]}.delta", **self._place(), content_index=0, delta=text, **shown)
 
     def _grow_call(self, delta: ToolCallDelta) -> None:
