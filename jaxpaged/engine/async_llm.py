@@ -111,7 +111,7 @@ class AsyncLLM:
         """
         await self._link.until_ready()
         request, text = await self._in_thread_if_long(
-            prompt, self.input_processor.process, request_id, prompt, sampling_params, priority=priority,
+            prompt, sampling_params, self.input_processor.process, request_id, prompt, sampling_params, priority=priority,
             arrival_time=arrival_time, truncate_prompt_tokens=truncate_prompt_tokens,
             add_special_tokens=add_special_tokens,
         )  # fmt: skip
@@ -153,9 +153,12 @@ class AsyncLLM:
         self._link.abort_requests(engine_ids)
         return results
 
-    async def _in_thread_if_long(self, prompt: Prompt, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    async def _in_thread_if_long(
+        self, prompt: Prompt, params: SamplingParams | None, function: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
         parts = prompt.values() if isinstance(prompt, dict) else [prompt]
-        if any(hasattr(part, "__len__") and len(part) > LONG_PROMPT for part in parts):
+        compiles = getattr(params, "structured_outputs", None) is not None  # a child process does, and may take seconds
+        if compiles or any(hasattr(part, "__len__") and len(part) > LONG_PROMPT for part in parts):
             return await self._in_thread(function, *args, **options)
         return function(*args, **options)
 
