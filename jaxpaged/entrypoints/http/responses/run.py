@@ -20,7 +20,7 @@ from jaxpaged.entrypoints.http.responses.response import (
     ResponseUsage,
 )
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
-from jaxpaged.entrypoints.http.responses.token_pieces import by_token
+from jaxpaged.entrypoints.http.responses.text_logprobs import TextLogprobs, by_token
 from jaxpaged.entrypoints.http.responses.writer import ResponseWriter
 from jaxpaged.messages import CompletionOutput, RequestOutput
 
@@ -35,6 +35,7 @@ class ResponseRun:
         self._log = log
         self._writer = ResponseWriter(job.response, log)
         self._reader = AnswerReader(job.reading, job.generation.prompts[0].text)
+        self._logprobs = TextLogprobs(job.reading.is_plain)
         self._num_output_tokens = 0
 
     async def events(self, results: AsyncGenerator[RequestOutput]) -> AsyncGenerator[list[bytes]]:
@@ -91,12 +92,12 @@ class ResponseRun:
         self._num_output_tokens += len(completion.token_ids)
         for piece in [completion] if self._job.reading.is_plain else by_token(completion):
             part = self._reader.read(piece)
-            self._writer.write(part.deltas, self._logprobs(piece))
+            self._writer.write(part.deltas, self._logprobs.of(part.deltas, self._entries(piece)))
         if part.finish_reason is not None:
-            self._writer.finish(part.finish_reason, self._usage(output))
+            self._writer.finish(part.finish_reason, self._usage(output), self._logprobs.rest())
             self._keep()
 
-    def _logprobs(self, completion: CompletionOutput) -> list[TokenLogprob]:
+    def _entries(self, completion: CompletionOutput) -> list[TokenLogprob]:
         if not completion.logprobs:
             return []
         tops = self._job.response.top_logprobs

@@ -30,7 +30,7 @@ from jaxpaged.entrypoints.http.responses.response import (
 )
 from jaxpaged.parsing.deltas import Delta, ToolCallDelta
 
-STATUS: dict[str | None, Status] = {"length": "incomplete", "abort": "cancelled"}
+STATUS: dict[str, Status] = {"length": "incomplete", "abort": "cancelled"}
 """How an answer ended -> the response's status, where that is not completed."""
 PREFIX = {OutputMessage: "response.output_text", ReasoningItem: "response.reasoning_text",
           FunctionCall: "response.function_call_arguments"}  # fmt: skip
@@ -46,7 +46,6 @@ class ResponseWriter:
         self._item: OutputItem | None = None  # the one that grows
         self._texts: list[str] = []  # of it
         self._logprobs: list[TokenLogprob] = []  # of it
-        self._waiting: list[TokenLogprob] = []  # of tokens whose text is not there yet
 
     def queue(self) -> None:
         """The response waits for its turn in the background."""
@@ -62,23 +61,22 @@ class ResponseWriter:
         self._tell("response.in_progress")
 
     def write(self, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] = ()) -> None:
-        """More of the answer. `logprobs` are shown with content; those of thinking and of calls are not."""
-        self._waiting += logprobs
+        """More of the answer. `logprobs` are those of its content."""
         for delta in deltas:
             if delta.reasoning:
                 self._grow_text(ReasoningItem, delta.reasoning)
             if delta.content:
-                self._grow_text(OutputMessage, delta.content)
+                self._grow_text(OutputMessage, delta.content, logprobs)
+                logprobs = ()
             if delta.tool_call is not None:
                 self._grow_call(delta.tool_call)
-            self._waiting = []
 
-    def finish(self, finish_reason: str | None, usage: ResponseUsage) -> None:
-        """The answer is over."""
+    def finish(self, finish_reason: str, usage: ResponseUsage, logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """The answer is over. `logprobs` are of tokens without text, after its last content."""
         status = STATUS.get(finish_reason, "completed")
         if not self.response.output and status == "completed":
             self._open(OutputMessage(new_id("msg")))  # the model said nothing, and clients look for what it said
-        self._logprobs += self._waiting
+        self._logprobs += logprobs
         self._close("completed" if status == "completed" else "incomplete")
         response = self.response
         response.usage = usage
@@ -108,13 +106,15 @@ class ResponseWriter:
 
     # ---- items
 
-    def _grow_text(self, kind: type[OutputMessage | ReasoningItem], text: str) -> None:
+    def _grow_text(
+        self, kind: type[OutputMessage | ReasoningItem], text: str, logprobs: Sequence[TokenLogprob] = ()
+    ) -> None:
         if type(self._item) is not kind:
             self._close("completed")
             self._open(kind(new_id("msg" if kind is OutputMessage else "rs")))
         self._texts.append(text)
-        self._logprobs += self._waiting
-        shown = {"logprobs": self._waiting} if kind is OutputMessage else {}
+        self._logprobs += logprobs
+        shown = {"logprobs": logprobs} if kind is OutputMessage else {}
         self._log.add(f"{PREFIX[kind]}.delta", **self._place(), content_index=0, delta=text, **shown)
 
     def _grow_call(self, delta: ToolCallDelta) -> None:
