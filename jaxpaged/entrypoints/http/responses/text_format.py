@@ -11,8 +11,8 @@ FORMATS = ("text", "json_object", "json_schema")
 
 def shape_of(wanted: ResponsesRequest) -> StructuredOutputsParams | None:
     """None: free text. Raises HttpError or RequestError 400 for shapes that cannot be."""
-    described = (wanted.text.format if wanted.text is not None else None) or {"type": "text"}
-    shape = shape_of_format(described)
+    described = None if wanted.text is None else wanted.text.format
+    shape = None if described is None else shape_of_format(described)
     if wanted.structured_outputs is None:
         return shape
     if shape is not None:

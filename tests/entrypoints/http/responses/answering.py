@@ -35,6 +35,20 @@ def with_room(text=None):
     return {"executor": FakeExecutor(model, TOKENIZER.vocab_size, num_blocks=256), "max_model_len": 512}
 
 
+def record_shapes(server):
+    """The structured outputs of requests, which the engine of the tests cannot constrain: it does not get them."""
+    shapes, add_request = [], server.engine.engine.add_request
+
+    def add(request_id, prompt, params, **options):
+        params = params.clone()
+        shapes.append(params.structured_outputs)
+        params.structured_outputs = None
+        add_request(request_id, prompt, params, **options)
+
+    server.engine.engine.add_request = add
+    return shapes
+
+
 def events_of(answer):
     """Events of a stream, whose names and numbers are right."""
     assert answer.headers["content-type"].startswith("text/event-stream"), answer.body

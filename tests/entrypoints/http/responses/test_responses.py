@@ -9,6 +9,7 @@ from tests.entrypoints.http.responses.answering import (
     WEATHER,
     events_of,
     put_together,
+    record_shapes,
     with_room,
 )
 
@@ -93,10 +94,18 @@ def test_without_parallel_calls_the_first_one_is_all(respond):
     assert call["type"] == "function_call"
 
 
-def test_a_named_function_is_called_with_the_text_as_arguments(respond):
-    body = {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather"}}
-    [call] = output_of(respond, body, '{"city": "Rome"}')
+def test_a_named_function_is_called_with_the_text_as_arguments(serving):
+    choice = {"type": "function", "name": "weather"}
+
+    async def scenario(server):
+        shapes = record_shapes(server)
+        answer = await server.client.post("/v1/responses", {"input": "a", **GREEDY, **TOOLS, "tool_choice": choice})
+        return answer, shapes[0]
+
+    answer, shape = serving(scenario, **with_room('{"city": "Rome"}'))
+    [call] = answer.json["output"]
     assert (call["name"], call["arguments"]) == ("weather", '{"city": "Rome"}')
+    assert shape.json == {"type": "object"} and answer.json["tool_choice"] == choice
 
 
 def test_allowed_tools_are_all_that_the_template_sees(serving):
@@ -120,12 +129,11 @@ def test_the_shape_of_the_text_reaches_the_engine(serving):
     described = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
 
     async def scenario(server):
-        seen = []
+        shapes = record_shapes(server)
         for text in ({"format": described}, {"format": {"type": "json_object"}}, {"format": {"type": "text"}}):
             answer = await server.client.post("/v1/responses", {"input": "a", "text": text, "max_output_tokens": 1})
             assert answer.status == 200 and answer.json["text"]["format"] == text["format"], answer.body
-            seen.append(server.engine.seen[-1][1].structured_outputs)
-        return seen
+        return shapes
 
     as_schema, as_object, as_text = serving(scenario)
     assert as_schema.json == schema and as_object.json_object is True and as_text is None
