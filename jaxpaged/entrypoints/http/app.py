@@ -41,6 +41,10 @@ from jaxpaged.entrypoints.http.openai.tokens import (
     Tokens,
 )
 from jaxpaged.entrypoints.http.openapi import description
+from jaxpaged.entrypoints.http.responses.api import Responses
+from jaxpaged.entrypoints.http.responses.request import ResponsesRequest
+from jaxpaged.entrypoints.http.responses.response import DeletedResponse
+from jaxpaged.entrypoints.http.responses.response import Response as ResponseObject
 from jaxpaged.entrypoints.http.service import Service
 
 
@@ -54,6 +58,7 @@ def public_endpoints(service: Service) -> list[Endpoint]:
             "POST", "/v1/chat/completions", chat.create, ChatCompletionRequest, ChatCompletionResponse, streams=True
         ),
         *messages_endpoints(service),
+        *responses_endpoints(service),
         Endpoint("GET", "/v1/models", models.list, answer=ModelList),
         Endpoint("GET", "/v1/models/{id:path}", models.retrieve, answer=ModelCard, not_found=True),
         Endpoint("POST", "/tokenize", tokens.tokenize, TokenizeRequest, TokenizeResponse),
@@ -73,6 +78,17 @@ def messages_endpoints(service: Service) -> list[Endpoint]:
         Endpoint(
             "POST", f"{path}/count_tokens", messages.count_tokens, CountTokensRequest, CountTokensResponse, error=error
         ),
+    ]
+
+
+def responses_endpoints(service: Service) -> list[Endpoint]:
+    responses, one = Responses(service), "/v1/responses/{id}"
+    events = (Query("stream", {"type": "boolean"}), Query("starting_after", {"type": "integer", "minimum": 0}))
+    return [
+        Endpoint("POST", "/v1/responses", responses.create, ResponsesRequest, ResponseObject, streams=True),
+        Endpoint("GET", one, responses.retrieve, answer=ResponseObject, streams=True, query=events, not_found=True),
+        Endpoint("DELETE", one, responses.delete, answer=DeletedResponse, not_found=True),
+        Endpoint("POST", f"{one}/cancel", responses.cancel, answer=ResponseObject, not_found=True),
     ]
 
 

@@ -59,6 +59,10 @@ class ServerOptions:
         None, "how the model marks its thinking, by vLLM's names: qwen3, deepseek_r1, ...; by default it is content",
         not_empty=True,
     )  # fmt: skip
+    max_stored_responses: int = option(
+        1000, "responses of /v1/responses that are kept in memory, the newest ones; 0: none", minimum=0
+    )
+    max_stored_response_bytes: int = option(256 * 2**20, "bytes of responses that are kept in memory", minimum=1)
     trust_request_chat_template: bool = option(False, "let requests bring a chat template of their own")
     sse_keep_alive_interval: float = option(
         0.0, "seconds of silence after which a stream gets a comment, to keep proxies from closing it; 0: never",
