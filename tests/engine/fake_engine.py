@@ -16,6 +16,7 @@ from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.generation_config import GenerationDefaults
 from jaxpaged.engine.input_processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.engine.pooler import Pooler
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import (
     ModelRunnerOutput,
@@ -220,6 +221,7 @@ def make_engine(
     *,
     defaults: GenerationDefaults | None = None,
     chat: str | None = CHAT,
+    pooler: Pooler | None = None,
     **options,
 ) -> tuple[LLMEngine, FakeExecutor]:
     """An engine over a fake executor, whose model counts unless another is given."""
@@ -235,6 +237,7 @@ def make_engine(
         allow_priority=config.scheduler.scheduling_policy == "priority",
         defaults=defaults,
         chat_templates=ChatTemplates({"default": chat} if chat else {}),
+        pooler=pooler,
     )
     return LLMEngine(config, processor, InprocClient(EngineCore(config, executor))), executor
 
