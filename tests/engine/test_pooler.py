@@ -91,8 +91,10 @@ def test_a_classifier_names_its_labels_and_says_what_they_are(tmp_path):
 
 
 def write_modules(folder, kinds, **modes):
-    types = [{"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
-             for i, kind in enumerate(kinds)]  # fmt: skip
+    types = [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
     (folder / "modules.json").write_text(json.dumps(types))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 16, **modes}))

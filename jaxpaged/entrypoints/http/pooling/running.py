@@ -15,7 +15,7 @@ from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import HttpError, failed_request
 from jaxpaged.entrypoints.http.openai.usage import PromptTokensDetails, Usage
 from jaxpaged.entrypoints.http.pooling.protocol import PoolingFields
-from jaxpaged.entrypoints.http.prompts import TokenPrompt, Truncation, check_salt, in_thread_if_long
+from jaxpaged.entrypoints.http.prompts import TokenPrompt, check_salt, in_thread_if_long
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.traffic import Load
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
@@ -119,17 +119,16 @@ async def read_prompts(
     processor = service.engine.input_processor
     keep = check_keep(wanted.truncate_prompt_tokens, processor.max_model_len)
     special, from_left = wanted.add_special_tokens is not False, wanted.truncation_side == "left"
-    whole = [each for each in given if not isinstance(each, tuple)]
-    if keep is None and len(whole) == len(given):
-        return await service.prompts.read(whole, Truncation(), special, wanted.cache_salt)
 
     def read(each: str | list[int] | tuple[str, str]) -> TokenPrompt:
         if isinstance(each, list):
             ids = cut_ids(processor.parse(each).token_ids, keep, from_left)
         else:
             texts = each if isinstance(each, tuple) else (each,)
-            if not any(texts):
+            if not all(texts):
                 raise HttpError(400, f"{name} has an empty text. Give it at least one character.", name)
+            if keep is None:
+                service.prompts.check_characters(name, sum(map(len, texts)))
             ids = text_ids(processor.tokenizer, texts, keep, special, from_left)
         return TokenPrompt(ids, None, wanted.cache_salt)
 
