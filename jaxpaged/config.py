@@ -151,6 +151,9 @@ class CompileConfig:
         "auto", "which attention kernel; those that end in -interpret simulate a device, very slowly, for tests",
         choices=("auto", "reference", "tpu", "gpu", "tpu-interpret", "gpu-interpret"),
     )
+    deterministic: bool = option(
+        False, "the same bits for a request in every batch, however its prompt is cut, cached or computed again"
+    )
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,7 @@ class EngineConfig:
             scheduler=self._resolved_scheduler(max_model_len, platform),
         )
         config._cross_check(facts)
+        config._check_deterministic(platform)
         return config._for_pooling() if pooling["runner"] == "pooling" else config
 
     def _for_pooling(self) -> "EngineConfig":
@@ -233,6 +237,13 @@ class EngineConfig:
         if self.scheduler.num_scheduler_steps not in (None, 1) or self.model.logits_processors:
             name = "logits_processors" if self.model.logits_processors else "num_scheduler_steps"
             raise ConfigError(f"{name} is given, but a pooling engine draws no tokens. Leave it out.")
+        if self.compile.deterministic and (self.model.convert, self.model.pooler_config["pooling_type"]) != (
+            "embed", "LAST",
+        ):  # fmt: skip
+            raise ConfigError(
+                "deterministic was asked for, but sums over chunks and classifiers have not been shown to be the same in "
+                "every batch. Use embeddings of the last token, or leave it out."
+            )
         reads_cache = self.model.pooler_config["pooling_type"] == "LAST"
         return dataclasses.replace(
             self,
@@ -241,6 +252,25 @@ class EngineConfig:
                 self.cache, enable_prefix_caching=self.cache.enable_prefix_caching and reads_cache
             ),
         )
+
+    def _check_deterministic(self, platform: str) -> None:
+        """Raise ConfigError where equal bits in every batch are unproven."""
+        given, devices = self.compile.deterministic, self.parallel.tensor_parallel_size
+        if given and platform != "cpu":
+            raise ConfigError(
+                f"deterministic was asked for on {platform!r}, but equal bits in every batch have been shown on "
+                "'cpu' only. Leave the option out."
+            )
+        if given and devices > 1:
+            raise ConfigError(
+                f"deterministic was asked for with tensor_parallel_size {devices}, but the order in which devices add "
+                "their parts has not been shown to be the same for every batch. Use one device, or leave it out."
+            )
+        if given and self.compile.attention_backend != "auto":
+            raise ConfigError(
+                f"deterministic needs an attention of its own, but attention_backend is "
+                f"{self.compile.attention_backend!r}. Leave one of the two out."
+            )
 
     def _resolved_scheduler(self, max_model_len: int, platform: str) -> SchedulerConfig:
         """Step sizes: what was given, else what suits the other options, else what suits the platform."""

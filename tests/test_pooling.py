@@ -53,6 +53,8 @@ def test_a_settled_configuration_survives_the_way_to_another_process():
         ("embed", {"num_scheduler_steps": 4}, "num_scheduler_steps is given"),
         ("embed", {"logits_processors": ("a:B",)}, "logits_processors is given"),
         ("embed", {"runner": "embed"}, "runner is 'embed'"),
+        ("classify", {"deterministic": True}, "deterministic was asked for"),
+        ("embed", {"deterministic": True, "pooler_config": {"pooling_type": "MEAN"}}, "sums over chunks"),
     ],
 )
 def test_options_that_cannot_be_are_refused(task, options, message):
