@@ -5,6 +5,7 @@ how the core's process is kept running.
 """
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
@@ -28,6 +29,7 @@ from jaxpaged.engine.wire import CoreFacts, CoreStats, Refusal
 from jaxpaged.engine.zmq_client import ZmqClient, ask_facts
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError, UsageError
 from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, KVBlockMap, Progress, RequestOutput, StepRecord
+from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ class AsyncLLM:
         self.config = config
         self.input_processor = input_processor
         self.metrics = EngineMetrics(config.model.max_model_len)
-        self._output_processor = OutputProcessor(input_processor.tokenizer, self.metrics)
+        self._output_processor = OutputProcessor(input_processor.tokenizer, self.metrics, input_processor.pooler)
         self._streams: dict[str, OutputStream] = {}
         self._numbers = itertools.count()
         self._executor_stats: dict[str, Any] = {}
@@ -99,7 +101,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None,
+        sampling_params: SamplingParams | PoolingParams | None,
         request_id: str,
         *,
         priority: int = 0,
@@ -133,6 +135,14 @@ class AsyncLLM:
         finally:
             if self._streams.get(request_id) is stream:
                 self._stop([request_id])
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, **options: Any
+    ) -> AsyncIterator[PoolingRequestOutput]:
+        """The vector or the scores of a prompt, one result, with the options of `generate`. Raises what it does."""
+        async with contextlib.aclosing(self.generate(prompt, pooling_params, request_id, **options)) as results:
+            async for output in results:
+                yield output
 
     async def chat_prompt(self, messages: Sequence[Any], **options: Any) -> dict[str, Any]:
         """`InputProcessor.chat_prompt` in a thread: a template is a program, and a conversation may be long."""

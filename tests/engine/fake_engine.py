@@ -18,6 +18,7 @@ from jaxpaged.engine.generation_config import GenerationDefaults
 from jaxpaged.engine.grammar_checker import GrammarChecker
 from jaxpaged.engine.input_processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.engine.pooler import Pooler
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import (
     ModelRunnerOutput,
@@ -224,6 +225,7 @@ def make_engine(
     chat: str | None = CHAT,
     grammars: Grammars | None = None,
     grammar_checker: GrammarChecker | None = None,
+    pooler: Pooler | None = None,
     **options,
 ) -> tuple[LLMEngine, FakeExecutor]:
     """An engine over a fake executor, whose model counts unless another is given."""
@@ -240,6 +242,7 @@ def make_engine(
         defaults=defaults,
         chat_templates=ChatTemplates({"default": chat} if chat else {}),
         grammar_checker=grammar_checker,
+        pooler=pooler,
     )
     return LLMEngine(config, processor, InprocClient(EngineCore(config, executor, grammars))), executor
 

@@ -41,6 +41,19 @@ from jaxpaged.entrypoints.http.openai.tokens import (
     Tokens,
 )
 from jaxpaged.entrypoints.http.openapi import description
+from jaxpaged.entrypoints.http.pooling.protocol import (
+    ClassifyRequest,
+    ClassifyResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    PoolingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
+from jaxpaged.entrypoints.http.pooling.scoring import Scoring
+from jaxpaged.entrypoints.http.pooling.vectors import Vectors
 from jaxpaged.entrypoints.http.responses.api import Responses
 from jaxpaged.entrypoints.http.responses.request import ResponsesRequest
 from jaxpaged.entrypoints.http.responses.response import DeletedResponse
@@ -63,6 +76,7 @@ def public_endpoints(service: Service) -> list[Endpoint]:
         Endpoint("GET", "/v1/models/{id:path}", models.retrieve, answer=ModelCard, not_found=True),
         Endpoint("POST", "/tokenize", tokens.tokenize, TokenizeRequest, TokenizeResponse),
         Endpoint("POST", "/detokenize", tokens.detokenize, DetokenizeRequest, DetokenizeResponse),
+        *pooling_endpoints(service),
         Endpoint("POST", "/abort_requests", Admin(service).abort_requests, AbortRequest),
         Endpoint("GET", "/metrics", Metrics(service).read),
         *health_endpoints(service),
@@ -89,6 +103,18 @@ def responses_endpoints(service: Service) -> list[Endpoint]:
         Endpoint("GET", one, responses.retrieve, answer=ResponseObject, streams=True, query=events, not_found=True),
         Endpoint("DELETE", one, responses.delete, answer=DeletedResponse, not_found=True),
         Endpoint("POST", f"{one}/cancel", responses.cancel, answer=ResponseObject, not_found=True),
+    ]
+
+
+def pooling_endpoints(service: Service) -> list[Endpoint]:
+    """What clients may ask of a model that pools."""
+    vectors, scoring = Vectors(service), Scoring(service)
+    return [
+        Endpoint("POST", "/v1/embeddings", vectors.embed, EmbeddingRequest, EmbeddingResponse),
+        Endpoint("POST", "/pooling", vectors.pool, EmbeddingRequest, PoolingResponse),
+        Endpoint("POST", "/classify", vectors.classify, ClassifyRequest, ClassifyResponse),
+        *(Endpoint("POST", path, scoring.score, ScoreRequest, ScoreResponse) for path in ("/score", "/v1/score")),
+        *(Endpoint("POST", path, scoring.rerank, RerankRequest, RerankResponse) for path in ("/rerank", "/v1/rerank")),
     ]
 
 
