@@ -92,10 +92,9 @@ class GpuBackend:
         if self.interpret:
             return binding_refusal(self.is_pallas, self.interpret)
         if platform != "gpu":
-            return (
-                f"it needs an NVIDIA GPU; '{'gpu' if self.is_pallas else 'gpu-triton'}-interpret' runs the same "
-                f"kernels in {'Pallas' if self.is_pallas else 'Triton'}'s interpreter, for tests"
-            )
+            name, owner = ("gpu", "Pallas") if self.is_pallas else ("gpu-triton", "Triton")
+            simulated = f"'{name}-interpret' runs the same kernels in {owner}'s interpreter, for tests"
+            return f"it needs an NVIDIA GPU; {simulated}"
         return binding_refusal(self.is_pallas, self.interpret) or device_refusal(present_capability())
 
     def cannot_take(

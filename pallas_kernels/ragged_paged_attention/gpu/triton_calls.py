@@ -66,10 +66,12 @@ def attend(
     """`out_TNH` with the outputs of the items' tokens."""
     N, (_, K, _, H), dtype = q_TNH.shape[1], kv[0].shape, kv[0].dtype
     rows = tiles.rows_for(N // K)
-    operand = q_TNH.dtype if is_quantized(dtype) else dtype
+    operand = (q_TNH.dtype if is_quantized(dtype) else dtype).name
+    if interpret and operand == "bfloat16":
+        operand = "float32"  # the interpreter, being numpy, multiplies the bits of bfloat16 as if they were integers
     as_bits = dtype == jnp.float8_e4m3fn and not reads_float8(device_kind(interpret))
     layer = kernels.Layer(
-        heads_of(kv[0]), rows, sizes.slots, N // K, kernels.TYPES[operand.name], **dataclasses.asdict(rule),
+        heads_of(kv[0]), rows, sizes.slots, N // K, kernels.TYPES[operand], **dataclasses.asdict(rule),
         float8_as_bits=as_bits,
     )  # fmt: skip
     state = jax.ShapeDtypeStruct((sizes.num_parts, K, rows), jnp.float32)
