@@ -5,6 +5,7 @@ how the core's process is kept running.
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from jaxpaged.engine import wire
 from jaxpaged.engine.core_link import CoreLink
 from jaxpaged.engine.core_supervisor import FACTORY, CoreSupervisor
 from jaxpaged.engine.front_end import load_input_processor
+from jaxpaged.engine.grammar_checker import MOST_CHILDREN
 from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.metrics import EngineMetrics, Metric
 from jaxpaged.engine.output_processor import OutputProcessor
@@ -25,7 +27,7 @@ from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.engine.wire import CoreFacts, CoreStats, Refusal
 from jaxpaged.engine.zmq_client import ZmqClient, ask_facts
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError, UsageError
-from jaxpaged.messages import EngineCoreOutputs, KVBlockMap, Progress, RequestOutput, StepRecord
+from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, KVBlockMap, Progress, RequestOutput, StepRecord
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class AsyncLLM:
         self._numbers = itertools.count()
         self._executor_stats: dict[str, Any] = {}
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, "prompts")
+        self._grammar_threads = ThreadPoolExecutor(MOST_CHILDREN, "grammars")
         handlers = {wire.STEP: self._on_step, wire.STATS: self._on_stats, wire.REFUSED: self._on_refusal}
         self._link = CoreLink(client, supervisor, handlers, self._fail_all)
 
@@ -110,10 +113,9 @@ class AsyncLLM:
         several results in one. Raises RequestError, EngineRestartError or EngineDeadError.
         """
         await self._link.until_ready()
-        request, text = await self._in_thread_if_long(
-            prompt, sampling_params, self.input_processor.process, request_id, prompt, sampling_params, priority=priority,
-            arrival_time=arrival_time, truncate_prompt_tokens=truncate_prompt_tokens,
-            add_special_tokens=add_special_tokens,
+        request, text = await self._processed(
+            request_id, prompt, sampling_params, priority=priority, arrival_time=arrival_time,
+            truncate_prompt_tokens=truncate_prompt_tokens, add_special_tokens=add_special_tokens,
         )  # fmt: skip
         await self._link.until_ready()  # it may have ended meanwhile
         # What the core still says of an aborted request must not be taken for a later one of the same name.
@@ -153,14 +155,18 @@ class AsyncLLM:
         self._link.abort_requests(engine_ids)
         return results
 
-    async def _in_thread_if_long(
-        self, prompt: Prompt, params: SamplingParams | None, function: Callable[..., Any], *args: Any, **options: Any
-    ) -> Any:
+    async def _processed(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, **options: Any
+    ) -> tuple[EngineCoreRequest, str | None]:
+        """`InputProcessor.process`, in a thread where it takes long. Grammars, which can take seconds to check, have
+        threads of their own, so that prompts do not wait for them."""
+        work = functools.partial(self.input_processor.process, request_id, prompt, params, **options)
+        if getattr(params, "structured_outputs", None) is not None:
+            return await asyncio.get_running_loop().run_in_executor(self._grammar_threads, work)
         parts = prompt.values() if isinstance(prompt, dict) else [prompt]
-        compiles = getattr(params, "structured_outputs", None) is not None  # a child process does, and may take seconds
-        if compiles or any(hasattr(part, "__len__") and len(part) > LONG_PROMPT for part in parts):
-            return await self._in_thread(function, *args, **options)
-        return function(*args, **options)
+        if any(hasattr(part, "__len__") and len(part) > LONG_PROMPT for part in parts):
+            return await self._in_thread(work)
+        return work()
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **options))
@@ -240,6 +246,7 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """End the core's process, if this front end started it. Requests under way raise EngineDeadError."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         self._link.close()
 
     # ---- what the core says

@@ -23,7 +23,8 @@ class Reading:
 
     `tools`: name -> JSON schema of the parameters. `forced`: the answer is the arguments of the tool of this name, or
     with "*" a list of calls, as a grammar makes the model write them. `parallel` False keeps only the first call,
-    `include_reasoning` False leaves the thinking out.
+    `include_reasoning` False leaves the thinking out. `shaped`: the content has a shape, to which white space after the
+    thinking does not belong.
     """
 
     tool_parser: str | None = None
@@ -32,6 +33,7 @@ class Reading:
     forced: str | None = None
     parallel: bool = True
     include_reasoning: bool = True
+    shaped: bool = False
 
     @property
     def finds_markers(self) -> bool:
@@ -64,6 +66,7 @@ class AnswerReader:
     def __init__(self, reading: Reading, prompt: str | None):
         self._reading = reading
         self._has_calls = False
+        self._begins_answer = False  # thinking came, and nothing of the shaped answer yet
         self._parser = None
         if not reading.is_plain:
             self._parser = make_parser(
@@ -82,7 +85,22 @@ class AnswerReader:
         if completion.finish_reason is not None:
             deltas += self._parser.finish()
         self._has_calls = self._has_calls or any(delta.tool_call for delta in deltas)
+        if self._reading.shaped and self._reading.reasoning_parser is not None:
+            deltas = self._without_space(deltas)
         return [delta for delta in deltas if self._is_wanted(delta)]
+
+    def _without_space(self, deltas: list[Delta]) -> list[Delta]:
+        """Without the white space between the thinking and what comes after it."""
+        kept = []
+        for delta in deltas:
+            if delta.reasoning is not None:
+                self._begins_answer = True
+            elif self._begins_answer and delta.content is not None:
+                delta = Delta(content=delta.content.lstrip())
+                self._begins_answer = not delta.content
+            if delta.content != "":
+                kept.append(delta)
+        return kept
 
     def _is_wanted(self, delta: Delta) -> bool:
         if delta.tool_call is not None:

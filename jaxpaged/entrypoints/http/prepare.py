@@ -9,17 +9,20 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from jaxpaged.engine.chat_template import ChatTemplates
 from jaxpaged.entrypoints.http.answer import ANY_CALLS, Reading
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.prompts import PromptReader, TokenPrompt, Truncation
 from jaxpaged.entrypoints.http.tool_use import ToolUse
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import ConfigError, RequestError
 from jaxpaged.parsing.detect import tool_parser_of
-from jaxpaged.parsing.parser import TOOL_FORMATS
+from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named
+from jaxpaged.parsing.reasoning import ReasoningFormat
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.structured_outputs import StructuredOutputsParams, Thinking
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ def reading_of(conversation: Conversation, formats: AnswerFormats) -> Reading:
         forced=forced,
         parallel=use is None or use.parallel,
         include_reasoning=conversation.include_reasoning,
+        shaped=conversation.shape is not None,
     )
 
 
@@ -130,10 +134,14 @@ def shape_of(conversation: Conversation) -> StructuredOutputsParams | None:
 def after_thinking(
     shape: StructuredOutputsParams, reasoning_parser: str | None, prompt: str
 ) -> StructuredOutputsParams:
-    """The shape of an answer before which the model may think freely. Raises HttpError 400 where that cannot be."""
-    if reasoning_parser is not None:
-        raise HttpError(
-            400, f"An answer of a given shape cannot come after thinking in the format {reasoning_parser!r}, which "
-            "this server looks for. Leave the shape out.", "structured_outputs",
+    """The shape of an answer before which the model may think freely. Raises RequestError where that cannot be."""
+    if reasoning_parser is None:
+        return shape
+    thinking = reasoning_format_named(reasoning_parser)
+    if not isinstance(thinking, ReasoningFormat):
+        raise RequestError(
+            f"structured_outputs cannot be used: thinking in the format {reasoning_parser!r}, which this server looks "
+            "for, has no one end after which an answer could begin. Leave it out.", "structured_outputs",
         )  # fmt: skip
-    return shape
+    marks = Thinking(thinking.start, thinking.end, thinking.is_open_after(prompt))
+    return msgspec.structs.replace(shape, thinking=marks)
