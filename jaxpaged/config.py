@@ -141,6 +141,9 @@ class CompileConfig:
         "auto", "which attention kernel; those that end in -interpret simulate a device, very slowly, for tests",
         choices=("auto", "reference", "tpu", "gpu", "tpu-interpret", "gpu-interpret"),
     )
+    deterministic: bool = option(
+        False, "the same bits for a request in every batch, however its prompt is cut, cached or computed again"
+    )
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,27 @@ class EngineConfig:
             scheduler=self._resolved_scheduler(max_model_len, platform),
         )
         config._cross_check(facts)
+        config._check_deterministic(platform)
         return config
+
+    def _check_deterministic(self, platform: str) -> None:
+        """Raise ConfigError where equal bits in every batch are unproven."""
+        given, devices = self.compile.deterministic, self.parallel.tensor_parallel_size
+        if given and platform != "cpu":
+            raise ConfigError(
+                f"deterministic was asked for on {platform!r}, but equal bits in every batch have been shown on "
+                "'cpu' only. Leave the option out."
+            )
+        if given and devices > 1:
+            raise ConfigError(
+                f"deterministic was asked for with tensor_parallel_size {devices}, but the order in which devices add "
+                "their parts has not been shown to be the same for every batch. Use one device, or leave it out."
+            )
+        if given and self.compile.attention_backend != "auto":
+            raise ConfigError(
+                f"deterministic needs an attention of its own, but attention_backend is "
+                f"{self.compile.attention_backend!r}. Leave one of the two out."
+            )
 
     def _resolved_scheduler(self, max_model_len: int, platform: str) -> SchedulerConfig:
         """Step sizes: what was given, else what suits the other options, else what suits the platform."""

@@ -29,7 +29,7 @@ class DecoderConfig:
 
     `query_scale` multiplies the attention scores, `embed_scale` the embeddings. `max_position_embeddings` is the
     longest sequence the model is made for, rope scaling included. `max_model_len` is the engine's limit, equal to
-    it until replaced. `dtype` is the checkpoint's.
+    it until replaced. `dtype` is the checkpoint's. `deterministic` is the engine's option.
     """
 
     architecture: str
@@ -56,6 +56,7 @@ class DecoderConfig:
     embed_scale: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    deterministic: bool = False
 
     def dim_sizes(self) -> dict[str, int]:
         """Letter -> size of that axis in the checkpoint."""

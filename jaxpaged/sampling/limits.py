@@ -48,7 +48,7 @@ def sampling_limits(logits_SV: jax.Array, rows: RowParams, num_candidates: int) 
     kth_S = search_if(wide_k_S, kth_S, logits_SV, ones_SV, rows.top_k_S.astype(jnp.float32))
     floor_S = jnp.maximum(kth_S, first_S + jnp.log(rows.min_p_S))
 
-    total_S = jnp.sum(jnp.where(logits_SV >= floor_S[:, None], weights_SV, 0.0), axis=1)
+    total_S = row_sums(jnp.where(logits_SV >= floor_S[:, None], weights_SV, 0.0))
     need_S = rows.top_p_S * total_S
     nucleus_S, reached_S = nucleus_of_candidates(candidates_SC, floor_S, need_S)
     nucleus_known_S = reached_S | (num_candidates == num_tokens)
@@ -58,6 +58,16 @@ def sampling_limits(logits_SV: jax.Array, rows: RowParams, num_candidates: int) 
     least_S = jnp.where(cuts_S, jnp.maximum(floor_S, nucleus_S), floor_S)
     narrow_S = (least_S > last_S) | (num_candidates == num_tokens)
     return Limits(least_S, narrow_S, candidates_SC, ids_SC)
+
+
+def row_sums(x_SV: jax.Array) -> jax.Array:
+    """The sum of every row, as a product with ones.
+
+    An entry of a product of two or more rows depends on its own row only; how XLA orders a reduction depends on the
+    number of rows, and then a draw would depend on how many requests are drawn for.
+    """
+    ones_2V = jnp.ones((2, x_SV.shape[1]), x_SV.dtype)
+    return jnp.einsum("SV,OV->SO", x_SV, ones_2V, precision=jax.lax.Precision.HIGHEST)[:, 0]
 
 
 def top_k(logits_SV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
