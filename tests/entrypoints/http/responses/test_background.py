@@ -260,7 +260,7 @@ def test_the_result_of_a_call_goes_to_the_call(serving):
 
     call, prompt = serving(scenario, options=PARSERS, **with_room(HERMES))
     assert "'name': 'weather'" in prompt and "'city': 'Rome'" in prompt
-    assert prompt.endswith(f"tool:sun{call['call_id']};<turn>assistant\n")
+    assert prompt.endswith(f"tool:sun{call['call_id']};<turn>assistant")
 
 
 # ---- bounds and owners
