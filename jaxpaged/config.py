@@ -241,8 +241,8 @@ class EngineConfig:
             "embed", "LAST",
         ):  # fmt: skip
             raise ConfigError(
-                "deterministic was asked for, but sums over chunks and classifiers have not been shown to be the same in "
-                "every batch. Use embeddings of the last token, or leave it out."
+                "deterministic was asked for, but sums over chunks and classifiers have not been shown to be the same "
+                "in every batch. Use embeddings of the last token, or leave it out."
             )
         reads_cache = self.model.pooler_config["pooling_type"] == "LAST"
         return dataclasses.replace(
