@@ -145,7 +145,7 @@ def load_pooler_defaults(folder: Path) -> dict[str, Any]:
     kinds = dict(modules)
     if "Pooling" not in kinds:
         return {}
-    mode = pooling_mode(folder / kinds["Pooling"] / "config.json")
+    mode = pooling_mode(folder / Path(kinds["Pooling"]).name / "config.json")  # a folder beside it, and no other
     return {"pooling_type": mode, "use_activation": "Normalize" in kinds}
 
 
