@@ -138,7 +138,8 @@ class CompileConfig:
         None, "padded step sizes in tokens that get a program", minimum=2, not_empty=True
     )
     attention_backend: str = option(
-        "auto", "which attention kernel", choices=("auto", "reference")
+        "auto", "which attention kernel; those that end in -interpret simulate a device, very slowly, for tests",
+        choices=("auto", "reference", "tpu", "gpu", "tpu-interpret", "gpu-interpret"),
     )
     deterministic: bool = option(
         False, "the same bits for a request in every batch, however its prompt is cut, cached or computed again"
@@ -187,6 +188,10 @@ class EngineConfig:
             sections.setdefault(section, {})[name] = checked(f, value)
         types = {f.name: f.default_factory for f in dataclasses.fields(cls)}
         return cls(**{section: types[section](**values) for section, values in sections.items()})
+
+    def options(self) -> dict[str, Any]:
+        """Every option by its name: `from_options` makes an equal config of them."""
+        return {f.name: getattr(getattr(self, section), f.name) for section, f in all_options()}
 
     def resolve(self, facts: ModelFacts, platform: str) -> "EngineConfig":
         """Settle what model and platform decide. Raises ConfigError where options contradict each other."""

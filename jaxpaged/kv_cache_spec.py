@@ -17,7 +17,8 @@ class AttentionSpec:
     """What one attention layer keeps: keys and values of every token, or of the last `window` tokens only.
 
     `window` counts the tokens that a query sees, itself included; None means all of them.
-    `dtype_bytes` is the size of one cached number.
+    `dtype_bytes` is the size of one cached number, `stored_dim` how many of them a kernel's layout keeps for a head
+    of `head_dim`; the same if None.
     """
 
     block_size: int
@@ -25,11 +26,12 @@ class AttentionSpec:
     head_dim: int
     dtype_bytes: int
     window: int | None = None
+    stored_dim: int | None = None
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of this layer, over all devices: keys and values."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        return 2 * self.block_size * self.num_kv_heads * (self.stored_dim or self.head_dim) * self.dtype_bytes
 
 
 @dataclass(frozen=True)

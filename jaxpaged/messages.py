@@ -70,6 +70,8 @@ class SchedulerOutput(msgspec.Struct):
     `removed_request_ids` finished, were aborted, or were preempted since the last step: their rows are free.
     They are removed before `new_requests` are added. For requests in `new_requests` the entry of
     `new_block_ids` is None, since the whole table is in `NewRequestData`.
+    With `masked`, some request that samples follows a grammar: the step draws when it is given masks, and these follow
+    from the tokens of all steps before it.
     """
 
     step_id: int
@@ -82,6 +84,7 @@ class SchedulerOutput(msgspec.Struct):
     new_block_ids: list[tuple[list[int], ...] | None]  # to append, per KV group
     total_num_scheduled_tokens: int = 0
     num_steps: int = 1
+    masked: bool = False
 
 
 # ---- ModelRunner -> Scheduler ------------------------------------------------------------------

@@ -4,10 +4,14 @@ The oracle is per-row dense attention in numpy float64: too simple to be wrong. 
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels import ragged_paged_attention as rpa
 
 
 def dense_attention(
@@ -102,6 +106,28 @@ def expected(case: Any, step: Step) -> np.ndarray:
     return out_TNH
 
 
+def layer_of(
+    shape: Any, backend: str, num_blocks: int = 1024, blocks_per_row: int = 64
+) -> tuple[Callable, tuple[Any, ...]]:
+    """(function, shapes of its arguments): one layer's attention in a step of a `ServingShape`, the cache first."""
+    K, N, H, T, R = shape.num_kv_heads, shape.num_heads, shape.head_dim, shape.num_tokens, shape.num_rows
+    S, dtype, scales = shape.block_size, shape.kv_dtype, shape.kv_scales
+
+    def layer(kv, q_TNH, k_TKH, v_TKH, sinks_N, *where):
+        metadata = rpa.make_metadata(
+            *where, num_tokens=T, block_size=S, window=shape.window, backend=backend
+        )
+        return rpa.ragged_paged_attention(
+            q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N=sinks_N if shape.sinks else None,
+            scale=H**-0.5, window=shape.window, soft_cap=shape.soft_cap, backend=backend,
+        )  # fmt: skip
+
+    kv = jax.eval_shape(lambda: rpa.kv_zeros(num_blocks, S, K, H, dtype, backend, scales))
+    new = [jax.ShapeDtypeStruct((T, heads, H), shape.dtype) for heads in (N, K, K)]
+    where = [jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((), (R + 1,), (R,), (R, blocks_per_row))]
+    return layer, (kv, *new, jax.ShapeDtypeStruct((N,), jnp.float32), *where)
+
+
 def tolerance(dtype: Any, reduction_length: int) -> float:
     """Largest difference to the oracle for values of unit size: rounding of `dtype`, averaged over a reduction.
 
@@ -126,3 +152,38 @@ def _block_tables(case: Any, seq_lens: list[int], rng: np.random.Generator) -> t
         for column in range(_first_visible(case, cached) // S, num_needed[row]):
             tables_RM[row, column] = next(ids)
     return tables_RM.astype(np.int32), num_blocks
+
+
+def bits(x: Any) -> np.ndarray:
+    """The array's bytes as unsigned integers of its element size, so that NaNs compare by their payload."""
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+# Half of a suite's time would be LLVM's, for programs that run once.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def run_once(function: Any, *operands: Any) -> Any:
+    """`function(*operands)` as one program, compiled for one run."""
+    operands = jax.tree.map(jnp.asarray, operands)
+    return jax.jit(function, compiler_options=QUICK_COMPILE)(*operands)
+
+
+def quantized_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Values of `dtype`, uniform over its range (float8: over [-448, 448]), made without any program."""
+    dtype = jnp.dtype(dtype)
+    largest = largest_value(dtype)
+    if dtype.name.startswith("int"):
+        return rng.integers(-largest, largest + 1, shape).astype(dtype)
+    return rng.uniform(-largest, largest, shape).astype(dtype)
+
+
+def largest_value(dtype: Any) -> int:
+    return {"int8": 127, "int4": 7}.get(jnp.dtype(dtype).name, 448)
+
+
+def unit_scales(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, reduction_length: int) -> np.ndarray:
+    """Scales that give sums of `reduction_length` products of `quantized_values` and unit numbers unit size."""
+    unit = np.sqrt(3 / reduction_length) / largest_value(dtype)
+    return rng.uniform(0.7 * unit, 1.3 * unit, shape).astype(np.float32)

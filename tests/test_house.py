@@ -19,10 +19,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TOP_LEVEL = {"LICENSE", "README.md", "configs", "jaxpaged", "pallas_kernels", "pyproject.toml", "scripts", "tests"}
 
-LEAVES = {"config", "errors", "kv_cache_spec", "messages", "plan", "sampling_params"}
+LEAVES = {"config", "errors", "kv_cache_spec", "messages", "plan", "sampling_params", "structured_outputs"}
 # Who may import whom. Every layer may import itself and the leaves.
 LAYERS = {
-    "entrypoints": {"engine"},
+    "entrypoints": {"engine", "parsing"},
     "engine": {"core", "executor", "multimodal", "plugins"},
     "core": set(),
     "executor": {"worker", "models"},
@@ -33,10 +33,12 @@ LAYERS = {
     "params": set(),
     "distributed": {"params"},
     "multimodal": set(),
+    "parsing": set(),
     "plugins": set(),
     "assets": set(),
 }
-USES_KERNELS = {"layers", "worker"}  # the worker prepares once per step what all layers hand to a kernel
+# The worker prepares once per step what all layers hand to a kernel; sampling searches the vocabulary.
+USES_KERNELS = {"layers", "sampling", "worker"}
 # (file, beginning of the module): why this one import may cross the layers.
 CONVERT = "jaxpaged/entrypoints/cli/convert.py"
 BUILD = "jaxpaged/engine/build.py"
@@ -48,7 +50,7 @@ CROSSINGS: dict[tuple[str, str], str] = {
     (CONVERT, "jaxpaged.params."): "the same",
 }
 
-NO_JAX = {"core", "engine", "entrypoints"} | LEAVES
+NO_JAX = {"core", "engine", "entrypoints", "parsing"} | LEAVES
 JAX_FAMILY = {"jax", "jaxlib", "flax", "optax", "orbax"}
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
@@ -61,7 +63,10 @@ LONG: dict[str, str] = {
 }
 
 # What pip calls a distribution, where it is not the name of the module.
-DISTRIBUTIONS = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "jax_triton": "jax-triton", "triton": "jax-triton"}
+DISTRIBUTIONS = {
+    "yaml": "pyyaml", "orbax": "orbax-checkpoint", "jax_triton": "jax-triton", "triton": "jax-triton",
+    "zmq": "pyzmq",
+}  # fmt: skip
 
 
 def sources(*folders: str) -> list[tuple[str, ast.Module]]:

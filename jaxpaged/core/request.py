@@ -6,6 +6,7 @@ of other requests, or of the device.
 
 import enum
 
+from jaxpaged.core.structured_output import Matcher
 from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, NewRequestData, TokenLogprobs
 
 
@@ -41,6 +42,7 @@ class Request:
         "eos_token_id",
         "finish_reason",
         "lora_name",
+        "matcher",
         "max_total_tokens",
         "mm_hashes",
         "num_cached_blocks",
@@ -93,6 +95,8 @@ class Request:
         self.reports_logprobs = wants_prompt_logprobs or params.logprobs is not None
         # Prompt tokens taken from the cache have no log probabilities.
         self.reads_prefix_cache = not (wants_prompt_logprobs or params.skip_reading_prefix_cache)
+
+        self.matcher: Matcher | None = None  # where it stands in its grammar, if it has one
 
         self.block_hashes: list[bytes] = []
         self.blocks: tuple[list, ...] = tuple([] for _ in range(num_groups))

@@ -6,16 +6,17 @@ any weight is read.
 
 import dataclasses
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxpaged.config import EngineConfig, ModelFacts
-from jaxpaged.engine.chat_template import load_chat_templates
+from jaxpaged.core.structured_output import Grammars
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_client import InprocClient
-from jaxpaged.engine.generation_config import load_generation_defaults
+from jaxpaged.engine.front_end import load_input_processor
 from jaxpaged.engine.input_processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
-from jaxpaged.engine.tokenizer import check_vocabulary, load_tokenizer
+from jaxpaged.engine.wire import CoreFacts
 from jaxpaged.errors import UsageError
 from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.executor.platform import platform
@@ -85,7 +86,29 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
     folder, model, decoder, config = resolve_model(config)
     input_processor = build_input_processor(config, decoder, folder)
     executor = UniProcExecutor(config, model, decoder, folder, progress)
-    return LLMEngine(config, input_processor, InprocClient(EngineCore(config, executor)))
+    grammars = build_grammars(input_processor, decoder)
+    return LLMEngine(config, input_processor, InprocClient(EngineCore(config, executor, grammars)))
+
+
+def build_grammars(input_processor: InputProcessor, decoder: DecoderConfig) -> Grammars:
+    """What compiles structured outputs for a model's vocabulary."""
+    tokenizer_json = input_processor.tokenizer.backend.to_str()
+    return Grammars(tokenizer_json, decoder.vocab_size, input_processor.eos_token_ids)
+
+
+def build_core(
+    config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress | None = None
+) -> EngineCore:
+    """Load what `config` names, for front ends in other processes: they are told the facts before any weight is read.
+
+    Raises ConfigError, CheckpointError or CapacityError.
+    """
+    folder, model, decoder, config = resolve_model(config)
+    tokenizer_folder = find_tokenizer_folder(config, folder)
+    announce(CoreFacts(config.options(), decoder.vocab_size, str(folder), str(tokenizer_folder)))
+    executor = UniProcExecutor(config, model, decoder, folder, progress)
+    input_processor = load_input_processor(config, decoder.vocab_size, folder, tokenizer_folder)
+    return EngineCore(config, executor, build_grammars(input_processor, decoder))
 
 
 def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, EngineConfig]:
@@ -114,19 +137,12 @@ def facts_of(decoder: DecoderConfig) -> ModelFacts:
 
 def build_input_processor(config: EngineConfig, decoder: DecoderConfig, folder: Path) -> InputProcessor:
     """The front end of a model in `folder`. `config` is resolved."""
+    return load_input_processor(config, decoder.vocab_size, folder, find_tokenizer_folder(config, folder))
+
+
+def find_tokenizer_folder(config: EngineConfig, folder: Path) -> Path:
+    """Where the tokenizer of a model in `folder` is. `config` is resolved."""
     options = config.model
-    tokenizer_folder = folder
-    if options.tokenizer != options.model:
-        tokenizer_folder = resolve_model_folder(options.tokenizer, None, config.load.download_dir)
-    tokenizer = load_tokenizer(tokenizer_folder)
-    check_vocabulary(tokenizer, decoder.vocab_size)
-    return InputProcessor(
-        tokenizer,
-        vocab_size=decoder.vocab_size,
-        max_model_len=options.max_model_len,
-        max_logprobs=options.max_logprobs,
-        seed=options.seed,
-        allow_priority=config.scheduler.scheduling_policy == "priority",
-        defaults=load_generation_defaults(folder, options.generation_config, options.override_generation_config),
-        chat_templates=load_chat_templates(tokenizer_folder, tokenizer.config, options.chat_template),
-    )
+    if options.tokenizer == options.model:
+        return folder
+    return resolve_model_folder(options.tokenizer, None, config.load.download_dir)

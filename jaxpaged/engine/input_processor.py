@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxpaged.engine.chat_template import OWN_VARIABLES, ChatTemplates, Message
 from jaxpaged.engine.generation_config import GenerationDefaults
+from jaxpaged.engine.grammar_checker import GrammarChecker
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError, did_you_mean
 from jaxpaged.messages import EngineCoreRequest
@@ -53,6 +54,7 @@ class InputProcessor:
         allow_priority: bool = False,
         defaults: GenerationDefaults | None = None,
         chat_templates: ChatTemplates | None = None,
+        grammar_checker: GrammarChecker | None = None,
     ):
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -61,6 +63,7 @@ class InputProcessor:
         self.allow_priority = allow_priority
         self.defaults = defaults or GenerationDefaults({})
         self.chat_templates = chat_templates or ChatTemplates({})
+        self.grammar_checker = grammar_checker or GrammarChecker()
         self._seeds = random.Random(seed)
         ends = [*self.defaults.eos_token_ids, tokenizer.eos_token_id]
         self.eos_token_ids = list(dict.fromkeys(i for i in ends if i is not None and i < vocab_size))
@@ -223,6 +226,8 @@ class InputProcessor:
         if complete.bad_words:
             complete.bad_words_token_ids = self._bad_words_in_tokens(complete.bad_words)
         complete.verify(self.vocab_size, self.max_logprobs)
+        if complete.structured_outputs is not None:
+            self.grammar_checker.check(complete.structured_outputs)
         if complete.min_tokens and len(complete.stop_token_ids) > MAX_MASKED_STOP_IDS:
             raise RequestError(
                 f"with min_tokens at most {MAX_MASKED_STOP_IDS} stop ids are possible, the model's own included; "

@@ -40,12 +40,15 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._prompts
 
-    def add_request(self, request: EngineCoreRequest, text: str | None) -> list[EngineCoreRequest]:
+    def add_request(
+        self, request: EngineCoreRequest, text: str | None, engine_id: str | None = None
+    ) -> list[EngineCoreRequest]:
         """Expect the results of a request; returns what the engine is to compute for it, a request per sequence.
 
-        Raises RequestError when the id is in use.
+        `engine_id` is what the engine is to call it, if that is not the request's own id. Raises RequestError when
+        the id is in use.
         """
-        children = fan_out(request)
+        children = fan_out(request, request.request_id if engine_id is None else engine_id)
         for request_id in (request.request_id, *(child.request_id for child in children)):
             if request_id in self._prompts or request_id in self._sequences:
                 raise RequestError(f"a request with id {request_id!r} is under way. Use another id.", "request_id")
@@ -55,6 +58,11 @@ class OutputProcessor:
             self._sequences[child.request_id] = (prompt, sequence)
         self._metrics.record_prompt(len(children))
         return children
+
+    def prompt_of(self, engine_id: str) -> str | None:
+        """The prompt's request id of an engine request; None when it has ended."""
+        found = self._sequences.get(engine_id)
+        return None if found is None else found[0].request_id
 
     def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
         """Turn the outputs of one engine step into what users see.
@@ -160,16 +168,20 @@ class OutputProcessor:
         return prompt.output(changed)
 
 
-def fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """A request per sequence. Prompt log probabilities are the same for all, so only the first computes them."""
+def fan_out(request: EngineCoreRequest, engine_id: str) -> list[EngineCoreRequest]:
+    """A request per sequence, named after `engine_id`.
+
+    Prompt log probabilities are the same for all, so only the first computes them.
+    """
     params = request.sampling_params
     if params.n == 1:
-        return [request]
+        same = engine_id == request.request_id
+        return [request if same else msgspec.structs.replace(request, request_id=engine_id)]
     children = []
     for index in range(params.n):
         child_params = params.child(index)
         if index:
             child_params.prompt_logprobs = None
-        child_id = f"{index}_{request.request_id}"
+        child_id = f"{index}_{engine_id}"
         children.append(msgspec.structs.replace(request, request_id=child_id, sampling_params=child_params))
     return children

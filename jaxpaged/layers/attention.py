@@ -74,6 +74,24 @@ def check_heads(mesh: Mesh, num_heads: int, num_kv_heads: int) -> None:
         )
 
 
+def check_attention(
+    context: AttentionContext,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: Any,
+    kv_dtype: Any,
+) -> None:
+    """Raise ValueError unless the mesh splits the heads and the kernel takes what each device gets."""
+    check_heads(context.mesh, num_heads, num_kv_heads)
+    devices = context.mesh.shape[HEADS]
+    rpa.check(
+        context.backend, num_heads=num_heads // devices, num_kv_heads=num_kv_heads // devices, head_dim=head_dim,
+        block_size=block_size, q_dtype=dtype, kv_dtype=kv_dtype,
+    )  # fmt: skip
+
+
 def kv_spec(backend: str) -> PartitionSpec:
     """How each array of a layer's cache is split: by kv head."""
     return PartitionSpec(*[None] * rpa.kv_heads_axis(backend), HEADS)

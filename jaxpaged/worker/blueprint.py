@@ -11,11 +11,12 @@ from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, blocks_for_tokens, group_layers
-from jaxpaged.layers.attention import AttentionContext, kv_struct
+from jaxpaged.errors import ConfigError
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, blocks_for_tokens, group_layers
+from jaxpaged.layers.attention import AttentionContext, check_attention, kv_struct
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.quantized import quantized_specs
@@ -31,13 +32,14 @@ from jaxpaged.worker.packed import StepLayout, step_layout
 from jaxpaged.worker.programs import ProgramKey
 from jaxpaged.worker.row_uploads import TOKENS_UPLOAD_SIZE
 from jaxpaged.worker.step import Shapes, StepFunctions
-from pallas_kernels.ragged_paged_attention import choose_backend
+from pallas_kernels.ragged_paged_attention import choose_backend, kv_layout
 
 MAX_STEPS = 32
 """Decode steps that one program can run, unless an option says otherwise."""
 MOST_LOGPROBS = 128
 """Log probabilities per token that a run of decode steps may keep until its end."""
 DECODE_KINDS = ("decode", "decode_full")
+MASKED_KIND = "sample_masked"
 
 Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
 
@@ -48,7 +50,7 @@ SMALL_PROMPT = 64
 class Blueprint:
     """One engine on the devices of `mesh`. `config` is resolved; `decoder` describes the model as its files do."""
 
-    def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, mesh: Mesh):
+    def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, mesh: Mesh | AbstractMesh):
         self.config, self.model, self.mesh = config, model, mesh
         self.decoder = replace(
             decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype,
@@ -62,6 +64,8 @@ class Blueprint:
 
     @property
     def platform(self) -> str:
+        if isinstance(self.mesh, AbstractMesh):
+            return self.mesh.abstract_device.platform
         return self.mesh.devices.flat[0].platform
 
     @cached_property
@@ -79,9 +83,24 @@ class Blueprint:
 
     @cached_property
     def attention(self) -> AttentionContext:
+        """Raises ConfigError when the kernel that was asked for cannot run here, or not with such heads and blocks."""
         options = self.config.compile
-        name = "invariant" if options.deterministic else options.attention_backend
-        return AttentionContext(self.mesh, choose_backend(name, self.platform))
+        try:
+            backend = choose_backend("invariant" if options.deterministic else options.attention_backend, self.platform)
+            context = AttentionContext(self.mesh, backend)
+            for spec in self._attention_specs:
+                check_attention(
+                    context, self.decoder.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, self.dtype,
+                    self.kv_dtype,
+                )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(f"attention_backend: {error}") from error
+        return context
+
+    @property
+    def _attention_specs(self) -> list[AttentionSpec]:
+        block_size, itemsize = self.config.cache.block_size, self.kv_dtype.itemsize
+        return self.model.attention_specs(self.decoder, block_size, itemsize, self.num_shards)
 
     @cached_property
     def sampling_layout(self) -> StateLayout:
@@ -91,8 +110,9 @@ class Blueprint:
 
     @cached_property
     def kv_groups(self) -> tuple[KVCacheGroup, ...]:
-        itemsize, block_size = self.kv_dtype.itemsize, self.config.cache.block_size
-        return group_layers(self.model.attention_specs(self.decoder, block_size, itemsize, self.num_shards))
+        """Layers that cache alike, with the bytes that the kernel's layout takes."""
+        stored_dim = kv_layout(self.attention.backend).stored_dim
+        return group_layers([replace(x, stored_dim=stored_dim(x.head_dim)) for x in self._attention_specs])
 
     @property
     def demand(self) -> Demand:
@@ -202,6 +222,8 @@ class StepPrograms:
         builders[ProgramKey("load_tokens")] = partial(shapes.lower_load, load_tokens, TOKENS_UPLOAD_SIZE)
         for size in sample_buckets:
             builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample_full, size)
+        for size in sample_buckets:
+            builders[ProgramKey(MASKED_KIND, size)] = partial(shapes.lower_sample_masked, size)
         for size in token_buckets:
             builders[ProgramKey("prompt_logprobs", size)] = partial(shapes.lower_prompt_logprobs, size)
         return builders | self._decode_builders()

@@ -14,8 +14,11 @@ from jaxpaged.config import CacheConfig
 from jaxpaged.errors import CapacityError, ConfigError
 from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, max_blocks_per_request
 
-# Where the device reports no memory of its own (CPU), KV blocks take at most this share of what is free.
-HOST_MEMORY_SHARE = 0.25
+# Where the device reports no memory of its own (CPU), KV blocks take at most this share of the host's memory, unless
+# one request needs more. Filling a gigabyte with zeros takes half a second of every start.
+HOST_MEMORY_SHARE = 0.125
+# Of what is free they take no more than this.
+FREE_HOST_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ def size_kv_cache(
     elif cache.kv_cache_memory_bytes:
         num_blocks, source = cache.kv_cache_memory_bytes // block_bytes, "kv_cache_memory_bytes"
     else:
-        free, source = free_bytes(cache.gpu_memory_utilization, reserved_bytes, device)
+        least = (per_request + 1) * block_bytes
+        free, source = free_bytes(cache.gpu_memory_utilization, reserved_bytes, device, least)
         num_blocks = free // block_bytes
         if device.platform == "cpu":
             num_blocks = min(num_blocks, useful)
@@ -88,7 +92,7 @@ def compiled_kv_cache(
     if cache.kv_cache_memory_bytes:
         free, source = cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     else:
-        free, source = free_bytes(cache.gpu_memory_utilization, reserved_bytes, device, host_share=1.0)
+        free, source = free_bytes(cache.gpu_memory_utilization, reserved_bytes, device, least=None)
     if num_blocks * block_bytes > free:
         raise CapacityError(
             f"the bundle was compiled for {num_blocks} KV blocks of {block_bytes} bytes, {num_blocks * block_bytes} "
@@ -97,17 +101,37 @@ def compiled_kv_cache(
     return KVCacheConfig(num_blocks, tuple(groups))
 
 
-def free_bytes(
-    utilization: float, reserved_bytes: int, device: jax.Device, host_share: float = HOST_MEMORY_SHARE
-) -> tuple[int, str]:
-    """Bytes of `device` left for KV blocks, and the words that say where the number comes from."""
+def free_bytes(utilization: float, reserved_bytes: int, device: jax.Device, least: int | None) -> tuple[int, str]:
+    """Bytes of `device` left for KV blocks, and the words that say where the number comes from.
+
+    Of a host's memory that is a share, but `least` if that fits; None: all that is free.
+    """
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         limit = stats["bytes_limit"]
         free = int(limit * utilization) - max(reserved_bytes, stats.get("bytes_in_use", 0))
         return max(free, 0), f"gpu_memory_utilization {utilization} of {limit / 2**30:.1f} GiB after weights"
-    free = int(max(available_host_bytes() - reserved_bytes, 0) * host_share)
-    return free, "a quarter of the free host memory" if host_share < 1.0 else "the free host memory"
+    free = max(available_host_bytes() - reserved_bytes, 0)
+    if least is None:
+        return free, "the free host memory"
+    return host_budget(host_bytes(), free, least), "a share of the host's memory"
+
+
+def host_budget(installed: int, free: int, least: int) -> int:
+    """Bytes for KV blocks on a host: a power of two, or `least`, that depends on `free` as little as possible.
+
+    The number of blocks is part of every program's shapes. Would it follow what happens to be free, each start would
+    compile anew instead of finding its programs in the compilation cache.
+    """
+    budget = max(1 << max(int(installed * HOST_MEMORY_SHARE).bit_length() - 1, 0), least)
+    while budget > free * FREE_HOST_SHARE:
+        budget //= 2
+    return budget
+
+
+def host_bytes() -> int:
+    """Memory that the host has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def available_host_bytes() -> int:
@@ -117,4 +141,4 @@ def available_host_bytes() -> int:
             kibibytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
         return int(kibibytes) * 1024
     except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return host_bytes()

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import ConfigError, did_you_mean
@@ -65,12 +65,12 @@ class Target:
         """A mesh of `size` devices of the target, or of that many and no real ones."""
         if self.compiles:
             return make_mesh(size, self.devices)
-        return shapes_mesh(size)
+        return shapes_mesh(size, AbstractDevice(self.device.name, None, self.platform))
 
 
-def shapes_mesh(size: int) -> AbstractMesh:
-    """A mesh with a size and no devices: enough for shapes and shardings."""
-    return AbstractMesh((size,), (MODEL_AXIS,), axis_types=(AxisType.Auto,))
+def shapes_mesh(size: int, device: AbstractDevice | None = None) -> AbstractMesh:
+    """A mesh with a size and no devices: enough for shapes and shardings. `device`: what each is, if it matters."""
+    return AbstractMesh((size,), (MODEL_AXIS,), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
 def known_targets() -> str:

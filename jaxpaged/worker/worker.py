@@ -15,7 +15,7 @@ from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import init_dummy_params, load_params
-from jaxpaged.worker.blueprint import DECODE_KINDS, Blueprint, StepPrograms
+from jaxpaged.worker.blueprint import DECODE_KINDS, MASKED_KIND, Blueprint, StepPrograms
 from jaxpaged.worker.bundles import Bundle, save_bundle
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, size_kv_cache
 from jaxpaged.worker.model_runner import DeviceState, ModelRunner
@@ -72,9 +72,11 @@ class Worker:
         """The table, compiled here or taken from the bundle."""
         builders = self.step_programs.builders()
         stored = self.bundle.loaders(list(builders), self.blueprint.mesh, RESULT_TYPES) if self.bundle else {}
-        # Whether runs of decode steps gain anything is known when the engine has run: compiling them can wait for that.
-        waits = self.config.scheduler.num_scheduler_steps is None and not stored
-        on_demand = [key for key in builders if waits and key.kind in DECODE_KINDS]
+        # Whether runs of decode steps gain anything is known when the engine has run, and whether anybody uses grammars
+        # when the first one comes: compiling can wait for that.
+        unsure = self.config.scheduler.num_scheduler_steps is None
+        late = () if stored else (MASKED_KIND, *(DECODE_KINDS if unsure else ()))
+        on_demand = [key for key in builders if key.kind in late]
         return Programs(builders, progress=self.progress, stored=stored, on_demand=on_demand)
 
     def save_bundle(self, folder: Path) -> None:

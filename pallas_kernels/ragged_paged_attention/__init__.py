@@ -13,18 +13,35 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention import invariant, reference
+from pallas_kernels.ragged_paged_attention import invariant, quantized, reference
+from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
+from pallas_kernels.ragged_paged_attention.layout import KVLayout
+from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 
-_BACKENDS = {"reference": reference, "invariant": invariant}  # in the order in which "auto" takes them
+# "auto" takes the first that can run; what is interpreted comes last, since it is for tests.
+_BACKENDS = {
+    "tpu": TpuBackend(),
+    "gpu": GpuBackend(interpret=False),
+    "reference": reference,
+    "invariant": invariant,
+    "tpu-interpret": TpuBackend(interpret=pltpu.InterpretParams(dma_execution_mode="eager")),
+    "gpu-interpret": GpuBackend(interpret=True),
+}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVTensor:
-    """Cached keys and values of one layer: the arrays of the backend's layout, blocks on the first axis of each."""
+    """Cached keys and values of one layer: the arrays of the backend's layout, blocks on the first axis of each.
+
+    `scales`, float32, belong to a cache of 8 bits (`quantized.py`): none, or those of keys and of values for each kv
+    head, [K] and [K], which a step only reads, or the layout's arrays with a scale for each token and head.
+    """
 
     arrays: tuple[Any, ...]
+    scales: tuple[Any, ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -65,27 +82,78 @@ def choose_backend(name: str, platform: str) -> str:
     return name
 
 
+def kv_layout(backend: str) -> KVLayout:
+    """How `backend` lays out the cache; only this package and what moves blocks between caches need to know."""
+    return _module(backend).LAYOUT
+
+
 def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, backend: str) -> tuple[int, ...]:
     """The shape of each array of a `KVTensor`."""
-    return _module(backend).kv_shape(num_blocks, block_size, num_kv_heads, head_dim)
+    return kv_layout(backend).shape(num_blocks, block_size, num_kv_heads, head_dim)
 
 
 def kv_heads_axis(backend: str) -> int:
     """The axis of a `KVTensor`'s arrays along which key-value heads can be split over devices."""
-    return _module(backend).KV_HEADS_AXIS
+    return kv_layout(backend).heads_axis
 
 
 def num_kv_arrays(backend: str) -> int:
     """How many arrays a `KVTensor` of this backend holds."""
-    return _module(backend).NUM_KV_ARRAYS
+    return kv_layout(backend).num_arrays
 
 
 def kv_zeros(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any, backend: str
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    backend: str,
+    kv_scales: str = "none",
 ) -> KVTensor:
-    """An empty cache of one layer."""
-    shape = kv_shape(num_blocks, block_size, num_kv_heads, head_dim, backend)
-    return KVTensor(tuple(jnp.zeros(shape, dtype) for _ in range(num_kv_arrays(backend))))
+    """An empty cache of one layer. `kv_scales` is "none", "head" or "token"; scales of heads are 1.
+
+    Raises ValueError for scales that do not go with `dtype`.
+    """
+    reason = quantized.why_not(dtype, kv_scales)
+    if reason is not None:
+        raise ValueError(f"there is no cache with {reason}.")
+    layout = kv_layout(backend)
+    shape = layout.shape(num_blocks, block_size, num_kv_heads, head_dim)
+    scale_shapes = {
+        "none": (),
+        "head": ((num_kv_heads,),) * 2,
+        "token": layout.scale_shapes(num_blocks, block_size, num_kv_heads),
+    }
+    return KVTensor(
+        tuple(jnp.zeros(shape, dtype) for _ in range(layout.num_arrays)),
+        tuple(jnp.ones(shape, jnp.float32) for shape in scale_shapes[kv_scales]),
+    )
+
+
+def check(
+    backend: str,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    q_dtype: Any,
+    kv_dtype: Any,
+    kv_scales: str = "none",
+) -> None:
+    """Raise ValueError, naming what is accepted, unless `backend` can attend with such heads, blocks and types."""
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads cannot share {num_kv_heads} key-value heads evenly. "
+            "Give a number of query heads that is a multiple."
+        )
+    reason = quantized.why_not(kv_dtype, kv_scales) or _module(backend).cannot_take(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
+        q_dtype=jnp.dtype(q_dtype), kv_dtype=jnp.dtype(kv_dtype), kv_scales=kv_scales,
+    )  # fmt: skip
+    if reason is not None:
+        raise ValueError(f"attention backend {backend!r} cannot take {reason}. Use 'reference'.")
 
 
 def make_metadata(
@@ -134,15 +202,20 @@ def ragged_paged_attention(
 
     Returns out_TNH in q's dtype, zeros for padding tokens, and the cache with the new tokens. Donate `kv` to the
     enclosing jit and it is updated in place. Padding tokens write nowhere.
+
+    Raises ValueError for heads, blocks and types that the backend cannot take, see `check`.
     """
-    num_heads, num_kv_heads = q_TNH.shape[1], k_TKH.shape[1]
-    if num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} key-value heads evenly.")
-    out_TNH, arrays = _module(backend).attention(
-        q_TNH, k_TKH, v_TKH, kv.arrays, metadata,
-        scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N,
+    _, num_heads, head_dim = q_TNH.shape
+    check(
+        backend, num_heads=num_heads, num_kv_heads=k_TKH.shape[1], head_dim=head_dim,
+        block_size=kv.arrays[0].shape[kv_layout(backend).slots_axis], q_dtype=q_TNH.dtype, kv_dtype=kv.arrays[0].dtype,
+        kv_scales=quantized.kind_of(kv.scales),
     )  # fmt: skip
-    return out_TNH, KVTensor(arrays)
+    out_TNH, arrays, scales = _module(backend).attention(
+        q_TNH, k_TKH, v_TKH, kv.arrays, metadata,
+        scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, scales=kv.scales,
+    )  # fmt: skip
+    return out_TNH, KVTensor(arrays, scales)
 
 
 def _module(backend: str) -> Any:

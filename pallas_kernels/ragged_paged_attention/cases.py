@@ -1,6 +1,7 @@
 """The one list of named shapes for tests, benchmarks and tuning. Knows no arrays."""
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,4 +55,127 @@ CASES = (
     Case("rows with no new token", ((50, 0), (20, 1), (9, 0), (0, 80), (3, 0))),
     Case("padded far beyond the total", ((10, 1), (0, 30)), padding=400, empty_rows=40),
     Case("nothing at all", (), padding=8),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingShape:
+    """The static side of a step as an engine compiles it: for compiling kernels ahead of time, without numbers."""
+
+    name: str
+    num_tokens: int
+    num_rows: int
+    num_kv_heads: int = 8
+    group_size: int = 4
+    head_dim: int = 128
+    block_size: int = 16
+    dtype: str = "bfloat16"
+    cache_dtype: str | None = None  # of keys and values, `dtype` where None
+    kv_scales: str = "none"
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group_size
+
+    @property
+    def kv_dtype(self) -> str:
+        return self.cache_dtype or self.dtype
+
+
+SERVING_SHAPES = (
+    ServingShape("a few decodes", 16, 16),
+    ServingShape("decodes and chunks", 512, 64),
+    ServingShape("multi-head, head_dim 64", 512, 64, num_kv_heads=12, group_size=1, head_dim=64, block_size=32),
+    ServingShape("multi-query, head_dim 80", 512, 64, num_kv_heads=1, group_size=32, head_dim=80, block_size=64),
+    ServingShape("group of 7, head_dim 96", 512, 64, num_kv_heads=4, group_size=7, head_dim=96, dtype="float16"),
+    ServingShape("head_dim 256, window, soft cap", 512, 64, group_size=2, head_dim=256, window=4096, soft_cap=50.0),
+    ServingShape("head_dim 64, window, sinks", 512, 64, group_size=8, head_dim=64, window=128, sinks=True),
+    ServingShape("float32, block_size 256", 512, 64, group_size=2, block_size=256, dtype="float32"),
+    ServingShape("float32, head_dim 256", 512, 64, group_size=2, head_dim=256, dtype="float32"),
+    ServingShape("int8 cache, scales of tokens", 512, 64, cache_dtype="int8", kv_scales="token"),
+    ServingShape("float8 cache, scales of heads", 512, 64, cache_dtype="float8_e4m3fn", kv_scales="head"),
+    ServingShape("float8 cache, head_dim 256", 512, 64, head_dim=256, cache_dtype="float8_e5m2"),
+)
+
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingStep:
+    """A step of a `ServingShape` with numbers, for benchmarks and tuning: (cached, new) tokens of every row."""
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    shape: ServingShape
+
+    @property
+    def is_decode(self) -> bool:
+        return all(new == 1 for _, new in self.rows)
+
+    @property
+    def context_bytes(self) -> int:
+        """What attention must read of the cache: each slot that a query sees, once."""
+        shape = self.shape
+        seen = sum(cached + new - self._first_visible(cached) for cached, new in self.rows)
+        scales = 2 * shape.num_kv_heads * 4 if shape.kv_scales == "token" else 0
+        return seen * (self._token_numbers * ITEMSIZE[shape.kv_dtype] + scales)
+
+    @property
+    def step_bytes(self) -> int:
+        """What must move in all: the context, queries and outputs, and new keys and values, read and written."""
+        shape, T = self.shape, self.shape.num_tokens
+        queries = 2 * T * shape.num_heads * shape.head_dim * ITEMSIZE[shape.dtype]
+        new = T * self._token_numbers * (ITEMSIZE[shape.dtype] + ITEMSIZE[shape.kv_dtype])
+        return self.context_bytes + queries + new
+
+    @property
+    def flops(self) -> int:
+        """Operations of the two products, over the pairs of a query and a slot that it sees."""
+        pairs = 0
+        for cached, new in self.rows:
+            window = self.shape.window or cached + new
+            pairs += sum(min(position + 1, window) for position in range(cached, cached + new))
+        return 4 * self.shape.num_heads * self.shape.head_dim * pairs
+
+    @property
+    def _token_numbers(self) -> int:
+        return 2 * self.shape.num_kv_heads * self.shape.head_dim
+
+    def _first_visible(self, cached: int) -> int:
+        return 0 if self.shape.window is None else max(0, cached - self.shape.window + 1)
+
+
+def serving_step(name: str, rows: tuple[tuple[int, int], ...], **shape: Any) -> ServingStep:
+    """A step of exactly these rows; `shape` as in `ServingShape`."""
+    return ServingStep(name, rows, ServingShape(name, sum(new for _, new in rows), len(rows), **shape))
+
+
+_DECODES = ((2047, 1),) * 64
+
+SERVING_STEPS = (
+    serving_step("decode, 64 x 2,048", _DECODES),
+    serving_step("decode, 256 x 512", ((511, 1),) * 256),
+    serving_step("decode, 1 x 131,072", ((131071, 1),)),
+    serving_step("decode, long tail", ((65535, 1), *[(63 + 63 * i, 1) for i in range(63)])),
+    serving_step("decode, 64 x 8,192, window 1,024", ((8191, 1),) * 64, window=1024),
+    serving_step("decode, 64 x 2,048, blocks of 64", _DECODES, block_size=64),
+    serving_step("decode, multi-head, head_dim 64", _DECODES, num_kv_heads=16, group_size=1, head_dim=64),
+    serving_step("decode, multi-query, head_dim 256", _DECODES, num_kv_heads=1, group_size=8, head_dim=256),
+    serving_step("decode, int8 cache", _DECODES, cache_dtype="int8", kv_scales="token"),
+    serving_step("decode, float8 cache", _DECODES, cache_dtype="float8_e4m3fn", kv_scales="head"),
+    serving_step("prefill, 8,192", ((0, 8192),)),
+    serving_step("prefill, 2,048 after 6,144", ((6144, 2048),)),
+    serving_step("prefill, 16 x 512", ((0, 512),) * 16),
+    serving_step("prefill, 8,192, window 1,024, head_dim 256", ((0, 8192),), group_size=2, head_dim=256, window=1024),
+    serving_step("64 decodes and a chunk of 1,024", (*_DECODES, (1024, 1024))),
+)
+# For machines without an accelerator: that the benchmark runs, and ratios.
+TINY_STEPS = (
+    serving_step("decode, 4 x 64", ((63, 1),) * 4, num_kv_heads=2, group_size=2, head_dim=16, dtype="float32"),
+    serving_step("decode, window", ((63, 1),) * 4, num_kv_heads=2, group_size=2, head_dim=16, window=24),
+    serving_step("prefill, 64", ((0, 64),), num_kv_heads=2, group_size=2, head_dim=16, dtype="float32"),
 )

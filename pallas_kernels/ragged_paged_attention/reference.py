@@ -10,8 +10,8 @@ Context above the diagonal and outside of the window is not read, at the grain o
 
 Padding: tokens beyond the last row's write nowhere; their output is zero.
 
-Numerics: scores, softmax state and accumulators are float32; probabilities enter the second product in the cache's
-dtype. Values that no query may see are replaced, not multiplied by zero: slots that nobody owns may hold NaN.
+Numerics: those of `numerics.PLAIN`, unless the caller has others. Values that no query may see are replaced, not
+multiplied by zero: slots that nobody owns may hold NaN.
 
 Cost: the loops have traced bounds. Integers that all layers of a group share are computed once, in the plan; what
 is left of them divides with `lax.div`, since `//` brings kernels for signs that never occur (README.md).
@@ -21,25 +21,26 @@ J the same and the part carried over, Q queries in a tile, X = Q * G, C slots of
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ragged_paged_attention.layout import SplitLayout
+from pallas_kernels.ragged_paged_attention.numerics import PLAIN, Numerics, Softmax, nothing
+from pallas_kernels.ragged_paged_attention.quantized import is_quantized, kind_of, quantize_new, slot_scales
 from pallas_kernels.shapes import ceil_div
 
-NUM_KV_ARRAYS = 2
-KV_HEADS_AXIS = 1
+LAYOUT = SplitLayout()
 
 ITEM_SLOTS = 64
 TILE_BYTES = 4 * 2**20  # keys and values of one tile of items: what the second-level caches of two cores hold
+ITEMS_PER_TOKEN = 2
 TILE_QUERIES = 128
 CHUNK_SLOTS = 256
 ITEMS_PER_CHUNK = 48  # this many items take as long as one chunk for a tile of queries
 
-LOWEST = -1e30  # below any score, yet finite, so that the difference of two is not NaN
 NOWHERE = 2**31 - 1  # an index that scatter drops
 
 
@@ -48,8 +49,9 @@ def why_not(platform: str) -> str | None:
     return None
 
 
-def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    return (num_blocks, num_kv_heads, block_size, head_dim)
+def cannot_take(**problem: Any) -> str | None:
+    """It takes everything."""
+    return None
 
 
 # ---- once a step ---------------------------------------------------------------------------------
@@ -127,34 +129,6 @@ def first_visible(position: jax.Array, window: int | None) -> jax.Array:
 # ---- once a layer --------------------------------------------------------------------------------
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Softmax:
-    """A softmax-weighted sum over part of a context, not divided yet.
-
-    `top` is what was subtracted from scores, `total` the sum of weights, `out` (one axis more: H) of weighted values.
-    """
-
-    top: jax.Array
-    total: jax.Array
-    out: jax.Array
-
-
-class Numerics(NamedTuple):
-    """How parts of a context become one: what `invariant` does in another way.
-
-    add_chunk(problem, state_KX, q_KXH, k_KCH, v_KCH, visible_XC): the state with one more chunk of the context.
-    attend_items(problem, q_IKGH, k_IKCH, v_IKCH, visible_IC): every query's attention to its item's slots.
-    merge_queries(part_JKG, token_J): for every part, the merger of all parts of the same query.
-    divide(state, sinks): weighted values over the sum of weights.
-    """
-
-    add_chunk: Callable[..., Softmax]
-    attend_items: Callable[..., Softmax]
-    merge_queries: Callable[..., Softmax]
-    divide: Callable[..., jax.Array]
-
-
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What the loops of one call only read."""
@@ -181,9 +155,13 @@ def attention(
     window: int | None,
     soft_cap: float | None,
     sinks_N: jax.Array | None,
+    scales: tuple[jax.Array, ...] = (),
     numerics: Numerics | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH)."""
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K)."""
+    if is_quantized(kv[0].dtype):
+        settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks_N": sinks_N, "numerics": numerics}
+        return _attend_dequantized(q_TNH, (k_TKH, v_TKH), kv, scales, metadata, settings)
     (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
     slots = (metadata.plan.slot_block_T, slice(None), metadata.plan.slot_offset_T)
     k_BKSH = kv[0].at[slots].set(k_TKH.astype(kv[0].dtype), mode="drop")
@@ -194,7 +172,29 @@ def attention(
     out_TKGH = jnp.zeros_like(q_TKGH)
     out_TKGH = _attend_query_tiles(problem, out_TKGH)
     out_TKGH = _attend_items(problem, out_TKGH)
-    return out_TKGH.reshape(T, N, H), (k_BKSH, v_BKSH)
+    return out_TKGH.reshape(T, N, H), (k_BKSH, v_BKSH), ()
+
+
+def _attend_dequantized(
+    q_TNH: jax.Array,
+    new: tuple[jax.Array, jax.Array],
+    kv: tuple[jax.Array, jax.Array],
+    scales: tuple[jax.Array, ...],
+    metadata: Any,
+    settings: dict[str, Any],
+) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """`attention` over what a quantised cache means, in float32: a definition, not a way to save memory."""
+    slots = (metadata.plan.slot_block_T, slice(None), metadata.plan.slot_offset_T)
+    meant, meant_new, stored, stored_scales = [], [], [], []
+    for x_TKH, x_BKSH, scale in zip(new, kv, scales or (None, None)):
+        stored_TKH, scale_TK = quantize_new(x_TKH, scale, x_BKSH.dtype)
+        scale_BKS = slot_scales(scale, x_BKSH.shape[:3])
+        meant.append(x_BKSH.astype(jnp.float32) * scale_BKS[..., None])
+        meant_new.append(stored_TKH.astype(jnp.float32) * scale_TK[..., None])
+        stored.append(x_BKSH.at[slots].set(stored_TKH, mode="drop"))
+        stored_scales.append(scale_BKS.at[slots].set(scale_TK, mode="drop"))
+    out_TNH, _, _ = attention(q_TNH, *meant_new, tuple(meant), metadata, **settings)
+    return out_TNH, tuple(stored), tuple(stored_scales) if kind_of(scales) == "token" else scales
 
 
 # ---- rows with many new tokens: tiles of queries -------------------------------------------------
@@ -237,7 +237,7 @@ def _attend_query_tile(problem: Problem, row: jax.Array, position_Q: jax.Array, 
         return problem.numerics.add_chunk(problem, state_KX, q_KXH, k_KCH, v_KCH, visible_XC)
 
     state_KX = lax.fori_loop(
-        lax.div(first_Q[0], chunk_slots), lax.div(last, chunk_slots) + 1, add_chunk, _nothing((K, Q * G), H)
+        lax.div(first_Q[0], chunk_slots), lax.div(last, chunk_slots) + 1, add_chunk, nothing((K, Q * G), H)
     )
     sinks_KX = None if problem.sinks_KG is None else jnp.tile(problem.sinks_KG, (1, Q))
     return problem.numerics.divide(state_KX, sinks_KX).reshape(K, Q, G, H).transpose(1, 0, 2, 3)
@@ -253,8 +253,8 @@ def _attend_items(problem: Problem, out_TKGH: jax.Array) -> jax.Array:
     its state is carried over, and what is written for it meanwhile is overwritten.
     """
     num_items = problem.metadata.plan.item_end_R[-1]
-    tile_items = _items_per_tile(problem.k_BKSH)
-    _, K, G, H = out_TKGH.shape
+    T, K, G, H = out_TKGH.shape
+    tile_items = _items_per_tile(problem.k_BKSH, T)
 
     def attend_tile(tile, carry):
         out_TKGH, carried_token, carried_KG = carry
@@ -267,15 +267,18 @@ def _attend_items(problem: Problem, out_TKGH: jax.Array) -> jax.Array:
         out_JKGH = problem.numerics.divide(state_JKG, problem.sinks_KG).astype(out_TKGH.dtype)
         return out_TKGH.at[token_J].set(out_JKGH, mode="drop"), token_J[-1], jax.tree.map(lambda x: x[-1], state_JKG)
 
-    carry = (out_TKGH, jnp.int32(NOWHERE), _nothing((K, G), H))
+    carry = (out_TKGH, jnp.int32(NOWHERE), nothing((K, G), H))
     return lax.fori_loop(0, lax.div(num_items + tile_items - 1, tile_items), attend_tile, carry)[0]
 
 
-def _items_per_tile(k_BKSH: jax.Array) -> int:
-    """As many items as `TILE_BYTES` hold; few enough that merging them stays cheap, enough to be worth an iteration."""
+def _items_per_tile(k_BKSH: jax.Array, num_tokens: int) -> int:
+    """As many items as `TILE_BYTES` hold; few enough that merging them stays cheap, enough to be worth an iteration.
+
+    The last tile is computed whole, so a step with few tokens has small ones: `ITEMS_PER_TOKEN` are a short context.
+    """
     _, K, S, H = k_BKSH.shape
     item_bytes = 2 * whole_blocks(ITEM_SLOTS, S) * K * H * k_BKSH.dtype.itemsize
-    return min(max(TILE_BYTES // item_bytes, 16), 64)
+    return min(max(TILE_BYTES // item_bytes, 16), 64, ITEMS_PER_TOKEN * num_tokens)
 
 
 def _attend_item_tile(problem: Problem, item_I: jax.Array, real_I: jax.Array) -> tuple[jax.Array, Softmax]:
@@ -312,84 +315,3 @@ def _gather_slots(problem: Problem, row: jax.Array, position: jax.Array, needed:
     k = problem.k_BKSH.reshape(-1, S, H).at[index].get(mode="clip").reshape(shape)
     v = problem.v_BKSH.reshape(-1, S, H).at[index].get(mode="clip").reshape(shape)
     return k, jnp.where(needed[..., None, :, None], v, 0)
-
-
-def masked_scores(problem: Problem, q: jax.Array, k: jax.Array, visible: jax.Array) -> jax.Array:
-    """Float32 scores [..., X, C] of queries [..., X, H] at slots [..., C, H], -inf where not `visible`."""
-    score = jnp.einsum("...XH,...CH->...XC", q.astype(k.dtype), k, preferred_element_type=jnp.float32) * problem.scale
-    if problem.soft_cap is not None:
-        score = problem.soft_cap * jnp.tanh(score / problem.soft_cap)
-    return jnp.where(visible, score, -jnp.inf)
-
-
-def _nothing(shape: tuple[int, ...], head_dim: int) -> Softmax:
-    """The softmax over no slots at all."""
-    return Softmax(jnp.full(shape, LOWEST), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
-
-
-# ---- the plain numerics --------------------------------------------------------------------------
-
-
-def _add_chunk(
-    problem: Problem, state_KX: Softmax, q_KXH: jax.Array, k_KCH: jax.Array, v_KCH: jax.Array, visible_XC: jax.Array
-) -> Softmax:
-    part_KX = _attend_slots(problem, q_KXH, k_KCH, v_KCH, visible_XC, state_KX.top)
-    fade_KX = jnp.exp(state_KX.top - part_KX.top)
-    return Softmax(
-        part_KX.top,
-        state_KX.total * fade_KX + part_KX.total,
-        state_KX.out * fade_KX[..., None] + part_KX.out,
-    )
-
-
-def _attend_each_item(
-    problem: Problem, q_IKGH: jax.Array, k_IKCH: jax.Array, v_IKCH: jax.Array, visible_IC: jax.Array
-) -> Softmax:
-    G = q_IKGH.shape[2]
-    q_IKGH = _no_single_query(q_IKGH, k_IKCH.dtype)
-    part_IKG = _attend_slots(problem, q_IKGH, k_IKCH, v_IKCH, visible_IC[:, None, None, :], jnp.float32(LOWEST))
-    return jax.tree.map(lambda x: x[:, :, :G], part_IKG)
-
-
-def _no_single_query(q_IKGH: jax.Array, kv_dtype: Any) -> jax.Array:
-    """Repeat the query where a head has only one: XLA:CPU's one-row products convert all of a 16-bit operand."""
-    if q_IKGH.shape[2] > 1 or kv_dtype == jnp.float32:
-        return q_IKGH
-    return jnp.repeat(q_IKGH, 2, axis=2)
-
-
-def _merge_queries(part_JKG: Softmax, token_J: jax.Array) -> Softmax:
-    """For every part, the merger of all parts of the same query. A product, because scatters are slower here."""
-    same_JJ = token_J[:, None] == token_J
-    top_JKG = jnp.max(jnp.where(same_JJ[..., None, None], part_JKG.top, LOWEST), axis=1)
-    weight_JKG = jnp.exp(part_JKG.top - top_JKG)
-    same_JJ = same_JJ.astype(jnp.float32)
-    total_JKG = jnp.einsum("IJ,JKG->IKG", same_JJ, part_JKG.total * weight_JKG)
-    out_JKGH = jnp.einsum("IJ,JKGH->IKGH", same_JJ, part_JKG.out * weight_JKG[..., None])
-    return Softmax(top_JKG, total_JKG, out_JKGH)
-
-
-def _attend_slots(
-    problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, top: jax.Array
-) -> Softmax:
-    """Attend from queries [..., X, H] to slots [..., C, H]; `visible` broadcasts to [..., X, C].
-
-    `top` [..., X] is a lower bound of the result's.
-    """
-    score = masked_scores(problem, q, k, visible)
-    top = jnp.maximum(score.max(-1), top)
-    weight = jnp.exp(score - top[..., None])
-    out = jnp.einsum("...XC,...CH->...XH", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return Softmax(top, weight.sum(-1), out)
-
-
-def _divide(state: Softmax, sinks: jax.Array | None) -> jax.Array:
-    """Weighted values over the sum of weights; a sink is one more weight, with no value."""
-    if sinks is None:
-        return state.out / state.total[..., None]
-    top = jnp.maximum(state.top, sinks)
-    weight = jnp.exp(state.top - top)
-    return state.out * (weight / (state.total * weight + jnp.exp(sinks - top)))[..., None]
-
-
-PLAIN = Numerics(_add_chunk, _attend_each_item, _merge_queries, _divide)

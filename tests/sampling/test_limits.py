@@ -6,11 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
-from jaxpaged.sampling.limits import float_of_order, largest_threshold, order_of_float, sampling_limits
+from jaxpaged.sampling.limits import sampling_limits
 from jaxpaged.sampling.rows import SamplingRows, unpack_rows
 from jaxpaged.sampling_params import SamplingParams
 
@@ -68,27 +65,3 @@ def test_a_row_is_narrow_when_its_candidates_are_all_it_may_draw():
     assert not limits_of(TIED, 4, top_k=7).narrow_S[0]
     assert not limits_of(TIED, 4, top_p=0.99).narrow_S[0]
     assert limits_of(TIED, V, top_p=0.99).narrow_S[0]
-
-
-any_logit = st.floats(-30, 30, width=32)
-
-
-@given(
-    hnp.arrays(np.float32, V, elements=any_logit | st.sampled_from([0.0, -0.0, 1.0, -np.inf])),
-    st.integers(1, V),
-)
-def test_the_threshold_search_finds_the_kth_largest_of_any_floats(logits_V, k):
-    ones = jnp.ones((1, 1))
-    found = threshold(jnp.asarray(logits_V)[None], ones, jnp.array([k], jnp.float32))
-    assert found[0] == np.sort(logits_V)[-k]
-
-
-threshold = jax.jit(largest_threshold)
-
-
-@given(hnp.arrays(np.float32, 2, elements=st.floats(width=32, allow_nan=False)))
-def test_the_order_of_floats_is_the_order_of_their_numbers(pair):
-    low, high = sorted(pair.tolist())
-    assert order_of_float(low) <= order_of_float(high) or low == high
-    back = np.asarray(float_of_order(jnp.array([order_of_float(low), order_of_float(high)], jnp.int32)))
-    np.testing.assert_array_equal(back, np.array([low, high], np.float32))

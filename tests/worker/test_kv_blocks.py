@@ -5,7 +5,7 @@ import pytest
 from jaxpaged.config import CacheConfig
 from jaxpaged.errors import CapacityError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, group_layers, max_blocks_per_request
-from jaxpaged.worker.kv_blocks import Demand, available_host_bytes, bytes_per_block, size_kv_cache
+from jaxpaged.worker.kv_blocks import Demand, available_host_bytes, bytes_per_block, host_budget, size_kv_cache
 
 
 class FakeDevice:
@@ -60,6 +60,18 @@ def test_an_accelerator_gives_its_share_of_memory_less_what_is_reserved():
 
 def test_a_cpu_gets_no_more_blocks_than_its_requests_can_use():
     assert size(CacheConfig(), FakeDevice("cpu")) == 8 * 10 + 1
+
+
+def test_what_else_runs_on_a_host_rarely_changes_the_budget_which_is_part_of_the_shapes():
+    assert {host_budget(24 * GIB, free, GIB) for free in (4 * GIB, 13 * GIB + 12345, 23 * GIB)} == {2 * GIB}
+    assert host_budget(24 * GIB, 4 * GIB - 1, 0) == GIB
+    assert host_budget(16 * GIB, 15 * GIB, 0) == 2 * GIB
+    assert host_budget(24 * GIB, 0, 0) == 0
+
+
+def test_one_long_request_may_take_more_of_a_host_as_long_as_that_is_free():
+    assert host_budget(24 * GIB, 12 * GIB, 5 * GIB) == 5 * GIB
+    assert host_budget(24 * GIB, 8 * GIB, 5 * GIB) < 5 * GIB
 
 
 def test_an_explicit_number_or_size_wins():

@@ -11,6 +11,7 @@ from jaxpaged.worker.blueprint import StepPrograms
 from jaxpaged.worker.bundles import Bundle
 from jaxpaged.worker.planner import Planner, count_collectives, largest_split
 from jaxpaged.worker.targets import Target, parse_target
+from pallas_kernels import tpu_targets
 from tests.models.checkpoints import write_checkpoint
 
 MIB = 2**20
@@ -142,3 +143,14 @@ def test_targets_without_a_compiler_are_planned_from_shapes(folder):
     plan = planner(folder, parse_target("v6e:1x1", compile=False)).plan()
     assert plan.fits and not plan.programs
     assert any("nothing was compiled" in line for line in plan.assumptions)
+
+
+@pytest.mark.aot_tpu
+@pytest.mark.skipif(tpu_targets.why_not() is not None, reason=str(tpu_targets.why_not()))
+def test_on_a_tpu_heads_are_split_and_no_program_copies_the_cache(folder):
+    options = {"block_size": 16, "dtype": "bfloat16", "tensor_parallel_size": 2, "num_gpu_blocks_override": 50_000}
+    plan = planner(folder, parse_target("v6e:2x2"), **options).plan()
+    assert plan.options["attention_backend"] == "tpu"
+    assert plan.programs and [program.error for program in plan.programs if program.error] == []
+    assert plan.block_bytes == 2 * 16 * 64 * 2 * 2  # keys and values of 12 numbers in 64 lanes, one head, two layers
+    assert max(program.temporary_bytes for program in plan.programs) < plan.kv_bytes / 10

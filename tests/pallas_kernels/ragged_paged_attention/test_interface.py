@@ -1,29 +1,76 @@
 """Choosing a backend, and what the interface refuses."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import ragged_paged_attention as rpa
 
 
-def test_auto_chooses_a_backend_that_runs_everywhere():
-    for platform in ("cpu", "gpu", "tpu"):
+def test_the_reference_runs_everywhere_and_auto_prefers_the_platforms_own_kernel():
+    for platform, chosen in (("cpu", "reference"), ("gpu", "gpu"), ("tpu", "tpu")):
         assert rpa.backends(platform)["reference"] is None
-        assert rpa.choose_backend("auto", platform) == "reference"
+        assert rpa.choose_backend("auto", platform) == chosen
         assert rpa.choose_backend("reference", platform) == "reference"
 
 
+def test_a_kernel_that_cannot_run_here_is_refused_with_what_can():
+    with pytest.raises(ValueError, match=r"'tpu' cannot run on 'cpu': it needs a TPU; 'tpu-interpret' runs the same"):
+        rpa.choose_backend("tpu", "cpu")
+    assert rpa.choose_backend("tpu-interpret", "cpu") == "tpu-interpret"
+
+
 def test_an_unknown_backend_is_refused_with_the_known_names():
-    with pytest.raises(ValueError, match=r"unknown attention backend 'flash'.*'auto', 'reference'"):
+    with pytest.raises(ValueError, match=r"unknown attention backend 'flash'.*'auto', .*'reference'"):
         rpa.choose_backend("flash", "cpu")
 
 
-def test_the_shape_of_the_cache_has_its_kv_heads_where_it_says():
-    shape = rpa.kv_shape(7, 16, 3, 10, "reference")
-    assert shape == (7, 3, 16, 10)
-    assert shape[rpa.kv_heads_axis("reference")] == 3
-    kv = rpa.kv_zeros(7, 16, 3, 10, jnp.bfloat16, "reference")
-    assert [(x.shape, x.dtype) for x in kv.arrays] == [(shape, jnp.bfloat16)] * rpa.num_kv_arrays("reference")
+@pytest.mark.parametrize(("backend", "shape"), [("reference", (7, 3, 16, 10)), ("tpu", (7, 3, 16, 128))])
+def test_the_shape_of_the_cache_has_its_kv_heads_and_slots_where_it_says(backend, shape):
+    assert rpa.kv_shape(7, 16, 3, 10, backend) == shape
+    assert shape[rpa.kv_heads_axis(backend)] == 3
+    assert shape[rpa.kv_layout(backend).slots_axis] == 16
+    kv = rpa.kv_zeros(7, 16, 3, 10, jnp.bfloat16, backend)
+    assert [(x.shape, x.dtype) for x in kv.arrays] == [(shape, jnp.bfloat16)] * rpa.num_kv_arrays(backend)
+    numbers = sum(x.size for x in kv.arrays)
+    assert numbers == 2 * 7 * 16 * 3 * rpa.kv_layout(backend).stored_dim(10)
+
+
+@pytest.mark.parametrize("backend", ["reference", "tpu"])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+def test_a_layout_gives_back_what_it_was_given(backend, head_dim):
+    layout = rpa.kv_layout(backend)
+    k_BSKH, v_BSKH = np.random.default_rng(0).normal(size=(2, 3, 16, 2, head_dim)).astype(np.float32)
+    arrays = layout.pack(k_BSKH, v_BSKH)
+    assert {x.shape for x in arrays} == {layout.shape(3, 16, 2, head_dim)}
+    for given, back in zip((k_BSKH, v_BSKH), layout.unpack(arrays, head_dim)):
+        np.testing.assert_array_equal(given, back)
+
+
+PROBLEM = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 16, "q_dtype": "bfloat16",
+           "kv_dtype": "bfloat16"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 9}, "9 query heads cannot share 2"),
+        ({"q_dtype": "float16"}, "'tpu' cannot take q is float16; accepted are bfloat16, float32. Use 'reference'"),
+        ({"kv_dtype": "float16"}, "the cache is float16; accepted are bfloat16, float32"),
+        ({"block_size": 8}, "block_size = 8; accepted are multiples of 16 for a cache of bfloat16"),
+        ({"block_size": 24}, "block_size = 24; accepted are multiples of 16"),
+        ({"num_heads": 512}, "512 query heads over 2 of head_dim 128 need [0-9]+ MiB of VMEM; accepted is"),
+    ],
+)
+def test_what_a_kernel_cannot_take_is_refused_before_tracing_with_what_it_takes(changes, message):
+    with pytest.raises(ValueError, match=message):
+        rpa.check("tpu", **(PROBLEM | changes))
+
+
+def test_what_the_kernels_take_is_not_refused():
+    for changes in ({}, {"block_size": 256}, {"kv_dtype": "float32", "block_size": 8}, {"head_dim": 80}):
+        rpa.check("tpu", **(PROBLEM | changes))
+    rpa.check("reference", **(PROBLEM | {"block_size": 5, "q_dtype": "float16"}))
 
 
 def test_query_heads_that_cannot_share_the_kv_heads_are_refused():
@@ -32,5 +79,5 @@ def test_query_heads_that_cannot_share_the_kv_heads_are_refused():
         0, jnp.zeros(2), jnp.zeros(1), jnp.zeros((1, 1)), num_tokens=4, block_size=16, window=None, backend="reference"
     )
     x_T2H = jnp.zeros((4, 2, 8))
-    with pytest.raises(ValueError, match="3 query heads cannot share 2"):
+    with pytest.raises(ValueError, match="3 query heads cannot share 2 key-value heads"):
         rpa.ragged_paged_attention(jnp.zeros((4, 3, 8)), x_T2H, x_T2H, kv, metadata, scale=1.0, backend="reference")

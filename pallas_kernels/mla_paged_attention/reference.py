@@ -1,0 +1,75 @@
+"""Latent attention in plain jax.numpy, token by token: the definition of correct, and the CPU backend.
+
+Skipping: each token walks over its own context in chunks, and no further. That is no slower than walking with several
+tokens: all heads of one token are the rows of one product.
+
+Padding: tokens beyond the last row's walk over nothing and give zeros.
+
+Numerics: scores, softmax state and accumulators are float32; probabilities enter the second product in the cache's
+type. Slots that a token may not see are replaced by zeros, not multiplied by them: they may hold NaN.
+
+Knows nothing of backends; arguments have been checked. Letter: s slots of a chunk.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.shapes import ceil_div
+
+CHUNK_SLOTS = 256
+LOWEST = -1e30  # below any score, yet finite, so that the difference of two is not NaN
+
+
+def cannot_take(*operands: Any) -> str | None:
+    """It takes any operands."""
+    return None
+
+
+def attend(
+    q_TNC: jax.Array, q_rope_TNP: jax.Array, cache_BSW: jax.Array, metadata: Any, *, scale: float, interpret: Any
+) -> jax.Array:
+    """out_TNC over a cache that holds this step's tokens already; there is nothing to interpret."""
+    (T, N, C), width = q_TNC.shape, q_TNC.shape[2] + q_rope_TNP.shape[2]
+    q_TNW = jnp.concatenate([q_TNC, q_rope_TNP], axis=2).astype(cache_BSW.dtype)
+
+    def attend_token(token, out_TNC):
+        def add_chunk(chunk, state):
+            top_N, total_N, out_NC = state
+            x_sW, visible_s = _chunk(cache_BSW, metadata, token, chunk)
+            score_Ns = jnp.where(visible_s, scale * _product("NW,sW->Ns", q_TNW[token], x_sW[:, :width]), -jnp.inf)
+            highest_N = jnp.maximum(top_N, score_Ns.max(axis=1))
+            weight_Ns, fade_N = jnp.exp(score_Ns - highest_N[:, None]), jnp.exp(top_N - highest_N)
+            added_NC = _product("Ns,sC->NC", weight_Ns.astype(x_sW.dtype), x_sW[:, :C])
+            return highest_N, total_N * fade_N + weight_Ns.sum(axis=1), out_NC * fade_N[:, None] + added_NC
+
+        num_chunks = ceil_div(metadata.position_T[token] + 1, chunk_slots(cache_BSW))
+        nothing = jnp.full(N, LOWEST), jnp.zeros(N), jnp.zeros((N, C))
+        _, total_N, out_NC = lax.fori_loop(0, num_chunks, add_chunk, nothing)
+        out_NC /= jnp.where(total_N == 0, 1, total_N)[:, None]
+        return out_TNC.at[token].set(out_NC.astype(out_TNC.dtype))
+
+    return lax.fori_loop(0, T, attend_token, jnp.zeros_like(q_TNC))
+
+
+def chunk_slots(cache_BSW: jax.Array) -> int:
+    """Slots of a chunk: whole blocks."""
+    S = cache_BSW.shape[1]
+    return max(1, CHUNK_SLOTS // S) * S
+
+
+def _chunk(cache_BSW: jax.Array, metadata: Any, token: jax.Array, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Slots [s, W] of one chunk of a token's context, zeros where it may not see, and where it may."""
+    S, W = cache_BSW.shape[1:]
+    position_s = chunk * chunk_slots(cache_BSW) + jnp.arange(chunk_slots(cache_BSW))
+    visible_s = position_s <= metadata.position_T[token]
+    block = metadata.block_tables_RM.at[metadata.row_T[token], position_s[::S] // S].get(mode="clip")
+    x_sW = cache_BSW.at[block].get(mode="clip").reshape(-1, W)
+    return jnp.where(visible_s[:, None], x_sW, 0), visible_s
+
+
+def _product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)

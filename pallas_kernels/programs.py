@@ -1,0 +1,107 @@
+"""Every op's serving cases as programs without numbers: what compiling for absent devices and benchmarks share.
+
+Attention over keys and values per head has its own, `testing.layer_of`. Knows no device.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import grouped_matmul as gm
+from pallas_kernels import kv_copy, top_k_top_p
+from pallas_kernels import mla_paged_attention as mla
+from pallas_kernels import quantized_matmul as qm
+from pallas_kernels.grouped_matmul.cases import SERVING_CASES as GROUPED
+from pallas_kernels.kv_copy.cases import SERVING_CASES as COPIES
+from pallas_kernels.mla_paged_attention.cases import SERVING_CASES as LATENT
+from pallas_kernels.quantized_matmul.cases import SERVING_CASES as QUANTIZED
+from pallas_kernels.top_k_top_p.cases import SERVING_CASES as MASKS
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """`function(*args)`; args are trees of shapes, `donate` the numbers of those that are updated in place."""
+
+    function: Callable
+    args: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+
+
+def programs(op: str, backend: str) -> Iterator[tuple[str, Program]]:
+    """(case's name, program) of the serving cases of an op that `backend` takes. Raises KeyError for unknown ops."""
+    make, cases = OPS[op]
+    for case in cases:
+        program = make(case, backend)
+        if program is not None:
+            yield case.name, program
+
+
+def _copies(case: Any, backend: str) -> Program | None:
+    pool = tuple(_struct((case.num_blocks, *case.block), case.dtype) for _ in range(case.num_arrays))
+    ids_P = _struct((case.num_pairs,), "int32")
+    if kv_copy.backends(backend, pool)[backend] is not None:
+        return None
+    return Program(lambda *operands: kv_copy.copy_blocks(*operands, backend=backend), (pool, ids_P, ids_P), (0,))
+
+
+def _masks(case: Any, backend: str) -> Program | None:
+    logits_SV = _struct((case.num_rows, case.vocabulary), "float32")
+    limits = (_struct((case.num_rows,), dtype) for dtype in ("int32", "float32", "float32"))
+    if top_k_top_p.backends(backend, logits_SV)[backend] is not None:
+        return None
+    return Program(lambda *operands: top_k_top_p.least_logits(*operands, backend=backend), (logits_SV, *limits))
+
+
+def _quantized(case: Any, backend: str) -> Program | None:
+    D, F, C = case.num_inputs, case.num_outputs, case.num_inputs // (case.group or case.num_inputs)
+    scale_CF = _struct((C, F), "float32")
+    weight = qm.QuantizedWeight(_struct((F, D), case.weights), scale_CF, scale_CF if case.zeros else None)
+    x_TD = _struct((case.num_tokens, D), case.dtype)
+    if qm.backends(backend, x_TD, weight)[backend] is not None:
+        return None
+    return Program(lambda *operands: qm.quantized_matmul(*operands, backend=backend), (x_TD, weight))
+
+
+def _grouped(case: Any, backend: str) -> Program | None:
+    E, D, F = len(case.sizes), case.num_inputs, case.num_outputs
+    scale_ECF = None if case.weights == case.dtype else _struct((E, D // (case.group or D), F), "float32")
+    weights = gm.ExpertWeights(_struct((E, F, D), case.weights), scale_ECF)
+    x_TD = _struct((sum(case.sizes) + case.padding, D), case.dtype)
+    if gm.backends(backend, x_TD, weights)[backend] is not None:
+        return None
+    return Program(
+        lambda *operands: gm.grouped_matmul(*operands, backend=backend), (x_TD, weights, _struct((E,), "int32"))
+    )
+
+
+def _latent(case: Any, backend: str) -> Program | None:
+    T, R, N, C, P, S = case.num_tokens, case.num_rows, case.num_heads, case.latent_dim, case.rope_dim, case.block_size
+    q = [_struct((T, N, size), case.dtype) for size in (C, P)]
+    new = [_struct((T, size), case.dtype) for size in (C, P)]
+    cache_BSW = _struct(mla.cache_shape(2048, S, C, P, backend), case.dtype)
+    where = [_struct(dims, "int32") for dims in ((R + 1,), (R,), (R, 2048))]
+    if mla.backends(backend, *q, cache_BSW)[backend] is not None:
+        return None
+
+    def layer(cache_BSW, q_TNC, q_rope_TNP, latent_TC, rope_TP, *where):
+        metadata = mla.make_metadata(*where, num_tokens=T, block_size=S)
+        operands = (q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, metadata)
+        return mla.mla_paged_attention(*operands, scale=(C + P) ** -0.5, backend=backend)
+
+    return Program(layer, (cache_BSW, *q, *new, *where), (0,))
+
+
+def _struct(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
+
+
+OPS = {
+    "kv_copy": (_copies, COPIES),
+    "top_k_top_p": (_masks, MASKS),
+    "quantized_matmul": (_quantized, QUANTIZED),
+    "grouped_matmul": (_grouped, GROUPED),
+    "mla_paged_attention": (_latent, LATENT),
+}

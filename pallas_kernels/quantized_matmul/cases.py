@@ -1,0 +1,46 @@
+"""The one list of named shapes for tests, benchmarks and tuning. Knows no arrays."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`num_tokens` times a weight of `num_inputs` and `num_outputs`, in groups of `group` inputs (0: all in one)."""
+
+    name: str
+    weights: str
+    group: int = 0
+    num_tokens: int = 5
+    num_inputs: int = 256
+    num_outputs: int = 96
+    zeros: bool = False
+    activations: str | None = None
+    dtype: str = "bfloat16"
+
+
+CASES = (
+    Case("w8a16 per channel", "int8"),
+    Case("w8a16 per channel, float8", "float8_e4m3fn", dtype="float16"),
+    Case("w8a16 per channel, float8_e5m2, float32", "float8_e5m2", dtype="float32"),
+    Case("w4a16 per channel", "int4", num_tokens=33),
+    Case("w8a8 int8", "int8", activations="int8"),
+    Case("w8a8 float8", "float8_e4m3fn", activations="float8_e4m3fn"),
+    Case("w8a16 in groups", "int8", group=128),
+    Case("w8a16 in groups, float8", "float8_e4m3fn", group=128, num_tokens=40),
+    Case("w4a16 in groups", "int4", group=128),
+    Case("w4a16 in groups with zeros", "int4", group=128, zeros=True, num_outputs=100),
+    Case("w4a16, one group with zeros", "int4", zeros=True, num_tokens=1),
+    Case("w4a16 in small groups", "int4", group=32, zeros=True),
+    Case("w4a16, many tokens", "int4", group=128, num_tokens=530, num_inputs=128 * 5, num_outputs=300),
+    Case("w8a16, inputs of several tiles", "int8", group=128, num_tokens=3, num_inputs=128 * 34, num_outputs=32),
+    Case("w8a16, groups larger than a tile", "int8", group=384, num_inputs=1152, zeros=True),
+    Case("w4a16 in odd groups, float32", "int4", group=48, num_inputs=96, dtype="float32"),
+)
+
+# What an engine compiles: an 8-billion-parameter model's second feed-forward product.
+SERVING_CASES = (
+    Case("w4a16, 16 tokens", "int4", group=128, num_tokens=16, num_inputs=14336, num_outputs=4096),
+    Case("w4a16 with zeros, 2048 tokens", "int4", 128, 2048, num_inputs=14336, num_outputs=4096, zeros=True),
+    Case("w8a16, 16 tokens", "int8", group=128, num_tokens=16, num_inputs=14336, num_outputs=4096),
+    Case("w8a16 float8, 512 tokens", "float8_e4m3fn", group=128, num_tokens=512, num_inputs=14336, num_outputs=4096),
+)

@@ -1,0 +1,219 @@
+"""Ragged paged attention on NVIDIA GPUs from Ampere on: Pallas kernels for Triton.
+
+Layout: keys and values apart, `[blocks, kv heads, slots, head dim]`: a block of one head is contiguous.
+
+Grid: (items, kv heads). An item is a tile of neighbouring query tokens of one row, all query heads of the kv head
+with them as rows of one product, and a part of their context. There are two calls, one for rows with so few new
+tokens that a small tile holds them (decodes), one for all other rows; each takes everything that varies from step to
+step as data. Where a step has too few tiles to fill the device, contexts are cut into as many parts as it takes, of
+equal length whoever they belong to, and a further call merges the partial results.
+
+Skipping: context behind the last query of a tile and before its window is not read, at the grain of one iteration.
+Programs beyond the last item read one number and stop.
+
+Requires: compute capability 8.0 or more; head_dim up to 256; keys and values in float32, bfloat16, float16, or 8 bits
+with any kind of scales.
+
+Padding: tokens beyond the last row's write nowhere; their output is zero. Rows of a tile without a query are masked.
+
+Numerics: scores, softmax state, accumulators and partial results are float32; probabilities enter the second product
+in the cache's type. Numbers of 8 bits enter products in the queries' type; scales of keys multiply scores, those of
+values probabilities. Slots that no query of the tile sees are not read, so they may hold NaN.
+
+Cost: a decode reads each key and value once, and writes 4 * head_dim bytes for each query head and part. A call that
+has nothing to do costs some microseconds, so steps of few tokens have one class of tiles only.
+
+This module knows nothing of meshes, of who owns which block, and of how a kernel is launched (calls.py).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_paged_attention.gpu.items import make_items
+from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, choose_tiles, device_kind
+from pallas_kernels.ragged_paged_attention.layout import SplitLayout
+from pallas_kernels.ragged_paged_attention.quantized import LARGEST, is_quantized, kind_of, quantize_new
+
+NOWHERE = 2**31 - 1  # a block that no pool has
+MAX_HEAD_DIM = 256
+ALL_DECODE_TOKENS = 32  # steps up to here are not worth a second class of tiles
+MAX_GROUP_SIZE = 128
+TYPES = tuple(jnp.dtype(x) for x in ("float32", "bfloat16", "float16"))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where each token's keys and values go; `NOWHERE` for padding tokens.
+
+    The lists of items depend on the number of heads, which is not known here. Layers make them, and XLA merges what
+    equal layers compute from equal inputs.
+    """
+
+    slot_block_T: jax.Array
+    slot_offset_T: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkClass:
+    """The rows that one kind of tile serves, and the most tiles that they can make."""
+
+    tiles: Tiles
+    wanted_R: jax.Array
+    num_tiles: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuBackend:
+    """The backend's functions. `interpret` runs the kernels in Pallas's interpreter, anywhere and very slowly.
+
+    `choose` has the arguments and the result of `choose_tiles`; scripts/tune_kernel.py tries others.
+    """
+
+    interpret: bool
+    choose: Callable[..., Tiles] = choose_tiles
+
+    LAYOUT = SplitLayout()
+
+    def why_not(self, platform: str) -> str | None:
+        if self.interpret:
+            return None
+        if platform == "gpu":
+            return device_refusal(present_capability())
+        return "it needs an NVIDIA GPU; 'gpu-interpret' runs the same kernels in Pallas's interpreter, for tests"
+
+    def cannot_take(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        q_dtype: Any,
+        kv_dtype: Any,
+        kv_scales: str,
+    ) -> str | None:
+        """The reason why the kernels cannot attend with such heads, blocks and types, or None."""
+        for name, dtype, accepted in (("q", q_dtype, TYPES), ("the cache", kv_dtype, (*TYPES, *LARGEST))):
+            if dtype not in accepted:
+                return f"{name} is {dtype}; accepted are {', '.join(map(str, accepted))}"
+        if head_dim > MAX_HEAD_DIM:
+            return f"head_dim = {head_dim}; accepted are at most {MAX_HEAD_DIM}"
+        if num_heads // num_kv_heads > MAX_GROUP_SIZE:
+            return f"{num_heads // num_kv_heads} query heads per kv head; accepted are at most {MAX_GROUP_SIZE}"
+        return None
+
+    def make_plan(
+        self,
+        query_start_loc_R1: jax.Array,
+        seq_lens_R: jax.Array,
+        block_tables_RM: jax.Array,
+        *,
+        num_tokens: int,
+        block_size: int,
+        window: int | None,
+    ) -> Plan:
+        """The plan of one step; see `make_metadata` for the arguments."""
+        end_R = query_start_loc_R1[1:]
+        token_T = jnp.arange(num_tokens, dtype=jnp.int32)
+        row_T = jnp.minimum(jnp.sum(end_R <= token_T[:, None], axis=-1), len(seq_lens_R) - 1)
+        position_T = (seq_lens_R - end_R)[row_T] + token_T
+        block_T = block_tables_RM.at[row_T, position_T // block_size].get(mode="clip")
+        return Plan(jnp.where(token_T < end_R[-1], block_T, NOWHERE), position_T % block_size)
+
+    def attention(
+        self,
+        q_TNH: jax.Array,
+        k_TKH: jax.Array,
+        v_TKH: jax.Array,
+        kv: tuple[jax.Array, ...],
+        metadata: Any,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks_N: jax.Array | None,
+        scales: tuple[jax.Array, ...] = (),
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K).
+
+        Raises ValueError for a cache whose size the kernels cannot address, see `check_size`.
+        """
+        check_size(kv[0].size, kv[0].dtype)
+        from pallas_kernels.ragged_paged_attention.gpu import calls  # Pallas takes 0.3 s to import
+
+        (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
+        new = new_slots(k_TKH, v_TKH, kv[0].dtype, scales)
+        written = calls.write(new, (*kv, *scales)[: len(new)], metadata.plan, self.interpret)
+        kv, scales = written[:2], written[2:] or scales
+        rule = calls.LayerRule(scale, window, soft_cap, sinks_N is not None, kind_of(scales))
+        sinks_N = jnp.zeros(N, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
+        kind = device_kind(self.interpret)
+        out_TNH = jnp.zeros_like(q_TNH)
+        for work in self.work_classes(metadata, T, N // K, H, kv[0].dtype, kind):
+            sizes = work.tiles.sizes(N // K, K, kind)
+            items = make_items(metadata, work.wanted_R, work.num_tiles, sizes, window)
+            out_TNH = calls.attend(
+                rule, work.tiles, sizes, items, metadata, sinks_N, q_TNH, kv, scales, out_TNH, self.interpret
+            )
+        return out_TNH, kv, scales
+
+    def work_classes(
+        self, metadata: Any, num_tokens: int, group_size: int, head_dim: int, dtype: Any, kind: str
+    ) -> list[WorkClass]:
+        """Decodes and everything else, or all rows as decodes when the step is small."""
+        start_R1 = metadata.query_start_loc_R1
+        num_queries_R = start_R1[1:] - start_R1[:-1]
+        R, T = len(num_queries_R), num_tokens
+        few = self.choose("decode", group_size, head_dim, dtype, kind)
+        most = few.queries(group_size)
+        if T <= ALL_DECODE_TOKENS:
+            return [WorkClass(few, num_queries_R > 0, min(T, T // most + R))]
+        many = self.choose("prefill", group_size, head_dim, dtype, kind)
+        num_others = min(R, T // (most + 1))  # a row that is no decode has more than `most` tokens
+        num_tiles = min(T, T // many.queries(group_size) + num_others)
+        return [
+            WorkClass(few, num_queries_R <= most, min(T, R)),
+            WorkClass(many, num_queries_R > most, num_tiles),
+        ]
+
+
+def present_capability() -> str | None:
+    """The compute capability of the GPU here, such as "9.0", or None where there is none: then it is described."""
+    try:
+        return jax.devices("gpu")[0].compute_capability
+    except RuntimeError:
+        return None
+
+
+def device_refusal(capability: str | None) -> str | None:
+    """Why the kernels cannot run on a GPU of this compute capability, or None."""
+    if capability is None or (capability[0].isdigit() and float(capability) >= 8.0):
+        return None
+    return f"it needs an NVIDIA GPU of compute capability 8.0 or more, and this one has {capability}"
+
+
+def check_size(size: int, dtype: Any) -> None:
+    """Raise ValueError for arrays whose elements cannot be numbered in the integers that jax chooses for them.
+
+    Up to 2**32 bytes jax has Pallas compute in 32 bits, with a sign: too few for more than 2**31 numbers of 8 bits.
+    """
+    if jnp.dtype(dtype).itemsize == 1 and 2**31 < size <= 2**32:
+        raise ValueError(
+            f"the 'gpu' attention backend cannot address a cache of 8 bits with {size} numbers in each layer's keys; "
+            f"accepted are up to {2**31}, or more than {2**32}. Give the cache fewer or more blocks."
+        )
+
+
+def new_slots(k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, scales: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """What the cache stores of new keys and values: both, in its type, and their scales where tokens have them."""
+    if not is_quantized(dtype):
+        return k_TKH, v_TKH
+    (k_TKH, k_scale_TK), (v_TKH, v_scale_TK) = (
+        quantize_new(x_TKH, scale, dtype) for x_TKH, scale in zip((k_TKH, v_TKH), scales or (None, None))
+    )
+    return (k_TKH, v_TKH, k_scale_TK, v_scale_TK) if kind_of(scales) == "token" else (k_TKH, v_TKH)

@@ -1,0 +1,98 @@
+"""The calls of one layer: write the new tokens, attend from each class of query tiles, merge what was cut.
+
+This is the only module that says how a kernel is launched: to take over from Pallas, another Triton binding has to
+offer `write` and `attend` with these arguments. It knows nothing of who asks, and of how kernels work.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.ragged_paged_attention.gpu import kernels
+from pallas_kernels.ragged_paged_attention.gpu.items import Items, Sizes
+from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, device_kind, reads_float8
+from pallas_kernels.shapes import ceil_div
+
+WRITE_TOKENS = 16
+# Products of float32 numbers: three passes through the tensor cores, which lose about as little as float32 does. Plain
+# float32 products would take all of a thread's registers. XLA:CPU, and so the interpreter, has no such passes.
+PRECISION = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+INTERPRETED_PRECISION = lax.Precision.HIGHEST
+
+
+def write(
+    new: tuple[jax.Array, ...], caches: tuple[jax.Array, ...], plan: Any, interpret: bool
+) -> tuple[jax.Array, ...]:
+    """The caches with what is new, in place when they are donated: x_TKH for [B, K, S, H], x_TK for [B, K, S]."""
+    T, K = new[0].shape[:2]
+    first = 2 + len(new)
+    return pl.pallas_call(
+        functools.partial(kernels.write_kernel, tokens=WRITE_TOKENS),
+        grid=(ceil_div(T, WRITE_TOKENS), K),
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches),
+        input_output_aliases={first + i: i for i in range(len(caches))},
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="paged_kv_write",
+    )(plan.slot_block_T, plan.slot_offset_T, *new, *caches)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRule:
+    """What a layer's attention is, whatever its shapes."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    kv_scales: str
+
+
+def attend(
+    rule: LayerRule,
+    tiles: Tiles,
+    sizes: Sizes,
+    items: Items,
+    metadata: Any,
+    sinks_N: jax.Array,
+    q_TNH: jax.Array,
+    kv: tuple[jax.Array, ...],
+    scales: tuple[jax.Array, ...],
+    out_TNH: jax.Array,
+    interpret: bool,
+) -> jax.Array:
+    """`out_TNH` with the outputs of the items' tokens."""
+    (_, N, H), K = q_TNH.shape, kv[0].shape[1]
+    rows = tiles.rows_for(N // K)
+    layer = kernels.Layer(
+        sizes.queries, rows, sizes.slots, N // K, H, **dataclasses.asdict(rule),
+        precision=INTERPRETED_PRECISION if interpret else PRECISION, reads_float8=reads_float8(device_kind(interpret)),
+    )  # fmt: skip
+    settings = {
+        "compiler_params": plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        "interpret": interpret,
+    }
+    out_struct = jax.ShapeDtypeStruct(out_TNH.shape, out_TNH.dtype)
+    state_struct = jax.ShapeDtypeStruct((sizes.num_parts, K, rows), jnp.float32)
+    out_TNH, *parts = pl.pallas_call(
+        functools.partial(kernels.attend_kernel, layer=layer),
+        grid=(len(items.items_I), K),
+        out_shape=[out_struct, jax.ShapeDtypeStruct((*state_struct.shape, H), jnp.float32), state_struct, state_struct],
+        input_output_aliases={6: 0},
+        name="paged_attend",
+        **settings,
+    )(items.items_I, metadata.block_tables_RM, sinks_N, q_TNH, *kv, out_TNH, *scales)
+    return pl.pallas_call(
+        functools.partial(kernels.merge_kernel, layer=layer),
+        grid=(len(items.tiles_E), K),
+        out_shape=out_struct,
+        input_output_aliases={5: 0},
+        name="paged_merge",
+        **settings,
+    )(items.tiles_E, sinks_N, *parts, out_TNH)

@@ -1,0 +1,118 @@
+"""Work lists of the GPU kernels: which program attends from which query tokens to which part of whose context.
+
+A row's new tokens are cut into query tiles, and the context of a tile into parts wherever a step has too few tiles
+to fill the device. An item is one part of one tile. Lists have static lengths, bounded from the shapes of a step,
+and programs beyond the last item stop at once. This module knows nothing of heads or of how an item is computed.
+
+Letters beside the package's: I items, E tiles that are cut into parts.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.shapes import ceil_div
+
+# Columns of `Items.items_I` and of `Items.tiles_E`.
+ROW, TOKEN, NUM_QUERIES, POSITION, BEGIN, END, PART, NUM_PARTS = range(8)
+NUM_COLUMNS = 8
+
+NOT_SPLIT = -1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """The work of one kernel call, int32 with one column for each fact.
+
+    items_I: [I, 8]. ROW; TOKEN, NUM_QUERIES and POSITION of its query tile: the first token, how many there are (0
+    beyond the last item) and the first one's place in the context; slots [BEGIN, END) of the context, which may be
+    none; PART, where the partial result goes, or `NOT_SPLIT` when this item is all of its tile.
+    tiles_E: [E, 8], the tiles that are in parts: TOKEN and NUM_QUERIES likewise, PART the first, NUM_PARTS.
+    """
+
+    items_I: jax.Array
+    tiles_E: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How work is cut.
+
+    queries: tokens in a query tile. slots: slots that a program attends to at a time. programs: as many items as
+    fill the device; tiles are cut into parts until there are about as many, but no finer than `min_slots`.
+    """
+
+    queries: int
+    slots: int
+    programs: int
+    min_slots: int
+
+    def num_items(self, num_tiles: int) -> int:
+        """The most items that `num_tiles` tiles can make."""
+        return num_tiles + self.programs
+
+    @property
+    def num_parts(self) -> int:
+        """The most items whose results are partial: of w units of work in parts of s, each tile makes below 2 w / s."""
+        return 2 * self.programs
+
+
+def make_items(metadata: Any, wanted_R: jax.Array, num_tiles: int, sizes: Sizes, window: int | None) -> Items:
+    """The items of the rows with `wanted_R`, whose query tiles are `num_tiles` at most; the largest come first."""
+    start_R, end_R = metadata.query_start_loc_R1[:-1], metadata.query_start_loc_R1[1:]
+    num_queries_R = jnp.where(wanted_R, end_R - start_R, 0)
+    tiles_R = ceil_div(num_queries_R, sizes.queries)
+    units_R = _units(metadata.seq_lens_R, sizes, window)
+    units_per_part = jnp.maximum(ceil_div(jnp.sum(tiles_R * units_R), sizes.programs), sizes.min_slots // sizes.slots)
+    parts_R = ceil_div(units_R, units_per_part)
+    first_part_R = _exclusive_cumsum(jnp.where(parts_R > 1, tiles_R * parts_R, 0))
+
+    def facts(tile_end_R: jax.Array, index: jax.Array, per_tile_R: jax.Array) -> tuple[jax.Array, ...]:
+        """(row, tile, part, queries) of entry `index` of a list in which each tile has `per_tile_R` entries."""
+        row = jnp.minimum(jnp.sum(tile_end_R <= index[:, None], axis=-1), len(start_R) - 1)
+        left = tile_end_R[row] - 1 - index  # later tiles see more: counted from the end, they come first
+        tile, part = lax.div(left, per_tile_R[row]), lax.rem(left, per_tile_R[row])
+        queries = jnp.minimum(num_queries_R[row] - tile * sizes.queries, sizes.queries)
+        return row, tile, part, jnp.where(index < tile_end_R[-1], queries, 0)
+
+    index_I = jnp.arange(sizes.num_items(num_tiles), dtype=jnp.int32)
+    row_I, tile_I, part_I, queries_I = facts(jnp.cumsum(tiles_R * parts_R), index_I, jnp.maximum(parts_R, 1))
+    token_I = start_R[row_I] + tile_I * sizes.queries
+    position_I = (metadata.seq_lens_R - end_R)[row_I] + token_I
+    first_I = lax.div(first_visible(position_I, window), jnp.int32(sizes.slots)) + part_I * units_per_part
+    begin_I = first_I * sizes.slots
+    end_I = jnp.minimum(begin_I + units_per_part * sizes.slots, position_I + queries_I)
+    index_in_row_I = tile_I * parts_R[row_I] + part_I
+    part_I = jnp.where(parts_R[row_I] > 1, first_part_R[row_I] + index_in_row_I, NOT_SPLIT)
+    items_I = jnp.stack([row_I, token_I, queries_I, position_I, begin_I, end_I, part_I, parts_R[row_I]], axis=-1)
+
+    index_E = jnp.arange(min(sizes.programs, num_tiles), dtype=jnp.int32)
+    split_tiles_R = jnp.where(parts_R > 1, tiles_R, 0)
+    row_E, tile_E, _, queries_E = facts(jnp.cumsum(split_tiles_R), index_E, jnp.ones_like(tiles_R))
+    token_E = start_R[row_E] + tile_E * sizes.queries
+    nothing_E = jnp.zeros_like(row_E)
+    part_E = first_part_R[row_E] + tile_E * parts_R[row_E]
+    tiles_E = jnp.stack([row_E, token_E, queries_E, nothing_E, nothing_E, nothing_E, part_E, parts_R[row_E]], axis=-1)
+    return Items(items_I, tiles_E)
+
+
+def first_visible(position: jax.Array, window: int | None) -> jax.Array:
+    """The first position that a query at `position` sees."""
+    return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
+
+
+def _units(seq_lens_R: jax.Array, sizes: Sizes, window: int | None) -> jax.Array:
+    """How many runs of `sizes.slots` slots a query tile of each row sees at most; at least one."""
+    units_R = jnp.maximum(ceil_div(seq_lens_R, sizes.slots), 1)
+    if window is None:
+        return units_R
+    longest = window + sizes.queries - 1  # from the first slot that the first query sees to the last query's own
+    return jnp.minimum(units_R, (longest - 1) // sizes.slots + 2)
+
+
+def _exclusive_cumsum(x_R: jax.Array) -> jax.Array:
+    return jnp.cumsum(x_R) - x_R

@@ -1,0 +1,312 @@
+"""The bodies of the GPU kernels, in Pallas for Triton: attend from a query tile, and write to the cache.
+
+Every size of a tile is a power of two, as Triton wants it: rows of a tile that have no query are masked, and a head
+dim is cut into pieces (pieces.py). This module knows nothing of how the work was cut (items.py) or of how large tiles
+should be.
+
+Letters beside the package's: X = queries * G rows of a query tile, C slots of one iteration, P a piece of H.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.ragged_paged_attention.gpu import items as at
+from pallas_kernels.ragged_paged_attention.gpu.pieces import load_pieces, pieces, store_pieces
+from pallas_kernels.ragged_paged_attention.quantized import is_quantized
+from pallas_kernels.shapes import ceil_div
+
+LOWEST = -1e30  # below any score, yet finite, so that the difference of two is not NaN
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What is static of a layer, and of how a kernel walks over it.
+
+    queries: tokens of a query tile. rows: X, a power of two. slots: C, likewise. precision: of float32 products.
+    kv_scales: what a cache of 8 bits is multiplied with, "none", "head" or "token". reads_float8: whether the device
+    converts float8_e4m3fn by itself.
+    """
+
+    queries: int
+    rows: int
+    slots: int
+    group_size: int
+    head_dim: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    kv_scales: str
+    precision: Any
+    reads_float8: bool
+
+
+# ---- attend --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One query tile of one kv head, inside of a kernel; [X, 1] unless said otherwise."""
+
+    head: jax.Array  # scalar: kv head
+    token: jax.Array
+    query_head: jax.Array
+    position: jax.Array
+    real: jax.Array  # whether the row holds a query
+
+
+def query_tile(layer: Layer, head: jax.Array, token: jax.Array, num_queries: jax.Array, position: jax.Array) -> Tile:
+    """The rows of `num_queries` tokens from `token` on: all query heads of kv head `head`, token by token."""
+    row_X1 = lax.broadcasted_iota(jnp.int32, (layer.rows, 1), 0)
+    query_X1 = lax.div(row_X1, jnp.int32(layer.group_size))
+    member_X1 = row_X1 - query_X1 * layer.group_size
+    return Tile(
+        head, token + query_X1, head * layer.group_size + member_X1, position + query_X1, query_X1 < num_queries
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """References to keys and values, k and v [B, K, S, H], and to their scales, [B, K, S] or [K], if they have any."""
+
+    tables: Any
+    k: Any
+    v: Any
+    scales: tuple[Any, ...]
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+
+def attend_kernel(items_ref, tables_ref, sinks_ref, q_ref, k_ref, v_ref, _zeros_ref, *refs, layer: Layer):
+    """Attend from one item's queries: write outputs, or a partial result when the item is not all of its tile.
+
+    Grid (I, K). Shapes: items [I, 8], tables [R, M], sinks [N], q and out [T, N, H], the cache as in `Cache`. `refs`
+    are the cache's scales, out, and partial results: part [parts, K, X, H], top and total [parts, K, X].
+    """
+    *scale_refs, out_ref, part_ref, top_ref, total_ref = refs
+    cache = Cache(tables_ref, k_ref, v_ref, tuple(scale_refs))
+    item, head = pl.program_id(0), pl.program_id(1)
+    fact = lambda column: items_ref[item, column]
+
+    @pl.when(fact(at.NUM_QUERIES) > 0)
+    def _():
+        part = fact(at.PART)
+        tile = query_tile(layer, head, fact(at.TOKEN), fact(at.NUM_QUERIES), fact(at.POSITION))
+        q_XP = load_pieces(q_ref, (tile.token, tile.query_head), tile.real, layer.head_dim)
+        top_X1, total_X1, *out_XP = _attend(layer, fact, tile, q_XP, cache)
+
+        @pl.when(part == at.NOT_SPLIT)
+        def _():
+            weight_X1 = final_weight(layer, tile, top_X1, total_X1, sinks_ref)
+            out = [piece * weight_X1 for piece in out_XP]
+            store_pieces(out_ref, (tile.token, tile.query_head), out, tile.real, layer.head_dim)
+
+        @pl.when(part != at.NOT_SPLIT)
+        def _():
+            row_X1 = lax.broadcasted_iota(jnp.int32, (layer.rows, 1), 0)
+            store_pieces(part_ref, (part, head, row_X1), out_XP, tile.real, layer.head_dim)
+            plgpu.store(top_ref.at[part, head, row_X1], top_X1, mask=tile.real)
+            plgpu.store(total_ref.at[part, head, row_X1], total_X1, mask=tile.real)
+
+
+def final_weight(layer: Layer, tile: Tile, top_X1: jax.Array, total_X1: jax.Array, sinks_ref: Any) -> jax.Array:
+    """What weighted values are multiplied with: one over the sum of weights. A sink is one more weight."""
+    if not layer.has_sinks:
+        return 1 / total_X1
+    sink_X1 = plgpu.load(sinks_ref.at[tile.query_head], mask=tile.real, other=0.0) * LOG2_E
+    highest_X1 = jnp.maximum(top_X1, sink_X1)
+    weight_X1 = jnp.exp2(top_X1 - highest_X1)
+    return weight_X1 / (total_X1 * weight_X1 + jnp.exp2(sink_X1 - highest_X1))
+
+
+def _attend(layer: Layer, fact: Any, tile: Tile, q_XP: list, cache: Cache) -> tuple:
+    """(top [X, 1], total [X, 1], pieces of weighted values [X, P]) of one item; scores are in units of log2."""
+    first, last = fact(at.POSITION), fact(at.POSITION) + fact(at.NUM_QUERIES) - 1
+    begin, end = lax.div(fact(at.BEGIN), jnp.int32(layer.slots)), ceil_div(fact(at.END), layer.slots)
+    end = jnp.maximum(begin, end)
+    # Between these two iterations every query of the tile sees every slot.
+    full_begin = jnp.clip(ceil_div(at.first_visible(last, layer.window), layer.slots), begin, end)
+    full_end = jnp.clip(lax.div(first + 1, jnp.int32(layer.slots)), full_begin, end)
+    lowest, row = at.first_visible(first, layer.window), fact(at.ROW)
+
+    def place(iteration):
+        """(positions [C], whether any query sees them [C], the block of each [C]) of an iteration."""
+        position_C = iteration * layer.slots + lax.iota(jnp.int32, layer.slots)
+        needed_C = (position_C >= lowest) & (position_C <= last)
+        column_C = lax.div(position_C, jnp.int32(cache.block_size))
+        return position_C, needed_C, plgpu.load(cache.tables.at[row, column_C], mask=needed_C, other=0)
+
+    def walk(begin, end, state, masked: bool):
+        def add(count, carry):
+            block_C, *state = carry
+            position_C, needed_C, _ = place(begin + count)
+            slots = _load_slots(layer, cache, tile.head, block_C, position_C, needed_C if masked else None)
+            visible_XC = _visible(layer, tile, position_C) if masked else None
+            # Blocks are looked up an iteration ahead: Triton then fetches keys and values as early as it can.
+            return place(begin + count + 1)[2], *_add_slots(layer, q_XP, slots, visible_XC, state)
+
+        # In a loop that is known to run, Triton leaves products of one iteration in flight during the next.
+        run = lambda: lax.fori_loop(0, end - begin, add, (place(begin)[2], *state))[1:]
+        return lax.cond(begin < end, run, lambda: state)
+
+    state = _nothing(layer)
+    if layer.window is not None:
+        state = walk(begin, full_begin, state, masked=True)
+    state = walk(full_begin, full_end, state, masked=False)
+    return walk(full_end, end, state, masked=True)
+
+
+def _nothing(layer: Layer) -> tuple:
+    """The softmax state over no slots at all."""
+    outs = [jnp.zeros((layer.rows, size), jnp.float32) for _, size in pieces(layer.head_dim)]
+    return jnp.full((layer.rows, 1), LOWEST, jnp.float32), jnp.zeros((layer.rows, 1), jnp.float32), *outs
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """What one iteration attends to: pieces [C, P], and what they are multiples of, [1, C], scalar or None."""
+
+    k_CP: list[jax.Array]
+    v_CP: list[jax.Array]
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
+
+
+def _load_slots(layer: Layer, cache: Cache, head, block_C, position_C, needed_C) -> Slots:
+    """The slots of `position_C`, which lie in `block_C`; zero where not needed."""
+    offset_C = lax.rem(position_C, jnp.int32(cache.block_size))
+    needed_C1 = None if needed_C is None else needed_C[:, None]
+    index = (block_C[:, None], head, offset_C[:, None])
+    k_CP, v_CP = (load_pieces(ref, index, needed_C1, layer.head_dim) for ref in (cache.k, cache.v))
+    if layer.kv_scales == "none":
+        return Slots(k_CP, v_CP)
+    if layer.kv_scales == "head":
+        return Slots(k_CP, v_CP, *(ref[head] for ref in cache.scales))
+    other = None if needed_C is None else 0.0
+    scales_C = (plgpu.load(ref.at[block_C, head, offset_C], mask=needed_C, other=other) for ref in cache.scales)
+    return Slots(k_CP, v_CP, *(scale_C[None, :] for scale_C in scales_C))
+
+
+def _visible(layer: Layer, tile: Tile, position_C: jax.Array) -> jax.Array:
+    """Whether each query sees each slot, [X, C]."""
+    visible_XC = position_C[None, :] <= tile.position
+    if layer.window is not None:
+        visible_XC &= position_C[None, :] > tile.position - layer.window
+    return visible_XC
+
+
+def _add_slots(layer: Layer, q_XP: list, slots: Slots, visible_XC: jax.Array | None, state: tuple) -> tuple:
+    """The softmax state with C more slots."""
+    top_X1, total_X1, *out_XP = state
+    dtype = operand_dtype(q_XP[0].dtype, slots.k_CP[0].dtype)
+    k_CP, v_CP = ([as_operand(layer, x, dtype) for x in pieces] for pieces in (slots.k_CP, slots.v_CP))
+    score_XC = sum(dot(layer, q.astype(dtype), k, transposed=True) for q, k in zip(q_XP, k_CP))
+    if slots.k_scale is not None:
+        score_XC *= slots.k_scale
+    if layer.soft_cap is None:
+        score_XC *= layer.scale * LOG2_E
+    else:
+        score_XC = soft_cap(score_XC * layer.scale, layer.soft_cap) * LOG2_E
+    if visible_XC is not None:
+        score_XC = jnp.where(visible_XC, score_XC, -jnp.inf)
+    highest_X1 = jnp.maximum(top_X1, jnp.max(score_XC, axis=1)[:, None])
+    weight_XC = jnp.exp2(score_XC - highest_X1)
+    fade_X1 = jnp.exp2(top_X1 - highest_X1)
+    total_X1 = total_X1 * fade_X1 + jnp.sum(weight_XC, axis=1)[:, None]
+    if slots.v_scale is not None:
+        weight_XC *= slots.v_scale
+    weight_XC = weight_XC.astype(dtype)
+    out_XP = [out * fade_X1 + dot(layer, weight_XC, v) for out, v in zip(out_XP, v_CP)]
+    return highest_X1, total_X1, *out_XP
+
+
+def operand_dtype(q_dtype: Any, kv_dtype: Any) -> Any:
+    """The type of the products' operands: the cache's, or that of queries when the cache has 8 bits."""
+    return q_dtype if is_quantized(kv_dtype) else kv_dtype
+
+
+def as_operand(layer: Layer, x: jax.Array, dtype: Any) -> jax.Array:
+    """`x` in the type of the products."""
+    if x.dtype != jnp.float8_e4m3fn or layer.reads_float8:
+        return x.astype(dtype)
+    # The bits of a float16 whose exponent is too small by 8: its bias is 15, not 7. Holds for subnormal numbers too.
+    bits = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint16)
+    bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    return (lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * 256).astype(dtype)
+
+
+def soft_cap(score: jax.Array, cap: float) -> jax.Array:
+    """cap * tanh(score / cap), through the one transcendental function that the hardware is fast at."""
+    return cap - 2 * cap / (jnp.exp2(score * (2 * LOG2_E / cap)) + 1)
+
+
+def dot(layer: Layer, a: jax.Array, b: jax.Array, transposed: bool = False) -> jax.Array:
+    """a @ b or a @ b.T in float32."""
+    precision = layer.precision if a.dtype == jnp.float32 else None
+    return plgpu.dot(a, b, trans_b=transposed, precision=precision)
+
+
+# ---- merge ---------------------------------------------------------------------------------------
+
+
+def merge_kernel(tiles_ref, sinks_ref, part_ref, top_ref, total_ref, _out_ref, out_ref, *, layer: Layer):
+    """Put the partial results of one tile together and write its outputs. Grid (E, K); shapes as in `attend_kernel`."""
+    entry, head = pl.program_id(0), pl.program_id(1)
+    fact = lambda column: tiles_ref[entry, column]
+
+    @pl.when(fact(at.NUM_QUERIES) > 0)
+    def _():
+        tile = query_tile(layer, head, fact(at.TOKEN), fact(at.NUM_QUERIES), fact(at.POSITION))
+        row_X1 = lax.broadcasted_iota(jnp.int32, (layer.rows, 1), 0)
+
+        def add(part, state):
+            top_X1, total_X1, *out_XP = state
+            new_top_X1 = plgpu.load(top_ref.at[part, head, row_X1], mask=tile.real, other=LOWEST)
+            new_total_X1 = plgpu.load(total_ref.at[part, head, row_X1], mask=tile.real, other=0.0)
+            new_XP = load_pieces(part_ref, (part, head, row_X1), tile.real, layer.head_dim)
+            highest_X1 = jnp.maximum(top_X1, new_top_X1)
+            fade_X1, weight_X1 = jnp.exp2(top_X1 - highest_X1), jnp.exp2(new_top_X1 - highest_X1)
+            out_XP = [out * fade_X1 + new * weight_X1 for out, new in zip(out_XP, new_XP)]
+            return highest_X1, total_X1 * fade_X1 + new_total_X1 * weight_X1, *out_XP
+
+        first, state = fact(at.PART), _nothing(layer)
+        top_X1, total_X1, *out_XP = lax.fori_loop(first, first + fact(at.NUM_PARTS), add, state)
+        weight_X1 = final_weight(layer, tile, top_X1, total_X1, sinks_ref)
+        out = [piece * weight_X1 for piece in out_XP]
+        store_pieces(out_ref, (tile.token, tile.query_head), out, tile.real, layer.head_dim)
+
+
+# ---- write ---------------------------------------------------------------------------------------
+
+
+def write_kernel(block_ref, offset_ref, *refs, tokens: int):
+    """Put what is new of `tokens` tokens and one head into their slots, if their blocks are in the pool.
+
+    Grid (T / tokens, K). `refs` are the new arrays, the caches as they were, and the caches. Shapes: block and offset
+    [T]; keys and values [T, K, H] for caches [B, K, S, H], scales [T, K] for caches [B, K, S].
+    """
+    new_refs, cache_refs = refs[: len(refs) // 3], refs[-len(refs) // 3 :]
+    tile, head = pl.program_id(0), pl.program_id(1)
+    num_tokens, num_blocks = new_refs[0].shape[0], cache_refs[0].shape[0]
+    token = tile * tokens + lax.broadcasted_iota(jnp.int32, (tokens, 1), 0)
+    exists = token < num_tokens
+    block = plgpu.load(block_ref.at[token], mask=exists, other=num_blocks)
+    offset = plgpu.load(offset_ref.at[token], mask=exists, other=0)
+    wanted = (block >= 0) & (block < num_blocks)
+    for new_ref, cache_ref in zip(new_refs, cache_refs):
+        if len(new_ref.shape) == 3:
+            values = load_pieces(new_ref, (token, head), wanted, new_ref.shape[2])
+            store_pieces(cache_ref, (block, head, offset), values, wanted, new_ref.shape[2])
+        else:
+            scale = plgpu.load(new_ref.at[token, head], mask=wanted, other=0.0)
+            plgpu.store(cache_ref.at[block, head, offset], scale, mask=wanted)

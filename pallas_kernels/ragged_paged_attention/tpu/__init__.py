@@ -1,0 +1,217 @@
+"""Ragged paged attention on TPUs, in Pallas for Mosaic. Three kernels: write the cache, decodes, and prompts.
+
+Layout: keys and values side by side, `[blocks, kv heads, slots, lanes]` (`lanes.py`). The cache stays in HBM; its
+blocks, and the pages of the block table that name them, are fetched by asynchronous copies while the blocks before
+them are computed (`fetch.py`). The block table need not fit any other memory.
+
+Grid: (groups of kv heads, blocks of requests) for rows with one new token (`decode.py`), (groups of kv heads, tiles of
+neighbouring tokens) for the others (`prefill.py`). Within a grid block, steps go over the pieces of its requests'
+contexts (`plan.py`): several at a time, of whatever requests, for decodes, one chunk for prompts. So a step costs the
+same whoever it belongs to, and one long context among short ones costs what it holds.
+
+Skipping: blocks behind the last query or before its window are neither fetched nor looked up, pieces of context
+without such blocks are not worked on, chunks that all queries of a tile see whole are not masked.
+
+Requires: bfloat16 or float32 queries; a cache of these or of int8, float8_e4m3fn, float8_e5m2; blocks of multiples of
+8 slots for float32 and of 16 for others; one tile of queries of one kv head with its chunk of context in VMEM
+(`tiles.py`).
+
+Padding: tokens beyond the last row's write nowhere; their output is zero. Head dims are padded to 64 or to multiples of
+128 lanes, query heads per kv head of a decode to 8.
+
+Numerics: scores, softmax state and accumulators are float32; probabilities enter the second product in the cache's
+type; of a cache of 8 bits both products are in the queries' type, and scales multiply scores and probabilities in
+float32. Slots that nobody may see are replaced by zeros, not multiplied by them, and may hold NaN.
+
+Cost: a decode reads every block of its context once, and a prompt every block once per tile of queries. A new token
+rewrites the tile of slots around it. Products go over whole pieces of context: a short one is padded to 256 slots.
+Scales of tokens take 1 KiB per block and head, up to 128 slots: use large blocks with them. The block table is copied
+into pages once a step.
+
+This module knows nothing of meshes and of who owns which block. Letters beside the package's: D lanes of an operand,
+W lanes of a slot, X query rows of one kv head, Y tokens padded to whole tiles, Z decode segments.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ragged_paged_attention.quantized import LARGEST, is_quantized, kind_of, quantize_new
+from pallas_kernels.ragged_paged_attention.tpu import plan as work
+from pallas_kernels.ragged_paged_attention.tpu import tiles
+from pallas_kernels.ragged_paged_attention.tpu.decode import DecodeShape, decode_attention
+from pallas_kernels.ragged_paged_attention.tpu.fetch import FetchShape
+from pallas_kernels.ragged_paged_attention.tpu.lanes import (
+    NUM_LANES,
+    LanesLayout,
+    join,
+    pad_lanes,
+    round_up,
+    sublane_tile,
+)
+from pallas_kernels.ragged_paged_attention.tpu.operands import Operands
+from pallas_kernels.ragged_paged_attention.tpu.prefill import PrefillShape, prefill_attention
+from pallas_kernels.ragged_paged_attention.tpu.softmax import LOG2_E, ScoreRule
+from pallas_kernels.ragged_paged_attention.tpu.write import write_scales, write_tokens
+
+TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+SMALLEST_BLOCK = 16
+"""Slots of a block that 8-bit types may have too, though half a tile of theirs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuBackend:
+    """The backend's functions. `interpret` runs the kernels in JAX's simulator of a TPU, anywhere and very slowly."""
+
+    interpret: pltpu.InterpretParams | None = None
+
+    LAYOUT = LanesLayout()
+    make_plan = staticmethod(work.make_plan)
+
+    def why_not(self, platform: str) -> str | None:
+        if self.interpret or platform == "tpu":
+            return None
+        return "it needs a TPU; 'tpu-interpret' runs the same kernels in JAX's simulator of one, for tests"
+
+    def cannot_take(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        q_dtype: Any,
+        kv_dtype: Any,
+        kv_scales: str,
+    ) -> str | None:
+        """The reason why the kernels cannot attend with such heads, blocks and types, or None."""
+        accepted = {"q": TYPES, "the cache": (*TYPES, *LARGEST)}
+        for name, dtype in (("q", q_dtype), ("the cache", kv_dtype)):
+            if dtype not in accepted[name]:
+                return f"{name} is {jnp.dtype(dtype)}; accepted are {', '.join(map(str, accepted[name]))}"
+        tile = min(sublane_tile(kv_dtype), SMALLEST_BLOCK)
+        if block_size % tile:
+            return f"block_size = {block_size}; accepted are multiples of {tile} for a cache of {jnp.dtype(kv_dtype)}"
+        problem = tiles.Problem(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size, q_dtype, kv_dtype)
+        if tiles.prefill_heads(problem, work.LARGEST_QUERY_TILE) is None:
+            needed = tiles.prefill_bytes(problem, 1, work.LARGEST_QUERY_TILE)
+            return (
+                f"{num_heads} query heads over {num_kv_heads} of head_dim {head_dim} need {needed / 2**20:.0f} MiB of "
+                f"VMEM; accepted is what needs at most {tiles.VMEM_GOAL_BYTES / 2**20:.0f}"
+            )
+        return None
+
+    def attention(
+        self,
+        q_TNH: jax.Array,
+        k_TKH: jax.Array,
+        v_TKH: jax.Array,
+        kv: tuple[jax.Array],
+        metadata: Any,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks_N: jax.Array | None,
+        scales: tuple[jax.Array, ...] = (),
+    ) -> tuple[jax.Array, tuple[jax.Array], tuple[jax.Array, ...]]:
+        """See `ragged_paged_attention`; `kv` is (kv_BKSW,), `scales` are (k_K, v_K) or (scales_BK2L,)."""
+        (T, N, H), K, plan = q_TNH.shape, k_TKH.shape[1], metadata.plan
+        settings = {"vmem_limit_bytes": tiles.VMEM_LIMIT_BYTES, "interpret": self.interpret or False}
+        problem = tiles.Problem(K, N // K, H, kv[0].shape[2], q_TNH.dtype, kv[0].dtype)
+        new_TKW, scales = self._new_slots(k_TKH, v_TKH, kv[0].dtype, scales, plan)
+        kv_BKSW = write_tokens(new_TKW, kv[0], plan.writes, work.write_group_of(problem.block_size), **settings)
+        sinks_KG = None if sinks_N is None else LOG2_E * sinks_N.astype(jnp.float32).reshape(K, N // K)
+        layer = _Layer(problem, plan, ScoreRule(scale, soft_cap), window, sinks_KG, kv_BKSW, scales, settings)
+        q_TKGD = pad_lanes(q_TNH, problem.lanes.operand).reshape(T, K, N // K, problem.lanes.operand)
+        decoded_TKGD = layer.decode(q_TKGD).at[plan.decode_segment_T].get(mode="clip")
+        out_TKGD = jnp.where(plan.decode_segment_T[:, None, None, None] >= 0, decoded_TKGD, layer.prefill(q_TKGD))
+        return out_TKGD[..., problem.lanes.outputs].reshape(T, N, H), (kv_BKSW,), scales
+
+    def _new_slots(
+        self, k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, scales: tuple[jax.Array, ...], plan: work.Plan
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """(what goes into the cache, new_TKW in float32, scales after the step)."""
+        if not is_quantized(dtype):
+            return join(k_TKH.astype(jnp.float32), v_TKH.astype(jnp.float32)), scales
+        of_keys_and_values = scales if len(scales) == 2 else scales * 2 or (None, None)
+        (k_TKH, k_scale_TK), (v_TKH, v_scale_TK) = (
+            quantize_new(x_TKH, scale, dtype) for x_TKH, scale in zip((k_TKH, v_TKH), of_keys_and_values)
+        )
+        if kind_of(scales) == "token":
+            scales = (write_scales(jnp.stack([k_scale_TK, v_scale_TK], axis=-1), scales[0], plan.block_writes),)
+        return join(k_TKH.astype(jnp.float32), v_TKH.astype(jnp.float32)), scales
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """Brings queries into the kernels' order, and outputs back into tokens'."""
+
+    problem: tiles.Problem
+    plan: work.Plan
+    rule: ScoreRule
+    window: int | None
+    sinks_KG: jax.Array | None
+    kv_BKSW: jax.Array
+    scales: tuple[jax.Array, ...]
+    settings: dict[str, Any]
+
+    def decode(self, q_TKGD: jax.Array) -> jax.Array:
+        """out_ZKGD of the rows that decode."""
+        problem, plan = self.problem, self.plan
+        rows = work.rows_per_block(len(plan.decode_token_Z))
+        heads = tiles.decode_heads(problem, rows)
+        fetch = self._fetch(tiles.decode_items(problem, heads), heads, work.DECODE_ITEM_SLOTS)
+        q_ZKGD = q_TKGD.at[plan.decode_token_Z].get(mode="clip")
+        q_ZKXD = _pad_axis(q_ZKGD, 2, problem.decode_rows)
+        operands = self._operands(plan.decode, q_ZKXD, problem.decode_rows)
+        shape = DecodeShape(fetch, problem.lanes, self.rule, rows)
+        return decode_attention(operands, shape, **self.settings)[:, :, : problem.group_size]
+
+    def prefill(self, q_TKGD: jax.Array) -> jax.Array:
+        """out_TKGD of the rows with several new tokens, zeros for the others."""
+        problem, plan, T = self.problem, self.plan, len(q_TKGD)
+        fetch = self._fetch(1, tiles.prefill_heads(problem, plan.query_tile), work.CHUNK_SLOTS)
+        groups = tiles.tile_groups(problem.group_size, plan.query_tile)
+        q_KGYD = _pad_axis(q_TKGD.transpose(1, 2, 0, 3), 2, round_up(T, plan.query_tile))
+        operands = self._operands(plan.prefill, q_KGYD, problem.group_size)
+        shape = PrefillShape(fetch, problem.lanes, self.rule, plan.query_tile, groups)
+        return prefill_attention(operands, shape, **self.settings)[:, :, :T].transpose(2, 0, 1, 3)
+
+    def _operands(self, segments: work.Segments, q: jax.Array, sink_rows: int) -> Operands:
+        kind = kind_of(self.scales)
+        return Operands(
+            segments=segments,
+            q=q,
+            sinks=None if self.sinks_KG is None else _over_lanes(_pad_axis(self.sinks_KG, 1, sink_rows)),
+            head_scales_K2L=_over_lanes(jnp.stack(self.scales, axis=1)) if kind == "head" else None,
+            tables=self.plan.tables,
+            kv_BKSW=self.kv_BKSW,
+            token_scales_BK2L=self.scales[0] if kind == "token" else None,
+        )
+
+    def _fetch(self, items: int, heads: int, at_least: int) -> FetchShape:
+        return FetchShape(
+            num_items=items,
+            num_heads=heads,
+            item_slots=work.item_slots_of(self.problem.block_size, at_least),
+            block_size=self.problem.block_size,
+            slot_lanes=self.problem.lanes.slot,
+            window=self.window,
+            pages_per_row=self.plan.pages_per_row,
+            token_scales=kind_of(self.scales) == "token",
+        )
+
+
+def _over_lanes(x: jax.Array) -> jax.Array:
+    """[..., lanes], all lanes alike."""
+    return jnp.broadcast_to(x[..., None], (*x.shape, NUM_LANES))
+
+
+def _pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)

@@ -1,0 +1,205 @@
+"""The prefill kernel: tiles of neighbouring queries, each against its requests' contexts, chunk by chunk.
+
+This module knows nothing of where queries come from and of writing to the cache. Letters beside the package's:
+Y tokens, padded to whole tiles, Q queries of a tile, X = G * Q query rows of one kv head, P slots of a chunk, D lanes
+of an operand.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ragged_paged_attention.tpu.fetch import Fetcher, FetchShape, Item
+from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, Lanes
+from pallas_kernels.ragged_paged_attention.tpu.operands import Operands
+from pallas_kernels.ragged_paged_attention.tpu.plan import Segments
+from pallas_kernels.ragged_paged_attention.tpu.softmax import (
+    LOWEST,
+    ScoreRule,
+    clear_unseen,
+    in_one_row,
+    query_key_products,
+    weighted_values,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillShape:
+    """Everything static. `fetch` has one item in a step."""
+
+    fetch: FetchShape
+    lanes: Lanes
+    rule: ScoreRule
+    query_tile: int
+    groups_at_once: int
+
+
+def prefill_attention(
+    operands: Operands, shape: PrefillShape, *, vmem_limit_bytes: int, interpret: Any
+) -> jax.Array:
+    """out_KGYD in q's dtype: attention of the queries of all segments, q_KGYD, zeros for other tokens."""
+    K, G, Y, D = operands.q.shape
+    heads, Q = shape.fetch.num_heads, shape.query_tile
+    per_tile = pl.BlockSpec((heads, G, Q, D), lambda h, j, *_: (h, 0, j, 0))
+    leaves, treedef = jax.tree.flatten(operands)
+    call = pl.pallas_call(
+        functools.partial(_kernel, shape, treedef),
+        out_shape=jax.ShapeDtypeStruct(operands.q.shape, operands.q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=operands.num_scalars,
+            grid=(K // heads, Y // Q),
+            in_specs=operands.specs(per_tile, heads),
+            out_specs=per_tile,
+            scratch_shapes=[
+                shape.fetch.scratch(operands.kv_BKSW.dtype),
+                pltpu.VMEM((heads, G * Q, D), jnp.float32),
+                pltpu.VMEM((2, heads, G * Q, NUM_LANES), jnp.float32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes
+        ),
+        interpret=interpret,
+        name="paged_attention_prefill",
+    )
+    return call(*leaves)
+
+
+def _kernel(shape: PrefillShape, treedef: Any, *refs: Any) -> None:
+    operands = jax.tree.unflatten(treedef, refs[: treedef.num_leaves])
+    out_ref, scratch, acc_ref, top_total_ref = refs[treedef.num_leaves :]
+    tile = pl.program_id(1)
+    fetcher = Fetcher(shape.fetch, operands, pl.program_id(0) * shape.fetch.num_heads, scratch)
+    pl.when(tile == 0)(fetcher.begin)
+    state = _State(acc_ref, top_total_ref)
+    state.reset(operands.sinks, shape.query_tile)
+    fetcher.run_steps(tile, functools.partial(_attend_chunk, shape, fetcher, state))
+    out_ref[...] = state.result().astype(out_ref.dtype).reshape(out_ref.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """The softmax of every query of a tile, over what was seen so far."""
+
+    acc_ref: Any  # [heads, X, D]
+    top_total_ref: Any  # [2, heads, X, lanes], all lanes alike
+
+    def reset(self, sinks_ref: Any, queries: int) -> None:
+        """A sink is a weight with no value."""
+        _, heads, X, L = self.top_total_ref.shape
+        self.acc_ref[...] = jnp.zeros_like(self.acc_ref)
+        if sinks_ref is None:
+            self.top_total_ref[0] = jnp.full((heads, X, L), LOWEST, jnp.float32)
+            self.top_total_ref[1] = jnp.zeros((heads, X, L), jnp.float32)
+            return
+        for g in range(X // queries):
+            sink_K1L = sinks_ref[:, g : g + 1, :]
+            self.top_total_ref[0, :, g * queries : (g + 1) * queries] = jnp.broadcast_to(sink_K1L, (heads, queries, L))
+        self.top_total_ref[1] = jnp.ones((heads, X, L), jnp.float32)
+
+    def add(self, h: Any, rows: Any, exponent_XP: jax.Array, v_PD: jax.Array, v_scale: jax.Array | None) -> None:
+        """Add a chunk for some rows of head `h`; exponents of what a query may not see are so low that they vanish."""
+        old_top = self.top_total_ref[0, h, rows, :1]
+        top = jnp.maximum(old_top, exponent_XP.max(axis=-1, keepdims=True))
+        keep = jnp.exp2(old_top - top)
+        weight_XP = jnp.exp2(exponent_XP - top)
+        total = self.top_total_ref[1, h, rows, :1] * keep + weight_XP.sum(axis=-1, keepdims=True)
+        self.acc_ref[h, rows] = self.acc_ref[h, rows] * keep + weighted_values(weight_XP[None], v_PD[None], v_scale)[0]
+        whole = (len(exponent_XP), NUM_LANES)
+        self.top_total_ref[0, h, rows] = jnp.broadcast_to(top, whole)
+        self.top_total_ref[1, h, rows] = jnp.broadcast_to(total, whole)
+
+    def result(self) -> jax.Array:
+        """Zeros for queries that saw nothing."""
+        total = self.top_total_ref[1, :, :, :1]
+        return self.acc_ref[...] / jnp.where(total == 0, 1, total)
+
+
+def _attend_chunk(shape: PrefillShape, fetcher: Fetcher, state: _State, step: jax.Array) -> None:
+    """Every query of the tile that belongs to the item's segment sees what it may of one chunk."""
+    item = fetcher.item(step, 0)
+    view = _View.of(shape, fetcher.segments, item)
+    chunk_ref, scales_ref = fetcher.blocks(step).at[0], fetcher.token_scales(step)
+    if scales_ref is not None:
+        scales_ref = scales_ref.at[0]
+
+    def attend(mask: Any) -> None:
+        rows = shape.groups_at_once * shape.query_tile
+        q_ref = fetcher.operands.q
+
+        @pl.loop(0, shape.fetch.num_heads)
+        def _(h):
+            @pl.loop(0, q_ref.shape[1] // shape.groups_at_once)
+            def _(g):
+                q_XD = q_ref[h, pl.ds(g * shape.groups_at_once, shape.groups_at_once)].reshape(rows, -1)
+                k_PD, v_PD = (
+                    chunk_ref[h, :, lanes].astype(q_XD.dtype) for lanes in (shape.lanes.keys, shape.lanes.values)
+                )
+                k_scale, v_scale = _scales(scales_ref, fetcher.operands.head_scales_K2L, h, shape.fetch.block_size)
+                product_XP = query_key_products(q_XD[None], k_PD[None], k_scale)[0]
+                exponent_XP = mask(shape.rule.exponents(product_XP))
+                state.add(h, pl.ds(pl.multiple_of(g * rows, rows), rows), exponent_XP, v_PD, v_scale)
+
+    pl.when(view.is_everything)(lambda: attend(lambda exponent_XP: exponent_XP))
+
+    @pl.when(jnp.logical_not(view.is_everything))
+    def _():
+        clear_unseen(chunk_ref, scales_ref, item)
+        attend(view.hide)
+
+
+def _scales(token_scales_ref: Any, head_scales_ref: Any, h: Any, block_size: int) -> tuple[Any, Any]:
+    """Scales of keys and of values of head `h`, to multiply with [1, X, P], or None."""
+    if token_scales_ref is not None:
+        return in_one_row(token_scales_ref[:, pl.ds(h, 1)], block_size)
+    if head_scales_ref is not None:
+        scales_12L = head_scales_ref[pl.ds(h, 1)]
+        return scales_12L[:, :1, :1], scales_12L[:, 1:, :1]
+    return None, None
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+    """Which queries of a tile, [first_query, end_query), see which slots of a chunk; `offset`: position of query 0."""
+
+    first_query: jax.Array
+    end_query: jax.Array
+    offset: jax.Array
+    position: jax.Array
+    num_queries: int
+    num_slots: int
+    window: int | None
+
+    @staticmethod
+    def of(shape: PrefillShape, segments: Segments, item: Item) -> "_View":
+        z = item.segment
+        return _View(
+            segments.first_query_Z[z], segments.end_query_Z[z], segments.offset_Z[z], item.position,
+            shape.query_tile, shape.fetch.item_slots, shape.fetch.window,
+        )  # fmt: skip
+
+    @property
+    def is_everything(self) -> jax.Array:
+        """Whether all queries of the tile see all slots of the chunk."""
+        all_queries = (self.first_query == 0) & (self.end_query == self.num_queries)
+        all_slots = self.position + self.num_slots <= self.offset + 1
+        if self.window is not None:
+            all_slots &= self.position > self.offset + self.num_queries - 1 - self.window
+        return all_queries & all_slots
+
+    def hide(self, exponent_XP: jax.Array) -> jax.Array:
+        """Replace what a query does not see. Rows are (query head, query), and queries a power of two."""
+        query_X1 = lax.broadcasted_iota(jnp.int32, (len(exponent_XP), 1), 0) & (self.num_queries - 1)
+        position_1P = self.position + lax.broadcasted_iota(jnp.int32, (1, self.num_slots), 1)
+        mine_X1 = (query_X1 >= self.first_query) & (query_X1 < self.end_query)
+        last_X1 = jnp.where(mine_X1, self.offset + query_X1, -1)
+        visible_XP = position_1P <= last_X1
+        if self.window is not None:
+            visible_XP &= position_1P > last_X1 - self.window
+        return jnp.where(visible_XP, exponent_XP, 2 * LOWEST)

@@ -1,0 +1,80 @@
+"""Serving steps with numbers, as chains to time: one layer's attention over a cache of shuffled blocks.
+
+Knows nothing of tests, nor of how anything is timed.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import ragged_paged_attention as rpa
+from pallas_kernels.ragged_paged_attention.cases import ServingStep
+from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
+from pallas_kernels.shapes import ceil_div
+from pallas_kernels.testing import layer_of
+from pallas_kernels.timing import Chain
+
+
+def attention_chain(step: ServingStep, backend: str, layer: Callable | None = None) -> Chain:
+    """The state is (cache, q), and each call's outputs are the next one's queries.
+
+    `layer` takes the place of the backend's own, with the arguments of `testing.layer_of`'s.
+    """
+    table_RM = block_table(step)
+    own_layer, structs = layer_of(step.shape, backend, int(table_RM.max()) + 1, table_RM.shape[1])
+    kv, q_TNH, k_TKH, v_TKH = filled_arrays(structs[:4])
+    start_R1 = np.cumsum([0] + [new for _, new in step.rows])
+    where = [len(step.rows), start_R1, [sum(row) for row in step.rows], table_RM]
+    sinks_N = jnp.zeros(step.shape.num_heads, jnp.float32)
+    operands = (k_TKH, v_TKH, sinks_N, *(jnp.asarray(x, jnp.int32) for x in where))
+
+    def call(state, *operands):
+        kv, q_TNH = state
+        out_TNH, kv = (layer or own_layer)(kv, q_TNH, *operands)
+        return kv, out_TNH
+
+    return Chain(call, (kv, q_TNH), operands)
+
+
+def layer_with(backend: GpuBackend, step: ServingStep) -> Callable:
+    """`testing.layer_of`'s function, with a backend that has no name."""
+    shape = step.shape
+
+    def layer(kv, q_TNH, k_TKH, v_TKH, sinks_N, *where):
+        settings = {"num_tokens": shape.num_tokens, "block_size": shape.block_size, "window": shape.window}
+        metadata = rpa.AttentionMetadata(*where, backend.make_plan(*where[1:], **settings))
+        out_TNH, arrays, scales = backend.attention(
+            q_TNH, k_TKH, v_TKH, kv.arrays, metadata, scale=shape.head_dim**-0.5, window=shape.window,
+            soft_cap=shape.soft_cap, sinks_N=sinks_N if shape.sinks else None, scales=kv.scales,
+        )  # fmt: skip
+        return out_TNH, rpa.KVTensor(arrays, scales)
+
+    return layer
+
+
+def block_table(step: ServingStep) -> np.ndarray:
+    """Shuffled blocks for every row, from 1 on: [R, M]."""
+    needed = [ceil_div(sum(row), step.shape.block_size) for row in step.rows]
+    table_RM = np.zeros((len(needed), max(needed)), np.int32)
+    ids = np.random.default_rng(0).permutation(sum(needed)) + 1
+    for row, begin in enumerate(np.cumsum([0, *needed[:-1]])):
+        table_RM[row, : needed[row]] = ids[begin : begin + needed[row]]
+    return table_RM
+
+
+def filled_arrays(structs: Any) -> Any:
+    """A tree of arrays like `structs`, with numbers between -2 and 2, or integers between -128 and 127."""
+    return jax.tree.map(lambda struct: _filled(struct.shape, struct.dtype), structs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # one program, so that nothing wider than `dtype` is ever whole
+def _filled(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    index = jnp.arange(math.prod(shape), dtype=jnp.uint32)
+    scattered = (index * jnp.uint32(2654435761)) >> 24  # Knuth's multiplicative hash
+    numbers = scattered.astype(jnp.int32).reshape(shape) - 128
+    return numbers.astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else (numbers / 64).astype(dtype)

@@ -1,0 +1,93 @@
+#!/usr/bin/env python
+"""Compile the TPU attention kernels for TPUs that this machine does not have, and print what they take.
+
+    python scripts/compile_for_tpu.py [--target v5e|v6e|tpu7x ...] [--problems NAME ...] [--no-compile]
+
+Needs the extra `aot-tpu`, except with --no-compile. For each problem: the VMEM of every kernel as the compiler
+reports it; the shortest time that the data sheet allows for what one layer's attention must move and multiply; and the
+share of it that the kernels could reach, were they to run at the data sheet's rates, since they move and multiply more:
+padding, tiles, contexts read once per tile of queries. These times and shares are computed, not measured.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # programs for absent devices cannot be read back
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import ragged_paged_attention as rpa
+from pallas_kernels.ragged_paged_attention.tpu.cost import Cost, Rows, kernel_cost, least_cost
+from pallas_kernels.ragged_paged_attention.tpu.tiles import Problem
+from pallas_kernels.tpu_targets import TARGETS, Target, compile_for, vmem_of_kernels, why_not
+
+BLOCK_SIZE = 128
+BF16 = jnp.dtype(jnp.bfloat16)
+HEADS = {"8x4 heads of 128": (8, 4, 128), "8x8 heads of 64": (8, 8, 64), "16x1 heads of 128": (16, 1, 128)}
+PROBLEMS: dict[str, tuple[Rows, int | None]] = {
+    "64 decodes of 1k": (((1023, 1),) * 64, None),
+    "63 decodes of 1k, one of 128k": (((1023, 1),) * 63 + ((131071, 1),), None),
+    "64 decodes of 8k, window 1k": (((8191, 1),) * 64, 1024),
+    "prompt of 2k": (((0, 2048),), None),
+    "chunk of 1k behind 16k": (((16384, 1024),), None),
+    "32 decodes of 4k, chunk of 512": (((4095, 1),) * 32 + ((1024, 512),), None),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", nargs="*", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--problems", nargs="*", choices=PROBLEMS, default=list(PROBLEMS))
+    parser.add_argument("--no-compile", action="store_true", help="print what is computed only")
+    options = parser.parse_args()
+    if not options.no_compile and why_not():
+        sys.exit(f"{why_not()}, or give --no-compile.")
+    print("computed, not measured; one layer, bfloat16, blocks of 128 tokens. VMEM in KiB: write, decode, prefill")
+    for name in options.problems:
+        for heads in HEADS:
+            for target in options.target:
+                print(line(name, heads, TARGETS[target], compiled=not options.no_compile), flush=True)
+
+
+def line(name: str, heads: str, target: Target, *, compiled: bool) -> str:
+    rows, window = PROBLEMS[name]
+    problem = Problem(*HEADS[heads], BLOCK_SIZE, BF16, BF16)
+    rates = target.info.mem_bw_bytes_per_second, target.info.bf16_ops_per_second
+    least = least_cost(rows, problem, window)
+    own = sum(kernel_cost(rows, problem, window).values(), Cost(0, 0))
+    bound = "memory" if least.num_bytes / rates[0] > least.flops / rates[1] else "matmul"
+    own_bound = "memory" if own.num_bytes / rates[0] > own.flops / rates[1] else "matmul"
+    sizes = vmem_of(rows, window, problem, target) if compiled else []
+    vmem = "  VMEM " + " ".join(f"{size // 1024:5}" for size in sizes) if compiled else ""
+    return (
+        f"{name:30} {heads:18} {target.name:6} {least.num_bytes / 2**20:7.1f} MiB {least.flops / 1e9:7.1f} GFLOP"
+        f"  >= {1e6 * least.seconds(*rates):7.1f} us ({bound})"
+        f"  kernels <= {least.seconds(*rates) / own.seconds(*rates):4.0%} ({own_bound}){vmem}"
+    )
+
+
+def vmem_of(rows: Rows, window: int | None, problem: Problem, target: Target) -> list[int]:
+    """Of the kernels that write, decode and prefill."""
+    K, H, R, T = problem.num_kv_heads, problem.head_dim, len(rows), sum(new for _, new in rows)
+    max_blocks = max(-(-sum(row) // BLOCK_SIZE) for row in rows)
+
+    def layer(kv, q_TNH, k_TKH, v_TKH, *where):
+        metadata = rpa.make_metadata(R, *where, num_tokens=T, block_size=BLOCK_SIZE, window=window, backend="tpu")
+        return rpa.ragged_paged_attention(
+            q_TNH, k_TKH, v_TKH, kv, metadata, scale=H**-0.5, window=window, backend="tpu"
+        )
+
+    kv = jax.eval_shape(lambda: rpa.kv_zeros(4096, BLOCK_SIZE, K, H, BF16, "tpu"))
+    tokens = [jax.ShapeDtypeStruct((T, heads, H), BF16) for heads in (K * problem.group_size, K, K)]
+    where = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((R + 1,), (R,), (R, max_blocks))]
+    sizes = vmem_of_kernels(compile_for(target, layer, kv, *tokens, *where, donate=(0,)))
+    return [sizes[f"paged_attention_{kernel}"] for kernel in ("write", "decode", "prefill")]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+#!/usr/bin/env python
+"""Find the fastest tiles of the GPU attention kernels on this machine's device, and write them to tuned.json.
+
+    python scripts/tune_kernel.py [--cases TEXT ...] [--quick] [--output FILE]
+    python scripts/tune_kernel.py --interpret --output FILE
+
+The kernels read `tuned.json` beside them: device kind, kind of work, types and heads -> tiles; defaults elsewhere.
+Entries that exist for other keys stay. A candidate that does not compile, or is slower than the default, is passed
+over. --interpret goes through the same motions in Pallas's interpreter: a test, whose timings mean nothing.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+
+from pallas_kernels.ragged_paged_attention.cases import SERVING_STEPS, TINY_STEPS, ServingStep
+from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
+from pallas_kernels.ragged_paged_attention.gpu.tiles import TUNED, Tiles, choose_tiles, device_kind, tuned_key
+from pallas_kernels.serving import attention_chain, layer_with
+from pallas_kernels.timing import seconds_per_call
+
+SLOTS, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3, 4)
+ROWS = {"decode": (16,), "prefill": (64, 128)}
+PER_CORE = {"decode": (2, 4, 8), "prefill": (2,)}
+MIN_GAIN = 0.02  # below it is noise
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", default=[""], help="only steps whose names contain one of these")
+    parser.add_argument("--quick", action="store_true", help="three candidates for each key")
+    parser.add_argument("--interpret", action="store_true", help="tiny steps in Pallas's interpreter")
+    parser.add_argument("--output", type=Path, default=TUNED, metavar="FILE")
+    options = parser.parse_args()
+    reason = GpuBackend(options.interpret).why_not(jax.default_backend())
+    if reason is not None:
+        sys.exit(f"nothing to tune on {jax.default_backend()}: {reason}. Use --interpret to try this script.")
+    kind = device_kind(options.interpret)
+    entries = json.loads(options.output.read_text(encoding="utf-8")) if options.output.exists() else {}
+    for key, step in steps_to_tune(options, kind).items():
+        entries[key] = tune(key, step, options, kind)
+        options.output.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def steps_to_tune(options: argparse.Namespace, kind: str) -> dict[str, ServingStep]:
+    """The first step of each key: equal keys share their tiles."""
+    steps = {}
+    for step in TINY_STEPS if options.interpret else SERVING_STEPS:
+        is_pure = step.is_decode or all(new > 1 for _, new in step.rows)
+        if is_pure and any(text in step.name for text in options.cases):
+            steps.setdefault(tuned_key(*arguments_of(step), kind), step)
+    return steps
+
+
+def work_of(step: ServingStep) -> str:
+    return "decode" if step.is_decode else "prefill"
+
+
+def arguments_of(step: ServingStep) -> tuple[Any, ...]:
+    """What tiles are chosen by, but for the device."""
+    shape = step.shape
+    return work_of(step), shape.group_size, shape.head_dim, shape.kv_dtype
+
+
+def tune(key: str, step: ServingStep, options: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """The entry of the fastest candidate."""
+    default = choose_tiles(*arguments_of(step), kind)
+    best, fastest = default, seconds_of(step, default, options.interpret)
+    print(f"{key}\n  default {describe(default)}  {fastest * 1e3:9.3f} ms", flush=True)
+    for tiles in candidates(default, work_of(step), options):
+        try:
+            seconds = seconds_of(step, tiles, options.interpret)
+        except Exception as error:  # too many registers, too much shared memory, not supported by Triton
+            print(f"          {describe(tiles)}  {type(error).__name__}", flush=True)
+            continue
+        print(f"          {describe(tiles)}  {seconds * 1e3:9.3f} ms", flush=True)
+        if seconds < fastest * (1 - MIN_GAIN):
+            best, fastest = tiles, seconds
+    date = datetime.date.today().isoformat()
+    return {
+        "tiles": dataclasses.asdict(best), "milliseconds": fastest * 1e3, "step": step.name, "date": date,
+        "jax": jax.__version__,
+    }  # fmt: skip
+
+
+def candidates(default: Tiles, work: str, options: argparse.Namespace) -> Iterator[Tiles]:
+    every = itertools.product(ROWS[work], SLOTS, PER_CORE[work], WARPS, STAGES)
+    if options.quick or options.interpret:
+        every = [(default.rows, slots, default.per_core, default.warps, default.stages) for slots in SLOTS]
+    for rows, slots, per_core, warps, stages in every:
+        sizes = {"rows": rows, "slots": slots, "per_core": per_core, "warps": warps, "stages": stages}
+        tiles = dataclasses.replace(default, **sizes, min_slots=max(default.min_slots, slots))
+        if tiles != default:
+            yield tiles
+
+
+def seconds_of(step: ServingStep, tiles: Tiles, interpret: bool) -> float:
+    """One call's time, with these tiles for the step's kind of work."""
+
+    def choose(work: str, *arguments: Any) -> Tiles:
+        return tiles if work == work_of(step) else choose_tiles(work, *arguments)
+
+    backend = GpuBackend(interpret, choose)
+    chain = attention_chain(step, "gpu-interpret" if interpret else "gpu", layer_with(backend, step))
+    return seconds_per_call(chain)
+
+
+def describe(tiles: Tiles) -> str:
+    return "  ".join(f"{name} {value:4}" for name, value in dataclasses.asdict(tiles).items())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""`jaxpaged serve` as people start it: the embedded model, a client, and a signal."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="comes with the extra test")
+pytest.importorskip("uvicorn", reason="comes with the extra test")
+pytest.importorskip("jaxpaged.engine.async_llm", reason="serving needs AsyncLLM")
+
+ROOT = Path(__file__).parents[2]
+QUESTION = [{"role": "user", "content": "What is the capital of Portugal?"}]
+
+
+@pytest.fixture(scope="module")
+def process():
+    command = [sys.executable, "-m", "jaxpaged", "serve", "--port", "0", "--max-num-seqs", "8"]
+    started = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
+    )
+    yield started
+    started.kill()
+    started.communicate()
+
+
+@pytest.fixture(scope="module")
+def client(process):
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "http://" in line:
+            url = "http://" + line.partition("http://")[2].split()[0]
+            return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    raise AssertionError("".join(lines))
+
+
+def test_the_embedded_model_answers_over_http(client):
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0)
+    assert "Lisbon" in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_stream_says_the_same(client):
+    whole = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0)
+    stream = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0, stream=True)
+    text = "".join(chunk.choices[0].delta.content for chunk in stream)
+    assert text == whole.choices[0].message.content
+
+
+def test_what_is_wrong_with_a_request_is_told_by_the_engine_too(client):
+    with pytest.raises(openai.BadRequestError, match="max_model_len"):
+        client.completions.create(model="demo", prompt=[300] * 5000)
+
+
+def test_the_server_stops_when_it_is_told_to(client, process):
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err

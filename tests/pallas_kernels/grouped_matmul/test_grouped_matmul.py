@@ -1,0 +1,136 @@
+"""Every backend of grouped_matmul against a product per expert in numpy float64, unused tokens and experts poisoned."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import grouped_matmul as gm
+from pallas_kernels.grouped_matmul.cases import CASES, Case
+from pallas_kernels.grouped_matmul.items import make_items
+from pallas_kernels.testing import quantized_values, run_once, tolerance, unit_scales
+
+INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(), "gpu": True}
+
+
+def make_operands(case: Case, poison: float = np.nan) -> tuple[np.ndarray, gm.ExpertWeights, np.ndarray]:
+    """Tokens of unit size, weights that give unit outputs; `poison` for padding and for experts without tokens."""
+    rng = np.random.default_rng(0)
+    E, D, F = len(case.sizes), case.num_inputs, case.num_outputs
+    x_TD = rng.normal(size=(sum(case.sizes) + case.padding, D)).astype(case.dtype)
+    x_TD[sum(case.sizes) :] = poison
+    sizes_E = np.array(case.sizes, np.int32)
+    if not quantized(case):
+        values_EFD = (rng.normal(size=(E, F, D)) / np.sqrt(D)).astype(case.weights)
+        values_EFD[sizes_E == 0] = poison
+        return x_TD, gm.ExpertWeights(values_EFD), sizes_E
+    scale_ECF = unit_scales(rng, (E, D // (case.group or D), F), case.weights, D)
+    scale_ECF[sizes_E == 0] = poison
+    return x_TD, gm.ExpertWeights(quantized_values(rng, (E, F, D), case.weights), scale_ECF), sizes_E
+
+
+def quantized(case: Case) -> bool:
+    return case.weights not in ("bfloat16", "float32")
+
+
+def expected(case: Case, x_TD: np.ndarray, weights: gm.ExpertWeights) -> np.ndarray:
+    out_TF, start = np.zeros((len(x_TD), case.num_outputs)), 0
+    for expert, size in enumerate(case.sizes):
+        weight_FD = np.asarray(weights.values_EFD[expert], np.float64)
+        if weights.scale_ECF is not None:
+            scale_CF = np.asarray(weights.scale_ECF[expert], np.float64)
+            weight_FD = weight_FD * np.repeat(scale_CF, case.num_inputs // len(scale_CF), axis=0).T
+        if size:
+            out_TF[start : start + size] = np.asarray(x_TD[start : start + size], np.float64) @ weight_FD.T
+        start += size
+    return out_TF
+
+
+def supported(backend: str, case: Case) -> bool:
+    x_TD, weights, _ = make_operands(case)
+    return gm.backends(backend, x_TD, weights)[backend] is None
+
+
+PAIRS = [("reference", case) for case in CASES] + [
+    (backend, case) for backend in ("tpu", "gpu") for case in CASES if supported(backend, case)
+]
+
+
+@pytest.mark.parametrize(("backend", "case"), PAIRS, ids=[f"{backend}: {case.name}" for backend, case in PAIRS])
+def test_tokens_are_multiplied_by_their_own_expert_and_padding_gives_zeros(backend, case):
+    # XLA's own ragged_dot is another program on a CPU, where it multiplies every token with every expert.
+    ours = backend != "tpu" or quantized(case)
+    x_TD, weights, sizes_E = make_operands(case, poison=np.nan if ours else 1.0)
+    product = functools.partial(gm.grouped_matmul, backend=backend, interpret=INTERPRET[backend])
+    out_TF = run_once(product, x_TD, weights, sizes_E)
+    assert out_TF.dtype == x_TD.dtype
+    difference_TF = np.abs(np.asarray(out_TF, np.float64) - expected(case, x_TD, weights))
+    assert difference_TF.max() <= tolerance(case.dtype, case.num_inputs)
+    assert not np.asarray(out_TF, np.float32)[sum(case.sizes) :].any()
+
+
+def test_kernels_take_weights_of_every_type():
+    taken = {backend: {case.weights for name, case in PAIRS if name == backend} for backend in INTERPRET}
+    assert taken["tpu"] == {"bfloat16", "float32", "int8", "float8_e4m3fn", "int4"}
+    assert taken["gpu"] == taken["tpu"] - {"float32"}
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("case", CASES[1:14:3], ids=[case.name for case in CASES[1:14:3]])
+def test_every_token_is_in_one_item_of_its_expert(case, aligned):
+    T, tile = sum(case.sizes) + case.padding, 16
+    make = functools.partial(make_items, num_tokens=T, tile=tile, aligned=aligned)
+    items = jax.tree.map(np.asarray, run_once(make, np.array(case.sizes, np.int32)))
+    found = np.full(T, -1)
+    for item in range(len(items.expert_I)):
+        first, start, end = items.first_I[item], items.start_I[item], items.end_I[item]
+        mine = np.arange(max(first, start), min(first + tile, end))
+        assert (found[mine] == -1).all()
+        assert item < items.num_items[0] or not len(mine)
+        assert not aligned or first % tile == 0
+        found[mine] = items.expert_I[item]
+    np.testing.assert_array_equal(found, np.repeat(np.arange(len(case.sizes) + 1), (*case.sizes, case.padding)))
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+X_TD = jnp.zeros((4, 64), jnp.bfloat16)
+SIZES_E = jnp.ones(2, jnp.int32)
+FLOATS = gm.ExpertWeights(jnp.zeros((2, 8, 64), jnp.bfloat16))
+INTEGERS_EFD = jnp.zeros((2, 8, 64), jnp.int8)
+
+
+@pytest.mark.parametrize(
+    ("x_TD", "weights", "sizes_E", "backend", "message"),
+    [
+        (X_TD[:, :9], FLOATS, SIZES_E, "reference", r"x_TD is bfloat16\[4, 9\]; accepted is .*\[T, 64\]"),
+        (X_TD, FLOATS, SIZES_E[:1], "reference", r"group_sizes_E is int32\[1\]; accepted is int32\[2\]"),
+        (X_TD, gm.ExpertWeights(INTEGERS_EFD), SIZES_E, "reference", r"values_EFD is int8.*accepted is bfloat16 or"),
+        (X_TD, gm.ExpertWeights(FLOATS.values_EFD, jnp.ones((2, 1, 8))), SIZES_E, "reference", "accepted is int8 or"),
+        (
+            X_TD,
+            gm.ExpertWeights(INTEGERS_EFD, jnp.ones((2, 3, 8))),
+            SIZES_E,
+            "reference",
+            r"scale_ECF is .*C divides 64",
+        ),
+        (X_TD, gm.ExpertWeights(INTEGERS_EFD, jnp.ones((2, 1, 8))), SIZES_E, "tpu", "groups have 64 inputs; accepted"),
+        (X_TD, gm.ExpertWeights(INTEGERS_EFD, jnp.ones((2, 4, 8))), SIZES_E, "gpu", "groups have 16 inputs; accepted"),
+        (X_TD.astype("float32"), FLOATS, SIZES_E, "gpu", "x_TD is float32; accepted are bfloat16 and float16"),
+        (X_TD, FLOATS, SIZES_E, "megablox", "unknown grouped_matmul backend 'megablox'"),
+    ],
+)
+def test_bad_operands_are_refused(x_TD, weights, sizes_E, backend, message):
+    with pytest.raises(ValueError, match=message):
+        gm.grouped_matmul(x_TD, weights, sizes_E, backend=backend)
+
+
+def test_auto_chooses_what_is_written_for_the_platform():
+    assert [gm.choose_backend("auto", platform, X_TD, FLOATS) for platform in ("cpu", "tpu", "gpu")] == [
+        "reference",
+        "tpu",
+        "gpu",
+    ]

@@ -1,0 +1,188 @@
+"""Every backend of latent attention against dense attention in float64, with everything poisoned that nobody owns."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import mla_paged_attention as mla
+from pallas_kernels.mla_paged_attention import gpu
+from pallas_kernels.mla_paged_attention.cases import CASES, Case
+from pallas_kernels.testing import dense_attention, run_once, tolerance
+
+INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(detect_races=True), "gpu": True}
+CASE = {case.name: case for case in CASES}
+
+
+class Step:
+    """Random numbers for a case in float64, representable in its type; slots and ids that nobody needs are poison."""
+
+    def __init__(self, case: Case):
+        self.case, self.rng = case, np.random.default_rng(0)
+        T, N, C, P = case.num_tokens, case.num_heads, case.latent_dim, case.rope_dim
+        self.q_TNC, self.q_rope_TNP = self.normal(T, N, C), self.normal(T, N, P)
+        self.contexts = [self.normal(cached + new, C + P) for cached, new in case.rows]
+        self.start_R1 = np.cumsum([0] + [new for _, new in case.rows] + [0] * case.empty_rows).astype(np.int32)
+        self.seq_lens_R = np.array([sum(row) for row in case.rows] + [0] * case.empty_rows, np.int32)
+        self.new_TW = np.full((T, C + P), np.nan)
+        for (cached, _), start, context_PW in zip(case.rows, self.start_R1, self.contexts):
+            self.new_TW[start : start + len(context_PW) - cached] = context_PW[cached:]
+        self._make_cache()
+
+    def normal(self, *shape: int) -> np.ndarray:
+        return self.rng.normal(size=shape).astype(self.case.dtype).astype(np.float64)
+
+    def _make_cache(self) -> None:
+        S = self.case.block_size
+        num_needed = [-(-n // S) for n in self.seq_lens_R]
+        num_blocks = sum(num_needed) + 2
+        ids = iter(self.rng.permutation(np.arange(1, num_blocks)))
+        shape = (max(len(num_needed), 1), max(num_needed, default=0) + 2)
+        self.tables_RM = self.rng.choice([-7, num_blocks, 10**8], size=shape).astype(np.int32)
+        self.cache_BSW = np.full((num_blocks, S, self.new_TW.shape[1]), np.nan)
+        for row, ((cached, _), context_PW) in enumerate(zip(self.case.rows, self.contexts)):
+            self.tables_RM[row, : num_needed[row]] = [next(ids) for _ in range(num_needed[row])]
+            self._put(row, np.arange(cached), context_PW[:cached])
+
+    def _put(self, row: int, position: np.ndarray, values: np.ndarray) -> None:
+        S = self.case.block_size
+        self.cache_BSW[self.tables_RM[row, position // S], position % S] = values
+
+    def cache_after(self) -> np.ndarray:
+        for row, ((cached, new), context_PW) in enumerate(zip(self.case.rows, self.contexts)):
+            self._put(row, np.arange(cached, cached + new), context_PW[cached:])
+        return self.cache_BSW
+
+    def expected(self) -> np.ndarray:
+        out_TNC, C = np.zeros(self.q_TNC.shape), self.case.latent_dim
+        q_TNW = np.concatenate([self.q_TNC, self.q_rope_TNP], axis=2)
+        for row, context_PW in enumerate(self.contexts):
+            tokens = slice(*self.start_R1[row : row + 2])
+            values_P1W = context_PW[:, None].copy()
+            out_TNC[tokens] = dense_attention(q_TNW[tokens], context_PW[:, None], values_P1W, scale=scale(self.case))[
+                ..., :C
+            ]
+        return out_TNC
+
+
+def scale(case: Case) -> float:
+    return (case.latent_dim + case.rope_dim) ** -0.5
+
+
+def run(step: Step, backend: str) -> tuple[np.ndarray, np.ndarray]:
+    """(out_TNC, cache_BSW after the step without the backend's padding)."""
+    case, C = step.case, step.case.latent_dim
+    shape = mla.cache_shape(*step.cache_BSW.shape[:2], C, case.rope_dim, backend)
+    width = shape[2] - step.cache_BSW.shape[2]
+    cache_BSW = np.pad(step.cache_BSW, ((0, 0), (0, 0), (0, width)))
+
+    def attend(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where):
+        metadata = mla.make_metadata(*where, num_tokens=case.num_tokens, block_size=case.block_size)
+        return mla.mla_paged_attention(
+            q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, metadata,
+            scale=scale(case), backend=backend, interpret=INTERPRET[backend],
+        )  # fmt: skip
+
+    arrays = (step.q_TNC, step.q_rope_TNP, step.new_TW[:, :C], step.new_TW[:, C:], cache_BSW)
+    arrays = (x.astype(case.dtype) for x in arrays)
+    out_TNC, cache_BSW = run_once(attend, *arrays, step.start_R1, step.seq_lens_R, step.tables_RM)
+    return np.asarray(out_TNC, np.float64), np.asarray(cache_BSW, np.float64)[..., : step.cache_BSW.shape[2]]
+
+
+def operands(case: Case, backend: str):
+    N, C, P = case.num_heads, case.latent_dim, case.rope_dim
+    dims = (case.num_tokens, N, C), (case.num_tokens, N, P), mla.cache_shape(4, case.block_size, C, P, backend)
+    return [np.zeros(shape, case.dtype) for shape in dims]
+
+
+PAIRS = [
+    (backend, case)
+    for backend in INTERPRET
+    for case in CASES
+    if mla.backends(backend, *operands(case, backend))[backend] is None
+]
+
+
+@pytest.mark.parametrize(("backend", "case"), PAIRS, ids=[f"{backend}: {case.name}" for backend, case in PAIRS])
+def test_a_case_equals_dense_attention_and_changes_only_the_slots_of_its_new_tokens(monkeypatch, backend, case):
+    monkeypatch.setattr(gpu, "PROGRAMS", 80)  # the interpreter takes its time for each
+    step = Step(case)
+    out_TNC, cache_BSW = run(step, backend)
+    difference_TNC = np.abs(out_TNC - step.expected())
+    assert difference_TNC.max(initial=0) <= tolerance(case.dtype, max(map(sum, case.rows), default=1))
+    assert not out_TNC[case.num_tokens - case.padding :].any()
+    np.testing.assert_array_equal(cache_BSW, step.cache_after())
+
+
+def test_kernels_take_most_cases():
+    taken = {backend: {case.name for name, case in PAIRS if name == backend} for backend in INTERPRET}
+    assert taken["reference"] == set(CASE)
+    assert taken["gpu"] == set(CASE) - {"float32"}
+    assert taken["tpu"] == set(CASE) - {"float16", "12 heads, block_size 64"}
+
+
+def test_a_prompt_in_chunks_equals_the_whole_prompt():
+    case = Case("a prompt", ((0, 60),), padding=0, empty_rows=0, dtype="float32")
+    step = Step(case)
+    metadata = functools.partial(mla.make_metadata, block_size=case.block_size)
+    C, cache_BSW, outs = case.latent_dim, jnp.asarray(step.cache_BSW, jnp.float32), []
+
+    def attend(cache_BSW, q_TNC, q_rope_TNP, new_TW, *where):
+        where = metadata(*where, num_tokens=len(q_TNC))
+        return mla.mla_paged_attention(
+            q_TNC, q_rope_TNP, new_TW[:, :C], new_TW[:, C:], cache_BSW, where, scale=0.1, backend="reference"
+        )
+
+    whole = (step.q_TNC, step.q_rope_TNP, step.new_TW)
+    for first in (0, 20, 40):
+        part = (x[first : first + 20].astype(np.float32) for x in whole)
+        where = np.array([0, 20], np.int32), np.array([first + 20], np.int32), step.tables_RM
+        out_TNC, cache_BSW = run_once(attend, cache_BSW, *part, *where)
+        outs.append(out_TNC)
+    together_TNC, _ = run_once(
+        attend, step.cache_BSW.astype(np.float32), *(x.astype(np.float32) for x in whole),
+        step.start_R1, step.seq_lens_R, step.tables_RM,
+    )  # fmt: skip
+    np.testing.assert_allclose(np.concatenate(outs), together_TNC, atol=2e-6)
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+BASE = {
+    "q_TNC": (5, 16, 128), "q_rope_TNP": (5, 16, 32), "latent_TC": (5, 128), "rope_TP": (5, 32),
+    "cache_BSW": (4, 16, 160),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "message"),
+    [
+        ({"q_TNC": (5, 128)}, "reference", r"q_TNC is bfloat16\[5, 128\]; accepted is .*\[T, N, C\]"),
+        ({"q_rope_TNP": (5, 8, 32)}, "reference", r"q_rope_TNP is bfloat16\[5, 8, 32\]; accepted is .*\[5, 16, P\]"),
+        ({"latent_TC": (5, 64)}, "reference", r"latent_TC is bfloat16\[5, 64\]; accepted is \[5, 128\]"),
+        ({"rope_TP": (4, 32)}, "reference", r"rope_TP is bfloat16\[4, 32\]; accepted is \[5, 32\]"),
+        ({"cache_BSW": (4, 16, 256)}, "reference", r"cache_BSW is bfloat16\[4, 16, 256\]; accepted is .*\[B, S, 160\]"),
+        ({}, "tpu", r"cache_BSW is bfloat16\[4, 16, 160\]; accepted is .*\[B, S, 256\] for backend 'tpu'"),
+        ({"cache_BSW": (4, 8, 256)}, "tpu", "block_size = 8; accepted are multiples of 16 for bfloat16"),
+        (
+            {"q_TNC": (5, 16, 96), "latent_TC": (5, 96), "cache_BSW": (4, 16, 128)},
+            "gpu",
+            "latents have 96 numbers; acc",
+        ),
+        ({}, "flashmla", "unknown mla_paged_attention backend 'flashmla'"),
+    ],
+)
+def test_bad_operands_are_refused(changes, backend, message):
+    arrays = [jnp.zeros(shape, jnp.bfloat16) for shape in (BASE | changes).values()]
+    zeros_R1, zeros_R, zeros_RM = (np.zeros(shape, np.int32) for shape in ((2,), (1,), (1, 3)))
+    metadata = mla.make_metadata(zeros_R1, zeros_R, zeros_RM, num_tokens=5, block_size=16)
+    with pytest.raises(ValueError, match=message):
+        mla.mla_paged_attention(*arrays, metadata, scale=1.0, backend=backend)
+
+
+def test_auto_chooses_what_is_written_for_the_platform():
+    case = CASE["one prompt"]
+    chosen = [mla.choose_backend("auto", platform, *operands(case, platform)) for platform in ("cpu", "tpu", "gpu")]
+    assert chosen == ["reference", "tpu", "gpu"]

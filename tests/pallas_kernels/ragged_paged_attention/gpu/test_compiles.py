@@ -1,0 +1,68 @@
+"""The GPU kernels lower for A100, H100 and B200 anywhere, and go through ptxas where the extra `aot-gpu` is."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels import gpu_targets
+from pallas_kernels.gpu_targets import TARGETS, lower_for
+from pallas_kernels.ragged_paged_attention.cases import SERVING_SHAPES
+from pallas_kernels.testing import layer_of
+
+ROOT = Path(__file__).parents[4]
+SHAPE = {shape.name: shape for shape in SERVING_SHAPES}
+FIRST = "decodes and chunks"
+QUICK = {"h100": ["a few decodes", FIRST, "head_dim 256, window, soft cap", "head_dim 64, window, sinks",
+                  "float8 cache, scales of heads"]}  # fmt: skip
+NUM_KERNELS = 5  # write; attend and merge for each class of tiles
+
+needs_compiler = [
+    pytest.mark.aot_gpu,
+    pytest.mark.skipif(gpu_targets.why_not() is not None, reason=str(gpu_targets.why_not())),
+]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == FIRST else pytest.mark.slow) for x in SHAPE])
+def test_a_layer_lowers_to_triton(name, target):
+    layer, args = layer_of(SHAPE[name], "gpu")
+    program = lower_for(TARGETS[target], layer, *args)
+    assert program.count("__gpu$xla.gpu.triton") == (NUM_KERNELS if SHAPE[name].num_tokens > 32 else 3)
+
+
+def compiled(target: str, names: list[str]) -> dict[tuple[str, str], dict]:
+    """What scripts/compile_for_gpu.py reports, in a process of its own: it must set up jax before it is imported."""
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    lines = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "compile_for_gpu.py", "--json", "--target", target, "--shapes", *names],
+        check=True, capture_output=True, text=True, env=environment,
+    ).stdout.splitlines()  # fmt: skip
+    reports = [json.loads(line) for line in lines]
+    return {(report["shape"], report["kernel"]): report for report in reports}
+
+
+def check(reports: dict[tuple[str, str], dict], names: list[str], target: str) -> None:
+    assert {name for name, _ in reports} == set(names)
+    for report in reports.values():
+        print(report)
+        assert report["spilled_bytes"] <= (0 if target == "h100" else 200), report
+        assert report["warnings"] == [], report  # such as Hopper's products waiting for each other
+        assert report["shared_memory"] <= TARGETS[target].shared_memory[0], report
+
+
+class TestWithCompiler:
+    pytestmark = needs_compiler
+
+    @pytest.mark.parametrize("target", TARGETS)
+    def test_kernels_compile_without_spills(self, target):
+        names = QUICK.get(target, [FIRST])
+        check(compiled(target, names), names, target)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("target", TARGETS)
+    def test_every_shape_compiles_without_spills(self, target):
+        check(compiled(target, list(SHAPE)), list(SHAPE), target)

@@ -1,0 +1,148 @@
+"""The GPU kernels in Pallas's interpreter against dense attention in float64, with everything poisoned."""
+
+import inspect
+import itertools
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import ragged_paged_attention as rpa
+from pallas_kernels.ragged_paged_attention import gpu
+from pallas_kernels.ragged_paged_attention.cases import CASES
+from pallas_kernels.ragged_paged_attention.gpu import calls, items, kernels, pieces, tiles
+from pallas_kernels.testing import make_step
+from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, error, packed, run
+
+CASE = {case.name: case for case in CASES}
+BACKEND = "gpu-interpret"
+# Every kind of mask and layout once; the others are the same code with other sizes.
+QUICK = (
+    ("one decode", jnp.float32),
+    ("multi-head, head_dim 80, block_size 64", jnp.bfloat16),
+    ("window, soft cap and sinks", jnp.float32),
+    ("long tail of windows", jnp.bfloat16),
+    ("rows with no new token", jnp.float16),
+)
+
+
+def all_cases():
+    for case, dtype in zip(CASES, itertools.cycle((jnp.bfloat16, jnp.float32, jnp.float16))):
+        quick = dict(QUICK).get(case.name)
+        marks = pytest.mark.slow if quick is None else ()
+        yield pytest.param(case, quick or dtype, id=f"{case.name}, {jnp.dtype(quick or dtype)}", marks=marks)
+
+
+@pytest.mark.parametrize(("case", "dtype"), list(all_cases()))
+def test_a_case_equals_dense_attention_and_changes_only_the_slots_of_its_new_tokens(case, dtype):
+    step = make_step(case, dtype)
+    out_TNH, kv = run(case, step, dtype, BACKEND)
+    assert error(case, out_TNH, step) <= case_tolerance(case, dtype)
+    assert (out_TNH[case.num_tokens :] == 0).all()
+    should = packed(*after(case, step), dtype, BACKEND)
+    for is_BKSH, should_BKSH in zip(kv.arrays, should.arrays):
+        np.testing.assert_array_equal(np.asarray(is_BKSH, np.float32), np.asarray(should_BKSH, np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_core", [1, 200])
+def test_the_number_of_parts_changes_nothing(monkeypatch, per_core):
+    few = tiles.Tiles(rows=16, slots=32, per_core=per_core, min_slots=32, warps=4, stages=1)
+    monkeypatch.setattr(tiles, "default_tiles", lambda *_: few)
+    case = CASE["decodes and prompts in any order"]
+    step = make_step(case, jnp.float32)
+    assert error(case, run(case, step, jnp.float32, BACKEND)[0], step) <= case_tolerance(case, jnp.float32)
+
+
+# what is wrong: (a case that must notice, the module, its text, what the mutant has in its place)
+MUTANTS = {
+    "slots that nobody may see are read": (
+        "window, soft cap and sinks", kernels, "needed_C if masked else None)", "None)",
+    ),
+    "queries see one position ahead": (
+        "window, soft cap and sinks", kernels, "position_C[None, :] <= tile.position",
+        "position_C[None, :] <= tile.position + 1",
+    ),
+    "the window is one too long": (
+        "window, soft cap and sinks", kernels, "> tile.position - layer.window", ">= tile.position - layer.window",
+    ),
+    "older slots keep their weight": (
+        "long tail of windows", kernels, "out * fade_X1 + dot(", "out + dot(",
+    ),
+    "a part's weight is forgotten in the merger": (
+        "one decode", kernels, "total_X1 * fade_X1 + new_total_X1 * weight_X1", "total_X1 * fade_X1 + weight_X1",
+    ),
+    "the last part is forgotten": (
+        "one decode", kernels, "first + fact(at.NUM_PARTS), add", "first + fact(at.NUM_PARTS) - 1, add",
+    ),
+    "a sink is forgotten": ("window, soft cap and sinks", kernels, "if not layer.has_sinks:", "if True:"),
+    "padding tokens write to a block": (
+        "rows with no new token", kernels, "(block >= 0) & (block < num_blocks)", "block == block",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_of_the_kernels_is_noticed(monkeypatch, mutant):
+    name, module, original, wrong = MUTANTS[mutant]
+    text = inspect.getsource(module)
+    assert text.count(original) == 1, f"the mutant {mutant!r} no longer applies; update it with the kernels."
+    mutated = types.ModuleType("mutant")
+    monkeypatch.setitem(sys.modules, "mutant", mutated)  # dataclasses look their module up
+    exec(compile(text.replace(original, wrong), "mutant", "exec"), mutated.__dict__)
+    monkeypatch.setattr(calls, "kernels", mutated)
+    fine = tiles.Tiles(rows=16, slots=16, per_core=20, min_slots=16, warps=4, stages=1)
+    monkeypatch.setattr(tiles, "default_tiles", lambda *_: fine)
+    case = CASE[name]
+    step = make_step(case, jnp.float32)
+    out_TNH, kv = run(case, step, jnp.float32, BACKEND)
+    should = packed(*after(case, step), jnp.float32, BACKEND)
+    same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(kv.arrays, should.arrays))
+    assert error(case, out_TNH, step) > 10 * case_tolerance(case, jnp.float32) or not same
+
+
+def test_heads_that_the_kernels_cannot_take_are_refused():
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 16}
+    types = {"q_dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16}
+    rpa.check("gpu", **heads, **types)
+    with pytest.raises(ValueError, match=r"head_dim = 512; accepted are at most 256\. Use 'reference'"):
+        rpa.check("gpu", **heads | {"head_dim": 512}, **types)
+    with pytest.raises(ValueError, match=r"256 query heads per kv head; accepted are at most 128"):
+        rpa.check("gpu", **heads | {"num_heads": 512}, **types)
+    with pytest.raises(ValueError, match=r"the cache is int16; accepted are float32, bfloat16, float16, int8"):
+        rpa.check("gpu", **heads, **types | {"kv_dtype": jnp.int16})
+
+
+def test_a_gpu_is_needed_and_the_interpreter_is_never_chosen_by_itself():
+    assert rpa.choose_backend("auto", "gpu") == "gpu"
+    assert rpa.choose_backend("auto", "cpu") == "reference"
+    assert rpa.choose_backend("gpu-interpret", "cpu") == "gpu-interpret"
+    with pytest.raises(ValueError, match=r"'gpu' cannot run on 'cpu': it needs an NVIDIA GPU; 'gpu-interpret'"):
+        rpa.choose_backend("gpu", "cpu")
+
+
+def test_gpus_before_ampere_and_those_of_others_are_refused():
+    assert [gpu.device_refusal(x) for x in (None, "8.0", "9.0", "10.3", "12.0")] == [None] * 5
+    for capability in ("7.5", "gfx942"):
+        assert "compute capability 8.0 or more, and this one has " + capability in gpu.device_refusal(capability)
+
+
+def test_a_cache_that_cannot_be_addressed_is_refused():
+    for size, dtype in ((2**31, jnp.int8), (2**32 + 1, jnp.int8), (3 * 2**30, jnp.bfloat16)):
+        gpu.check_size(size, dtype)
+    with pytest.raises(ValueError, match=r"8 bits with 3221225472 numbers .* accepted are up to 2147483648, or more"):
+        gpu.check_size(3 * 2**30, jnp.float8_e4m3fn)
+
+
+def test_pieces_of_a_head_are_powers_of_two_that_cover_it():
+    assert pieces.pieces(80) == [(0, 64), (64, 16)]
+    for head_dim in range(1, 257):
+        cut = pieces.pieces(head_dim)
+        assert all(size & (size - 1) == 0 and size >= 16 for _, size in cut)
+        ends = [offset + size for offset, size in cut]
+        assert [offset for offset, _ in cut] == [0, *ends[:-1]]
+        assert head_dim <= ends[-1] < head_dim + 16
+    assert items.NUM_COLUMNS == 8

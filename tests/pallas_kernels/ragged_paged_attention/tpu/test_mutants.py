@@ -1,0 +1,106 @@
+"""The tests of the TPU kernels bite: deliberate mistakes in them are noticed."""
+
+import importlib
+import inspect
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import ragged_paged_attention as rpa
+from pallas_kernels.ragged_paged_attention.cases import Case
+from pallas_kernels.testing import make_step
+from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, error, packed, run
+
+PACKAGE = "pallas_kernels.ragged_paged_attention.tpu"
+BACKEND = "tpu-interpret"
+CASE = Case("for mutants", ((300, 1), (20, 40), (37, 1), (5, 3)), group_size=3)
+SINKS = Case("for mutants", ((20, 20), (37, 1)), sinks=True)
+WINDOW = Case("for mutants", ((300, 1), (300, 20)), window=30)
+
+# what is wrong: (case, module, its text, what the mutant has in its place)
+MUTANTS = {
+    "decodes see all that was fetched": (CASE, "decode", "visible_nXP != 0", "visible_nXP >= 0"),
+    "decodes forget their last piece": (
+        CASE, "plan", "(offset_Z + end_query_Z - 1) // item_slots - first_Z + 1",
+        "jnp.maximum((offset_Z + end_query_Z - 1) // item_slots - first_Z, 1)",
+    ),
+    "what was seen before keeps its weight": (
+        CASE, "decode", "self.acc_ref[...] * keep + out * add", "self.acc_ref[...] + out * add",
+    ),
+    "queries of a tile see one position ahead": (
+        CASE, "prefill", "position_1P <= last_X1", "position_1P <= last_X1 + 1",
+    ),
+    "queries of a tile see others' contexts": (
+        CASE, "prefill", "(query_X1 >= self.first_query) & (query_X1 < self.end_query)", "query_X1 >= 0",
+    ),
+    "what nobody may see only gets a weight of zero": (
+        CASE, "softmax", "pl.when(jnp.logical_not(whole))", "pl.when(item.segment < 0)",
+    ),
+    "blocks are not waited for": (CASE, "fetch", "            self._await_blocks(step)\n", ""),
+    "both buffers are one": (CASE, "fetch", "self.scratch.blocks.at[step & 1, i, :", "self.scratch.blocks.at[0, i, :"),
+    "blocks that nobody needs are fetched": (
+        WINDOW, "fetch", "first = jnp.maximum(item.first - item.position, 0)", "first = 0 * item.first",
+    ),
+    "neighbours of a new token are not kept": (CASE, "write", "return self.num_tokens(z) < self.group", "return z < 0"),
+    "the first new token is not written": (CASE, "write", "slot == first + i", "slot == first + i + 1"),
+    "decodes forget sinks": (SINKS, "decode", "if self.sinks_ref is None:", "if True:"),
+    "prompts forget sinks": (SINKS, "prefill", "if sinks_ref is None:", "if True:"),
+    "a window is one too wide for prompts": (
+        WINDOW, "prefill", "position_1P > last_X1 - self.window", "position_1P >= last_X1 - self.window",
+    ),
+}  # fmt: skip
+QUICK = ("queries of a tile see others' contexts", "blocks are not waited for")
+
+
+@pytest.fixture(autouse=True)
+def detect_races(monkeypatch):
+    interpret = pltpu.InterpretParams(detect_races=True)
+    monkeypatch.setitem(rpa._BACKENDS, BACKEND, rpa.TpuBackend(interpret=interpret))
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def apply_mutant(monkeypatch, name: str, original: str, wrong: str) -> None:
+    """Replace what a module of the package defines, wherever the package uses it, by the mutant's."""
+    module = importlib.import_module(f"{PACKAGE}.{name}")
+    text = inspect.getsource(module)
+    assert text.count(original) == 1, f"the mutant no longer applies to {name}; update it: {original!r}"
+    mutant = types.ModuleType("mutant")
+    monkeypatch.setitem(sys.modules, "mutant", mutant)  # dataclasses look their module up
+    exec(compile(text.replace(original, wrong), "mutant", "exec"), mutant.__dict__)
+    own = {n: x for n, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__}
+    for user in [m for n, m in sys.modules.items() if n.startswith(PACKAGE)]:
+        for attribute, defined in own.items():
+            if getattr(user, attribute, None) is defined:
+                monkeypatch.setattr(user, attribute, getattr(mutant, attribute))
+
+
+def is_right(case: Case) -> bool:
+    """Whether a step gives the oracle's output and cache, without a race and without touching what it must not."""
+    step = make_step(case, jnp.float32)
+    try:
+        out_TNH, kv = run(case, step, jnp.float32, BACKEND)
+    except Exception:
+        return False
+    should = packed(*after(case, step), jnp.float32, BACKEND)
+    same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(kv.arrays, should.arrays))
+    return same and error(case, out_TNH, step) <= 10 * case_tolerance(case, jnp.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [CASE, SINKS, WINDOW], ids=["mixed", "sinks", "window"])
+def test_without_a_mutation_the_cases_pass(case):
+    assert is_right(case)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MUTANTS])
+def test_a_mutant_is_noticed(monkeypatch, name):
+    case, module, original, wrong = MUTANTS[name]
+    apply_mutant(monkeypatch, module, original, wrong)
+    if module in ("plan", "__init__"):
+        monkeypatch.setattr(rpa.TpuBackend, "make_plan", staticmethod(sys.modules[PACKAGE].work.make_plan))
+    assert not is_right(case)

@@ -1,0 +1,52 @@
+"""The TPU kernels in JAX's simulator of a TPU, with its race detector, against dense attention in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import ragged_paged_attention as rpa
+from pallas_kernels.ragged_paged_attention.cases import CASES, Case
+from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
+from pallas_kernels.testing import make_step
+from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, error, packed, run
+
+CASE = {case.name: case for case in CASES}
+BACKEND = "tpu-interpret"
+# Every kind of mask and layout once; the others take minutes, and are the same code with other sizes.
+QUICK = (
+    ("decodes and prompts in any order", jnp.bfloat16),
+    ("multi-head, head_dim 80, block_size 64", jnp.bfloat16),
+    ("window, soft cap and sinks", jnp.float32),
+)
+
+
+@pytest.fixture(autouse=True)
+def detect_races(monkeypatch):
+    """A race or a read outside of a buffer raises. What is copied is there when it is waited for, not before."""
+    monkeypatch.setitem(rpa._BACKENDS, BACKEND, TpuBackend(interpret=pltpu.InterpretParams(detect_races=True)))
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def is_taken(case: Case, dtype) -> bool:
+    return case.block_size % (32 // jnp.dtype(dtype).itemsize) == 0
+
+
+def all_cases():
+    for case in CASES:
+        for dtype in (jnp.float32, jnp.bfloat16):
+            if is_taken(case, dtype):
+                marks = () if (case.name, dtype) in QUICK else pytest.mark.slow
+                yield pytest.param(case, dtype, id=f"{case.name}, {jnp.dtype(dtype)}", marks=marks)
+
+
+@pytest.mark.parametrize(("case", "dtype"), list(all_cases()))
+def test_a_case_equals_dense_attention_and_changes_only_the_slots_of_its_new_tokens(case, dtype):
+    step = make_step(case, dtype)
+    out_TNH, kv = run(case, step, dtype, BACKEND)
+    assert error(case, out_TNH, step) <= case_tolerance(case, dtype)
+    assert (out_TNH[case.num_tokens :] == 0).all()
+    should = packed(*after(case, step), dtype, BACKEND)
+    for is_BKSW, should_BKSW in zip(kv.arrays, should.arrays):
+        np.testing.assert_array_equal(np.asarray(is_BKSW, np.float32), np.asarray(should_BKSW, np.float32))

@@ -1,0 +1,27 @@
+"""Chains do as many calls as they are asked for, each on the last one's result; no test looks at the clock."""
+
+import itertools
+
+import jax.numpy as jnp
+
+from pallas_kernels import timing
+from pallas_kernels.timing import Chain, measured_bandwidth, measured_matmul, seconds_per_call
+
+
+def test_a_run_makes_its_calls_one_after_another():
+    run, state = timing._run_of(Chain(lambda x, y: x * 2 + y, jnp.zeros(()), (jnp.ones(()),)), jnp.zeros(()), 5)
+    assert state() == 31  # five times 2 x + 1, to warm up
+    run()
+    assert state() == 32 * 31 + 31
+
+
+def test_the_time_of_a_call_is_that_of_a_run_over_its_calls(monkeypatch):
+    ticks = itertools.count(step=1 / 16)  # seconds that every run takes, whatever it does
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
+    assert seconds_per_call(Chain(lambda x: x + 1, jnp.zeros(3)), target_s=0.5) == 1 / 16 / 8
+
+
+def test_what_the_device_can_do_is_in_bytes_and_operations_per_second(monkeypatch):
+    monkeypatch.setattr(timing, "seconds_per_call", lambda chain: 0.5)
+    assert measured_bandwidth(1000) == 4000
+    assert measured_matmul(10, jnp.float32) == 4000

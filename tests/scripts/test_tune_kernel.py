@@ -1,0 +1,76 @@
+"""scripts/tune_kernel.py keeps the fastest tiles for each key, and the kernels read them."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.ragged_paged_attention.gpu import tiles
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def tune(monkeypatch, tmp_path):
+    """`tune(*arguments)`: what the script writes."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    script = importlib.import_module("tune_kernel")
+    output = tmp_path / "tuned.json"
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["tune_kernel.py", "--interpret", "--output", str(output), *arguments])
+        script.main()
+        return json.loads(output.read_text(encoding="utf-8"))
+
+    run.script, run.output = script, output
+    return run
+
+
+def test_the_fastest_candidate_is_written_and_those_that_fail_are_passed_over(tune, monkeypatch):
+    def seconds_of(step, choice, interpret):
+        if choice.slots == 128:
+            raise RuntimeError("too much shared memory")
+        return 1 / choice.slots
+
+    monkeypatch.setattr(tune.script, "seconds_of", seconds_of)
+    tune.output.write_text('{"another device": {"tiles": {}}}', encoding="utf-8")
+    entries = tune()
+    assert "another device" in entries
+    ours = {key: entry for key, entry in entries.items() if key != "another device"}
+    assert {key.split(", ")[1] for key in ours} == {"decode", "prefill"}
+    assert all(entry["tiles"]["slots"] == 64 and entry["milliseconds"] == 1e3 / 64 for entry in ours.values())
+
+
+def test_what_is_as_fast_as_the_default_does_not_replace_it(tune, monkeypatch):
+    monkeypatch.setattr(tune.script, "seconds_of", lambda step, choice, interpret: 1 - choice.slots * 1e-5)
+    for key, entry in tune().items():
+        default = tiles.default_tiles(key.split(", ")[1], 16, "float32", tiles.INTERPRETER)
+        assert entry["tiles"] == dataclasses.asdict(default)
+
+
+def test_the_kernels_read_what_was_written(tune, monkeypatch):
+    monkeypatch.setattr(tune.script, "seconds_of", lambda step, choice, interpret: 1 / choice.slots)
+    tune("--cases", "decode, 4")
+    monkeypatch.setattr(tiles, "TUNED", tune.output)
+    tiles.tuned.cache_clear()
+    try:
+        assert tiles.choose_tiles("decode", 2, 16, "float32", tiles.INTERPRETER).slots == 128
+        assert tiles.choose_tiles("decode", 4, 16, "float32", tiles.INTERPRETER).slots == 32  # no entry: the default
+    finally:
+        tiles.tuned.cache_clear()
+
+
+@pytest.mark.slow
+def test_tiles_are_tuned_for_real_in_the_interpreter(tune):
+    (entry,) = tune("--cases", "decode, 4").values()
+    assert entry["milliseconds"] > 0
+    assert entry["step"] == "decode, 4 x 64"
+
+
+def test_without_a_gpu_there_is_nothing_to_tune(tune, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tune_kernel.py"])
+    with pytest.raises(SystemExit, match=r"nothing to tune on cpu: it needs an NVIDIA GPU.*Use --interpret"):
+        tune.script.main()

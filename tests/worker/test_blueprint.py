@@ -1,0 +1,43 @@
+"""What a blueprint says of the KV cache and of the attention kernel, against the arrays that it would allocate."""
+
+import math
+
+import jax
+import pytest
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.engine.build import facts_of, read_model
+from jaxpaged.errors import ConfigError
+from jaxpaged.layers.attention import kv_struct
+from jaxpaged.worker.blueprint import Blueprint
+from tests.models.checkpoints import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint("llama", tmp_path_factory.mktemp("model"))
+
+
+def blueprint(folder, **options):
+    model, decoder = read_model(folder)
+    config = EngineConfig.from_options(model=str(folder), dtype="float32", **options).resolve(facts_of(decoder), "cpu")
+    return Blueprint(config, model, decoder, make_mesh(1))
+
+
+@pytest.mark.parametrize("backend", ["reference", "tpu-interpret"])
+def test_blocks_are_counted_with_the_bytes_that_the_kernels_layout_takes(folder, backend):
+    plan = blueprint(folder, block_size=16, attention_backend=backend)
+    spec = plan.kv_groups[0].spec
+    kv = jax.tree.leaves(kv_struct(plan.attention, 10, 16, spec.num_kv_heads, spec.head_dim, plan.kv_dtype))
+    assert sum(math.prod(x.shape) * x.dtype.itemsize for x in kv) == 10 * spec.block_bytes
+
+
+def test_a_kernel_that_cannot_take_the_engines_blocks_is_refused_before_anything_is_compiled(folder):
+    with pytest.raises(ConfigError, match=r"attention_backend: .*block_size = 12; accepted are multiples of 8"):
+        _ = blueprint(folder, block_size=12, attention_backend="tpu-interpret").attention
+
+
+def test_a_kernel_for_another_device_is_refused_with_what_would_run(folder):
+    with pytest.raises(ConfigError, match=r"'tpu' cannot run on 'cpu': it needs a TPU; 'tpu-interpret' runs the same"):
+        _ = blueprint(folder, block_size=16, attention_backend="tpu").attention
