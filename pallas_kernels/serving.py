@@ -58,10 +58,15 @@ def layer_with(backend: GpuBackend, step: ServingStep) -> Callable:
 
 
 def block_table(step: ServingStep) -> np.ndarray:
-    """Shuffled blocks for every row, from 1 on: [R, M]."""
-    needed = [ceil_div(sum(row), step.shape.block_size) for row in step.rows]
+    """Shuffled blocks for every row, from 1 on, where attention's null block is 0: [R, M]."""
+    return shuffled_blocks([sum(row) for row in step.rows], step.shape.block_size) + 1
+
+
+def shuffled_blocks(lengths: list[int], block_size: int) -> np.ndarray:
+    """Blocks for contexts of these lengths, from 0 on, none of them twice: [R, M], zeros behind a row's last."""
+    needed = [ceil_div(length, block_size) for length in lengths]
     table_RM = np.zeros((len(needed), max(needed)), np.int32)
-    ids = np.random.default_rng(0).permutation(sum(needed)) + 1
+    ids = np.random.default_rng(0).permutation(sum(needed))
     for row, begin in enumerate(np.cumsum([0, *needed[:-1]])):
         table_RM[row, : needed[row]] = ids[begin : begin + needed[row]]
     return table_RM

@@ -23,7 +23,7 @@ from jaxpaged.params.quantized import quantized_specs
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
-from jaxpaged.worker.buckets import MIN_BUCKET, doubling_buckets
+from jaxpaged.worker.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
 from jaxpaged.worker.decode_batch import DecodeLayout, decode_layout
 from jaxpaged.worker.decode_loop import lower_decode
 from jaxpaged.worker.fingerprint import Fingerprint, fingerprint
@@ -71,7 +71,7 @@ class Blueprint:
     @cached_property
     def token_buckets(self) -> tuple[int, ...]:
         given, largest = self.config.compile.token_buckets, self.config.scheduler.max_num_batched_tokens
-        return tuple(sorted(given)) if given else doubling_buckets(largest, self.platform)
+        return tuple(sorted(given)) if given else default_token_buckets(largest, self.platform)
 
     @cached_property
     def sample_buckets(self) -> tuple[int, ...]:
@@ -85,9 +85,9 @@ class Blueprint:
     def attention(self) -> AttentionContext:
         """Raises ConfigError when the kernel that was asked for cannot run here, or not with such heads and blocks."""
         options = self.config.compile
+        name = "invariant" if options.deterministic else options.attention_backend
         try:
-            backend = choose_backend("invariant" if options.deterministic else options.attention_backend, self.platform)
-            context = AttentionContext(self.mesh, backend)
+            context = AttentionContext(self.mesh, choose_backend(name, self.platform))
             for spec in self._attention_specs:
                 check_attention(
                     context, self.decoder.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, self.dtype,
