@@ -35,12 +35,19 @@ def fed_back(function: Callable, x: jax.Array, *operands: Any) -> Chain:
     out = jax.eval_shape(function, x, *operands)
 
     def call(state, *operands):
-        x, out = state
-        number = jnp.clip(out[(0,) * out.ndim].astype(jnp.float32), -1, 1)  # numbers must not grow from call to call
-        x = x.at[(0,) * x.ndim].set(number.astype(x.dtype))
+        x = touched(*state)
         return x, function(x, *operands)
 
     return Chain(call, (x, jnp.zeros(out.shape, out.dtype)), operands)
+
+
+def touched(x: jax.Array, out: jax.Array) -> jax.Array:
+    """x with its first number replaced by out's, in place: so a call waits for the last one, and nothing is copied.
+
+    Were out the next x as a whole, a loop would copy it to where x is.
+    """
+    number = jnp.clip(out[(0,) * out.ndim].astype(jnp.float32), -1, 1)  # numbers must not grow from call to call
+    return x.at[(0,) * x.ndim].set(number.astype(x.dtype))
 
 
 def seconds_per_call(chain: Chain, target_s: float = 0.1) -> float:

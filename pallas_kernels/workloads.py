@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels.programs import program_of
 from pallas_kernels.serving import filled_arrays, shuffled_blocks
-from pallas_kernels.timing import Chain, fed_back
+from pallas_kernels.timing import Chain, fed_back, touched
 
 
 def choose_backend(op: str, case: Any, name: str, platform: str) -> str:
@@ -52,15 +52,16 @@ def chain_of(op: str, case: Any, backend: str) -> Chain:
 
 
 def latent_chain(function: Callable, operands: tuple[Any, ...]) -> Chain:
-    """The state is (cache, q), and each call's outputs are the next one's queries."""
+    """The state is (cache, q, out)."""
     cache_BSW, q_TNC, *others = operands
 
     def call(state, *others):
-        cache_BSW, q_TNC = state
+        cache_BSW, q_TNC, out_TNC = state
+        q_TNC = touched(q_TNC, out_TNC)
         out_TNC, cache_BSW = function(cache_BSW, q_TNC, *others)
-        return cache_BSW, out_TNC
+        return cache_BSW, q_TNC, out_TNC
 
-    return Chain(call, (cache_BSW, q_TNC), tuple(others))
+    return Chain(call, (cache_BSW, q_TNC, jnp.zeros(q_TNC.shape, q_TNC.dtype)), tuple(others))
 
 
 def _head(operands: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

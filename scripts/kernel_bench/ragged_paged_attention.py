@@ -12,7 +12,7 @@ from kernel_bench.yardsticks import Yardsticks, installed_torch, torch_seconds
 
 from pallas_kernels.ragged_paged_attention.cases import ServingStep
 from pallas_kernels.serving import block_table, filled_arrays
-from pallas_kernels.timing import Chain
+from pallas_kernels.timing import Chain, fed_back
 
 
 def yardsticks(step: ServingStep, platform: str) -> Yardsticks:
@@ -55,7 +55,7 @@ def dense_jax(step: ServingStep, implementation: str) -> Chain | None:
             implementation=implementation,
         )  # fmt: skip
 
-    return Chain(attend, q_RQNH, tuple(kv))
+    return fed_back(attend, q_RQNH, *kv)
 
 
 def paged_jax_gpu(step: ServingStep) -> Chain | None:
@@ -69,7 +69,7 @@ def paged_jax_gpu(step: ServingStep) -> Chain | None:
     dims = ((len(step.rows), shape.num_heads, shape.head_dim), pages, pages)
     q_RNH, *kv = filled_arrays(tuple(jax.ShapeDtypeStruct(x, jnp.dtype(shape.dtype)) for x in dims))
     lengths_R = jnp.asarray([sum(row) for row in step.rows], jnp.int32)
-    return Chain(paged_attention, q_RNH, (*kv, jnp.asarray(table_RM), lengths_R))
+    return fed_back(paged_attention, q_RNH, *kv, jnp.asarray(table_RM), lengths_R)
 
 
 def paged_jax_tpu(step: ServingStep) -> Chain | None:
@@ -91,7 +91,7 @@ def paged_jax_tpu(step: ServingStep) -> Chain | None:
             sliding_window=shape.window, soft_cap=shape.soft_cap,
         )  # fmt: skip
 
-    return Chain(attend, q_TNH, (kv, *where))
+    return fed_back(attend, q_TNH, kv, *where)
 
 
 def dense_torch(step: ServingStep, name: str) -> Callable[[], float] | None:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -94,6 +95,9 @@ def test_auto_takes_the_best_backend_that_takes_the_case():
         choose_backend("quantized_matmul", int8, "gpu", "cpu")
 
 
-def test_outputs_of_latent_attention_are_the_next_queries():
-    chain = latent_chain(lambda cache, q, x: (q + x, cache * 2), (10, 1, 5))
-    assert chain.function(chain.state, *chain.operands) == (20, 6)
+def test_a_call_of_latent_attention_waits_for_the_last_one_and_leaves_its_cache():
+    chain = latent_chain(lambda cache, q, x: (q + x, cache * 2), (10, jnp.asarray([7.0, 1.0]), -4))
+    cache, q, out = chain.function(chain.state, *chain.operands)
+    assert (cache, q.tolist(), out.tolist()) == (20, [0, 1], [-4, -3])
+    cache, q, out = chain.function((cache, q, out), *chain.operands)
+    assert (cache, q.tolist(), out.tolist()) == (40, [-1, 1], [-5, -3])
