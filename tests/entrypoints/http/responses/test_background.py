@@ -108,7 +108,8 @@ def test_a_response_is_cancelled_with_what_it_had(serving, steps):
 
     cancelled, again, kept = serving(scenario)
     assert cancelled["status"] == "cancelled" and cancelled == again == kept.json
-    assert all(item["status"] == "incomplete" for item in cancelled["output"]) and bool(cancelled["output"]) == (steps > 0)
+    assert all(item["status"] == "incomplete" for item in cancelled["output"])
+    assert bool(cancelled["output"]) == (steps > 0)
 
 
 def test_followers_of_a_cancelled_response_see_its_end(serving):
