@@ -12,7 +12,7 @@ from jaxpaged.entrypoints.http.body import json_response, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation import results_of, stream
 from jaxpaged.entrypoints.http.responses.events import EventLog
-from jaxpaged.entrypoints.http.responses.job import ENGINE_NAMES, Job, JobMaker, own_names
+from jaxpaged.entrypoints.http.responses.job import Job, JobMaker, own_names
 from jaxpaged.entrypoints.http.responses.request import ResponsesRequest, check
 from jaxpaged.entrypoints.http.responses.response import DeletedResponse
 from jaxpaged.entrypoints.http.responses.run import ResponseRun
@@ -89,7 +89,7 @@ class Responses:
 
     async def _complete(self, job: Job) -> HttpResponse:
         run = ResponseRun(job, self._store, EventLog(silent=True))
-        with own_names(ENGINE_NAMES):
+        with own_names(job.names):
             async for _ in run.events(self._results(job)):
                 pass
         return json_response(job.response)
@@ -99,7 +99,7 @@ class Responses:
         run = ResponseRun(job, self._store, log)
 
         async def events() -> AsyncGenerator[bytes]:
-            with own_names(ENGINE_NAMES):
+            with own_names(job.names):
                 async with contextlib.aclosing(run.events(self._results(job))) as made:
                     async for frames in made:
                         if frames:
@@ -111,7 +111,7 @@ class Responses:
         """Everything that is wrong with a request by itself is found before it is answered."""
         service, generation = self._service, job.generation
         prompt, params = generation.prompts[0].for_engine(), generation.params
-        with own_names(ENGINE_NAMES):
+        with own_names(job.names):
             await asyncio.to_thread(
                 service.engine.input_processor.process, generation.request_id, prompt, params,
                 priority=generation.priority,

@@ -41,7 +41,10 @@ SAMPLING = (
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request. `items` are the conversation up to the response, `owner` who may ask for it."""
+    """A checked request. `items` are the conversation up to the response, `owner` who may ask for it.
+
+    `names`: what other parts of the server call a field -> what the request calls it.
+    """
 
     response: Response
     items: list[Item]
@@ -50,6 +53,7 @@ class Job:
     reading: Reading
     tells_cached_tokens: bool
     count_tokens: Callable[[str], int]
+    names: dict[str, str]
 
 
 class JobMaker:
@@ -65,13 +69,14 @@ class JobMaker:
         earlier = self._earlier_items(wanted, owner)
         items = [*earlier, *input_items(wanted.input)]
         shape_field = "text.format" if wanted.structured_outputs is None else "structured_outputs"
-        with own_names({**ENGINE_NAMES, "structured_outputs": shape_field}):
+        names = {**ENGINE_NAMES, "structured_outputs": shape_field}
+        with own_names(names):
             prepared = await self._prepared(wanted, self._turns(wanted, earlier))
         response = response_of(wanted, model, prepared.params, self._keeps(wanted))
         return Job(
             response, items, owner,
             GenerationRequest(response.id, [prepared.prompt], prepared.params, wanted.priority or 0),
-            prepared.reading, service.options.enable_prompt_tokens_details, self._num_tokens,
+            prepared.reading, service.options.enable_prompt_tokens_details, self._num_tokens, names,
         )  # fmt: skip
 
     def _keeps(self, wanted: ResponsesRequest) -> bool:
