@@ -43,7 +43,7 @@ SAMPLING = (
 class Job:
     """A checked request. `items` are the conversation up to the response, `owner` who may ask for it.
 
-    `names`: the engine's names of fields, with what the client calls them.
+    `names`: what other parts of the server call a field -> what the request calls it.
     """
 
     response: Response

@@ -212,6 +212,4 @@ def check_logprobs(wanted: ResponsesRequest) -> None:
     if not 0 <= top <= MAX_TOP_LOGPROBS:
         raise HttpError(400, f"top_logprobs is {top}; it must be from 0 to {MAX_TOP_LOGPROBS}.", "top_logprobs")
     if top and not wanted.wants_logprobs:
-        raise HttpError(
-            400, f"top_logprobs is {top}, but include does not have {LOGPROBS!r}. Add it.", "top_logprobs"
-        )
+        raise HttpError(400, f"top_logprobs is {top}, but include does not have {LOGPROBS!r}. Add it.", "top_logprobs")

@@ -12,9 +12,7 @@ FUNCTION_FIELDS = {"description": str, "parameters": dict, "strict": bool}
 """Field of a function besides its name -> its type; all may be left out."""
 
 
-def tool_use(
-    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool
-) -> ToolUse | None:
+def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool) -> ToolUse | None:
     """None where there is nothing to choose from. Raises HttpError 400 for other tools than functions, names that come
     twice, and choices that cannot be."""
     functions = [function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools or [])]
@@ -36,9 +34,7 @@ def tool_use(
 def function_of(tool: dict[str, Any], path: str) -> dict[str, Any]:
     """A tool as chat templates know it."""
     if tool.get("type") != "function":
-        raise HttpError(
-            400, f"{path}.type is {tool.get('type')!r}; only 'function' is served.", f"{path}.type"
-        )
+        raise HttpError(400, f"{path}.type is {tool.get('type')!r}; only 'function' is served.", f"{path}.type")
     name = tool.get("name")
     if not isinstance(name, str) or not name:
         raise HttpError(400, f"{path}.name must be a text, and not empty. Correct it.", f"{path}.name")
@@ -55,7 +51,7 @@ def function_of(tool: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def chosen(choice: str | dict[str, Any] | None, names: list[str]) -> tuple[str, list[str]]:
-    """"auto", "none", "required" or "named", and the names that may be called."""
+    """ "auto", "none", "required" or "named", and the names that may be called."""
     if choice is None or choice in ("auto", "none", "required"):
         return choice or "auto", names
     kind = choice.get("type") if isinstance(choice, dict) else None

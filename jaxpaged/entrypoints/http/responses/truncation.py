@@ -13,9 +13,7 @@ from jaxpaged.entrypoints.http.prepare import Prepared
 Messages = list[dict[str, Any]]
 
 
-async def newest_that_fit(
-    messages: Messages, make: Callable[[Messages], Awaitable[Prepared]], room: int
-) -> Prepared:
+async def newest_that_fit(messages: Messages, make: Callable[[Messages], Awaitable[Prepared]], room: int) -> Prepared:
     """What `make` makes of as many messages as have at most `room` prompt tokens.
 
     The last user's message is kept even when it alone is longer. Raises what `make` raises.
