@@ -21,9 +21,7 @@ MOST_LEXER_STATES = 50_000
 """1 to 2 kB each, in every matcher."""
 
 
-def grammar_text(
-    params: StructuredOutputsParams, added_tokens: Mapping[str, int] = MappingProxyType({})
-) -> str:
+def grammar_text(params: StructuredOutputsParams, added_tokens: Mapping[str, int] = MappingProxyType({})) -> str:
     """The grammar of an answer, and of the thinking before it. `added_tokens` are those outside the vocabulary's model,
     by text: a model writes a marker that is one of them with that token.
 

@@ -9,7 +9,7 @@ from jaxpaged.parsing.parser import TOOL_FORMATS
 @pytest.mark.parametrize(
     ("template", "parser"),
     [
-        ("{{- '<tool_call>\\n{\"name\": \"' }}{{ call.name }}", "hermes"),
+        ('{{- \'<tool_call>\\n{"name": "\' }}{{ call.name }}', "hermes"),
         ("<tool_call>\n<function=example_function_name>", "qwen3_coder"),
         ("{{ '<tool_call>' + tc.name }}<arg_key>{{ k }}</arg_key>", "glm45"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),

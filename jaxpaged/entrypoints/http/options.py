@@ -48,8 +48,8 @@ class ServerOptions:
     enable_force_include_usage: bool = option(False, "end every stream with its usage, and give it with every chunk")
     enable_request_id_headers: bool = option(False, "answer with X-Request-Id")
     tool_call_parser: str | None = option(
-        None, "how the model writes tool calls, by vLLM's names: hermes, llama3_json, mistral, ...; by default read off "
-        "the chat template", not_empty=True,
+        None, "how the model writes tool calls, by vLLM's names: hermes, llama3_json, mistral, ...; default: what "
+        "the chat template shows", not_empty=True,
     )  # fmt: skip
     enable_auto_tool_choice: bool = option(
         False, "let the model decide whether it calls tools: find the calls in what it writes; --tool-call-parser "

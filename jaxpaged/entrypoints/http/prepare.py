@@ -4,7 +4,7 @@ What a request says of tools, of the answer's shape and of thinking meets here w
 This module knows no API: endpoints bring a request into the form of `Conversation`, and name fields in errors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any

@@ -73,9 +73,7 @@ def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     return [msgspec.to_builtins(tool) for tool in tools]
 
 
-def tool_use(
-    choice: str | NamedToolChoice | None, tools: list[Tool] | None, parallel: bool | None
-) -> ToolUse | None:
+def tool_use(choice: str | NamedToolChoice | None, tools: list[Tool] | None, parallel: bool | None) -> ToolUse | None:
     """The tools and whether to call them; None without tools. Raises HttpError 400 for a choice that cannot be."""
     described = template_tools(tools)
     if described is None:
