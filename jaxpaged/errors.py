@@ -7,7 +7,8 @@
     ├── CheckpointError       files of a model: missing, truncated, misnamed, or not supported
     ├── CapacityError         the device has too little memory for what was asked
     └── EngineError           the engine itself: a failed step, a broken invariant
-        └── EngineDeadError   nothing more can be served
+        ├── EngineRestartError  it was replaced while a request was under way; the same request may succeed now
+        └── EngineDeadError   nothing can be served
 
 Nothing here knows about HTTP; a server maps these classes to status codes.
 """
@@ -46,6 +47,10 @@ class CapacityError(JaxpagedError):
 
 class EngineError(JaxpagedError):
     """A step failed, or an invariant of the engine did not hold."""
+
+
+class EngineRestartError(EngineError):
+    """The engine died or hung while a request was under way, and is replaced: sending it again may succeed."""
 
 
 class EngineDeadError(EngineError):

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from jaxpaged.errors import RequestError, did_you_mean
+from jaxpaged.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     output_kind: see `RequestOutputKind`.
     extra_args: for custom logits processors and connectors.
     skip_reading_prefix_cache: compute the whole prompt; set when prompt log probabilities are asked for.
+    structured_outputs: what shape the output must have, see `StructuredOutputsParams`; a dict of its fields will do.
     bad_words_token_ids: filled by the input processor: `bad_words` in tokens.
     """
 
@@ -98,6 +100,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
     bad_words_token_ids: list[list[int]] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
@@ -235,6 +238,8 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
         self.output_kind = checked_output_kind(self.output_kind)
         if self.extra_args is not None:
             check_extra_args(self.extra_args)
+        if self.structured_outputs is not None:
+            self.structured_outputs = checked_structured_outputs(self.structured_outputs)
 
     def _settle_temperature(self) -> None:
         if self.greedy:
@@ -402,6 +407,18 @@ def checked_output_kind(value: Any) -> RequestOutputKind:
         return RequestOutputKind(value)
     names = ", ".join(RequestOutputKind.__members__)
     raise RequestError(f"output_kind is {value!r}; it must be one of {names}.", "output_kind")
+
+
+def checked_structured_outputs(value: Any) -> StructuredOutputsParams:
+    """The parameters, or what a dict of their fields says."""
+    if isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, dict):
+        raise RequestError(
+            f"structured_outputs is {value!r}; it must be StructuredOutputsParams, or a dict of its fields.",
+            "structured_outputs",
+        )
+    return StructuredOutputsParams.from_dict(value)
 
 
 def check_extra_args(value: Any) -> None:

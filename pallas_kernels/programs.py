@@ -5,6 +5,7 @@ Attention over keys and values per head has its own, `testing.layer_of`. Knows n
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,11 +15,12 @@ from pallas_kernels import grouped_matmul as gm
 from pallas_kernels import kv_copy, top_k_top_p
 from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels import quantized_matmul as qm
-from pallas_kernels.grouped_matmul.cases import SERVING_CASES as GROUPED
-from pallas_kernels.kv_copy.cases import SERVING_CASES as COPIES
-from pallas_kernels.mla_paged_attention.cases import SERVING_CASES as LATENT
-from pallas_kernels.quantized_matmul.cases import SERVING_CASES as QUANTIZED
-from pallas_kernels.top_k_top_p.cases import SERVING_CASES as MASKS
+from pallas_kernels.grouped_matmul import cases as grouped_cases
+from pallas_kernels.kv_copy import cases as copy_cases
+from pallas_kernels.mla_paged_attention import cases as latent_cases
+from pallas_kernels.quantized_matmul import cases as quantized_cases
+from pallas_kernels.shapes import ceil_div
+from pallas_kernels.top_k_top_p import cases as mask_cases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +34,15 @@ class Program:
 
 def programs(op: str, backend: str) -> Iterator[tuple[str, Program]]:
     """(case's name, program) of the serving cases of an op that `backend` takes. Raises KeyError for unknown ops."""
-    make, cases = OPS[op]
-    for case in cases:
-        program = make(case, backend)
+    for case in OPS[op].cases.SERVING_CASES:
+        program = program_of(op, case, backend)
         if program is not None:
             yield case.name, program
+
+
+def program_of(op: str, case: Any, backend: str) -> Program | None:
+    """One of the op's cases as a program, or None where the backend cannot take it. Raises KeyError for unknown ops."""
+    return OPS[op].make(case, backend)
 
 
 def _copies(case: Any, backend: str) -> Program | None:
@@ -56,20 +62,21 @@ def _masks(case: Any, backend: str) -> Program | None:
 
 
 def _quantized(case: Any, backend: str) -> Program | None:
-    D, F, C = case.num_inputs, case.num_outputs, case.num_inputs // (case.group or case.num_inputs)
+    D, F, C = case.num_inputs, case.num_outputs, case.num_groups
     scale_CF = _struct((C, F), "float32")
     weight = qm.QuantizedWeight(_struct((F, D), case.weights), scale_CF, scale_CF if case.zeros else None)
     x_TD = _struct((case.num_tokens, D), case.dtype)
-    if qm.backends(backend, x_TD, weight)[backend] is not None:
+    if qm.backends(backend, x_TD, weight)[backend] is not None or (case.activations and backend != "reference"):
         return None
-    return Program(lambda *operands: qm.quantized_matmul(*operands, backend=backend), (x_TD, weight))
+    settings = {"activations": case.activations, "backend": backend}
+    return Program(lambda *operands: qm.quantized_matmul(*operands, **settings), (x_TD, weight))
 
 
 def _grouped(case: Any, backend: str) -> Program | None:
     E, D, F = len(case.sizes), case.num_inputs, case.num_outputs
-    scale_ECF = None if case.weights == case.dtype else _struct((E, D // (case.group or D), F), "float32")
+    scale_ECF = None if case.weights == case.dtype else _struct((E, case.num_groups, F), "float32")
     weights = gm.ExpertWeights(_struct((E, F, D), case.weights), scale_ECF)
-    x_TD = _struct((sum(case.sizes) + case.padding, D), case.dtype)
+    x_TD = _struct((case.num_tokens, D), case.dtype)
     if gm.backends(backend, x_TD, weights)[backend] is not None:
         return None
     return Program(
@@ -78,11 +85,12 @@ def _grouped(case: Any, backend: str) -> Program | None:
 
 
 def _latent(case: Any, backend: str) -> Program | None:
-    T, R, N, C, P, S = case.num_tokens, case.num_rows, case.num_heads, case.latent_dim, case.rope_dim, case.block_size
+    T, R, N, C, P, S = case.num_tokens, len(case.rows), case.num_heads, case.latent_dim, case.rope_dim, case.block_size
+    max_blocks = ceil_div(max(map(sum, case.rows)), S)
     q = [_struct((T, N, size), case.dtype) for size in (C, P)]
     new = [_struct((T, size), case.dtype) for size in (C, P)]
-    cache_BSW = _struct(mla.cache_shape(2048, S, C, P, backend), case.dtype)
-    where = [_struct(dims, "int32") for dims in ((R + 1,), (R,), (R, 2048))]
+    cache_BSW = _struct(mla.cache_shape(case.num_blocks, S, C, P, backend), case.dtype)
+    where = [_struct(dims, "int32") for dims in ((R + 1,), (R,), (R, max_blocks))]
     if mla.backends(backend, *q, cache_BSW)[backend] is not None:
         return None
 
@@ -98,10 +106,18 @@ def _struct(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
 
 
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """`make(case, backend)` is `program_of`; `cases` is the op's module of that name."""
+
+    make: Callable[[Any, str], Program | None]
+    cases: ModuleType
+
+
 OPS = {
-    "kv_copy": (_copies, COPIES),
-    "top_k_top_p": (_masks, MASKS),
-    "quantized_matmul": (_quantized, QUANTIZED),
-    "grouped_matmul": (_grouped, GROUPED),
-    "mla_paged_attention": (_latent, LATENT),
+    "kv_copy": Op(_copies, copy_cases),
+    "top_k_top_p": Op(_masks, mask_cases),
+    "quantized_matmul": Op(_quantized, quantized_cases),
+    "grouped_matmul": Op(_grouped, grouped_cases),
+    "mla_paged_attention": Op(_latent, latent_cases),
 }

@@ -17,11 +17,11 @@ from pallas_kernels.ragged_paged_attention.cases import ServingStep
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
 from pallas_kernels.shapes import ceil_div
 from pallas_kernels.testing import layer_of
-from pallas_kernels.timing import Chain
+from pallas_kernels.timing import Chain, touched
 
 
 def attention_chain(step: ServingStep, backend: str, layer: Callable | None = None) -> Chain:
-    """The state is (cache, q), and each call's outputs are the next one's queries.
+    """The state is (cache, q, out).
 
     `layer` takes the place of the backend's own, with the arguments of `testing.layer_of`'s.
     """
@@ -34,11 +34,12 @@ def attention_chain(step: ServingStep, backend: str, layer: Callable | None = No
     operands = (k_TKH, v_TKH, sinks_N, *(jnp.asarray(x, jnp.int32) for x in where))
 
     def call(state, *operands):
-        kv, q_TNH = state
+        kv, q_TNH, out_TNH = state
+        q_TNH = touched(q_TNH, out_TNH)
         out_TNH, kv = (layer or own_layer)(kv, q_TNH, *operands)
-        return kv, out_TNH
+        return kv, q_TNH, out_TNH
 
-    return Chain(call, (kv, q_TNH), operands)
+    return Chain(call, (kv, q_TNH, jnp.zeros(q_TNH.shape, q_TNH.dtype)), operands)
 
 
 def layer_with(backend: GpuBackend, step: ServingStep) -> Callable:
@@ -58,10 +59,15 @@ def layer_with(backend: GpuBackend, step: ServingStep) -> Callable:
 
 
 def block_table(step: ServingStep) -> np.ndarray:
-    """Shuffled blocks for every row, from 1 on: [R, M]."""
-    needed = [ceil_div(sum(row), step.shape.block_size) for row in step.rows]
+    """Shuffled blocks for every row, from 1 on, where attention's null block is 0: [R, M]."""
+    return shuffled_blocks([sum(row) for row in step.rows], step.shape.block_size, first_id=1)
+
+
+def shuffled_blocks(lengths: list[int], block_size: int, first_id: int = 0) -> np.ndarray:
+    """Blocks for contexts of these lengths, from `first_id` on, none twice: [R, M], zeros behind a row's last."""
+    needed = [ceil_div(length, block_size) for length in lengths]
     table_RM = np.zeros((len(needed), max(needed)), np.int32)
-    ids = np.random.default_rng(0).permutation(sum(needed)) + 1
+    ids = first_id + np.random.default_rng(0).permutation(sum(needed))
     for row, begin in enumerate(np.cumsum([0, *needed[:-1]])):
         table_RM[row, : needed[row]] = ids[begin : begin + needed[row]]
     return table_RM

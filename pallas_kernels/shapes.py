@@ -1,5 +1,13 @@
 """Integer arithmetic on shapes. Knows nothing of arrays; works on Python integers and on traced ones alike."""
 
+import math
+
+BITS = {
+    "float32": 32, "int32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "float8_e4m3fn": 8, "float8_e5m2": 8,
+    "int4": 4,
+}  # fmt: skip
+"""Of a number, by the name of its type."""
+
 
 def ceil_div(a, b):
     """The smallest integer not below a / b, for b > 0."""
@@ -9,3 +17,8 @@ def ceil_div(a, b):
 def largest_divisor(n: int, limit: int) -> int:
     """The largest number not above `limit` that divides n."""
     return max(d for d in range(1, min(n, max(limit, 1)) + 1) if n % d == 0)
+
+
+def array_bytes(dtype: str, *dims: int) -> int:
+    """What an array takes, four-bit numbers packed. Raises KeyError for types that `BITS` lacks."""
+    return math.prod(dims) * BITS[dtype] // 8

@@ -27,6 +27,29 @@ class Chain:
     operands: tuple[Any, ...] = ()
 
 
+def fed_back(function: Callable, x: jax.Array, *operands: Any) -> Chain:
+    """A chain of `function(x, *operands)`, which gives an array of any shape; a number of it goes into the next x.
+
+    The state is (x, the last result).
+    """
+    out = jax.eval_shape(function, x, *operands)
+
+    def call(state, *operands):
+        x = touched(*state)
+        return x, function(x, *operands)
+
+    return Chain(call, (x, jnp.zeros(out.shape, out.dtype)), operands)
+
+
+def touched(x: jax.Array, out: jax.Array) -> jax.Array:
+    """x with its first number replaced by out's, in place: so a call waits for the last one, and nothing is copied.
+
+    Were out the next x as a whole, a loop would copy it to where x is.
+    """
+    number = jnp.clip(out[(0,) * out.ndim].astype(jnp.float32), -1, 1)  # numbers must not grow from call to call
+    return x.at[(0,) * x.ndim].set(number.astype(x.dtype))
+
+
 def seconds_per_call(chain: Chain, target_s: float = 0.1) -> float:
     """The best of several runs, each of as many calls as take about `target_s` seconds."""
     once, state = _run_of(chain, chain.state, 1)
@@ -40,11 +63,7 @@ def seconds_per_call(chain: Chain, target_s: float = 0.1) -> float:
 
 def _run_of(chain: Chain, state: Any, calls: int) -> tuple[Callable[[], None], Callable[[], Any]]:
     """(run `calls` calls and wait, the state now); compiled and warm."""
-
-    def run_calls(state, *operands):
-        return lax.fori_loop(0, calls, lambda _, state: chain.function(state, *operands), state)
-
-    program = jax.jit(run_calls, donate_argnums=0).lower(state, *chain.operands).compile()
+    program = jax.jit(_calls_of(chain, calls), donate_argnums=0).lower(state, *chain.operands).compile()
     now = [state]
 
     def run() -> None:
@@ -52,6 +71,20 @@ def _run_of(chain: Chain, state: Any, calls: int) -> tuple[Callable[[], None], C
 
     run()
     return run, lambda: now[0]
+
+
+def _calls_of(chain: Chain, calls: int) -> Callable:
+    """A function from (state, *operands) to the state after so many calls."""
+
+    def call(_, carried):
+        # To the compiler operands change too: what a call does with them alone stays in the loop.
+        state, operands = lax.optimization_barrier(carried)
+        return chain.function(state, *operands), operands
+
+    def run_calls(state, *operands):
+        return lax.fori_loop(0, calls, call, (state, operands))[0]
+
+    return run_calls
 
 
 def _timed(run: Callable[[], None]) -> float:

@@ -1,17 +1,19 @@
 #!/usr/bin/env python
-"""Compile the TPU attention kernels for TPUs that this machine does not have, and print what they take.
+"""Compile the TPU kernels for TPUs that this machine does not have, and print what they take.
 
-    python scripts/compile_for_tpu.py [--target v5e|v6e|tpu7x ...] [--problems NAME ...] [--no-compile]
+    python scripts/compile_for_tpu.py [--op OP ...] [--target v5e|v6e|tpu7x ...] [--problems NAME ...] [--no-compile]
 
-Needs the extra `aot-tpu`, except with --no-compile. For each problem: the VMEM of every kernel as the compiler
-reports it; the shortest time that the data sheet allows for what one layer's attention must move and multiply; and the
-share of it that the kernels could reach, were they to run at the data sheet's rates, since they move and multiply more:
-padding, tiles, contexts read once per tile of queries. These times and shares are computed, not measured.
+Needs the extra `aot-tpu`, except with --no-compile. For each case of an op: the VMEM of every kernel as the compiler
+reports it, and the shortest time that the data sheet allows for what must move and multiply. Attention's problems,
+which --problems chooses from, also say what share of that the kernels could reach, were they to run at the data sheet's
+rates, since they move and multiply more: padding, tiles, contexts read once per tile of queries. These times and shares
+are computed, not measured.
 """
 
 import argparse
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -22,10 +24,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ragged_paged_attention as rpa
+from pallas_kernels.programs import OPS, program_of
 from pallas_kernels.ragged_paged_attention.tpu.cost import Cost, Rows, kernel_cost, least_cost
 from pallas_kernels.ragged_paged_attention.tpu.tiles import Problem
 from pallas_kernels.tpu_targets import TARGETS, Target, compile_for, vmem_of_kernels, why_not
+from pallas_kernels.workloads import choose_backend
 
+ATTENTION = "ragged_paged_attention"
 BLOCK_SIZE = 128
 BF16 = jnp.dtype(jnp.bfloat16)
 HEADS = {"8x4 heads of 128": (8, 4, 128), "8x8 heads of 64": (8, 8, 64), "16x1 heads of 128": (16, 1, 128)}
@@ -41,33 +46,73 @@ PROBLEMS: dict[str, tuple[Rows, int | None]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ops = [ATTENTION, *OPS]
+    parser.add_argument("--op", nargs="*", choices=ops, default=ops, metavar="OP", help="all by default")
     parser.add_argument("--target", nargs="*", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--problems", nargs="*", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--no-compile", action="store_true", help="print what is computed only")
     options = parser.parse_args()
     if not options.no_compile and why_not():
         sys.exit(f"{why_not()}, or give --no-compile.")
-    print("computed, not measured; one layer, bfloat16, blocks of 128 tokens. VMEM in KiB: write, decode, prefill")
+    print("computed, not measured; VMEM in KiB")
+    for op in options.op:
+        print(f"\n{op}")
+        lines = attention_lines(options) if op == ATTENTION else op_lines(op, options)
+        for text in lines:
+            print(text, flush=True)
+
+
+def op_lines(op: str, options: argparse.Namespace) -> Iterator[str]:
+    """Every serving case on every target."""
+    for case in OPS[op].cases.SERVING_CASES:
+        backend = choose_backend(op, case, "auto", "tpu")
+        program = program_of(op, case, backend)
+        for target in map(TARGETS.get, options.target):
+            least, rates = Cost(case.num_bytes, case.flops), rates_of(target, getattr(case, "activations", None))
+            text = f"{case.name:38} {backend:10} {target.name:6} {roofline(least, rates)}"
+            if not options.no_compile:
+                compiled = compile_for(target, program.function, *program.args, donate=program.donate)
+                text += "  VMEM " + " ".join(f"{size // 1024:5}" for size in vmem_of_kernels(compiled).values())
+            yield text
+
+
+def rates_of(target: Target, activations: str | None = None) -> tuple[float, float]:
+    """Bytes and operations per second; of products of `activations`' type where the target has them."""
+    info = target.info
+    narrow = {None: 0, "int8": info.int8_ops_per_second, "float8_e4m3fn": info.fp8_ops_per_second}[activations]
+    return info.mem_bw_bytes_per_second, narrow or info.bf16_ops_per_second
+
+
+def roofline(least: Cost, rates: tuple[float, float]) -> str:
+    return (
+        f"{least.num_bytes / 2**20:7.1f} MiB {least.flops / 1e9:7.1f} GFLOP"
+        f"  >= {1e6 * least.seconds(*rates):7.1f} us ({bound(least, rates)})"
+    )
+
+
+def bound(cost: Cost, rates: tuple[float, float]) -> str:
+    return "memory" if cost.num_bytes / rates[0] > cost.flops / rates[1] else "matmul"
+
+
+def attention_lines(options: argparse.Namespace) -> Iterator[str]:
+    yield "one layer, bfloat16, blocks of 128 tokens. VMEM: write, decode, prefill"
     for name in options.problems:
         for heads in HEADS:
             for target in options.target:
-                print(line(name, heads, TARGETS[target], compiled=not options.no_compile), flush=True)
+                yield attention_line(name, heads, TARGETS[target], compiled=not options.no_compile)
 
 
-def line(name: str, heads: str, target: Target, *, compiled: bool) -> str:
+def attention_line(name: str, heads: str, target: Target, *, compiled: bool) -> str:
     rows, window = PROBLEMS[name]
     problem = Problem(*HEADS[heads], BLOCK_SIZE, BF16, BF16)
-    rates = target.info.mem_bw_bytes_per_second, target.info.bf16_ops_per_second
+    rates = rates_of(target)
     least = least_cost(rows, problem, window)
     own = sum(kernel_cost(rows, problem, window).values(), Cost(0, 0))
-    bound = "memory" if least.num_bytes / rates[0] > least.flops / rates[1] else "matmul"
-    own_bound = "memory" if own.num_bytes / rates[0] > own.flops / rates[1] else "matmul"
     sizes = vmem_of(rows, window, problem, target) if compiled else []
     vmem = "  VMEM " + " ".join(f"{size // 1024:5}" for size in sizes) if compiled else ""
     return (
-        f"{name:30} {heads:18} {target.name:6} {least.num_bytes / 2**20:7.1f} MiB {least.flops / 1e9:7.1f} GFLOP"
-        f"  >= {1e6 * least.seconds(*rates):7.1f} us ({bound})"
-        f"  kernels <= {least.seconds(*rates) / own.seconds(*rates):4.0%} ({own_bound}){vmem}"
+        f"{name:30} {heads:18} {target.name:6} {roofline(least, rates)}"
+        f"  kernels <= {least.seconds(*rates) / own.seconds(*rates):4.0%} ({bound(own, rates)}){vmem}"
     )
 
 

@@ -170,3 +170,18 @@ def test_options_that_contradict_each_other_are_refused_with_both_values(options
 
 def test_a_divisor_is_suggested_for_the_number_of_devices():
     assert "Choose one of [1, 2, 4, 8]." in conflict(tensor_parallel_size=5)
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "reason"),
+    [
+        ("gpu", {}, "on 'cpu' only"),
+        ("cpu", {"tensor_parallel_size": 2}, "tensor_parallel_size 2"),
+        ("cpu", {"attention_backend": "reference"}, "attention_backend is 'reference'"),
+    ],
+)
+def test_deterministic_is_refused_where_nobody_has_shown_it(platform, options, reason):
+    config = EngineConfig.from_options(deterministic=True, **options)
+    with pytest.raises(ConfigError, match=reason):
+        config.resolve(FACTS, platform)
+    assert EngineConfig.from_options(deterministic=True).resolve(FACTS, "cpu").compile.deterministic

@@ -19,10 +19,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TOP_LEVEL = {"LICENSE", "README.md", "configs", "jaxpaged", "pallas_kernels", "pyproject.toml", "scripts", "tests"}
 
-LEAVES = {"config", "errors", "kv_cache_spec", "messages", "plan", "sampling_params"}
+LEAVES = {"config", "errors", "kv_cache_spec", "messages", "plan", "pooling", "sampling_params", "structured_outputs"}
 # Who may import whom. Every layer may import itself and the leaves.
 LAYERS = {
-    "entrypoints": {"engine"},
+    "entrypoints": {"engine", "parsing"},
     "engine": {"core", "executor", "multimodal", "plugins"},
     "core": set(),
     "executor": {"worker", "models"},
@@ -33,6 +33,7 @@ LAYERS = {
     "params": set(),
     "distributed": {"params"},
     "multimodal": set(),
+    "parsing": set(),
     "plugins": set(),
     "assets": set(),
 }
@@ -49,7 +50,7 @@ CROSSINGS: dict[tuple[str, str], str] = {
     (CONVERT, "jaxpaged.params."): "the same",
 }
 
-NO_JAX = {"core", "engine", "entrypoints"} | LEAVES
+NO_JAX = {"core", "engine", "entrypoints", "parsing"} | LEAVES
 JAX_FAMILY = {"jax", "jaxlib", "flax", "optax", "orbax"}
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
@@ -62,7 +63,7 @@ LONG: dict[str, str] = {
 }
 
 # What pip calls a distribution, where it is not the name of the module.
-DISTRIBUTIONS = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "jax_triton": "jax-triton"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "jax_triton": "jax-triton", "zmq": "pyzmq"}
 
 
 def sources(*folders: str) -> list[tuple[str, ast.Module]]:

@@ -19,7 +19,8 @@ def plan_run(
 ) -> bool:
     """Fill an empty plan with a run of at most `max_steps`. False, and nothing changed, when it must be one step.
 
-    It must when somebody still computes a prompt, when blocks are too few, and when nobody has two tokens to go.
+    It must when somebody still computes a prompt, or follows a grammar, whose masks come from the host; when blocks
+    are too few, and when nobody has two tokens to go.
     """
     if max_steps < 2:
         return False
@@ -29,7 +30,7 @@ def plan_run(
         num_left = request.max_total_tokens - num_known
         if num_left <= 0:
             continue  # its last token is being sampled
-        if num_known != request.num_computed_tokens + 1:
+        if num_known != request.num_computed_tokens + 1 or request.matcher is not None:
             return False
         runs.append((request, min(max_steps, num_left)))
     num_steps = max((num_tokens for _, num_tokens in runs), default=0)

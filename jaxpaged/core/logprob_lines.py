@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from jaxpaged.core.request import Request
 from jaxpaged.errors import EngineError
-from jaxpaged.messages import ModelRunnerOutput, PromptLogprobs, SampledLogprobs, TokenLogprobs
+from jaxpaged.messages import EngineCoreOutput, ModelRunnerOutput, PromptLogprobs, SampledLogprobs, TokenLogprobs
 
 
 def sampled_logprobs(request: Request, output: ModelRunnerOutput, line: int) -> TokenLogprobs:
@@ -19,6 +19,14 @@ def sampled_logprobs(request: Request, output: ModelRunnerOutput, line: int) -> 
             f"step {output.step_id} has none."
         )
     return _cut_line(output.logprobs, line, request.sampling_params.logprobs)
+
+
+def add_logprobs(result: EngineCoreOutput, request: Request, output: ModelRunnerOutput, line: int) -> None:
+    """What a request's new token brings besides itself, if it was asked for."""
+    if request.sampling_params.logprobs is not None:
+        result.new_logprobs = [sampled_logprobs(request, output, line)]
+    if request.prompt_logprobs is not None:
+        result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
 
 
 def collect_prompt_logprobs(output: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:

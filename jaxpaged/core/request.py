@@ -6,6 +6,7 @@ of other requests, or of the device.
 
 import enum
 
+from jaxpaged.core.structured_output import Matcher
 from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, NewRequestData, TokenLogprobs
 
 
@@ -41,6 +42,7 @@ class Request:
         "eos_token_id",
         "finish_reason",
         "lora_name",
+        "matcher",
         "max_total_tokens",
         "mm_hashes",
         "num_cached_blocks",
@@ -74,6 +76,8 @@ class Request:
         self.all_token_ids = list(message.prompt_token_ids)
         self.num_prompt_tokens = len(self.all_token_ids)
         self.max_total_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
+        if message.pooling_params is not None:  # it draws nothing, so it ends after the prompt, however long that is
+            self.max_total_tokens = self.num_prompt_tokens + 1
         self.num_computed_tokens = 0
         self.num_tokens_with_placeholders = self.num_prompt_tokens
         self.decode_limit = 0
@@ -93,6 +97,8 @@ class Request:
         self.reports_logprobs = wants_prompt_logprobs or params.logprobs is not None
         # Prompt tokens taken from the cache have no log probabilities.
         self.reads_prefix_cache = not (wants_prompt_logprobs or params.skip_reading_prefix_cache)
+
+        self.matcher: Matcher | None = None  # where it stands in its grammar, if it has one
 
         self.block_hashes: list[bytes] = []
         self.blocks: tuple[list, ...] = tuple([] for _ in range(num_groups))

@@ -12,16 +12,19 @@ from collections.abc import Iterable
 from itertools import compress
 
 from jaxpaged.config import SchedulerConfig
+from jaxpaged.core.constrained import ConstrainedRequests
 from jaxpaged.core.counters import Counters
 from jaxpaged.core.decode_runs import plan_run, take_runs
 from jaxpaged.core.intake import check_request
 from jaxpaged.core.integrity import check_books
 from jaxpaged.core.kv_cache_manager import CacheHit, KVCacheManager
 from jaxpaged.core.kv_events import KVCacheEvent
-from jaxpaged.core.logprob_lines import collect_prompt_logprobs, sampled_logprobs
+from jaxpaged.core.logprob_lines import collect_prompt_logprobs
+from jaxpaged.core.new_tokens import take_tokens
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.request_queue import QUEUES, priority_order
 from jaxpaged.core.step_plan import InFlightStep, Share, StepPlan, StepsInFlight
+from jaxpaged.core.structured_output import Grammars
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import (
@@ -48,6 +51,7 @@ class Scheduler:
         max_model_len: int,
         enable_prefix_caching: bool,
         enable_kv_cache_events: bool = False,
+        grammars: Grammars | None = None,
     ):
         """`scheduler_config` is resolved. Raises ConfigError when its options contradict each other."""
         if scheduler_config.long_prefill_token_threshold and not scheduler_config.enable_chunked_prefill:
@@ -70,6 +74,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.running: list[Request] = []  # in order of admission
         self.waiting = QUEUES[scheduler_config.scheduling_policy]()
+        self.constrained = ConstrainedRequests(grammars)
         self._steps = StepsInFlight()
         self._removed_request_ids: list[str] = []  # that the runner has not heard of
         self._last_step_id = 0
@@ -88,10 +93,21 @@ class Scheduler:
             max_prompt_step=None if self._chunked_prefill else self._max_num_batched_tokens,
             manager=self.kv_cache_manager,
         )
+        self.constrained.check(message)
         request = Request(message, self._max_model_len, self._num_arrivals, self.kv_cache_manager.num_groups)
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        self.waiting.add(request)
+        if not self.constrained.add(request):
+            self.waiting.add(request)
+
+    def admit_compiled(self) -> list[EngineCoreOutput]:
+        """Queue the requests whose grammar is ready now; returns the last outputs of those that failed."""
+        if not self.constrained.compiling:
+            return []
+        ready, failed = self.constrained.take_compiled()
+        for request in ready:
+            self.waiting.add(request)
+        return [self._fail(request, reason) for request, reason in failed]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -250,7 +266,7 @@ class Scheduler:
         self._num_scheduled_tokens = self._max_num_batched_tokens - plan.budget
         scheduled = SchedulerOutput(
             self._last_step_id, plan.new_requests, removed, request_ids, num_tokens, num_computed, samples,
-            new_block_ids, self._num_scheduled_tokens, plan.num_steps,
+            new_block_ids, self._num_scheduled_tokens, plan.num_steps, self.constrained.need_masks(requests, samples),
         )
         if requests:
             self._steps.add(scheduled)
@@ -281,51 +297,34 @@ class Scheduler:
         outputs = [self._fail(request, reason) for request, reason in failed if not request.is_finished]
         if output.prompt_logprobs:
             collect_prompt_logprobs(output, step.requests)
-        append, requests = outputs.append, step.requests
-        for line, (request_id, token_id) in enumerate(
-            zip(output.request_ids, output.sampled_token_ids)
-        ):
-            request = requests[request_id]
-            if request.finish_reason is not None:
-                continue
-            tokens = request.all_token_ids
-            tokens.append(token_id)
-            result = EngineCoreOutput(
-                request_id, [token_id], None, None, None, None, request.num_cached_tokens, request.num_preemptions
-            )
-            if request.reports_logprobs:
-                self._add_logprobs(result, request, output, line)
-            if token_id in request.stop_ids or len(tokens) >= request.max_total_tokens:
-                result.finish_reason, result.stop_reason = request.check_stop(token_id)
-                self._finish(request, result.finish_reason)
-            append(result)
-        return outputs
+        results, ended = take_tokens(step.requests, output)
+        for request, result in ended:
+            self._end(request, result)
+        return outputs + results
 
     def _take_runs(self, step: InFlightStep, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """The same after a run of decode steps."""
-        outputs = []
-        for request, result in take_runs(step.requests, output):
-            if result.error is not None:
-                self._fail(request, result.error)
-            elif result.finish_reason is not None:
-                self._finish(request, result.finish_reason)
-            outputs.append(result)
-        return outputs
+        results = list(take_runs(step.requests, output))
+        for request, result in results:
+            if result.finish_reason is not None:
+                self._end(request, result)
+        return [result for _, result in results]
 
-    @staticmethod
-    def _add_logprobs(result: EngineCoreOutput, request: Request, output: ModelRunnerOutput, line: int) -> None:
-        if request.sampling_params.logprobs is not None:
-            result.new_logprobs = [sampled_logprobs(request, output, line)]
-        if request.prompt_logprobs is not None:
-            result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+    def _end(self, request: Request, result: EngineCoreOutput) -> None:
+        """End a request as its last result says."""
+        if result.error is not None:
+            self._fail(request, result.error)
+        else:
+            self._finish(request, result.finish_reason)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request, whatever it is doing. Its results in flight will be dropped."""
         del self.requests[request.request_id]
+        compiling = self.constrained.forget(request)
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._release(request)
-        else:
+        elif not compiling:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
@@ -387,7 +386,7 @@ class Scheduler:
         return SchedulerStats(
             step_id=self._last_step_id if last else scheduled.step_id,
             num_running_reqs=len(self.running),
-            num_waiting_reqs=len(self.waiting),
+            num_waiting_reqs=len(self.waiting) + len(self.constrained.compiling),
             kv_cache_usage=self.kv_cache_manager.pool.usage,
             num_scheduled_tokens=self._num_scheduled_tokens if last else scheduled.total_num_scheduled_tokens,
             num_steps=1 if last else scheduled.num_steps,
@@ -397,4 +396,5 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that every block, every request and every placeholder is accounted for."""
         assert len(self.running) <= self._max_num_seqs
-        check_books(self.requests.values(), self.running, self.waiting, self.kv_cache_manager)
+        waiting = [*self.waiting, *self.constrained.compiling]
+        check_books(self.requests.values(), self.running, waiting, self.kv_cache_manager)

@@ -6,26 +6,30 @@ any weight is read.
 
 import dataclasses
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxpaged.config import EngineConfig, ModelFacts
-from jaxpaged.engine.chat_template import load_chat_templates
+from jaxpaged.core.structured_output import Grammars
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_client import InprocClient
-from jaxpaged.engine.generation_config import load_generation_defaults
+from jaxpaged.engine.front_end import load_input_processor
 from jaxpaged.engine.input_processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
-from jaxpaged.engine.tokenizer import check_vocabulary, load_tokenizer
-from jaxpaged.errors import UsageError
+from jaxpaged.engine.pooler import load_pooler_defaults
+from jaxpaged.engine.wire import CoreFacts
+from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.executor.platform import platform
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig, load_hf_config
 from jaxpaged.models.interface import Model
-from jaxpaged.models.registry import model_for
+from jaxpaged.models.pooling import pooling_model
+from jaxpaged.models.registry import model_for, task_of
 from jaxpaged.params.hub import resolve_model_folder
 from jaxpaged.plan import Plan
+from jaxpaged.pooling import resolved_pooling
 
 
 def compile_bundle(config: EngineConfig, output: Path, progress: Progress | None = None) -> None:
@@ -71,6 +75,9 @@ def plan_engine(
     model_config = config.model
     folder = resolve_model_folder(model_config.model, model_config.revision, config.load.download_dir, weights=False)
     model, decoder = read_model(folder)
+    wanted = resolved_pooling(model_config.runner, model_config.convert, {}, task_of(decoder.architecture), {})
+    if wanted["runner"] == "pooling":
+        raise ConfigError("runner is 'pooling', but only engines that generate can be planned. Use runner='generate'.")
     return plan_on_target(
         config, model, decoder, facts_of(decoder), target_name,
         compile=compile, output=output, progress=progress or (lambda stage, done, total: None),
@@ -85,14 +92,39 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
     folder, model, decoder, config = resolve_model(config)
     input_processor = build_input_processor(config, decoder, folder)
     executor = UniProcExecutor(config, model, decoder, folder, progress)
-    return LLMEngine(config, input_processor, InprocClient(EngineCore(config, executor)))
+    grammars = build_grammars(input_processor, decoder)
+    return LLMEngine(config, input_processor, InprocClient(EngineCore(config, executor, grammars)))
+
+
+def build_grammars(input_processor: InputProcessor, decoder: DecoderConfig) -> Grammars:
+    """What compiles structured outputs for a model's vocabulary."""
+    tokenizer_json = input_processor.tokenizer.backend.to_str()
+    return Grammars(tokenizer_json, decoder.vocab_size, input_processor.eos_token_ids)
+
+
+def build_core(
+    config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress | None = None
+) -> EngineCore:
+    """Load what `config` names, for front ends in other processes: they are told the facts before any weight is read.
+
+    Raises ConfigError, CheckpointError or CapacityError.
+    """
+    folder, model, decoder, config = resolve_model(config)
+    tokenizer_folder = find_tokenizer_folder(config, folder)
+    announce(CoreFacts(config.options(), decoder.vocab_size, str(folder), str(tokenizer_folder)))
+    executor = UniProcExecutor(config, model, decoder, folder, progress)
+    input_processor = load_input_processor(config, decoder.vocab_size, folder, tokenizer_folder)
+    return EngineCore(config, executor, build_grammars(input_processor, decoder))
 
 
 def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, EngineConfig]:
     """Find and read the model: its folder, its functions, its description, and the options settled for it."""
     folder = resolve_model_folder(config.model.model, config.model.revision, config.load.download_dir)
     model, decoder = read_model(folder)
-    return folder, model, decoder, config.resolve(facts_of(decoder), platform())
+    config = config.resolve(facts_of(decoder, folder), platform())
+    if config.model.runner == "pooling":
+        model = pooling_model(model, config.model.convert)
+    return folder, model, decoder, config
 
 
 def read_model(folder: Path) -> tuple[Model, DecoderConfig]:
@@ -102,31 +134,28 @@ def read_model(folder: Path) -> tuple[Model, DecoderConfig]:
     return model, model.config_from_hf(hf_config)
 
 
-def facts_of(decoder: DecoderConfig) -> ModelFacts:
-    """What checking the options needs of a model."""
+def facts_of(decoder: DecoderConfig, folder: Path | None = None) -> ModelFacts:
+    """What checking the options needs of a model. Its `folder` may say how it is pooled."""
+    pooler = load_pooler_defaults(folder) if folder else {}
+    task = task_of(decoder.architecture)
     return ModelFacts(
         max_position_embeddings=decoder.max_position_embeddings,
         dtype=decoder.dtype,
         num_heads=decoder.num_heads,
         vocab_size=decoder.vocab_size,
+        task="embed" if pooler and task == "generate" else task,
+        pooler=pooler,
     )
 
 
 def build_input_processor(config: EngineConfig, decoder: DecoderConfig, folder: Path) -> InputProcessor:
     """The front end of a model in `folder`. `config` is resolved."""
+    return load_input_processor(config, decoder.vocab_size, folder, find_tokenizer_folder(config, folder))
+
+
+def find_tokenizer_folder(config: EngineConfig, folder: Path) -> Path:
+    """Where the tokenizer of a model in `folder` is. `config` is resolved."""
     options = config.model
-    tokenizer_folder = folder
-    if options.tokenizer != options.model:
-        tokenizer_folder = resolve_model_folder(options.tokenizer, None, config.load.download_dir)
-    tokenizer = load_tokenizer(tokenizer_folder)
-    check_vocabulary(tokenizer, decoder.vocab_size)
-    return InputProcessor(
-        tokenizer,
-        vocab_size=decoder.vocab_size,
-        max_model_len=options.max_model_len,
-        max_logprobs=options.max_logprobs,
-        seed=options.seed,
-        allow_priority=config.scheduler.scheduling_policy == "priority",
-        defaults=load_generation_defaults(folder, options.generation_config, options.override_generation_config),
-        chat_templates=load_chat_templates(tokenizer_folder, tokenizer.config, options.chat_template),
-    )
+    if options.tokenizer == options.model:
+        return folder
+    return resolve_model_folder(options.tokenizer, None, config.load.download_dir)

@@ -12,20 +12,32 @@ from typing import Any
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.core.structured_output import Grammars
 from jaxpaged.engine.step_log import StepLog
 from jaxpaged.engine.step_pacer import StepPacer
 from jaxpaged.errors import EngineDeadError, UsageError
 from jaxpaged.executor.base import Executor, PendingOutput
-from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, KVBlockMap, SchedulerOutput
+from jaxpaged.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    KVBlockMap,
+    SchedulerOutput,
+    SchedulerStats,
+)
+
+GRAMMAR_WAIT = 0.05
+"""Seconds that a step sleeps at most when there is nothing to do but to wait for a grammar."""
 
 
 @dataclass
 class Step:
-    """A step that was dispatched and not yet awaited."""
+    """A step that was dispatched and not yet awaited. With `needs_masks` only its forward pass was."""
 
     scheduled: SchedulerOutput
     pending: PendingOutput
     times: tuple[float, float, float]  # schedule begin and end, dispatch end
+    needs_masks: bool = False
 
 
 class EngineCore:
@@ -35,7 +47,8 @@ class EngineCore:
     break, or the device does not recover, this and every further call raises EngineDeadError.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor):
+    def __init__(self, config: EngineConfig, executor: Executor, grammars: Grammars | None = None):
+        """`grammars` None: requests with structured outputs are refused."""
         self._executor = executor
         self._scheduler = Scheduler(
             config.scheduler,
@@ -43,6 +56,7 @@ class EngineCore:
             max_model_len=config.model.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             enable_kv_cache_events=config.cache.enable_kv_cache_events,
+            grammars=grammars,
         )
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[Step] = deque()
@@ -61,12 +75,23 @@ class EngineCore:
 
     def step(self) -> EngineCoreOutputs:
         """Keep the device busy, then wait for the oldest step and return what it produced."""
-        self._dispatch()
-        awaited = self._in_flight[0].scheduled if self._in_flight else None
-        if awaited is not None:
+        self._outbox += self._ask(self._scheduler.admit_compiled)
+        awaited = self._dispatch()
+        if awaited is None and self._in_flight:
+            awaited = self._in_flight[0].scheduled
             self._await_oldest()
+        if awaited is None and not self._outbox:
+            self._scheduler.constrained.wait(GRAMMAR_WAIT)
         outputs, self._outbox = self._outbox, []
         return EngineCoreOutputs(outputs, self._ask(self._scheduler.make_stats, awaited))
+
+    def has_work(self) -> bool:
+        """Whether another step could give something: requests are unfinished, or what they gave was not returned."""
+        return bool(self._in_flight or self._outbox or self._scheduler.get_num_unfinished_requests())
+
+    def stats(self) -> SchedulerStats:
+        """Queues and KV cache as they are now; step and tokens are those of the last step."""
+        return self._ask(self._scheduler.make_stats)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt beginnings; False while requests hold blocks.
@@ -96,13 +121,14 @@ class EngineCore:
         self._in_flight.clear()
         self._executor.shutdown()
 
-    def _dispatch(self) -> None:
-        """Schedule and dispatch until as many steps are in flight as may be."""
-        while len(self._in_flight) < self._depth:
+    def _dispatch(self) -> SchedulerOutput | None:
+        """Schedule and dispatch until as many steps are in flight as may be. Returns what had to be awaited for it."""
+        awaited = self._draw_newest()  # after an interrupt it may still have to
+        while awaited is None and len(self._in_flight) < self._depth:
             begin = time.perf_counter()
             scheduled = self._ask(self._scheduler.schedule, self._max_steps())
             if not scheduled.total_num_scheduled_tokens:
-                return
+                return None
             end = time.perf_counter()
             try:
                 pending = self._executor.execute(scheduled)
@@ -110,8 +136,36 @@ class EngineCore:
                 self._fail(scheduled, error)
                 if not isinstance(error, Exception):
                     raise
-                return
-            self._in_flight.append(Step(scheduled, pending, (begin, end, time.perf_counter())))
+                return None
+            times = (begin, end, time.perf_counter())
+            self._in_flight.append(Step(scheduled, pending, times, scheduled.masked))
+            awaited = self._draw_newest()
+        return awaited
+
+    def _draw_newest(self) -> SchedulerOutput | None:
+        """If the newest step needs masks, await those before it, then give it its masks. Returns what was awaited.
+
+        Its forward pass runs meanwhile; the next step must not begin before it has drawn.
+        """
+        awaited = None
+        while self._in_flight and self._in_flight[-1].needs_masks:
+            if len(self._in_flight) == 1:
+                self._draw(self._in_flight[0])
+            else:
+                awaited = self._in_flight[0].scheduled
+                self._await_oldest()
+        return awaited
+
+    def _draw(self, step: Step) -> None:
+        """Let a step draw with masks that follow from all tokens before it: it is the oldest in flight."""
+        masks = self._ask(self._scheduler.constrained.masks, step.scheduled, self._scheduler.requests)
+        try:
+            step.pending.draw(masks)
+            step.needs_masks = False
+        except BaseException as error:
+            self._fail(step.scheduled, error)
+            if not isinstance(error, Exception):
+                raise
 
     def _max_steps(self) -> int:
         """How many decode steps the next program may run."""
@@ -121,6 +175,10 @@ class EngineCore:
     def _await_oldest(self) -> None:
         """Wait for the oldest step in flight; when that is interrupted, the step stays in flight."""
         step = self._in_flight[0]
+        if step.needs_masks:
+            self._draw(step)
+            if step.needs_masks:
+                return  # it failed
         begin = time.perf_counter()
         try:
             result = step.pending.result()

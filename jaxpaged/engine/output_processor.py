@@ -11,6 +11,8 @@ import msgspec
 
 from jaxpaged.engine.logprobs import prompt_logprob_dicts
 from jaxpaged.engine.metrics import EngineMetrics, FinishedSequence
+from jaxpaged.engine.pooled_state import PooledPrompt, PooledSequence
+from jaxpaged.engine.pooler import Pooler
 from jaxpaged.engine.prompt_state import PromptState, SequenceState
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError
@@ -27,8 +29,10 @@ class ProcessedOutputs(msgspec.Struct):
 class OutputProcessor:
     """The front end's record of every prompt that is under way."""
 
-    def __init__(self, tokenizer: Tokenizer, metrics: EngineMetrics):
+    def __init__(self, tokenizer: Tokenizer, metrics: EngineMetrics, pooler: Pooler | None = None):
+        """`pooler` is there when the engine is for pooling."""
         self._tokenizer = tokenizer
+        self._pooler = pooler
         self._metrics = metrics
         self._prompts: dict[str, PromptState] = {}
         self._sequences: dict[str, tuple[PromptState, SequenceState]] = {}  # by engine request id
@@ -40,21 +44,35 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._prompts
 
-    def add_request(self, request: EngineCoreRequest, text: str | None) -> list[EngineCoreRequest]:
+    def add_request(
+        self, request: EngineCoreRequest, text: str | None, engine_id: str | None = None
+    ) -> list[EngineCoreRequest]:
         """Expect the results of a request; returns what the engine is to compute for it, a request per sequence.
 
-        Raises RequestError when the id is in use.
+        `engine_id` is what the engine is to call it, if that is not the request's own id. Raises RequestError when
+        the id is in use.
         """
-        children = fan_out(request)
+        children = fan_out(request, request.request_id if engine_id is None else engine_id)
         for request_id in (request.request_id, *(child.request_id for child in children)):
             if request_id in self._prompts or request_id in self._sequences:
                 raise RequestError(f"a request with id {request_id!r} is under way. Use another id.", "request_id")
-        sequences = [SequenceState(child, index, self._tokenizer) for index, child in enumerate(children)]
-        prompt = self._prompts[request.request_id] = PromptState(request, text, sequences)
-        for child, sequence in zip(children, sequences, strict=True):
+        prompt = self._prompts[request.request_id] = self._state(request, text, children)
+        for child, sequence in zip(children, prompt.sequences, strict=True):
             self._sequences[child.request_id] = (prompt, sequence)
         self._metrics.record_prompt(len(children))
         return children
+
+    def _state(
+        self, request: EngineCoreRequest, text: str | None, children: list[EngineCoreRequest]
+    ) -> PromptState:
+        if request.pooling_params is not None:
+            return PooledPrompt(request, text, [PooledSequence(children[0], 0, self._tokenizer)], self._pooler)
+        return PromptState(request, text, [SequenceState(each, i, self._tokenizer) for i, each in enumerate(children)])
+
+    def prompt_of(self, engine_id: str) -> str | None:
+        """The prompt's request id of an engine request; None when it has ended."""
+        found = self._sequences.get(engine_id)
+        return None if found is None else found[0].request_id
 
     def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
         """Turn the outputs of one engine step into what users see.
@@ -111,6 +129,8 @@ class OutputProcessor:
         num_before = len(sequence.token_ids)
         tell_engine = sequence.push(output)
         self._record_tokens(sequence, output, num_before, now)
+        if output.pooled is not None:
+            self._metrics.record_pooled(len(prompt.request.prompt_token_ids), output.num_cached_tokens)
         if output.prompt_logprobs is not None:
             request = prompt.request
             prompt.prompt_logprobs = prompt_logprob_dicts(
@@ -160,16 +180,20 @@ class OutputProcessor:
         return prompt.output(changed)
 
 
-def fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """A request per sequence. Prompt log probabilities are the same for all, so only the first computes them."""
+def fan_out(request: EngineCoreRequest, engine_id: str) -> list[EngineCoreRequest]:
+    """A request per sequence, named after `engine_id`.
+
+    Prompt log probabilities are the same for all, so only the first computes them.
+    """
     params = request.sampling_params
     if params.n == 1:
-        return [request]
+        same = engine_id == request.request_id
+        return [request if same else msgspec.structs.replace(request, request_id=engine_id)]
     children = []
     for index in range(params.n):
         child_params = params.child(index)
         if index:
             child_params.prompt_logprobs = None
-        child_id = f"{index}_{request.request_id}"
+        child_id = f"{index}_{engine_id}"
         children.append(msgspec.structs.replace(request, request_id=child_id, sampling_params=child_params))
     return children

@@ -40,6 +40,8 @@ class SequenceState:
         self._logprobs = (
             None if params.logprobs is None else SequenceLogprobs(tokenizer, request.prompt_token_ids, params)
         )
+        # A sequence may also stop without such a token, when its grammar allows nothing more.
+        self._stop_ids = {*(params.stop_token_ids or ()), request.eos_token_id}
         self._num_taken = 0  # tokens that a DELTA output already had
 
     @property
@@ -49,7 +51,7 @@ class SequenceState:
     def push(self, output: EngineCoreOutput) -> bool:
         """Add new tokens. True when a stop string ended the sequence and the engine does not know it yet."""
         new_ids = output.new_token_ids
-        ended_by_token = output.finish_reason == "stop"
+        ended_by_token = output.finish_reason == "stop" and not self._stop_ids.isdisjoint(new_ids[-1:])
         stop = None
         if self._detokenizer is not None:
             count, stop = self._detokenizer.push(new_ids, ended_by_token)

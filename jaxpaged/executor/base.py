@@ -6,6 +6,8 @@ else of devices: it imports no jax.
 
 from typing import Any, Protocol
 
+import numpy as np
+
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
 
@@ -15,6 +17,12 @@ class PendingOutput(Protocol):
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and return what it produced. Raises EngineError when the step failed."""
+        ...
+
+    def draw(self, masks_SW: np.ndarray) -> None:
+        """Dispatch the rest of a `masked` step: `masks_SW` are bits of the tokens that each sampling request may draw,
+        uint32. Nothing else may be dispatched before. Steps that are not masked have drawn already.
+        """
         ...
 
 

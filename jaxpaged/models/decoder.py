@@ -60,7 +60,7 @@ def self_attention(
     config: DecoderConfig,
     layer: LayerConfig,
     context: AttentionContext,
-    norm: Callable[[jax.Array, Norm, float], jax.Array],
+    norm: Callable[[jax.Array, Norm, float, bool], jax.Array],
     x_TD: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
     kv: Any,
@@ -74,8 +74,8 @@ def self_attention(
     k_TKH = apply_linear("TD,KHD->TKH", x_TD, p.k_proj)
     v_TKH = apply_linear("TD,KHD->TKH", x_TD, p.v_proj)
     if p.q_norm is not None:
-        q_TNH = norm(q_TNH, p.q_norm, config.norm_eps)
-        k_TKH = norm(k_TKH, p.k_norm, config.norm_eps)
+        q_TNH = norm(q_TNH, p.q_norm, config.norm_eps, config.deterministic)
+        k_TKH = norm(k_TKH, p.k_norm, config.norm_eps, config.deterministic)
     q_TNH, k_TKH = apply_rope(q_TNH, *cos_sin), apply_rope(k_TKH, *cos_sin)
     o_TNH, kv = attend(
         context, q_TNH, k_TKH, v_TKH, kv, metadata,
@@ -95,8 +95,15 @@ def run_layers(
     metadata: Sequence[Any],
     kv: Sequence[Any],
 ) -> tuple[jax.Array, list[Any]]:
-    """The one loop over layers. It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once."""
+    """The one loop over layers. It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once.
+
+    `deterministic` keeps scaled embeddings and rotations apart from what uses them: fused, which product of a sum goes
+    unrounded into a multiply-add depends on the program around it, and programs of several steps differ from others.
+    """
     cos_sin = {layer.rope: rope_cos_sin(layer.rope, positions_T, config.max_model_len) for layer in config.layers}
+    if config.deterministic:
+        x_TD = jax.lax.optimization_barrier(x_TD)
+        cos_sin = {rope: jax.lax.optimization_barrier(pair) for rope, pair in cos_sin.items()}
     kv = list(kv)
     for p, layer, (group, tensor) in zip(params.layers, config.layers, places, strict=True):
         x_TD, kv[tensor] = decoder_layer(

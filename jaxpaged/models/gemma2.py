@@ -58,21 +58,21 @@ def gemma_fields(fields: HfFields) -> dict[str, Any]:
 @partial(jax.jit, static_argnames=("config", "layer", "context"))
 def decoder_layer(p: Layer, config, layer, context, x_TD, cos_sin, kv, metadata):
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))). Returns ([T, D], kv)."""
-    normed_TD = gemma_rms_norm(x_TD, p.input_layernorm, config.norm_eps)
+    normed_TD = gemma_rms_norm(x_TD, p.input_layernorm, config.norm_eps, config.deterministic)
     attended_TD, kv = self_attention(
         p.self_attn, config, layer, context, gemma_rms_norm, normed_TD, cos_sin, kv, metadata
     )
-    x_TD = x_TD + gemma_rms_norm(attended_TD, p.post_attention_layernorm, config.norm_eps)
-    normed_TD = gemma_rms_norm(x_TD, p.pre_feedforward_layernorm, config.norm_eps)
+    x_TD = x_TD + gemma_rms_norm(attended_TD, p.post_attention_layernorm, config.norm_eps, config.deterministic)
+    normed_TD = gemma_rms_norm(x_TD, p.pre_feedforward_layernorm, config.norm_eps, config.deterministic)
     out_TD = gated_mlp(normed_TD, p.mlp, config.activation)
-    return x_TD + gemma_rms_norm(out_TD, p.post_feedforward_layernorm, config.norm_eps), kv
+    return x_TD + gemma_rms_norm(out_TD, p.post_feedforward_layernorm, config.norm_eps, config.deterministic), kv
 
 
 def forward(params: Decoder, config, context, places, tokens_T, positions_T, metadata, kv):
     """Hidden states after the final norm, and the KV tensors: see `interface.Model`."""
     x_TD = embed(tokens_T, params.embed_tokens, config.embed_scale)
     x_TD, kv = run_layers(decoder_layer, params, config, context, places, x_TD, positions_T, metadata, kv)
-    return gemma_rms_norm(x_TD, params.norm, config.norm_eps), kv
+    return gemma_rms_norm(x_TD, params.norm, config.norm_eps, config.deterministic), kv
 
 
 GEMMA2 = Model(

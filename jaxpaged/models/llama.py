@@ -80,10 +80,10 @@ def pre_norm_config(
 @partial(jax.jit, static_argnames=("config", "layer", "context"))
 def decoder_layer(p: Layer, config, layer, context, x_TD, cos_sin, kv, metadata):
     """x + attention(norm(x)), then x + mlp(norm(x)). Returns ([T, D], kv)."""
-    normed_TD = rms_norm(x_TD, p.input_layernorm, config.norm_eps)
+    normed_TD = rms_norm(x_TD, p.input_layernorm, config.norm_eps, config.deterministic)
     attended_TD, kv = self_attention(p.self_attn, config, layer, context, rms_norm, normed_TD, cos_sin, kv, metadata)
     x_TD = x_TD + attended_TD
-    normed_TD = rms_norm(x_TD, p.post_attention_layernorm, config.norm_eps)
+    normed_TD = rms_norm(x_TD, p.post_attention_layernorm, config.norm_eps, config.deterministic)
     return x_TD + gated_mlp(normed_TD, p.mlp, config.activation), kv
 
 
@@ -91,7 +91,7 @@ def forward(params: Decoder, config, context, places, tokens_T, positions_T, met
     """Hidden states after the final norm, and the KV tensors: see `interface.Model`."""
     x_TD = embed(tokens_T, params.embed_tokens, config.embed_scale)
     x_TD, kv = run_layers(decoder_layer, params, config, context, places, x_TD, positions_T, metadata, kv)
-    return rms_norm(x_TD, params.norm, config.norm_eps), kv
+    return rms_norm(x_TD, params.norm, config.norm_eps, config.deterministic), kv
 
 
 LLAMA = Model(

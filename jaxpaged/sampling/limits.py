@@ -48,7 +48,7 @@ def sampling_limits(logits_SV: jax.Array, rows: RowParams, num_candidates: int) 
     kth_S = search_if(wide_k_S, kth_S, logits_SV, ones_SV, rows.top_k_S.astype(jnp.float32))
     floor_S = jnp.maximum(kth_S, first_S + jnp.log(rows.min_p_S))
 
-    total_S = jnp.sum(jnp.where(logits_SV >= floor_S[:, None], weights_SV, 0.0), axis=1)
+    total_S = row_sums(jnp.where(logits_SV >= floor_S[:, None], weights_SV, 0.0))
     need_S = rows.top_p_S * total_S
     nucleus_S, reached_S = nucleus_of_candidates(candidates_SC, floor_S, need_S)
     nucleus_known_S = reached_S | (num_candidates == num_tokens)
@@ -60,13 +60,25 @@ def sampling_limits(logits_SV: jax.Array, rows: RowParams, num_candidates: int) 
     return Limits(least_S, narrow_S, candidates_SC, ids_SC)
 
 
+def row_sums(x_SV: jax.Array) -> jax.Array:
+    """The sum of every row, as a product with ones.
+
+    An entry of a product of two or more rows depends on its own row only; how XLA orders a reduction depends on the
+    number of rows, and then a draw would depend on how many requests are drawn for.
+    """
+    ones_2V = jnp.ones((2, x_SV.shape[1]), x_SV.dtype)
+    return jnp.einsum("SV,OV->SO", x_SV, ones_2V, precision=jax.lax.Precision.HIGHEST)[:, 0]
+
+
 def top_k(logits_SV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The largest logits, best first, and their token ids.
 
-    Behind a barrier: XLA would merge later slices with the one inside `lax.top_k`, no longer recognise it on a CPU,
-    and sort the whole vocabulary (measured: 100 times slower).
+    Behind barriers: XLA would merge later slices with the one inside `lax.top_k`, no longer recognise it on a CPU,
+    and sort the whole vocabulary (measured: 100 times slower). One for each, since one for both becomes a barrier
+    around the pair, on which jax 0.11's XLA aborts where the program is split over devices.
     """
-    values_SC, ids_SC = jax.lax.optimization_barrier(jax.lax.top_k(logits_SV, count))
+    values_SC, ids_SC = jax.lax.top_k(logits_SV, count)
+    values_SC, ids_SC = jax.lax.optimization_barrier(values_SC), jax.lax.optimization_barrier(ids_SC)
     return values_SC, ids_SC
 
 

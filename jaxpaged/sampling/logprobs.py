@@ -7,7 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.sampling.limits import top_k
+from jaxpaged.sampling.limits import row_sums, top_k
 from jaxpaged.sampling.rows import Feature, RowParams
 from jaxpaged.sampling.state import SamplingState
 
@@ -73,5 +73,11 @@ def values_of(
     values_SJ = jnp.take_along_axis(logits_SV, ids_SJ, axis=1)
     ranks_S = 1 + jnp.sum(logits_SV > values_SJ[:, :1], axis=1, dtype=jnp.int32)
     if logprobs_mode.endswith("logprobs"):
-        values_SJ = values_SJ - jax.nn.logsumexp(logits_SV, axis=1, keepdims=True)
+        values_SJ = values_SJ - log_normaliser(logits_SV)
     return LogprobOutput(ids_SJ, values_SJ, ranks_S)
+
+
+def log_normaliser(logits_SV: jax.Array) -> jax.Array:
+    """log(sum(exp(logits))) of every row, [S, 1]. Rows that are no distribution give NaN or infinity."""
+    top_S1 = jnp.max(logits_SV, axis=1, keepdims=True)
+    return top_S1 + jnp.log(row_sums(jnp.exp(logits_SV - top_S1)))[:, None]

@@ -171,6 +171,15 @@ def allowed_bits(token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray
     return np.packbits(allowed, bitorder="little").view("<u4")
 
 
+def pack_masks(masks_SW: np.ndarray, size: int, vocab_size: int) -> np.ndarray:
+    """The masks [size, ceil(vocab_size / 32)] of a step, from those of the rows that sample, which may be fewer and,
+    where the logits are padded, narrower. Rows that nobody uses allow everything."""
+    packed = np.full((size, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+    packed[: len(masks_SW), : masks_SW.shape[1]] = masks_SW
+    packed[: len(masks_SW), masks_SW.shape[1] :] = 0
+    return packed
+
+
 def flat_bad_words(words: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
     tokens = [token for word in words for token in word]
     numbers = [number for number, word in enumerate(words) for _ in word]

@@ -23,7 +23,7 @@ from jaxpaged.params.quantized import quantized_specs
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
-from jaxpaged.worker.buckets import MIN_BUCKET, doubling_buckets
+from jaxpaged.worker.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
 from jaxpaged.worker.decode_batch import DecodeLayout, decode_layout
 from jaxpaged.worker.decode_loop import lower_decode
 from jaxpaged.worker.fingerprint import Fingerprint, fingerprint
@@ -39,6 +39,7 @@ MAX_STEPS = 32
 MOST_LOGPROBS = 128
 """Log probabilities per token that a run of decode steps may keep until its end."""
 DECODE_KINDS = ("decode", "decode_full")
+MASKED_KIND = "sample_masked"
 
 Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
 
@@ -51,7 +52,10 @@ class Blueprint:
 
     def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, mesh: Mesh | AbstractMesh):
         self.config, self.model, self.mesh = config, model, mesh
-        self.decoder = replace(decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype)
+        self.decoder = replace(
+            decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype,
+            deterministic=config.compile.deterministic,
+        )  # fmt: skip
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)
         self.kv_dtype = jnp.dtype(config.cache.kv_cache_dtype)
@@ -67,7 +71,7 @@ class Blueprint:
     @cached_property
     def token_buckets(self) -> tuple[int, ...]:
         given, largest = self.config.compile.token_buckets, self.config.scheduler.max_num_batched_tokens
-        return tuple(sorted(given)) if given else doubling_buckets(largest, self.platform)
+        return tuple(sorted(given)) if given else default_token_buckets(largest, self.platform)
 
     @cached_property
     def sample_buckets(self) -> tuple[int, ...]:
@@ -80,9 +84,10 @@ class Blueprint:
     @cached_property
     def attention(self) -> AttentionContext:
         """Raises ConfigError when the kernel that was asked for cannot run here, or not with such heads and blocks."""
+        options = self.config.compile
+        name = "invariant" if options.deterministic else options.attention_backend
         try:
-            backend = choose_backend(self.config.compile.attention_backend, self.platform)
-            context = AttentionContext(self.mesh, backend)
+            context = AttentionContext(self.mesh, choose_backend(name, self.platform))
             for spec in self._attention_specs:
                 check_attention(
                     context, self.decoder.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, self.dtype,
@@ -172,6 +177,11 @@ class StepPrograms:
             if size <= largest
         }
 
+    @property
+    def row_state(self) -> StateLayout:
+        """What is kept on the device for each row besides KV blocks."""
+        return self.blueprint.sampling_layout
+
     @cached_property
     def functions(self) -> StepFunctions:
         blueprint, config = self.blueprint, self.blueprint.config
@@ -187,13 +197,15 @@ class StepPrograms:
             custom=blueprint.custom,
         )
 
+    shapes_type = Shapes
+
     @cached_property
     def shapes(self) -> Shapes:
         blueprint, cache, spec = self.blueprint, self.kv_cache, self.kv_cache.groups[0].spec
         sizes = (cache.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         kv = [kv_struct(blueprint.attention, *sizes, blueprint.kv_dtype) for _ in range(cache.num_tensors)]
         max_blocks = blocks_for_tokens(blueprint.config.model.max_model_len, cache.block_size)
-        return Shapes(self.functions, blueprint.param_shapes, kv, blueprint.sampling_layout, max_blocks)
+        return self.shapes_type(self.functions, blueprint.param_shapes, kv, self.row_state, max_blocks)
 
     def builders(self) -> Builders:
         """How to lower every program, in the order in which they are wanted.
@@ -217,6 +229,8 @@ class StepPrograms:
         builders[ProgramKey("load_tokens")] = partial(shapes.lower_load, load_tokens, TOKENS_UPLOAD_SIZE)
         for size in sample_buckets:
             builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample_full, size)
+        for size in sample_buckets:
+            builders[ProgramKey(MASKED_KIND, size)] = partial(shapes.lower_sample_masked, size)
         for size in token_buckets:
             builders[ProgramKey("prompt_logprobs", size)] = partial(shapes.lower_prompt_logprobs, size)
         return builders | self._decode_builders()

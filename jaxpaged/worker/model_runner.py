@@ -2,12 +2,13 @@
 
 Paranoid file. It owns the device state (KV tensors, block tables, last tokens, sampling state), which every program
 donates and returns, and it only ever calls programs from the table. It reads nothing back: `PendingStep.result` does,
-one step later.
+one step later. A step with grammars stops half way: its second half is called with the masks.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +27,7 @@ from jaxpaged.messages import (
 from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.logprobs import LogprobOutput
 from jaxpaged.sampling.rows import SamplingRows
-from jaxpaged.sampling.state import StateLayout
+from jaxpaged.sampling.state import StateLayout, pack_masks
 from jaxpaged.worker.decode_batch import DecodeLayout, pack_run
 from jaxpaged.worker.input_batch import StepRequests, pack_step, step_requests
 from jaxpaged.worker.packed import StepLayout
@@ -105,7 +106,7 @@ class ModelRunner:
         """Dispatch one step. Only dispatching happens here; results are read by `PendingStep.result`."""
         for request_id in scheduled.removed_request_ids:
             self.rows.remove(request_id)
-        pending = PendingStep(scheduled.step_id)
+        pending = self._new_pending(scheduled.step_id)
         updates: list[tuple[int, int, int]] = []
         for request in scheduled.new_requests:
             self._admit(request, updates, pending)
@@ -119,9 +120,14 @@ class ModelRunner:
             hidden_TD, hidden_SD = self._forward(requests, updates)
             pending.buckets = StepBuckets(hidden_TD.shape[0])
             self._prompt_logprobs(scheduled, requests, hidden_TD, pending)
-            if requests.samples.any():
+            if scheduled.masked:
+                pending.draw = partial(self._sample, scheduled, requests, hidden_SD, pending)
+            elif requests.samples.any():
                 self._sample(scheduled, requests, hidden_SD, pending)
         return pending
+
+    def _new_pending(self, step_id: int) -> "PendingStep":
+        return PendingStep(step_id)
 
     def _admit(
         self, request: NewRequestData, updates: list[tuple[int, int, int]], pending: "PendingStep"
@@ -135,16 +141,23 @@ class ModelRunner:
             pending.refused[request.request_id] = str(error)
 
     def _forward(self, requests: StepRequests, updates: list[tuple[int, int, int]]) -> tuple[Any, Any]:
+        return self._run_forward(*self._pack(requests, updates))
+
+    def _pack(self, requests: StepRequests, updates: list[tuple[int, int, int]]) -> tuple[int, np.ndarray]:
+        """(the bucket of a step, its packed array)."""
         num_tokens = int(requests.ends[-1])
         bucket = self.programs.smallest_ready("forward", num_tokens, self.token_buckets)
-        layout, state = self.layouts[bucket], self.state
+        layout = self.layouts[bucket]
         while len(updates) > layout.num_updates:
             updates = self._write_tables(updates)
-        packed = pack_step(layout, requests, self.rows, updates)
+        self.counts.add(num_tokens, bucket)
+        return bucket, pack_step(layout, requests, self.rows, updates)
+
+    def _run_forward(self, bucket: int, packed: np.ndarray) -> tuple[Any, Any]:
+        state = self.state
         state.kv, state.tables, hidden_TD, hidden_SD = self._call(
             ProgramKey("forward", bucket), self.params, state.kv, state.tables, state.last_token, packed
         )
-        self.counts.add(num_tokens, bucket)
         return hidden_TD, hidden_SD
 
     def _write_tables(self, updates: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -156,22 +169,26 @@ class ModelRunner:
         self.state.tables = self._call(ProgramKey("tables"), self.state.tables, packed)
         return updates[TABLE_CHUNK:]
 
-    def _sample(self, scheduled: SchedulerOutput, requests: StepRequests, hidden_SD: Any, pending: "PendingStep"):
+    def _sample(
+        self, scheduled: SchedulerOutput, requests: StepRequests, hidden_SD: Any, pending: "PendingStep",
+        masks_SW: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
         rows = requests.rows[requests.samples]
         positions = requests.seq_lens[requests.samples]
         pending.request_ids = scheduled.request_ids
         if not requests.samples.all():
             pending.request_ids = list(itertools.compress(scheduled.request_ids, scheduled.samples))
-        state, full = self.state, self.sampling_rows.any_full(rows)
-        kind = "sample_full" if full else "sample"
+        state, full = self.state, masks_SW is not None or self.sampling_rows.any_full(rows)
+        kind = "sample" if not full else "sample_full" if masks_SW is None else "sample_masked"
         bucket = self.programs.smallest_ready(kind, len(rows), self.sample_buckets)
         pending.buckets.sample_bucket, pending.buckets.full_sampler = bucket, full
         key = ProgramKey(kind, bucket)
         num_output = positions - self.rows.num_prompt_R[rows]
         packed = self.sampling_rows.pack(rows, positions, num_output, bucket)
         if full:
+            masks = () if masks_SW is None else (pack_masks(masks_SW, bucket, self.sampling.vocab_size),)
             state.last_token, tokens, state.sampling, logprobs = self._call(
-                key, self.head, hidden_SD, state.last_token, state.sampling, packed
+                key, self.head, hidden_SD, state.last_token, state.sampling, packed, *masks
             )
             pending.logprobs = start_copy(logprobs)
         else:
@@ -249,6 +266,7 @@ class PendingStep:
     prompt_tiles: list[tuple[str, int, int, LogprobOutput]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     buckets: StepBuckets | None = None
+    draw: Callable[[np.ndarray], None] | None = None  # of a masked step: its second half
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step. Raises EngineError when the devices could not compute it."""

@@ -13,8 +13,8 @@ from jaxpaged.sampling.logprobs import LogprobOutput
 from jaxpaged.worker.decode_loop import NOT_COMPUTED
 
 NOTHING_TO_DRAW = (
-    "no token can be drawn: the model's logits for this request are not finite numbers, or its own allowed_token_ids, "
-    "logit_bias, bad_words and min_tokens leave none. Other requests are unharmed."
+    "no token can be drawn: the model's logits for this request are not finite numbers, or its own structured_outputs, "
+    "allowed_token_ids, logit_bias, bad_words and min_tokens leave none. Other requests are unharmed."
 )
 
 

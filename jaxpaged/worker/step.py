@@ -6,7 +6,8 @@ A step is two programs, dispatched back to back without waiting:
     sample[S]:  head, hidden, last_token, packed -> last_token, tokens
 
 The sampled token stays on the device in `last_token[row]` and feeds the next step. `sample_full` does the same with
-penalties, bias, masks and log probabilities, for steps in which some request uses them. The logits are computed in
+penalties, bias, masks and log probabilities, for steps in which some request uses them; `sample_masked` takes masks
+of grammars besides. The logits are computed in
 the sampling program, so that a long prefill pays for the rows that sample and not for its token bucket.
 
 `StepFunctions` holds what is static; its methods are pure functions of their arguments.
@@ -101,13 +102,18 @@ class StepFunctions:
         return record_sample(last_token_R, packed_SF, sample_plain(logits_SV, packed_SF))
 
     def sample_full(
-        self, size: int, head: Any, hidden_SD: Any, last_token_R: Any, state: SamplingState, packed_SF: Any
-    ):
-        """The same with everything that a request can ask for -> (last_token_R, tokens_S, state, log probabilities)."""
+        self, size: int, head: Any, hidden_SD: Any, last_token_R: Any, state: SamplingState, packed_SF: Any,
+        masks_SW: Any = None,
+    ):  # fmt: skip
+        """The same with everything that a request can ask for -> (last_token_R, tokens_S, state, log probabilities).
+
+        `masks_SW`: the tokens that grammars allow, in the order of the rows; None: no row has a grammar.
+        """
         logits_SV = self.model.compute_logits(head, self.config, hidden_SD[:size])
         state, output = sample_full(
             logits_SV, state, packed_SF,
-            logprobs_mode=self.logprobs_mode, max_logprobs=self.max_logprobs, custom=self.custom,
+            logprobs_mode=self.logprobs_mode, max_logprobs=self.max_logprobs, mask_bits_SW=masks_SW,
+            custom=self.custom,
         )  # fmt: skip
         return *record_sample(last_token_R, packed_SF, output), state, output.logprobs
 
@@ -132,14 +138,19 @@ def record_sample(last_token_R: Any, packed_SF: Any, output: SampleOutput) -> tu
 
 def locate_tokens(layout: StepLayout, parts: StepParts, last_token_R: Any) -> tuple[Any, Any]:
     """(tokens_T, positions_T): which token each place of the step holds and where it stands in its request."""
+    seq_T, positions_T, is_padding_T = locate_places(layout, parts)
+    tokens_T = jnp.where(parts.token_ids_T >= 0, parts.token_ids_T, last_token_R[parts.rows_R[seq_T]])
+    return jnp.where(is_padding_T, 0, tokens_T), jnp.where(is_padding_T, 0, positions_T)
+
+
+def locate_places(layout: StepLayout, parts: StepParts) -> tuple[Any, Any, Any]:
+    """(seq_T, positions_T, is_padding_T): which of the step's requests each place belongs to, and where in it."""
     place_T = jnp.arange(layout.num_tokens, dtype=jnp.int32)
     ends_R = parts.query_start_loc_R1[1:]
     seq_T = jnp.searchsorted(ends_R, place_T, side="right", method="compare_all").astype(jnp.int32)
     seq_T = jnp.minimum(seq_T, layout.num_rows - 1)
     positions_T = parts.seq_lens_R[seq_T] - ends_R[seq_T] + place_T
-    tokens_T = jnp.where(parts.token_ids_T >= 0, parts.token_ids_T, last_token_R[parts.rows_R[seq_T]])
-    is_padding_T = place_T >= parts.query_start_loc_R1[-1]
-    return jnp.where(is_padding_T, 0, tokens_T), jnp.where(is_padding_T, 0, positions_T)
+    return seq_T, positions_T, place_T >= parts.query_start_loc_R1[-1]
 
 
 def write_tables(tables_GRM: Any, place_U: Any, idx_U: Any, block_U: Any) -> Any:
@@ -201,6 +212,18 @@ class Shapes:
         packed = self._array((size, NUM_COLUMNS), jnp.float32)
         hidden = self.hidden(self.functions.num_hidden)
         return step.lower(self.head, hidden, self.last_token, self.sampling, packed)
+
+    def lower_sample_masked(self, size: int) -> jax.stages.Lowered:
+        def sample_masked(head, hidden, last_token, state, packed, masks):
+            return self.functions.sample_full(size, head, hidden, last_token, state, packed, masks)
+
+        step = jax.jit(
+            sample_masked, donate_argnames=("last_token", "state"), out_shardings=self.functions.replicated
+        )
+        packed = self._array((size, NUM_COLUMNS), jnp.float32)
+        masks = self._array((size, -(-self.sampling.seen_RV.shape[1] // 32)), jnp.uint32)
+        hidden = self.hidden(self.functions.num_hidden)
+        return step.lower(self.head, hidden, self.last_token, self.sampling, packed, masks)
 
     def lower_prompt_logprobs(self, num_tokens: int) -> jax.stages.Lowered:
         step = jax.jit(self.functions.prompt_logprobs, out_shardings=self.functions.replicated)

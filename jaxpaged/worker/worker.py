@@ -15,10 +15,12 @@ from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import init_dummy_params, load_params
-from jaxpaged.worker.blueprint import DECODE_KINDS, Blueprint, StepPrograms
+from jaxpaged.worker.blueprint import DECODE_KINDS, MASKED_KIND, Blueprint, StepPrograms
 from jaxpaged.worker.bundles import Bundle, save_bundle
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, size_kv_cache
 from jaxpaged.worker.model_runner import DeviceState, ModelRunner
+from jaxpaged.worker.pooling import PoolingPrograms
+from jaxpaged.worker.pooling_runner import PoolingRunner
 from jaxpaged.worker.programs import CompileCounter, ProgramKey, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step import RESULT_TYPES
@@ -41,7 +43,8 @@ class Worker:
         self.blueprint = Blueprint(config, model, decoder, make_mesh(config.parallel.tensor_parallel_size))
         self.bundle = self._open_bundle()
         self.kv_cache_config = self._size_kv_cache()
-        self.step_programs = StepPrograms(self.blueprint, self.kv_cache_config)
+        self.pools = config.model.runner == "pooling"
+        self.step_programs = (PoolingPrograms if self.pools else StepPrograms)(self.blueprint, self.kv_cache_config)
         self.programs = self._make_programs()
         self.programs.start()
         try:
@@ -72,9 +75,11 @@ class Worker:
         """The table, compiled here or taken from the bundle."""
         builders = self.step_programs.builders()
         stored = self.bundle.loaders(list(builders), self.blueprint.mesh, RESULT_TYPES) if self.bundle else {}
-        # Whether runs of decode steps gain anything is known when the engine has run: compiling them can wait for that.
-        waits = self.config.scheduler.num_scheduler_steps is None and not stored
-        on_demand = [key for key in builders if waits and key.kind in DECODE_KINDS]
+        # Whether runs of decode steps gain anything is known when the engine has run, and whether anybody uses grammars
+        # when the first one comes: compiling can wait for that.
+        unsure = self.config.scheduler.num_scheduler_steps is None
+        late = () if stored else (MASKED_KIND, *(DECODE_KINDS if unsure else ()))
+        on_demand = [key for key in builders if key.kind in late]
         return Programs(builders, progress=self.progress, stored=stored, on_demand=on_demand)
 
     def save_bundle(self, folder: Path) -> None:
@@ -92,13 +97,13 @@ class Worker:
 
     def _make_runner(self, params: Any) -> ModelRunner:
         blueprint, scheduler = self.blueprint, self.config.scheduler
-        return ModelRunner(
+        return (PoolingRunner if self.pools else ModelRunner)(
             programs=self.programs,
             params=params,
             head=blueprint.model.head(params),
             state=self.new_state(),
             rows=RequestRows(scheduler.max_num_seqs, len(self.kv_cache_config.groups)),
-            sampling=blueprint.sampling_layout,
+            sampling=self.step_programs.row_state,
             custom=blueprint.custom,
             layouts=self.step_programs.layouts,
             sample_buckets=blueprint.sample_buckets,

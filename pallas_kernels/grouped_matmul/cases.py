@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_kernels.shapes import array_bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -18,6 +20,25 @@ class Case:
     num_inputs: int = 256
     num_outputs: int = 96
     dtype: str = "bfloat16"
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.sizes) + self.padding
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_inputs // (self.group or self.num_inputs)
+
+    @property
+    def num_bytes(self) -> int:
+        """What must move: the weights of experts that have tokens, with their scales, tokens and results, once."""
+        busy, D, F = sum(size > 0 for size in self.sizes), self.num_inputs, self.num_outputs
+        scales = 0 if self.weights == self.dtype else array_bytes("float32", busy, self.num_groups, F)
+        return array_bytes(self.weights, busy, F, D) + scales + array_bytes(self.dtype, self.num_tokens, D + F)
+
+    @property
+    def flops(self) -> int:
+        return 2 * sum(self.sizes) * self.num_inputs * self.num_outputs
 
 
 _MIXED = (3, 0, 40, 1, 0, 0, 17)
@@ -41,9 +62,21 @@ CASES = (
     Case("groups end where tiles do", "int8", (128, 128, 0, 128), group=128),
 )
 
+
+def _spread(num_tokens: int, num_experts: int) -> tuple[int, ...]:
+    """Sizes as chance makes them: a multiplicative hash of each token chooses its expert."""
+    chosen = [(token * 2654435761 % 2**32 ^ 0x9E3779B9) * 40503 % 2**32 >> 16 for token in range(1, num_tokens + 1)]
+    return tuple(sum(x % num_experts == expert for x in chosen) for expert in range(num_experts))
+
+
 # What an engine compiles; how tokens are spread over the 128 experts is data.
 SERVING_CASES = tuple(
-    Case(f"{weights}, {num_tokens} tokens", weights, (0,) * 128, num_tokens, group, num_inputs=2048, num_outputs=768)
+    Case(f"{weights}, {sum(sizes)} tokens", weights, sizes, group=group, num_inputs=2048, num_outputs=768)
     for weights, group in (("bfloat16", 0), ("int8", 0), ("float8_e4m3fn", 128), ("int4", 128))
-    for num_tokens in (128, 4096)
+    for sizes in (_spread(128, 128), _spread(4096, 128))
+)
+# For machines without an accelerator: that the benchmark runs, and ratios.
+TINY_CASES = (
+    Case("bfloat16, 64 tokens", "bfloat16", _spread(64, 8)),
+    Case("int4 in groups, 64 tokens", "int4", _spread(64, 8), group=128),
 )

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_kernels.shapes import array_bytes, ceil_div
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -20,6 +22,26 @@ class Case:
     @property
     def num_tokens(self) -> int:
         return sum(new for _, new in self.rows) + self.padding
+
+    @property
+    def num_blocks(self) -> int:
+        """That hold the contexts."""
+        return sum(ceil_div(sum(row), self.block_size) for row in self.rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """What must move: contexts, queries and results once; new latents and rope keys are read and written."""
+        width, new = self.latent_dim + self.rope_dim, sum(new for _, new in self.rows)
+        slots = sum(sum(row) for row in self.rows) + 2 * new
+        return array_bytes(self.dtype, slots, width) + array_bytes(
+            self.dtype, new, self.num_heads, width + self.latent_dim
+        )
+
+    @property
+    def flops(self) -> int:
+        """Operations of the two products, over the pairs of a token and one that it sees."""
+        pairs = sum(cached * new + new * (new + 1) // 2 for cached, new in self.rows)
+        return 2 * self.num_heads * (2 * self.latent_dim + self.rope_dim) * pairs
 
 
 _MIXED = ((0, 5), (300, 1), (10, 17), (63, 1), (0, 1), (64, 1), (130, 3), (15, 1))
@@ -41,22 +63,19 @@ CASES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class ServingCase:
-    """The static side of a step as an engine compiles it: DeepSeek-V3's attention by default."""
-
-    name: str
-    num_tokens: int
-    num_rows: int
-    num_heads: int = 128
-    latent_dim: int = 512
-    rope_dim: int = 64
-    block_size: int = 64
-    dtype: str = "bfloat16"
+def _serving(name: str, rows: tuple[tuple[int, int], ...], num_heads: int = 128) -> Case:
+    """DeepSeek-V3's attention, without padding."""
+    return Case(name, rows, num_heads, latent_dim=512, rope_dim=64, block_size=64, padding=0, empty_rows=0)
 
 
 SERVING_CASES = (
-    ServingCase("decodes, 128 heads", 64, 64),
-    ServingCase("decodes and chunks, 128 heads", 2048, 128),
-    ServingCase("one decode, 16 heads", 1, 1, num_heads=16),
+    _serving("decodes, 128 heads", ((2047, 1),) * 64),
+    _serving("decodes and chunks, 128 heads", (*((511, 1),) * 127, (0, 1921))),
+    _serving("one decode, 16 heads", ((131071, 1),), num_heads=16),
+    _serving("prompt of 2,048, 128 heads", ((0, 2048),)),
+)
+# For machines without an accelerator: that the benchmark runs, and ratios.
+TINY_CASES = (
+    Case("decodes", ((63, 1),) * 4, num_heads=4, dtype="float32", padding=0, empty_rows=0),
+    Case("prompt of 32", ((0, 32),), num_heads=4, padding=0, empty_rows=0),
 )

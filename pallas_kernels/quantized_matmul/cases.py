@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_kernels.shapes import array_bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -16,6 +18,21 @@ class Case:
     zeros: bool = False
     activations: str | None = None
     dtype: str = "bfloat16"
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_inputs // (self.group or self.num_inputs)
+
+    @property
+    def num_bytes(self) -> int:
+        """What must move: the weight with its scales, tokens and results, each once."""
+        T, D, F = self.num_tokens, self.num_inputs, self.num_outputs
+        scales = array_bytes("float32", 1 + self.zeros, self.num_groups, F)
+        return array_bytes(self.weights, F, D) + scales + array_bytes(self.dtype, T, D + F)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.num_tokens * self.num_inputs * self.num_outputs
 
 
 CASES = (
@@ -37,10 +54,20 @@ CASES = (
     Case("w4a16 in odd groups, float32", "int4", group=48, num_inputs=96, dtype="float32"),
 )
 
+_DOWN = {"num_inputs": 14336, "num_outputs": 4096}
 # What an engine compiles: an 8-billion-parameter model's second feed-forward product.
 SERVING_CASES = (
-    Case("w4a16, 16 tokens", "int4", group=128, num_tokens=16, num_inputs=14336, num_outputs=4096),
-    Case("w4a16 with zeros, 2048 tokens", "int4", 128, 2048, num_inputs=14336, num_outputs=4096, zeros=True),
-    Case("w8a16, 16 tokens", "int8", group=128, num_tokens=16, num_inputs=14336, num_outputs=4096),
-    Case("w8a16 float8, 512 tokens", "float8_e4m3fn", group=128, num_tokens=512, num_inputs=14336, num_outputs=4096),
+    Case("w4a16, 16 tokens", "int4", group=128, num_tokens=16, **_DOWN),
+    Case("w4a16 with zeros, 2048 tokens", "int4", 128, 2048, zeros=True, **_DOWN),
+    Case("w8a16, 16 tokens", "int8", group=128, num_tokens=16, **_DOWN),
+    Case("w8a16 float8, 512 tokens", "float8_e4m3fn", group=128, num_tokens=512, **_DOWN),
+    Case("w8a16 per channel, 16 tokens", "int8", num_tokens=16, **_DOWN),
+    Case("w8a8 int8, 2048 tokens", "int8", num_tokens=2048, activations="int8", **_DOWN),
+    Case("w8a8 float8, 2048 tokens", "float8_e4m3fn", num_tokens=2048, activations="float8_e4m3fn", **_DOWN),
+)
+# For machines without an accelerator: that the benchmark runs, and ratios.
+TINY_CASES = (
+    Case("w4a16 with zeros, 8 tokens", "int4", 128, 8, zeros=True, dtype="float32"),
+    Case("w8a16 per channel, 8 tokens", "int8", num_tokens=8),
+    Case("w8a8 int8, 32 tokens", "int8", num_tokens=32, activations="int8"),
 )

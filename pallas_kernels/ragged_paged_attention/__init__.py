@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention import quantized, reference
+from pallas_kernels.ragged_paged_attention import invariant, quantized, reference
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
 from pallas_kernels.ragged_paged_attention.layout import KVLayout
 from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
@@ -26,6 +26,7 @@ _BACKENDS = {
     "gpu": GpuBackend(interpret=False),
     "gpu-triton": GpuBackend(interpret=False, is_pallas=False),
     "reference": reference,
+    "invariant": invariant,
     "tpu-interpret": TpuBackend(interpret=pltpu.InterpretParams(dma_execution_mode="eager")),
     "gpu-interpret": GpuBackend(interpret=True),
     "gpu-triton-interpret": GpuBackend(interpret=True, is_pallas=False),

@@ -10,8 +10,8 @@ Context above the diagonal and outside of the window is not read, at the grain o
 
 Padding: tokens beyond the last row's write nowhere; their output is zero.
 
-Numerics: scores, softmax state and accumulators are float32; probabilities enter the second product in the cache's
-dtype. Values that no query may see are replaced, not multiplied by zero: slots that nobody owns may hold NaN.
+Numerics: those of `numerics.PLAIN`, unless the caller has others. Values that no query may see are replaced, not
+multiplied by zero: slots that nobody owns may hold NaN.
 
 Cost: the loops have traced bounds. Integers that all layers of a group share are computed once, in the plan; what
 is left of them divides with `lax.div`, since `//` brings kernels for signs that never occur (README.md).
@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ragged_paged_attention.layout import SplitLayout
+from pallas_kernels.ragged_paged_attention.numerics import PLAIN, Numerics, Softmax, nothing
 from pallas_kernels.ragged_paged_attention.quantized import is_quantized, kind_of, quantize_new, slot_scales
 from pallas_kernels.shapes import ceil_div
 
@@ -40,7 +41,6 @@ TILE_QUERIES = 128
 CHUNK_SLOTS = 256
 ITEMS_PER_CHUNK = 48  # this many items take as long as one chunk for a tile of queries
 
-LOWEST = -1e30  # below any score, yet finite, so that the difference of two is not NaN
 NOWHERE = 2**31 - 1  # an index that scatter drops
 
 
@@ -93,7 +93,7 @@ def make_plan(
 
     num_queries_R = end_R - start_R
     first_R, last_R = first_visible(seq_lens_R - num_queries_R, window), seq_lens_R - 1
-    item_slots, chunk_slots = whole_blocks(ITEM_SLOTS, block_size), whole_blocks(CHUNK_SLOTS, block_size)
+    item_slots, chunk_slots = item_and_chunk_slots(block_size)
     items_per_query_R = last_R // item_slots - first_R // item_slots + 1
     chunks_per_tile_R = last_R // chunk_slots - first_R // chunk_slots + 1
     num_items_R = num_queries_R * items_per_query_R
@@ -110,6 +110,12 @@ def make_plan(
     )
 
 
+def item_and_chunk_slots(block_size: int) -> tuple[int, int]:
+    """Slots of an item, in whole blocks, and of a chunk, in whole items."""
+    item_slots = whole_blocks(ITEM_SLOTS, block_size)
+    return item_slots, whole_blocks(CHUNK_SLOTS, item_slots)
+
+
 def whole_blocks(slots: int, block_size: int) -> int:
     """The multiple of `block_size` that is nearest to `slots` from below, but at least one block."""
     return max(1, slots // block_size) * block_size
@@ -123,21 +129,8 @@ def first_visible(position: jax.Array, window: int | None) -> jax.Array:
 # ---- once a layer --------------------------------------------------------------------------------
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Softmax:
-    """A softmax-weighted sum over part of a context, not divided yet.
-
-    `top` is what was subtracted from scores, `total` the sum of weights, `out` (one axis more: H) of weighted values.
-    """
-
-    top: jax.Array
-    total: jax.Array
-    out: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _Problem:
+class Problem:
     """What the loops of one call only read."""
 
     q_TKGH: jax.Array
@@ -148,6 +141,7 @@ class _Problem:
     scale: float
     window: int | None
     soft_cap: float | None
+    numerics: Numerics
 
 
 def attention(
@@ -162,10 +156,11 @@ def attention(
     soft_cap: float | None,
     sinks_N: jax.Array | None,
     scales: tuple[jax.Array, ...] = (),
+    numerics: Numerics | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K)."""
     if is_quantized(kv[0].dtype):
-        settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks_N": sinks_N}
+        settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks_N": sinks_N, "numerics": numerics}
         return _attend_dequantized(q_TNH, (k_TKH, v_TKH), kv, scales, metadata, settings)
     (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
     slots = (metadata.plan.slot_block_T, slice(None), metadata.plan.slot_offset_T)
@@ -173,7 +168,7 @@ def attention(
     v_BKSH = kv[1].at[slots].set(v_TKH.astype(kv[1].dtype), mode="drop")
     q_TKGH = q_TNH.reshape(T, K, N // K, H)
     sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, N // K)
-    problem = _Problem(q_TKGH, k_BKSH, v_BKSH, sinks_KG, metadata, scale, window, soft_cap)
+    problem = Problem(q_TKGH, k_BKSH, v_BKSH, sinks_KG, metadata, scale, window, soft_cap, numerics or PLAIN)
     out_TKGH = jnp.zeros_like(q_TKGH)
     out_TKGH = _attend_query_tiles(problem, out_TKGH)
     out_TKGH = _attend_items(problem, out_TKGH)
@@ -205,7 +200,7 @@ def _attend_dequantized(
 # ---- rows with many new tokens: tiles of queries -------------------------------------------------
 
 
-def _attend_query_tiles(problem: _Problem, out_TKGH: jax.Array) -> jax.Array:
+def _attend_query_tiles(problem: Problem, out_TKGH: jax.Array) -> jax.Array:
     """Fill in the outputs of the rows that are cut into query tiles, one tile after the other."""
     metadata, tile_end_R = problem.metadata, problem.metadata.plan.tile_end_R
 
@@ -225,13 +220,13 @@ def _attend_query_tiles(problem: _Problem, out_TKGH: jax.Array) -> jax.Array:
     return lax.fori_loop(0, tile_end_R[-1], attend_tile, out_TKGH)
 
 
-def _attend_query_tile(problem: _Problem, row: jax.Array, position_Q: jax.Array, q_QKGH: jax.Array) -> jax.Array:
+def _attend_query_tile(problem: Problem, row: jax.Array, position_Q: jax.Array, q_QKGH: jax.Array) -> jax.Array:
     """Attend from neighbouring queries of one row. Positions beyond the row's context give undefined outputs."""
     Q, K, G, H = q_QKGH.shape
     q_KXH = q_QKGH.transpose(1, 0, 2, 3).reshape(K, Q * G, H)
     first_Q = first_visible(position_Q, problem.window)
     last = jnp.minimum(position_Q[-1], problem.metadata.seq_lens_R[row] - 1)
-    chunk_slots = whole_blocks(CHUNK_SLOTS, problem.k_BKSH.shape[2])
+    _, chunk_slots = item_and_chunk_slots(problem.k_BKSH.shape[2])
 
     def add_chunk(chunk, state_KX):
         position_C = chunk * chunk_slots + jnp.arange(chunk_slots)
@@ -239,25 +234,19 @@ def _attend_query_tile(problem: _Problem, row: jax.Array, position_Q: jax.Array,
         k_KCH, v_KCH = _gather_slots(problem, row, position_C, needed_C)
         visible_QC = (position_C >= first_Q[:, None]) & (position_C <= position_Q[:, None])
         visible_XC = jnp.repeat(visible_QC, G, axis=0)
-        part_KX = _attend_slots(problem, q_KXH, k_KCH, v_KCH, visible_XC, state_KX.top)
-        fade_KX = jnp.exp(state_KX.top - part_KX.top)
-        return Softmax(
-            part_KX.top,
-            state_KX.total * fade_KX + part_KX.total,
-            state_KX.out * fade_KX[..., None] + part_KX.out,
-        )
+        return problem.numerics.add_chunk(problem, state_KX, q_KXH, k_KCH, v_KCH, visible_XC)
 
     state_KX = lax.fori_loop(
-        lax.div(first_Q[0], chunk_slots), lax.div(last, chunk_slots) + 1, add_chunk, _nothing((K, Q * G), H)
+        lax.div(first_Q[0], chunk_slots), lax.div(last, chunk_slots) + 1, add_chunk, nothing((K, Q * G), H)
     )
     sinks_KX = None if problem.sinks_KG is None else jnp.tile(problem.sinks_KG, (1, Q))
-    return _divide(state_KX, sinks_KX).reshape(K, Q, G, H).transpose(1, 0, 2, 3)
+    return problem.numerics.divide(state_KX, sinks_KX).reshape(K, Q, G, H).transpose(1, 0, 2, 3)
 
 
 # ---- rows with few new tokens: a list of items ---------------------------------------------------
 
 
-def _attend_items(problem: _Problem, out_TKGH: jax.Array) -> jax.Array:
+def _attend_items(problem: Problem, out_TKGH: jax.Array) -> jax.Array:
     """Fill in the outputs of the rows that go query by query, a tile of items at a time.
 
     Items of a query are neighbours in the list, so only the last query of a tile can go on in the next one:
@@ -274,11 +263,11 @@ def _attend_items(problem: _Problem, out_TKGH: jax.Array) -> jax.Array:
         token_I, part_IKG = _attend_item_tile(problem, jnp.minimum(item_I, num_items - 1), real_I)
         token_J = jnp.concatenate([carried_token[None], token_I])
         part_JKG = jax.tree.map(lambda one, x: jnp.concatenate([one[None], x]), carried_KG, part_IKG)
-        state_JKG = _merge_queries(part_JKG, token_J)
-        out_JKGH = _divide(state_JKG, problem.sinks_KG).astype(out_TKGH.dtype)
+        state_JKG = problem.numerics.merge_queries(part_JKG, token_J)
+        out_JKGH = problem.numerics.divide(state_JKG, problem.sinks_KG).astype(out_TKGH.dtype)
         return out_TKGH.at[token_J].set(out_JKGH, mode="drop"), token_J[-1], jax.tree.map(lambda x: x[-1], state_JKG)
 
-    carry = (out_TKGH, jnp.int32(NOWHERE), _nothing((K, G), H))
+    carry = (out_TKGH, jnp.int32(NOWHERE), nothing((K, G), H))
     return lax.fori_loop(0, lax.div(num_items + tile_items - 1, tile_items), attend_tile, carry)[0]
 
 
@@ -292,7 +281,7 @@ def _items_per_tile(k_BKSH: jax.Array, num_tokens: int) -> int:
     return min(max(TILE_BYTES // item_bytes, 16), 64, ITEMS_PER_TOKEN * num_tokens)
 
 
-def _attend_item_tile(problem: _Problem, item_I: jax.Array, real_I: jax.Array) -> tuple[jax.Array, Softmax]:
+def _attend_item_tile(problem: Problem, item_I: jax.Array, real_I: jax.Array) -> tuple[jax.Array, Softmax]:
     """The query token of each item, and its attention to the item's slots; to none unless `real_I`."""
     metadata, plan = problem.metadata, problem.metadata.plan
     row_I = jnp.sum(plan.item_end_R <= item_I[:, None], axis=-1)
@@ -308,34 +297,13 @@ def _attend_item_tile(problem: _Problem, item_I: jax.Array, real_I: jax.Array) -
     visible_IC = (position_IC <= position_I[:, None]) & real_I[:, None]
     visible_IC &= position_IC >= first_visible(position_I, problem.window)[:, None]
     k_IKCH, v_IKCH = _gather_slots(problem, row_I[:, None], position_IC, visible_IC)
-    q_IKGH = _no_single_query(problem.q_TKGH[token_I], k_IKCH.dtype)
-    part_IKG = _attend_slots(problem, q_IKGH, k_IKCH, v_IKCH, visible_IC[:, None, None, :], jnp.float32(LOWEST))
-    G = problem.q_TKGH.shape[2]
-    return token_I, jax.tree.map(lambda x: x[:, :, :G], part_IKG)
-
-
-def _no_single_query(q_IKGH: jax.Array, kv_dtype: Any) -> jax.Array:
-    """Repeat the query where a head has only one: XLA:CPU's one-row products convert all of a 16-bit operand."""
-    if q_IKGH.shape[2] > 1 or kv_dtype == jnp.float32:
-        return q_IKGH
-    return jnp.repeat(q_IKGH, 2, axis=2)
-
-
-def _merge_queries(part_JKG: Softmax, token_J: jax.Array) -> Softmax:
-    """For every part, the merger of all parts of the same query. A product, because scatters are slower here."""
-    same_JJ = token_J[:, None] == token_J
-    top_JKG = jnp.max(jnp.where(same_JJ[..., None, None], part_JKG.top, LOWEST), axis=1)
-    weight_JKG = jnp.exp(part_JKG.top - top_JKG)
-    same_JJ = same_JJ.astype(jnp.float32)
-    total_JKG = jnp.einsum("IJ,JKG->IKG", same_JJ, part_JKG.total * weight_JKG)
-    out_JKGH = jnp.einsum("IJ,JKGH->IKGH", same_JJ, part_JKG.out * weight_JKG[..., None])
-    return Softmax(top_JKG, total_JKG, out_JKGH)
+    return token_I, problem.numerics.attend_items(problem, problem.q_TKGH[token_I], k_IKCH, v_IKCH, visible_IC)
 
 
 # ---- what both lists share -----------------------------------------------------------------------
 
 
-def _gather_slots(problem: _Problem, row: jax.Array, position: jax.Array, needed: jax.Array):
+def _gather_slots(problem: Problem, row: jax.Array, position: jax.Array, needed: jax.Array):
     """Keys and values [..., K, C, H] of `row` at `position` [..., C], whole blocks; values 0 where not `needed`.
 
     Ids of blocks of which nothing is needed may be anything: what they lead to is replaced here, or masked later.
@@ -347,34 +315,3 @@ def _gather_slots(problem: _Problem, row: jax.Array, position: jax.Array, needed
     k = problem.k_BKSH.reshape(-1, S, H).at[index].get(mode="clip").reshape(shape)
     v = problem.v_BKSH.reshape(-1, S, H).at[index].get(mode="clip").reshape(shape)
     return k, jnp.where(needed[..., None, :, None], v, 0)
-
-
-def _attend_slots(
-    problem: _Problem, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, top: jax.Array
-) -> Softmax:
-    """Attend from queries [..., X, H] to slots [..., C, H]; `visible` broadcasts to [..., X, C].
-
-    `top` [..., X] is a lower bound of the result's.
-    """
-    score = jnp.einsum("...XH,...CH->...XC", q.astype(k.dtype), k, preferred_element_type=jnp.float32) * problem.scale
-    if problem.soft_cap is not None:
-        score = problem.soft_cap * jnp.tanh(score / problem.soft_cap)
-    score = jnp.where(visible, score, -jnp.inf)
-    top = jnp.maximum(score.max(-1), top)
-    weight = jnp.exp(score - top[..., None])
-    out = jnp.einsum("...XC,...CH->...XH", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return Softmax(top, weight.sum(-1), out)
-
-
-def _nothing(shape: tuple[int, ...], head_dim: int) -> Softmax:
-    """The softmax over no slots at all."""
-    return Softmax(jnp.full(shape, LOWEST), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
-
-
-def _divide(state: Softmax, sinks: jax.Array | None) -> jax.Array:
-    """Weighted values over the sum of weights; a sink is one more weight, with no value."""
-    if sinks is None:
-        return state.out / state.total[..., None]
-    top = jnp.maximum(state.top, sinks)
-    weight = jnp.exp(state.top - top)
-    return state.out * (weight / (state.total * weight + jnp.exp(sinks - top)))[..., None]

@@ -117,3 +117,12 @@ def test_a_client_that_leaves_during_a_run_gets_nothing_more():
     engine.run()
     assert engine.ends["r0"].finish_reason == "abort"
     assert engine.tokens["r0"] == [next_token(prompt_of(3))]
+
+
+def test_a_request_that_follows_a_grammar_makes_every_step_a_single_one():
+    """Its masks come from the host, one step at a time."""
+    engine = engine_of(prompt_of(5), prompt_of(6, 1))
+    assert engine.dispatch().num_steps == 6
+    engine.receive()
+    engine.scheduler.requests["r1"].matcher = object()
+    assert engine.dispatch().num_steps == 1

@@ -163,7 +163,7 @@ def test_n_sequences_are_n_engine_requests_with_seeds_of_their_own():
 def test_n_sequences_become_one_result_in_order():
     processor, _ = start(n=2, output_kind=RequestOutputKind.FINAL_ONLY)
     assert feed(processor, ids_of(" on"), "1_r", finish_reason="length")[0] is None
-    result, _ = feed(processor, ids_of(" sat"), "0_r", finish_reason="stop", num_cached_tokens=3)
+    result, _ = feed(processor, [2], "0_r", finish_reason="stop", num_cached_tokens=3)
     assert result.finished
     assert [(o.index, o.text) for o in result.outputs] == [(0, ""), (1, " on")]
     assert result.num_cached_tokens == 3
@@ -300,3 +300,10 @@ def test_the_time_between_tokens_is_counted_once_per_sequence_and_step():
     assert metrics.tallies["vllm:inter_token_latency_seconds"].read("").count == 9
     assert metrics.tallies["vllm:time_to_first_token_seconds"].read("").count == 3
     assert metrics.generation_tokens == 12
+
+
+def test_a_sequence_that_stops_without_a_stop_token_keeps_its_last_text():
+    """A grammar that allows nothing more ends an answer with a token of the answer."""
+    processor, _ = start()
+    last, _ = feed(processor, ids_of(" sat"), finish_reason="stop")
+    assert (last.outputs[0].text, last.outputs[0].finish_reason) == (" sat", "stop")

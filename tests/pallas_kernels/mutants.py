@@ -58,7 +58,11 @@ MUTANTS = (
             "jnp.arange(piece) < block_elements)",
             "jnp.arange(piece) < block_elements - 1)",
         ),
-        ("padding writes to block 0", "mask = moves & ", "mask = "),
+        (
+            "padding as a target writes to block 0",
+            "mask = moves & ",
+            "mask = (source >= 0) & (source < num_blocks) & ",
+        ),
         ("only the first piece is copied", "pl.ds(first, piece)", "pl.ds(0, piece)"),
     ),
     *_of(

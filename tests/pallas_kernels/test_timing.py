@@ -2,10 +2,11 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels import timing
-from pallas_kernels.timing import Chain, measured_bandwidth, measured_matmul, seconds_per_call
+from pallas_kernels.timing import Chain, fed_back, measured_bandwidth, measured_matmul, seconds_per_call
 
 
 def test_a_run_makes_its_calls_one_after_another():
@@ -13,6 +14,24 @@ def test_a_run_makes_its_calls_one_after_another():
     assert state() == 31  # five times 2 x + 1, to warm up
     run()
     assert state() == 32 * 31 + 31
+
+
+def test_each_call_of_a_fed_back_chain_sees_a_number_of_the_last_result():
+    chain = fed_back(lambda x, y: jnp.sum(x, keepdims=True) * y, jnp.asarray([7.0, 0.25]), jnp.float32(2))
+    _, state = timing._run_of(chain, chain.state, 2)
+    x, out = state()
+    assert x.tolist() == [0.5, 0.25]  # the first call saw [0, 0.25], its result being zero before it
+    assert out.tolist() == [1.5]
+
+
+def test_what_a_call_does_with_its_operands_alone_is_done_in_every_call():
+    chain = fed_back(lambda x, y: x + jnp.sort(y), jnp.zeros(64), jnp.ones(64))
+    run_calls = timing._calls_of(chain, 3)
+    text = jax.jit(run_calls).lower(chain.state, *chain.operands).compile().as_text()
+    computations = text.split("\n\n")
+    sorting = [part for part in computations if " sort(" in part]
+    assert len(sorting) == 1
+    assert "ENTRY" not in sorting[0]
 
 
 def test_the_time_of_a_call_is_that_of_a_run_over_its_calls(monkeypatch):

@@ -13,6 +13,7 @@ from jaxpaged.sampling.state import (
     MOST_COUNTED,
     TOKENS_HEADER,
     StateLayout,
+    pack_masks,
     pack_row,
     pack_tokens,
     record_tokens,
@@ -131,3 +132,9 @@ def test_counts_end_at_their_type_and_never_wrap():
         packed_tokens[1] = 0  # do not forget
         state = write_tokens(state, packed_tokens)
     assert seen_line(state, 0)[0][5] == MOST_COUNTED
+
+
+def test_masks_are_padded_with_rows_that_allow_everything_and_columns_that_allow_nothing():
+    packed = pack_masks(np.array([[1], [0]], np.uint32), size=3, vocab_size=V)
+    assert packed.dtype == np.uint32
+    assert packed.tolist() == [[1, 0], [0, 0], [0xFFFFFFFF, 0xFFFFFFFF]]

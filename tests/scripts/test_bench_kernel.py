@@ -1,24 +1,21 @@
-"""scripts/bench_kernel.py: every op is listed, every case is timed or reported, and yardsticks do the same work."""
+"""scripts/bench_kernel.py: every op is listed, every case is timed or reported, and what failed shows."""
 
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
+from kernel_bench.subjects import NAMES, Subject
 
-from pallas_kernels.ragged_paged_attention.cases import SERVING_STEPS, TINY_STEPS
-from pallas_kernels.testing import dense_attention
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-STEP = {step.name: step for step in (*SERVING_STEPS, *TINY_STEPS)}
+SUBJECTS = [
+    Subject(op, name, 10**6, flops, lambda name: "best" if name == "auto" else name, lambda backend: None, dict)
+    for op, name, flops in (("kv_copy", "few", 0), ("kv_copy", "many", 0), ("quantized_matmul", "int8", 10**9))
+]
 
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
     return importlib.import_module("bench_kernel")
 
 
@@ -32,87 +29,93 @@ def run(script, monkeypatch, *arguments):
 
 @pytest.fixture
 def no_clock(script, monkeypatch):
-    """Nothing runs: compiling and timing are the library's, and have their own tests."""
+    """Nothing runs: ours takes half a second, and "slow" 1."""
     monkeypatch.setattr(script, "measured_bandwidth", lambda num_bytes: 1e9)
     monkeypatch.setattr(script, "measured_matmul", lambda size, dtype: 1e12)
-    monkeypatch.setattr(script, "attention_chain", lambda step, backend: None)
-    monkeypatch.setattr(script, "seconds_per_call", lambda chain: 0.5)
-    monkeypatch.setattr(script, "yardsticks", lambda platform: {"other": lambda step: lambda: 1.0})
+    monkeypatch.setattr(script, "seconds_of", lambda measurable, target_s: measurable)
+    others = {"slow": lambda: 1.0, "no": lambda: None}
+    replace(script, monkeypatch, chain=lambda backend: 0.5, yardsticks=lambda: others)
+
+
+def replace(script, monkeypatch, **parts):
+    """Let the benchmark find `SUBJECTS` with these parts."""
+    subjects = [Subject(**(vars(subject) | parts)) for subject in SUBJECTS]
+    monkeypatch.setattr(script, "subjects", lambda ops, sizes, platform: [x for x in subjects if x.op in ops])
 
 
 def test_every_op_is_listed_with_its_backends_and_why_some_cannot_run_here(script):
     lines = list(script.known_ops("cpu"))
-    assert "ragged_paged_attention" in lines
+    assert {line for line in lines if not line.startswith(" ")} == set(NAMES)
     assert any(line.split() == ["reference", "runs", "here"] for line in lines)
     assert any(line.startswith("  gpu ") and "not here: it needs an NVIDIA GPU" in line for line in lines)
 
 
-def test_each_case_has_a_row_for_ours_and_one_for_each_yardstick(script, no_clock, monkeypatch, tmp_path, capsys):
+def test_each_case_has_a_row_for_ours_and_one_for_each_yardstick_that_can(script, no_clock, monkeypatch, tmp_path):
     table, data = tmp_path / "table.md", tmp_path / "table.json"
     assert run(script, monkeypatch, "--markdown", table, "--json", data) == 0
     report = json.loads(data.read_text(encoding="utf-8"))
     assert [(row["case"], row["what"]) for row in report["rows"]] == [
-        (step.name, what) for step in TINY_STEPS for what in ("reference", "other")
+        (case, what) for what in ("best", "slow") for case in ("few", "many", "int8")
     ]
-    ours, other = report["rows"][:2]
+    ours, other = report["rows"][2], report["rows"][5]
     assert ours["milliseconds"] == 500
-    assert ours["bandwidth_share"] == pytest.approx(TINY_STEPS[0].step_bytes / 0.5 / 1e9)
-    assert ours["matmul_share"] == pytest.approx(TINY_STEPS[0].flops / 0.5 / 1e12)
+    assert ours["bandwidth_share"] == pytest.approx(1e6 / 0.5 / 1e9)
+    assert ours["matmul_share"] == pytest.approx(1e9 / 0.5 / 1e12)
     assert (ours["times_ours"], other["times_ours"]) == (1.0, 2.0)
     text = table.read_text(encoding="utf-8")
     assert jax.devices()[0].device_kind in text
     assert report["date"] in text
-    assert sum(line.startswith("| ") for line in text.splitlines()) == 2 + 2 * len(TINY_STEPS)
-    assert TINY_STEPS[0].name in capsys.readouterr().out
+    rows = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith(("| ", "## "))]
+    top = [["| case", "what"], ["| ---", "---"]]
+    of = {case: [[f"| {case}", "best"], [f"| {case}", "slow"]] for case in ("few", "many", "int8")}
+    assert rows == [["## kv_copy"], *top, *of["few"], *of["many"], ["## quantized_matmul"], *top, *of["int8"]]
+
+
+def test_ops_cases_and_backends_can_be_chosen(script, no_clock, monkeypatch, tmp_path):
+    arguments = ("--op", "kv_copy", "--cases", "man", "in", "--backend", "odd", "--no-yardsticks")
+    assert run(script, monkeypatch, "--json", tmp_path / "x.json", *arguments) == 0
+    rows = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["rows"]
+    assert [(row["case"], row["what"]) for row in rows] == [("many", "odd")]
+
+
+def fails(*_):
+    raise ValueError("no such tile\nand more")
 
 
 def test_a_case_of_ours_that_fails_is_reported_and_the_exit_status_says_so(script, no_clock, monkeypatch, tmp_path):
-    def fails(step, backend):
-        raise ValueError("no such tile\nand more")
-
-    monkeypatch.setattr(script, "attention_chain", fails)
-    assert run(script, monkeypatch, "--json", tmp_path / "x.json", "--cases", "decode, 4") == 1
+    replace(script, monkeypatch, chain=fails, yardsticks=lambda: {"slow": lambda: 1.0})
+    assert run(script, monkeypatch, "--json", tmp_path / "x.json", "--cases", "int8") == 1
     ours, other = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["rows"]
     assert ours["error"] == "ValueError: no such tile"
-    assert other["milliseconds"] == 1000
+    assert (other["milliseconds"], other["times_ours"]) == (1000, None)
+
+
+def test_a_backend_that_cannot_is_reported_and_no_yardstick_is_held_against_it(script, no_clock, monkeypatch, tmp_path):
+    replace(script, monkeypatch, choose=fails)
+    assert run(script, monkeypatch, "--json", tmp_path / "x.json", "--cases", "int8", "--backend", "gpu") == 1
+    (row,) = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["rows"]
+    assert (row["what"], row["error"]) == ("gpu", "ValueError: no such tile")
+
+
+def test_a_yardstick_that_fails_is_reported_only(script, no_clock, monkeypatch, tmp_path):
+    replace(script, monkeypatch, chain=lambda backend: 0.5, yardsticks=lambda: {"broken": fails})
+    assert run(script, monkeypatch, "--json", tmp_path / "x.json", "--cases", "int8") == 0
+    rows = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["rows"]
+    assert rows[1]["error"] == "ValueError: no such tile"
 
 
 def test_cases_are_not_begun_when_time_is_up_and_that_is_an_error(script, no_clock, monkeypatch, tmp_path):
     monkeypatch.setattr(script, "TIME_LIMIT_S", -1)
     assert run(script, monkeypatch, "--json", tmp_path / "x.json") == 1
-    rows = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["rows"]
-    assert [row["case"] for row in rows] == [step.name for step in TINY_STEPS]
-    assert all("not begun" in row["error"] for row in rows)
+    report = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert [row["case"] for row in report["rows"]] == ["few", "many", "int8"]
+    assert all("not begun" in row["error"] for row in report["rows"])
 
 
-def test_dense_yardsticks_attend_as_ours_does(script):
-    yardsticks = sys.modules["kernel_yardsticks"]
-    for name in ("decode, 4 x 64", "prefill, 64"):
-        chain = yardsticks.dense_jax(STEP[name], "xla")
-        out_RQNH = np.asarray(chain.function(chain.state, *chain.operands))
-        for row, (q_QNH, k_PKH, v_PKH) in enumerate(zip(chain.state, *chain.operands)):
-            should_QNH = dense_attention(q_QNH, k_PKH, v_PKH, scale=STEP[name].shape.head_dim ** -0.5)
-            np.testing.assert_allclose(out_RQNH[row], should_QNH, atol=1e-5)
-
-
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_the_kernels_of_jax_are_called_as_they_want_to_be(script, monkeypatch, platform):
-    yardsticks = sys.modules["kernel_yardsticks"]
-    monkeypatch.setattr(yardsticks, "filled_arrays", lambda structs: structs)
-    tuned = "jax.experimental.pallas.ops.tpu.ragged_paged_attention.tuned_block_sizes"
-    monkeypatch.setattr(f"{tuned}.get_tpu_version", lambda: 5)
-    make = {"gpu": yardsticks.paged_jax_gpu, "tpu": yardsticks.paged_jax_tpu}[platform]
-    chain = make(STEP["decode, 64 x 2,048"])
-    out = jax.eval_shape(chain.function, chain.state, *chain.operands)
-    assert (out.shape, out.dtype) == (chain.state.shape, chain.state.dtype)
-    assert make(STEP["decode, int8 cache"]) is None
-
-
-def test_yardsticks_leave_out_what_they_cannot_do(script):
-    yardsticks = sys.modules["kernel_yardsticks"]
-    can = {name for name, step in STEP.items() if yardsticks.is_rectangular(step)}
-    assert {"decode, 64 x 2,048", "prefill, 8,192", "prefill, 16 x 512"} <= can
-    assert not can & {"decode, long tail", "prefill, 2,048 after 6,144", "decode, int8 cache",
-                      "64 decodes and a chunk of 1,024"}  # fmt: skip
-    assert yardsticks.paged_jax_gpu(STEP["prefill, 64"]) is None
-    assert yardsticks.dense_jax(STEP["decode, window"], "xla") is None
+def test_yardsticks_come_last_and_are_left_out_when_time_is_up(script, no_clock, monkeypatch, tmp_path):
+    ticks = iter([0, 0, 0, 0, 0, *[1000] * 20])  # the start, three cases, and one yardstick
+    monkeypatch.setattr(script.time, "monotonic", lambda: next(ticks))
+    assert run(script, monkeypatch, "--json", tmp_path / "x.json") == 0
+    report = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert [row["what"] for row in report["rows"]] == ["best", "best", "best", "slow"]
+    assert report["notes"][-1] == "not begun after 420 s: quantized_matmul, int8, no"

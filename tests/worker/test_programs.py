@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.worker.buckets import doubling_buckets
+from jaxpaged.worker.buckets import default_token_buckets, doubling_buckets
 from jaxpaged.worker.programs import CompileCounter, ProgramKey, Programs, enable_compilation_cache
 
 
@@ -141,6 +141,12 @@ def test_buckets_double_up_to_the_largest():
     assert doubling_buckets(512, "tpu") == (8, 16, 32, 64, 128, 256, 512)
     assert doubling_buckets(100, "gpu") == (8, 16, 32, 64, 100)
     assert doubling_buckets(1, "gpu") == (8,)
+
+
+def test_steps_of_many_tokens_have_sizes_between_the_doubling_ones():
+    assert default_token_buckets(512, "tpu") == (8, 16, 32, 64, 128, 192, 256, 384, 512)
+    assert default_token_buckets(300, "gpu") == (8, 16, 32, 64, 128, 192, 256, 300)
+    assert default_token_buckets(128, "cpu") == (2, 8, 16, 32, 64, 128)
 
 
 def test_a_cpu_has_a_bucket_for_a_single_request():

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from jaxpaged.config import all_options
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.structured_outputs import StructuredOutputsParams
 
 SHORT_FLAGS = {"tensor_parallel_size": ["-tp"], "n": ["-n"]}
 # Every sampling parameter but `output_kind`, which the command decides, and `bad_words_token_ids`, which is internal.
@@ -46,6 +47,7 @@ SAMPLING_HELP = {
     "skip_special_tokens": "leave special tokens out of the text; on by default",
     "spaces_between_special_tokens": "write spaces between special tokens; on by default",
     "skip_reading_prefix_cache": "compute the whole prompt; on by default with --prompt-logprobs",
+    "structured_outputs": "the shape of the output: '{\"regex\": \"[0-9]+\"}'; or json, choice, grammar, json_object",
     "extra_args": "for custom logits processors",
 }
 # `--seed` is the requests'; the engine's own, for requests without one, can be set in the YAML file.
@@ -133,7 +135,7 @@ def converter(annotation: Any) -> Callable[[str], Any]:
     if origin in (list, tuple):
         item = {int: whole_number}.get(arguments[0], str)
         return comma_separated(item, origin)
-    if origin is dict:
+    if origin is dict or kind is StructuredOutputsParams:
         return json_object
     simple = {int: whole_number, float: number, bool: switch}.get(kind, str)
     return none_or(simple) if kind is int and kind is not annotation else simple
@@ -187,7 +189,8 @@ def metavar_of(kind: Any) -> str:
     origin = typing.get_origin(kind)
     if origin in (list, tuple):
         return "A,B,..."
-    return "JSON" if origin is dict else {int: "N", float: "X"}.get(kind, "TEXT")
+    is_json = origin is dict or kind is StructuredOutputsParams
+    return "JSON" if is_json else {int: "N", float: "X"}.get(kind, "TEXT")
 
 
 def shown_default(default: Any) -> str:

@@ -5,6 +5,7 @@ This module knows the engine as something that takes requests and steps; it comp
 
 import argparse
 import time
+from pathlib import Path
 from typing import Any
 
 from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, add_sampling_flags
@@ -22,6 +23,7 @@ examples:
   jaxpaged generate "What is the capital of Portugal?"
   jaxpaged generate --temperature 0.8 --seed 7 -n 3 "Tell me a story about a fox."
   jaxpaged generate --file prompts.txt --json > answers.jsonl
+  jaxpaged generate --json-schema person.json "Invent a person."
   jaxpaged generate --model Qwen/Qwen3-0.6B --max-model-len 4K --raw "Once upon a time"
 """
 
@@ -37,6 +39,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--file", metavar="FILE", help="read prompts from a file; - is standard input")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line for every answer")
     parser.add_argument("--raw", action="store_true", help="continue the text without the model's chat template")
+    parser.add_argument("--json-schema", metavar="FILE", help="make every answer JSON that this schema allows")
     parser.add_argument("--system", metavar="TEXT", help="a system message before every prompt")
     parser.add_argument("--stats", action="store_true", help="print rates and counters to standard error at the end")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
@@ -55,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.entrypoints.cli.stats import print_stats
 
     check_combination(args)
+    read_schema(args)
     check_recordings(args)
     sources = collect_prompts(args.prompts, args.file)
     engine, progress = start(args)
@@ -79,3 +83,19 @@ def check_combination(args: argparse.Namespace) -> None:
 
     if args.raw and args.system is not None:
         raise UsageError("--system needs the chat template that --raw switches off. Leave one of them out.")
+    if args.json_schema is not None and hasattr(args, "structured_outputs"):
+        raise UsageError("--json-schema is a part of --structured-outputs. Leave one of them out.")
+
+
+def read_schema(args: argparse.Namespace) -> None:
+    """Turn --json-schema into the sampling parameter that it stands for. Raises UsageError."""
+    from jaxpaged.errors import UsageError
+
+    if args.json_schema is None:
+        return
+    try:
+        schema = Path(args.json_schema).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"cannot read {args.json_schema}: {reason}. Check the path after --json-schema.") from None
+    args.structured_outputs = {"json": schema}

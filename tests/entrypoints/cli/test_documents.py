@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from jaxpaged.entrypoints.cli import chat, command_line, generate
+from jaxpaged.entrypoints.cli import chat, command_line, generate, serve
 
 ROOT = Path(__file__).parents[3]
-COMMAND = re.compile(r"^(?:.*\| |#\s+)?\s*(jaxpaged (?:generate|chat|convert)\b[^|\n]*)", re.MULTILINE)
+COMMAND = re.compile(r"^(?:.*\| |#\s+)?\s*(jaxpaged (?:generate|chat|convert|serve)\b[^|\n]*)", re.MULTILINE)
 
 
 def shown_commands():
     recipes = [path.read_text(encoding="utf-8") for path in (ROOT / "configs").glob("*.yaml")]
     blocks = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    lines = COMMAND.findall("\n".join([*recipes, *blocks, generate.EPILOG]))
+    lines = COMMAND.findall("\n".join([*recipes, *blocks, generate.EPILOG, serve.EPILOG]))
     return [part.strip() for line in lines for part in re.split(r"&&|>", line)]
 
 
@@ -27,7 +27,7 @@ def test_the_documents_show_commands():
 def test_a_shown_command_is_understood(command):
     words = shlex.split(command)
     if words[0] == "jaxpaged":
-        assert command_line().parse_args(words[1:]).command in ("generate", "chat", "convert")
+        assert command_line().parse_args(words[1:]).command in ("generate", "chat", "convert", "serve")
 
 
 def test_the_help_of_chat_names_its_commands(capsys):

@@ -264,3 +264,22 @@ def test_input_that_is_no_text_is_wrong_usage(run, piped):
     finished = run("generate")
     assert finished.status == 2
     assert "is not UTF-8" in finished.err
+
+
+# ---- structured outputs
+
+
+def test_a_schema_in_a_file_and_a_shape_on_the_command_line_reach_every_request(run, tmp_path):
+    path = tmp_path / "schema.json"
+    path.write_text('{"type": "object"}')
+    (params,) = run("generate", "--raw", "--json-schema", str(path), "one").engine.params
+    assert params.structured_outputs.json == '{"type": "object"}'
+    (params,) = run("generate", "--raw", "--structured-outputs", '{"choice": ["a", "b"]}', "one").engine.params
+    assert params.structured_outputs.choice == ["a", "b"]
+
+
+def test_a_schema_that_cannot_be_read_is_refused(run, tmp_path):
+    refused = run("generate", "--raw", "--json-schema", str(tmp_path / "nowhere.json"), "one")
+    assert refused.status == 2 and "No such file" in refused.err
+    both = run("generate", "--raw", "--json-schema", "x", "--structured-outputs", '{"regex": "a"}', "one")
+    assert both.status == 2 and "Leave one of them out" in both.err

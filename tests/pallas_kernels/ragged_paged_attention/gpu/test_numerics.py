@@ -80,9 +80,7 @@ MUTANTS = {
         "one decode", kernels, "first + fact(at.NUM_PARTS), add", "first + fact(at.NUM_PARTS) - 1, add",
     ),
     "a sink is forgotten": ("window, soft cap and sinks", kernels, "if not layer.has_sinks:", "if True:"),
-    "padding tokens write to a block": (
-        "rows with no new token", kernels, "(block >= 0) & (block < num_blocks)", "block == block",
-    ),
+    # No mutant without the bounds of written blocks: the interpreter drops what lies outside of an array by itself.
 }  # fmt: skip
 
 

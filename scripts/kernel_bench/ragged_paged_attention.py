@@ -1,41 +1,31 @@
-"""What a user would call instead of our attention, for `bench_kernel.py`: JAX's own kernels, and PyTorch's.
+"""What a user would call instead of our attention: JAX's own kernels, and PyTorch's.
 
-Each yardstick is a function of a step that gives something to time, or None where it cannot do the step. They read
-a cache that is already there, and write no new keys and values.
+They read a cache that is already there, and write no new keys and values.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from kernel_bench.yardsticks import Yardsticks, installed_torch, torch_seconds
 
 from pallas_kernels.ragged_paged_attention.cases import ServingStep
 from pallas_kernels.serving import block_table, filled_arrays
-from pallas_kernels.timing import Chain, seconds_per_call
+from pallas_kernels.timing import Chain, fed_back
 
 
-def yardsticks(platform: str) -> dict[str, Callable[[ServingStep], Callable[[], float] | None]]:
-    """By name: a function from a step to what measures its seconds."""
-    chains = {"dense, jax.nn.dot_product_attention": lambda step: dense_jax(step, "xla")}
-    if platform == "gpu":
-        chains["dense, the same through cuDNN"] = lambda step: dense_jax(step, "cudnn")
-        chains["jax.experimental.pallas.ops.gpu.paged_attention"] = paged_jax_gpu
+def yardsticks(step: ServingStep, platform: str) -> Yardsticks:
+    """See `yardsticks.Yardsticks`."""
+    result: Yardsticks = {"dense, jax.nn.dot_product_attention": lambda: dense_jax(step, "xla")}
     if platform == "tpu":
-        chains["jax.experimental.pallas.ops.tpu.ragged_paged_attention"] = paged_jax_tpu
-    result = {name: measuring(chain) for name, chain in chains.items()}
+        result["jax.experimental.pallas.ops.tpu.ragged_paged_attention"] = lambda: paged_jax_tpu(step)
     if platform == "gpu":
-        result |= {f"dense, torch {name}": torch_yardstick(name) for name in ("SDPA", "FlexAttention")}
+        result["dense, the same through cuDNN"] = lambda: dense_jax(step, "cudnn")
+        result["jax.experimental.pallas.ops.gpu.paged_attention"] = lambda: paged_jax_gpu(step)
+        result["dense, torch SDPA"] = lambda: dense_torch(step, "SDPA")
+        result["dense, torch FlexAttention"] = lambda: dense_torch(step, "FlexAttention")
     return result
-
-
-def measuring(make: Callable[[ServingStep], Chain | None]) -> Callable[[ServingStep], Callable[[], float] | None]:
-    def measure(step: ServingStep) -> Callable[[], float] | None:
-        chain = make(step)
-        return None if chain is None else lambda: seconds_per_call(chain)
-
-    return measure
 
 
 def is_rectangular(step: ServingStep) -> bool:
@@ -65,7 +55,7 @@ def dense_jax(step: ServingStep, implementation: str) -> Chain | None:
             implementation=implementation,
         )  # fmt: skip
 
-    return Chain(attend, q_RQNH, tuple(kv))
+    return fed_back(attend, q_RQNH, *kv)
 
 
 def paged_jax_gpu(step: ServingStep) -> Chain | None:
@@ -79,7 +69,7 @@ def paged_jax_gpu(step: ServingStep) -> Chain | None:
     dims = ((len(step.rows), shape.num_heads, shape.head_dim), pages, pages)
     q_RNH, *kv = filled_arrays(tuple(jax.ShapeDtypeStruct(x, jnp.dtype(shape.dtype)) for x in dims))
     lengths_R = jnp.asarray([sum(row) for row in step.rows], jnp.int32)
-    return Chain(paged_attention, q_RNH, (*kv, jnp.asarray(table_RM), lengths_R))
+    return fed_back(paged_attention, q_RNH, *kv, jnp.asarray(table_RM), lengths_R)
 
 
 def paged_jax_tpu(step: ServingStep) -> Chain | None:
@@ -101,24 +91,13 @@ def paged_jax_tpu(step: ServingStep) -> Chain | None:
             sliding_window=shape.window, soft_cap=shape.soft_cap,
         )  # fmt: skip
 
-    return Chain(attend, q_TNH, (kv, *where))
+    return fed_back(attend, q_TNH, kv, *where)
 
 
-def torch_yardstick(name: str) -> Callable[[ServingStep], Callable[[], float] | None]:
-    def measure(step: ServingStep) -> Callable[[], float] | None:
-        try:
-            import torch
-        except ImportError:
-            return None
-        if not is_rectangular(step) or step.shape.window or not torch.cuda.is_available():
-            return None
-        return lambda: torch_seconds(torch, name, step)
-
-    return measure
-
-
-def torch_seconds(torch: Any, name: str, step: ServingStep) -> float:
-    """The best of five runs of twenty calls."""
+def dense_torch(step: ServingStep, name: str) -> Callable[[], float] | None:
+    torch = installed_torch()
+    if torch is None or not is_rectangular(step) or step.shape.window:
+        return None
     (cached, new), shape = step.rows[0], step.shape
     sizes = ((shape.num_heads, new), *[(shape.num_kv_heads, cached + new)] * 2)
     q, k, v = (
@@ -126,16 +105,7 @@ def torch_seconds(torch: Any, name: str, step: ServingStep) -> float:
         for heads, tokens in sizes
     )
     attend = torch_function(torch, name, causal=not step.is_decode, num_tokens=new)
-    attend(q, k, v)
-    best = float("inf")
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(20):
-            attend(q, k, v)
-        torch.cuda.synchronize()
-        best = min(best, (time.perf_counter() - start) / 20)
-    return best
+    return lambda: torch_seconds(torch, lambda: attend(q, k, v))
 
 
 def torch_function(torch: Any, name: str, causal: bool, num_tokens: int) -> Callable:

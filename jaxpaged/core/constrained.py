@@ -1,0 +1,87 @@
+"""The requests whose answers must have a shape: those whose grammar is being compiled, and those that follow one.
+
+A request waits here, and not in the queue, until its grammar is ready, so nobody waits behind it. This module decides
+nothing about steps: it says which of them need masks, and makes these.
+"""
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from itertools import compress
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.core.request import Request
+from jaxpaged.core.structured_output import Grammars
+from jaxpaged.errors import RequestError
+from jaxpaged.messages import EngineCoreRequest, SchedulerOutput
+
+EVERY_TOKEN = np.uint32(0xFFFFFFFF)
+
+
+class ConstrainedRequests:
+    """`grammars` None: there is no vocabulary to compile for, and such requests are refused."""
+
+    def __init__(self, grammars: Grammars | None):
+        self._grammars = grammars
+        self.compiling: dict[Request, Future[Any]] = {}
+        self._following: set[Request] = set()
+
+    def check(self, message: EngineCoreRequest) -> None:
+        """Raise RequestError when the request asks for a shape and cannot have one."""
+        if message.sampling_params.structured_outputs is not None and self._grammars is None:
+            raise RequestError(
+                "structured_outputs is given, but this engine has no tokenizer to compile it for. Leave it out.",
+                "structured_outputs",
+            )
+
+    def add(self, request: Request) -> bool:
+        """Begin to compile a request's grammar. False: it has none, and need not wait."""
+        params = request.sampling_params.structured_outputs
+        if params is None:
+            return False
+        self.compiling[request] = self._grammars.compile(params)
+        return True
+
+    def take_compiled(self) -> tuple[list[Request], list[tuple[Request, str]]]:
+        """(Requests that can be queued now, those whose grammar is none and why). The latter stay to be forgotten."""
+        ready, failed = [], []
+        for request, future in list(self.compiling.items()):
+            if not future.done():
+                continue
+            try:
+                request.matcher = self._grammars.matcher_of(future)
+            except Exception as error:  # whatever the compiler makes of a grammar fails its own request
+                failed.append((request, str(error) or type(error).__name__))
+                continue
+            del self.compiling[request]
+            self._following.add(request)
+            ready.append(request)
+        return ready, failed
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until a grammar is compiled, if one is being compiled."""
+        if self.compiling:
+            wait(self.compiling.values(), seconds, FIRST_COMPLETED)
+
+    def forget(self, request: Request) -> bool:
+        """A request has ended. True: its grammar was still being compiled, so it was in no queue."""
+        self._following.discard(request)
+        return self.compiling.pop(request, None) is not None
+
+    def need_masks(self, requests: Iterable[Request], samples: Iterable[bool]) -> bool:
+        """Whether a request that follows a grammar samples in this step."""
+        return bool(self._following) and any(request.matcher for request in compress(requests, samples))
+
+    def masks(self, scheduled: SchedulerOutput, requests: Mapping[str, Request]) -> np.ndarray:
+        """Which tokens those that sample in a step may draw, uint32 [n, words]: all of them without a grammar, none
+        where a grammar cannot be followed any more.
+
+        The tokens of all steps before it must be known. `requests` are those that are unfinished.
+        """
+        masks_SW = np.full((sum(scheduled.samples), self._grammars.num_words), EVERY_TOKEN)
+        for mask_W, request_id in zip(masks_SW, compress(scheduled.request_ids, scheduled.samples)):
+            request = requests.get(request_id)
+            if request is not None and request.matcher is not None and not request.matcher.fill(mask_W):
+                mask_W[:] = 0
+        return masks_SW

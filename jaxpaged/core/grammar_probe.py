@@ -1,0 +1,72 @@
+"""A process that compiles grammars nobody has seen before, so that one that crashes the compiler crashes only this.
+
+    python -m jaxpaged.core.grammar_probe
+
+Reads lines of JSON, `StructuredOutputsParams` each, and answers each with a line of JSON: null, or what is wrong with
+it. Beyond its limits of computing time, memory and stack it dies without an answer. Bytes stand in for the vocabulary,
+which is not known here.
+"""
+
+import json
+import math
+import sys
+import threading
+import time
+
+import msgspec
+
+from jaxpaged.core.grammar_text import error_of, grammar_text, import_llguidance, limits
+from jaxpaged.errors import RequestError
+from jaxpaged.structured_outputs import StructuredOutputsParams
+
+STACK_BYTES = 4 * 2**20
+MEMORY_BYTES = 2 * 2**30
+CPU_SECONDS = 5
+"""For one grammar; ordinary ones take milliseconds."""
+
+
+def problem_with(params: StructuredOutputsParams) -> str | None:
+    """What is wrong with a grammar; None: it can be compiled, and allows a first byte."""
+    try:
+        text = grammar_text(params)
+    except RequestError as error:
+        return str(error)
+    llguidance = import_llguidance()
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), text, log_level=0, limits=limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    error = error_of(matcher)
+    if error is None and matcher.is_stopped() and not matcher.is_accepting():
+        error = "no text fits the grammar."
+    return None if error is None else f"structured_outputs cannot be used: {error}"
+
+
+def answer_lines() -> None:
+    decoder = msgspec.json.Decoder(StructuredOutputsParams)
+    for line in sys.stdin.buffer:
+        limit("RLIMIT_CPU", math.ceil(time.process_time()) + CPU_SECONDS)
+        print(json.dumps(problem_with(decoder.decode(line))), flush=True)
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    limit("RLIMIT_AS", MEMORY_BYTES)
+    limit("RLIMIT_CORE", 0)
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=answer_lines)
+    thread.start()
+    thread.join()
+
+
+def limit(name: str, value: int) -> None:
+    """Set the soft limit of a resource of this process, where the system has such limits."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    which = getattr(resource, name)
+    resource.setrlimit(which, (value, resource.getrlimit(which)[1]))
+
+
+if __name__ == "__main__":
+    main()

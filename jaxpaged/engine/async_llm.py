@@ -1,0 +1,300 @@
+"""`AsyncLLM`: the engine for servers. Prompts in, results as they come, in an asyncio event loop.
+
+The engine core runs in a process of its own; tokenising and detokenising run here. This module knows neither HTTP, nor
+how the core's process is kept running.
+"""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import wire
+from jaxpaged.engine.core_link import CoreLink
+from jaxpaged.engine.core_supervisor import FACTORY, CoreSupervisor
+from jaxpaged.engine.front_end import load_input_processor
+from jaxpaged.engine.grammar_checker import MOST_CHILDREN
+from jaxpaged.engine.input_processor import InputProcessor, Prompt
+from jaxpaged.engine.metrics import EngineMetrics, Metric
+from jaxpaged.engine.output_processor import OutputProcessor
+from jaxpaged.engine.output_stream import OutputStream
+from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.engine.wire import CoreFacts, CoreStats, Refusal
+from jaxpaged.engine.zmq_client import ZmqClient, ask_facts
+from jaxpaged.errors import EngineDeadError, EngineError, RequestError, UsageError
+from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, KVBlockMap, Progress, RequestOutput, StepRecord
+from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+LONG_PROMPT = 2000
+"""Characters or token ids: longer prompts are processed in a thread, since they would hold up everybody's stream."""
+PROMPT_THREADS = 4
+CONNECT_SECONDS = 60.0
+
+
+class AsyncLLM:
+    """Serves many requests at a time, all of one event loop. `config` is resolved.
+
+    Make one with `from_config`, outside of the event loop or in a thread, since loading takes a while. When the core
+    dies or hangs, requests under way raise EngineRestartError, new ones wait for its replacement, and once there will
+    be none, everything raises EngineDeadError.
+    """
+
+    def __init__(
+        self, config: EngineConfig, input_processor: InputProcessor, client: ZmqClient,
+        supervisor: CoreSupervisor | None = None,
+    ):  # fmt: skip
+        self.config = config
+        self.input_processor = input_processor
+        self.metrics = EngineMetrics(config.model.max_model_len)
+        self._output_processor = OutputProcessor(input_processor.tokenizer, self.metrics, input_processor.pooler)
+        self._streams: dict[str, OutputStream] = {}
+        self._numbers = itertools.count()
+        self._executor_stats: dict[str, Any] = {}
+        self._threads = ThreadPoolExecutor(PROMPT_THREADS, "prompts")
+        self._grammar_threads = ThreadPoolExecutor(MOST_CHILDREN, "grammars")
+        handlers = {wire.STEP: self._on_step, wire.STATS: self._on_stats, wire.REFUSED: self._on_refusal}
+        self._link = CoreLink(client, supervisor, handlers, self._fail_all)
+
+    @classmethod
+    def from_config(
+        cls, config: EngineConfig, progress: Progress | None = None, *, step_timeout: float = 300.0,
+        max_restarts: int = 5, factory: str = FACTORY,
+    ) -> "AsyncLLM":  # fmt: skip
+        """Load the model that `config` names in a new process; `progress` hears, in a thread, how far that is.
+
+        `step_timeout`: seconds without a sign of life, such as a compiled program, after which a step counts as hung
+        and the process is replaced. `max_restarts`: how often within an hour it is before the engine is dead.
+        `factory`: see `core_process.Factory`. Raises ConfigError, CheckpointError, CapacityError or EngineDeadError.
+        """
+        supervisor = CoreSupervisor(
+            config, progress, step_timeout=step_timeout, max_restarts=max_restarts, factory=factory
+        )
+        try:
+            facts = supervisor.start()
+            config, input_processor = front_end(facts)  # while the core reads the weights
+            supervisor.wait_until_serving()
+        except BaseException:
+            supervisor.close()
+            raise
+        return cls(config, input_processor, ZmqClient(supervisor.address, watch_connection=False), supervisor)
+
+    @classmethod
+    def from_address(cls, address: str, timeout: float = CONNECT_SECONDS) -> "AsyncLLM":
+        """Another front end for a core that runs already: `address` is that of its first one.
+
+        Raises EngineDeadError when no core answers within `timeout` seconds.
+        """
+        config, input_processor = front_end(ask_facts(address, timeout))
+        return cls(config, input_processor, ZmqClient(address, watch_connection=True))
+
+    # ---- requests
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | PoolingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        truncate_prompt_tokens: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> AsyncIterator[RequestOutput]:
+        """The results of a prompt as they come, the last of which is `finished`. None: the model's own parameters.
+
+        Closing the iterator, or cancelling who waits for it, aborts the request. A consumer slower than the engine gets
+        several results in one. Raises RequestError, EngineRestartError or EngineDeadError.
+        """
+        await self._link.until_ready()
+        request, text = await self._processed(
+            request_id, prompt, sampling_params, priority=priority, arrival_time=arrival_time,
+            truncate_prompt_tokens=truncate_prompt_tokens, add_special_tokens=add_special_tokens,
+        )  # fmt: skip
+        await self._link.until_ready()  # it may have ended meanwhile
+        # What the core still says of an aborted request must not be taken for a later one of the same name.
+        engine_id = f"{request_id}#{next(self._numbers)}"
+        children = self._output_processor.add_request(request, text, engine_id)
+        stream = OutputStream(request.sampling_params.output_kind is RequestOutputKind.DELTA)
+        self._streams[request_id] = stream
+        try:
+            self._link.add_requests(children)
+            finished = False
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                yield output
+        finally:
+            if self._streams.get(request_id) is stream:
+                self._stop([request_id])
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, **options: Any
+    ) -> AsyncIterator[PoolingRequestOutput]:
+        """The vector or the scores of a prompt, one result, with the options of `generate`. Raises what it does."""
+        async with contextlib.aclosing(self.generate(prompt, pooling_params, request_id, **options)) as results:
+            async for output in results:
+                yield output
+
+    async def chat_prompt(self, messages: Sequence[Any], **options: Any) -> dict[str, Any]:
+        """`InputProcessor.chat_prompt` in a thread: a template is a program, and a conversation may be long."""
+        self._link.open()
+        return await self._in_thread(self.input_processor.chat_prompt, messages, **options)
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests: their last result has finish reason "abort". Unknown ids pass."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self._link.open()
+        streams = {each: self._streams[each] for each in ids if each in self._streams}
+        for result in self._stop(list(streams)):
+            streams[result.request_id].put(result)
+
+    def _stop(self, request_ids: Sequence[str]) -> list[RequestOutput]:
+        """Forget requests here and in the core; returns what they had so far."""
+        for request_id in request_ids:
+            self._streams.pop(request_id, None)
+        engine_ids, results = self._output_processor.abort(request_ids)
+        self._link.abort_requests(engine_ids)
+        return results
+
+    async def _processed(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, **options: Any
+    ) -> tuple[EngineCoreRequest, str | None]:
+        """`InputProcessor.process`, in a thread where it takes long. Grammars, which can take seconds to check, have
+        threads of their own, so that prompts do not wait for them."""
+        work = functools.partial(self.input_processor.process, request_id, prompt, params, **options)
+        if getattr(params, "structured_outputs", None) is not None:
+            return await asyncio.get_running_loop().run_in_executor(self._grammar_threads, work)
+        parts = prompt.values() if isinstance(prompt, dict) else [prompt]
+        if any(hasattr(part, "__len__") and len(part) > LONG_PROMPT for part in parts):
+            return await self._in_thread(work)
+        return work()
+
+    async def _in_thread(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **options))
+
+    # ---- the engine
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the core serves now."""
+        return not self.errored
+
+    @property
+    def errored(self) -> bool:
+        """Whether the core is being replaced, or dead."""
+        return self._link.trouble() is not None
+
+    @property
+    def address(self) -> str:
+        """Where the core answers, for `from_address`."""
+        return self._link.address
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError while the core is being replaced, and once it is dead."""
+        self._link.open()
+        if (reason := self._link.trouble()) is not None:
+            raise EngineDeadError(f"the engine core does not serve: {reason}.")
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt beginnings; False while requests are under way."""
+        return await self._link.call("reset_prefix_cache")
+
+    async def executor_stats(self) -> dict[str, Any]:
+        """Counters of the executor: steps, padding, buckets, programs, recompiles."""
+        return await self._link.call("executor_stats")
+
+    async def step_records(self) -> tuple[list[StepRecord], int]:
+        """The newest finished steps, oldest first, and how many before them are forgotten."""
+        return await self._link.call("step_records")
+
+    async def block_map(self) -> KVBlockMap:
+        """Who holds which KV block now."""
+        return await self._link.call("block_map")
+
+    async def wait_for_programs(self) -> None:
+        """Wait until every program is compiled: for tests and benchmarks; serving does not need it."""
+        await self._link.call("wait_for_programs")
+
+    async def sleep(self, level: int = 1) -> None:
+        """Raises UsageError: this engine cannot release its memory yet."""
+        raise UsageError(f"sleep (level {level}) is not possible with this engine. Shut it down to free its memory.")
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Raises UsageError: this engine never sleeps."""
+        raise UsageError(f"wake_up (tags {tags}) is not possible: this engine never sleeps.")
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def start_profile(self) -> None:
+        """Raises UsageError: there is no profiler in the core's process."""
+        raise UsageError("profiling is not possible in the engine's process. Use `step_records`.")
+
+    async def stop_profile(self) -> None:
+        """Raises UsageError, see `start_profile`."""
+        raise UsageError("no profile is under way: profiling is not possible in the engine's process.")
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics. What comes from the core is at most a second old while it works."""
+        return self.metrics.read(self._executor_stats)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._output_processor)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.input_processor.tokenizer
+
+    def shutdown(self) -> None:
+        """End the core's process, if this front end started it. Requests under way raise EngineDeadError."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self._link.close()
+
+    # ---- what the core says
+
+    def _on_step(self, outputs: EngineCoreOutputs) -> None:
+        try:
+            processed = self._output_processor.process(outputs.outputs)
+        except Exception as error:  # nobody may wait for ever for what is lost
+            logger.exception("results of a step could not be processed")
+            self._fail_all(EngineError(f"its results could not be processed: {error!r}."))
+            return
+        self._link.abort_requests(processed.ids_to_abort)
+        self.metrics.record_step(outputs.stats)
+        for result in processed.request_outputs:
+            stream = self._streams.pop(result.request_id) if result.finished else self._streams[result.request_id]
+            stream.put(result)
+
+    def _on_stats(self, stats: CoreStats) -> None:
+        self.metrics.stats = stats.scheduler
+        self._executor_stats = stats.executor
+
+    def _on_refusal(self, refusal: Refusal) -> None:
+        request_id = self._output_processor.prompt_of(refusal.request_id)
+        if request_id is not None:
+            stream = self._streams[request_id]
+            self._stop([request_id])
+            message = refusal.message.replace(repr(refusal.request_id), repr(request_id))
+            stream.fail(RequestError(message, refusal.parameter))
+
+    def _fail_all(self, error: EngineError) -> None:
+        streams = dict(self._streams)
+        self._stop(list(streams))
+        for stream in streams.values():
+            stream.fail(type(error)(str(error)))  # each consumer adds its own traceback
+
+
+def front_end(facts: CoreFacts) -> tuple[EngineConfig, InputProcessor]:
+    """The resolved options of a core, and what makes requests for it."""
+    config = EngineConfig.from_options(**facts.options)
+    folders = Path(facts.model_folder), Path(facts.tokenizer_folder)
+    return config, load_input_processor(config, facts.vocab_size, *folders)

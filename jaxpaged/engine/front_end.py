@@ -1,0 +1,34 @@
+"""Puts the front end of a model together from files: tokenizer, chat templates, default sampling parameters.
+
+A process that has the engine core in another one needs nothing else of the model. This module imports no jax, and does
+not know how a model's name becomes a folder.
+"""
+
+from pathlib import Path
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.chat_template import load_chat_templates
+from jaxpaged.engine.generation_config import load_generation_defaults
+from jaxpaged.engine.input_processor import InputProcessor
+from jaxpaged.engine.pooler import load_pooler
+from jaxpaged.engine.tokenizer import check_vocabulary, load_tokenizer
+
+
+def load_input_processor(
+    config: EngineConfig, vocab_size: int, model_folder: Path, tokenizer_folder: Path
+) -> InputProcessor:
+    """`config` is resolved; `vocab_size` is the model's. Raises CheckpointError or ConfigError."""
+    options = config.model
+    tokenizer = load_tokenizer(tokenizer_folder)
+    check_vocabulary(tokenizer, vocab_size)
+    return InputProcessor(
+        tokenizer,
+        vocab_size=vocab_size,
+        max_model_len=options.max_model_len,
+        max_logprobs=options.max_logprobs,
+        seed=options.seed,
+        allow_priority=config.scheduler.scheduling_policy == "priority",
+        defaults=load_generation_defaults(model_folder, options.generation_config, options.override_generation_config),
+        pooler=load_pooler(options, model_folder) if options.runner == "pooling" else None,
+        chat_templates=load_chat_templates(tokenizer_folder, tokenizer.config, options.chat_template),
+    )

@@ -1,0 +1,64 @@
+"""The results of one request on their way to whoever waits for them.
+
+A consumer that is slower than the engine finds what came meanwhile as one result: nothing queues up. This module knows
+neither engines nor sockets.
+"""
+
+import asyncio
+
+import msgspec
+
+from jaxpaged.messages import CompletionOutput, RequestOutput
+
+
+class OutputStream:
+    """For one producer and one consumer in the same event loop. `by_delta`: results hold only what is new."""
+
+    def __init__(self, by_delta: bool):
+        self._by_delta = by_delta
+        self._waiting: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self._something = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        """The next result."""
+        before = self._waiting
+        self._waiting = output if before is None or not self._by_delta else joined(before, output)
+        self._something.set()
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no more results. What waits is not given out: it may be part of a word."""
+        self._error = error
+        self._something.set()
+
+    async def get(self) -> RequestOutput:
+        """What came since the last call, as soon as there is something. Raises the error given to `fail`."""
+        await self._something.wait()
+        if self._error is not None:
+            raise self._error
+        output, self._waiting = self._waiting, None
+        self._something.clear()
+        return output
+
+
+def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Two results of the same request in one, each of which holds what was new."""
+    completions = {completion.index: completion for completion in first.outputs}
+    for new in second.outputs:
+        old = completions.get(new.index)
+        completions[new.index] = new if old is None else joined_completion(old, new)
+    return msgspec.structs.replace(
+        second,
+        outputs=[completions[index] for index in sorted(completions)],
+        prompt_logprobs=first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
+        error=first.error or second.error,
+    )
+
+
+def joined_completion(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
+    return msgspec.structs.replace(
+        second,
+        text=first.text + second.text,
+        token_ids=[*first.token_ids, *second.token_ids],
+        logprobs=[*(first.logprobs or ()), *second.logprobs] if second.logprobs is not None else first.logprobs,
+    )

@@ -1,0 +1,176 @@
+"""The ASGI applications: the public one, and that of the admin listener.
+
+Here endpoints get their paths. This module knows no socket: any ASGI server can run what it makes.
+"""
+
+from collections.abc import Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxpaged.entrypoints.http.admin import AbortRequest, Admin, SleepState
+from jaxpaged.entrypoints.http.anthropic.errors import MessagesError, MessagesErrors
+from jaxpaged.entrypoints.http.anthropic.messages import Messages
+from jaxpaged.entrypoints.http.anthropic.protocol import (
+    CountTokensRequest,
+    CountTokensResponse,
+    MessagesRequest,
+    MessagesResponse,
+)
+from jaxpaged.entrypoints.http.auth import ApiKeys
+from jaxpaged.entrypoints.http.body import json_response
+from jaxpaged.entrypoints.http.endpoint import Endpoint, Query
+from jaxpaged.entrypoints.http.errors import answer_with_error
+from jaxpaged.entrypoints.http.health import OPEN_PATHS, Health
+from jaxpaged.entrypoints.http.metrics import Metrics
+from jaxpaged.entrypoints.http.openai.chat import ChatCompletions
+from jaxpaged.entrypoints.http.openai.chat_protocol import ChatCompletionRequest, ChatCompletionResponse
+from jaxpaged.entrypoints.http.openai.completion_protocol import CompletionRequest, CompletionResponse
+from jaxpaged.entrypoints.http.openai.completions import Completions
+from jaxpaged.entrypoints.http.openai.models import ModelCard, ModelList, Models
+from jaxpaged.entrypoints.http.openai.tokens import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    Tokens,
+)
+from jaxpaged.entrypoints.http.openapi import description
+from jaxpaged.entrypoints.http.pooling.protocol import (
+    ClassifyRequest,
+    ClassifyResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    PoolingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
+from jaxpaged.entrypoints.http.pooling.scoring import Scoring
+from jaxpaged.entrypoints.http.pooling.vectors import Vectors
+from jaxpaged.entrypoints.http.responses.api import Responses
+from jaxpaged.entrypoints.http.responses.request import ResponsesRequest
+from jaxpaged.entrypoints.http.responses.response import DeletedResponse
+from jaxpaged.entrypoints.http.responses.response import Response as ResponseObject
+from jaxpaged.entrypoints.http.service import Service
+
+
+def public_endpoints(service: Service) -> list[Endpoint]:
+    """What clients may ask."""
+    completions, chat = Completions(service), ChatCompletions(service)
+    models, tokens = Models(service), Tokens(service)
+    return [
+        Endpoint("POST", "/v1/completions", completions.create, CompletionRequest, CompletionResponse, streams=True),
+        Endpoint(
+            "POST", "/v1/chat/completions", chat.create, ChatCompletionRequest, ChatCompletionResponse, streams=True
+        ),
+        *messages_endpoints(service),
+        *responses_endpoints(service),
+        Endpoint("GET", "/v1/models", models.list, answer=ModelList),
+        Endpoint("GET", "/v1/models/{id:path}", models.retrieve, answer=ModelCard, not_found=True),
+        Endpoint("POST", "/tokenize", tokens.tokenize, TokenizeRequest, TokenizeResponse),
+        Endpoint("POST", "/detokenize", tokens.detokenize, DetokenizeRequest, DetokenizeResponse),
+        *pooling_endpoints(service),
+        Endpoint("POST", "/abort_requests", Admin(service).abort_requests, AbortRequest),
+        Endpoint("GET", "/metrics", Metrics(service).read),
+        *health_endpoints(service),
+    ]
+
+
+def messages_endpoints(service: Service) -> list[Endpoint]:
+    """Anthropic's API."""
+    messages = Messages(service)
+    path, error = "/v1/messages", MessagesError
+    return [
+        Endpoint("POST", path, messages.create, MessagesRequest, MessagesResponse, streams=True, error=error),
+        Endpoint(
+            "POST", f"{path}/count_tokens", messages.count_tokens, CountTokensRequest, CountTokensResponse, error=error
+        ),
+    ]
+
+
+def responses_endpoints(service: Service) -> list[Endpoint]:
+    responses, one = Responses(service), "/v1/responses/{id}"
+    events = (Query("stream", {"type": "boolean"}), Query("starting_after", {"type": "integer", "minimum": 0}))
+    return [
+        Endpoint("POST", "/v1/responses", responses.create, ResponsesRequest, ResponseObject, streams=True),
+        Endpoint("GET", one, responses.retrieve, answer=ResponseObject, streams=True, query=events, not_found=True),
+        Endpoint("DELETE", one, responses.delete, answer=DeletedResponse, not_found=True),
+        Endpoint("POST", f"{one}/cancel", responses.cancel, answer=ResponseObject, not_found=True),
+    ]
+
+
+def pooling_endpoints(service: Service) -> list[Endpoint]:
+    """What clients may ask of a model that pools."""
+    vectors, scoring = Vectors(service), Scoring(service)
+    return [
+        Endpoint("POST", "/v1/embeddings", vectors.embed, EmbeddingRequest, EmbeddingResponse),
+        Endpoint("POST", "/pooling", vectors.pool, EmbeddingRequest, PoolingResponse),
+        Endpoint("POST", "/classify", vectors.classify, ClassifyRequest, ClassifyResponse),
+        *(Endpoint("POST", path, scoring.score, ScoreRequest, ScoreResponse) for path in ("/score", "/v1/score")),
+        *(Endpoint("POST", path, scoring.rerank, RerankRequest, RerankResponse) for path in ("/rerank", "/v1/rerank")),
+    ]
+
+
+def health_endpoints(service: Service) -> list[Endpoint]:
+    health = Health(service)
+    return [
+        Endpoint("GET", "/health", health.health),
+        Endpoint("GET", "/ready", health.ready),
+        Endpoint("GET", "/ping", health.health),
+        Endpoint("POST", "/ping", health.health),
+        Endpoint("GET", "/version", health.version),
+        Endpoint("GET", "/load", health.load),
+    ]
+
+
+def admin_endpoints(service: Service) -> list[Endpoint]:
+    """What only the operator may ask."""
+    admin = Admin(service)
+    sleep = (
+        Query("level", {"type": "integer", "enum": [0, 1, 2]}),
+        Query("mode", {"type": "string", "enum": ["abort", "wait"]}),
+    )
+    wake = (Query("tags", {"type": "array", "items": {"type": "string"}}),)
+    return [
+        Endpoint("POST", "/sleep", admin.sleep, answer=SleepState, query=sleep),
+        Endpoint("POST", "/wake_up", admin.wake_up, answer=SleepState, query=wake),
+        Endpoint("GET", "/is_sleeping", admin.is_sleeping),
+        Endpoint("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
+        Endpoint("POST", "/abort_all_requests", admin.abort_all),
+        Endpoint("GET", "/metrics", Metrics(service).read),
+        *health_endpoints(service),
+    ]
+
+
+def create_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
+    """The public application. With `keys`, requests must show one of them."""
+    return application(public_endpoints(service), keys, service.options.allowed_origins)
+
+
+def create_admin_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
+    """The operator's application."""
+    return application(admin_endpoints(service), keys)
+
+
+def application(endpoints: Sequence[Endpoint], keys: Sequence[str], origins: Sequence[str] = ()) -> Starlette:
+    """`origins`: web pages that may ask. A browser's question whether it may needs no key, so it is answered first."""
+    document = json_response(description(endpoints, with_keys=bool(keys))).body
+
+    async def openapi(request: Request) -> Response:
+        return Response(document, media_type="application/json")
+
+    every = ["*"]
+    cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every)]
+    cors = cors if origins else []
+    return Starlette(
+        routes=[*(endpoint.route() for endpoint in endpoints), Route("/openapi.json", openapi)],
+        middleware=[*cors, Middleware(MessagesErrors), Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)],
+        exception_handlers={HTTPException: answer_with_error},
+    )

@@ -1,0 +1,50 @@
+"""API keys: every path needs one, but for those that orchestrators probe.
+
+Keys come as `Authorization: Bearer KEY`, or as `x-api-key: KEY`, which Anthropic's clients send. This module knows no
+endpoint.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Set
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxpaged.entrypoints.http.errors import HttpError, error_response
+
+
+class ApiKeys:
+    """Answers 401 to requests without a key from `keys`. Without keys everybody may ask."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Set[str]):
+        self._app = app
+        self._digests = [digest(key) for key in keys]
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        guarded = scope["type"] == "http" and scope["path"] not in self._open_paths
+        if not self._digests or not guarded or self._knows(given_key(Headers(scope=scope))):
+            await self._app(scope, receive, send)
+            return
+        refusal = HttpError(
+            401, "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
+            headers={"WWW-Authenticate": "Bearer"},
+        )  # fmt: skip
+        await error_response(refusal)(scope, receive, send)
+
+    def _knows(self, key: str) -> bool:
+        """Compares with every key, and in constant time, so that the answer's delay tells nothing."""
+        given = digest(key)
+        return sum(hmac.compare_digest(given, known) for known in self._digests) > 0
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def given_key(headers: Headers) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return token.strip()
+    return headers.get("x-api-key", "")

@@ -1,0 +1,114 @@
+"""Request bodies: read within a limit, decoded into a struct, with errors that name the field at fault.
+
+This module knows JSON and msgspec, and no endpoint.
+"""
+
+import asyncio
+import functools
+import re
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxpaged.entrypoints.http.errors import HttpError
+
+BODY_TIMEOUT = 60.0
+"""Seconds within which the whole body must have come."""
+CLOSE = {"Connection": "close"}
+"""When the rest of a body will not be read, the connection cannot serve another request."""
+MAX_DEPTH = 64
+"""Lists and objects inside each other: deeper ones are refused before anything walks through them recursively."""
+WHERE = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
+
+
+async def read_struct[T](request: Request, kind: type[T], max_body_bytes: int) -> T:
+    """The body as a struct of type `kind`.
+
+    Raises HttpError 400 for another media type, broken JSON and wrong types, 413 for more than `max_body_bytes`.
+    """
+    check_media_type(request.headers.get("content-type", ""))
+    body = await read_body(request, max_body_bytes)
+    try:
+        return decoder(kind).decode(body)
+    except msgspec.ValidationError as error:
+        raise wrong_field(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise HttpError(400, f"The body is not valid JSON: {error}. Correct it.") from None
+    except RecursionError:
+        raise HttpError(400, f"The body is nested more than {MAX_DEPTH} levels deep. Flatten it.") from None
+
+
+@functools.cache
+def decoder(kind: type) -> msgspec.json.Decoder:
+    return msgspec.json.Decoder(kind)
+
+
+def check_media_type(header: str) -> None:
+    media_type = header.partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise HttpError(
+            400, f"The content type is {media_type or 'not given'!r}. Send JSON with 'Content-Type: application/json'."
+        )
+
+
+async def read_body(request: Request, max_body_bytes: int) -> bytes:
+    """The whole body. Raises HttpError 413 as soon as it is known to be too long, and 408 when it does not come."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > max_body_bytes:
+        raise too_large(max_body_bytes, int(announced))
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT):
+            return await joined(request, max_body_bytes)
+    except TimeoutError:
+        raise HttpError(
+            408, f"The body did not come within {BODY_TIMEOUT:g} seconds. Send it faster.", headers=CLOSE
+        ) from None
+
+
+async def joined(request: Request, max_body_bytes: int) -> bytes:
+    pieces, length = [], 0
+    async for piece in request.stream():
+        length += len(piece)
+        if length > max_body_bytes:
+            raise too_large(max_body_bytes)
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def too_large(limit: int, length: int | None = None) -> HttpError:
+    size = f"has {length} bytes" if length else "is longer than allowed"
+    return HttpError(413, f"The body {size}; at most {limit} are read. Shorten it.", headers=CLOSE)
+
+
+def wrong_field(message: str) -> HttpError:
+    """msgspec's message as an error with the path of the field, such as `messages[0].role`."""
+    match = WHERE.match(message)
+    what, path = match["what"], match["path"] or ""
+    if missing := MISSING.search(what):
+        path = f"{path}.{missing['name']}" if path else missing["name"]
+        return HttpError(400, f"{path} is missing. Add it.", path)
+    expectation = what[:1].lower() + what[1:].replace("`", "")
+    return HttpError(400, f"{path or 'The body'} does not fit: {expectation}. Correct it.", path or None)
+
+
+def check_depth(name: str, value: Any) -> None:
+    """Raise HttpError 400 when lists and objects are nested too deeply in the field `name`."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for item in level for child in children(item)]
+        if not level:
+            return
+    raise HttpError(400, f"{name} is nested more than {MAX_DEPTH} levels deep. Flatten it.", name)
+
+
+def children(item: Any) -> list[Any]:
+    """The lists and objects directly inside an item."""
+    inside = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+    return [child for child in inside if isinstance(child, dict | list)]
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

@@ -1,0 +1,70 @@
+"""What the HTTP server asks of an engine. `AsyncLLM` gives it; tests put an engine without a model in its place."""
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from jaxpaged.engine.input_processor import InputProcessor, Prompt
+from jaxpaged.engine.metrics import Metric
+from jaxpaged.messages import RequestOutput
+from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
+from jaxpaged.sampling_params import SamplingParams
+
+
+class Engine(Protocol):
+    """An engine that serves many requests at a time on one event loop."""
+
+    input_processor: InputProcessor
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes requests."""
+        ...
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        truncate_prompt_tokens: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Results of one prompt as they come. Closing the generator, or cancelling who reads it, aborts the request.
+
+        Raises RequestError for a bad request, EngineError when the engine fails it, and EngineDeadError once it has
+        stopped.
+        """
+        ...
+
+    def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[PoolingRequestOutput]:
+        """The one result of a prompt, with the behaviour of `generate`."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop requests; whoever reads them gets finish reason "abort". Unknown ids pass."""
+        ...
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError when nothing can be served."""
+        ...
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt beginnings; False while requests hold blocks."""
+        ...
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free device memory. Raises UsageError when the engine cannot."""
+        ...
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
+    async def is_sleeping(self) -> bool: ...
+
+    def get_metrics(self) -> list[Metric]: ...
+
+    def shutdown(self) -> None:
+        """Release the devices. Requests under way are lost."""
+        ...

@@ -1,0 +1,47 @@
+"""What tells orchestrators how the server is: `/health`, `/ready`, `/ping`, `/version`, `/load`.
+
+`/health` is about the process: 503 means that it should be replaced. `/ready` is about traffic: 503 means that new
+requests should go elsewhere.
+"""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxpaged import __version__
+from jaxpaged.entrypoints.http.body import json_response
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.errors import EngineError
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+"""Paths that need no API key."""
+
+
+class Health:
+    """The endpoints."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def health(self, request: Request) -> Response:
+        """Liveness: 200 while the engine can serve, also when the server is about to stop."""
+        return Response(status_code=200 if await self._alive() else 503)
+
+    async def ready(self, request: Request) -> Response:
+        """Readiness: 503 from the moment when the server was told to stop, and while the engine is down."""
+        is_ready = not self._service.traffic.draining and self._service.engine.is_running and await self._alive()
+        return Response(status_code=200 if is_ready else 503)
+
+    async def version(self, request: Request) -> Response:
+        """The version of jaxpaged."""
+        return json_response({"version": __version__})
+
+    async def load(self, request: Request) -> Response:
+        """How many requests are under way."""
+        return json_response({"server_load": len(self._service.traffic)})
+
+    async def _alive(self) -> bool:
+        try:
+            await self._service.engine.check_health()
+        except EngineError:
+            return False
+        return True

@@ -1,0 +1,73 @@
+"""`GET /metrics`: the engine's metrics as Prometheus text, format 0.0.4.
+
+Every sample has the labels `model_name` and `engine`, as vLLM's dashboards expect. This module knows how metrics are
+written, not what they count.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxpaged.engine.metrics import Counter, Gauge, Histogram, Metric
+from jaxpaged.entrypoints.http.service import Service
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+KINDS = {Counter: "counter", Gauge: "gauge", Histogram: "histogram"}
+
+
+class Metrics:
+    """The endpoint."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def read(self, request: Request) -> Response:
+        """All metrics."""
+        service = self._service
+        labels = {"model_name": service.model.names[0], "engine": "0"}
+        metrics = [*service.engine.get_metrics(), *self._of_server()]
+        return Response("".join(exposition(metrics, labels)), media_type=CONTENT_TYPE)
+
+    def _of_server(self) -> list[Metric]:
+        service = self._service
+        return [
+            Gauge("vllm:cache_config_info", service.model.cache_labels, 1),
+            Gauge("jaxpaged:http_requests_under_way", {}, len(service.traffic)),
+        ]
+
+
+def exposition(metrics: Iterable[Metric], labels: Mapping[str, str]) -> Iterator[str]:
+    """Lines of text; those of one name stand together under its type. `labels` come before a metric's own."""
+    by_name: dict[str, list[Metric]] = {}
+    for metric in metrics:
+        by_name.setdefault(metric.name, []).append(metric)
+    for group in by_name.values():
+        yield f"# TYPE {exposed_name(group[0])} {KINDS[type(group[0])]}\n"
+        for metric in group:
+            yield from samples(metric, {**labels, **metric.labels})
+
+
+def exposed_name(metric: Metric) -> str:
+    """A counter is called `..._total`."""
+    return f"{metric.name}_total" if isinstance(metric, Counter) else metric.name
+
+
+def samples(metric: Metric, labels: Mapping[str, str]) -> Iterator[str]:
+    match metric:
+        case Histogram():
+            for bound, count in metric.buckets.items():
+                yield sample(f"{metric.name}_bucket", {**labels, "le": bound}, count)
+            yield sample(f"{metric.name}_sum", labels, metric.sum)
+            yield sample(f"{metric.name}_count", labels, metric.count)
+        case Counter() | Gauge():
+            yield sample(exposed_name(metric), labels, metric.value)
+
+
+def sample(name: str, labels: Mapping[str, str], value: float) -> str:
+    pairs = ",".join(f'{key}="{escaped(text)}"' for key, text in labels.items())
+    return f"{name}{{{pairs}}} {float(value)!r}\n"
+
+
+def escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,1 @@
+"""The OpenAI API: what requests and answers look like, and the endpoints that serve them."""

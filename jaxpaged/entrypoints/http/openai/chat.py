@@ -1,0 +1,218 @@
+"""`POST /v1/chat/completions`: answer conversations."""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxpaged.entrypoints.http.answer import AnswerReader, Reading
+from jaxpaged.entrypoints.http.body import json_response, read_struct
+from jaxpaged.entrypoints.http.errors import HttpError, client_names
+from jaxpaged.entrypoints.http.generation import GenerationRequest, collect, stream
+from jaxpaged.entrypoints.http.openai.chat_protocol import (
+    CalledFunction,
+    ChatChoice,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatMessage,
+    ChatToolCall,
+)
+from jaxpaged.entrypoints.http.openai.chat_stream import ChatStream
+from jaxpaged.entrypoints.http.openai.conversation import (
+    template_arguments,
+    template_messages,
+    text_of,
+    tool_use,
+)
+from jaxpaged.entrypoints.http.openai.events import DONE, late_error
+from jaxpaged.entrypoints.http.openai.fields import (
+    check_fields,
+    check_num_sequences,
+    sampling_params,
+    shape_name,
+    shape_of,
+    usage_options,
+)
+from jaxpaged.entrypoints.http.openai.logprobs import chat_logprobs, prompt_logprobs
+from jaxpaged.entrypoints.http.openai.usage import UsageCounter
+from jaxpaged.entrypoints.http.prepare import Conversation, prepare
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
+from jaxpaged.messages import CompletionOutput
+from jaxpaged.parsing.deltas import ParsedMessage
+from jaxpaged.sampling_params import SamplingParams
+
+ENGINE_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
+"""The engine's name of a field -> what it is called in a chat."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A checked request: what was asked, what the engine is to do, and what stands before its answer."""
+
+    wanted: ChatCompletionRequest
+    generation: GenerationRequest
+    model: str
+    role: str
+    echo: str  # the beginning of the last message, when the client wants it back
+    reading: Reading
+    names: dict[str, str]  # the engine's name of a field -> the client's
+
+    def new_reader(self) -> AnswerReader:
+        """What reads one of the answers."""
+        return AnswerReader(self.reading, self.generation.prompts[0].text)
+
+
+class ChatCompletions:
+    """The endpoint."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def create(self, request: Request) -> Response:
+        """Answer one conversation, at once or as a stream."""
+        service = self._service
+        wanted = await read_struct(request, ChatCompletionRequest, service.options.max_body_bytes)
+        chat = await self._chat(request, wanted)
+        headers = service.answer_headers(chat.generation.request_id)
+        if wanted.stream:
+            return EventStream(self._events(chat), late_error, service.options.sse_keep_alive_interval, headers)
+        response = await answer_or_leave(request, self._complete(chat))
+        response.headers.update(headers)
+        return response
+
+    async def _chat(self, request: Request, wanted: ChatCompletionRequest) -> Chat:
+        service = self._service
+        model = service.check_model(wanted.model)
+        check(wanted)
+        request_id = service.request_id(request, "chatcmpl", wanted.request_id)
+        params = self._params(wanted)
+        check_num_sequences(1, params.n)
+        conversation, names = self._conversation(wanted), names_of(wanted)
+        with client_names(names):
+            prepared = await prepare(conversation, params, service.formats, service.prompts)
+        last = conversation.messages[-1]
+        role = "assistant" if conversation.template["add_generation_prompt"] else last["role"]
+        echo = text_of(last) if wanted.echo and last["role"] == role else ""
+        generation = GenerationRequest(request_id, [prepared.prompt], prepared.params, wanted.priority or 0)
+        return Chat(wanted, generation, model, role, echo, prepared.reading, names)
+
+    def _conversation(self, wanted: ChatCompletionRequest) -> Conversation:
+        return Conversation(
+            messages=template_messages(wanted.messages),
+            template=template_arguments(wanted, self._service.options.trust_request_chat_template),
+            tool_use=tool_use(wanted.tool_choice, wanted.tools, wanted.parallel_tool_calls),
+            shape=shape_of(wanted),
+            include_reasoning=wanted.include_reasoning is not False,
+            truncation=wanted.truncation,
+            add_special_tokens=bool(wanted.add_special_tokens),
+            cache_salt=wanted.cache_salt,
+        )
+
+    def _params(self, wanted: ChatCompletionRequest) -> SamplingParams:
+        """Without a limit of its own a request gets the model's, or the rest of the context."""
+        defaults = self._service.engine.input_processor.defaults.sampling
+        limits = (wanted.max_completion_tokens, wanted.max_tokens, defaults.get("max_tokens"))
+        max_tokens = next((limit for limit in limits if limit is not None), None)
+        own_names = {} if wanted.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        with client_names({**ENGINE_NAMES, **own_names}):
+            return sampling_params(wanted, defaults, max_tokens=max_tokens, logprobs=num_logprobs(wanted))
+
+    async def _complete(self, chat: Chat) -> Response:
+        wanted = chat.wanted
+        with client_names(chat.names):
+            [output] = await collect(self._service.engine, self._service.traffic, chat.generation)
+        usage = UsageCounter(self._service.options.enable_prompt_tokens_details)
+        usage.add(0, output)
+        return json_response(
+            ChatCompletionResponse(
+                id=chat.generation.request_id,
+                created=int(time.time()),
+                model=chat.model,
+                choices=[choice(chat, each) for each in output.outputs],
+                usage=usage.read(),
+                prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
+                prompt_token_ids=output.prompt_token_ids if wanted.return_token_ids else None,
+                prompt_text=output.prompt if wanted.return_prompt_text else None,
+            )
+        )
+
+    async def _events(self, chat: Chat) -> AsyncGenerator[bytes]:
+        service = self._service
+        usage = usage_options(chat.wanted, service.options.enable_force_include_usage)
+        counter = UsageCounter(service.options.enable_prompt_tokens_details)
+        chunks = ChatStream(
+            chat.wanted, chat.generation.request_id, chat.model, chat.role, chat.echo, usage, counter, chat.new_reader
+        )
+        with client_names(chat.names):
+            async with aclosing(stream(service.engine, service.traffic, chat.generation)) as results:
+                async for _, output in results:
+                    for chunk in chunks.of(output):
+                        yield chunk
+        if usage.at_end:
+            yield chunks.last()
+        yield DONE
+
+
+def check(wanted: ChatCompletionRequest) -> None:
+    """Raise HttpError 400 for what this endpoint cannot do."""
+    check_fields(wanted)
+    if wanted.top_logprobs and not wanted.logprobs:
+        raise HttpError(
+            400, f"top_logprobs is {wanted.top_logprobs}, but logprobs is not true. Set it.", "top_logprobs"
+        )
+    if wanted.top_logprobs is not None and wanted.top_logprobs < -1:
+        raise HttpError(
+            400, f"top_logprobs is {wanted.top_logprobs}; it must be at least -1, which means all.", "top_logprobs"
+        )
+    if wanted.logprob_token_ids and not wanted.logprobs:
+        raise HttpError(400, "logprob_token_ids is given, but logprobs is not true. Set it.", "logprob_token_ids")
+
+
+def num_logprobs(wanted: ChatCompletionRequest) -> int | None:
+    """Candidates per token; None when no log probabilities were asked for."""
+    if not wanted.logprobs:
+        return None
+    return len(wanted.logprob_token_ids) if wanted.logprob_token_ids else wanted.top_logprobs or 0
+
+
+def names_of(wanted: ChatCompletionRequest) -> dict[str, str]:
+    """What the request calls the engine's fields. The shape of forced calls follows from the tools."""
+    own = shape_name(wanted)
+    if wanted.tools and wanted.tool_choice not in (None, "auto", "none"):
+        own = {"structured_outputs": "tools"}
+    return {**ENGINE_NAMES, **own}
+
+
+def choice(chat: Chat, completion: CompletionOutput) -> ChatChoice:
+    wanted = chat.wanted
+    logprobs = None
+    if completion.logprobs is not None:
+        logprobs = chat_logprobs(
+            completion.token_ids, completion.logprobs, num_logprobs(wanted), bool(wanted.return_tokens_as_token_ids)
+        )
+    answer = chat.new_reader().read(completion)
+    return ChatChoice(
+        index=completion.index,
+        message=chat_message(chat, answer.message),
+        logprobs=logprobs,
+        finish_reason=answer.finish_reason,
+        stop_reason=answer.stop_reason,
+        token_ids=completion.token_ids if wanted.return_token_ids else None,
+    )
+
+
+def chat_message(chat: Chat, parsed: ParsedMessage) -> ChatMessage:
+    """Without content there is null beside calls or thinking, and an empty text where there is nothing at all."""
+    calls = [ChatToolCall(call.id, CalledFunction(call.name, call.arguments)) for call in parsed.tool_calls]
+    is_text = parsed.content is not None or not (calls or parsed.reasoning)
+    return ChatMessage(
+        role=chat.role,
+        content=chat.echo + (parsed.content or "") if is_text else chat.echo or None,
+        reasoning=parsed.reasoning,
+        tool_calls=calls or msgspec.UNSET,
+    )

@@ -1,0 +1,168 @@
+"""What `/v1/chat/completions` takes and gives."""
+
+from typing import Any
+
+import msgspec
+
+from jaxpaged.entrypoints.http.openai.fields import GenerationFields
+from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs
+from jaxpaged.entrypoints.http.openai.usage import Usage
+from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT
+from jaxpaged.messages import Logprob
+
+
+class Function(msgspec.Struct, omit_defaults=True):
+    """A function that the model may call. `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    """A tool; functions are the only kind."""
+
+    function: Function
+    type: str = "function"
+
+
+class NamedFunction(msgspec.Struct):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct):
+    """The function that must be called."""
+
+    function: NamedFunction
+    type: str = "function"
+
+
+class ChatCompletionRequest(GenerationFields, kw_only=True):
+    """A conversation to go on with."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    tool_choice: str | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = True
+    include_reasoning: bool | None = True
+    return_prompt_text: bool | None = False
+
+
+class CalledFunction(msgspec.Struct):
+    """The function that the model calls; `arguments` is what it wrote, JSON unless it was cut off."""
+
+    name: str
+    arguments: str
+
+
+class ChatToolCall(msgspec.Struct):
+    """A call."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """The answer. `tool_calls` is there only when there are some."""
+
+    role: str
+    content: str | None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: Any = None
+    function_call: Any = None
+    reasoning: str | None = None
+    tool_calls: list[ChatToolCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One of `n` answers."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionResponse(msgspec.Struct, kw_only=True):
+    """All answers to a conversation."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    service_tier: str | None = None
+    system_fingerprint: str | None = SYSTEM_FINGERPRINT
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    """The name, with a call's first piece, and a piece of the arguments."""
+
+    name: str | None = None
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """A piece of call number `index`. The first one has id, type and name."""
+
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: FunctionDelta | None = None
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    """What a chunk adds to an answer."""
+
+    role: str | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ChatToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatStreamChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """News of one answer. Ids are there when they were asked for, `stop_reason` with the last chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One event of a stream. The one with the usage has no choices."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatStreamChoice]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None

@@ -1,0 +1,172 @@
+"""`POST /v1/completions`: continue texts or token ids."""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxpaged.entrypoints.http.body import json_response, read_struct
+from jaxpaged.entrypoints.http.errors import HttpError, client_names
+from jaxpaged.entrypoints.http.generation import GenerationRequest, collect, stream
+from jaxpaged.entrypoints.http.openai.completion_protocol import (
+    DEFAULT_MAX_TOKENS,
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+)
+from jaxpaged.entrypoints.http.openai.completion_stream import CompletionStream
+from jaxpaged.entrypoints.http.openai.completion_text import CompletionStyle, SequenceText
+from jaxpaged.entrypoints.http.openai.events import DONE, late_error
+from jaxpaged.entrypoints.http.openai.fields import (
+    check_fields,
+    check_num_sequences,
+    sampling_params,
+    shape_name,
+    shape_of,
+    usage_options,
+)
+from jaxpaged.entrypoints.http.openai.logprobs import prompt_logprobs
+from jaxpaged.entrypoints.http.openai.usage import UsageCounter
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
+from jaxpaged.messages import RequestOutput
+from jaxpaged.sampling_params import SamplingParams
+
+MAX_PROMPTS = 1024
+
+
+class Completions:
+    """The endpoint."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def create(self, request: Request) -> Response:
+        """Continue one prompt or several, at once or as a stream."""
+        service = self._service
+        wanted = await read_struct(request, CompletionRequest, service.options.max_body_bytes)
+        model = service.check_model(wanted.model)
+        check(wanted)
+        request_id = service.request_id(request, "cmpl", wanted.request_id)
+        params, given = self._params(wanted), prompts_of(wanted.prompt)
+        check_num_sequences(len(given), params.n)
+        special = wanted.add_special_tokens is not False
+        prompts = await service.prompts.read(given, wanted.truncation, special, wanted.cache_salt)
+        generation = GenerationRequest(request_id, prompts, params, wanted.priority or 0)
+        headers = service.answer_headers(generation.request_id)
+        if wanted.stream:
+            events = self._events(wanted, generation, model)
+            return EventStream(events, late_error, service.options.sse_keep_alive_interval, headers)
+        response = await answer_or_leave(request, self._complete(wanted, generation, model))
+        response.headers.update(headers)
+        return response
+
+    def _params(self, wanted: CompletionRequest) -> SamplingParams:
+        """With an echo, log probabilities are those of the prompt too; the engine computes at least one token."""
+        max_tokens = DEFAULT_MAX_TOKENS if wanted.max_tokens is None else wanted.max_tokens
+        if wanted.echo and max_tokens == 0:
+            max_tokens = 1
+        defaults = self._service.engine.input_processor.defaults.sampling
+        params = sampling_params(wanted, defaults, max_tokens=max_tokens, logprobs=wanted.logprobs)
+        params.structured_outputs = shape_of(wanted)
+        if wanted.echo and wanted.logprobs is not None and params.prompt_logprobs is None:
+            params.prompt_logprobs, params.skip_reading_prefix_cache = wanted.logprobs, True
+        return params
+
+    async def _complete(self, wanted: CompletionRequest, generation: GenerationRequest, model: str) -> Response:
+        with client_names(shape_name(wanted)):
+            outputs = await collect(self._service.engine, self._service.traffic, generation)
+        style = style_of(wanted)
+        usage = UsageCounter(self._service.options.enable_prompt_tokens_details)
+        choices = []
+        for number, output in enumerate(outputs):
+            usage.add(number, output, num_dropped=style.num_dropped(output))
+            choices += self._choices(wanted, style, number * generation.params.n, output)
+        return json_response(
+            CompletionResponse(
+                id=generation.request_id, created=int(time.time()), model=model, choices=choices, usage=usage.read()
+            )
+        )
+
+    def _choices(
+        self, wanted: CompletionRequest, style: CompletionStyle, first_index: int, output: RequestOutput
+    ) -> list[CompletionChoice]:
+        choices = []
+        for each in output.outputs:
+            shown = SequenceText(style, self._service.engine.input_processor.tokenizer).show(output, each)
+            choices.append(
+                CompletionChoice(
+                    index=first_index + each.index,
+                    text=shown.text,
+                    logprobs=shown.logprobs,
+                    finish_reason="length" if style.only_echo else each.finish_reason,
+                    stop_reason=None if style.only_echo else each.stop_reason,
+                    token_ids=list(each.token_ids) if wanted.return_token_ids else None,
+                    prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
+                    prompt_token_ids=output.prompt_token_ids if wanted.return_token_ids else None,
+                )
+            )
+        return choices
+
+    async def _events(
+        self, wanted: CompletionRequest, generation: GenerationRequest, model: str
+    ) -> AsyncGenerator[bytes]:
+        service = self._service
+        usage = usage_options(wanted, service.options.enable_force_include_usage)
+        counter = UsageCounter(service.options.enable_prompt_tokens_details)
+        chunks = CompletionStream(
+            generation.request_id, model, style_of(wanted), service.engine.input_processor.tokenizer, usage, counter,
+            n=generation.params.n, with_ids=bool(wanted.return_token_ids),
+        )  # fmt: skip
+        with client_names(shape_name(wanted)):
+            async with aclosing(stream(service.engine, service.traffic, generation)) as results:
+                async for number, output in results:
+                    for chunk in chunks.of(number, output):
+                        yield chunk
+        if usage.at_end:
+            yield chunks.last()
+        yield DONE
+
+
+def check(wanted: CompletionRequest) -> None:
+    """Raise HttpError 400 for what this endpoint cannot do."""
+    check_fields(wanted)
+    if wanted.suffix:
+        raise HttpError(400, "suffix is given, but the model does not fill in the middle. Leave it out.", "suffix")
+    if wanted.best_of is not None and wanted.best_of != (wanted.n or 1):
+        raise HttpError(
+            400, f"best_of is {wanted.best_of} and n is {wanted.n or 1}, but all sequences are returned. Leave it out.",
+            "best_of",
+        )  # fmt: skip
+    if wanted.stream and wanted.echo and wanted.logprobs is not None and (wanted.n or 1) > 1:
+        raise HttpError(
+            400, f"n is {wanted.n}, but a stream with echo and logprobs has one sequence. Set stream to false.", "n"
+        )  # fmt: skip
+    if wanted.logprobs is not None and wanted.logprobs < -1:
+        raise HttpError(400, f"logprobs is {wanted.logprobs}; it must be at least -1, which means all.", "logprobs")
+
+
+def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts of a request, each as text or token ids. Raises HttpError 400 for a mixture and for too many."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise HttpError(400, "prompt is an empty list. Give at least one prompt.", "prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return [prompt]
+    if any(isinstance(item, int) for item in prompt) or len({type(item) for item in prompt}) > 1:
+        raise HttpError(400, "prompt mixes texts, ids and lists of ids. Give a list of one kind.", "prompt")
+    if len(prompt) > MAX_PROMPTS:
+        raise HttpError(400, f"prompt has {len(prompt)} prompts; one request may have {MAX_PROMPTS}.", "prompt")
+    return prompt
+
+
+def style_of(wanted: CompletionRequest) -> CompletionStyle:
+    return CompletionStyle(
+        logprobs=wanted.logprobs is not None,
+        echo=bool(wanted.echo),
+        only_echo=bool(wanted.echo) and wanted.max_tokens == 0,
+        as_token_ids=bool(wanted.return_tokens_as_token_ids),
+    )

@@ -1,0 +1,144 @@
+"""The messages, tools and template arguments of a chat request, checked and brought into the form of chat templates.
+
+This module knows no tokens, and nothing of how answers are generated.
+"""
+
+from typing import Any, Protocol
+
+import msgspec
+
+from jaxpaged.entrypoints.http.body import check_depth
+from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.openai.chat_protocol import NamedToolChoice, Tool
+from jaxpaged.entrypoints.http.tool_use import ToolUse
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+"""Type of a part of a message -> its key that holds a text."""
+
+
+class TemplateFields(Protocol):
+    """The fields of a request that decide how messages become a prompt."""
+
+    tools: list[Tool] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    documents: list[dict[str, Any]] | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+    reasoning_effort: str | None
+    media_io_kwargs: Any
+    mm_processor_kwargs: Any
+
+
+def template_arguments(request: TemplateFields, trust_template: bool) -> dict[str, Any]:
+    """The arguments of `InputProcessor.chat_prompt` besides the messages. Raises HttpError 400."""
+    for name in ("media_io_kwargs", "mm_processor_kwargs"):
+        if getattr(request, name):
+            raise HttpError(400, f"{name} is given, but the model takes text only. Leave it out.", name)
+    if request.chat_template is not None and not trust_template:
+        raise HttpError(
+            400, "chat_template is given, but this server uses the model's own. Leave it out, or start the server with "
+            "--trust-request-chat-template.", "chat_template",
+        )  # fmt: skip
+    variables = dict(request.chat_template_kwargs or {})
+    check_depth("chat_template_kwargs", variables)
+    check_depth("documents", request.documents)
+    if request.documents is not None:
+        variables["documents"] = request.documents
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+    return {
+        "chat_template": request.chat_template,
+        "add_generation_prompt": request.add_generation_prompt is not False,
+        "continue_final_message": bool(request.continue_final_message),
+        "tools": template_tools(request.tools),
+        "template_variables": variables,
+    }
+
+
+def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """Tools as plain objects. Raises HttpError 400 for an empty list, other kinds, and names that come twice."""
+    if tools is None:
+        return None
+    if not tools:
+        raise HttpError(400, "tools is an empty list. Give at least one tool, or leave it out.", "tools")
+    for index, tool in enumerate(tools):
+        if tool.type != "function":
+            path = f"tools[{index}].type"
+            raise HttpError(400, f"{path} is {tool.type!r}; only 'function' is served.", path)
+        check_depth(f"tools[{index}].function.parameters", tool.function.parameters)
+        if any(tool.function.name == other.function.name for other in tools[:index]):
+            path = f"tools[{index}].function.name"
+            raise HttpError(400, f"{path} is {tool.function.name!r}, as that of another tool. Rename one.", path)
+    return [msgspec.to_builtins(tool) for tool in tools]
+
+
+def tool_use(choice: str | NamedToolChoice | None, tools: list[Tool] | None, parallel: bool | None) -> ToolUse | None:
+    """The tools and whether to call them; None without tools. Raises HttpError 400 for a choice that cannot be."""
+    described = template_tools(tools)
+    if described is None:
+        if choice in (None, "none"):
+            return None
+        raise HttpError(400, "tool_choice is given without tools. Give tools, or leave it out.", "tool_choice")
+    names = [tool["function"]["name"] for tool in described]
+    if isinstance(choice, NamedToolChoice):
+        if choice.function.name not in names:
+            raise HttpError(
+                400, f"tool_choice names the function {choice.function.name!r}, but tools has {', '.join(names)}.",
+                "tool_choice",
+            )  # fmt: skip
+        return ToolUse(described, "named", choice.function.name, parallel is not False)
+    if choice not in (None, "auto", "none", "required"):
+        raise HttpError(
+            400, f"tool_choice is {choice!r}; it must be 'none', 'auto', 'required', or name a function.", "tool_choice"
+        )
+    return ToolUse(described, choice or "auto", parallel=parallel is not False)
+
+
+def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates read them: roles checked, parts of text only, aliases of old clients renamed.
+
+    Raises HttpError 400 naming the message at fault.
+    """
+    if not messages:
+        raise HttpError(400, "messages is an empty list. Give at least one message.", "messages")
+    check_depth("messages", messages)
+    return [template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def template_message(message: dict[str, Any], path: str) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise HttpError(400, f"{path}.role is {role!r}; it must be a text such as 'user'.", f"{path}.role")
+    prepared = dict(message)
+    if "reasoning_content" in prepared:
+        prepared.setdefault("reasoning", prepared.pop("reasoning_content"))
+    content = message.get("content")
+    if isinstance(content, list):
+        prepared["content"] = [text_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+    elif content is None and role == "assistant":
+        prepared["content"] = ""  # an answer that was nothing but tool calls; templates add texts to it
+    elif not isinstance(content, str):
+        raise HttpError(400, f"{path}.content must be a text or a list of parts. Correct it.", f"{path}.content")
+    return prepared
+
+
+def text_part(part: Any, path: str) -> dict[str, str]:
+    """A part as a text part. Raises HttpError 400 for other media."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else None
+    key = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if key is None:
+        raise HttpError(
+            400, f"{path}.type is {kind!r}, but the model takes text only. Use parts of type 'text'.", f"{path}.type"
+        )
+    if not isinstance(part.get(key), str):
+        raise HttpError(400, f"{path}.{key} must be a text. Correct it.", f"{path}.{key}")
+    return {"type": "text", "text": part[key]}
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """The text of a prepared message."""
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

@@ -1,0 +1,212 @@
+"""Fields that completions and chats have in common, and how they become `SamplingParams`.
+
+Types are checked when a body is decoded; ranges by `SamplingParams`. A field that cannot be honoured is refused here;
+fields that the API does not know are let through, as OpenAI clients expect. This module knows no endpoint.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from jaxpaged.entrypoints.http.body import check_depth
+from jaxpaged.entrypoints.http.errors import HttpError, client_names
+from jaxpaged.entrypoints.http.prompts import Truncation
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.structured_outputs import StructuredOutputsParams
+
+SHAPE_NAMES = {"structured_outputs": "response_format"}
+MAX_STOP_STRINGS = 4
+MAX_PROMPT_SEQUENCES = 16384
+"""Sequences of one HTTP request: prompts times n."""
+
+SAMPLING = (
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+    "seed", "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "ignore_eos", "min_tokens",
+    "prompt_logprobs", "logprob_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
+    "allowed_token_ids",
+)  # fmt: skip
+"""Fields that are sampling parameters under the same name."""
+
+RENAMED = "It is called structured_outputs now"
+REFUSALS = {
+    "guided_json": RENAMED,
+    "guided_regex": RENAMED,
+    "guided_choice": RENAMED,
+    "guided_grammar": RENAMED,
+    "use_beam_search": "Beam search is not served over HTTP; LLM.beam_search has it",
+    "repetition_detection": "Repetition is not looked for",
+    "watermarking": "Watermarks are not made",
+    "kv_transfer_params": "This server has no KV connector",
+    "ec_transfer_params": "This server has no encoder connector",
+    "prompt_embeds": "Prompts are taken as text or token ids",
+    "thinking_token_budget": "Thinking is not cut short",
+}
+"""Field -> why no value of it is served."""
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream tells besides its tokens."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class ResponseFormat(msgspec.Struct):
+    """What the output must look like: "text", "json_object", or "json_schema" with {"name": ..., "schema": ...}."""
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """What completions and chats have in common. None means the default."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    echo: bool | None = False
+    priority: int | None = 0
+    request_id: str | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    stream_interval: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    use_beam_search: Any = None
+    repetition_detection: Any = None
+    watermarking: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    prompt_embeds: Any = None
+    thinking_token_budget: Any = None
+
+    @property
+    def truncation(self) -> Truncation:
+        return Truncation(self.truncate_prompt_tokens, self.truncation_side == "right")
+
+
+class UsageOptions(msgspec.Struct):
+    """Whether a stream ends with its usage, and whether every chunk has it."""
+
+    at_end: bool
+    in_every_chunk: bool
+
+
+def check_fields(request: GenerationFields) -> None:
+    """Raise HttpError 400 for fields that cannot be honoured, or contradict each other."""
+    for name, why in REFUSALS.items():
+        if getattr(request, name) not in (None, False, -1):
+            raise HttpError(400, f"{name} is given. {why}, so leave it out.", name)
+    if request.stream_options is not None and not request.stream:
+        raise HttpError(400, "stream_options is given, but stream is not true. Leave it out.", "stream_options")
+    if request.stream and request.prompt_logprobs:
+        raise HttpError(
+            400, f"prompt_logprobs is {request.prompt_logprobs}, but a stream has none. Set stream to false.",
+            "prompt_logprobs",
+        )  # fmt: skip
+    if request.stream_interval not in (None, 1):
+        raise HttpError(
+            400, f"stream_interval is {request.stream_interval}, but tokens are sent as they come. Leave it out.",
+            "stream_interval",
+        )  # fmt: skip
+    if isinstance(request.stop, list) and len(request.stop) > MAX_STOP_STRINGS:
+        raise HttpError(400, f"stop has {len(request.stop)} texts; at most {MAX_STOP_STRINGS} are looked for.", "stop")
+
+
+def shape_of(request: GenerationFields) -> StructuredOutputsParams | None:
+    """What the answer must look like. Raises HttpError or RequestError 400 naming the field."""
+    wanted, given = request.response_format, request.structured_outputs
+    if wanted is None or wanted.type == "text":
+        return None if given is None else StructuredOutputsParams.from_dict(given)
+    if given is not None:
+        raise HttpError(
+            400, f"structured_outputs is given, and response_format.type is {wanted.type!r}. Give one of them.",
+            "structured_outputs",
+        )  # fmt: skip
+    if wanted.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if wanted.type == "json_schema":
+        with client_names(SHAPE_NAMES):
+            return StructuredOutputsParams(json=schema_of(wanted))
+    raise HttpError(
+        400, f"response_format.type is {wanted.type!r}; it must be one of text, json_object, json_schema.",
+        "response_format.type",
+    )  # fmt: skip
+
+
+def schema_of(wanted: ResponseFormat) -> dict[str, Any]:
+    path = "response_format.json_schema"
+    schema = (wanted.json_schema or {}).get("schema")
+    if not isinstance(schema, dict):
+        raise HttpError(400, f"{path}.schema is missing, or no object. Give a JSON schema.", path)
+    check_depth(path, schema)
+    return schema
+
+
+def shape_name(request: GenerationFields) -> dict[str, str]:
+    """The engine's name of the answer's shape -> what this request calls it."""
+    return {} if request.response_format is None else SHAPE_NAMES
+
+
+def sampling_params(
+    request: GenerationFields, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """The request's own parameters over the model's `defaults`. `max_tokens` None fills the context.
+
+    Raises RequestError for values that cannot be.
+    """
+    given = {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    with client_names({"extra_args": "vllm_xargs"}):
+        return SamplingParams(
+            **{**defaults, **given, "max_tokens": max_tokens, "logprobs": logprobs},
+            extra_args=request.vllm_xargs,
+            output_kind=kind,
+        )
+
+
+def usage_options(request: GenerationFields, force: bool) -> UsageOptions:
+    """What the request says, or the server's `enable_force_include_usage`. Continuous usage needs one at the end."""
+    options = request.stream_options or StreamOptions()
+    at_end = force or bool(options.include_usage)
+    return UsageOptions(at_end, force or (at_end and bool(options.continuous_usage_stats)))
+
+
+def check_num_sequences(num_prompts: int, n: int) -> None:
+    if num_prompts * n > MAX_PROMPT_SEQUENCES:
+        raise HttpError(
+            400, f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences; one request may have "
+            f"{MAX_PROMPT_SEQUENCES}. Send several.", "n",
+        )  # fmt: skip

@@ -1,0 +1,118 @@
+"""Log probabilities in the shapes of the API: one for chats, another for completions, a third for prompts.
+
+JSON has no minus infinity: it is written as -9999.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from jaxpaged.messages import Logprob
+
+LEAST = -9999.0
+
+Candidates = dict[int, Logprob]
+"""The candidates of one position by token id, the sampled one first."""
+
+
+class TopLogprob(msgspec.Struct):
+    """One candidate. `bytes` is its text in UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(msgspec.Struct):
+    """A token of the output and the candidates that were likely there."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log probabilities of a chat's answer, an entry per token."""
+
+    content: list[TokenLogprob]
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log probabilities of a completion: lists that run in parallel, an entry per token.
+
+    `text_offset` counts characters from the beginning of the choice's text. The first token of an echoed prompt has
+    no probability: nothing comes before it.
+    """
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+def shown(token_id: int, candidate: Logprob | None, as_ids: bool) -> str:
+    """A token's text, or `token_id:N` where the client asked for that."""
+    if as_ids:
+        return f"token_id:{token_id}"
+    return "" if candidate is None else candidate.decoded_token or ""
+
+
+def chat_logprobs(token_ids: Sequence[int], positions: Sequence[Candidates], top: int, as_ids: bool) -> ChatLogprobs:
+    """`top` candidates per position, in the engine's order: the sampled token first. -1: all."""
+    content = []
+    for token_id, candidates in zip(token_ids, positions):
+        tops = [top_logprob(i, candidate, as_ids) for i, candidate in candidates.items()]
+        sampled = top_logprob(token_id, candidates[token_id], as_ids)
+        content.append(TokenLogprob(sampled.token, sampled.logprob, sampled.bytes, tops if top == -1 else tops[:top]))
+    return ChatLogprobs(content)
+
+
+def top_logprob(token_id: int, candidate: Logprob, as_ids: bool) -> TopLogprob:
+    text = shown(token_id, candidate, as_ids)
+    return TopLogprob(text, max(candidate.logprob, LEAST), list(text.encode("utf-8", "replace")))
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    positions: Sequence[Candidates | None],
+    as_ids: bool,
+    *,
+    offset: int = 0,
+    texts: Sequence[str] = (),
+) -> CompletionLogprobs:
+    """The candidates that the engine gave, at most one more than were asked for.
+
+    `offset` is where the first token's text begins. `texts` are those of tokens whose position has no candidates.
+    """
+    result = CompletionLogprobs([], [], [], [])
+    for place, (token_id, candidates) in enumerate(zip(token_ids, positions)):
+        own = None if candidates is None else candidates[token_id]
+        token = shown(token_id, own, as_ids) if own or as_ids else texts[place]
+        result.text_offset.append(offset)
+        result.tokens.append(token)
+        result.token_logprobs.append(None if own is None else max(own.logprob, LEAST))
+        result.top_logprobs.append(None if candidates is None else top_by_text(candidates, as_ids))
+        offset += len(token)
+    return result
+
+
+def top_by_text(candidates: Candidates, as_ids: bool) -> dict[str, float]:
+    """By text, of which the likeliest candidate wins where several have the same."""
+    by_text: dict[str, float] = {}
+    for token_id, candidate in candidates.items():
+        by_text.setdefault(shown(token_id, candidate, as_ids), max(candidate.logprob, LEAST))
+    return by_text
+
+
+def prompt_logprobs(positions: Sequence[Candidates | None] | None) -> list[dict[int, Logprob] | None] | None:
+    """As the engine has them, without infinities."""
+    if positions is None:
+        return None
+    return [None if each is None else {i: finite(candidate) for i, candidate in each.items()} for each in positions]
+
+
+def finite(candidate: Logprob) -> Logprob:
+    if candidate.logprob >= LEAST:
+        return candidate
+    return Logprob(LEAST, candidate.rank, candidate.decoded_token)

@@ -1,0 +1,82 @@
+"""The options of the server: what `jaxpaged serve` takes besides those of the engine.
+
+Declared like engine options, so that flags are made from them. This module knows no framework.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpaged.config import checked, option
+from jaxpaged.parsing.parser import reasoning_format_named, tool_format_named
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where to listen, who may ask, and how much."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface", not_empty=True)
+    port: int = option(8000, "port to listen on; 0: any free one", minimum=0, maximum=65535)
+    admin_port: int | None = option(
+        None, "port of the admin endpoints (sleep, reset_prefix_cache, ...), on 127.0.0.1 only; none by default",
+        minimum=0, maximum=65535,
+    )  # fmt: skip
+    served_model_name: tuple[str, ...] | None = option(
+        None, "names by which requests may call the model, the first being its own", not_empty=True
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (), "web pages that may ask from browsers, such as https://my.site; *: all"
+    )
+    api_key: tuple[str, ...] = option((), "keys that clients must show")
+    api_key_file: str | None = option(None, "file with a key a line: unlike --api-key, not in the list of processes")
+    max_body_bytes: int = option(16 * 2**20, "longest request body", minimum=1)
+    max_header_bytes: int = option(64 * 2**10, "longest request headers, with the request line", minimum=1024)
+    max_num_queued_reqs: int | None = option(
+        None, "sequences that may wait for a place in the engine before requests get 429; unlimited by default",
+        minimum=0,
+    )  # fmt: skip
+    max_num_queued_tokens: int | None = option(
+        None, "prompt tokens that may wait before requests get 429; unlimited by default", minimum=0
+    )
+    shutdown_timeout: float = option(
+        30.0, "seconds that requests under way get after SIGTERM; a second signal ends them at once", minimum=0
+    )
+    enable_prompt_tokens_details: bool = option(
+        False, "report cached prompt tokens in usage; they tell clients what others asked before"
+    )
+    enable_force_include_usage: bool = option(False, "end every stream with its usage, and give it with every chunk")
+    enable_request_id_headers: bool = option(False, "answer with X-Request-Id")
+    tool_call_parser: str | None = option(
+        None, "how the model writes tool calls, by vLLM's names: hermes, llama3_json, mistral, ...; default: what "
+        "the chat template shows", not_empty=True,
+    )  # fmt: skip
+    enable_auto_tool_choice: bool = option(
+        False, "let the model decide whether it calls tools: find the calls in what it writes; --tool-call-parser "
+        "switches it on too",
+    )  # fmt: skip
+    reasoning_parser: str | None = option(
+        None, "how the model marks its thinking, by vLLM's names: qwen3, deepseek_r1, ...; by default it is content",
+        not_empty=True,
+    )  # fmt: skip
+    max_stored_responses: int = option(
+        1000, "responses of /v1/responses that are kept in memory, the newest ones; 0: none", minimum=0
+    )
+    max_stored_response_bytes: int = option(256 * 2**20, "bytes of responses that are kept in memory", minimum=1)
+    trust_request_chat_template: bool = option(False, "let requests bring a chat template of their own")
+    sse_keep_alive_interval: float = option(
+        0.0, "seconds of silence after which a stream gets a comment, to keep proxies from closing it; 0: never",
+        minimum=0,
+    )  # fmt: skip
+    access_log: bool = option(False, "log every request")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "ServerOptions":
+        """Raises ConfigError for values out of range and for unknown parsers."""
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        made = cls(**{name: checked(fields[name], value) for name, value in options.items()})
+        if made.tool_call_parser is not None:
+            tool_format_named(made.tool_call_parser)
+        if made.reasoning_parser is not None:
+            reasoning_format_named(made.reasoning_parser)
+        return made

@@ -1,0 +1,96 @@
+"""What all endpoints share: the engine, the model as clients know it, the options, and what is under way."""
+
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from jaxpaged import __version__
+from jaxpaged.config import EngineConfig
+from jaxpaged.entrypoints.http.engine_client import Engine
+from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.options import ServerOptions
+from jaxpaged.entrypoints.http.prepare import answer_formats
+from jaxpaged.entrypoints.http.prompts import PromptReader
+from jaxpaged.entrypoints.http.traffic import Traffic
+
+SYSTEM_FINGERPRINT = f"jaxpaged-{__version__}"
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model as clients know it. The first of `names` is its own; `aliases` are accepted but not shown."""
+
+    names: tuple[str, ...]
+    max_model_len: int
+    max_num_seqs: int
+    aliases: tuple[str, ...] = ()
+    cache_labels: dict[str, str] = field(default_factory=dict)  # of the metric vllm:cache_config_info
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def served_model(config: EngineConfig, names: tuple[str, ...] | None) -> ServedModel:
+    """The model of a resolved configuration. One that lies in a folder is called like the folder, not by its path."""
+    given = config.model.model
+    cache = config.cache
+    return ServedModel(
+        names=names or (re.split(r"[/\\]", given.rstrip("/\\"))[-1] if is_path(given) else given,),
+        max_model_len=config.model.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        aliases=() if names else (given,),
+        cache_labels={
+            "block_size": str(cache.block_size),
+            "cache_dtype": cache.kv_cache_dtype,
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+            "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+            "num_gpu_blocks": str(cache.num_gpu_blocks_override),
+        },
+    )
+
+
+def is_path(model: str) -> bool:
+    """Whether a model's name is a folder's path; hub ids have one slash inside."""
+    return model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
+
+
+class Service:
+    """The shared parts, and the checks that every generating endpoint makes.
+
+    Raises ConfigError when an option does not fit the model.
+    """
+
+    def __init__(self, engine: Engine, model: ServedModel, options: ServerOptions):
+        self.engine = engine
+        self.model = model
+        self.options = options
+        self.prompts = PromptReader(engine.input_processor)
+        self.formats = answer_formats(options, engine.input_processor.chat_templates)
+        self.traffic = Traffic(model.max_num_seqs, options.max_num_queued_reqs, options.max_num_queued_tokens)
+
+    def check_model(self, name: str | None) -> str:
+        """The name under which the answer goes out. Raises HttpError 404 for another model's name."""
+        if not name:
+            return self.model.names[0]
+        if name in self.model.names:
+            return name
+        if name in self.model.aliases:
+            return self.model.names[0]
+        known = ", ".join(repr(each) for each in self.model.names)
+        raise HttpError(404, f"The model {name!r} does not exist. This server has {known}.", "model")
+
+    def request_id(self, request: Request, prefix: str, in_body: str | None = None) -> str:
+        """`prefix` with the client's own id, from the header X-Request-Id or the body, or with a new one."""
+        own = request.headers.get("x-request-id") or in_body
+        if own is not None and not REQUEST_ID.fullmatch(own):
+            raise HttpError(
+                400, f"request_id is {own!r}; it must have 1 to 128 visible ASCII characters.", "request_id"
+            )
+        return f"{prefix}-{own or uuid.uuid4().hex}"
+
+    def answer_headers(self, request_id: str) -> dict[str, str]:
+        if not self.options.enable_request_id_headers:
+            return {}
+        return {"X-Request-Id": request_id.partition("-")[2]}

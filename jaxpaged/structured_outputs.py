@@ -1,0 +1,146 @@
+"""What shape an answer must have: `StructuredOutputsParams`, one field of `SamplingParams`. Names are vLLM's.
+
+Here is only what the words alone can show to be wrong; whether a grammar can be compiled is found out elsewhere.
+This module knows no grammar library.
+"""
+
+import json
+from typing import Any
+
+import msgspec
+
+from jaxpaged.errors import RequestError, did_you_mean
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+MAX_DEPTH = 64
+"""Nesting of a JSON schema."""
+MAX_BYTES = 2**18
+"""Of a schema, a regular expression, a grammar, or all choices together."""
+MAX_CHOICES = 4096
+
+
+class Thinking(msgspec.Struct, array_like=True, frozen=True):
+    """Free text that comes before an answer, up to the marker `end`.
+
+    `is_open`: the model thinks already when it begins to answer. If not, it may begin with the marker `start`, or not
+    think at all.
+    """
+
+    start: str
+    end: str
+    is_open: bool
+
+
+class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, frozen=True, repr_omit_defaults=True):
+    """Exactly one of the first five. Raises RequestError, with `parameter` naming the field, for what cannot be.
+
+    json: a JSON schema, as a dict or as its text; the answer is JSON that it allows.
+    regex: the whole answer matches it (Rust's syntax: no look-around, no back references).
+    choice: the answer is one of these texts.
+    grammar: a context-free grammar, in Lark's or GBNF's notation; its first rule is "start" or "root".
+    json_object: True: the answer is some JSON object.
+    disable_any_whitespace: JSON without white space between its parts.
+    disable_additional_properties: objects have only the properties that the schema names, where it does not say.
+    whitespace_pattern: a regular expression for the white space between the parts of JSON.
+    thinking: what may come before the answer, for those who know how the model writes it; no field of requests.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    thinking: Thinking | None = None
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "StructuredOutputsParams":
+        """Build from names and values, such as a JSON object. Unknown names raise RequestError."""
+        public = [name for name in cls.__struct_fields__ if name != "thinking"]
+        for name in values:
+            if name not in public:
+                near = did_you_mean(str(name), public)
+                raise refusal(f"has the unknown field {name!r}.{near or ' Leave it out.'}")
+        return cls(**values)
+
+    @property
+    def kind(self) -> str:
+        """Which of the five it is."""
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+    def __post_init__(self) -> None:
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise refusal(f"gives {' and '.join(given) or 'nothing'}; give exactly one of {', '.join(KINDS)}.")
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise refusal(f"{name} is {getattr(self, name)!r}; it must be true or false.")
+        if self.json_object not in (None, True):
+            raise refusal(f"json_object is {self.json_object!r}; it must be true, or be left out.")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            check_text(name, getattr(self, name))
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise refusal("gives whitespace_pattern and disable_any_whitespace; leave one of them out.")
+        if self.json is not None:
+            check_schema(self.json)
+        if self.choice is not None:
+            check_choice(self.choice)
+
+
+def refusal(what: str) -> RequestError:
+    return RequestError(f"structured_outputs {what}", "structured_outputs")
+
+
+def check_text(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str) or not value:
+        raise refusal(f"{name} is {value!r}; it must be a text, and not empty.")
+    check_size(name, value)
+
+
+def check_size(name: str, text: str) -> None:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise refusal(f"{name} is not valid Unicode: it holds half of a surrogate pair.") from error
+    if size > MAX_BYTES:
+        raise refusal(f"{name} has {size} bytes; at most {MAX_BYTES} are possible.")
+
+
+def check_choice(value: Any) -> None:
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
+        raise refusal(f"choice is {value!r}; it must be a list of texts, none of them empty.")
+    if not 1 <= len(value) <= MAX_CHOICES:
+        raise refusal(f"choice has {len(value)} texts; 1 to {MAX_CHOICES} are possible.")
+    check_size("choice", "".join(value))
+
+
+def check_schema(value: Any) -> None:
+    """A JSON schema: an object, of limited size and nesting."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+        check_size("json", text)
+        schema = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise refusal(f"json is no JSON schema: {error}.") from error
+    if not isinstance(schema, dict):
+        raise refusal(f"json is {text[:40]!r}; a schema is a JSON object.")
+    if (depth := depth_of(schema)) > MAX_DEPTH:
+        raise refusal(f"json is nested {depth} deep; at most {MAX_DEPTH} are possible.")
+
+
+def depth_of(value: Any) -> int:
+    """How deep objects and lists lie in each other."""
+    deepest, pending = 0, [(value, 1)]
+    while pending:
+        item, depth = pending.pop()
+        if isinstance(item, dict | list):
+            deepest = max(deepest, depth)
+            inner = item.values() if isinstance(item, dict) else item
+            pending += [(child, depth + 1) for child in inner]
+    return deepest

@@ -1,0 +1,164 @@
+"""What it costs to have the engine core in a process of its own: the same requests in one process and in two.
+
+    python scripts/bench_process.py [--streams 64] [--tokens 200] [--step-ms 0] [--rounds 5] [--kind delta]
+
+Scheduler, detokenizer and the embedded model's tokenizer are real; the model counts, and a step takes `--step-ms` in
+which the processor is free, as while a device computes. "One process" steps an `LLMEngine`, "two" reads `AsyncLLM`
+streams, a coroutine each. Rounds alternate, and the medians are printed: tokens per second, and CPU time per token in
+the process of the front end and in that of the core. With a step of 0 ms the core is ahead of the front end, and
+several tokens arrive as one result; how many results there were is printed too.
+"""
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jaxpaged
+from jaxpaged.config import EngineConfig, ModelFacts
+from jaxpaged.engine.async_llm import AsyncLLM, front_end
+from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.core_client import InprocClient
+from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.engine.wire import CoreFacts
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxpaged.messages import ModelRunnerOutput, Progress, SchedulerOutput
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+
+DEMO = Path(jaxpaged.__file__).parent / "assets" / "demo"
+VOCAB_SIZE = 4096
+PROMPT = {"prompt_token_ids": list(range(300, 340))}
+MAX_MODEL_LEN = 4096
+
+
+@dataclass
+class Computing:
+    """A step that is ready at a time of `time.perf_counter`."""
+
+    output: ModelRunnerOutput
+    ready: float
+
+    def result(self) -> ModelRunnerOutput:
+        time.sleep(max(0.0, self.ready - time.perf_counter()))
+        return self.output
+
+
+class CountingExecutor:
+    """A device that computes steps one after the other, `seconds` each."""
+
+    def __init__(self, seconds: float, num_streams: int):
+        self.seconds, self.ready = seconds, 0.0
+        blocks = num_streams * MAX_MODEL_LEN // 16 + 1
+        self.kv_cache_config = KVCacheConfig(blocks, (KVCacheGroup(AttentionSpec(16, 1, 1, 2), (0,)),))
+
+    def execute(self, scheduled: SchedulerOutput) -> Computing:
+        self.ready = max(self.ready, time.perf_counter()) + self.seconds
+        rows = zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.samples, strict=True)
+        sampled = [(request_id, 300 + computed % 1000) for request_id, computed, samples in rows if samples]
+        ids, tokens = [request_id for request_id, _ in sampled], [token for _, token in sampled]
+        return Computing(ModelRunnerOutput(scheduled.step_id, ids, tokens), self.ready)
+
+    def max_decode_steps(self) -> int:
+        return 1
+
+    def recover(self) -> None:
+        self.ready = 0.0
+
+    def wait_for_programs(self) -> None:
+        pass
+
+    def stats(self) -> dict[str, Any]:
+        return {"cpu_seconds": time.process_time()}
+
+    def shutdown(self) -> None:
+        pass
+
+
+def build(config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress) -> EngineCore:
+    """A `core_process.Factory`. The length of a step is on its way in an option that nothing else here reads."""
+    facts = ModelFacts(max_position_embeddings=MAX_MODEL_LEN, dtype="float32", num_heads=1, vocab_size=VOCAB_SIZE)
+    config = config.resolve(facts, "cpu")
+    announce(CoreFacts(config.options(), VOCAB_SIZE, str(DEMO), str(DEMO)))
+    return EngineCore(config, CountingExecutor(config.model.seed / 1e6, config.scheduler.max_num_seqs))
+
+
+@dataclass
+class Round:
+    """What one measurement gave. Seconds of CPU time are those of the front end's process, and of the core's."""
+
+    num_tokens: int
+    num_results: int
+    seconds: float
+    front_seconds: float
+    core_seconds: float = 0.0
+
+
+def in_one_process(engine: LLMEngine, num_streams: int, params: SamplingParams) -> Round:
+    begin, cpu = time.perf_counter(), time.process_time()
+    for number in range(num_streams):
+        engine.add_request(str(number), PROMPT, params)
+    num_results = 0
+    while engine.has_unfinished_requests():
+        num_results += len(engine.step())
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    return Round(num_streams * params.max_tokens, num_results, seconds, cpu)
+
+
+async def in_two_processes(llm: AsyncLLM, num_streams: int, params: SamplingParams) -> Round:
+    async def stream(number: int) -> int:
+        return len([None async for _ in llm.generate(PROMPT, params, str(number))])
+
+    core = (await llm.executor_stats())["cpu_seconds"]
+    begin, cpu = time.perf_counter(), time.process_time()
+    num_results = sum(await asyncio.gather(*map(stream, range(num_streams))))
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    core = (await llm.executor_stats())["cpu_seconds"] - core
+    return Round(num_streams * params.max_tokens, num_results, seconds, cpu, core)
+
+
+def show(name: str, rounds: list[Round]) -> float:
+    """Print a line; returns tokens per second."""
+    median = lambda value: statistics.median(value(each) for each in rounds)
+    speed = median(lambda r: r.num_tokens / r.seconds)
+    front = median(lambda r: r.front_seconds / r.num_tokens * 1e6)
+    core = median(lambda r: r.core_seconds / r.num_tokens * 1e6)
+    results = median(lambda r: r.num_results)
+    print(f"{name:14} {speed:9,.0f} tokens/s, CPU us/token: {front:5.1f} front end + {core:5.1f} core, {results:,.0f} "
+          f"results of {rounds[0].num_tokens:,} tokens")  # fmt: skip
+    return speed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--step-ms", type=float, default=0.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kind", choices=[kind.name.lower() for kind in RequestOutputKind], default="delta")
+    args = parser.parse_args()
+    options = {"max_num_seqs": args.streams, "max_num_batched_tokens": max(2048, args.streams), "block_size": 16}
+    config = EngineConfig.from_options(
+        **options, num_scheduler_steps=1, seed=round(args.step_ms * 1000), enable_prefix_caching=False
+    )
+    facts: list[CoreFacts] = []
+    core = build(config, facts.append, lambda *_: None)
+    engine = LLMEngine(*front_end(facts[0]), InprocClient(core))
+    kind = RequestOutputKind[args.kind.upper()]
+    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, output_kind=kind)
+    llm = AsyncLLM.from_config(config, factory="bench_process:build")
+    with asyncio.Runner() as runner:
+        one, two = [], []
+        for _ in range(args.rounds + 1):  # the first round warms up
+            one.append(in_one_process(engine, args.streams, params))
+            two.append(runner.run(in_two_processes(llm, args.streams, params)))
+    llm.shutdown()
+    speed_one, speed_two = show("one process", one[1:]), show("two processes", two[1:])
+    print(f"two processes give {speed_two / speed_one:.2f} times the tokens per second of one")
+
+
+if __name__ == "__main__":
+    main()

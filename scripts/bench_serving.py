@@ -1,0 +1,325 @@
+"""How fast the HTTP server streams: requests and tokens per second, time to first token, time between tokens.
+
+    python scripts/bench_serving.py --free [--streams 1,8,64,256]      # the server alone: its model costs nothing
+    python scripts/bench_serving.py [--streams 1,8,64,256] [--model demo] [options of jaxpaged serve]
+
+Every stream is a connection that asks `--requests` times, one after the other, for `--tokens` tokens of a prompt of its
+own. The client is this process, the server another one. "tokens/CPU-s" are tokens per second of CPU time of the
+server's process, so other programs on the machine, and this client, do not count in it.
+
+With `--free` scheduler, detokeniser, HTTP and events are the real ones, in one thread; the executor returns the same
+token for ever. Without it `jaxpaged serve` is started, and for each number of streams the same prompts go through `LLM`
+in a process of its own as well: "offline" is its throughput, and "of offline" what is left of it over HTTP.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ME = Path(__file__).resolve()
+HEADER = (
+    "streams  requests/s  tokens/s  TTFT p50   p99 ms  between tokens p50   p99 ms  tokens/CPU-s   offline   of offline"
+)
+
+
+@dataclass
+class Stream:
+    """When what came of one request. Times are seconds."""
+
+    first: float  # from the request to its first token
+    gaps: list[float]  # between chunks
+    num_tokens: int
+
+
+@dataclass
+class Load:
+    """All requests of one measurement."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    streams: list[Stream] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(stream.num_tokens for stream in self.streams)
+
+
+# ---- the client
+
+
+def prompt_ids(stream: int, request: int, length: int) -> list[int]:
+    """Ids that no other request begins with, so that the prefix cache is of no help."""
+    return [300 + stream % 997, 300 + request % 997, *(300 + (stream + i) % 997 for i in range(length - 2))]
+
+
+async def ask(host: str, port: int, prompt: list[int], num_tokens: int) -> Stream:
+    """One request over one connection."""
+    body = json.dumps(
+        {
+            "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()  # fmt: skip
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    reader, writer = await asyncio.open_connection(host, port, limit=2**20)
+    begin = time.perf_counter()
+    writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    times, usage = [], b""
+    async for line in reader:
+        if line.startswith(b"data: {"):
+            if b'"usage"' in line:
+                usage = line
+            else:
+                times.append(time.perf_counter())
+    writer.close()
+    if not usage:
+        raise SystemExit("the server did not answer as expected. Run it by hand to see why.")
+    counted = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
+    return Stream(times[0] - begin, np.diff(times).tolist(), counted)
+
+
+async def load(url: str, pid: int, args: argparse.Namespace, num_streams: int) -> Load:
+    """Ask over `num_streams` connections at a time."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    result = Load()
+
+    async def connection(number: int) -> None:
+        for request in range(args.requests):
+            prompt = prompt_ids(number, request, args.prompt_tokens)
+            result.streams.append(await ask(host, int(port), prompt, args.tokens))
+
+    cpu, begin = cpu_seconds(pid), time.perf_counter()
+    await asyncio.gather(*(connection(number) for number in range(num_streams)))
+    result.seconds, result.cpu_seconds = time.perf_counter() - begin, cpu_seconds(pid) - cpu
+    return result
+
+
+def wait_for_programs(url: str) -> None:
+    """Until the server compiles nothing any more, as its metrics say."""
+    while True:
+        with urllib.request.urlopen(f"{url}/metrics") as answer:
+            lines = [
+                line.split() for line in answer.read().decode().splitlines() if line.startswith("jaxpaged:program")
+            ]
+        values = {name.partition("{")[0]: float(value) for name, value in lines}
+        if values.get("jaxpaged:programs") == values.get("jaxpaged:programs_ready"):
+            return
+        time.sleep(1)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far, without its children."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def row(num_streams: int, result: Load, offline: float | None) -> str:
+    firsts = np.percentile([1e3 * stream.first for stream in result.streams], [50, 99])
+    gaps = np.percentile([1e3 * gap for stream in result.streams for gap in stream.gaps], [50, 99])
+    rate = result.num_tokens / result.seconds
+    shown = (
+        f"{num_streams:7d} {len(result.streams) / result.seconds:11.1f} {rate:9.0f} {firsts[0]:9.1f} {firsts[1]:8.1f}"
+    )
+    shown += f" {gaps[0]:20.2f} {gaps[1]:8.2f} {result.num_tokens / max(result.cpu_seconds, 0.01):14.0f}"
+    return shown + ("" if offline is None else f" {offline:9.0f} {rate / offline:12.0%}")
+
+
+# ---- servers
+
+
+def start(command: Sequence[str]) -> tuple[subprocess.Popen, str]:
+    """A server as a process, and its URL, which it prints to standard error."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if "http://" in line:
+            return process, "http://" + line.partition("http://")[2].split()[0]
+        sys.stderr.write(line)
+    raise SystemExit(f"the server ended with status {process.wait()}.")
+
+
+def serve_free(max_num_seqs: int) -> None:
+    """This process as a server whose model costs nothing."""
+    from jaxpaged.entrypoints.cli.serve import announce, run_loop
+    from jaxpaged.entrypoints.http.options import ServerOptions
+    from jaxpaged.entrypoints.http.server import Sockets, serve
+    from jaxpaged.entrypoints.http.service import Service, served_model
+
+    engine = FreeAsyncEngine(max_num_seqs)
+    options = ServerOptions(port=0)
+    sockets = Sockets(options)
+    sockets.listen()
+    announce("free", sockets.urls, guarded=False)
+    run_loop(serve(Service(engine, served_model(engine.engine.config, ("free",)), options), sockets))
+
+
+class Ready:
+    """A step whose result is there."""
+
+    def __init__(self, output: Any):
+        self._output = output
+
+    def result(self) -> Any:
+        return self._output
+
+
+class FreeExecutor:
+    """Samples the same token for every request, at once."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+
+        self.kv_cache_config = KVCacheConfig(num_blocks, (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),))
+
+    def execute(self, scheduled: Any) -> Ready:
+        from jaxpaged.messages import ModelRunnerOutput
+
+        ids = [each for each, samples in zip(scheduled.request_ids, scheduled.samples, strict=True) if samples]
+        return Ready(ModelRunnerOutput(scheduled.step_id, ids, [500] * len(ids)))
+
+    def max_decode_steps(self) -> int:
+        return 1
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+
+class FreeAsyncEngine:
+    """What the server needs of an engine, in its own event loop: a step, then everybody gets to send."""
+
+    is_running = True
+
+    def __init__(self, max_num_seqs: int):
+        from jaxpaged.config import EngineConfig, ModelFacts
+        from jaxpaged.engine.core import EngineCore
+        from jaxpaged.engine.core_client import InprocClient
+        from jaxpaged.engine.input_processor import InputProcessor
+        from jaxpaged.engine.llm_engine import LLMEngine
+        from jaxpaged.engine.tokenizer import load_tokenizer
+        from jaxpaged.params.hub import resolve_model_folder
+
+        tokenizer = load_tokenizer(resolve_model_folder("demo"))
+        facts = ModelFacts(4096, "float32", 1, tokenizer.vocab_size)
+        sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 8192, "block_size": 16}
+        config = EngineConfig.from_options(**sizes).resolve(facts, "cpu")
+        self.input_processor = InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=4096)
+        core = EngineCore(config, FreeExecutor(max_num_seqs * 256 + 1, 16))
+        self.engine = LLMEngine(config, self.input_processor, InprocClient(core))
+        self._queues: dict[str, asyncio.Queue] = {}
+        self._stepping: asyncio.Task | None = None
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, *, priority: int = 0):
+        self.engine.add_request(request_id, prompt, params, priority=priority)
+        results = self._queues[request_id] = asyncio.Queue()
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.ensure_future(self._step())
+        try:
+            while True:
+                output = await results.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            del self._queues[request_id]
+            self.engine.abort_request(request_id)
+
+    async def _step(self) -> None:
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                self._queues[output.request_id].put_nowait(output)
+            await asyncio.sleep(0)
+
+    async def check_health(self) -> None:
+        pass
+
+    def get_metrics(self) -> list[Any]:
+        return self.engine.get_metrics()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.engine.abort_request(request_ids)
+
+
+# ---- the same work without HTTP
+
+
+def run_offline(args: argparse.Namespace, counts: Sequence[int]) -> None:
+    """Print the throughput of `LLM`, in tokens a second, for every number of streams."""
+    from jaxpaged import LLM, SamplingParams
+
+    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, temperature=0)
+    with LLM(args.model) as llm:
+        llm.wait_for_programs()
+        for repeat in (True, False):  # the first time warms up
+            for count in counts:
+                prompts = [
+                    {"prompt_token_ids": prompt_ids(i, request, args.prompt_tokens)}
+                    for request in range(args.requests)
+                    for i in range(count)
+                ]
+                llm.reset_prefix_cache()
+                begin = time.perf_counter()
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                seconds = time.perf_counter() - begin
+                num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                if not repeat:
+                    print(num_tokens / seconds, flush=True)
+
+
+def offline_rates(args: argparse.Namespace) -> list[float | None]:
+    if args.free or args.no_offline:
+        return [None] * len(args.streams)
+    done = subprocess.run(
+        [sys.executable, str(ME), "--offline", *sys.argv[1:]], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return [float(line) for line in done.stdout.split()]
+
+
+def main() -> None:
+    args, of_server = arguments()
+    if args.serve_free:
+        return serve_free(max(args.streams))
+    if args.offline:
+        return run_offline(args, args.streams)
+    rates = offline_rates(args)
+    own = [sys.executable, str(ME), "--serve-free", *sys.argv[1:]]
+    process, url = start(
+        own if args.free else [sys.executable, "-m", "jaxpaged", "serve", args.model, "--port", "0", *of_server]
+    )
+    try:
+        print(HEADER)
+        asyncio.run(load(url, process.pid, args, max(args.streams)))  # warms up
+        wait_for_programs(url)
+        for count, rate in zip(args.streams, rates, strict=True):
+            print(row(count, asyncio.run(load(url, process.pid, args, count)), rate), flush=True)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Our own arguments, and those for `jaxpaged serve`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 256])
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per answer")
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=2, help="requests per stream")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--free", action="store_true", help="a server whose model costs nothing")
+    parser.add_argument("--no-offline", action="store_true", help="do not run the same work without HTTP")
+    parser.add_argument("--serve-free", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_known_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Grammars and their matchers, on the embedded model's vocabulary."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpaged.core.structured_output import Grammars
+from jaxpaged.errors import RequestError
+from jaxpaged.structured_outputs import StructuredOutputsParams
+
+pytest.importorskip("llguidance")
+
+TOKENIZER = next(Path(__file__).parents[2].glob("jaxpaged/assets/**/tokenizer.json"))
+VOCAB, EOS = 2051, 1  # a few ids more than the tokenizer has, as models do
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return Grammars(TOKENIZER.read_text(), VOCAB, [EOS])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenizers.Tokenizer.from_file(str(TOKENIZER))
+
+
+def matcher_of(grammars, **fields):
+    return grammars.matcher_of(grammars.compile(StructuredOutputsParams(**fields)))
+
+
+def allowed(grammars, matcher) -> list[int]:
+    bits_W = np.full(grammars.num_words, 0xFFFFFFFF, np.uint32)
+    assert matcher.fill(bits_W), matcher.error
+    return np.flatnonzero(np.unpackbits(bits_W.view(np.uint8), bitorder="little")).tolist()
+
+
+def random_answer(grammars, tokenizer, matcher, draw, most=400):
+    """Any allowed token after another, up to the end."""
+    tokens = []
+    while not matcher.is_complete and len(tokens) < most:
+        token = draw.choice(allowed(grammars, matcher))
+        if token == EOS:
+            break
+        tokens.append(token)
+        assert matcher.accept([token])
+    assert matcher.may_end
+    return tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_drawn_the_answer_has_its_shape(grammars, tokenizer, seed):
+    draw = random.Random(seed)
+
+    def answer(**fields):
+        return random_answer(grammars, tokenizer, matcher_of(grammars, **fields), draw)
+
+    assert answer(choice=["yes", "no", 'say "maybe"']) in ("yes", "no", 'say "maybe"')
+    assert re.fullmatch("[ab]{2,5}-[0-9]{3}", answer(regex="[ab]{2,5}-[0-9]{3}"))
+    value = json.loads(answer(json=SCHEMA))
+    assert set(value) == {"name", "age", "tags"} and len(value["name"]) <= 5 and 0 <= value["age"] <= 99
+    assert all(tag in ("a", "bc") for tag in value["tags"])
+    assert re.fullmatch(r"\(*x\)*", answer(grammar='start: "(" start ")" | "x"'))
+    assert set(answer(grammar='root ::= "ab" root | "c"')) <= set("abc")
+
+
+def test_white_space_in_json_can_be_forbidden_chosen_and_is_bounded(grammars, tokenizer):
+    tight = json.dumps({"a": 1}, separators=(",", ":"))
+    wide = '{"a"' + " " * 20 + ": 1}"
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+    def takes(text, **fields):
+        return matcher_of(grammars, json=schema, **fields).accept(tokenizer.encode(text).ids)
+
+    assert takes(tight) and takes('{ "a":\n        1 }') and not takes(wide) and not takes('{"a":\n\n1}')
+    assert takes(tight, disable_any_whitespace=True) and not takes('{"a": 1}', disable_any_whitespace=True)
+    assert takes(wide, whitespace_pattern=" *") and not takes('{"a":\n1}', whitespace_pattern=" *")
+
+
+def test_properties_that_the_schema_does_not_name_can_be_forbidden(grammars, tokenizer):
+    schema = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {}}}}}
+    ids = tokenizer.encode('{"a":{"x":1}}').ids
+    assert matcher_of(grammars, json=schema).accept(ids)
+    assert not matcher_of(grammars, json=schema, disable_additional_properties=True).accept(ids)
+    assert matcher_of(grammars, json_object=True).accept(ids)
+
+
+def test_the_end_is_allowed_where_the_answer_may_end_and_nowhere_else(grammars, tokenizer):
+    matcher = matcher_of(grammars, regex="a+")
+    assert EOS not in allowed(grammars, matcher)
+    assert matcher.accept(tokenizer.encode("aa").ids)
+    assert EOS in allowed(grammars, matcher) and matcher.may_end and not matcher.is_complete
+    assert matcher.accept([EOS])
+    assert matcher.is_complete and allowed(grammars, matcher) == [EOS]
+
+
+def test_no_id_beyond_the_tokenizers_is_ever_allowed(grammars):
+    assert max(allowed(grammars, matcher_of(grammars, regex="(.|\n)*"))) < 2048
+
+
+@settings(max_examples=10)
+@given(st.randoms(use_true_random=False))
+def test_a_rollback_leads_back_to_the_same_masks(grammars, draw):
+    matcher = matcher_of(grammars, json=SCHEMA)
+    masks, tokens = [allowed(grammars, matcher)], []
+    for _ in range(12):
+        token = draw.choice([token for token in masks[-1] if token != EOS] or [EOS])
+        tokens.append(token)
+        assert matcher.accept([token])
+        masks.append(allowed(grammars, matcher))
+    back = draw.randint(1, 12)
+    matcher.rollback(back)
+    assert allowed(grammars, matcher) == masks[12 - back]
+    assert matcher.accept(tokens[12 - back :])
+    assert allowed(grammars, matcher) == masks[12]
+
+
+def test_a_token_that_does_not_fit_spoils_this_matcher_only(grammars, tokenizer):
+    first, second = matcher_of(grammars, choice=["yes"]), matcher_of(grammars, choice=["yes"])
+    assert not first.accept(tokenizer.encode("no").ids)
+    assert "doesn't satisfy the grammar" in first.error
+    assert not first.fill(np.zeros(grammars.num_words, np.uint32)) and not first.is_complete
+    assert second.error is None and second.accept(tokenizer.encode("yes").ids)
+
+
+def test_a_grammar_is_compiled_once_for_all_its_requests(grammars):
+    same = [StructuredOutputsParams(regex="once+") for _ in range(2)]
+    assert grammars.compile(same[0]) is grammars.compile(same[1])
+    assert grammars.compile(same[0]) is not grammars.compile(StructuredOutputsParams(regex="twice+"))
+
+
+def test_a_grammar_that_is_none_fails_alone_and_again(grammars):
+    for _ in range(2):
+        with pytest.raises(RequestError, match="structured_outputs cannot be used: .*unclosed group"):
+            matcher_of(grammars, regex="(a")
+    assert matcher_of(grammars, regex="a").error is None

@@ -1,0 +1,158 @@
+"""An engine core for processes of their own: no jax, a model that counts, and requests that do harm when asked to.
+
+`extra_args={"fake": ...}` of a request says what its first step does: "die" (signal 9), "hang", "raise" (the step
+fails), "break" (and the device does not recover), or "slow" (20 ms in this and every later step until one fails).
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxpaged.config import EngineConfig, ModelFacts
+from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.core_server import CoreServer
+from jaxpaged.engine.heartbeat import Heartbeat
+from jaxpaged.engine.wire import CoreFacts
+from jaxpaged.errors import CapacityError
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxpaged.messages import ModelRunnerOutput, Progress, SchedulerOutput
+
+DEMO = Path(__file__).parents[2] / "jaxpaged" / "assets" / "demo"
+FACTORY = "tests.engine.fake_core:build"
+VOCAB_SIZE = 4096
+FACTS = ModelFacts(max_position_embeddings=4096, dtype="float32", num_heads=1, vocab_size=VOCAB_SIZE)
+
+
+def token_at(position: int) -> int:
+    """What the model says at a position, whatever was said before."""
+    return 300 + position % 500
+
+
+def answer(num_prompt_tokens: int, num_tokens: int) -> list[int]:
+    """What a prompt of that many tokens is answered with."""
+    return [token_at(num_prompt_tokens + i) for i in range(num_tokens)]
+
+
+@dataclass
+class Done:
+    output: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        return self.output
+
+
+class CountingExecutor:
+    """Computes a step at once, in time that grows with nothing but its requests."""
+
+    def __init__(self, num_blocks: int, block_size: int = 16):
+        self.kv_cache_config = KVCacheConfig(num_blocks, (KVCacheGroup(AttentionSpec(block_size, 1, 1, 2), (0,)),))
+        self.steps = 0
+        self.slow = False
+        self.broken = False
+
+    def execute(self, scheduled: SchedulerOutput) -> Done:
+        self.steps += 1
+        for new in scheduled.new_requests:
+            self._obey((new.sampling_params.extra_args or {}).get("fake"))
+        if self.slow:
+            time.sleep(0.02)
+        output = ModelRunnerOutput(scheduled.step_id, [], [])
+        rows = zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens)
+        for (request_id, computed, count), samples in zip(rows, scheduled.samples):
+            if samples:
+                output.request_ids.append(request_id)
+                output.sampled_token_ids.append(token_at(computed + count))
+        return Done(output)
+
+    def _obey(self, order: str | None) -> None:
+        if order == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif order == "hang":
+            time.sleep(3600)
+        elif order in ("raise", "break"):
+            self.broken = order == "break"
+            raise RuntimeError("the device is on fire")
+        elif order == "slow":
+            self.slow = True
+
+    def max_decode_steps(self) -> int:
+        return 1
+
+    def recover(self) -> None:
+        assert not self.broken, "the device is gone"
+        self.slow = False
+
+    def wait_for_programs(self) -> None:
+        pass
+
+    def stats(self) -> dict:
+        return {"steps": self.steps, "pid": os.getpid(), "jax": "jax" in sys.modules}
+
+    def shutdown(self) -> None:
+        pass
+
+
+def resolved(config: EngineConfig) -> tuple[EngineConfig, CoreFacts]:
+    config = config.resolve(FACTS, "cpu")
+    return config, CoreFacts(config.options(), VOCAB_SIZE, str(DEMO), str(DEMO))
+
+
+def make_core(config: EngineConfig) -> EngineCore:
+    return EngineCore(config, CountingExecutor(config.cache.num_gpu_blocks_override or 4096))
+
+
+def build(config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress) -> EngineCore:
+    """A `core_process.Factory`."""
+    config, facts = resolved(config)
+    announce(facts)
+    progress("weights", 1, 2)
+    progress("weights", 2, 2)
+    return make_core(config)
+
+
+def build_nothing(config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress) -> EngineCore:
+    """A factory that finds too little memory once the options are known."""
+    announce(resolved(config)[1])
+    raise CapacityError("the weights need 3 GiB, but 2 GiB are free. Use a smaller model.")
+
+
+def build_and_die(config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress) -> EngineCore:
+    """A factory that the system kills."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def core_in_thread(**options) -> Iterator[str]:
+    """The address of a fake core that a thread of this process serves: real messages, and nothing to start."""
+    config, facts = resolved(EngineConfig.from_options(**options))
+    with tempfile.TemporaryDirectory(prefix="jaxpaged-") as folder:
+        heartbeat = Heartbeat(Path(folder) / "heartbeat")
+        server = CoreServer(make_core(config), facts, f"ipc://{folder}/core.sock", heartbeat)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        try:
+            yield f"ipc://{folder}/core.sock"
+        finally:
+            server.stop()
+            thread.join()
+            server.close()
+            heartbeat.close()
+
+
+@contextlib.contextmanager
+def llm_in_thread(**options) -> Iterator[AsyncLLM]:
+    """An `AsyncLLM` over such a core, with the embedded model's tokenizer: what tests of servers run on."""
+    with core_in_thread(**options) as address:
+        llm = AsyncLLM.from_address(address)
+        try:
+            yield llm
+        finally:
+            llm.shutdown()

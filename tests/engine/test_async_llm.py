@@ -1,0 +1,384 @@
+"""Streams of an engine whose core is in a process of its own, and what becomes of them when that dies or hangs."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import jaxpaged
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.engine.tokenizer import load_tokenizer
+from jaxpaged.errors import CapacityError, EngineDeadError, EngineError, EngineRestartError, RequestError, UsageError
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from tests.engine import fake_core
+from tests.engine.fake_core import DEMO, answer, llm_in_thread
+
+PROMPT = [7, 8, 9, 10]
+TOKENIZER = load_tokenizer(DEMO)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """One over a core in a thread, for tests that break nothing."""
+    with llm_in_thread(max_num_seqs=64, max_model_len=4096) as llm:
+        yield llm
+
+
+@contextlib.contextmanager
+def llm_with_process(**options):
+    llm = AsyncLLM.from_config(EngineConfig(), factory=fake_core.FACTORY, **options)
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+def params(max_tokens=5, kind=RequestOutputKind.DELTA, fake=None, **options):
+    extra = {"fake": fake} if fake else None
+    return SamplingParams(
+        max_tokens=max_tokens, output_kind=kind, extra_args=extra,
+        **{"ignore_eos": True, **options},
+    )  # fmt: skip
+
+
+async def outputs_of(llm, request_id="r", prompt=PROMPT, **options):
+    return [output async for output in llm.generate(prompt, params(**options), request_id)]
+
+
+async def tokens_of(llm, request_id="r", prompt=PROMPT, **options):
+    """All tokens of a request that is streamed."""
+    outputs = await outputs_of(llm, request_id, prompt, **options)
+    assert outputs[-1].finished
+    return [token_id for output in outputs for token_id in output.outputs[0].token_ids]
+
+
+async def until(condition, seconds=20.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def metric(llm, name, *labels):
+    return next(m.value for m in llm.get_metrics() if m.name == name and tuple(m.labels.values()) == labels)
+
+
+# ---- requests
+
+
+def test_it_is_public():
+    assert jaxpaged.AsyncLLM is AsyncLLM
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_text_and_tokens_come_as_they_were_asked_for(llm, kind):
+    outputs = asyncio.run(outputs_of(llm, kind=kind, max_tokens=40))
+    expected = answer(len(PROMPT), 40)
+    text = TOKENIZER.decode(expected)
+    if kind is RequestOutputKind.DELTA:
+        assert [i for o in outputs for i in o.outputs[0].token_ids] == expected
+        assert "".join(o.outputs[0].text for o in outputs) == text
+    else:
+        assert outputs[-1].outputs[0].token_ids == expected
+        assert outputs[-1].outputs[0].text == text
+    if kind is RequestOutputKind.FINAL_ONLY:
+        assert len(outputs) == 1
+    assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert outputs[-1].outputs[0].finish_reason == "length"
+    assert outputs[-1].request_id == "r"
+
+
+def test_hundreds_of_streams_at_a_time_do_not_mix(llm):
+    async def main():
+        return await asyncio.gather(
+            *(tokens_of(llm, str(i), [7] * (1 + i % 40), max_tokens=3 + i % 30) for i in range(500))
+        )
+
+    for i, tokens in enumerate(asyncio.run(main())):
+        assert tokens == answer(1 + i % 40, 3 + i % 30)
+    assert llm.get_num_unfinished_requests() == 0
+
+
+def test_several_sequences_of_a_prompt_are_one_result(llm):
+    outputs = asyncio.run(outputs_of(llm, n=3, kind=RequestOutputKind.FINAL_ONLY))
+    assert [c.token_ids for c in outputs[0].outputs] == [answer(len(PROMPT), 5)] * 3
+
+
+def test_a_stop_string_ends_the_request_in_the_core_too(llm):
+    async def main():
+        whole = TOKENIZER.decode(answer(len(PROMPT), 12))
+        outputs = await outputs_of(llm, max_tokens=4000, stop=[whole[-4:]])
+        await until(lambda: metric(llm, "vllm:num_requests_running") == 0)
+        return whole, "".join(o.outputs[0].text for o in outputs), outputs[-1].outputs[0].stop_reason
+
+    whole, text, stop = asyncio.run(main())
+    assert (text, stop) == (whole[: whole.index(stop)], stop)
+
+
+def test_a_slow_consumer_gets_everything_in_few_results(llm):
+    async def main():
+        stream, seen = llm.generate(PROMPT, params(300), "slow"), []
+        async for output in stream:
+            seen.append(output)
+            await tokens_of(llm, f"other {len(seen)}", max_tokens=100)
+        return seen
+
+    seen = asyncio.run(main())
+    assert [i for o in seen for i in o.outputs[0].token_ids] == answer(len(PROMPT), 300)
+    assert len(seen) < 50
+
+
+def test_cancelling_or_leaving_a_stream_aborts_the_request(llm):
+    async def main():
+        task = asyncio.ensure_future(outputs_of(llm, "cancelled", max_tokens=4000))
+        stream = llm.generate(PROMPT, params(4000), "left")
+        await anext(stream)
+        task.cancel()
+        await stream.aclose()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert llm.get_num_unfinished_requests() == 0
+        await until(lambda: metric(llm, "vllm:num_requests_running") == 0)
+
+    asyncio.run(main())
+    assert metric(llm, "vllm:kv_cache_usage_perc") == 0.0
+
+
+def test_an_abort_ends_a_stream_with_what_it_had(llm):
+    async def main():
+        stream = llm.generate(PROMPT, params(4000), "r")
+        seen = [await anext(stream)]
+        await llm.abort(["r", "unknown"])
+        seen += [output async for output in stream]
+        await llm.abort("r")
+        return seen
+
+    seen = asyncio.run(main())
+    assert seen[-1].outputs[0].finish_reason == "abort"
+    tokens = [i for o in seen for i in o.outputs[0].token_ids]
+    assert tokens == answer(len(PROMPT), len(tokens))
+
+
+def test_a_name_can_be_used_again_at_once(llm):
+    async def main():
+        for length in range(1, 30):
+            stream = llm.generate([7] * length, params(4000), "same")
+            first = await anext(stream)
+            assert first.outputs[0].token_ids[0] == answer(length, 1)[0]
+            await stream.aclose()
+
+    asyncio.run(main())
+
+
+def test_bad_requests_fail_alone_before_and_in_the_core(llm):
+    async def main():
+        good = asyncio.ensure_future(tokens_of(llm, "good", max_tokens=200))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="has no token ids"):
+            await outputs_of(llm, "empty", [])
+        with pytest.raises(RequestError, match="a request with id 'good' is under way"):
+            await outputs_of(llm, "good")
+        assert await good == answer(len(PROMPT), 200)
+        assert llm.get_num_unfinished_requests() == 0
+
+    asyncio.run(main())
+
+
+def test_what_the_core_refuses_is_a_request_error_with_the_users_name():
+    async def main(llm):
+        with pytest.raises(RequestError, match=r"request 'long' may need \d+ KV blocks") as caught:
+            await outputs_of(llm, "long", [7] * 2500, max_tokens=1500, n=2)
+        assert caught.value.parameter == "max_tokens"
+        assert llm.get_num_unfinished_requests() == 0
+
+    with llm_in_thread(num_gpu_blocks_override=200) as llm:
+        asyncio.run(main(llm))
+
+
+def test_results_that_cannot_be_processed_fail_who_waits_for_them(llm, monkeypatch):
+    async def main():
+        waiting = asyncio.ensure_future(outputs_of(llm, max_tokens=4000))
+        await until(lambda: llm.get_num_unfinished_requests() == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._output_processor, "process", lambda outputs: 1 / 0)
+            with pytest.raises(EngineError, match="could not be processed: ZeroDivisionError"):
+                await waiting
+        assert await tokens_of(llm) == answer(len(PROMPT), 5)
+
+    asyncio.run(main())
+
+
+def test_a_long_prompt_does_not_stop_the_others(llm):
+    async def main():
+        text = "the cat sat on the mat " * 300
+        outputs = await outputs_of(llm, "long", text, max_tokens=2)
+        assert outputs[-1].prompt == text
+        prompt = await llm.chat_prompt([{"role": "user", "content": "hello"}])
+        assert prompt == llm.input_processor.chat_prompt([{"role": "user", "content": "hello"}])
+
+    asyncio.run(main())
+
+
+def test_questions_are_answered_and_what_is_impossible_is_said(llm):
+    async def main():
+        assert await llm.reset_prefix_cache() is True
+        assert (await llm.executor_stats())["pid"] == os.getpid()
+        assert (await llm.block_map()).block_size == 16
+        assert (await llm.step_records())[0][-1].num_requests >= 1
+        await llm.wait_for_programs()
+        assert await llm.is_sleeping() is False
+        for impossible in (llm.sleep(2), llm.wake_up(["weights"]), llm.start_profile(), llm.stop_profile()):
+            with pytest.raises(UsageError):
+                await impossible
+        await llm.check_health()
+
+    asyncio.run(outputs_of(llm))
+    asyncio.run(main())
+    assert llm.is_running
+    assert not llm.errored
+
+
+def test_one_event_loop_at_a_time(llm):
+    async def elsewhere():
+        with pytest.raises(UsageError, match="another event loop"):
+            await llm.check_health()
+
+    async def main():
+        await outputs_of(llm)
+        await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
+
+    asyncio.run(main())
+    assert asyncio.run(tokens_of(llm)) == answer(len(PROMPT), 5)
+
+
+# ---- the core's process
+
+
+def test_a_step_that_fails_fails_its_requests_and_nothing_else(llm):
+    async def main():
+        bad = await outputs_of(llm, fake="raise")
+        assert (bad[-1].outputs[0].finish_reason, bad[-1].error) == ("error", "the step failed: the device is on fire")
+        assert await tokens_of(llm) == answer(len(PROMPT), 5)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fake", "reason"),
+    [
+        ("die", r"signal 9 \(SIGKILL"),
+        ("hang", "longer than step_timeout = 0.5 s"),
+        ("break", "broke down: .*the device is gone"),
+    ],
+)
+def test_when_the_core_dies_or_hangs_every_request_hears_of_it_and_another_core_comes(fake, reason, caplog):
+    async def main(llm):
+        first = (await llm.executor_stats())["pid"]
+        slow = llm.generate(PROMPT, params(3000, fake="slow"), "slow")
+        await anext(slow)
+        waiting = [asyncio.ensure_future(outputs_of(llm, str(i), max_tokens=3000)) for i in range(50)]
+        waiting.append(asyncio.ensure_future(anext(slow)))
+        await asyncio.sleep(0.05)
+        waiting.append(asyncio.ensure_future(outputs_of(llm, "bad", fake=fake)))
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        lost = [result for result in results if isinstance(result, EngineRestartError)]
+        assert len(lost) >= len(results) - 1, "slow may have had a result first"
+        assert re.search(reason, str(lost[0]))
+        assert str(lost[0]).endswith(". The engine restarts; send the request again.")
+        return first
+
+    async def afterwards(llm, first):
+        second = await llm.executor_stats()
+        assert second["pid"] != first
+        assert not second["jax"], "a fake core imports no jax"
+        await llm.check_health()
+        assert await tokens_of(llm) == answer(len(PROMPT), 5)
+
+    async def both():
+        with llm_with_process(step_timeout=0.5 if fake == "hang" else 60.0) as llm:
+            first = await main(llm)
+            assert llm.errored
+            with pytest.raises(EngineDeadError, match=reason):
+                await llm.check_health()
+            await afterwards(llm, first)
+
+    asyncio.run(both())
+    if fake == "hang":
+        assert "in _obey" in caplog.text, "the log shows where it hangs"
+
+
+def test_a_core_that_dies_too_often_stays_dead():
+    async def main(llm):
+        with pytest.raises(EngineRestartError):
+            await outputs_of(llm, fake="die")
+        waits_for_the_next = asyncio.ensure_future(outputs_of(llm))
+        assert (await waits_for_the_next)[-1].finished
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match=r"signal 9.*restarted 1 times within an hour"):
+                await outputs_of(llm, fake="die")
+        with pytest.raises(EngineDeadError):
+            await llm.check_health()
+
+    with llm_with_process(max_restarts=1) as llm:
+        asyncio.run(main(llm))
+
+
+def test_another_front_end_shares_the_core_and_notices_its_death():
+    async def main(one, two):
+        both = await asyncio.gather(tokens_of(one, "r", [7] * 3), tokens_of(two, "r", [7] * 30))
+        assert both == [answer(3, 5), answer(30, 5)]
+        assert await one.executor_stats() == await two.executor_stats()
+        waiting = [asyncio.ensure_future(outputs_of(llm, max_tokens=3000, fake="slow")) for llm in (one, two)]
+        await asyncio.sleep(0.1)
+        os.kill((await two.executor_stats())["pid"], signal.SIGKILL)
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(end) for end in ends] == [EngineRestartError] * 2
+        assert "connection to the engine core broke" in str(ends[1])
+        assert await asyncio.gather(tokens_of(one), tokens_of(two)) == [answer(len(PROMPT), 5)] * 2
+        two.shutdown()
+        assert await tokens_of(one) == answer(len(PROMPT), 5)
+
+    with llm_with_process() as one:
+        asyncio.run(main(one, AsyncLLM.from_address(one.address)))
+
+
+def test_shutting_down_ends_requests_and_everything_after():
+    async def main():
+        with llm_with_process() as llm:
+            waiting = asyncio.ensure_future(outputs_of(llm, max_tokens=3000, fake="slow"))
+            await until(lambda: llm.get_num_unfinished_requests() == 1)
+            asking = asyncio.ensure_future(llm.executor_stats())
+            await asyncio.sleep(0)
+            llm.shutdown()
+            with pytest.raises(EngineDeadError, match="the engine was shut down"):
+                await waiting
+            with pytest.raises(EngineError):
+                await asking
+            with pytest.raises(EngineDeadError):
+                await outputs_of(llm)
+            await llm.abort("r")
+
+    asyncio.run(main())
+
+
+def test_errors_of_loading_come_through():
+    with pytest.raises(CapacityError, match="need 3 GiB"):
+        AsyncLLM.from_config(EngineConfig(), factory="tests.engine.fake_core:build_nothing")
+
+
+def test_progress_of_loading_comes_through():
+    heard = []
+    llm = AsyncLLM.from_config(EngineConfig(), lambda *step: heard.append(step), factory=fake_core.FACTORY)
+    llm.shutdown()
+    assert heard == [("weights", 1, 2), ("weights", 2, 2)]
+
+
+def test_the_front_end_imports_no_jax():
+    program = "import sys; from jaxpaged import AsyncLLM; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

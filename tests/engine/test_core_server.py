@@ -1,0 +1,185 @@
+"""Front ends that misbehave, leave, or call a request as another does, harm nobody."""
+
+import contextlib
+import random
+
+import pytest
+import zmq
+
+from jaxpaged.engine import wire
+from jaxpaged.engine.zmq_client import TYPES, ask_facts, dealer
+from jaxpaged.errors import EngineDeadError
+from jaxpaged.messages import EngineCoreRequest
+from jaxpaged.sampling_params import SamplingParams
+from tests.engine.fake_core import VOCAB_SIZE, answer, core_in_thread
+
+
+class FrontEnd:
+    """One that speaks plain frames."""
+
+    def __init__(self, context, address):
+        self.socket = dealer(context, address)
+        self.send(wire.HELLO, None)
+        self.facts = self.receive(wire.READY)
+
+    def send(self, kind, value):
+        self.socket.send_multipart([kind, *wire.FrameEncoder().encode(value)])
+
+    def receive(self, wanted):
+        """The value of the next message of a kind."""
+        while True:
+            assert self.socket.poll(10_000), f"no {wanted} came"
+            kind, *frames = self.socket.recv_multipart()
+            if kind == wanted:
+                return wire.FrameDecoder(TYPES[kind]).decode(frames[:1] if kind == wire.ANSWER else frames)
+
+    def add(self, request_id, max_tokens=5, num_prompt=4, **params):
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"seed": 0, **params})
+        self.send(wire.ADD, [EngineCoreRequest(request_id, [7] * num_prompt, params, 0.0)])
+
+    def tokens(self, request_id):
+        """All tokens of a request, to its end."""
+        tokens = []
+        while True:
+            for output in self.receive(wire.STEP).outputs:
+                if output.request_id == request_id:
+                    tokens += output.new_token_ids
+                    if output.finish_reason is not None:
+                        return tokens
+
+    def running(self):
+        """How many requests the core has, once it has settled."""
+        while True:
+            stats = self.receive(wire.STATS).scheduler
+            if not stats.num_waiting_reqs:
+                return stats.num_running_reqs
+
+
+@pytest.fixture(scope="module")
+def address():
+    with core_in_thread(max_num_seqs=8, max_model_len=1024) as address:
+        yield address
+
+
+@pytest.fixture
+def connect(address):
+    with contextlib.ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+
+        def connect():
+            front_end = FrontEnd(context, address)
+            stack.callback(front_end.socket.close)
+            return front_end
+
+        yield connect
+
+
+def test_a_front_end_learns_what_it_must_know(address, connect):
+    facts = connect().facts
+    assert facts == ask_facts(address, 5.0)
+    assert facts.vocab_size == VOCAB_SIZE
+    assert facts.options["max_num_seqs"] == 8
+
+
+def test_where_no_core_is_the_error_says_so(tmp_path):
+    with pytest.raises(EngineDeadError, match=r"no engine core answers at ipc://.*within 0\.2 s"):
+        ask_facts(f"ipc://{tmp_path}/x", 0.2)
+
+
+def test_two_front_ends_may_use_the_same_request_id(connect):
+    one, two = connect(), connect()
+    one.add("same", 30, num_prompt=3)
+    two.add("same", 20, num_prompt=9)
+    assert two.tokens("same") == answer(9, 20)
+    assert one.tokens("same") == answer(3, 30)
+
+
+def test_one_front_end_may_not_use_a_request_id_twice(connect):
+    front_end = connect()
+    front_end.add("r", 500)
+    front_end.add("r", 5)
+    refusal = front_end.receive(wire.REFUSED)
+    assert (refusal.request_id, refusal.parameter) == ("r", "request_id")
+    assert front_end.tokens("r")[-100:] == answer(4, 500)[-100:]
+
+
+def test_an_abort_ends_only_the_own_request(connect):
+    one, two = connect(), connect()
+    one.add("same", 900)
+    two.add("same", 300)
+    one.send(wire.ABORT, ["same", "unknown", "same"])
+    assert two.tokens("same") == answer(4, 300)
+    one.add("same", 3)
+    assert one.tokens("same")[-3:] == answer(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("request_", "parameter"),
+    [
+        ({"num_prompt": 2000}, "prompt"),
+        ({"seed": None}, "seed"),
+        ({"n": 2}, "seed"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"num_prompt": 0}, "prompt"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_alone(connect, request_, parameter):
+    front_end = connect()
+    front_end.add("good", 20)
+    front_end.add("bad", **request_)
+    refusal = front_end.receive(wire.REFUSED)
+    assert (refusal.request_id, refusal.parameter) == ("bad", parameter)
+    assert "bad@" not in refusal.message
+    front_end.add("good too", 5)
+    assert front_end.tokens("good too") == answer(4, 5)
+
+
+def test_a_token_id_outside_the_vocabulary_is_refused(connect):
+    front_end = connect()
+    for token_id in (-1, VOCAB_SIZE, 2**40):
+        request = EngineCoreRequest("r", [5, token_id], SamplingParams(seed=0), 0.0)
+        front_end.send(wire.ADD, [request])
+        assert f"vocabulary of {VOCAB_SIZE}" in front_end.receive(wire.REFUSED).message
+
+
+def test_messages_that_make_no_sense_are_dropped(connect):
+    front_end, draw = connect(), random.Random(0)
+    kinds = [wire.HELLO, wire.ADD, wire.ABORT, wire.CALL, b"", b"no kind", b"\xff" * 300]
+    good = wire.FrameEncoder().encode([EngineCoreRequest("r", [1], SamplingParams(seed=0), 0.0)])[0]
+    for _ in range(300):
+        kind, cut = draw.choice(kinds), draw.randrange(len(good))
+        junk = draw.choice([[], [draw.randbytes(20)], [good[:cut]], [good[:cut] + draw.randbytes(3)], [b"\x91" * 5000]])
+        front_end.socket.send_multipart([kind, *junk])
+    front_end.socket.send(b"")
+    front_end.add("good", 5)
+    assert front_end.tokens("good") == answer(4, 5)
+
+
+def test_calls_are_answered_and_unknown_ones_refused(connect):
+    front_end = connect()
+    for call_id, name in enumerate([*wire.CALLS, "shutdown", "__init__"]):
+        front_end.send(wire.CALL, wire.Call(call_id, name))
+        answered = front_end.receive(wire.ANSWER)
+        assert answered.call_id == call_id
+        assert (answered.error is None) == (name in wire.CALLS)
+
+
+def test_requests_of_a_front_end_that_left_are_aborted(connect):
+    leaving, staying = connect(), connect()
+    leaving.add("long", 1000, extra_args={"fake": "slow"})  # 20 s of steps
+    leaving.receive(wire.STEP)
+    leaving.socket.close(linger=0)
+    staying.add("r", 20)
+    assert staying.tokens("r") == answer(4, 20)
+    assert staying.running() == 0
+    staying.add("end slowness", 5, extra_args={"fake": "raise"})
+    assert staying.tokens("end slowness") == []
+
+
+def test_a_front_end_that_does_not_read_stops_nobody(connect):
+    silent, other = connect(), connect()
+    for number in range(8):
+        silent.add(str(number), 1000)
+    other.add("r", 50)
+    assert other.tokens("r") == answer(4, 50)
+    assert silent.tokens("7") == answer(4, 1000)

@@ -1,0 +1,148 @@
+"""A core's process: how it starts, fails to start, ends, and is replaced."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.core_supervisor import CoreSupervisor, private_directory
+from jaxpaged.errors import CapacityError, ConfigError, EngineDeadError
+from tests.engine import fake_core
+
+FAKE = "tests.engine.fake_core"
+
+
+def make_supervisor(factory="build", max_restarts=2, **options):
+    config = EngineConfig.from_options(**options)
+    return CoreSupervisor(config, step_timeout=60.0, max_restarts=max_restarts, factory=f"{FAKE}:{factory}")
+
+
+def alive(pid):
+    """Whether a process exists and is more than an entry in the system's table."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def wait_for(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_a_process_dies_and_is_replaced_until_it_has_died_too_often():
+    supervisor, states = make_supervisor(max_restarts=1, max_num_seqs=4), []
+    supervisor.listen(states.append)
+    try:
+        assert supervisor.start().options["max_num_seqs"] == 4
+        supervisor.wait_until_serving()
+        first = supervisor.pid
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: [state.phase for state in states] == ["serving", "restarting", "serving"])
+        assert supervisor.pid != first
+        os.kill(supervisor.pid, signal.SIGKILL)
+        wait_for(lambda: supervisor.state.phase == "dead")
+        assert "signal 9 (SIGKILL" in states[1].reason
+        assert "restarted 1 times within an hour" in supervisor.state.reason
+    finally:
+        supervisor.close()
+    assert not os.path.exists(os.path.dirname(supervisor.address.removeprefix("ipc://")))
+
+
+def test_closing_ends_the_process_and_removes_its_directory():
+    supervisor = make_supervisor()
+    supervisor.start()
+    directory = Path(supervisor.address.removeprefix("ipc://")).parent
+    assert directory.stat().st_mode & 0o777 == 0o700
+    supervisor.wait_until_serving()
+    for harmless in (signal.SIGINT, signal.SIGTERM):  # the front end decides when to end
+        os.kill(supervisor.pid, harmless)
+    time.sleep(0.05)
+    assert supervisor.state.phase == "serving"
+    assert alive(supervisor.pid)
+    assert os.getpgid(supervisor.pid) != os.getpgid(0), "a terminal's Ctrl-C would reach it"
+    supervisor.close()
+    supervisor.close()
+    assert not alive(supervisor.pid)
+    assert not directory.exists()
+
+
+def test_closing_while_it_loads_ends_it_at_once():
+    supervisor = make_supervisor()
+    supervisor.start()
+    supervisor.close()
+    assert not alive(supervisor.pid)
+
+
+def test_an_error_of_loading_keeps_its_class_and_its_words():
+    supervisor = make_supervisor("build_nothing")
+    supervisor.start()
+    with pytest.raises(CapacityError, match="need 3 GiB, but 2 GiB are free"):
+        supervisor.wait_until_serving()
+    supervisor.close()
+
+
+def test_options_that_contradict_each_other_are_found_at_the_start():
+    supervisor = make_supervisor(max_model_len=5000)
+    with pytest.raises(ConfigError, match="max_model_len is 5000, but the model was made for 4096"):
+        supervisor.start()
+    supervisor.close()
+
+
+def test_a_process_that_is_killed_while_it_loads_is_not_tried_again():
+    supervisor = make_supervisor("build_and_die")
+    with pytest.raises(EngineDeadError, match=r"signal 9 \(SIGKILL.*while it was loading"):
+        supervisor.start()
+    supervisor.close()
+
+
+def test_an_option_that_is_no_plain_data_is_refused():
+    with pytest.raises(ConfigError, match="logits_processors is .*module:Class"):
+        make_supervisor(logits_processors=[object])
+
+
+def test_a_socket_needs_a_short_path(monkeypatch, tmp_path):
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(ConfigError, match="Set TMPDIR to a shorter folder"):
+        private_directory()
+    assert not list(long.iterdir())
+
+
+PARENT = """
+import os, sys
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.core_supervisor import CoreSupervisor
+supervisor = CoreSupervisor(EngineConfig(), step_timeout=60.0, max_restarts=5, factory=sys.argv[1])
+supervisor.start()
+supervisor.wait_until_serving()
+print(supervisor.pid, supervisor.address.removeprefix("ipc://"), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_process_ends_with_its_parent():
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT, fake_core.FACTORY], capture_output=True, text=True, check=False, cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])},
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid, socket = done.stdout.split()
+    wait_for(lambda: not alive(int(pid)))
+    wait_for(lambda: not os.path.exists(os.path.dirname(socket)))
+
+
+def test_no_thread_is_left_behind():
+    supervisor = make_supervisor()
+    before = threading.active_count()
+    supervisor.start()
+    supervisor.close()
+    assert threading.active_count() == before

@@ -1,0 +1,89 @@
+"""`jaxpaged serve`: flags, and how engine and server are put together."""
+
+import asyncio
+
+import pytest
+
+from jaxpaged.entrypoints.cli import main
+from jaxpaged.entrypoints.cli import serve as serve_command
+from jaxpaged.errors import CapacityError
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+
+from jaxpaged.entrypoints.http import server
+from tests.entrypoints.http.async_engine import FakeAsyncEngine
+
+
+@pytest.fixture
+def served(monkeypatch, capsys):
+    """`served("serve", ...)`: (exit status, service or None, keys, engine options, what was printed)."""
+
+    def run(*arguments, fail=None):
+        seen = {"options": None, "service": None, "keys": None, "shut_down": False}
+
+        class Engine(FakeAsyncEngine):
+            def shutdown(self):
+                seen["shut_down"] = True
+
+        def open_engine(options, progress):
+            seen["options"] = dict(options)
+            if fail is not None:
+                raise fail
+            return Engine(model=options.get("model", "demo"))
+
+        async def serve(service, sockets, keys):
+            seen.update(service=service, keys=list(keys))
+            sockets.public.close()
+            await asyncio.sleep(0)
+
+        monkeypatch.setattr(serve_command, "open_async_engine", open_engine)
+        monkeypatch.setattr(server, "serve", serve)
+        try:
+            status = main(["serve", "--port", "0", *arguments])
+        except SystemExit as end:
+            status = end.code
+        return status, seen, capsys.readouterr().err
+
+    return run
+
+
+def test_the_embedded_model_is_served_on_this_machine_by_default(served):
+    status, seen, err = served()
+    assert status == 0 and seen["options"] == {} and seen["keys"] == [] and seen["shut_down"]
+    assert seen["service"].model.names == ("demo",)
+    assert "demo is served at http://127.0.0.1:" in err and "no API key" in err
+
+
+def test_engine_flags_reach_the_engine_and_server_flags_the_server(served):
+    _, seen, err = served(
+        "org/tiny", "--max-num-seqs", "3", "--api-key", "a,b", "--served-model-name", "x,y", "--shutdown-timeout", "2.5"
+    )
+    assert seen["options"] == {"model": "org/tiny", "max_num_seqs": 3} and seen["keys"] == ["a", "b"]
+    options = seen["service"].options
+    assert options.shutdown_timeout == 2.5 and seen["service"].model.names == ("x", "y")
+    assert "an API key is needed" in err
+
+
+def test_two_models_are_refused(served):
+    status, _, err = served("one", "--model", "two")
+    assert status == 2 and "two models" in err
+
+
+@pytest.mark.parametrize("arguments", [["--port", "99999"], ["--max-body-bytes", "0"], ["--api-key-file", "/no/file"]])
+def test_wrong_options_are_found_before_anything_is_loaded(served, arguments):
+    status, seen, err = served(*arguments)
+    assert status == 2 and seen["options"] is None and "error" in err
+
+
+def test_an_engine_that_does_not_start_is_one_line_and_an_exit_status(served):
+    status, seen, err = served(fail=CapacityError("the weights need 5 GiB. Use another device."))
+    assert status == 1 and err.count("\n") == 1 and "5 GiB" in err and seen["service"] is None
+
+
+def test_missing_libraries_are_named_with_the_extra_that_brings_them(served, monkeypatch):
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
+    status, _, err = served()
+    assert status == 2 and "uvicorn" in err and "jaxpaged[serve]" in err

@@ -1,0 +1,109 @@
+"""An asynchronous engine in the event loop, over the engine whose model is a function: no device, no process."""
+
+import asyncio
+import contextlib
+
+from jaxpaged.errors import EngineDeadError, EngineError
+from tests.engine.fake_engine import make_engine
+
+
+class FakeAsyncEngine:
+    """Steps a `LLMEngine` while there is something to do, and hands its results to whoever waits for them.
+
+    `paused`: nothing is stepped, so requests stay under way. `is_dead`: it answers nothing any more.
+    """
+
+    def __init__(self, **options):
+        self.engine, self.executor = make_engine(**options)
+        self.input_processor = self.engine.input_processor
+        self.config = self.engine.config
+        self.is_dead = False
+        self.level = None
+        self.aborted = []
+        self.seen = []  # (prompt, params, request id) in order of arrival
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self._results = {}
+        self._stepper = None
+
+    @property
+    def is_running(self):
+        return not self.is_dead and self.level is None
+
+    @property
+    def errored(self):
+        return self.is_dead
+
+    async def generate(
+        self, prompt, sampling_params, request_id, *, priority=0, arrival_time=None, truncate_prompt_tokens=None,
+        add_special_tokens=True,
+    ):  # fmt: skip
+        if self.is_dead:
+            raise EngineDeadError("the engine core at 0x7f0012345678 died: /srv/engine/core.py. Restart it.")
+        self.engine.add_request(
+            request_id, prompt, sampling_params, priority=priority, arrival_time=arrival_time,
+            add_special_tokens=add_special_tokens, truncate_prompt_tokens=truncate_prompt_tokens,
+        )  # fmt: skip
+        self.seen.append((prompt, sampling_params, request_id))
+        results = self._results[request_id] = asyncio.Queue()
+        if self._stepper is None or self._stepper.done():
+            self._stepper = asyncio.ensure_future(self._step_on())
+        finished = False
+        try:
+            while not finished:
+                output = await results.get()
+                if isinstance(output, Exception):
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            del self._results[request_id]
+            if not finished:
+                self.aborted.append(request_id)
+                self.engine.abort_request(request_id)
+
+    async def encode(self, prompt, pooling_params, request_id, *, priority=0):
+        async with contextlib.aclosing(self.generate(prompt, pooling_params, request_id, priority=priority)) as results:
+            async for output in results:
+                yield output
+
+    async def _step_on(self):
+        while self.engine.has_unfinished_requests():
+            await self.go_on.wait()
+            try:
+                outputs = self.engine.step()
+            except EngineError as error:
+                outputs = []
+                for results in self._results.values():
+                    results.put_nowait(error)
+            for output in outputs:
+                self._results[output.request_id].put_nowait(output)
+            await asyncio.sleep(0)
+
+    async def abort(self, request_ids):
+        for output in self.engine.abort_request(request_ids):
+            self.aborted.append(output.request_id)
+            self._results[output.request_id].put_nowait(output)
+
+    async def check_health(self):
+        if self.is_dead:
+            raise EngineDeadError("the engine core died.")
+
+    async def reset_prefix_cache(self):
+        return self.engine.reset_prefix_cache()
+
+    async def sleep(self, level=1):
+        self.level = level
+
+    async def wake_up(self, tags=None):
+        self.level = None
+
+    async def is_sleeping(self):
+        return self.level is not None
+
+    def get_metrics(self):
+        return self.engine.get_metrics()
+
+    def shutdown(self):
+        with contextlib.suppress(AttributeError):
+            self._stepper.cancel()

@@ -1,0 +1,230 @@
+"""The process: sockets, protocol limits, signals, keys."""
+
+import asyncio
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpaged.entrypoints.http import server
+from jaxpaged.entrypoints.http.listener import bind, url_of
+from jaxpaged.entrypoints.http.options import ServerOptions
+from jaxpaged.errors import ConfigError, UsageError
+from tests.entrypoints.http.live_server import live_server
+
+ROOT = Path(__file__).parents[3]
+BODY = json.dumps({"prompt": "the cat", "max_tokens": 20, "stream": True, "ignore_eos": True})
+JSON = {"Content-Type": "application/json"}
+
+
+def connect(url):
+    return http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+
+
+def get(url, path):
+    connection = connect(url)
+    connection.request("GET", path)
+    return connection.getresponse().status
+
+
+# ---- protocol
+
+
+@pytest.fixture(scope="module")
+def url():
+    with live_server(options={"max_header_bytes": 2000, "max_body_bytes": 3000}) as (url, _):
+        yield url
+
+
+def exchange(url, data):
+    """What the server answers to raw bytes, until it closes the connection."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    received = b""
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(data)
+        while piece := connection.recv(65536):
+            received += piece
+    return received
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_long_headers_are_refused_whether_they_end_or_not(url, cut):
+    answer = exchange(url, b"GET /health HTTP/1.1\r\nHost: a\r\nX-Long: " + b"a" * 3000 + (b"" if cut else b"\r\n\r\n"))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431") and json.loads(body)["error"]["code"] == 431
+
+
+def test_many_short_headers_are_refused_too(url):
+    headers = b"".join(b"X-%d: a\r\n" % i for i in range(500))
+    assert exchange(url, b"GET /health HTTP/1.1\r\nHost: a\r\n" + headers + b"\r\n").startswith(b"HTTP/1.1 431")
+
+
+def test_what_is_not_http_is_refused(url):
+    assert exchange(url, b"hello\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_long_body_gives_413_announced_or_not(url, announced):
+    connection = connect(url)
+    body = b" " * 5000
+    connection.request("POST", "/tokenize", body if announced else iter([body]), JSON)
+    answer = connection.getresponse()
+    assert answer.status == 413 and json.loads(answer.read())["error"]["type"] == "RequestTooLargeError"
+
+
+def test_a_connection_serves_several_requests(url):
+    connection = connect(url)
+    for _ in range(3):
+        connection.request("POST", "/tokenize", '{"prompt": "the cat"}', JSON)
+        assert json.loads(connection.getresponse().read())["count"] > 0
+
+
+def test_a_client_that_closes_its_socket_aborts_its_request():
+    with live_server() as (url, service):
+        service.engine.executor.longest_run = 1
+        connection = connect(url)
+        connection.request("POST", "/v1/completions", BODY.replace("20", "50"), JSON)
+        connection.getresponse().readline()
+        connection.close()
+        assert wait_for(lambda: len(service.traffic) == 0)
+
+
+def wait_for(condition, seconds=10):
+    import time
+
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+# ---- options and sockets
+
+
+def test_a_taken_address_is_named_before_anything_is_loaded():
+    taken = bind("127.0.0.1", 0)
+    taken.listen()
+    port = taken.getsockname()[1]
+    with pytest.raises(UsageError, match=f"127.0.0.1:{port}.*--port"):
+        server.Sockets(ServerOptions(port=port))
+    with pytest.raises(UsageError, match="--admin-port"):
+        server.Sockets(ServerOptions(port=0, admin_port=port))
+    with pytest.raises(UsageError, match="--host"):
+        bind("no.such.host.invalid", 0)
+    taken.close()
+
+
+def test_the_server_listens_on_the_loopback_address_unless_told_otherwise():
+    sockets = server.Sockets(ServerOptions(port=0))
+    assert sockets.urls == [url_of(sockets.public)] and sockets.urls[0].startswith("http://127.0.0.1:")
+    sockets.public.close()
+
+
+def test_keys_come_from_flags_and_from_a_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("one\n\n  two \n")
+    options = ServerOptions.from_options({"api_key": ("zero",), "api_key_file": str(file)})
+    assert server.api_keys(options) == ["zero", "one", "two"]
+    file.write_text("\n")
+    with pytest.raises(UsageError, match="holds no key"):
+        server.api_keys(ServerOptions(api_key_file=str(file)))
+    with pytest.raises(UsageError, match="cannot read"):
+        server.api_keys(ServerOptions(api_key_file=str(tmp_path / "none")))
+    with pytest.raises(UsageError, match="empty"):
+        server.api_keys(ServerOptions(api_key=("",)))
+
+
+@pytest.mark.parametrize("options", [{"port": 70000}, {"shutdown_timeout": -1.0}, {"max_body_bytes": 0}, {"host": ""}])
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        ServerOptions.from_options(options)
+
+
+# ---- coming to rest
+
+
+class Program:
+    """The server as a process, with one stream under way."""
+
+    def __init__(self, gate, timeout):
+        command = [sys.executable, "-m", "tests.entrypoints.http.live_server", str(gate), str(timeout)]
+        self.gate = gate
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self.url, self.admin = self.process.stdout.readline().split()
+        self.connection = connect(self.url)
+        self.connection.request("POST", "/v1/completions", BODY, JSON)
+        self.answer = self.connection.getresponse()
+        self.answer.readline()
+
+    def stop(self):
+        self.process.send_signal(signal.SIGTERM)
+
+    def end(self):
+        """(exit status, how many requests were aborted, the rest of the stream)"""
+        rest = self.answer.read().decode()
+        out, _ = self.process.communicate(timeout=20)
+        return self.process.returncode, int(out.split()[-1]), rest
+
+
+@pytest.fixture
+def program(tmp_path):
+    started = []
+
+    def start(timeout):
+        started.append(Program(tmp_path / "gate", timeout))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.communicate()
+
+
+def test_after_sigterm_requests_finish_while_the_probes_send_new_ones_elsewhere(program):
+    running = program(timeout=20)
+    assert (get(running.url, "/ready"), get(running.admin, "/ready")) == (200, 200)
+    running.stop()
+    assert wait_for(lambda: get(running.url, "/ready") == 503)
+    assert get(running.url, "/health") == 200
+    refused = connect(running.url)
+    refused.request("POST", "/v1/completions", BODY, JSON)
+    assert refused.getresponse().status == 503
+    running.gate.touch()
+    status, num_aborted, rest = running.end()
+    assert (status, num_aborted) == (0, 0)
+    assert '"finish_reason":"length"' in rest and rest.endswith("data: [DONE]\n\n")
+
+
+def test_what_does_not_finish_in_time_is_aborted_and_told_so(program):
+    running = program(timeout=0.2)
+    running.stop()
+    assert wait_for(lambda: get(running.url, "/ready") == 503)
+    status, num_aborted, rest = running.end()
+    assert (status, num_aborted) == (0, 1)
+    assert '"finish_reason":"abort"' in rest and rest.endswith("data: [DONE]\n\n")
+
+
+def test_a_second_signal_aborts_at_once(program):
+    running = program(timeout=1000)
+    running.stop()
+    assert wait_for(lambda: get(running.url, "/ready") == 503)
+    running.stop()
+    status, num_aborted, rest = running.end()
+    assert (status, num_aborted) == (0, 1) and '"finish_reason":"abort"' in rest
+
+
+def test_an_idle_server_stops_at_once():
+    async def scenario():
+        from tests.entrypoints.http.live_server import make_service
+
+        service, stop = make_service(), server.StopRequests()
+        stop.on_signal()
+        await asyncio.wait_for(server.come_to_rest(service, stop), 5)
+        return service.traffic.draining
+
+    assert asyncio.run(scenario())
