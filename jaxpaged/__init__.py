@@ -11,16 +11,22 @@ if TYPE_CHECKING:
     from jaxpaged.engine.async_llm import AsyncLLM
     from jaxpaged.entrypoints.llm import LLM
     from jaxpaged.messages import RequestOutput
+    from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
     from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM", "AsyncLLM", "BeamSearchParams", "EngineConfig", "PoolingParams", "PoolingRequestOutput", "RequestOutput",
+    "SamplingParams",
+]  # fmt: skip
 
 _MODULES = {
     "LLM": "jaxpaged.entrypoints.llm",
     "AsyncLLM": "jaxpaged.engine.async_llm",
     "BeamSearchParams": "jaxpaged.sampling_params",
     "EngineConfig": "jaxpaged.config",
+    "PoolingParams": "jaxpaged.pooling",
+    "PoolingRequestOutput": "jaxpaged.pooling",
     "RequestOutput": "jaxpaged.messages",
     "SamplingParams": "jaxpaged.sampling_params",
 }

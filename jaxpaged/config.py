@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpaged.errors import ConfigError, did_you_mean
+from jaxpaged.pooling import CONVERSIONS, RUNNERS, resolved_pooling
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -67,6 +68,15 @@ class ModelConfig:
     override_generation_config: dict[str, Any] = option({}, "sampling defaults that override generation_config.json")
     chat_template: str | None = option(None, "a Jinja file, or a template in one line, in place of the model's own")
     logits_processors: tuple[Any, ...] = option((), "custom logits processors, as classes or 'module:Class'")
+    runner: str = option(
+        "auto", "what the engine is for: to generate, or pooling (embeddings, scores)", choices=RUNNERS
+    )
+    convert: str = option(
+        "auto", "what a pooling engine gives: embed, or classify with the checkpoint's classifier", choices=CONVERSIONS
+    )
+    pooler_config: dict[str, Any] = option(
+        {}, "pooling_type LAST, MEAN or CLS (the latter two without prefix caching), and use_activation"
+    )
 
 
 @dataclass(frozen=True)
@@ -139,7 +149,9 @@ class CompileConfig:
     )
     attention_backend: str = option(
         "auto", "which attention kernel; those that end in -interpret simulate a device, very slowly, for tests",
-        choices=("auto", "reference", "tpu", "gpu", "tpu-interpret", "gpu-interpret"),
+        choices=(
+            "auto", "reference", "tpu", "gpu", "gpu-triton", "tpu-interpret", "gpu-interpret", "gpu-triton-interpret",
+        ),
     )
     deterministic: bool = option(
         False, "the same bits for a request in every batch, however its prompt is cut, cached or computed again"
@@ -154,6 +166,8 @@ class ModelFacts:
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
     num_heads: int
     vocab_size: int
+    task: str = "generate"  # what the checkpoint is made for; or "embed", "classify"
+    pooler: Mapping[str, Any] = field(default_factory=dict)  # pooling options that come with it
 
 
 # What suits a platform: (block_size, max_num_batched_tokens, max_num_seqs). On a CPU prefill chunks of about 512
@@ -197,6 +211,8 @@ class EngineConfig:
         """Settle what model and platform decide. Raises ConfigError where options contradict each other."""
         max_model_len = self.model.max_model_len or facts.max_position_embeddings
         dtype = facts.dtype if self.model.dtype == "auto" else self.model.dtype
+        given = self.model
+        pooling = resolved_pooling(given.runner, given.convert, given.pooler_config, facts.task, facts.pooler)
         config = dataclasses.replace(
             self,
             model=dataclasses.replace(
@@ -205,6 +221,7 @@ class EngineConfig:
                 tokenizer=self.model.tokenizer or self.model.model,
                 max_model_len=max_model_len,
                 max_logprobs=facts.vocab_size if self.model.max_logprobs == -1 else self.model.max_logprobs,
+                **pooling,
             ),
             cache=dataclasses.replace(
                 self.cache,
@@ -215,7 +232,28 @@ class EngineConfig:
         )
         config._cross_check(facts)
         config._check_deterministic(platform)
-        return config
+        return config._for_pooling() if pooling["runner"] == "pooling" else config
+
+    def _for_pooling(self) -> "EngineConfig":
+        """What follows from pooling: no decode steps, and no cached tokens where every token's hidden state counts."""
+        if self.scheduler.num_scheduler_steps not in (None, 1) or self.model.logits_processors:
+            name = "logits_processors" if self.model.logits_processors else "num_scheduler_steps"
+            raise ConfigError(f"{name} is given, but a pooling engine draws no tokens. Leave it out.")
+        if self.compile.deterministic and (self.model.convert, self.model.pooler_config["pooling_type"]) != (
+            "embed", "LAST",
+        ):  # fmt: skip
+            raise ConfigError(
+                "deterministic was asked for, but sums over chunks and classifiers have not been shown to be the same "
+                "in every batch. Use embeddings of the last token, or leave it out."
+            )
+        reads_cache = self.model.pooler_config["pooling_type"] == "LAST"
+        return dataclasses.replace(
+            self,
+            scheduler=dataclasses.replace(self.scheduler, num_scheduler_steps=1),
+            cache=dataclasses.replace(
+                self.cache, enable_prefix_caching=self.cache.enable_prefix_caching and reads_cache
+            ),
+        )
 
     def _check_deterministic(self, platform: str) -> None:
         """Raise ConfigError where equal bits in every batch are unproven."""

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from jaxpaged.pooling import PoolingParams
 from jaxpaged.sampling_params import SamplingParams
 
 # Why a request ended, as clients see it.
@@ -28,7 +29,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
 
     `sampling_params` is complete: `max_tokens` is a number, `seed` a 64-bit integer, `stop_token_ids` holds the
     model's own end-of-sequence ids unless `ignore_eos`. `eos_token_id` is the id that ends the text with a
-    `stop_reason` of None.
+    `stop_reason` of None. With `pooling_params` the step that would draw the first token gives the prompt's numbers
+    instead, and ends the request; its sampling parameters ask for that one token.
     """
 
     request_id: str
@@ -40,6 +42,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     cache_salt: str | None = None
     lora_name: str | None = None
     mm_hashes: list[tuple[str, int, int]] = []  # (content hash, offset in the prompt, length)
+    pooling_params: PoolingParams | None = None
 
 
 # ---- Scheduler -> ModelRunner ------------------------------------------------------------------
@@ -134,6 +137,8 @@ class ModelRunnerOutput(msgspec.Struct):
     `failed` maps a request to the reason why its own computation failed (for example logits that are not a
     number); its token is not to be used, while those of its run before it are good. Other requests of the step are
     unharmed.
+
+    A pooling engine gives `pooled`, a float32 line per request, in place of tokens.
     """
 
     step_id: int
@@ -144,6 +149,7 @@ class ModelRunnerOutput(msgspec.Struct):
     failed: dict[str, str] = {}
     buckets: StepBuckets | None = None  # None where nothing is padded
     token_runs: list[list[int]] | None = None
+    pooled: np.ndarray | None = None
 
 
 # ---- Scheduler -> front end --------------------------------------------------------------------
@@ -169,6 +175,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None  # with finish_reason "error"
+    pooled: np.ndarray | None = None  # float32, of a pooling request that is done
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):

@@ -19,6 +19,18 @@ MAX_BYTES = 2**18
 MAX_CHOICES = 4096
 
 
+class Thinking(msgspec.Struct, array_like=True, frozen=True):
+    """Free text that comes before an answer, up to the marker `end`.
+
+    `is_open`: the model thinks already when it begins to answer. If not, it may begin with the marker `start`, or not
+    think at all.
+    """
+
+    start: str
+    end: str
+    is_open: bool
+
+
 class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, frozen=True, repr_omit_defaults=True):
     """Exactly one of the first five. Raises RequestError, with `parameter` naming the field, for what cannot be.
 
@@ -30,6 +42,7 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, fro
     disable_any_whitespace: JSON without white space between its parts.
     disable_additional_properties: objects have only the properties that the schema names, where it does not say.
     whitespace_pattern: a regular expression for the white space between the parts of JSON.
+    thinking: what may come before the answer, for those who know how the model writes it; no field of requests.
     """
 
     json: str | dict[str, Any] | None = None
@@ -40,13 +53,15 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, fro
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    thinking: Thinking | None = None
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "StructuredOutputsParams":
         """Build from names and values, such as a JSON object. Unknown names raise RequestError."""
+        public = [name for name in cls.__struct_fields__ if name != "thinking"]
         for name in values:
-            if name not in cls.__struct_fields__:
-                near = did_you_mean(str(name), cls.__struct_fields__)
+            if name not in public:
+                near = did_you_mean(str(name), public)
                 raise refusal(f"has the unknown field {name!r}.{near or ' Leave it out.'}")
         return cls(**values)
 

@@ -60,14 +60,14 @@ def layer_with(backend: GpuBackend, step: ServingStep) -> Callable:
 
 def block_table(step: ServingStep) -> np.ndarray:
     """Shuffled blocks for every row, from 1 on, where attention's null block is 0: [R, M]."""
-    return shuffled_blocks([sum(row) for row in step.rows], step.shape.block_size, first=1)
+    return shuffled_blocks([sum(row) for row in step.rows], step.shape.block_size, first_id=1)
 
 
-def shuffled_blocks(lengths: list[int], block_size: int, first: int = 0) -> np.ndarray:
-    """Blocks for contexts of these lengths, from `first` on, none of them twice: [R, M], zeros behind a row's last."""
+def shuffled_blocks(lengths: list[int], block_size: int, first_id: int = 0) -> np.ndarray:
+    """Blocks for contexts of these lengths, from `first_id` on, none twice: [R, M], zeros behind a row's last."""
     needed = [ceil_div(length, block_size) for length in lengths]
     table_RM = np.zeros((len(needed), max(needed)), np.int32)
-    ids = np.random.default_rng(0).permutation(sum(needed)) + first
+    ids = first_id + np.random.default_rng(0).permutation(sum(needed))
     for row, begin in enumerate(np.cumsum([0, *needed[:-1]])):
         table_RM[row, : needed[row]] = ids[begin : begin + needed[row]]
     return table_RM

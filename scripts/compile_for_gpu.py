@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """Compile the GPU kernels of an op for a GPU that this machine does not have, and print what they take.
 
-    python scripts/compile_for_gpu.py [--op OP] [--target h100|a100|b200] [--shapes NAME ...] [--json]
+    python scripts/compile_for_gpu.py [--op OP] [--backend NAME] [--target h100|a100|b200] [--shapes NAME ...] [--json]
 
 Needs the extra `aot-gpu`. For each kernel: registers per thread and spilled bytes as ptxas reports them, the shared
 memory of a program, and how many programs a core holds by both. The process compiles through a copy of the CUDA
-folder whose ptxas keeps its reports.
+folder whose ptxas keeps its reports. What jax-triton compiles, which needs that package too, is assembled once more:
+it looks for ptxas elsewhere. A kernel that several shapes share is reported for the first of them.
 """
 
 import argparse
@@ -13,7 +14,9 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -50,6 +53,8 @@ def prepare(folder: Path) -> None:
     ptxas.write_text(PTXAS.format(ptxas=cuda / "bin" / "ptxas", reports=folder / "reports"), encoding="utf-8")
     ptxas.chmod(ptxas.stat().st_mode | stat.S_IXUSR)
     os.environ["CUDA_ROOT"] = str(folder)
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), str(folder / "bin")])
+    os.environ["JAX_TRITON_DUMP_DIR"] = str(folder / "triton")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # what is cached is not reported
@@ -65,6 +70,20 @@ def reports_of(folder: Path) -> Iterator[dict[str, Any]]:
             shared[name] = int(size)
     for path in (folder / "dump").iterdir():
         path.unlink()
+    assembled = sorted((folder / "triton").glob("*/*.ptx"))
+    names = {path.stem for path in assembled}
+    yield from (report for report in parsed_reports(folder, shared) if report["kernel"] not in names)
+    for path in assembled:
+        target = re.search(r"^\.target (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)[1]
+        command = [folder / "bin" / "ptxas", f"--gpu-name={target}", "-o", os.devnull, path]
+        subprocess.run(command, check=True, capture_output=True)
+        size = re.search(r"shared_mem_bytes: (\d+)", path.with_suffix(".compile_info").read_text(encoding="utf-8"))
+        yield from parsed_reports(folder, {path.stem: int(size[1])})
+    shutil.rmtree(folder / "triton", ignore_errors=True)
+
+
+def parsed_reports(folder: Path, shared: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """What ptxas has reported, with the shared memory of each kernel; removes it."""
     for path in sorted((folder / "reports").iterdir()):
         text = path.read_text(encoding="utf-8")
         for name, spills, registers in re.findall(
@@ -81,6 +100,7 @@ def reports_of(folder: Path) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", default=ATTENTION, help=f"{ATTENTION} or another folder of pallas_kernels")
+    parser.add_argument("--backend", default="gpu", help=f"gpu, or gpu-triton, which {ATTENTION} has")
     parser.add_argument("--target", default="h100", help="a100, h100 or b200")
     parser.add_argument("--shapes", nargs="*", help="names of shapes; all by default")
     parser.add_argument("--json", action="store_true", help="one JSON object per kernel")
@@ -93,7 +113,7 @@ def main() -> None:
 def compile_all(folder: Path, options: argparse.Namespace) -> None:
     from pallas_kernels.gpu_targets import TARGETS, compile_for
 
-    for name, program in programs_of(options.op):
+    for name, program in programs_of(options.op, options.backend):
         if options.shapes and name not in options.shapes:
             continue
         compile_for(TARGETS[options.target], program.function, *program.args, donate=program.donate)
@@ -102,17 +122,17 @@ def compile_all(folder: Path, options: argparse.Namespace) -> None:
                 show({"target": options.target, "shape": name, **report}, options.json)
 
 
-def programs_of(op: str) -> Iterator[tuple[str, Any]]:
+def programs_of(op: str, backend: str) -> Iterator[tuple[str, Any]]:
     """(name, program) of the op's serving cases."""
     from pallas_kernels.programs import Program, programs
     from pallas_kernels.ragged_paged_attention.cases import SERVING_SHAPES
     from pallas_kernels.testing import layer_of
 
     if op != ATTENTION:
-        yield from programs(op, "gpu")
+        yield from programs(op, backend)
         return
     for shape in SERVING_SHAPES:
-        yield shape.name, Program(*layer_of(shape, "gpu"), donate=(0,))
+        yield shape.name, Program(*layer_of(shape, backend), donate=(0,))
 
 
 def show(report: dict[str, Any], as_json: bool) -> None:

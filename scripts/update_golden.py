@@ -71,7 +71,10 @@ def record_all(names: list[str]) -> None:
     sys.path.insert(0, str(ROOT / "tests" / "models"))
     import checkpoints
 
-    for name in names or checkpoints.CONFIGS:
+    if not names or "pooling" in names:
+        golden = record_pooling()
+        (GOLDEN / "pooling.json").write_text(json.dumps(golden) + "\n")
+    for name in [name for name in names if name != "pooling"] or (() if names else checkpoints.CONFIGS):
         with tempfile.TemporaryDirectory() as folder:
             golden = record(checkpoints, name, checkpoints.write_checkpoint(name, Path(folder)))
         (GOLDEN / f"{name}.json").write_text(json.dumps(golden) + "\n")
@@ -105,6 +108,42 @@ def record(checkpoints: Any, name: str, folder: Path) -> dict[str, Any]:
         "greedy": greedy,
         "margin": round(margin, 4),
     }
+
+
+def record_pooling() -> dict[str, Any]:
+    """What the checkpoints of tests/models/pooling_checkpoints.py give for each of their prompts, in float32."""
+    sys.path.insert(0, str(ROOT))
+    from tests.models import pooling_checkpoints as pooling
+
+    golden: dict[str, Any] = {}
+    for name in pooling.CHECKPOINTS:
+        with tempfile.TemporaryDirectory() as folder:
+            golden[name] = [pooled(pooling.write(name, Path(folder)), ids) for ids in pooling.prompts(name)]
+        print(name, flush=True)
+    return golden
+
+
+def pooled(folder: Path, prompt: list[int]) -> dict[str, list[float]]:
+    """The logits of a classifier, or the last, the first and the mean hidden state, not normalised."""
+    import torch
+    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+    classifies = AutoConfig.from_pretrained(folder).architectures[0].endswith("ForSequenceClassification")
+    kind = AutoModelForSequenceClassification if classifies else AutoModel
+    model, report = kind.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not {*report["missing_keys"], *report["unexpected_keys"]}, report
+    with torch.no_grad():
+        output = model(torch.tensor([prompt]))
+    if classifies:
+        return {"logits": rounded(output.logits[0])}
+    hidden = output.last_hidden_state[0]
+    return {"LAST": rounded(hidden[-1]), "CLS": rounded(hidden[0]), "MEAN": rounded(hidden.double().mean(0))}
+
+
+def rounded(values: Any) -> list[float]:
+    return [round(value, 5) for value in values.tolist()]
 
 
 def continue_greedily(model: Any, prompt: list[int], count: int) -> tuple[list[int], float]:

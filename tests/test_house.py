@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TOP_LEVEL = {"LICENSE", "README.md", "configs", "jaxpaged", "pallas_kernels", "pyproject.toml", "scripts", "tests"}
 
-LEAVES = {"config", "errors", "kv_cache_spec", "messages", "plan", "sampling_params", "structured_outputs"}
+LEAVES = {"config", "errors", "kv_cache_spec", "messages", "plan", "pooling", "sampling_params", "structured_outputs"}
 # Who may import whom. Every layer may import itself and the leaves.
 LAYERS = {
     "entrypoints": {"engine", "parsing"},
@@ -63,10 +63,7 @@ LONG: dict[str, str] = {
 }
 
 # What pip calls a distribution, where it is not the name of the module.
-DISTRIBUTIONS = {
-    "yaml": "pyyaml", "orbax": "orbax-checkpoint", "jax_triton": "jax-triton", "triton": "jax-triton",
-    "zmq": "pyzmq",
-}  # fmt: skip
+DISTRIBUTIONS = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "jax_triton": "jax-triton", "zmq": "pyzmq"}
 
 
 def sources(*folders: str) -> list[tuple[str, ast.Module]]:

@@ -4,8 +4,11 @@ llguidance is imported where it is used: only requests with structured outputs n
 """
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from jaxpaged.core.thinking_grammar import after_thinking
 from jaxpaged.errors import RequestError
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
@@ -18,8 +21,17 @@ MOST_LEXER_STATES = 50_000
 """1 to 2 kB each, in every matcher."""
 
 
-def grammar_text(params: StructuredOutputsParams) -> str:
-    """Raises RequestError when it cannot be written as a grammar, or when llguidance is not installed."""
+def grammar_text(params: StructuredOutputsParams, added_tokens: Mapping[str, int] = MappingProxyType({})) -> str:
+    """The grammar of an answer, and of the thinking before it. `added_tokens` are those outside the vocabulary's model,
+    by text: a model writes a marker that is one of them with that token.
+
+    Raises RequestError when it cannot be written as a grammar, or when llguidance is not installed.
+    """
+    answer = answer_grammar(params)
+    return answer if params.thinking is None else after_thinking(answer, params.thinking, added_tokens)
+
+
+def answer_grammar(params: StructuredOutputsParams) -> str:
     llguidance = import_llguidance()
     try:
         match params.kind:

@@ -25,7 +25,13 @@ def check_request(
         raise RequestError(f"request id {name!r} is in use by an unfinished request. Choose another.", "request_id")
     if not num_prompt:
         raise RequestError(f"the prompt of request {name!r} has no tokens. Give at least one.", "prompt")
-    if num_prompt >= max_model_len:
+    if message.pooling_params is not None and num_prompt > max_model_len:
+        raise RequestError(
+            f"the prompt of request {name!r} has {num_prompt} tokens, but max_model_len is {max_model_len}. Shorten "
+            "it, or set truncate_prompt_tokens.",
+            "prompt",
+        )
+    if message.pooling_params is None and num_prompt >= max_model_len:
         raise RequestError(
             f"the prompt of request {name!r} has {num_prompt} tokens, but max_model_len is {max_model_len} and at "
             "least one token must be generated. Shorten the prompt or raise max_model_len.",
@@ -42,7 +48,7 @@ def check_request(
             "prompt",
         )
     # The last token is sampled, and never computed.
-    num_tokens = min(num_prompt + max_tokens, max_model_len) - 1
+    num_tokens = min(num_prompt + max_tokens - 1, max(max_model_len - 1, num_prompt))
     if not manager.can_ever_fit(num_tokens):
         raise RequestError(
             f"request {name!r} may need {manager.coordinator.max_blocks(num_tokens)} KV blocks of "

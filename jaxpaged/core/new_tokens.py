@@ -14,6 +14,8 @@ def take_tokens(
     requests: Mapping[str, Request], output: ModelRunnerOutput
 ) -> tuple[list[EngineCoreOutput], list[tuple[Request, EngineCoreOutput]]]:
     """(What the clients are told, and what of it ends a request). Requests that ended before are passed over."""
+    if output.pooled is not None:
+        return take_pooled(requests, output)
     results: list[EngineCoreOutput] = []
     ended: list[tuple[Request, EngineCoreOutput]] = []
     append = results.append
@@ -34,6 +36,20 @@ def take_tokens(
                 ended.append((request, result))
         append(result)
     return results, ended
+
+
+def take_pooled(
+    requests: Mapping[str, Request], output: ModelRunnerOutput
+) -> tuple[list[EngineCoreOutput], list[tuple[Request, EngineCoreOutput]]]:
+    """The same for requests that end with a vector in place of tokens."""
+    ended = []
+    for request_id, pooled in zip(output.request_ids, output.pooled, strict=True):
+        request = requests[request_id]
+        if request.finish_reason is None:
+            result = request.to_last_output()
+            result.finish_reason, result.pooled = "stop", pooled
+            ended.append((request, result))
+    return [result for _, result in ended], ended
 
 
 def check_end(request: Request, token_id: int, result: EngineCoreOutput) -> None:

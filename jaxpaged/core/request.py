@@ -76,6 +76,8 @@ class Request:
         self.all_token_ids = list(message.prompt_token_ids)
         self.num_prompt_tokens = len(self.all_token_ids)
         self.max_total_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
+        if message.pooling_params is not None:  # it draws nothing, so it ends after the prompt, however long that is
+            self.max_total_tokens = self.num_prompt_tokens + 1
         self.num_computed_tokens = 0
         self.num_tokens_with_placeholders = self.num_prompt_tokens
         self.decode_limit = 0

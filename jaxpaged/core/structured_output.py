@@ -7,6 +7,7 @@ the front end's to know beforehand: see `engine/grammar_checker.py`.
 This module knows no scheduler and no device; text only as what a grammar is written in.
 """
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -104,7 +105,8 @@ class Grammars:
         return Matcher(future.result().deep_copy())
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
-        matcher = import_llguidance().LLMatcher(self._tokenizer, grammar_text(params), log_level=0, limits=limits())
+        text = grammar_text(params, self._added_tokens if params.thinking is not None else {})
+        matcher = import_llguidance().LLMatcher(self._tokenizer, text, log_level=0, limits=limits())
         if (error := error_of(matcher)) is not None:
             raise RequestError(f"structured_outputs cannot be used: {error}", "structured_outputs")
         return matcher
@@ -113,6 +115,10 @@ class Grammars:
     def _tokenizer(self) -> Any:
         with self._tokenizer_lock:
             return self._shared_tokenizer
+
+    @cached_property
+    def _added_tokens(self) -> dict[str, int]:
+        return {token["content"]: token["id"] for token in json.loads(self._tokenizer_json).get("added_tokens", ())}
 
     @cached_property
     def _shared_tokenizer(self) -> Any:

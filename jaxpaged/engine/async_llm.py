@@ -5,6 +5,8 @@ how the core's process is kept running.
 """
 
 import asyncio
+import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -17,6 +19,7 @@ from jaxpaged.engine import wire
 from jaxpaged.engine.core_link import CoreLink
 from jaxpaged.engine.core_supervisor import FACTORY, CoreSupervisor
 from jaxpaged.engine.front_end import load_input_processor
+from jaxpaged.engine.grammar_checker import MOST_CHILDREN
 from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.metrics import EngineMetrics, Metric
 from jaxpaged.engine.output_processor import OutputProcessor
@@ -25,7 +28,8 @@ from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.engine.wire import CoreFacts, CoreStats, Refusal
 from jaxpaged.engine.zmq_client import ZmqClient, ask_facts
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError, UsageError
-from jaxpaged.messages import EngineCoreOutputs, KVBlockMap, Progress, RequestOutput, StepRecord
+from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, KVBlockMap, Progress, RequestOutput, StepRecord
+from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -51,11 +55,12 @@ class AsyncLLM:
         self.config = config
         self.input_processor = input_processor
         self.metrics = EngineMetrics(config.model.max_model_len)
-        self._output_processor = OutputProcessor(input_processor.tokenizer, self.metrics)
+        self._output_processor = OutputProcessor(input_processor.tokenizer, self.metrics, input_processor.pooler)
         self._streams: dict[str, OutputStream] = {}
         self._numbers = itertools.count()
         self._executor_stats: dict[str, Any] = {}
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, "prompts")
+        self._grammar_threads = ThreadPoolExecutor(MOST_CHILDREN, "grammars")
         handlers = {wire.STEP: self._on_step, wire.STATS: self._on_stats, wire.REFUSED: self._on_refusal}
         self._link = CoreLink(client, supervisor, handlers, self._fail_all)
 
@@ -96,7 +101,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None,
+        sampling_params: SamplingParams | PoolingParams | None,
         request_id: str,
         *,
         priority: int = 0,
@@ -110,10 +115,9 @@ class AsyncLLM:
         several results in one. Raises RequestError, EngineRestartError or EngineDeadError.
         """
         await self._link.until_ready()
-        request, text = await self._in_thread_if_long(
-            prompt, self.input_processor.process, request_id, prompt, sampling_params, priority=priority,
-            arrival_time=arrival_time, truncate_prompt_tokens=truncate_prompt_tokens,
-            add_special_tokens=add_special_tokens,
+        request, text = await self._processed(
+            request_id, prompt, sampling_params, priority=priority, arrival_time=arrival_time,
+            truncate_prompt_tokens=truncate_prompt_tokens, add_special_tokens=add_special_tokens,
         )  # fmt: skip
         await self._link.until_ready()  # it may have ended meanwhile
         # What the core still says of an aborted request must not be taken for a later one of the same name.
@@ -131,6 +135,14 @@ class AsyncLLM:
         finally:
             if self._streams.get(request_id) is stream:
                 self._stop([request_id])
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, **options: Any
+    ) -> AsyncIterator[PoolingRequestOutput]:
+        """The vector or the scores of a prompt, one result, with the options of `generate`. Raises what it does."""
+        async with contextlib.aclosing(self.generate(prompt, pooling_params, request_id, **options)) as results:
+            async for output in results:
+                yield output
 
     async def chat_prompt(self, messages: Sequence[Any], **options: Any) -> dict[str, Any]:
         """`InputProcessor.chat_prompt` in a thread: a template is a program, and a conversation may be long."""
@@ -153,11 +165,18 @@ class AsyncLLM:
         self._link.abort_requests(engine_ids)
         return results
 
-    async def _in_thread_if_long(self, prompt: Prompt, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    async def _processed(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, **options: Any
+    ) -> tuple[EngineCoreRequest, str | None]:
+        """`InputProcessor.process`, in a thread where it takes long. Grammars, which can take seconds to check, have
+        threads of their own, so that prompts do not wait for them."""
+        work = functools.partial(self.input_processor.process, request_id, prompt, params, **options)
+        if getattr(params, "structured_outputs", None) is not None:
+            return await asyncio.get_running_loop().run_in_executor(self._grammar_threads, work)
         parts = prompt.values() if isinstance(prompt, dict) else [prompt]
         if any(hasattr(part, "__len__") and len(part) > LONG_PROMPT for part in parts):
-            return await self._in_thread(function, *args, **options)
-        return function(*args, **options)
+            return await self._in_thread(work)
+        return work()
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **options))
@@ -237,6 +256,7 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """End the core's process, if this front end started it. Requests under way raise EngineDeadError."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         self._link.close()
 
     # ---- what the core says

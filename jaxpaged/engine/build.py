@@ -16,17 +16,20 @@ from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.front_end import load_input_processor
 from jaxpaged.engine.input_processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.engine.pooler import load_pooler_defaults
 from jaxpaged.engine.wire import CoreFacts
-from jaxpaged.errors import UsageError
+from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.executor.platform import platform
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig, load_hf_config
 from jaxpaged.models.interface import Model
-from jaxpaged.models.registry import model_for
+from jaxpaged.models.pooling import pooling_model
+from jaxpaged.models.registry import model_for, task_of
 from jaxpaged.params.hub import resolve_model_folder
 from jaxpaged.plan import Plan
+from jaxpaged.pooling import resolved_pooling
 
 
 def compile_bundle(config: EngineConfig, output: Path, progress: Progress | None = None) -> None:
@@ -72,6 +75,9 @@ def plan_engine(
     model_config = config.model
     folder = resolve_model_folder(model_config.model, model_config.revision, config.load.download_dir, weights=False)
     model, decoder = read_model(folder)
+    wanted = resolved_pooling(model_config.runner, model_config.convert, {}, task_of(decoder.architecture), {})
+    if wanted["runner"] == "pooling":
+        raise ConfigError("runner is 'pooling', but only engines that generate can be planned. Use runner='generate'.")
     return plan_on_target(
         config, model, decoder, facts_of(decoder), target_name,
         compile=compile, output=output, progress=progress or (lambda stage, done, total: None),
@@ -115,7 +121,10 @@ def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, Eng
     """Find and read the model: its folder, its functions, its description, and the options settled for it."""
     folder = resolve_model_folder(config.model.model, config.model.revision, config.load.download_dir)
     model, decoder = read_model(folder)
-    return folder, model, decoder, config.resolve(facts_of(decoder), platform())
+    config = config.resolve(facts_of(decoder, folder), platform())
+    if config.model.runner == "pooling":
+        model = pooling_model(model, config.model.convert)
+    return folder, model, decoder, config
 
 
 def read_model(folder: Path) -> tuple[Model, DecoderConfig]:
@@ -125,13 +134,17 @@ def read_model(folder: Path) -> tuple[Model, DecoderConfig]:
     return model, model.config_from_hf(hf_config)
 
 
-def facts_of(decoder: DecoderConfig) -> ModelFacts:
-    """What checking the options needs of a model."""
+def facts_of(decoder: DecoderConfig, folder: Path | None = None) -> ModelFacts:
+    """What checking the options needs of a model. Its `folder` may say how it is pooled."""
+    pooler = load_pooler_defaults(folder) if folder else {}
+    task = task_of(decoder.architecture)
     return ModelFacts(
         max_position_embeddings=decoder.max_position_embeddings,
         dtype=decoder.dtype,
         num_heads=decoder.num_heads,
         vocab_size=decoder.vocab_size,
+        task="embed" if pooler and task == "generate" else task,
+        pooler=pooler,
     )
 
 

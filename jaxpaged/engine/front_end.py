@@ -10,6 +10,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.chat_template import load_chat_templates
 from jaxpaged.engine.generation_config import load_generation_defaults
 from jaxpaged.engine.input_processor import InputProcessor
+from jaxpaged.engine.pooler import load_pooler
 from jaxpaged.engine.tokenizer import check_vocabulary, load_tokenizer
 
 
@@ -28,5 +29,6 @@ def load_input_processor(
         seed=options.seed,
         allow_priority=config.scheduler.scheduling_policy == "priority",
         defaults=load_generation_defaults(model_folder, options.generation_config, options.override_generation_config),
+        pooler=load_pooler(options, model_folder) if options.runner == "pooling" else None,
         chat_templates=load_chat_templates(tokenizer_folder, tokenizer.config, options.chat_template),
     )

@@ -7,16 +7,19 @@ whether the request fits the KV cache, nor when it will run.
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
 from jaxpaged.engine.chat_template import OWN_VARIABLES, ChatTemplates, Message
 from jaxpaged.engine.generation_config import GenerationDefaults
 from jaxpaged.engine.grammar_checker import GrammarChecker
+from jaxpaged.engine.pooler import Pooler
+from jaxpaged.engine.pooling_prompts import check_keep, cut_ids, text_ids
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError, did_you_mean
 from jaxpaged.messages import EngineCoreRequest
+from jaxpaged.pooling import PoolingParams
 from jaxpaged.sampling_params import MAX_MASKED_STOP_IDS, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -24,6 +27,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority")
 MAX_CACHE_SALT_LENGTH = 128
+NO_POOLING = "this model was started to generate, and gives no embeddings or scores. Start it with runner='pooling'."
+NO_GENERATION = "this model was started for pooling, and generates nothing. Start it with runner='generate'."
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class InputProcessor:
         defaults: GenerationDefaults | None = None,
         chat_templates: ChatTemplates | None = None,
         grammar_checker: GrammarChecker | None = None,
+        pooler: Pooler | None = None,
     ):
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -64,6 +70,7 @@ class InputProcessor:
         self.defaults = defaults or GenerationDefaults({})
         self.chat_templates = chat_templates or ChatTemplates({})
         self.grammar_checker = grammar_checker or GrammarChecker()
+        self.pooler = pooler
         self._seeds = random.Random(seed)
         ends = [*self.defaults.eos_token_ids, tokenizer.eos_token_id]
         self.eos_token_ids = list(dict.fromkeys(i for i in ends if i is not None and i < vocab_size))
@@ -75,7 +82,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         priority: int = 0,
         arrival_time: float | None = None,
@@ -85,15 +92,23 @@ class InputProcessor:
         """The complete request, and the prompt's text if it was given as text.
 
         `params` None means the model's own defaults. `truncate_prompt_tokens` keeps that many of the prompt's last
-        tokens; -1 keeps as many as leave room for one new token. Raises RequestError.
+        tokens; -1 keeps as many as leave room for one new token. With `PoolingParams` it keeps the first ones, special
+        tokens included, and -1 is as many as the model takes. Raises RequestError.
         """
-        parsed = self.parse(prompt, add_special_tokens)
+        params = self._checked_kind(params)
+        pooling_params = params if isinstance(params, PoolingParams) else None
+        if pooling_params is None:
+            parsed = self.parse(prompt, add_special_tokens)
+            token_ids = self._truncated(parsed.token_ids, truncate_prompt_tokens)
+        else:
+            keep = params.truncate_prompt_tokens if truncate_prompt_tokens is None else truncate_prompt_tokens
+            parsed = self._parse_for_pooling(prompt, keep, add_special_tokens)
+            token_ids = parsed.token_ids
         if parsed.priority is not None:
             priority = parsed.priority
         check_priority(priority, self.allow_priority)
-        token_ids = self._truncated(parsed.token_ids, truncate_prompt_tokens)
-        self._check_length(token_ids)
-        complete = self._completed(params if params is not None else self.defaults.sampling_params(), len(token_ids))
+        self._check_length(token_ids, room=0 if pooling_params else 1)
+        complete = self._completed(params if pooling_params is None else one_token(pooling_params), len(token_ids))
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -102,8 +117,20 @@ class InputProcessor:
             eos_token_id=None if complete.ignore_eos else self.eos_token_id,
             priority=priority,
             cache_salt=parsed.cache_salt,
+            pooling_params=pooling_params,
         )
         return request, parsed.text
+
+    def _checked_kind(self, params: Any) -> SamplingParams | PoolingParams:
+        """The parameters, or the model's own. Raises RequestError when they are for another kind of engine."""
+        if isinstance(params, PoolingParams):
+            if self.pooler is None:
+                raise RequestError(NO_POOLING, "model")
+            self.pooler.check(params)
+            return params
+        if self.pooler is not None:
+            raise RequestError(NO_GENERATION, "model")
+        return params if params is not None else self.defaults.sampling_params()
 
     # ---- prompts
 
@@ -114,6 +141,17 @@ class InputProcessor:
         if isinstance(prompt, str):
             return ParsedPrompt(self._encode(prompt, add_special_tokens), prompt)
         return ParsedPrompt(self._checked_ids(prompt))
+
+    def _parse_for_pooling(self, prompt: Prompt, keep: int | None, add_special_tokens: bool) -> ParsedPrompt:
+        """The same, of which the first `keep` tokens are left; those that the tokenizer adds are always there."""
+        keep = check_keep(keep, self.max_model_len)
+        parsed = self.parse(prompt, add_special_tokens)
+        if keep is None or len(parsed.token_ids) <= keep:
+            return parsed
+        is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
+        if is_text:
+            return replace(parsed, token_ids=text_ids(self.tokenizer, (parsed.text,), keep, add_special_tokens))
+        return replace(parsed, token_ids=cut_ids(parsed.token_ids, keep))
 
     def _parse_dict(self, prompt: Mapping[str, Any], add_special_tokens: bool) -> ParsedPrompt:
         for key in prompt:
@@ -168,8 +206,14 @@ class InputProcessor:
             )
         return token_ids[-(self.max_model_len - 1 if keep == -1 else keep) :]
 
-    def _check_length(self, token_ids: list[int]) -> None:
-        if len(token_ids) >= self.max_model_len:
+    def _check_length(self, token_ids: list[int], room: int) -> None:
+        if not room and len(token_ids) > self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, but may have at most max_model_len = {self.max_model_len}. "
+                "Shorten it, or set truncate_prompt_tokens.",
+                "prompt",
+            )
+        if room and len(token_ids) >= self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens, but prompt and output together may have at most "
                 f"max_model_len = {self.max_model_len}, so the prompt at most {self.max_model_len - 1}. "
@@ -216,7 +260,7 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"the parameters are {params!r}; they must be SamplingParams.", "sampling_params")
         complete = params.clone()
-        room = self.max_model_len - prompt_length
+        room = max(self.max_model_len - prompt_length, 1)
         complete.max_tokens = room if complete.max_tokens is None else min(complete.max_tokens, room)
         complete.min_tokens = min(complete.min_tokens, complete.max_tokens)
         if complete.seed is None:
@@ -244,6 +288,14 @@ class InputProcessor:
             for written in (bare, f" {bare}"):
                 sequences[tuple(self.tokenizer.encode(written, add_special_tokens=False))] = None
         return [list(ids) for ids in sequences]
+
+
+def one_token(params: PoolingParams) -> SamplingParams:
+    """What a pooling request is to the scheduler: a prompt, and one token, which is never drawn."""
+    return SamplingParams(
+        max_tokens=1, seed=0, ignore_eos=True, detokenize=False,
+        skip_reading_prefix_cache=params.skip_reading_prefix_cache,
+    )  # fmt: skip
 
 
 def check_priority(priority: Any, allowed: bool) -> None:

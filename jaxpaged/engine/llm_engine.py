@@ -13,6 +13,7 @@ from jaxpaged.engine.metrics import EngineMetrics, Metric
 from jaxpaged.engine.output_processor import OutputProcessor
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.messages import KVBlockMap, Progress, RequestOutput, StepRecord
+from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
 
@@ -27,7 +28,7 @@ class LLMEngine:
         self.input_processor = input_processor
         self.metrics = EngineMetrics(config.model.max_model_len)
         self._core = core
-        self._output_processor = OutputProcessor(input_processor.tokenizer, self.metrics)
+        self._output_processor = OutputProcessor(input_processor.tokenizer, self.metrics, input_processor.pooler)
 
     @classmethod
     def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> "LLMEngine":
@@ -43,7 +44,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -66,7 +67,7 @@ class LLMEngine:
             self.abort_request(request_id)
             raise
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Run one step and return the results that changed. Raises EngineDeadError when the engine has stopped."""
         core_outputs = self._core.get_output()
         processed = self._output_processor.process(core_outputs.outputs)

@@ -127,6 +127,11 @@ class EngineMetrics:
         self.prompt_tokens_cached += num_cached_tokens
         self.tallies["vllm:time_to_first_token_seconds"].observe(seconds)
 
+    def record_pooled(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """The vector of one prompt is there."""
+        self.prompt_tokens += num_prompt_tokens
+        self.prompt_tokens_cached += num_cached_tokens
+
     def record_next_tokens(self, now: float, last_times: Iterable[float]) -> None:
         """Sequences got more tokens `now`, each after the ones that it got at one of `last_times`."""
         tally = self.tallies["vllm:inter_token_latency_seconds"]

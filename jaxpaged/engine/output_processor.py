@@ -11,6 +11,8 @@ import msgspec
 
 from jaxpaged.engine.logprobs import prompt_logprob_dicts
 from jaxpaged.engine.metrics import EngineMetrics, FinishedSequence
+from jaxpaged.engine.pooled_state import PooledPrompt, PooledSequence
+from jaxpaged.engine.pooler import Pooler
 from jaxpaged.engine.prompt_state import PromptState, SequenceState
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError
@@ -27,8 +29,10 @@ class ProcessedOutputs(msgspec.Struct):
 class OutputProcessor:
     """The front end's record of every prompt that is under way."""
 
-    def __init__(self, tokenizer: Tokenizer, metrics: EngineMetrics):
+    def __init__(self, tokenizer: Tokenizer, metrics: EngineMetrics, pooler: Pooler | None = None):
+        """`pooler` is there when the engine is for pooling."""
         self._tokenizer = tokenizer
+        self._pooler = pooler
         self._metrics = metrics
         self._prompts: dict[str, PromptState] = {}
         self._sequences: dict[str, tuple[PromptState, SequenceState]] = {}  # by engine request id
@@ -52,12 +56,18 @@ class OutputProcessor:
         for request_id in (request.request_id, *(child.request_id for child in children)):
             if request_id in self._prompts or request_id in self._sequences:
                 raise RequestError(f"a request with id {request_id!r} is under way. Use another id.", "request_id")
-        sequences = [SequenceState(child, index, self._tokenizer) for index, child in enumerate(children)]
-        prompt = self._prompts[request.request_id] = PromptState(request, text, sequences)
-        for child, sequence in zip(children, sequences, strict=True):
+        prompt = self._prompts[request.request_id] = self._state(request, text, children)
+        for child, sequence in zip(children, prompt.sequences, strict=True):
             self._sequences[child.request_id] = (prompt, sequence)
         self._metrics.record_prompt(len(children))
         return children
+
+    def _state(
+        self, request: EngineCoreRequest, text: str | None, children: list[EngineCoreRequest]
+    ) -> PromptState:
+        if request.pooling_params is not None:
+            return PooledPrompt(request, text, [PooledSequence(children[0], 0, self._tokenizer)], self._pooler)
+        return PromptState(request, text, [SequenceState(each, i, self._tokenizer) for i, each in enumerate(children)])
 
     def prompt_of(self, engine_id: str) -> str | None:
         """The prompt's request id of an engine request; None when it has ended."""
@@ -119,6 +129,8 @@ class OutputProcessor:
         num_before = len(sequence.token_ids)
         tell_engine = sequence.push(output)
         self._record_tokens(sequence, output, num_before, now)
+        if output.pooled is not None:
+            self._metrics.record_pooled(len(prompt.request.prompt_token_ids), output.num_cached_tokens)
         if output.prompt_logprobs is not None:
             request = prompt.request
             prompt.prompt_logprobs = prompt_logprob_dicts(

@@ -54,8 +54,12 @@ class Tokenizer:
 
         Raises RequestError for text that is not valid Unicode.
         """
+        return self.encoding(text, add_special_tokens).ids
+
+    def encoding(self, text: str, add_special_tokens: bool = True) -> tokenizers.Encoding:
+        """The same in the library's form, which can be cut and joined."""
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError as error:  # what the library makes of half a surrogate pair
             raise RequestError(
                 f"{text[:40]!r} is not valid Unicode: it holds half of a surrogate pair. Replace it."

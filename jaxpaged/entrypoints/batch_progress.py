@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from jaxpaged.messages import RequestOutput
+from jaxpaged.pooling import PoolingRequestOutput
 
 
 class BatchProgress:
@@ -21,13 +22,14 @@ class BatchProgress:
             from tqdm import tqdm as use_tqdm
         self._bar = use_tqdm(total=total, desc=f"{unit.capitalize()}s", unit=unit, dynamic_ncols=True)
 
-    def advance(self, *outputs: RequestOutput) -> None:
+    def advance(self, *outputs: RequestOutput | PoolingRequestOutput) -> None:
         """One more is done, with these results."""
         if self._bar is None:
             return
         for output in outputs:
             self._tokens_in += len(output.prompt_token_ids)
-            self._tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
+            if isinstance(output, RequestOutput):
+                self._tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
         seconds = max(time.monotonic() - self._start, 1e-9)
         speeds = f"in {self._tokens_in / seconds:.0f} tok/s, out {self._tokens_out / seconds:.0f} tok/s"
         self._bar.set_postfix_str(speeds, refresh=False)

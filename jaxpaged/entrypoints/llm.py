@@ -20,19 +20,21 @@ from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.entrypoints.batch_progress import BatchProgress
 from jaxpaged.entrypoints.beam_search import BeamSearchOutput, beam_search
 from jaxpaged.entrypoints.cli.terminal import ProgressLine
+from jaxpaged.entrypoints.llm_pooling import PoolingMethods
 from jaxpaged.entrypoints.notebook import show_results_in_notebooks
 from jaxpaged.entrypoints.pictures.block_map import BlockMap
 from jaxpaged.entrypoints.pictures.engine_stats import EngineStats
 from jaxpaged.entrypoints.pictures.timeline import Timeline
 from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.messages import RequestOutput
+from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 UseTqdm = bool | Callable[..., Any]
 """True for a progress bar on terminals, or a function that makes one."""
 
 
-class LLM:
+class LLM(PoolingMethods):
     """A model, ready to complete prompts.
 
     `model` is a folder in Hugging Face format, a hub id, or "demo", the embedded model. `options` are those of
@@ -196,13 +198,19 @@ class LLM:
             for index, (prompt, given, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
                 request_id = next(self._request_ids)
                 with naming("prompt", index, len(prompts)):
-                    once = final_only(default if given is None else given)
+                    given = default if given is None else given
+                    once = given if isinstance(given, PoolingParams) else final_only(given)
                     self.llm_engine.add_request(request_id, prompt, once, priority=priority)
                 request_ids.append(request_id)
         except BaseException:
             self.llm_engine.abort_request(request_ids)
             raise
         return request_ids
+
+    def _run_prompts(self, prompts: Any, params: Any, use_tqdm: UseTqdm) -> list[PoolingRequestOutput]:
+        batch = batch_of(prompts)
+        of_each = per_prompt("pooling_params", params, len(batch))
+        return self._run(self._add_all(batch, of_each, [0] * len(batch)), use_tqdm)
 
     def _run(self, request_ids: Sequence[str], use_tqdm: UseTqdm) -> list[RequestOutput]:
         """Step the engine until these requests are done."""

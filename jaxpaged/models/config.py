@@ -56,6 +56,7 @@ class DecoderConfig:
     embed_scale: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    num_labels: int = 0  # of the classifier, if there is one
     deterministic: bool = False
 
     def dim_sizes(self) -> dict[str, int]:
@@ -67,6 +68,7 @@ class DecoderConfig:
             "H": self.head_dim,
             "F": self.intermediate_size,
             "V": self.vocab_size,
+            "Y": self.num_labels,
         }
 
 
@@ -85,7 +87,8 @@ HARMLESS_FIELDS = frozenset(
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens chunk_size_feed_forward pruned_heads
     tf_legacy_loss use_bfloat16 cache_implementation attn_implementation bos_token_id eos_token_id
     hybrid_kvcache_attention_pattern unsloth_fixed unsloth_version transformers.js_config pretraining_tp
-    is_llama_config max_sequence_length model_max_length tokenizer_model_max_length
+    is_llama_config is_matryoshka matryoshka_dimensions sentence_transformers max_sequence_length
+    model_max_length tokenizer_model_max_length
     """.split()
 )
 """Fields that say nothing of the forward pass: training, sampling defaults, names, and records."""

@@ -1,9 +1,16 @@
-"""Architecture name in config.json -> the module that implements it."""
+"""Architecture name in config.json -> the module that implements it.
 
+A checkpoint made for pooling is that of a language model with another head, or with none: its architecture is called
+after the same model, with the end ForSequenceClassification or Model.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jaxpaged.errors import CheckpointError, did_you_mean
-from jaxpaged.models.config import architecture_of
+from jaxpaged.models.config import DecoderConfig, architecture_of, short
 from jaxpaged.models.gemma2 import GEMMA2
 from jaxpaged.models.gemma3 import GEMMA3
 from jaxpaged.models.interface import Model
@@ -15,15 +22,45 @@ from jaxpaged.models.qwen3 import QWEN3
 MODELS: dict[str, Model] = {
     name: model for model in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3) for name in model.architectures
 }
-"""Every supported architecture."""
+"""Every supported architecture that generates."""
+
+GENERATES, CLASSIFIES, EMBEDS = "ForCausalLM", "ForSequenceClassification", "Model"
+MAX_LABELS = 100_000
 
 
 def model_for(hf: dict[str, Any]) -> Model:
     """The model of a raw config.json. CheckpointError naming the supported ones when there is none."""
     name = architecture_of(hf)
-    if name not in MODELS:
+    model = MODELS.get(generating_name(name))
+    if model is None:
         raise CheckpointError(
             f"config.json: the architecture {name!r} is not supported.{did_you_mean(name, MODELS)} "
             f"Supported: {', '.join(MODELS)}."
         )
-    return MODELS[name]
+    if task_of(name) == "classify":
+        return replace(model, config_from_hf=partial(classifier_config, model.config_from_hf))
+    return model
+
+
+def generating_name(name: str) -> str:
+    """The architecture with the same layers that generates. Gemma 3's without images is called "Text" only here."""
+    for end in (CLASSIFIES, EMBEDS):
+        if name.endswith(end):
+            return f"{name.removesuffix(end).removesuffix('Text')}{GENERATES}"
+    return name
+
+
+def task_of(architecture: str) -> str:
+    """What checkpoints of an architecture are made for: "generate", "embed" or "classify"."""
+    if architecture.endswith(CLASSIFIES):
+        return "classify"
+    return "embed" if architecture.endswith(EMBEDS) else "generate"
+
+
+def classifier_config(read: Callable[[dict[str, Any]], DecoderConfig], hf: dict[str, Any]) -> DecoderConfig:
+    """DecoderConfig with the number of labels: the entries of `id2label`, or `num_labels`, or 2 as in transformers."""
+    names = hf.get("id2label")
+    count = len(names) if isinstance(names, dict) else hf.get("num_labels", 2)
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_LABELS:
+        raise CheckpointError(f"config.json: num_labels is {short(count)}; it must be from 1 to {MAX_LABELS}.")
+    return replace(read(hf), num_labels=count)

@@ -31,8 +31,14 @@ Progress = Callable[[int, int], None]
 OTHER_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 """Where models that also see images keep their language model -> the names of a text model."""
 
-IGNORED = re.compile(r"(.*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*|lm_head\.weight)")
-"""Tensors that a checkpoint may hold and a text model does not use. A tied head may be stored a second time."""
+BARE = re.compile(r"(embed_tokens|layers|norm)\.")
+"""Beginnings of names in checkpoints of a model without a head, as embedding models are stored."""
+
+IGNORED = re.compile(
+    r"(.*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*|(lm_head|score)\.weight)"
+)
+"""Tensors that a checkpoint may hold and a text model does not use. A tied head may be stored a second time.
+Pooling leaves out the head, and embedding the classifier."""
 
 
 def load_params(
@@ -81,7 +87,7 @@ def canonical_name(name: str) -> str:
     for prefix, replacement in OTHER_PREFIXES:
         if name.startswith(prefix):
             return replacement + name.removeprefix(prefix)
-    return name
+    return f"model.{name}" if BARE.match(name) else name
 
 
 def weight_files(folder: Path) -> list[Path]:

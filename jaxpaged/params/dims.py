@@ -17,5 +17,6 @@ ALPHABET = {
     "F": "feed-forward width",
     "V": "vocabulary",
     "L": "layers",
+    "Y": "labels of a classifier",
 }
 """Every letter that may name an axis."""

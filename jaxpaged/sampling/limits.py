@@ -73,10 +73,12 @@ def row_sums(x_SV: jax.Array) -> jax.Array:
 def top_k(logits_SV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The largest logits, best first, and their token ids.
 
-    Behind a barrier: XLA would merge later slices with the one inside `lax.top_k`, no longer recognise it on a CPU,
-    and sort the whole vocabulary (measured: 100 times slower).
+    Behind barriers: XLA would merge later slices with the one inside `lax.top_k`, no longer recognise it on a CPU,
+    and sort the whole vocabulary (measured: 100 times slower). One for each, since one for both becomes a barrier
+    around the pair, on which jax 0.11's XLA aborts where the program is split over devices.
     """
-    values_SC, ids_SC = jax.lax.optimization_barrier(jax.lax.top_k(logits_SV, count))
+    values_SC, ids_SC = jax.lax.top_k(logits_SV, count)
+    values_SC, ids_SC = jax.lax.optimization_barrier(values_SC), jax.lax.optimization_barrier(ids_SC)
     return values_SC, ids_SC
 
 

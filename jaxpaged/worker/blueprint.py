@@ -177,6 +177,11 @@ class StepPrograms:
             if size <= largest
         }
 
+    @property
+    def row_state(self) -> StateLayout:
+        """What is kept on the device for each row besides KV blocks."""
+        return self.blueprint.sampling_layout
+
     @cached_property
     def functions(self) -> StepFunctions:
         blueprint, config = self.blueprint, self.blueprint.config
@@ -192,13 +197,15 @@ class StepPrograms:
             custom=blueprint.custom,
         )
 
+    shapes_type = Shapes
+
     @cached_property
     def shapes(self) -> Shapes:
         blueprint, cache, spec = self.blueprint, self.kv_cache, self.kv_cache.groups[0].spec
         sizes = (cache.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         kv = [kv_struct(blueprint.attention, *sizes, blueprint.kv_dtype) for _ in range(cache.num_tensors)]
         max_blocks = blocks_for_tokens(blueprint.config.model.max_model_len, cache.block_size)
-        return Shapes(self.functions, blueprint.param_shapes, kv, blueprint.sampling_layout, max_blocks)
+        return self.shapes_type(self.functions, blueprint.param_shapes, kv, self.row_state, max_blocks)
 
     def builders(self) -> Builders:
         """How to lower every program, in the order in which they are wanted.

@@ -106,7 +106,7 @@ class ModelRunner:
         """Dispatch one step. Only dispatching happens here; results are read by `PendingStep.result`."""
         for request_id in scheduled.removed_request_ids:
             self.rows.remove(request_id)
-        pending = PendingStep(scheduled.step_id)
+        pending = self._new_pending(scheduled.step_id)
         updates: list[tuple[int, int, int]] = []
         for request in scheduled.new_requests:
             self._admit(request, updates, pending)
@@ -126,6 +126,9 @@ class ModelRunner:
                 self._sample(scheduled, requests, hidden_SD, pending)
         return pending
 
+    def _new_pending(self, step_id: int) -> "PendingStep":
+        return PendingStep(step_id)
+
     def _admit(
         self, request: NewRequestData, updates: list[tuple[int, int, int]], pending: "PendingStep"
     ) -> None:
@@ -138,16 +141,23 @@ class ModelRunner:
             pending.refused[request.request_id] = str(error)
 
     def _forward(self, requests: StepRequests, updates: list[tuple[int, int, int]]) -> tuple[Any, Any]:
+        return self._run_forward(*self._pack(requests, updates))
+
+    def _pack(self, requests: StepRequests, updates: list[tuple[int, int, int]]) -> tuple[int, np.ndarray]:
+        """(the bucket of a step, its packed array)."""
         num_tokens = int(requests.ends[-1])
         bucket = self.programs.smallest_ready("forward", num_tokens, self.token_buckets)
-        layout, state = self.layouts[bucket], self.state
+        layout = self.layouts[bucket]
         while len(updates) > layout.num_updates:
             updates = self._write_tables(updates)
-        packed = pack_step(layout, requests, self.rows, updates)
+        self.counts.add(num_tokens, bucket)
+        return bucket, pack_step(layout, requests, self.rows, updates)
+
+    def _run_forward(self, bucket: int, packed: np.ndarray) -> tuple[Any, Any]:
+        state = self.state
         state.kv, state.tables, hidden_TD, hidden_SD = self._call(
             ProgramKey("forward", bucket), self.params, state.kv, state.tables, state.last_token, packed
         )
-        self.counts.add(num_tokens, bucket)
         return hidden_TD, hidden_SD
 
     def _write_tables(self, updates: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -138,14 +138,19 @@ def record_sample(last_token_R: Any, packed_SF: Any, output: SampleOutput) -> tu
 
 def locate_tokens(layout: StepLayout, parts: StepParts, last_token_R: Any) -> tuple[Any, Any]:
     """(tokens_T, positions_T): which token each place of the step holds and where it stands in its request."""
+    seq_T, positions_T, is_padding_T = locate_places(layout, parts)
+    tokens_T = jnp.where(parts.token_ids_T >= 0, parts.token_ids_T, last_token_R[parts.rows_R[seq_T]])
+    return jnp.where(is_padding_T, 0, tokens_T), jnp.where(is_padding_T, 0, positions_T)
+
+
+def locate_places(layout: StepLayout, parts: StepParts) -> tuple[Any, Any, Any]:
+    """(seq_T, positions_T, is_padding_T): which of the step's requests each place belongs to, and where in it."""
     place_T = jnp.arange(layout.num_tokens, dtype=jnp.int32)
     ends_R = parts.query_start_loc_R1[1:]
     seq_T = jnp.searchsorted(ends_R, place_T, side="right", method="compare_all").astype(jnp.int32)
     seq_T = jnp.minimum(seq_T, layout.num_rows - 1)
     positions_T = parts.seq_lens_R[seq_T] - ends_R[seq_T] + place_T
-    tokens_T = jnp.where(parts.token_ids_T >= 0, parts.token_ids_T, last_token_R[parts.rows_R[seq_T]])
-    is_padding_T = place_T >= parts.query_start_loc_R1[-1]
-    return jnp.where(is_padding_T, 0, tokens_T), jnp.where(is_padding_T, 0, positions_T)
+    return seq_T, positions_T, place_T >= parts.query_start_loc_R1[-1]
 
 
 def write_tables(tables_GRM: Any, place_U: Any, idx_U: Any, block_U: Any) -> Any:

@@ -19,6 +19,8 @@ from jaxpaged.worker.blueprint import DECODE_KINDS, MASKED_KIND, Blueprint, Step
 from jaxpaged.worker.bundles import Bundle, save_bundle
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, size_kv_cache
 from jaxpaged.worker.model_runner import DeviceState, ModelRunner
+from jaxpaged.worker.pooling import PoolingPrograms
+from jaxpaged.worker.pooling_runner import PoolingRunner
 from jaxpaged.worker.programs import CompileCounter, ProgramKey, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step import RESULT_TYPES
@@ -41,7 +43,8 @@ class Worker:
         self.blueprint = Blueprint(config, model, decoder, make_mesh(config.parallel.tensor_parallel_size))
         self.bundle = self._open_bundle()
         self.kv_cache_config = self._size_kv_cache()
-        self.step_programs = StepPrograms(self.blueprint, self.kv_cache_config)
+        self.pools = config.model.runner == "pooling"
+        self.step_programs = (PoolingPrograms if self.pools else StepPrograms)(self.blueprint, self.kv_cache_config)
         self.programs = self._make_programs()
         self.programs.start()
         try:
@@ -94,13 +97,13 @@ class Worker:
 
     def _make_runner(self, params: Any) -> ModelRunner:
         blueprint, scheduler = self.blueprint, self.config.scheduler
-        return ModelRunner(
+        return (PoolingRunner if self.pools else ModelRunner)(
             programs=self.programs,
             params=params,
             head=blueprint.model.head(params),
             state=self.new_state(),
             rows=RequestRows(scheduler.max_num_seqs, len(self.kv_cache_config.groups)),
-            sampling=blueprint.sampling_layout,
+            sampling=self.step_programs.row_state,
             custom=blueprint.custom,
             layouts=self.step_programs.layouts,
             sample_buckets=blueprint.sample_buckets,

@@ -24,10 +24,12 @@ from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 _BACKENDS = {
     "tpu": TpuBackend(),
     "gpu": GpuBackend(interpret=False),
+    "gpu-triton": GpuBackend(interpret=False, is_pallas=False),
     "reference": reference,
     "invariant": invariant,
     "tpu-interpret": TpuBackend(interpret=pltpu.InterpretParams(dma_execution_mode="eager")),
     "gpu-interpret": GpuBackend(interpret=True),
+    "gpu-triton-interpret": GpuBackend(interpret=True, is_pallas=False),
 }
 
 

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ragged_paged_attention import reference
-from pallas_kernels.ragged_paged_attention.reference import LOWEST, Numerics, Problem, Softmax
+from pallas_kernels.ragged_paged_attention import numerics, reference
+from pallas_kernels.ragged_paged_attention.numerics import LOWEST, Numerics, Softmax
+from pallas_kernels.ragged_paged_attention.reference import Problem
 
 LAYOUT = reference.LAYOUT
 cannot_take = reference.cannot_take
@@ -67,7 +68,7 @@ def attend_items(
 def masked_scores(problem: Problem, q: jax.Array, k: jax.Array, visible: jax.Array) -> jax.Array:
     """As the reference's, with both operands in float32, in the cache's precision."""
     q, k = q.astype(k.dtype).astype(jnp.float32), k.astype(jnp.float32)
-    return reference.masked_scores(problem, q, k, visible)
+    return numerics.masked_scores(problem, q, k, visible)
 
 
 def attend_scores(score: jax.Array, v: jax.Array) -> Softmax:

@@ -1,5 +1,6 @@
 """`jaxpaged serve` as people start it: the embedded model, a client, and a signal."""
 
+import json
 import os
 import signal
 import subprocess
@@ -54,6 +55,28 @@ def test_a_stream_says_the_same(client):
 def test_what_is_wrong_with_a_request_is_told_by_the_engine_too(client):
     with pytest.raises(openai.BadRequestError, match="max_model_len"):
         client.completions.create(model="demo", prompt=[300] * 5000)
+
+
+def test_answers_have_the_shape_and_the_calls_that_were_asked_for(client):
+    """The model's own text is held to a schema by the engine's grammar, at once, as a stream, and as a call."""
+    properties = {"city": {"enum": ["Lisbon", "Rome"]}, "sunny": {"type": "boolean"}}
+    schema = {
+        "type": "object", "properties": properties, "required": ["city", "sunny"], "additionalProperties": False
+    }  # fmt: skip
+    asked = {"model": "demo", "messages": QUESTION, "temperature": 0, "max_tokens": 80}
+    shape = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    whole = client.chat.completions.create(**asked, response_format=shape).choices[0]
+    answer = json.loads(whole.message.content)
+    assert list(answer) == ["city", "sunny"] and answer["city"] in ("Lisbon", "Rome") and whole.finish_reason == "stop"
+    stream = client.chat.completions.create(**asked, response_format=shape, stream=True)
+    assert "".join(chunk.choices[0].delta.content for chunk in stream) == whole.message.content
+    tools = [{"type": "function", "function": {"name": "travel", "parameters": schema}}]
+    called = client.chat.completions.create(
+        **asked, tools=tools, tool_choice="required", parallel_tool_calls=False
+    ).choices[0]
+    [call] = called.message.tool_calls
+    assert called.finish_reason == "tool_calls" and call.function.name == "travel"
+    assert json.loads(call.function.arguments)["city"] in ("Lisbon", "Rome")
 
 
 def test_the_server_stops_when_it_is_told_to(client, process):

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpaged.config import EngineConfig, ModelFacts
+from jaxpaged.core.structured_output import Grammars
 from jaxpaged.engine.chat_template import ChatTemplates
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.generation_config import GenerationDefaults
+from jaxpaged.engine.grammar_checker import GrammarChecker
 from jaxpaged.engine.input_processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.engine.pooler import Pooler
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import (
     ModelRunnerOutput,
@@ -220,6 +223,9 @@ def make_engine(
     *,
     defaults: GenerationDefaults | None = None,
     chat: str | None = CHAT,
+    grammars: Grammars | None = None,
+    grammar_checker: GrammarChecker | None = None,
+    pooler: Pooler | None = None,
     **options,
 ) -> tuple[LLMEngine, FakeExecutor]:
     """An engine over a fake executor, whose model counts unless another is given."""
@@ -235,8 +241,10 @@ def make_engine(
         allow_priority=config.scheduler.scheduling_policy == "priority",
         defaults=defaults,
         chat_templates=ChatTemplates({"default": chat} if chat else {}),
+        grammar_checker=grammar_checker,
+        pooler=pooler,
     )
-    return LLMEngine(config, processor, InprocClient(EngineCore(config, executor))), executor
+    return LLMEngine(config, processor, InprocClient(EngineCore(config, executor, grammars))), executor
 
 
 def run_to_end(engine: LLMEngine, limit: int = 1000) -> dict[str, list]:

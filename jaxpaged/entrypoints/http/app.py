@@ -14,6 +14,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxpaged.entrypoints.http.admin import AbortRequest, Admin, SleepState
+from jaxpaged.entrypoints.http.anthropic.errors import MessagesError, MessagesErrors
+from jaxpaged.entrypoints.http.anthropic.messages import Messages
+from jaxpaged.entrypoints.http.anthropic.protocol import (
+    CountTokensRequest,
+    CountTokensResponse,
+    MessagesRequest,
+    MessagesResponse,
+)
 from jaxpaged.entrypoints.http.auth import ApiKeys
 from jaxpaged.entrypoints.http.body import json_response
 from jaxpaged.entrypoints.http.endpoint import Endpoint, Query
@@ -33,6 +41,23 @@ from jaxpaged.entrypoints.http.openai.tokens import (
     Tokens,
 )
 from jaxpaged.entrypoints.http.openapi import description
+from jaxpaged.entrypoints.http.pooling.protocol import (
+    ClassifyRequest,
+    ClassifyResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    PoolingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
+from jaxpaged.entrypoints.http.pooling.scoring import Scoring
+from jaxpaged.entrypoints.http.pooling.vectors import Vectors
+from jaxpaged.entrypoints.http.responses.api import Responses
+from jaxpaged.entrypoints.http.responses.request import ResponsesRequest
+from jaxpaged.entrypoints.http.responses.response import DeletedResponse
+from jaxpaged.entrypoints.http.responses.response import Response as ResponseObject
 from jaxpaged.entrypoints.http.service import Service
 
 
@@ -45,13 +70,51 @@ def public_endpoints(service: Service) -> list[Endpoint]:
         Endpoint(
             "POST", "/v1/chat/completions", chat.create, ChatCompletionRequest, ChatCompletionResponse, streams=True
         ),
+        *messages_endpoints(service),
+        *responses_endpoints(service),
         Endpoint("GET", "/v1/models", models.list, answer=ModelList),
         Endpoint("GET", "/v1/models/{id:path}", models.retrieve, answer=ModelCard, not_found=True),
         Endpoint("POST", "/tokenize", tokens.tokenize, TokenizeRequest, TokenizeResponse),
         Endpoint("POST", "/detokenize", tokens.detokenize, DetokenizeRequest, DetokenizeResponse),
+        *pooling_endpoints(service),
         Endpoint("POST", "/abort_requests", Admin(service).abort_requests, AbortRequest),
         Endpoint("GET", "/metrics", Metrics(service).read),
         *health_endpoints(service),
+    ]
+
+
+def messages_endpoints(service: Service) -> list[Endpoint]:
+    """Anthropic's API."""
+    messages = Messages(service)
+    path, error = "/v1/messages", MessagesError
+    return [
+        Endpoint("POST", path, messages.create, MessagesRequest, MessagesResponse, streams=True, error=error),
+        Endpoint(
+            "POST", f"{path}/count_tokens", messages.count_tokens, CountTokensRequest, CountTokensResponse, error=error
+        ),
+    ]
+
+
+def responses_endpoints(service: Service) -> list[Endpoint]:
+    responses, one = Responses(service), "/v1/responses/{id}"
+    events = (Query("stream", {"type": "boolean"}), Query("starting_after", {"type": "integer", "minimum": 0}))
+    return [
+        Endpoint("POST", "/v1/responses", responses.create, ResponsesRequest, ResponseObject, streams=True),
+        Endpoint("GET", one, responses.retrieve, answer=ResponseObject, streams=True, query=events, not_found=True),
+        Endpoint("DELETE", one, responses.delete, answer=DeletedResponse, not_found=True),
+        Endpoint("POST", f"{one}/cancel", responses.cancel, answer=ResponseObject, not_found=True),
+    ]
+
+
+def pooling_endpoints(service: Service) -> list[Endpoint]:
+    """What clients may ask of a model that pools."""
+    vectors, scoring = Vectors(service), Scoring(service)
+    return [
+        Endpoint("POST", "/v1/embeddings", vectors.embed, EmbeddingRequest, EmbeddingResponse),
+        Endpoint("POST", "/pooling", vectors.pool, EmbeddingRequest, PoolingResponse),
+        Endpoint("POST", "/classify", vectors.classify, ClassifyRequest, ClassifyResponse),
+        *(Endpoint("POST", path, scoring.score, ScoreRequest, ScoreResponse) for path in ("/score", "/v1/score")),
+        *(Endpoint("POST", path, scoring.rerank, RerankRequest, RerankResponse) for path in ("/rerank", "/v1/rerank")),
     ]
 
 
@@ -108,6 +171,6 @@ def application(endpoints: Sequence[Endpoint], keys: Sequence[str], origins: Seq
     cors = cors if origins else []
     return Starlette(
         routes=[*(endpoint.route() for endpoint in endpoints), Route("/openapi.json", openapi)],
-        middleware=[*cors, Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)],
+        middleware=[*cors, Middleware(MessagesErrors), Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)],
         exception_handlers={HTTPException: answer_with_error},
     )

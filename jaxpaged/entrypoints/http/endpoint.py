@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxpaged.entrypoints.http.errors import as_http_error, error_response
+from jaxpaged.entrypoints.http.errors import ErrorBody, as_http_error, error_response
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -35,6 +35,7 @@ class Endpoint:
     streams: bool = False
     query: tuple[Query, ...] = ()
     not_found: bool = False  # it answers 404 for a name that it does not know
+    error: type = ErrorBody  # what answers that are errors hold
 
     def route(self) -> Route:
         return Route(self.path, self._answer, methods=[self.method])

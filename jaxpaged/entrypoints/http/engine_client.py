@@ -6,6 +6,7 @@ from typing import Protocol
 from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.metrics import Metric
 from jaxpaged.messages import RequestOutput
+from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
 
@@ -35,6 +36,12 @@ class Engine(Protocol):
         Raises RequestError for a bad request, EngineError when the engine fails it, and EngineDeadError once it has
         stopped.
         """
+        ...
+
+    def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[PoolingRequestOutput]:
+        """The one result of a prompt, with the behaviour of `generate`."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -69,11 +69,14 @@ class ErrorBody(msgspec.Struct):
 
 def error_body(error: HttpError) -> bytes:
     """The JSON of an error."""
-    message = str(error)
-    if len(message) > MAX_MESSAGE_LENGTH:
-        message = f"{message[: MAX_MESSAGE_LENGTH - 1]}…"
     kind = TYPES.get(error.status, "InternalServerError" if error.status >= 500 else "BadRequestError")
-    return msgspec.json.encode(ErrorBody(ErrorInfo(message, kind, error.parameter, error.status)))
+    return msgspec.json.encode(ErrorBody(ErrorInfo(error_message(error), kind, error.parameter, error.status)))
+
+
+def error_message(error: HttpError) -> str:
+    """The message, cut when it is long: it may hold what the client sent."""
+    message = str(error)
+    return message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[: MAX_MESSAGE_LENGTH - 1]}…"
 
 
 def error_response(error: HttpError) -> Response:

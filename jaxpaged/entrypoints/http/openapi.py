@@ -7,15 +7,14 @@ import msgspec
 
 from jaxpaged import __version__
 from jaxpaged.entrypoints.http.endpoint import Endpoint
-from jaxpaged.entrypoints.http.errors import ErrorBody
 
 REF = "#/components/schemas/{name}"
 
 
 def description(endpoints: Sequence[Endpoint], with_keys: bool) -> dict[str, Any]:
     """The whole document. `with_keys`: requests need an API key."""
-    types = {kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer) if kind is not None}
-    ordered = sorted(types | {ErrorBody}, key=lambda kind: kind.__name__)
+    kinds = [kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer, endpoint.error)]
+    ordered = sorted(set(filter(None, kinds)), key=lambda kind: kind.__name__)
     _, components = msgspec.json.schema_components(ordered, ref_template=REF)
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
@@ -61,7 +60,7 @@ def responses(endpoint: Endpoint, with_keys: bool) -> dict[str, Any]:
         429: endpoint.streams,
         503: endpoint.streams,
     }
-    refusal = {"description": "Refused", "content": json_content(ErrorBody)}
+    refusal = {"description": "Refused", "content": json_content(endpoint.error)}
     return {"200": success, **{str(code): refusal for code, possible in codes.items() if possible}}
 
 

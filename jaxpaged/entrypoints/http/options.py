@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.config import checked, option
+from jaxpaged.parsing.parser import reasoning_format_named, tool_format_named
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,22 @@ class ServerOptions:
     )
     enable_force_include_usage: bool = option(False, "end every stream with its usage, and give it with every chunk")
     enable_request_id_headers: bool = option(False, "answer with X-Request-Id")
+    tool_call_parser: str | None = option(
+        None, "how the model writes tool calls, by vLLM's names: hermes, llama3_json, mistral, ...; default: what "
+        "the chat template shows", not_empty=True,
+    )  # fmt: skip
+    enable_auto_tool_choice: bool = option(
+        False, "let the model decide whether it calls tools: find the calls in what it writes; --tool-call-parser "
+        "switches it on too",
+    )  # fmt: skip
+    reasoning_parser: str | None = option(
+        None, "how the model marks its thinking, by vLLM's names: qwen3, deepseek_r1, ...; by default it is content",
+        not_empty=True,
+    )  # fmt: skip
+    max_stored_responses: int = option(
+        1000, "responses of /v1/responses that are kept in memory, the newest ones; 0: none", minimum=0
+    )
+    max_stored_response_bytes: int = option(256 * 2**20, "bytes of responses that are kept in memory", minimum=1)
     trust_request_chat_template: bool = option(False, "let requests bring a chat template of their own")
     sse_keep_alive_interval: float = option(
         0.0, "seconds of silence after which a stream gets a comment, to keep proxies from closing it; 0: never",
@@ -55,6 +72,11 @@ class ServerOptions:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "ServerOptions":
-        """Raises ConfigError for values out of range."""
+        """Raises ConfigError for values out of range and for unknown parsers."""
         fields = {f.name: f for f in dataclasses.fields(cls)}
-        return cls(**{name: checked(fields[name], value) for name, value in options.items()})
+        made = cls(**{name: checked(fields[name], value) for name, value in options.items()})
+        if made.tool_call_parser is not None:
+            tool_format_named(made.tool_call_parser)
+        if made.reasoning_parser is not None:
+            reasoning_format_named(made.reasoning_parser)
+        return made

@@ -67,7 +67,7 @@ class PromptReader:
         self, prompt: str | list[int], truncation: Truncation, add_special_tokens: bool, cache_salt: str | None
     ) -> TokenPrompt:
         if isinstance(prompt, str) and truncation.keep is None:
-            self._check_characters("prompt", len(prompt))
+            self.check_characters("prompt", len(prompt))
         parsed = self._processor.parse(prompt, add_special_tokens)
         return TokenPrompt(self._truncated(parsed.token_ids, truncation), parsed.text, cache_salt)
 
@@ -85,7 +85,7 @@ class PromptReader:
         """
         length = num_characters(messages)
         if truncation.keep is None:
-            self._check_characters("messages", length)
+            self.check_characters("messages", length)
         length += num_characters(template.get("tools") or [])
         prompt = await in_thread_if_long(length, lambda: self._processor.chat_prompt(messages, **template))
         text, token_ids = prompt["prompt"], prompt["prompt_token_ids"]
@@ -94,7 +94,8 @@ class PromptReader:
         check_salt(cache_salt)
         return TokenPrompt(self._truncated(token_ids, truncation), text, cache_salt)
 
-    def _check_characters(self, name: str, length: int) -> None:
+    def check_characters(self, name: str, length: int) -> None:
+        """Raise HttpError when a text of this length can never fit, before it is tokenised."""
         if length > self._most_characters:
             raise HttpError(
                 400,

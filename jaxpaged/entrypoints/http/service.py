@@ -12,6 +12,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.options import ServerOptions
+from jaxpaged.entrypoints.http.prepare import answer_formats
 from jaxpaged.entrypoints.http.prompts import PromptReader
 from jaxpaged.entrypoints.http.traffic import Traffic
 
@@ -56,13 +57,17 @@ def is_path(model: str) -> bool:
 
 
 class Service:
-    """The shared parts, and the checks that every generating endpoint makes."""
+    """The shared parts, and the checks that every generating endpoint makes.
+
+    Raises ConfigError when an option does not fit the model.
+    """
 
     def __init__(self, engine: Engine, model: ServedModel, options: ServerOptions):
         self.engine = engine
         self.model = model
         self.options = options
         self.prompts = PromptReader(engine.input_processor)
+        self.formats = answer_formats(options, engine.input_processor.chat_templates)
         self.traffic = Traffic(model.max_num_seqs, options.max_num_queued_reqs, options.max_num_queued_tokens)
 
     def check_model(self, name: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Ragged paged attention on NVIDIA GPUs from Ampere on: Pallas kernels for Triton.
+"""Ragged paged attention on NVIDIA GPUs from Ampere on: kernels for Triton, in Pallas or in Triton itself.
 
 Layout: keys and values apart, `[blocks, kv heads, slots, head dim]`: a block of one head is contiguous.
 
@@ -12,7 +12,7 @@ Skipping: context behind the last query of a tile and before its window is not r
 Programs beyond the last item read one number and stop.
 
 Requires: compute capability 8.0 or more; head_dim up to 256; keys and values in float32, bfloat16, float16, or 8 bits
-with any kind of scales.
+with any kind of scales. A jax with a Pallas lowering for Triton, which is deprecated, or jax-triton and triton.
 
 Padding: tokens beyond the last row's write nowhere; their output is zero. Rows of a tile without a query are masked.
 
@@ -23,21 +23,27 @@ values probabilities. Slots that no query of the tile sees are not read, so they
 Cost: a decode reads each key and value once, and writes 4 * head_dim bytes for each query head and part. A call that
 has nothing to do costs some microseconds, so steps of few tokens have one class of tiles only.
 
-This module knows nothing of meshes, of who owns which block, and of how a kernel is launched (calls.py).
+This module knows nothing of meshes, of who owns which block, and of how a kernel is launched (calls.py through Pallas,
+triton_calls.py through jax-triton).
 """
 
 import dataclasses
+import importlib.util
+import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention.gpu.items import make_items
+from pallas_kernels.ragged_paged_attention.gpu.statics import LayerRule
 from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, choose_tiles, device_kind
 from pallas_kernels.ragged_paged_attention.layout import SplitLayout
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, is_quantized, kind_of, quantize_new
 
+TRITON_MODULES = ("jax_triton", "triton")
 NOWHERE = 2**31 - 1  # a block that no pool has
 MAX_HEAD_DIM = 256
 ALL_DECODE_TOKENS = 32  # steps up to here are not worth a second class of tiles
@@ -69,22 +75,27 @@ class WorkClass:
 
 @dataclasses.dataclass(frozen=True)
 class GpuBackend:
-    """The backend's functions. `interpret` runs the kernels in Pallas's interpreter, anywhere and very slowly.
+    """The backend's functions. `interpret` runs the kernels in an interpreter, anywhere and very slowly.
 
-    `choose` has the arguments and the result of `choose_tiles`; scripts/tune_kernel.py tries others.
+    `is_pallas`: the kernels are those in Pallas (kernels.py), else those in Triton itself (triton_kernels.py); both
+    take the same lists of work and the same cache. `choose` has the arguments and the result of `choose_tiles`;
+    scripts/tune_kernel.py tries others.
     """
 
     interpret: bool
+    is_pallas: bool = True
     choose: Callable[..., Tiles] = choose_tiles
 
     LAYOUT = SplitLayout()
 
     def why_not(self, platform: str) -> str | None:
         if self.interpret:
-            return None
-        if platform == "gpu":
-            return device_refusal(present_capability())
-        return "it needs an NVIDIA GPU; 'gpu-interpret' runs the same kernels in Pallas's interpreter, for tests"
+            return binding_refusal(self.is_pallas, self.interpret)
+        if platform != "gpu":
+            name, owner = ("gpu", "Pallas") if self.is_pallas else ("gpu-triton", "Triton")
+            simulated = f"'{name}-interpret' runs the same kernels in {owner}'s interpreter, for tests"
+            return f"it needs an NVIDIA GPU; {simulated}"
+        return binding_refusal(self.is_pallas, self.interpret) or device_refusal(present_capability())
 
     def cannot_take(
         self,
@@ -144,13 +155,12 @@ class GpuBackend:
         Raises ValueError for a cache whose size the kernels cannot address, see `check_size`.
         """
         check_size(kv[0].size, kv[0].dtype)
-        from pallas_kernels.ragged_paged_attention.gpu import calls  # Pallas takes 0.3 s to import
-
+        calls = binding_of(self.is_pallas)
         (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
         new = new_slots(k_TKH, v_TKH, kv[0].dtype, scales)
         written = calls.write(new, (*kv, *scales)[: len(new)], metadata.plan, self.interpret)
         kv, scales = written[:2], written[2:] or scales
-        rule = calls.LayerRule(scale, window, soft_cap, sinks_N is not None, kind_of(scales))
+        rule = LayerRule(scale, window, soft_cap, sinks_N is not None, kind_of(scales))
         sinks_N = jnp.zeros(N, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
         kind = device_kind(self.interpret)
         out_TNH = jnp.zeros_like(q_TNH)
@@ -182,12 +192,37 @@ class GpuBackend:
         ]
 
 
+def binding_of(is_pallas: bool) -> ModuleType:
+    """The module that launches kernels; what it needs is imported no earlier, and takes a third of a second."""
+    name = "calls" if is_pallas else "triton_calls"
+    return importlib.import_module(f"pallas_kernels.ragged_paged_attention.gpu.{name}")
+
+
 def present_capability() -> str | None:
     """The compute capability of the GPU here, such as "9.0", or None where there is none: then it is described."""
     try:
         return jax.devices("gpu")[0].compute_capability
     except RuntimeError:
         return None
+
+
+def binding_refusal(is_pallas: bool, interpret: bool) -> str | None:
+    """Why kernels cannot be launched, or interpreted, by what is installed, or None."""
+    if is_pallas:
+        installed = is_installed("jax.experimental.pallas.triton")
+        return None if installed else "this jax has no Pallas for Triton; 'gpu-triton' runs kernels in Triton itself"
+    missing = [name for name in ("jax_triton", "triton")[interpret:] if not is_installed(name)]
+    if missing:
+        return f"{' and '.join(missing)} cannot be imported; install jax-triton and triton, the extra gpu-triton"
+    if interpret == (os.environ.get("TRITON_INTERPRET") == "1"):
+        return None
+    if interpret:
+        return "Triton reads the environment variable TRITON_INTERPRET when it is imported; set it to 1"
+    return "the environment variable TRITON_INTERPRET has Triton interpret its kernels; unset it"
+
+
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def device_refusal(capability: str | None) -> str | None:

@@ -1,7 +1,7 @@
 """The calls of one layer: write the new tokens, attend from each class of query tiles, merge what was cut.
 
-This is the only module that says how a kernel is launched: to take over from Pallas, another Triton binding has to
-offer `write` and `attend` with these arguments. It knows nothing of who asks, and of how kernels work.
+This is the only module that says how Pallas launches a kernel; triton_calls.py, which can take over, offers the same
+`write` and `attend`. It knows nothing of who asks, and of how kernels work.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.ragged_paged_attention.gpu import kernels
 from pallas_kernels.ragged_paged_attention.gpu.items import Items, Sizes
+from pallas_kernels.ragged_paged_attention.gpu.statics import LayerRule
 from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, device_kind, reads_float8
 from pallas_kernels.shapes import ceil_div
 
@@ -41,17 +42,6 @@ def write(
         interpret=interpret,
         name="paged_kv_write",
     )(plan.slot_block_T, plan.slot_offset_T, *new, *caches)
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerRule:
-    """What a layer's attention is, whatever its shapes."""
-
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    has_sinks: bool
-    kv_scales: str
 
 
 def attend(

@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.ragged_paged_attention.gpu import items as at
-from pallas_kernels.ragged_paged_attention.gpu.pieces import load_pieces, pieces, store_pieces
+from pallas_kernels.ragged_paged_attention.gpu.pieces import load_pieces, store_pieces
+from pallas_kernels.ragged_paged_attention.gpu.statics import pieces
 from pallas_kernels.ragged_paged_attention.quantized import is_quantized
 from pallas_kernels.shapes import ceil_div
 

@@ -13,18 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-MIN_PIECE = 16  # the shortest side of a matrix product in Triton
-
-
-def pieces(head_dim: int) -> list[tuple[int, int]]:
-    """(offset, size) of the powers of two that make up a head; the last one may reach beyond it."""
-    result, offset = [], 0
-    while offset < head_dim:
-        left = head_dim - offset
-        size = max(1 << (left.bit_length() - 1), MIN_PIECE)
-        result.append((offset, size))
-        offset += size
-    return result
+from pallas_kernels.ragged_paged_attention.gpu.statics import pieces
 
 
 def columns(head_dim: int) -> list[tuple[jax.Array, jax.Array | None]]:

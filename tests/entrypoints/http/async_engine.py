@@ -62,6 +62,11 @@ class FakeAsyncEngine:
                 self.aborted.append(request_id)
                 self.engine.abort_request(request_id)
 
+    async def encode(self, prompt, pooling_params, request_id, *, priority=0):
+        async with contextlib.aclosing(self.generate(prompt, pooling_params, request_id, priority=priority)) as results:
+            async for output in results:
+                yield output
+
     async def _step_on(self):
         while self.engine.has_unfinished_requests():
             await self.go_on.wait()

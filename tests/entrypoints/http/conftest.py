@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-NEEDED = ("starlette", "uvicorn", "httptools", "openai", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "httptools", "openai", "anthropic", "prometheus_client")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-collect_ignore_glob = ["test_*.py", "openai/test_*.py"] if MISSING else []
+FOLDERS = ("", "openai/", "anthropic/", "responses/", "pooling/")
+collect_ignore_glob = [f"{folder}test_*.py" for folder in FOLDERS] if MISSING else []
 
 
 @dataclass

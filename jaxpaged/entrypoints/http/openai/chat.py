@@ -5,32 +5,45 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpaged.entrypoints.http.answer import AnswerReader, Reading
 from jaxpaged.entrypoints.http.body import json_response, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation import GenerationRequest, collect, stream
 from jaxpaged.entrypoints.http.openai.chat_protocol import (
+    CalledFunction,
     ChatChoice,
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatMessage,
+    ChatToolCall,
 )
 from jaxpaged.entrypoints.http.openai.chat_stream import ChatStream
 from jaxpaged.entrypoints.http.openai.conversation import (
-    check_tool_choice,
     template_arguments,
     template_messages,
     text_of,
+    tool_use,
 )
 from jaxpaged.entrypoints.http.openai.events import DONE, late_error
-from jaxpaged.entrypoints.http.openai.fields import check_fields, check_num_sequences, sampling_params, usage_options
+from jaxpaged.entrypoints.http.openai.fields import (
+    check_fields,
+    check_num_sequences,
+    sampling_params,
+    shape_name,
+    shape_of,
+    usage_options,
+)
 from jaxpaged.entrypoints.http.openai.logprobs import chat_logprobs, prompt_logprobs
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
+from jaxpaged.entrypoints.http.prepare import Conversation, prepare
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
 from jaxpaged.messages import CompletionOutput
+from jaxpaged.parsing.deltas import ParsedMessage
 from jaxpaged.sampling_params import SamplingParams
 
 ENGINE_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
@@ -46,6 +59,12 @@ class Chat:
     model: str
     role: str
     echo: str  # the beginning of the last message, when the client wants it back
+    reading: Reading
+    names: dict[str, str]  # the engine's name of a field -> the client's
+
+    def new_reader(self) -> AnswerReader:
+        """What reads one of the answers."""
+        return AnswerReader(self.reading, self.generation.prompts[0].text)
 
 
 class ChatCompletions:
@@ -73,16 +92,26 @@ class ChatCompletions:
         request_id = service.request_id(request, "chatcmpl", wanted.request_id)
         params = self._params(wanted)
         check_num_sequences(1, params.n)
-        messages = template_messages(wanted.messages)
-        template = template_arguments(wanted, service.options.trust_request_chat_template)
-        with client_names(ENGINE_NAMES):
-            prompt = await service.prompts.read_chat(
-                messages, wanted.truncation, bool(wanted.add_special_tokens), wanted.cache_salt, **template
-            )
-        last = messages[-1]
-        role = "assistant" if template["add_generation_prompt"] else last["role"]
+        conversation, names = self._conversation(wanted), names_of(wanted)
+        with client_names(names):
+            prepared = await prepare(conversation, params, service.formats, service.prompts)
+        last = conversation.messages[-1]
+        role = "assistant" if conversation.template["add_generation_prompt"] else last["role"]
         echo = text_of(last) if wanted.echo and last["role"] == role else ""
-        return Chat(wanted, GenerationRequest(request_id, [prompt], params, wanted.priority or 0), model, role, echo)
+        generation = GenerationRequest(request_id, [prepared.prompt], prepared.params, wanted.priority or 0)
+        return Chat(wanted, generation, model, role, echo, prepared.reading, names)
+
+    def _conversation(self, wanted: ChatCompletionRequest) -> Conversation:
+        return Conversation(
+            messages=template_messages(wanted.messages),
+            template=template_arguments(wanted, self._service.options.trust_request_chat_template),
+            tool_use=tool_use(wanted.tool_choice, wanted.tools, wanted.parallel_tool_calls),
+            shape=shape_of(wanted),
+            include_reasoning=wanted.include_reasoning is not False,
+            truncation=wanted.truncation,
+            add_special_tokens=bool(wanted.add_special_tokens),
+            cache_salt=wanted.cache_salt,
+        )
 
     def _params(self, wanted: ChatCompletionRequest) -> SamplingParams:
         """Without a limit of its own a request gets the model's, or the rest of the context."""
@@ -95,7 +124,7 @@ class ChatCompletions:
 
     async def _complete(self, chat: Chat) -> Response:
         wanted = chat.wanted
-        with client_names(ENGINE_NAMES):
+        with client_names(chat.names):
             [output] = await collect(self._service.engine, self._service.traffic, chat.generation)
         usage = UsageCounter(self._service.options.enable_prompt_tokens_details)
         usage.add(0, output)
@@ -116,8 +145,10 @@ class ChatCompletions:
         service = self._service
         usage = usage_options(chat.wanted, service.options.enable_force_include_usage)
         counter = UsageCounter(service.options.enable_prompt_tokens_details)
-        chunks = ChatStream(chat.wanted, chat.generation.request_id, chat.model, chat.role, chat.echo, usage, counter)
-        with client_names(ENGINE_NAMES):
+        chunks = ChatStream(
+            chat.wanted, chat.generation.request_id, chat.model, chat.role, chat.echo, usage, counter, chat.new_reader
+        )
+        with client_names(chat.names):
             async with aclosing(stream(service.engine, service.traffic, chat.generation)) as results:
                 async for _, output in results:
                     for chunk in chunks.of(output):
@@ -130,7 +161,6 @@ class ChatCompletions:
 def check(wanted: ChatCompletionRequest) -> None:
     """Raise HttpError 400 for what this endpoint cannot do."""
     check_fields(wanted)
-    check_tool_choice(wanted.tool_choice, wanted.tools)
     if wanted.top_logprobs and not wanted.logprobs:
         raise HttpError(
             400, f"top_logprobs is {wanted.top_logprobs}, but logprobs is not true. Set it.", "top_logprobs"
@@ -150,6 +180,14 @@ def num_logprobs(wanted: ChatCompletionRequest) -> int | None:
     return len(wanted.logprob_token_ids) if wanted.logprob_token_ids else wanted.top_logprobs or 0
 
 
+def names_of(wanted: ChatCompletionRequest) -> dict[str, str]:
+    """What the request calls the engine's fields. The shape of forced calls follows from the tools."""
+    own = shape_name(wanted)
+    if wanted.tools and wanted.tool_choice not in (None, "auto", "none"):
+        own = {"structured_outputs": "tools"}
+    return {**ENGINE_NAMES, **own}
+
+
 def choice(chat: Chat, completion: CompletionOutput) -> ChatChoice:
     wanted = chat.wanted
     logprobs = None
@@ -157,11 +195,24 @@ def choice(chat: Chat, completion: CompletionOutput) -> ChatChoice:
         logprobs = chat_logprobs(
             completion.token_ids, completion.logprobs, num_logprobs(wanted), bool(wanted.return_tokens_as_token_ids)
         )
+    answer = chat.new_reader().read(completion)
     return ChatChoice(
         index=completion.index,
-        message=ChatMessage(role=chat.role, content=chat.echo + completion.text),
+        message=chat_message(chat, answer.message),
         logprobs=logprobs,
-        finish_reason=completion.finish_reason,
-        stop_reason=completion.stop_reason,
+        finish_reason=answer.finish_reason,
+        stop_reason=answer.stop_reason,
         token_ids=completion.token_ids if wanted.return_token_ids else None,
+    )
+
+
+def chat_message(chat: Chat, parsed: ParsedMessage) -> ChatMessage:
+    """Without content there is null beside calls or thinking, and an empty text where there is nothing at all."""
+    calls = [ChatToolCall(call.id, CalledFunction(call.name, call.arguments)) for call in parsed.tool_calls]
+    is_text = parsed.content is not None or not (calls or parsed.reasoning)
+    return ChatMessage(
+        role=chat.role,
+        content=chat.echo + (parsed.content or "") if is_text else chat.echo or None,
+        reasoning=parsed.reasoning,
+        tool_calls=calls or msgspec.UNSET,
     )

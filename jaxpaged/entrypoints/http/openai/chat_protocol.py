@@ -62,8 +62,23 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     return_prompt_text: bool | None = False
 
 
+class CalledFunction(msgspec.Struct):
+    """The function that the model calls; `arguments` is what it wrote, JSON unless it was cut off."""
+
+    name: str
+    arguments: str
+
+
+class ChatToolCall(msgspec.Struct):
+    """A call."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """The answer."""
+    """The answer. `tool_calls` is there only when there are some."""
 
     role: str
     content: str | None
@@ -72,6 +87,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     audio: Any = None
     function_call: Any = None
     reasoning: str | None = None
+    tool_calls: list[ChatToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -102,11 +118,29 @@ class ChatCompletionResponse(msgspec.Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    """The name, with a call's first piece, and a piece of the arguments."""
+
+    name: str | None = None
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """A piece of call number `index`. The first one has id, type and name."""
+
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: FunctionDelta | None = None
+
+
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     """What a chunk adds to an answer."""
 
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ChatToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatStreamChoice(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -1,15 +1,19 @@
 """Chunks of a streamed chat answer."""
 
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 import msgspec
 
+from jaxpaged.entrypoints.http.answer import AnswerReader
 from jaxpaged.entrypoints.http.openai.chat_protocol import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChatDelta,
     ChatStreamChoice,
+    ChatToolCallDelta,
+    FunctionDelta,
 )
 from jaxpaged.entrypoints.http.openai.events import chunk_event
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions
@@ -17,10 +21,14 @@ from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, chat_logprob
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT
 from jaxpaged.messages import CompletionOutput, RequestOutput
+from jaxpaged.parsing.deltas import Delta
 
 
 class ChatStream:
-    """Turns results into events: for every answer its role, its text as it comes, and how it ended."""
+    """Turns results into events: for every answer its role, what it says as it comes, and how it ended.
+
+    `new_reader` makes what reads one of the answers.
+    """
 
     def __init__(
         self,
@@ -31,7 +39,9 @@ class ChatStream:
         echo: str,
         usage: UsageOptions,
         counter: UsageCounter,
+        new_reader: Callable[[], AnswerReader],
     ):
+        self._readers = defaultdict(new_reader)
         self._id = request_id
         self._model = model
         self._role = role
@@ -53,8 +63,8 @@ class ChatStream:
             yield from self._opening(output)
         self._counter.add(0, output)
         for completion in output.outputs:
-            if completion.text or completion.finish_reason is not None or self._shows_tokens(completion):
-                yield self._event([self._choice(completion)])
+            for choice in self._choices(completion):
+                yield self._event([choice])
 
     def last(self) -> bytes:
         """The event with the usage of the whole request."""
@@ -78,16 +88,23 @@ class ChatStream:
         """Whether there is something to show although the text has not grown."""
         return bool(completion.token_ids) and (self._with_ids or completion.logprobs is not None)
 
-    def _choice(self, completion: CompletionOutput) -> ChatStreamChoice:
-        ended = completion.finish_reason is not None
-        return ChatStreamChoice(
-            index=completion.index,
-            delta=ChatDelta(content=completion.text),
-            logprobs=self._logprobs(completion),
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason if ended else msgspec.UNSET,
-            token_ids=completion.token_ids if self._with_ids else None,
-        )
+    def _choices(self, completion: CompletionOutput) -> Iterator[ChatStreamChoice]:
+        """One for every piece. The first has the tokens, the last says how the answer ended."""
+        part = self._readers[completion.index].read(completion)
+        ended = part.finish_reason is not None
+        deltas = [chat_delta(delta) for delta in part.deltas]
+        if not deltas and (ended or self._shows_tokens(completion)):
+            deltas = [ChatDelta(content="")]
+        for place, delta in enumerate(deltas):
+            is_last = ended and place == len(deltas) - 1
+            yield ChatStreamChoice(
+                index=completion.index,
+                delta=delta,
+                logprobs=None if place else self._logprobs(completion),
+                finish_reason=part.finish_reason if is_last else None,
+                stop_reason=part.stop_reason if is_last else msgspec.UNSET,
+                token_ids=completion.token_ids if self._with_ids and not place else None,
+            )
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not completion.logprobs:
@@ -115,3 +132,11 @@ class ChatStream:
                 prompt_text=prompt_text,
             )
         )
+
+
+def chat_delta(delta: Delta) -> ChatDelta:
+    call = delta.tool_call
+    if call is None:
+        return ChatDelta(reasoning=delta.reasoning) if delta.content is None else ChatDelta(content=delta.content)
+    function = FunctionDelta(call.name, call.arguments)
+    return ChatDelta(tool_calls=[ChatToolCallDelta(call.index, call.id, call.id and "function", function)])

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.body import json_response, read_struct
-from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation import GenerationRequest, collect, stream
 from jaxpaged.entrypoints.http.openai.completion_protocol import (
     DEFAULT_MAX_TOKENS,
@@ -23,6 +23,8 @@ from jaxpaged.entrypoints.http.openai.fields import (
     check_fields,
     check_num_sequences,
     sampling_params,
+    shape_name,
+    shape_of,
     usage_options,
 )
 from jaxpaged.entrypoints.http.openai.logprobs import prompt_logprobs
@@ -68,12 +70,14 @@ class Completions:
             max_tokens = 1
         defaults = self._service.engine.input_processor.defaults.sampling
         params = sampling_params(wanted, defaults, max_tokens=max_tokens, logprobs=wanted.logprobs)
+        params.structured_outputs = shape_of(wanted)
         if wanted.echo and wanted.logprobs is not None and params.prompt_logprobs is None:
             params.prompt_logprobs, params.skip_reading_prefix_cache = wanted.logprobs, True
         return params
 
     async def _complete(self, wanted: CompletionRequest, generation: GenerationRequest, model: str) -> Response:
-        outputs = await collect(self._service.engine, self._service.traffic, generation)
+        with client_names(shape_name(wanted)):
+            outputs = await collect(self._service.engine, self._service.traffic, generation)
         style = style_of(wanted)
         usage = UsageCounter(self._service.options.enable_prompt_tokens_details)
         choices = []
@@ -116,10 +120,11 @@ class Completions:
             generation.request_id, model, style_of(wanted), service.engine.input_processor.tokenizer, usage, counter,
             n=generation.params.n, with_ids=bool(wanted.return_token_ids),
         )  # fmt: skip
-        async with aclosing(stream(service.engine, service.traffic, generation)) as results:
-            async for number, output in results:
-                for chunk in chunks.of(number, output):
-                    yield chunk
+        with client_names(shape_name(wanted)):
+            async with aclosing(stream(service.engine, service.traffic, generation)) as results:
+                async for number, output in results:
+                    for chunk in chunks.of(number, output):
+                        yield chunk
         if usage.at_end:
             yield chunks.last()
         yield DONE

@@ -10,6 +10,7 @@ import msgspec
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.openai.chat_protocol import NamedToolChoice, Tool
+from jaxpaged.entrypoints.http.tool_use import ToolUse
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Type of a part of a message -> its key that holds a text."""
@@ -66,32 +67,32 @@ def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
             path = f"tools[{index}].type"
             raise HttpError(400, f"{path} is {tool.type!r}; only 'function' is served.", path)
         check_depth(f"tools[{index}].function.parameters", tool.function.parameters)
+        if any(tool.function.name == other.function.name for other in tools[:index]):
+            path = f"tools[{index}].function.name"
+            raise HttpError(400, f"{path} is {tool.function.name!r}, as that of another tool. Rename one.", path)
     return [msgspec.to_builtins(tool) for tool in tools]
 
 
-def check_tool_choice(choice: str | NamedToolChoice | None, tools: list[Tool] | None) -> None:
-    """Raise HttpError 400 for a choice that cannot be, or that needs constrained output."""
-    if choice is None or choice == "none":
-        return
-    if not tools:
+def tool_use(choice: str | NamedToolChoice | None, tools: list[Tool] | None, parallel: bool | None) -> ToolUse | None:
+    """The tools and whether to call them; None without tools. Raises HttpError 400 for a choice that cannot be."""
+    described = template_tools(tools)
+    if described is None:
+        if choice in (None, "none"):
+            return None
         raise HttpError(400, "tool_choice is given without tools. Give tools, or leave it out.", "tool_choice")
+    names = [tool["function"]["name"] for tool in described]
     if isinstance(choice, NamedToolChoice):
-        names = [tool.function.name for tool in tools]
         if choice.function.name not in names:
             raise HttpError(
                 400, f"tool_choice names the function {choice.function.name!r}, but tools has {', '.join(names)}.",
                 "tool_choice",
             )  # fmt: skip
-    elif choice == "auto":
-        return
-    elif choice != "required":
+        return ToolUse(described, "named", choice.function.name, parallel is not False)
+    if choice not in (None, "auto", "none", "required"):
         raise HttpError(
             400, f"tool_choice is {choice!r}; it must be 'none', 'auto', 'required', or name a function.", "tool_choice"
         )
-    raise HttpError(
-        400, "tool_choice demands a call, but this server does not constrain output to a structure yet. Use 'auto'.",
-        "tool_choice",
-    )  # fmt: skip
+    return ToolUse(described, choice or "auto", parallel=parallel is not False)
 
 
 def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

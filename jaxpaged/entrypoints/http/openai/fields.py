@@ -9,10 +9,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.prompts import Truncation
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.structured_outputs import StructuredOutputsParams
 
+SHAPE_NAMES = {"structured_outputs": "response_format"}
 MAX_STOP_STRINGS = 4
 MAX_PROMPT_SEQUENCES = 16384
 """Sequences of one HTTP request: prompts times n."""
@@ -25,20 +28,19 @@ SAMPLING = (
 )  # fmt: skip
 """Fields that are sampling parameters under the same name."""
 
-STRUCTURE = "This server does not constrain output to a structure yet"
+RENAMED = "It is called structured_outputs now"
 REFUSALS = {
-    "structured_outputs": STRUCTURE,
-    "guided_json": f"It is called structured_outputs now. {STRUCTURE}",
-    "guided_regex": f"It is called structured_outputs now. {STRUCTURE}",
-    "guided_choice": f"It is called structured_outputs now. {STRUCTURE}",
-    "guided_grammar": f"It is called structured_outputs now. {STRUCTURE}",
+    "guided_json": RENAMED,
+    "guided_regex": RENAMED,
+    "guided_choice": RENAMED,
+    "guided_grammar": RENAMED,
     "use_beam_search": "Beam search is not served over HTTP; LLM.beam_search has it",
     "repetition_detection": "Repetition is not looked for",
     "watermarking": "Watermarks are not made",
     "kv_transfer_params": "This server has no KV connector",
     "ec_transfer_params": "This server has no encoder connector",
     "prompt_embeds": "Prompts are taken as text or token ids",
-    "thinking_token_budget": "This server has no reasoning parser",
+    "thinking_token_budget": "Thinking is not cut short",
 }
 """Field -> why no value of it is served."""
 
@@ -51,7 +53,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """What the output must look like: "text", "json_object", "json_schema" or "structural_tag"."""
+    """What the output must look like: "text", "json_object", or "json_schema" with {"name": ..., "schema": ...}."""
 
     type: str
     json_schema: dict[str, Any] | None = None
@@ -97,7 +99,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = False
     stream_interval: int | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: Any = None
+    structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -127,7 +129,6 @@ def check_fields(request: GenerationFields) -> None:
     for name, why in REFUSALS.items():
         if getattr(request, name) not in (None, False, -1):
             raise HttpError(400, f"{name} is given. {why}, so leave it out.", name)
-    check_response_format(request.response_format)
     if request.stream_options is not None and not request.stream:
         raise HttpError(400, "stream_options is given, but stream is not true. Leave it out.", "stream_options")
     if request.stream and request.prompt_logprobs:
@@ -144,18 +145,39 @@ def check_fields(request: GenerationFields) -> None:
         raise HttpError(400, f"stop has {len(request.stop)} texts; at most {MAX_STOP_STRINGS} are looked for.", "stop")
 
 
-def check_response_format(wanted: ResponseFormat | None) -> None:
+def shape_of(request: GenerationFields) -> StructuredOutputsParams | None:
+    """What the answer must look like. Raises HttpError or RequestError 400 naming the field."""
+    wanted, given = request.response_format, request.structured_outputs
     if wanted is None or wanted.type == "text":
-        return
-    known = ("json_object", "json_schema", "structural_tag")
-    if wanted.type not in known:
+        return None if given is None else StructuredOutputsParams.from_dict(given)
+    if given is not None:
         raise HttpError(
-            400, f"response_format.type is {wanted.type!r}; it must be one of text, {', '.join(known)}.",
-            "response_format.type",
+            400, f"structured_outputs is given, and response_format.type is {wanted.type!r}. Give one of them.",
+            "structured_outputs",
         )  # fmt: skip
+    if wanted.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if wanted.type == "json_schema":
+        with client_names(SHAPE_NAMES):
+            return StructuredOutputsParams(json=schema_of(wanted))
     raise HttpError(
-        400, f"response_format.type is {wanted.type!r}. {STRUCTURE}: use 'text', or leave it out.", "response_format"
-    )
+        400, f"response_format.type is {wanted.type!r}; it must be one of text, json_object, json_schema.",
+        "response_format.type",
+    )  # fmt: skip
+
+
+def schema_of(wanted: ResponseFormat) -> dict[str, Any]:
+    path = "response_format.json_schema"
+    schema = (wanted.json_schema or {}).get("schema")
+    if not isinstance(schema, dict):
+        raise HttpError(400, f"{path}.schema is missing, or no object. Give a JSON schema.", path)
+    check_depth(path, schema)
+    return schema
+
+
+def shape_name(request: GenerationFields) -> dict[str, str]:
+    """The engine's name of the answer's shape -> what this request calls it."""
+    return {} if request.response_format is None else SHAPE_NAMES
 
 
 def sampling_params(

@@ -117,10 +117,11 @@ def test_named_tokens_are_scored(ask):
         assert len(entry["top_logprobs"]) == 3
 
 
-def test_tools_reach_the_template_and_the_answer_is_text(ask):
-    for choice in ({}, {"tool_choice": "auto"}):
+def test_tools_reach_the_template(ask):
+    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
         body = {"tools": [TOOL], **choice}
-        assert prompt_of(ask, body, chat=CHAT_WITH_TOOLS) == "weather;the cat"
+        shown = prompt_of(ask, body, chat=CHAT_WITH_TOOLS, options={"tool_call_parser": "hermes"})
+        assert shown == "weather;the cat"
 
 
 def test_template_variables_reach_the_template(ask):
@@ -168,9 +169,10 @@ def test_an_assistants_message_may_be_nothing_but_calls(ask):
         ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [TOOL]}, "tool_choice"),
+        ({"tools": [TOOL, TOOL], "tool_choice": "none"}, "tools[1].function.name"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -180,7 +182,6 @@ def test_an_assistants_message_may_be_nothing_but_calls(ask):
         ({"continue_final_message": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, "response_format"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import gpu_targets
 from pallas_kernels.gpu_targets import TARGETS, lower_for
 from pallas_kernels.ragged_paged_attention.cases import SERVING_SHAPES
+from pallas_kernels.ragged_paged_attention.gpu import binding_refusal
 from pallas_kernels.testing import layer_of
 
 ROOT = Path(__file__).parents[4]
@@ -34,35 +35,52 @@ def test_a_layer_lowers_to_triton(name, target):
     assert program.count("__gpu$xla.gpu.triton") == (NUM_KERNELS if SHAPE[name].num_tokens > 32 else 3)
 
 
-def compiled(target: str, names: list[str]) -> dict[tuple[str, str], dict]:
+def compiled(target: str, names: list[str], backend: str) -> list[dict]:
     """What scripts/compile_for_gpu.py reports, in a process of its own: it must set up jax before it is imported."""
+    script = [ROOT / "scripts" / "compile_for_gpu.py", "--json", "--target", target, "--backend", backend]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     lines = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "compile_for_gpu.py", "--json", "--target", target, "--shapes", *names],
-        check=True, capture_output=True, text=True, env=environment,
-    ).stdout.splitlines()  # fmt: skip
-    reports = [json.loads(line) for line in lines]
-    return {(report["shape"], report["kernel"]): report for report in reports}
+        [sys.executable, *script, "--shapes", *names], check=True, capture_output=True, text=True, env=environment
+    ).stdout.splitlines()
+    return [json.loads(line) for line in lines]
 
 
-def check(reports: dict[tuple[str, str], dict], names: list[str], target: str) -> None:
-    assert {name for name, _ in reports} == set(names)
-    for report in reports.values():
+def check(reports: list[dict], names: list[str], target: str) -> None:
+    assert {report["shape"] for report in reports} == set(names)
+    for report in reports:
         print(report)
         assert report["spilled_bytes"] <= (0 if target == "h100" else 200), report
         assert report["warnings"] == [], report  # such as Hopper's products waiting for each other
         assert report["shared_memory"] <= TARGETS[target].shared_memory[0], report
 
 
+NO_TRITON = binding_refusal(is_pallas=False, interpret=False)
+BACKENDS = ["gpu", pytest.param("gpu-triton", marks=pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON)))]
+
+
 class TestWithCompiler:
     pytestmark = needs_compiler
 
+    @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("target", TARGETS)
-    def test_kernels_compile_without_spills(self, target):
+    def test_kernels_compile_without_spills(self, target, backend):
         names = QUICK.get(target, [FIRST])
-        check(compiled(target, names), names, target)
+        check(compiled(target, names, backend), names, target)
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("target", TARGETS)
-    def test_every_shape_compiles_without_spills(self, target):
-        check(compiled(target, list(SHAPE)), list(SHAPE), target)
+    def test_every_shape_compiles_without_spills(self, target, backend):
+        check(compiled(target, list(SHAPE), backend), list(SHAPE), target)
+
+    @pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
+    @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+    def test_kernels_in_triton_itself_are_right_in_its_interpreter(self, marked):
+        # Triton decides when it is imported, so this takes a process of its own.
+        environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+        tests = Path(__file__).with_name("test_triton_numerics.py")
+        command = [sys.executable, "-m", "pytest", "-q", "-m", marked, tests]
+        run = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=ROOT)
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert " passed" in run.stdout
+        assert "skipped" not in run.stdout

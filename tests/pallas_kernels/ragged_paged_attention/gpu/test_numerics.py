@@ -2,8 +2,10 @@
 
 import inspect
 import itertools
+import re
 import sys
 import types
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -78,9 +80,7 @@ MUTANTS = {
         "one decode", kernels, "first + fact(at.NUM_PARTS), add", "first + fact(at.NUM_PARTS) - 1, add",
     ),
     "a sink is forgotten": ("window, soft cap and sinks", kernels, "if not layer.has_sinks:", "if True:"),
-    "padding tokens write to a block": (
-        "rows with no new token", kernels, "(block >= 0) & (block < num_blocks)", "block == block",
-    ),
+    # No mutant without the bounds of written blocks: the interpreter drops what lies outside of an array by itself.
 }  # fmt: skip
 
 
@@ -122,6 +122,39 @@ def test_a_gpu_is_needed_and_the_interpreter_is_never_chosen_by_itself():
     assert rpa.choose_backend("gpu-interpret", "cpu") == "gpu-interpret"
     with pytest.raises(ValueError, match=r"'gpu' cannot run on 'cpu': it needs an NVIDIA GPU; 'gpu-interpret'"):
         rpa.choose_backend("gpu", "cpu")
+
+
+def test_triton_itself_takes_over_where_jax_has_no_pallas_for_it(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(gpu, "is_installed", lambda module: "pallas" not in module)
+    assert rpa.choose_backend("auto", "gpu") == "gpu-triton"
+    refusal = "'gpu' cannot run on 'gpu': this jax has no Pallas for Triton; 'gpu-triton' runs kernels in Triton itself"
+    with pytest.raises(ValueError, match=refusal):
+        rpa.choose_backend("gpu", "gpu")
+    with pytest.raises(ValueError, match=r"environment variable TRITON_INTERPRET .* set it to 1\. Use 'auto'"):
+        rpa.choose_backend("gpu-triton-interpret", "cpu")
+
+
+def test_triton_itself_needs_its_packages_a_gpu_and_its_compiler(monkeypatch):
+    with pytest.raises(ValueError, match="'gpu-triton' cannot run on 'cpu': it needs an NVIDIA GPU; 'gpu-triton-int"):
+        rpa.choose_backend("gpu-triton", "cpu")
+    monkeypatch.setattr(gpu, "is_installed", lambda module: module not in ("jax_triton", "triton"))
+    missing = "jax_triton and triton cannot be imported; install jax-triton and triton, the extra gpu-triton"
+    assert rpa.backends("gpu")["gpu-triton"] == missing
+    assert rpa.backends("cpu")["gpu-triton-interpret"] == missing.replace("jax_triton and triton", "triton", 1)
+    assert rpa.choose_backend("auto", "gpu") == "gpu"
+    monkeypatch.setattr(gpu, "is_installed", lambda module: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "has Triton interpret its kernels; unset it" in rpa.backends("gpu")["gpu-triton"]
+
+
+def test_both_kinds_of_kernels_read_the_same_columns_of_the_lists_of_work():
+    text = inspect.getsource(items)
+    names = re.search(r"^(ROW, .*) = range", text, re.MULTILINE)[1]
+    path = Path(gpu.__file__).with_name("triton_kernels.py")
+    assert f"{names}, NUM_COLUMNS = (tl.constexpr(i) for i in range(9))" in path.read_text(encoding="utf-8")
+    assert items.NUM_COLUMNS == 8
+    assert items.NOT_SPLIT == -1
 
 
 def test_gpus_before_ampere_and_those_of_others_are_refused():

@@ -1,0 +1,135 @@
+"""Turns of blocks as chat messages, which templates read.
+
+Every message's content is one text, so that all templates take it. This module knows no tokens, and nothing of how
+answers are generated.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpaged.entrypoints.http.anthropic.protocol import (
+    DocumentBlock,
+    ImageBlock,
+    InputBlock,
+    InputMessage,
+    MessagesPrompt,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from jaxpaged.entrypoints.http.body import check_depth
+from jaxpaged.entrypoints.http.errors import HttpError
+
+BILLING = "x-anthropic-billing-header:"
+"""How a text block begins that Claude Code puts into system prompts. It always differs: nothing behind it is cached."""
+
+Located = tuple[str, InputBlock]
+"""Where a block stands in the request, and the block."""
+
+
+def chat_messages(wanted: MessagesPrompt) -> list[dict[str, Any]]:
+    """The system prompt and all turns. Raises HttpError 400 naming the block at fault."""
+    if not wanted.messages:
+        raise HttpError(400, "messages is an empty list. Give at least one message.", "messages")
+    messages = system_messages(wanted.system)
+    tools: dict[str, str] = {}  # id of a call so far -> name of its tool
+    numbered = enumerate(wanted.messages)
+    for role, turns in itertools.groupby(numbered, key=lambda turn: turn[1].role):
+        blocks = [block for index, message in turns for block in located(message, f"messages[{index}].content")]
+        if role == "assistant":
+            messages.append(assistant_message(blocks, tools))
+        else:
+            messages += given_messages(role, blocks, tools)
+    if continues(wanted) and "tool_calls" in messages[-1]:
+        raise HttpError(
+            400, "messages ends with a tool_use block, which needs an answer. Add a user message with its tool_result.",
+            "messages",
+        )  # fmt: skip
+    return messages
+
+
+def continues(wanted: MessagesPrompt) -> bool:
+    """Whether the last turn is the beginning of the answer."""
+    return wanted.messages[-1].role == "assistant"
+
+
+def system_messages(system: str | list[TextBlock] | None) -> list[dict[str, Any]]:
+    texts = [system or ""] if not isinstance(system, list) else [block.text for block in system]
+    text = "\n".join(each for each in texts if not each.startswith(BILLING))
+    return [{"role": "system", "content": text}] if text else []
+
+
+def located(message: InputMessage, path: str) -> list[Located]:
+    """The blocks of a message. Raises HttpError 400 for those that its role cannot have, and for no text at all."""
+    content = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
+    if message.role != "assistant" and content in ([], [TextBlock("")]):
+        raise HttpError(400, f"{path} is empty. Give it at least one character.", path)
+    blocks = [(f"{path}[{index}]", block) for index, block in enumerate(content)]
+    for where, block in blocks:
+        check_block(message.role, where, block)
+    return blocks
+
+
+def check_block(role: str, path: str, block: InputBlock) -> None:
+    kind = block.__struct_config__.tag
+    if isinstance(block, ImageBlock | DocumentBlock):
+        raise HttpError(400, f"{path} is of type {kind!r}, but the model takes text only. Send text instead.", path)
+    allowed = {
+        "user": TextBlock | ToolResultBlock,
+        "assistant": InputBlock,
+        "system": TextBlock,
+    }[role]
+    if not isinstance(block, allowed) or (role == "assistant" and isinstance(block, ToolResultBlock)):
+        raise HttpError(400, f"{path} is of type {kind!r}, which a message of role {role!r} cannot have.", path)
+
+
+def assistant_message(blocks: Sequence[Located], tools: dict[str, str]) -> dict[str, Any]:
+    """What the model said. Its calls become known in `tools`."""
+    text = "".join(block.text for _, block in blocks if isinstance(block, TextBlock))
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    thoughts = [block.thinking for _, block in blocks if isinstance(block, ThinkingBlock)]
+    if thoughts:
+        message["reasoning"] = message["reasoning_content"] = "\n".join(thoughts)  # templates know one or the other
+    uses = [(path, block) for path, block in blocks if isinstance(block, ToolUseBlock)]
+    for path, block in uses:
+        check_depth(f"{path}.input", block.input)
+        tools[block.id] = block.name
+    if uses:
+        message["tool_calls"] = [tool_call(block) for _, block in uses]
+    return message
+
+
+def tool_call(block: ToolUseBlock) -> dict[str, Any]:
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+
+
+def given_messages(role: str, blocks: Sequence[Located], tools: dict[str, str]) -> list[dict[str, Any]]:
+    """What the model is told: texts, and results of calls as messages of their own, in this order."""
+    messages = []
+    for is_text, group in itertools.groupby(blocks, key=lambda located: isinstance(located[1], TextBlock)):
+        if is_text:
+            messages.append({"role": role, "content": "\n".join(block.text for _, block in group)})
+        else:
+            messages += [tool_message(path, block, tools) for path, block in group]
+    return messages
+
+
+def tool_message(path: str, block: ToolResultBlock, tools: dict[str, str]) -> dict[str, Any]:
+    """A result. Templates have no word for a call that failed, so the text says it."""
+    if block.tool_use_id not in tools:
+        raise HttpError(
+            400, f"{path}.tool_use_id is {block.tool_use_id!r}, but no tool_use block before it has this id.",
+            f"{path}.tool_use_id",
+        )  # fmt: skip
+    parts = [TextBlock(block.content)] if isinstance(block.content, str) else block.content or []
+    for index, part in enumerate(parts):
+        check_block("user", f"{path}.content[{index}]", part)
+    text = "\n".join(part.text for part in parts)
+    return {
+        "role": "tool",
+        "tool_call_id": block.tool_use_id,
+        "name": tools[block.tool_use_id],
+        "content": f"Error: {text}" if block.is_error else text,
+    }

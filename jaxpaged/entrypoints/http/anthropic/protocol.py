@@ -1,0 +1,168 @@
+"""What `/v1/messages` and `/v1/messages/count_tokens` take and give.
+
+Fields that are not here, such as `cache_control`, are let through: prompts are cached by themselves. This module knows
+no endpoint.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class TextBlock(msgspec.Struct, tag="text", tag_field="type"):
+    """A text."""
+
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, tag="thinking", tag_field="type"):
+    """What the model thought before it answered. `signature` is a digest of it; nobody looks at one that returns."""
+
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingBlock(msgspec.Struct, tag="redacted_thinking", tag_field="type"):
+    """Thinking of another service that nobody can read; it is left out."""
+
+    data: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, tag="tool_use", tag_field="type"):
+    """A call of a tool."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ImageBlock(msgspec.Struct, tag="image", tag_field="type"):
+    """An image, which is refused: the model takes text only."""
+
+    source: Any = None
+
+
+class DocumentBlock(msgspec.Struct, tag="document", tag_field="type"):
+    """A document, which is refused too."""
+
+    source: Any = None
+
+
+class ToolResultBlock(msgspec.Struct, tag="tool_result", tag_field="type"):
+    """What a call came to."""
+
+    tool_use_id: str
+    content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
+    is_error: bool | None = None
+
+
+InputBlock = (
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | ImageBlock | DocumentBlock
+)
+OutputBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class InputMessage(msgspec.Struct):
+    """One turn. Several turns of the same role after each other count as one."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[InputBlock]
+
+
+class MessagesTool(msgspec.Struct):
+    """A tool that the client runs. `input_schema` is a JSON schema of an object."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+
+
+class MessagesToolChoice(msgspec.Struct):
+    """Whether tools are called: as the model likes, at least one, the one of this `name`, or none."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingOption(msgspec.Struct):
+    """Whether the model thinks before it answers. `budget_tokens` is a target, not a limit: `max_tokens` is that."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class OutputFormat(msgspec.Struct):
+    """JSON that this schema allows."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    """How much effort the model makes, where its chat template has a word for it, and what its answer looks like."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class MessagesPrompt(msgspec.Struct, kw_only=True):
+    """What becomes the prompt. A last turn of the assistant is the beginning of the answer."""
+
+    model: str | None = None
+    messages: list[InputMessage]
+    system: str | list[TextBlock] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: ThinkingOption | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    mcp_servers: Any = None
+    container: Any = None
+    thread: Any = None
+
+
+class MessagesRequest(MessagesPrompt, kw_only=True):
+    """A conversation to go on with."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: dict[str, Any] | None = None
+    cache_salt: str | None = None
+
+
+class MessagesUsage(msgspec.Struct):
+    """Tokens read and written. Those that came from the prefix cache are told apart where the server reports them."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class MessagesResponse(msgspec.Struct, kw_only=True):
+    """The answer. `stop_reason` is null while it streams."""
+
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[OutputBlock]
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessagesUsage
+
+
+class CountTokensRequest(MessagesPrompt, kw_only=True):
+    """A conversation whose prompt is counted."""
+
+
+class CountTokensResponse(msgspec.Struct):
+    """How long the prompt is."""
+
+    input_tokens: int

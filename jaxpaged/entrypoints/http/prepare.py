@@ -1,0 +1,147 @@
+"""From a conversation to what the engine is asked: the prompt, the sampling parameters, and how to read the answer.
+
+What a request says of tools, of the answer's shape and of thinking meets here what the server knows of its model.
+This module knows no API: endpoints bring a request into the form of `Conversation`, and name fields in errors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from jaxpaged.engine.chat_template import ChatTemplates
+from jaxpaged.entrypoints.http.answer import ANY_CALLS, Reading
+from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.options import ServerOptions
+from jaxpaged.entrypoints.http.prompts import PromptReader, TokenPrompt, Truncation
+from jaxpaged.entrypoints.http.tool_use import ToolUse
+from jaxpaged.errors import ConfigError, RequestError
+from jaxpaged.parsing.detect import tool_parser_of
+from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named
+from jaxpaged.parsing.reasoning import ReasoningFormat
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.structured_outputs import StructuredOutputsParams, Thinking
+
+
+@dataclass(frozen=True)
+class AnswerFormats:
+    """How the model writes calls and thinking; None: not known, or not to be looked for."""
+
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+
+
+def answer_formats(options: ServerOptions, templates: ChatTemplates) -> AnswerFormats:
+    """What the options say. Raises ConfigError when calls are to be found but no format is known."""
+    tool_parser = options.tool_call_parser
+    if options.enable_auto_tool_choice and tool_parser is None:
+        template = templates.sources.get("tool_use", templates.sources.get("default", ""))
+        tool_parser = tool_parser_of(template)
+        if tool_parser is None:
+            raise ConfigError(
+                "--enable-auto-tool-choice is given, but the model's chat template does not show how it writes calls. "
+                f"Add --tool-call-parser with one of {', '.join(sorted(TOOL_FORMATS))}."
+            )
+    return AnswerFormats(tool_parser, options.reasoning_parser)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A request of any API. `template` are further arguments of `InputProcessor.chat_prompt`, the tools among them.
+
+    `shape` is what the answer must look like, where the client says so.
+    """
+
+    messages: list[dict[str, Any]]
+    template: Mapping[str, Any] = MappingProxyType({})
+    tool_use: ToolUse | None = None
+    shape: StructuredOutputsParams | None = None
+    include_reasoning: bool = True
+    truncation: Truncation = field(default_factory=Truncation)
+    add_special_tokens: bool = False
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the engine gets, and how its results are read."""
+
+    prompt: TokenPrompt
+    params: SamplingParams
+    reading: Reading
+
+
+async def prepare(
+    conversation: Conversation, params: SamplingParams, formats: AnswerFormats, prompts: PromptReader
+) -> Prepared:
+    """`params` are those of the client, to which shape and special tokens are added.
+
+    Raises HttpError or RequestError 400; their parameters are "tool_choice" and "structured_outputs", and those of
+    `PromptReader.read_chat`.
+    """
+    reading = reading_of(conversation, formats)
+    shape = shape_of(conversation)
+    prompt = await prompts.read_chat(
+        conversation.messages, conversation.truncation, conversation.add_special_tokens, conversation.cache_salt,
+        **conversation.template,
+    )  # fmt: skip
+    params = params.clone()
+    if reading.finds_markers:
+        params.skip_special_tokens = False
+    if shape is not None:
+        params.structured_outputs = after_thinking(shape, reading.reasoning_parser, prompt.text or "")
+    return Prepared(prompt, params, reading)
+
+
+def reading_of(conversation: Conversation, formats: AnswerFormats) -> Reading:
+    """Raises HttpError 400 when the model may call tools but nobody knows how it would write that."""
+    use = conversation.tool_use
+    tool_parser, forced = None, None
+    if use is not None and use.choice == "auto":
+        tool_parser = formats.tool_parser
+        if tool_parser is None:
+            raise HttpError(
+                400, "tool_choice is 'auto', as it is with tools unless something else is said, but this server does "
+                "not look for calls. Start it with --enable-auto-tool-choice, or use 'required', a named function or "
+                "'none'.", "tool_choice",
+            )  # fmt: skip
+    elif use is not None and use.is_forced:
+        forced = ANY_CALLS if use.choice == "required" else use.name
+    return Reading(
+        tool_parser=tool_parser,
+        reasoning_parser=formats.reasoning_parser,
+        tools={} if use is None else use.schemas,
+        forced=forced,
+        parallel=use is None or use.parallel,
+        include_reasoning=conversation.include_reasoning,
+        shaped=conversation.shape is not None,
+    )
+
+
+def shape_of(conversation: Conversation) -> StructuredOutputsParams | None:
+    """The client's, or that of forced calls. Raises HttpError 400 for both."""
+    use, shape = conversation.tool_use, conversation.shape
+    if shape is not None and use is not None and use.choice != "none":
+        raise HttpError(
+            400, f"tool_choice is {use.choice!r}, but the answer must also have a shape of its own, in which no call "
+            "can be written. Ask for one of the two, or set tool_choice to 'none'.", "tool_choice",
+        )  # fmt: skip
+    return shape or (use.forced_shape() if use is not None else None)
+
+
+def after_thinking(
+    shape: StructuredOutputsParams, reasoning_parser: str | None, prompt: str
+) -> StructuredOutputsParams:
+    """The shape of an answer before which the model may think freely. Raises RequestError where that cannot be."""
+    if reasoning_parser is None:
+        return shape
+    thinking = reasoning_format_named(reasoning_parser)
+    if not isinstance(thinking, ReasoningFormat):
+        raise RequestError(
+            f"structured_outputs cannot be used: thinking in the format {reasoning_parser!r}, which this server looks "
+            "for, has no one end after which an answer could begin. Leave it out.", "structured_outputs",
+        )  # fmt: skip
+    marks = Thinking(thinking.start, thinking.end, thinking.is_open_after(prompt))
+    return msgspec.structs.replace(shape, thinking=marks)

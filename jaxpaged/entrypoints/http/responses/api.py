@@ -1,0 +1,155 @@
+"""`/v1/responses`: answer with items, keep them, and give them out again."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+
+from jaxpaged.entrypoints.http.auth import digest, given_key
+from jaxpaged.entrypoints.http.body import json_response, read_struct
+from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.generation import results_of, stream
+from jaxpaged.entrypoints.http.responses.events import EventLog
+from jaxpaged.entrypoints.http.responses.job import Job, JobMaker, own_names
+from jaxpaged.entrypoints.http.responses.request import ResponsesRequest, check
+from jaxpaged.entrypoints.http.responses.response import DeletedResponse
+from jaxpaged.entrypoints.http.responses.run import ResponseRun
+from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
+from jaxpaged.messages import RequestOutput
+
+
+class Responses:
+    """The endpoints."""
+
+    def __init__(self, service: Service):
+        options = service.options
+        self._service = service
+        self._store = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
+        self._jobs = JobMaker(service, self._store)
+
+    async def create(self, request: Request) -> HttpResponse:
+        """Answer an input with a response: at once, as a stream, or in the background."""
+        service = self._service
+        wanted = await read_struct(request, ResponsesRequest, service.options.max_body_bytes)
+        check(wanted)
+        headers = service.answer_headers(service.request_id(request, "resp"))
+        job = await self._jobs.make(wanted, owner_of(request))
+        if wanted.background:
+            stored = await self._begin_in_background(job, with_events=bool(wanted.stream))
+            if wanted.stream:
+                return self._following(stored, -1, headers)
+            response = json_response(stored.response)
+        elif wanted.stream:
+            return self._streamed(job, headers)
+        else:
+            response = await answer_or_leave(request, self._complete(job))
+        response.headers.update(headers)
+        return response
+
+    async def retrieve(self, request: Request) -> HttpResponse:
+        """A response that is kept; with stream=true the events of one that was made so in the background."""
+        stored = self._stored(request)
+        after = starting_after(request)
+        if not flag(request, "stream"):
+            if after is not None:
+                raise HttpError(400, "starting_after is given, but stream is not true. Leave it out.", "starting_after")
+            return json_response(stored.response)
+        if not stored.has_events or not stored.response.background:
+            raise HttpError(
+                400, "The response was not made with background and stream, so its events were not kept. Leave out "
+                "stream.", "stream",
+            )  # fmt: skip
+        return self._following(stored, -1 if after is None else after, {})
+
+    async def cancel(self, request: Request) -> HttpResponse:
+        """End a response in the background. One that has ended stays as it is."""
+        stored = self._stored(request)
+        if not stored.response.background:
+            raise HttpError(
+                400, "The response was not made with background: it ends when its client leaves.", "response_id"
+            )
+        await stored.cancel()
+        return json_response(stored.response)
+
+    async def delete(self, request: Request) -> HttpResponse:
+        """Forget a response; one that is under way ends."""
+        stored = self._stored(request)
+        await stored.cancel()
+        self._store.remove(stored)
+        return json_response(DeletedResponse(stored.response.id))
+
+    def _stored(self, request: Request) -> StoredResponse:
+        return self._store.get(request.path_params["id"], owner_of(request))
+
+    # ---- ways to answer
+
+    async def _complete(self, job: Job) -> HttpResponse:
+        run = ResponseRun(job, self._store, EventLog(silent=True))
+        with own_names(job.names):
+            async for _ in run.events(self._results(job)):
+                pass
+        return json_response(job.response)
+
+    def _streamed(self, job: Job, headers: dict[str, str]) -> HttpResponse:
+        log = EventLog()
+        run = ResponseRun(job, self._store, log)
+
+        async def events() -> AsyncGenerator[bytes]:
+            with own_names(job.names):
+                async with contextlib.aclosing(run.events(self._results(job))) as made:
+                    async for frames in made:
+                        if frames:
+                            yield b"".join(frames)
+
+        return EventStream(events(), log.late_error, self._service.options.sse_keep_alive_interval, headers)
+
+    async def _begin_in_background(self, job: Job, with_events: bool) -> StoredResponse:
+        """Everything that is wrong with a request by itself is found before it is answered."""
+        service, generation = self._service, job.generation
+        prompt, params = generation.prompts[0].for_engine(), generation.params
+        with own_names(job.names):
+            await asyncio.to_thread(
+                service.engine.input_processor.process, generation.request_id, prompt, params,
+                priority=generation.priority,
+            )  # fmt: skip
+        self._store.check_room()
+        with contextlib.ExitStack() as admission:
+            admission.enter_context(service.traffic.admitted(generation.load()))
+            run = ResponseRun(job, self._store, EventLog(silent=not with_events))
+            return run.start(results_of(service.engine, generation, 0), admission.pop_all())
+
+    async def _results(self, job: Job) -> AsyncGenerator[RequestOutput]:
+        async with contextlib.aclosing(stream(self._service.engine, self._service.traffic, job.generation)) as results:
+            async for _, output in results:
+                yield output
+
+    def _following(self, stored: StoredResponse, after: int, headers: dict[str, str]) -> HttpResponse:
+        interval = self._service.options.sse_keep_alive_interval
+        return EventStream(stored.follow(after), EventLog().late_error, interval, headers)
+
+
+def owner_of(request: Request) -> bytes:
+    """Who asks: clients with different keys see nothing of each other."""
+    return digest(given_key(request.headers))
+
+
+def flag(request: Request, name: str) -> bool:
+    """A query parameter that is true or false. Raises HttpError 400 for other values."""
+    text = request.query_params.get(name, "false").lower()
+    if text not in ("true", "false"):
+        raise HttpError(400, f"{name} is {text!r}; it must be true or false.", name)
+    return text == "true"
+
+
+def starting_after(request: Request) -> int | None:
+    """Raises HttpError 400 for what is no number of an event."""
+    text = request.query_params.get("starting_after")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise HttpError(400, f"starting_after is {text[:40]!r}; it must be the number of an event.", "starting_after")
+    return int(text)

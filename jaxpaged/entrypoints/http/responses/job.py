@@ -1,0 +1,195 @@
+"""From a request to what the engine is asked, and to the response as it is before anything is said.
+
+This module does not know how a response is made or handed out.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from jaxpaged.entrypoints.http.answer import Reading
+from jaxpaged.entrypoints.http.errors import HttpError, client_names
+from jaxpaged.entrypoints.http.generation import GenerationRequest
+from jaxpaged.entrypoints.http.prepare import Conversation, Prepared, prepare
+from jaxpaged.entrypoints.http.responses.input_items import Item, Turns, input_items
+from jaxpaged.entrypoints.http.responses.request import ResponsesRequest
+from jaxpaged.entrypoints.http.responses.response import Response, new_id
+from jaxpaged.entrypoints.http.responses.store import ResponseStore
+from jaxpaged.entrypoints.http.responses.text_format import shape_of
+from jaxpaged.entrypoints.http.responses.tools import tool_use
+from jaxpaged.entrypoints.http.responses.truncation import newest_that_fit
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+
+ENGINE_NAMES = {
+    "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs",
+    "extra_args": "vllm_xargs",
+}  # fmt: skip
+"""What other parts of the server call a field -> what it is called here."""
+
+SAMPLING = (
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
+    "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "ignore_eos", "min_tokens",
+    "skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "allowed_token_ids",
+)  # fmt: skip
+"""Fields that are sampling parameters under the same name."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request. `items` are the conversation up to the response, `owner` who may ask for it.
+
+    `names`: what other parts of the server call a field -> what the request calls it.
+    """
+
+    response: Response
+    items: list[Item]
+    owner: bytes
+    generation: GenerationRequest
+    reading: Reading
+    tells_cached_tokens: bool
+    count_tokens: Callable[[str], int]
+    names: dict[str, str]
+
+
+class JobMaker:
+    """Makes jobs of requests. Raises HttpError or RequestError when these are at fault."""
+
+    def __init__(self, service: Service, store: ResponseStore):
+        self._service = service
+        self._store = store
+
+    async def make(self, wanted: ResponsesRequest, owner: bytes) -> Job:
+        service = self._service
+        model = service.check_model(wanted.model)
+        earlier = self._earlier_items(wanted, owner)
+        items = [*earlier, *input_items(wanted.input)]
+        shape_field = "text.format" if wanted.structured_outputs is None else "structured_outputs"
+        names = {**ENGINE_NAMES, "structured_outputs": shape_field}
+        with own_names(names):
+            prepared = await self._prepared(wanted, self._turns(wanted, earlier))
+        response = response_of(wanted, model, prepared.params, self._keeps(wanted))
+        return Job(
+            response, items, owner,
+            GenerationRequest(response.id, [prepared.prompt], prepared.params, wanted.priority or 0),
+            prepared.reading, service.options.enable_prompt_tokens_details, self._num_tokens, names,
+        )  # fmt: skip
+
+    def _keeps(self, wanted: ResponsesRequest) -> bool:
+        """Raises HttpError 400 for a wish to keep what cannot be kept."""
+        if not self._store.is_enabled and (wanted.store or wanted.background):
+            field = "store" if wanted.store else "background"
+            raise HttpError(400, f"{field} is true, but this server keeps no responses. Leave it out.", field)
+        return self._store.is_enabled and wanted.store is not False
+
+    def _earlier_items(self, wanted: ResponsesRequest, owner: bytes) -> list[Item]:
+        """The conversation of the previous response, its own items included."""
+        previous_id = wanted.previous_response_id
+        if previous_id is None:
+            return []
+        with own_names({"response_id": "previous_response_id"}):
+            previous = self._store.get(previous_id, owner)
+        status = previous.response.status
+        if status in ("queued", "in_progress", "failed"):
+            raise HttpError(
+                400, f"The response {previous_id!r} is {status}, so nothing can follow it. Wait for it, or go on from "
+                "another.", "previous_response_id",
+            )  # fmt: skip
+        output = [msgspec.to_builtins(item) for item in previous.response.output]
+        # Arguments that were cut off are no JSON, and templates refuse them.
+        whole = [item for item in output if item["type"] != "function_call" or item["status"] == "completed"]
+        return [*previous.items, *whole]
+
+    def _turns(self, wanted: ResponsesRequest, earlier: list[Item]) -> list[dict[str, Any]]:
+        turns = Turns(wanted.instructions)
+        turns.add_all(earlier, "previous_response_id")
+        turns.add_all(input_items(wanted.input), "input")
+        return turns.messages
+
+    async def _prepared(self, wanted: ResponsesRequest, messages: list[dict[str, Any]]) -> Prepared:
+        service = self._service
+        use = tool_use(wanted.tools, wanted.tool_choice, wanted.parallel_tool_calls is not False)
+        variables = dict(wanted.chat_template_kwargs or {})
+        if wanted.reasoning is not None and wanted.reasoning.effort is not None:
+            variables["reasoning_effort"] = wanted.reasoning.effort
+        template = {"template_variables": variables, "tools": None if use is None else list(use.tools)}
+        shape, params = shape_of(wanted), self._params(wanted)
+
+        async def with_messages(kept: list[dict[str, Any]]) -> Prepared:
+            conversation = Conversation(kept, template, use, shape, cache_salt=wanted.cache_salt)
+            return await prepare(conversation, params, service.formats, service.prompts)
+
+        if wanted.truncation != "auto":
+            return await with_messages(messages)
+        length = service.model.max_model_len
+        answer = min(params.max_tokens or 1, length // 2)
+        return await newest_that_fit(messages, with_messages, length - answer)
+
+    def _params(self, wanted: ResponsesRequest) -> SamplingParams:
+        """Without a limit of its own a request gets the model's, or the rest of the context."""
+        defaults = dict(self._service.engine.input_processor.defaults.sampling)
+        given = {name: value for name in SAMPLING if (value := getattr(wanted, name)) is not None}
+        if wanted.max_output_tokens is not None:
+            given["max_tokens"] = wanted.max_output_tokens
+        in_pieces = wanted.stream or wanted.background
+        return SamplingParams(
+            **{"max_tokens": None, **defaults, **given},
+            logprobs=(wanted.top_logprobs or 0) if wanted.wants_logprobs else None,
+            extra_args=wanted.vllm_xargs,
+            output_kind=RequestOutputKind.DELTA if in_pieces else RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _num_tokens(self, text: str) -> int:
+        return len(self._service.engine.input_processor.tokenizer.encode(text, False)) if text else 0
+
+
+def response_of(wanted: ResponsesRequest, model: str, params: SamplingParams, keeps: bool) -> Response:
+    """The response before it has begun, with the options that hold for it."""
+    text, reasoning = wanted.text, wanted.reasoning
+    return Response(
+        id=new_id("resp"),
+        created_at=int(time.time()),
+        status="queued" if wanted.background else "in_progress",
+        background=bool(wanted.background),
+        instructions=wanted.instructions,
+        max_output_tokens=wanted.max_output_tokens,
+        max_tool_calls=wanted.max_tool_calls,
+        model=model,
+        parallel_tool_calls=wanted.parallel_tool_calls is not False,
+        previous_response_id=wanted.previous_response_id,
+        prompt_cache_key=wanted.prompt_cache_key,
+        reasoning={
+            "effort": None if reasoning is None else reasoning.effort,
+            "summary": None if reasoning is None else reasoning.summary or reasoning.generate_summary,
+        },
+        safety_identifier=wanted.safety_identifier,
+        store=keeps,
+        temperature=params.temperature,
+        text={"format": (text.format if text is not None else None) or {"type": "text"}, "verbosity": "medium"},
+        tool_choice=wanted.tool_choice or "auto",
+        tools=wanted.tools or [],
+        top_logprobs=wanted.top_logprobs or 0,
+        top_p=params.top_p,
+        truncation=wanted.truncation or "disabled",
+        user=wanted.user,
+        metadata=wanted.metadata or {},
+    )
+
+
+@contextlib.contextmanager
+def own_names(names: dict[str, str]) -> Iterator[None]:
+    """Make errors name fields as this API does: another part's name -> the name here."""
+    try:
+        with client_names(names):
+            yield
+    except HttpError as error:
+        known = names.get(error.parameter or "")
+        if known is None:
+            raise
+        text = str(error)
+        text = known + text.removeprefix(error.parameter) if text.startswith(error.parameter) else text
+        raise HttpError(error.status, text, known, error.headers) from None

@@ -1,0 +1,125 @@
+"""One response while it is made: results of the engine go in, events come out, and at the end it is kept.
+
+A response in the foreground is made for the client that waits for it, and ends when that client leaves. One in the
+background is made by a task of its own, and clients read it from the store.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+from jaxpaged.entrypoints.http.answer import AnswerReader
+from jaxpaged.entrypoints.http.errors import as_http_error
+from jaxpaged.entrypoints.http.openai.logprobs import TokenLogprob, chat_logprobs
+from jaxpaged.entrypoints.http.responses.events import EventLog
+from jaxpaged.entrypoints.http.responses.job import Job
+from jaxpaged.entrypoints.http.responses.response import (
+    InputTokensDetails,
+    OutputTokensDetails,
+    ReasoningItem,
+    ResponseUsage,
+)
+from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
+from jaxpaged.entrypoints.http.responses.text_logprobs import TextLogprobs, by_token
+from jaxpaged.entrypoints.http.responses.writer import ResponseWriter
+from jaxpaged.messages import CompletionOutput, RequestOutput
+
+
+class ResponseRun:
+    """Makes the response of a job. `log` gets its events."""
+
+    def __init__(self, job: Job, store: ResponseStore, log: EventLog):
+        self._job = job
+        self._store = store
+        self._stored = StoredResponse(job.response, job.owner, job.items, has_events=not log.silent)
+        self._log = log
+        self._writer = ResponseWriter(job.response, log)
+        self._reader = AnswerReader(job.reading, job.generation.prompts[0].text)
+        self._logprobs = TextLogprobs(job.reading.is_plain)
+        self._num_output_tokens = 0
+
+    async def events(self, results: AsyncGenerator[RequestOutput]) -> AsyncGenerator[list[bytes]]:
+        """Events as they come, those of a result together.
+
+        Raises what `results` raises before its first one; a later failure is told by an event.
+        """
+        begun = False
+        try:
+            async with contextlib.aclosing(results):
+                async for output in results:
+                    if not begun:
+                        self._writer.begin()
+                        begun = True
+                    self._read(output)
+                    yield self._log.take()
+        except Exception as error:
+            if not begun:
+                raise
+            self._writer.fail(as_http_error(error))
+            self._keep()
+            yield self._log.take()
+
+    def start(self, results: AsyncGenerator[RequestOutput], admission: contextlib.ExitStack) -> StoredResponse:
+        """Make the response in a task; `admission` is closed when that is done."""
+        stored = self._stored
+        self._writer.queue()
+        stored.add_events(self._log.take())
+        stored.is_running = True
+        stored.task = asyncio.ensure_future(self._run(results))
+        stored.task.add_done_callback(lambda task: self._end(task, admission))
+        self._keep()
+        return stored
+
+    async def _run(self, results: AsyncGenerator[RequestOutput]) -> None:
+        async with contextlib.aclosing(self.events(results)) as events:
+            async for frames in events:
+                self._stored.add_events(frames)
+
+    def _end(self, task: asyncio.Task[None], admission: contextlib.ExitStack) -> None:
+        """A callback, since a task that is cancelled before it has begun runs none of its own code."""
+        admission.close()
+        if task.cancelled():
+            self._writer.cancel()
+        elif (error := task.exception()) is not None:
+            self._writer.fail(as_http_error(error))
+        self._stored.add_events(self._log.take())
+        self._stored.end()
+        self._keep()
+
+    def _read(self, output: RequestOutput) -> None:
+        """Write what a result adds; the last one ends the response, which is kept before anybody hears of that."""
+        completion = output.outputs[0]
+        self._num_output_tokens += len(completion.token_ids)
+        for piece in [completion] if self._job.reading.is_plain else by_token(completion):
+            part = self._reader.read(piece)
+            self._writer.write(part.deltas, self._logprobs.of(part.deltas, self._entries(piece)))
+        if part.finish_reason is not None:
+            self._writer.finish(part.finish_reason, self._usage(output), self._logprobs.rest())
+            self._keep()
+
+    def _entries(self, completion: CompletionOutput) -> list[TokenLogprob]:
+        if not completion.logprobs:
+            return []
+        tops = self._job.response.top_logprobs
+        return chat_logprobs(completion.token_ids, completion.logprobs, tops, as_ids=False).content
+
+    def _usage(self, output: RequestOutput) -> ResponseUsage:
+        num_input = len(output.prompt_token_ids)
+        num_cached = (output.num_cached_tokens or 0) if self._job.tells_cached_tokens else 0
+        return ResponseUsage(
+            num_input,
+            InputTokensDetails(num_cached),
+            self._num_output_tokens,
+            OutputTokensDetails(self._num_thinking_tokens()),
+            num_input + self._num_output_tokens,
+        )
+
+    def _num_thinking_tokens(self) -> int:
+        """Counted on the text, so that it costs nothing while tokens come; at most the tokens that there were."""
+        items = [item for item in self._job.response.output if isinstance(item, ReasoningItem)]
+        count = sum(self._job.count_tokens(part.text) for item in items for part in item.content)
+        return min(count, self._num_output_tokens)
+
+    def _keep(self) -> None:
+        if self._job.response.store:
+            self._store.put(self._stored)

@@ -1,0 +1,52 @@
+"""Grammars of thinking and an answer: real ones, followed by a matcher."""
+
+import json
+
+import pytest
+from tokenizers import AddedToken
+
+from jaxpaged.core.grammar_text import grammar_text
+from jaxpaged.structured_outputs import StructuredOutputsParams, Thinking
+from tests.engine.small_tokenizer import make_backend
+
+llguidance = pytest.importorskip("llguidance")
+
+BACKEND = make_backend()
+BACKEND.add_special_tokens([AddedToken("[THINK]", special=True), AddedToken("[/THINK]", special=True)])
+BACKEND.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
+TEXT = BACKEND.to_str()
+ADDED = {token["content"]: token["id"] for token in json.loads(TEXT)["added_tokens"]}
+TOKENIZER = llguidance.LLTokenizer(TEXT, n_vocab=BACKEND.get_vocab_size(), eos_token=[2])
+
+SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "integer"}}}
+SHAPES = [
+    ({"choice": ["yes", "no"]}, "yes", "maybe"),
+    ({"json_object": True}, '{"a": 1}', "x"),
+    ({"json": SCHEMA}, '{"a": 3}', '{"a": "x"}'),
+    ({"regex": "[ab]+"}, "ab", "c"),
+    ({"grammar": 'start: "x" start "y" | "z"'}, "xzy", "xx"),
+]
+MARKS = [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("Start:", "End:"), ("<think>hm\n", "End:")]
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(("start", "end"), MARKS)
+@pytest.mark.parametrize(("shape", "good", "bad"), SHAPES)
+def test_an_answer_keeps_its_shape_after_free_thinking(shape, good, bad, start, end, is_open):
+    text = grammar_text(StructuredOutputsParams(**shape, thinking=Thinking(start, end, is_open)), ADDED)
+
+    def allows(answer):
+        matcher = llguidance.LLMatcher(TOKENIZER, text, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher.consume_tokens(BACKEND.encode(answer, add_special_tokens=False).ids) and matcher.is_accepting()
+
+    assert allows(f"{start} a {{}}\n b{end}\n\n{good}") and allows(start + end + good)
+    assert allows(f"no start{end}{good}") == is_open
+    assert allows(good) != is_open, "who thinks already must end that first"
+    assert not any(map(allows, (bad, start + end + bad, f"{start}x", f"{start}x{end}", f"{start}x{end}{good}?")))
+
+
+def test_without_a_vocabulary_markers_are_text():
+    params = StructuredOutputsParams(choice=["yes"], thinking=Thinking("<think>", "</think>", True))
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar_text(params), log_level=0)
+    assert matcher.consume_tokens(list(b"hm</think>\nyes")) and matcher.is_accepting()

@@ -1,0 +1,44 @@
+"""The shape of forced calls, against an independent JSON schema validator's rules: references stay inside."""
+
+import json
+
+from jaxpaged.entrypoints.http.tool_use import NO_PARAMETERS, ToolUse, moved, parameters_of
+
+
+def tool(name, parameters=None):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_references_of_every_tool_lead_to_its_own_definitions():
+    tree = {"type": "object", "properties": {"next": {"$ref": "#"}, "leaf": {"$ref": "#/$defs/leaf"}}}
+    one = tool("one", {**tree, "$defs": {"leaf": {"type": "string"}}})
+    two = tool("two", {**tree, "$defs": {"leaf": {"type": "integer"}}})
+    schema = ToolUse([one, two], "required").forced_shape().json
+    for number, kind in enumerate(["string", "integer"]):
+        definition = schema["$defs"][f"tool{number}"]
+        assert definition["properties"]["next"]["$ref"] == f"#/$defs/tool{number}"
+        path = definition["properties"]["leaf"]["$ref"]
+        found = schema
+        for key in path.removeprefix("#/").split("/"):
+            found = found[key]
+        assert found == {"type": kind}
+
+
+def test_what_looks_like_a_reference_in_data_is_left_alone():
+    schema = {"const": {"$ref": "#/a"}, "enum": [{"$ref": "#"}], "properties": {"$ref": {"$ref": "#/b"}}}
+    place = "#/$defs/tool0"
+    assert moved(schema, place) == {**schema, "properties": {"$ref": {"$ref": f"{place}/b"}}}
+    assert moved({"$ref": "https://x.org/a#b"}, place) == {"$ref": "https://x.org/a#b"}
+
+
+def test_parameters_are_an_object_even_where_a_tool_does_not_say_so():
+    assert parameters_of(tool("f")) == parameters_of(tool("f", {})) == NO_PARAMETERS
+    assert parameters_of(tool("f", {"properties": {"a": {}}})) == {"type": "object", "properties": {"a": {}}}
+
+
+def test_only_forced_calls_have_a_shape():
+    assert ToolUse([tool("f")]).forced_shape() is None and ToolUse([tool("f")], "none").forced_shape() is None
+    assert ToolUse([tool("f")], "named", "f").forced_shape().json == NO_PARAMETERS
+    one = ToolUse([tool("f")], "required", parallel=False).forced_shape().json
+    assert (one["minItems"], one["maxItems"]) == (1, 1)
+    assert "maxItems" not in json.dumps(ToolUse([tool("f")], "required").forced_shape().json)
