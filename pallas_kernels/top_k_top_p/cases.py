@@ -59,6 +59,7 @@ CASES = (
     Case("one token has it all", _EVERY, kind="peaked"),
     Case("all tokens equal", _EVERY, kind="equal"),
     Case("any magnitude, both zeros", _EVERY, kind="wide"),
+    Case("eight rows with top_k, then some with top_p", ((3, 1.0, 0.0),) * 8 + ((0, 0.9, 0.0),) * 3),
 )
 
 _USUAL = (50, 0.95, 0.0)
