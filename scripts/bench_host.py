@@ -124,6 +124,9 @@ class FreeExecutor:
         )
         self.execute = self.runner.execute
 
+    def max_decode_steps(self) -> int:
+        return 1
+
     def stats(self) -> dict[str, Any]:
         return {}
 
