@@ -91,7 +91,7 @@ class OutputProcessor:
                 continue
             prompt, sequence = found
             goes_on = output.finish_reason is None and output.num_preemptions == sequence.num_preemptions
-            if goes_on and prompt.only_grows and prompt not in changed:
+            if goes_on and prompt.only_grows and (not changed or prompt not in changed):
                 new_ids = output.new_token_ids
                 num_tokens += len(new_ids)
                 last_times.append(sequence.last_token_time)

@@ -34,7 +34,7 @@ class SequenceState:
         self.stop_reason: int | str | None = None
         self.num_preemptions = 0
         self.first_token_time = self.last_token_time = request.arrival_time
-        self._detokenizer = (
+        self.detokenizer = (
             make_detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
         )
         self._logprobs = (
@@ -42,7 +42,7 @@ class SequenceState:
         )
         # A sequence may also stop without such a token, when its grammar allows nothing more.
         self._stop_ids = {*(params.stop_token_ids or ()), request.eos_token_id}
-        self._num_taken = 0  # tokens that a DELTA output already had
+        self._num_new = 0  # tokens that no DELTA output had
 
     @property
     def finished(self) -> bool:
@@ -53,10 +53,11 @@ class SequenceState:
         new_ids = output.new_token_ids
         ended_by_token = output.finish_reason == "stop" and not self._stop_ids.isdisjoint(new_ids[-1:])
         stop = None
-        if self._detokenizer is not None:
-            count, stop = self._detokenizer.push(new_ids, ended_by_token)
+        if self.detokenizer is not None:
+            count, stop = self.detokenizer.push(new_ids, ended_by_token)
             new_ids = new_ids[:count]
         self.token_ids += new_ids
+        self._num_new += len(new_ids)
         if self._logprobs is not None:
             for line in (output.new_logprobs or ())[: len(new_ids)]:
                 self._logprobs.push(line)
@@ -69,36 +70,23 @@ class SequenceState:
     @property
     def only_grows(self) -> bool:
         """Whether tokens, but for the first and the last, bring nothing but more ids and more text."""
-        return self._logprobs is None and not isinstance(self._detokenizer, StopDetokenizer)
-
-    def grow(self, new_ids: list[int]) -> None:
-        """`push` of a sequence that `only_grows`."""
-        self.token_ids += new_ids
-        if self._detokenizer is not None:
-            self._detokenizer.push(new_ids, False)
-
-    def grow_and_take(self, new_ids: list[int]) -> CompletionOutput:
-        """`grow`, then `take_new`, where everything before is taken."""
-        self.token_ids.extend(new_ids)
-        self._num_taken += len(new_ids)
-        text = "" if self._detokenizer is None else self._detokenizer.push_and_take(new_ids)
-        return CompletionOutput(self.index, text, new_ids, None, None)
+        return self._logprobs is None and not isinstance(self.detokenizer, StopDetokenizer)
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
-        if self._detokenizer is not None:
-            self._detokenizer.finish()
+        if self.detokenizer is not None:
+            self.detokenizer.finish()
 
     def whole(self) -> CompletionOutput:
         """Everything so far."""
-        text = "" if self._detokenizer is None else self._detokenizer.text
+        text = "" if self.detokenizer is None else self.detokenizer.text
         return self._completion(text, self.token_ids[:], 0)
 
     def take_new(self) -> CompletionOutput:
         """What came since the last call."""
-        text = "" if self._detokenizer is None else self._detokenizer.take_new_text()
-        start = self._num_taken
-        self._num_taken = len(self.token_ids)
+        text = "" if self.detokenizer is None else self.detokenizer.take_new_text()
+        start = len(self.token_ids) - self._num_new
+        self._num_new = 0
         return self._completion(text, self.token_ids[start:], start)
 
     def _completion(self, text: str, token_ids: list[int], start: int) -> CompletionOutput:
@@ -166,14 +154,20 @@ class PromptState:
         )  # fmt: skip
 
     def grow(self, sequence: SequenceState, new_ids: list[int]) -> RequestOutput | None:
-        """Add tokens to the only sequence, which `only_grows`, and return what the user sees of it now."""
-        if self._at_end:
-            sequence.grow(new_ids)
-            return None
+        """`push` to the only sequence, which `only_grows`, and what the user sees of it now.
+
+        By DELTA everything before was taken. This is the way of most tokens: it makes few calls.
+        """
+        sequence.token_ids.extend(new_ids)
+        detokenizer, prompt_logprobs = sequence.detokenizer, None
         if self._by_delta:
-            completion, prompt_logprobs = sequence.grow_and_take(new_ids), None
+            text = "" if detokenizer is None else detokenizer.push_and_take(new_ids)
+            completion = CompletionOutput(0, text, new_ids, None, None)
         else:
-            sequence.grow(new_ids)
+            if detokenizer is not None:
+                detokenizer.push(new_ids, False)
+            if self._at_end:
+                return None
             completion, prompt_logprobs = sequence.whole(), self.prompt_logprobs
         return RequestOutput(
             self.request_id, self.text, self._prompt_token_ids, prompt_logprobs, [completion], False, self.metrics,
