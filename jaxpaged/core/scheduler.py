@@ -9,7 +9,6 @@ This module knows no model, no device and no text.
 """
 
 from collections.abc import Iterable
-from itertools import compress
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.constrained import ConstrainedRequests
@@ -251,16 +250,15 @@ class Scheduler:
         requests, num_requests = plan.requests, len(plan.requests)
         num_tokens, samples = [1] * num_requests, [True] * num_requests
         new_block_ids: list[tuple[list[int], ...] | None] = [None] * num_requests
-        if plan.shares:
-            for i in compress(range(num_requests), map(plan.shares.__contains__, requests)):
-                num_tokens[i], samples[i], new_block_ids[i] = plan.shares[requests[i]]
+        for i, share in plan.shares.items():
+            num_tokens[i], samples[i], new_block_ids[i] = share
         num_computed = [request.num_computed_tokens for request in requests]
         for request, n, s in zip(requests, num_tokens, samples if plan.num_steps == 1 else num_tokens):
             request.num_computed_tokens += n
             request.num_tokens_with_placeholders += s
-        for request, share in plan.shares.items():
+        for i, share in plan.shares.items():
             if share.num_tokens > 1:  # a single token fills a block that its next step, needing another, enters
-                self.kv_cache_manager.cache_blocks(request, self._last_step_id)
+                self.kv_cache_manager.cache_blocks(requests[i], self._last_step_id)
         removed = self._take_removed(num_requests)
         request_ids = self._steps.ids_of(requests)
         self._num_scheduled_tokens = self._max_num_batched_tokens - plan.budget

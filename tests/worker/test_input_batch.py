@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxpaged.messages import NewRequestData, SchedulerOutput
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.worker.input_batch import pack_step, step_requests
+from jaxpaged.worker.input_batch import StepReader, pack_step
 from jaxpaged.worker.packed import step_layout
 from jaxpaged.worker.request_rows import RequestRows
 
@@ -18,7 +18,7 @@ def scheduled(ids, tokens, computed, samples):
 
 
 def packed_parts(rows, layout, output, updates=()):
-    packed = pack_step(layout, step_requests(output, rows), rows, list(updates))
+    packed = pack_step(layout, StepReader(rows).read(output), rows, list(updates))
     return layout.split(packed)
 
 
