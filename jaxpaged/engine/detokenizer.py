@@ -168,17 +168,15 @@ class PlainDetokenizer:
         return len(token_ids), None
 
     def push_and_take(self, token_ids: Sequence[int]) -> str:
-        """`push` of tokens that do not end the sequence, then `take_new_text`. A single token is the usual case."""
-        if len(token_ids) != 1 or self._waiting or self._num_new:
-            self._waiting += token_ids
-            return self.take_new_text()
+        """The text of tokens that do not end the sequence, where all text before was taken. It is not kept: `text`
+        lacks it. A single token is the usual case."""
+        if len(token_ids) != 1:
+            return "".join(self._stream.push_all(token_ids))
         stream, token_id = self._stream, token_ids[0]
         if stream.settled and (piece := stream.plain[token_id]):  # `push`, without the call
             stream.last_plain = token_id
-        else:
-            piece = stream.push(token_id)
-        self._pieces.append(piece)
-        return piece
+            return piece
+        return stream.push(token_id)
 
     def finish(self) -> None:
         if not self._done:
