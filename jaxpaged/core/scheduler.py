@@ -155,12 +155,13 @@ class Scheduler:
 
     def _schedule_running_request(self, request: Request, plan: StepPlan) -> None:
         """A running request that computes more than one token, or needs a slot, or is about to end."""
-        if request.num_tokens_with_placeholders >= request.max_total_tokens:
+        num_known = request.num_tokens_with_placeholders
+        if num_known >= request.max_total_tokens:
             return  # its last token is being sampled
         manager = self.kv_cache_manager
         manager.cache_blocks(request, self._last_step_id)
-        wanted = request.num_tokens_with_placeholders - request.num_computed_tokens
-        num_tokens = self._cut(wanted, plan.budget)
+        wanted = num_known - request.num_computed_tokens
+        num_tokens = 1 if wanted == 1 else self._cut(wanted, plan.budget)
         new_block_ids = self._allocate_or_preempt(request, num_tokens, plan)
         if new_block_ids is None:
             return
