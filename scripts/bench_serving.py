@@ -57,14 +57,17 @@ class Load:
 
 # ---- the client
 
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
 
 def prompt_ids(stream: int, request: int, length: int) -> list[int]:
     """Ids that no other request begins with, so that the prefix cache is of no help."""
     return [300 + stream % 997, 300 + request % 997, *(300 + (stream + i) % 997 for i in range(length - 2))]
 
 
-async def ask(host: str, port: int, prompt: list[int], num_tokens: int) -> Stream:
-    """One request over one connection."""
+async def ask(connection: Connection, host: str, prompt: list[int], num_tokens: int) -> Stream:
+    """One request over a connection that is kept."""
+    reader, writer = connection
     body = json.dumps(
         {
             "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True,
@@ -72,9 +75,8 @@ async def ask(host: str, port: int, prompt: list[int], num_tokens: int) -> Strea
         }
     ).encode()  # fmt: skip
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    reader, writer = await asyncio.open_connection(host, port, limit=2**20)
     begin = time.perf_counter()
-    writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     times, usage = [], b""
     async for line in reader:
         if line.startswith(b"data: {"):
@@ -82,7 +84,9 @@ async def ask(host: str, port: int, prompt: list[int], num_tokens: int) -> Strea
                 usage = line
             else:
                 times.append(time.perf_counter())
-    writer.close()
+        elif line == b"0\r\n":  # the last piece of the answer
+            await reader.readline()
+            break
     if not usage:
         raise SystemExit("the server did not answer as expected. Run it by hand to see why.")
     counted = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
@@ -95,9 +99,11 @@ async def load(url: str, pid: int, args: argparse.Namespace, num_streams: int) -
     result = Load()
 
     async def connection(number: int) -> None:
+        opened = await asyncio.open_connection(host, int(port), limit=2**20)
         for request in range(args.requests):
             prompt = prompt_ids(number, request, args.prompt_tokens)
-            result.streams.append(await ask(host, int(port), prompt, args.tokens))
+            result.streams.append(await ask(opened, host, prompt, args.tokens))
+        opened[1].close()
 
     cpu, begin = cpu_seconds(pid), time.perf_counter()
     await asyncio.gather(*(connection(number) for number in range(num_streams)))
@@ -215,12 +221,14 @@ class FreeAsyncEngine:
         self.input_processor = InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=4096)
         core = EngineCore(config, FreeExecutor(max_num_seqs * 256 + 1, 16))
         self.engine = LLMEngine(config, self.input_processor, InprocClient(core))
-        self._queues: dict[str, asyncio.Queue] = {}
+        self._streams: dict[str, Any] = {}
         self._stepping: asyncio.Task | None = None
 
     async def generate(self, prompt: Any, params: Any, request_id: str, *, priority: int = 0):
+        from jaxpaged.engine.output_stream import OutputStream
+
         self.engine.add_request(request_id, prompt, params, priority=priority)
-        results = self._queues[request_id] = asyncio.Queue()
+        results = self._streams[request_id] = OutputStream(by_delta=True)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.ensure_future(self._step())
         try:
@@ -230,13 +238,13 @@ class FreeAsyncEngine:
                 if output.finished:
                     return
         finally:
-            del self._queues[request_id]
+            del self._streams[request_id]
             self.engine.abort_request(request_id)
 
     async def _step(self) -> None:
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
-                self._queues[output.request_id].put_nowait(output)
+                self._streams[output.request_id].put(output)
             await asyncio.sleep(0)
 
     async def check_health(self) -> None:

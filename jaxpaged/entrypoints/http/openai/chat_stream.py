@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -15,7 +16,7 @@ from jaxpaged.entrypoints.http.openai.chat_protocol import (
     ChatToolCallDelta,
     FunctionDelta,
 )
-from jaxpaged.entrypoints.http.openai.events import chunk_event
+from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, TextEvents, chunk_event
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions
 from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, chat_logprobs
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
@@ -54,6 +55,8 @@ class ChatStream:
         self._as_ids = bool(wanted.return_tokens_as_token_ids)
         self._with_ids = bool(wanted.return_token_ids)
         self._with_prompt = bool(wanted.return_prompt_text)
+        self._only_text = not (self._with_ids or usage.in_every_chunk)  # beyond what the engine may give with a token
+        self._text_events: dict[int, TextEvents] = {}  # of answers that have begun
         self._begun = False
 
     def of(self, output: RequestOutput) -> Iterator[bytes]:
@@ -63,8 +66,25 @@ class ChatStream:
             yield from self._opening(output)
         self._counter.add(0, output)
         for completion in output.outputs:
+            if self._is_text(completion):
+                if completion.text:
+                    yield self._text_event(completion.index, completion.text)
+                continue
             for choice in self._choices(completion):
                 yield self._event([choice])
+
+    def _is_text(self, completion: CompletionOutput) -> bool:
+        """Whether a result brings nothing but text, all of which is content. This is the way of most tokens."""
+        goes_on = completion.finish_reason is None and completion.logprobs is None
+        return goes_on and self._only_text and self._readers[completion.index].is_plain
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        events = self._text_events.get(index)
+        if events is None:
+            delta = ChatDelta(content=PLACEHOLDER)
+            choice = ChatStreamChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+            events = self._text_events[index] = TextEvents(self._chunk([choice]))
+        return events.of(text)
 
     def last(self) -> bytes:
         """The event with the usage of the whole request."""
@@ -111,26 +131,27 @@ class ChatStream:
             return None
         return chat_logprobs(completion.token_ids, completion.logprobs, self._top, self._as_ids)
 
-    def _event(
+    def _event(self, choices: list[ChatStreamChoice], **more: Any) -> bytes:
+        return chunk_event(self._chunk(choices, **more))
+
+    def _chunk(
         self,
         choices: list[ChatStreamChoice],
         at_end: bool = False,
         prompt_token_ids: list[int] | None = None,
         prompt_text: str | None = None,
-    ) -> bytes:
+    ) -> ChatCompletionChunk:
         ended = any(choice.finish_reason is not None for choice in choices)
-        return chunk_event(
-            ChatCompletionChunk(
-                id=self._id,
-                object="chat.completion.chunk",
-                created=self._created,
-                model=self._model,
-                choices=choices,
-                usage=self._counter.read(in_stream=True) if at_end or self._usage.in_every_chunk else None,
-                system_fingerprint=SYSTEM_FINGERPRINT if at_end or (ended and not self._usage.at_end) else None,
-                prompt_token_ids=prompt_token_ids,
-                prompt_text=prompt_text,
-            )
+        return ChatCompletionChunk(
+            id=self._id,
+            object="chat.completion.chunk",
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=self._counter.read(in_stream=True) if at_end or self._usage.in_every_chunk else None,
+            system_fingerprint=SYSTEM_FINGERPRINT if at_end or (ended and not self._usage.at_end) else None,
+            prompt_token_ids=prompt_token_ids,
+            prompt_text=prompt_text,
         )
 
 
