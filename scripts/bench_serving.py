@@ -9,7 +9,7 @@ server's process, so other programs on the machine, and this client, do not coun
 
 With `--free` scheduler, detokeniser, HTTP and events are the real ones, in one thread; the executor returns the same
 token for ever. Without it `jaxpaged serve` is started, and for each number of streams the same prompts go through `LLM`
-in a process of its own as well: "offline" is its throughput, and "of offline" what is left of it over HTTP.
+in a process of its own as well: "offline" is its throughput, and "overhead" the share of it that is lost over HTTP.
 """
 
 import argparse
@@ -28,9 +28,13 @@ from typing import Any
 import numpy as np
 
 ME = Path(__file__).resolve()
-HEADER = (
-    "streams  requests/s  tokens/s  TTFT p50   p99 ms  between tokens p50   p99 ms  tokens/CPU-s   offline   of offline"
-)
+COLUMNS = {
+    "streams": "d", "requests/s": ".1f", "tokens/s": ".0f", "TTFT p50 ms": ".1f", "TTFT p99 ms": ".1f",
+    "chunk gap p50 ms": ".2f", "chunk gap p99 ms": ".2f", "tokens/chunk": ".2f", "tokens/CPU-s": ".0f",
+    "offline tokens/s": ".0f", "overhead": ".1%",
+}  # fmt: skip
+"""What is measured, and how it is written."""
+Row = dict[str, float | None]
 
 
 @dataclass
@@ -40,6 +44,11 @@ class Stream:
     first: float  # from the request to its first token
     gaps: list[float]  # between chunks
     num_tokens: int
+
+    @property
+    def num_chunks(self) -> int:
+        """At most the number of tokens: to a client that is slower than the engine several come in one."""
+        return 1 + len(self.gaps)
 
 
 @dataclass
@@ -130,15 +139,35 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def row(num_streams: int, result: Load, offline: float | None) -> str:
-    firsts = np.percentile([1e3 * stream.first for stream in result.streams], [50, 99])
-    gaps = np.percentile([1e3 * gap for stream in result.streams for gap in stream.gaps], [50, 99])
-    rate = result.num_tokens / result.seconds
-    shown = (
-        f"{num_streams:7d} {len(result.streams) / result.seconds:11.1f} {rate:9.0f} {firsts[0]:9.1f} {firsts[1]:8.1f}"
+def measured(num_streams: int, result: Load, offline: float | None) -> Row:
+    """The columns of one measurement; None for what was not measured."""
+    rate, num_chunks = result.num_tokens / result.seconds, sum(stream.num_chunks for stream in result.streams)
+    values = (
+        num_streams,
+        len(result.streams) / result.seconds,
+        rate,
+        *np.percentile([1e3 * stream.first for stream in result.streams], [50, 99]).tolist(),
+        *np.percentile([1e3 * gap for stream in result.streams for gap in stream.gaps], [50, 99]).tolist(),
+        result.num_tokens / num_chunks,
+        result.num_tokens / max(result.cpu_seconds, 0.01),
+        offline,
+        None if offline is None else 1 - rate / offline,
     )
-    shown += f" {gaps[0]:20.2f} {gaps[1]:8.2f} {result.num_tokens / max(result.cpu_seconds, 0.01):14.0f}"
-    return shown + ("" if offline is None else f" {offline:9.0f} {rate / offline:12.0%}")
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def cells(row: Row) -> list[str]:
+    return ["-" if value is None else f"{value:{COLUMNS[name]}}" for name, value in row.items()]
+
+
+def line(row: Row) -> str:
+    return "  ".join(cell.rjust(len(name)) for name, cell in zip(COLUMNS, cells(row), strict=True))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The rows as a table."""
+    lines = [list(COLUMNS), ["--:"] * len(COLUMNS), *map(cells, rows)]
+    return "".join(f"| {' | '.join(each)} |\n" for each in lines)
 
 
 # ---- servers
@@ -304,14 +333,20 @@ def main() -> None:
         own if args.free else [sys.executable, "-m", "jaxpaged", "serve", args.model, "--port", "0", *of_server]
     )
     try:
-        print(HEADER)
+        print("  ".join(COLUMNS))
         asyncio.run(load(url, process.pid, args, max(args.streams)))  # warms up
         wait_for_programs(url)
+        rows = []
         for count, rate in zip(args.streams, rates, strict=True):
-            print(row(count, asyncio.run(load(url, process.pid, args, count)), rate), flush=True)
+            rows.append(measured(count, asyncio.run(load(url, process.pid, args, count)), rate))
+            print(line(rows[-1]), flush=True)
     finally:
         process.terminate()
         process.wait()
+    if args.json:
+        args.json.write_text(json.dumps({"command": sys.argv[1:], "rows": rows}, indent=1))
+    if args.markdown:
+        args.markdown.write_text(markdown(rows))
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -322,6 +357,8 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--requests", type=int, default=2, help="requests per stream")
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
     parser.add_argument("--free", action="store_true", help="a server whose model costs nothing")
     parser.add_argument("--no-offline", action="store_true", help="do not run the same work without HTTP")
     parser.add_argument("--serve-free", action="store_true", help=argparse.SUPPRESS)

@@ -49,7 +49,7 @@ class CompletionStream:
         for completion in output.outputs:
             index = number * self._n + completion.index
             if self._only_text and completion.finish_reason is None:
-                if completion.text:
+                if completion.text or completion.token_ids:
                     yield self._text_event(index, completion.text)
                 continue
             first = index not in self._sequences
