@@ -1,7 +1,7 @@
 """How fast the HTTP server streams: requests and tokens per second, time to first token, time between tokens.
 
     python scripts/bench_serving.py --free [--streams 1,8,64,256]      # the server alone: its model costs nothing
-    python scripts/bench_serving.py [--streams 1,8,64,256] [--model demo] [options of jaxpaged serve]
+    python scripts/bench_serving.py [--streams 1,8,64,256] [--model demo] [engine options]
 
 Every stream is a connection that asks `--requests` times, one after the other, for `--tokens` tokens of a prompt of its
 own. The client is this process, the server another one. "tokens/CPU-s" are tokens per second of CPU time of the
@@ -289,12 +289,16 @@ class FreeAsyncEngine:
 # ---- the same work without HTTP
 
 
-def run_offline(args: argparse.Namespace, counts: Sequence[int]) -> None:
-    """Print the throughput of `LLM`, in tokens a second, for every number of streams."""
+def run_offline(args: argparse.Namespace, counts: Sequence[int], of_server: Sequence[str]) -> None:
+    """Print the throughput of `LLM`, with the server's options, in tokens a second, for every number of streams."""
     from jaxpaged import LLM, SamplingParams
+    from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, engine_options
 
+    parser = Parser()
+    add_engine_flags(parser)
+    options = {**engine_options(parser.parse_args(of_server)), "model": args.model}
     params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, temperature=0)
-    with LLM(args.model) as llm:
+    with LLM(**options) as llm:
         llm.wait_for_programs()
         for repeat in (True, False):  # the first time warms up
             for count in counts:
@@ -326,7 +330,7 @@ def main() -> None:
     if args.serve_free:
         return serve_free(max(args.streams))
     if args.offline:
-        return run_offline(args, args.streams)
+        return run_offline(args, args.streams, of_server)
     rates = offline_rates(args)
     own = [sys.executable, str(ME), "--serve-free", *sys.argv[1:]]
     process, url = start(
@@ -350,7 +354,7 @@ def main() -> None:
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Our own arguments, and those for `jaxpaged serve`."""
+    """Our own arguments, and the engine's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 256])
     parser.add_argument("--tokens", type=int, default=64, help="tokens per answer")
