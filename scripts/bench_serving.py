@@ -121,8 +121,12 @@ async def load(url: str, pid: int, args: argparse.Namespace, num_streams: int) -
 
 
 def wait_for_programs(url: str) -> None:
-    """Until the server compiles nothing any more, as its metrics say."""
+    """Until the server compiles nothing any more, as its metrics say: they are renewed when a request ends."""
+    body = json.dumps({"prompt": [300], "max_tokens": 1}).encode()
+    question = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     while True:
+        with urllib.request.urlopen(question) as answer:
+            answer.read()
         with urllib.request.urlopen(f"{url}/metrics") as answer:
             lines = [
                 line.split() for line in answer.read().decode().splitlines() if line.startswith("jaxpaged:program")
