@@ -216,7 +216,8 @@ class StopDetokenizer:
         self._stops = stops
         self._keep_stop = keep_stop
         self._min_tokens = min_tokens
-        self._withheld = 0 if keep_stop else max(map(len, stops)) - 1
+        self._longest = max(map(len, stops))
+        self._withheld = 0 if keep_stop else self._longest - 1
         self._text = ""
         self._num_tokens = 0
         self._num_shown = 0
@@ -236,6 +237,9 @@ class StopDetokenizer:
 
     def _cut_at_stop(self, num_new: int) -> str | None:
         """End the text at the stop string that the last `num_new` characters complete first."""
+        tail = self._text[-(num_new + self._longest - 1) :]
+        if not any([stop in tail for stop in self._stops]):  # noqa: C419 (a generator takes three times as long)
+            return None
         best: tuple[int, int] | None = None  # (end, place in the list)
         for place, stop in enumerate(self._stops):
             start = self._text.find(stop, max(0, len(self._text) - num_new - len(stop) + 1))

@@ -92,15 +92,19 @@ class OutputProcessor:
             prompt, sequence = found
             goes_on = output.finish_reason is None and output.num_preemptions == sequence.num_preemptions
             if goes_on and prompt.only_grows and (not changed or prompt not in changed):
-                new_ids = output.new_token_ids
-                num_tokens += len(new_ids)
+                num_tokens += len(output.new_token_ids)
                 if sequence.last_token_time == last_time:  # it had tokens in the step before, like most
                     num_usual += 1
                 else:
                     self._metrics.record_next_tokens(now, sequence.last_token_time)
                 sequence.last_token_time = now
-                if (result := prompt.grow(sequence, new_ids)) is not None:
+                if (result := prompt.grow(sequence, output)) is not None:
                     results.append(result)
+                elif sequence.finish_reason is not None:  # by a stop string
+                    num_tokens -= sequence.num_dropped
+                    changed[prompt] = [sequence.index]
+                    ids_to_abort.append(output.request_id)
+                    self._forget(prompt, sequence, now)
             else:
                 changed.setdefault(prompt, []).append(sequence.index)
                 if self._advance(prompt, sequence, output, now):
