@@ -1,6 +1,6 @@
 """Host time of one engine step, by part, with a model that costs nothing; and whether the device ever waits for it.
 
-    python scripts/bench_host.py [--running 256] [--waiting 0] [--steps 400] [--kind delta] [--asked stop] [--profile 12]
+    python scripts/bench_host.py [--running 256] [--waiting 0] [--kind delta] [--asked stop] [--profile 12]
     python scripts/bench_host.py --device-ms 5 [--running 256] [--steps 400]
 
 The real scheduler, runner, output processor and detokenizer serve the embedded model's tokenizer; only the compiled
