@@ -145,6 +145,7 @@ MUTANTS = (
         ),
         ("a token too many is taken", "token_T < end_I[item]", "token_T <= end_I[item]"),
         ("sums begin with the last item's", "pl.when(tile == 0)", "pl.when(item + tile == 0)"),
+        ("scales are those of the first group", "pl.ds(which, 1)", "pl.ds(0, 1)"),
     ),
     *_of(
         "grouped_matmul/gpu.py",
