@@ -58,11 +58,7 @@ MUTANTS = (
             "jnp.arange(piece) < block_elements)",
             "jnp.arange(piece) < block_elements - 1)",
         ),
-        (
-            "padding as a target writes to block 0",
-            "mask = moves & ",
-            "mask = (source >= 0) & (source < num_blocks) & ",
-        ),
+        ("padding as a target writes somewhere", " & (target >= 0) & (target < num_blocks)", ""),
         ("only the first piece is copied", "pl.ds(first, piece)", "pl.ds(0, piece)"),
     ),
     *_of(
