@@ -36,7 +36,11 @@ class Sockets:
         self.public = bind(options.host, options.port)
         self.admin: socket.socket | None = None
         if options.admin_port is not None:
-            self.admin = bind(LOOPBACK, options.admin_port, "--admin-port")
+            try:
+                self.admin = bind(LOOPBACK, options.admin_port, "--admin-port")
+            except UsageError:
+                self.public.close()
+                raise
 
     def listen(self) -> None:
         """From now on clients that connect are not refused; they wait until `serve` runs."""

@@ -119,6 +119,20 @@ def test_a_taken_address_is_named_before_anything_is_loaded():
     taken.close()
 
 
+def test_no_socket_stays_open_when_the_second_cannot_be_had(monkeypatch):
+    taken, opened = bind("127.0.0.1", 0), []
+    taken.listen()
+
+    def recorded(*address):
+        opened.append(bind(*address))
+        return opened[-1]
+
+    monkeypatch.setattr(server, "bind", recorded)
+    with taken, pytest.raises(UsageError, match="--admin-port"):
+        server.Sockets(ServerOptions(port=0, admin_port=taken.getsockname()[1]))
+    assert [each.fileno() for each in opened] == [-1]
+
+
 def test_the_server_listens_on_the_loopback_address_unless_told_otherwise():
     sockets = server.Sockets(ServerOptions(port=0))
     assert sockets.urls == [url_of(sockets.public)] and sockets.urls[0].startswith("http://127.0.0.1:")
