@@ -25,6 +25,8 @@ LEAST_TEMPERATURE = 0.01
 """Positive temperatures below this are raised to it: dividing logits by less loses their precision."""
 
 MAX_N = 16384
+MAX_LENGTH_PENALTY = 50.0
+"""A million tokens to this power, or its inverse, is a number yet."""
 MAX_LOGIT_BIAS_IDS = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_MASKED_STOP_IDS = 128
@@ -274,7 +276,9 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
         check_bool("ignore_eos", self.ignore_eos)
         check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         self.temperature = checked_float("temperature", self.temperature, 0.0, 2.0)
-        self.length_penalty = checked_float("length_penalty", self.length_penalty)
+        self.length_penalty = checked_float(
+            "length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+        )
 
 
 # ---- checks of one value -------------------------------------------------------------------------

@@ -68,7 +68,7 @@ COMPLETION = {"prompt": "the cat", "max_tokens": 2}
         ({"prompt": "a", "suffix": "end"}, "suffix"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "vllm_xargs": {"a": 2**70}}, "vllm_xargs"),
-        ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+        ({"prompt": "a", "use_beam_search": "wide"}, "use_beam_search"),
         ({"prompt": "a", "guided_json": {}}, "guided_json"),
         ({"prompt": "a", "structured_outputs": {"regex": "(a"}}, "structured_outputs"),
         ({"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),

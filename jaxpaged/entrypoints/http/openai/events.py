@@ -1,16 +1,51 @@
-"""The frames of OpenAI's streams: a chunk, the end, and an error after the first chunk."""
+"""The frames of OpenAI's streams: chunks, the end, and an error after the first chunk."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from jaxpaged.entrypoints.http.errors import HttpError, error_body
+from jaxpaged.entrypoints.http.openai.fields import UsageOptions
+from jaxpaged.entrypoints.http.openai.usage import UsageCounter
+from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT
 from jaxpaged.entrypoints.http.sse import event
 
 DONE = event(b"[DONE]")
 ENCODER = msgspec.json.Encoder()
 
 
-def chunk_event(chunk: msgspec.Struct) -> bytes:
-    return event(ENCODER.encode(chunk))
+class ChunkWriter:
+    """Writes the chunks of one stream: structs of type `kind`, with what all of them have in common."""
+
+    def __init__(
+        self, kind: type[msgspec.Struct], name: str, request_id: str, model: str, usage: UsageOptions,
+        counter: UsageCounter,
+    ):  # fmt: skip
+        self._kind = kind
+        self._head = {"id": request_id, "object": name, "created": int(time.time()), "model": model}
+        self._usage = usage
+        self._counter = counter
+
+    def chunk(self, choice: Any, **more: Any) -> bytes:
+        """News of one choice; `more` are further fields of the chunk."""
+        ended = choice.finish_reason is not None
+        return self._write([choice], self._usage.in_every_chunk, ended and not self._usage.at_end, more)
+
+    def last(self) -> bytes:
+        """The chunk with the usage of the whole request."""
+        return self._write([], True, True, {})
+
+    def _write(self, choices: Sequence[Any], with_usage: bool, with_fingerprint: bool, more: dict[str, Any]) -> bytes:
+        chunk = self._kind(
+            **self._head,
+            choices=choices,
+            usage=self._counter.read(in_stream=True) if with_usage else None,
+            system_fingerprint=SYSTEM_FINGERPRINT if with_fingerprint else None,
+            **more,
+        )
+        return event(ENCODER.encode(chunk))
 
 
 def late_error(error: HttpError) -> bytes:
