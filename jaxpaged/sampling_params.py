@@ -25,6 +25,8 @@ LEAST_TEMPERATURE = 0.01
 """Positive temperatures below this are raised to it: dividing logits by less loses their precision."""
 
 MAX_N = 16384
+MAX_REPETITION_PENALTY = 1e6
+"""Logits times or divided by this are float32 numbers yet; so they are with its inverse."""
 MAX_LENGTH_PENALTY = 50.0
 """A million tokens to this power, or its inverse, is a number yet."""
 MAX_LOGIT_BIAS_IDS = 1024
@@ -51,7 +53,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     n: sequences per prompt; with a seed, sequence i is drawn with `seed + i`.
     presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logit of a token that the output
         contains, once, or once per occurrence.
-    repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in prompt or output.
+    repetition_penalty: in [1e-6, 1e6]; divides positive and multiplies negative logits of tokens in prompt or output.
     temperature: in [0, 2]; 0 takes the most likely token and switches off top_p, top_k and min_p.
     top_p: in (0, 1]; keeps the smallest set of most likely tokens whose probability reaches it.
     top_k: keeps the k most likely tokens, and all that tie with the k-th; 0 and -1 keep all.
@@ -161,7 +163,9 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     def _check_numbers(self) -> None:
         self.presence_penalty = checked_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self.frequency_penalty = checked_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self.repetition_penalty = checked_float("repetition_penalty", self.repetition_penalty, above=0.0)
+        self.repetition_penalty = checked_float(
+            "repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        )
         self.temperature = checked_float("temperature", self.temperature, 0.0, 2.0)
         self.top_p = checked_float("top_p", self.top_p, above=0.0, maximum=1.0)
         self.min_p = checked_float("min_p", self.min_p, 0.0, 1.0)

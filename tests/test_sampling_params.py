@@ -17,7 +17,7 @@ REFUSED = [
     ("n", [0, -1, 16385, True, 1.0, "1", None]),
     ("presence_penalty", [-2.1, 2.1, NAN, INF, "1", True, None]),
     ("frequency_penalty", [-2.1, 2.1, NAN, -INF, [1], False]),
-    ("repetition_penalty", [0, -1.0, NAN, INF, "x"]),
+    ("repetition_penalty", [0, -1.0, NAN, INF, "x", 1e-300, 1e300]),
     ("temperature", [-0.1, 2.5, NAN, INF, -INF, "0.5", True]),
     ("top_p", [0.0, -0.1, 1.1, NAN, INF, True]),
     ("top_k", [-2, 1.5, True, "5", 2**31]),

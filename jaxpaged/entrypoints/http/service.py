@@ -17,6 +17,7 @@ from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.prepare import answer_formats
 from jaxpaged.entrypoints.http.prompts import PromptReader
+from jaxpaged.entrypoints.http.request_counts import RequestCounts
 from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
 from jaxpaged.entrypoints.http.traffic import Traffic
 
@@ -72,6 +73,7 @@ class Service:
         self.options = options
         self.prompts = PromptReader(engine.input_processor)
         self.formats = answer_formats(options, engine.input_processor.chat_templates)
+        self.requests = RequestCounts()
         self.traffic = Traffic(model.max_num_seqs, options.max_num_queued_reqs, options.max_num_queued_tokens)
 
     def check_model(self, name: str | None) -> str:

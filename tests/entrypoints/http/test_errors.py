@@ -57,6 +57,8 @@ COMPLETION = {"prompt": "the cat", "max_tokens": 2}
         ({"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
         ({"prompt": "a", "frequency_penalty": -3}, "frequency_penalty"),
         ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt": "a", "repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"prompt": "a", "repetition_penalty": 1e300}, "repetition_penalty"),
         ({"prompt": "a", "priority": 1}, "priority"),
         ({"prompt": "a", "cache_salt": "a/b"}, "cache_salt"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
