@@ -50,8 +50,8 @@ class Running:
                 break
         assert lines and "http://" in lines[-1], "".join(lines)
         self.url = "http://" + lines[-1].partition("http://")[2].split()[0]
-        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=120)
-        self.anthropic = anthropic.Anthropic(base_url=self.url, api_key="any", max_retries=0, timeout=120)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=300)
+        self.anthropic = anthropic.Anthropic(base_url=self.url, api_key="any", max_retries=0, timeout=300)
         self.said = []  # by the server since; reading it keeps its pipe from filling up
         threading.Thread(target=lambda: self.said.extend(process.stderr), daemon=True).start()
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import msgspec
 
 from jaxpaged.engine.tokenizer import Tokenizer
-from jaxpaged.entrypoints.http.openai.completion_protocol import CompletionChunk, CompletionStreamChoice
+from jaxpaged.entrypoints.http.openai.completion_protocol import CompletionStreamChoice
 from jaxpaged.entrypoints.http.openai.completion_text import CompletionStyle, SequenceText, Shown
-from jaxpaged.entrypoints.http.openai.events import ChunkWriter
+from jaxpaged.entrypoints.http.openai.events import Chunk, ChunkWriter
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.messages import CompletionOutput, RequestOutput
@@ -29,7 +29,7 @@ class CompletionStream:
         n: int,
         with_ids: bool,
     ):
-        self._chunks = ChunkWriter(CompletionChunk, "text_completion", request_id, model, usage, counter)
+        self._chunks = ChunkWriter(Chunk, "text_completion", request_id, model, usage, counter)
         self._style = style
         self._counter = counter
         self._n = n

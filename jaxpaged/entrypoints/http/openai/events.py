@@ -8,7 +8,7 @@ import msgspec
 
 from jaxpaged.entrypoints.http.errors import HttpError, error_body
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions
-from jaxpaged.entrypoints.http.openai.usage import UsageCounter
+from jaxpaged.entrypoints.http.openai.usage import Usage, UsageCounter
 from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT
 from jaxpaged.entrypoints.http.sse import event
 
@@ -16,11 +16,23 @@ DONE = event(b"[DONE]")
 ENCODER = msgspec.json.Encoder()
 
 
+class Chunk(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One event of a stream. The one with the usage has no choices."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[msgspec.Struct]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+
+
 class ChunkWriter:
-    """Writes the chunks of one stream: structs of type `kind`, with what all of them have in common."""
+    """Writes the chunks of one stream, of type `kind`, with what all of them have in common."""
 
     def __init__(
-        self, kind: type[msgspec.Struct], name: str, request_id: str, model: str, usage: UsageOptions,
+        self, kind: type[Chunk], name: str, request_id: str, model: str, usage: UsageOptions,
         counter: UsageCounter,
     ):  # fmt: skip
         self._kind = kind
