@@ -45,15 +45,15 @@ class Size:
         self.sum += num_bytes
 
 
-@dataclass
+@dataclass(frozen=True)
 class Exchange:
     """A request and its answer. `handler` is the path as it is declared."""
 
     method: str
-    handler: str = NOWHERE
-    status: int = NO_ANSWER
-    num_bytes_in: int = 0
-    num_bytes_out: int = 0
+    handler: str
+    status: int
+    num_bytes_in: int
+    num_bytes_out: int
 
 
 class RequestCounts:
@@ -108,23 +108,26 @@ class CountRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange, start = Exchange(scope["method"]), time.perf_counter()
+        start, status, num_bytes_in, num_bytes_out = time.perf_counter(), NO_ANSWER, 0, 0
 
         async def received() -> Message:
+            nonlocal num_bytes_in
             message = await receive()
-            exchange.num_bytes_in += len(message.get("body", b""))
+            num_bytes_in += len(message.get("body", b""))
             return message
 
         def sent(message: Message) -> Awaitable[None]:  # no coroutine of its own: streams come by for every token
-            if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-            else:
-                exchange.num_bytes_out += len(message.get("body", b""))
+            nonlocal status, num_bytes_out
+            if "body" in message:
+                num_bytes_out += len(message["body"])
+            elif "status" in message:
+                status = message["status"]
             return send(message)
 
         try:
             await self._app(scope, received, sent)
         finally:
-            exchange.handler = self._handlers.get(scope.get("endpoint"), NOWHERE)
-            if exchange.handler not in UNCOUNTED:
+            handler = self._handlers.get(scope.get("endpoint"), NOWHERE)
+            if handler not in UNCOUNTED:
+                exchange = Exchange(scope["method"], handler, status, num_bytes_in, num_bytes_out)
                 self._counts.add(exchange, time.perf_counter() - start)

@@ -1,5 +1,6 @@
 """The frames of OpenAI's streams: chunks, the end, and an error after the first chunk."""
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -35,29 +36,30 @@ class ChunkWriter:
         self, kind: type[Chunk], name: str, request_id: str, model: str, usage: UsageOptions,
         counter: UsageCounter,
     ):  # fmt: skip
-        self._kind = kind
-        self._head = {"id": request_id, "object": name, "created": int(time.time()), "model": model}
+        self._new = functools.partial(kind, id=request_id, object=name, created=int(time.time()), model=model)
         self._usage = usage
         self._counter = counter
 
     def chunk(self, choice: Any, **more: Any) -> bytes:
         """News of one choice; `more` are further fields of the chunk."""
         ended = choice.finish_reason is not None
-        return self._write([choice], self._usage.in_every_chunk, ended and not self._usage.at_end, more)
+        return written(
+            self._new(
+                choices=(choice,),
+                usage=self._counter.read(in_stream=True) if self._usage.in_every_chunk else None,
+                system_fingerprint=SYSTEM_FINGERPRINT if ended and not self._usage.at_end else None,
+                **more,
+            )
+        )
 
     def last(self) -> bytes:
         """The chunk with the usage of the whole request."""
-        return self._write([], True, True, {})
+        usage = self._counter.read(in_stream=True)
+        return written(self._new(choices=(), usage=usage, system_fingerprint=SYSTEM_FINGERPRINT))
 
-    def _write(self, choices: Sequence[Any], with_usage: bool, with_fingerprint: bool, more: dict[str, Any]) -> bytes:
-        chunk = self._kind(
-            **self._head,
-            choices=choices,
-            usage=self._counter.read(in_stream=True) if with_usage else None,
-            system_fingerprint=SYSTEM_FINGERPRINT if with_fingerprint else None,
-            **more,
-        )
-        return event(ENCODER.encode(chunk))
+
+def written(chunk: Chunk) -> bytes:
+    return event(ENCODER.encode(chunk))
 
 
 def late_error(error: HttpError) -> bytes:
