@@ -8,7 +8,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxpaged.errors import RequestError
-from jaxpaged.sampling_limits import MAX_BAD_WORD_LENGTH, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS_IDS
+from jaxpaged.sampling_limits import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS_IDS,
+)
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
 
@@ -55,6 +61,15 @@ def checked_texts(name: str, value: Any) -> list[str]:
     if "" in texts:
         raise RequestError(f"{name} is {value!r}; an empty text would match everywhere. Leave it out.", name)
     return list(texts)
+
+
+def check_word_lengths(words: list[str]) -> None:
+    """No word is so long that to cut it into tokens would be work."""
+    longest = max(map(len, words), default=0)
+    if longest > MAX_BAD_WORD_CHARACTERS:
+        raise RequestError(
+            f"one of bad_words has {longest} characters; it must have at most {MAX_BAD_WORD_CHARACTERS}.", "bad_words"
+        )
 
 
 def checked_ids(name: str, value: Any) -> list[int]:

@@ -14,5 +14,7 @@ MAX_MASKED_STOP_IDS = 128
 """Most stop ids, the end-of-sequence id included, of a request with `min_tokens`."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 128
+MAX_BAD_WORD_CHARACTERS = 1024
+"""Longer ones are refused before they are cut into tokens."""
 MAX_BAD_WORD_TOKENS = 1024
 """All bad words of a request together, in tokens."""

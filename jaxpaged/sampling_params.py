@@ -22,6 +22,7 @@ from jaxpaged.sampling_checks import (
     check_ids_in_vocabulary,
     check_int,
     check_logprobs_limit,
+    check_word_lengths,
     checked_bias,
     checked_float,
     checked_ids,
@@ -229,6 +230,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
         self.stop = checked_texts("stop", self.stop)
         self.bad_words = checked_texts("bad_words", self.bad_words)
         check_count("bad_words", len(self.bad_words), 0, MAX_BAD_WORDS)
+        check_word_lengths(self.bad_words)
         if self.stop and self.detokenize is False:
             raise RequestError(
                 f"stop is {self.stop!r}, but detokenize is False, so there is no text to find it in. "

@@ -110,6 +110,15 @@ def test_a_text_that_no_tokenizer_could_make_fit_is_refused_before_it_is_tokenis
     assert answer.status == 400 and "100000" in answer.error["message"] and answer.error["param"] == "prompt"
 
 
+def test_ids_that_can_never_fit_are_refused_before_they_are_looked_at(serving):
+    async def scenario(server):
+        server.engine.input_processor.parse = None
+        return await server.client.post("/v1/completions", {"prompt": [7] * 100_000})
+
+    answer = serving(scenario)
+    assert answer.status == 400 and "100000" in answer.error["message"] and answer.error["param"] == "prompt"
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b'{"prompt": "a",}', b"\xff\xfe", b'{"prompt": "\\ud800"}', b'{"prompt": NaN}', b"[1]", b"3"]
 )
