@@ -45,11 +45,11 @@ class EngineCoreClient(Protocol):
         """Block until every program is compiled."""
         ...
 
-    def sleep(self, level: int, mode: str) -> SchedulerStats:
+    def sleep(self, level: int = 1, mode: str = "abort") -> SchedulerStats:
         """`EngineCore.sleep`; returns how the core is afterwards."""
         ...
 
-    def wake_up(self, tags: Sequence[str] | None) -> SchedulerStats:
+    def wake_up(self, tags: Sequence[str] | None = None) -> SchedulerStats:
         """`EngineCore.wake_up`; returns how the core is afterwards."""
         ...
 
@@ -57,7 +57,7 @@ class EngineCoreClient(Protocol):
         """Whether anything has to be woken before the next step."""
         ...
 
-    def start_profile(self, folder: str | None) -> None:
+    def start_profile(self, folder: str | None = None) -> None:
         """Record what the devices do. Raises UsageError."""
         ...
 
@@ -101,18 +101,18 @@ class InprocClient:
     def wait_for_programs(self) -> None:
         self._core.wait_for_programs()
 
-    def sleep(self, level: int, mode: str) -> SchedulerStats:
+    def sleep(self, level: int = 1, mode: str = "abort") -> SchedulerStats:
         self._core.sleep(level, mode)
         return self._core.stats()
 
-    def wake_up(self, tags: Sequence[str] | None) -> SchedulerStats:
+    def wake_up(self, tags: Sequence[str] | None = None) -> SchedulerStats:
         self._core.wake_up(tags)
         return self._core.stats()
 
     def is_sleeping(self) -> bool:
         return self._core.sleep_level is not None
 
-    def start_profile(self, folder: str | None) -> None:
+    def start_profile(self, folder: str | None = None) -> None:
         self._core.start_profile(folder)
 
     def stop_profile(self) -> None:

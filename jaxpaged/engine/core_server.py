@@ -222,7 +222,7 @@ class CoreServer:
     def _call(self, client: Client, call: wire.Call) -> None:
         if call.name == "wait_for_programs":  # steps must go on meanwhile
             threading.Thread(target=self._wait_for_programs, args=(client, call), daemon=True).start()
-        elif call.name == "sleep" and call.arguments.get("mode") == "wait" and call.arguments.get("level") in LEVELS:
+        elif call.name == "sleep" and call.arguments.get("mode") == "wait" and call.arguments.get("level", 1) in LEVELS:
             self._late_sleeps.append(LateSleep(client, call, self._core.unfinished()))
         else:
             self._answer(client, call)

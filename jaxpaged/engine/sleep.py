@@ -39,7 +39,7 @@ class SleepRecord:
 
 def check_sleep(level: int, mode: str) -> None:
     """Raise UsageError for a level or a mode that does not exist."""
-    if level not in LEVELS:
+    if type(level) is not int or level not in LEVELS:
         raise UsageError(f"level is {level!r}; it must be one of {', '.join(map(str, LEVELS))}.")
     if mode not in MODES:
         raise UsageError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}.")

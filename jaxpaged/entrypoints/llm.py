@@ -224,7 +224,7 @@ class LLM(PoolingMethods):
     def _add_all(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], priorities: Sequence[int]
     ) -> list[str]:
-        """Queue all prompts, or none of them. Raises ConflictError while the engine sleeps: they would wait for ever."""
+        """Queue all prompts, or none. Raises ConflictError while the engine sleeps: they would wait for ever."""
         if self.is_sleeping():
             raise ConflictError("the engine sleeps, so no prompt can be completed. Call wake_up() first.")
         request_ids: list[str] = []

@@ -4,6 +4,8 @@ On a CPU the device's memory is the host's, so a copy would free nothing: there,
 that were read lately are in the system's cache. This module knows neither steps nor files.
 """
 
+import contextlib
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -59,3 +61,9 @@ def free(tree: Any) -> None:
     """Delete all arrays of a pytree now, whoever still refers to them. Those that were deleted before pass."""
     for leaf in jax.tree.leaves(tree):
         leaf.delete()
+
+
+def return_freed_pages() -> None:
+    """Give memory that was freed back to the system, where the C library can (glibc); it keeps it otherwise."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

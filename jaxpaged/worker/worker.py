@@ -29,7 +29,7 @@ from jaxpaged.worker.profiler import Profiler
 from jaxpaged.worker.programs import CompileCounter, ProgramKey, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step import RESULT_TYPES
-from jaxpaged.worker.weights import Weights, free
+from jaxpaged.worker.weights import Weights, free, return_freed_pages
 
 
 class Worker:
@@ -141,6 +141,7 @@ class Worker:
         self.weights.put_aside(runner.params, discard)
         free((runner.head, vars(runner.state) if runner.state else None))
         runner.params = runner.head = runner.state = None
+        return_freed_pages()
 
     def wake_up(self, part: str) -> None:
         """Take "weights" or "kv_cache" back. Raises CheckpointError, and CapacityError when the memory is not free."""

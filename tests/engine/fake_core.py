@@ -57,7 +57,7 @@ class CountingExecutor:
         self.steps = 0
         self.slow = False
         self.broken = False
-        self.asleep = False
+        self.asleep: set[str] = set()
         self.profiling = False
 
     def execute(self, scheduled: SchedulerOutput) -> Done:
@@ -94,10 +94,10 @@ class CountingExecutor:
         self.slow = False
 
     def sleep(self, discard: bool) -> None:
-        self.asleep = True
+        self.asleep = {"weights", "kv_cache"}
 
     def wake_up(self, part: str) -> None:
-        self.asleep = False
+        self.asleep.remove(part)
 
     def start_profile(self, folder: str | None) -> None:
         if self.profiling:

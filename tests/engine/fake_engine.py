@@ -104,7 +104,8 @@ class FakeExecutor:
         self.parts = {"weights", "kv_cache"}  # that are on the device
         self.discarded = False
         self.wake_error: Exception | None = None
-        self.profiling_to: str | None = None
+        self.profiling = False
+        self.recorded_to: list[str | None] = []  # folders, None: that of the options
 
     def max_decode_steps(self) -> int:
         return self.longest_run
@@ -205,14 +206,15 @@ class FakeExecutor:
         self.parts.add(part)
 
     def start_profile(self, folder: str | None) -> None:
-        if self.profiling_to is not None:
+        if self.profiling:
             raise ConflictError("a profile is being recorded.")
-        self.profiling_to = folder or "the folder of the options"
+        self.profiling = True
+        self.recorded_to.append(folder)
 
     def stop_profile(self) -> None:
-        if self.profiling_to is None:
+        if not self.profiling:
             raise ConflictError("no profile is being recorded.")
-        self.profiling_to = None
+        self.profiling = False
 
     def stats(self) -> dict:
         return {"steps": len(self.executed), "recompiles": 0}

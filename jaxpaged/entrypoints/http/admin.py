@@ -59,7 +59,7 @@ class Admin:
         mode = request.query_params.get("mode", MODES[0])
         check_choice("mode", mode, MODES)
         await self._service.engine.sleep(level, mode)
-        return json_response(SleepState("sleeping", level=level))
+        return json_response(SleepState("sleeping", level=self._service.engine.sleep_level))
 
     async def wake_up(self, request: Request) -> Response:
         """Take the memory back; all of it, or what `tags` name."""
