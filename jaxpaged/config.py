@@ -162,9 +162,7 @@ class CompileConfig:
 class ProfilerConfig:
     """Recordings of what the devices do."""
 
-    profile_dir: str | None = option(
-        None, "folder for the recordings of /start_profile and `start_profile`", not_empty=True
-    )
+    profile_dir: str | None = option(None, "folder for what /start_profile and start_profile record", not_empty=True)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ MESSAGES_BETWEEN_STEPS = 256
 STATS_INTERVAL = 1.0
 """Seconds between two statements of how the core is doing, while it works."""
 
+LONG_CALLS = ("stop_profile", "wait_for_programs")
+"""They take seconds and touch no step: steps go on meanwhile."""
+
 MESSAGES = {wire.HELLO: None, wire.ADD: list[EngineCoreRequest], wire.ABORT: list[str], wire.CALL: wire.Call}
 """What may come in, and the type of the value."""
 
@@ -220,8 +223,8 @@ class CoreServer:
         del client.engine_ids[request_id]
 
     def _call(self, client: Client, call: wire.Call) -> None:
-        if call.name == "wait_for_programs":  # steps must go on meanwhile
-            threading.Thread(target=self._wait_for_programs, args=(client, call), daemon=True).start()
+        if call.name in LONG_CALLS:
+            threading.Thread(target=self._answer_late, args=(client, call), daemon=True).start()
         elif call.name == "sleep" and call.arguments.get("mode") == "wait" and call.arguments.get("level", 1) in LEVELS:
             self._late_sleeps.append(LateSleep(client, call, self._core.unfinished()))
         else:
@@ -257,7 +260,7 @@ class CoreServer:
             self._send(client, wire.ANSWER, wire.Answer(call.call_id, error), None)
         self._late_sleeps = []
 
-    def _wait_for_programs(self, client: Client, call: wire.Call) -> None:
+    def _answer_late(self, client: Client, call: wire.Call) -> None:
         _, error = self._asked(call)
         self._late_answers.put((client, wire.Answer(call.call_id, error)))
         self._wake()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import LLM, AsyncLLM, EngineConfig, SamplingParams
-from jaxpaged.errors import CheckpointError
+from jaxpaged.errors import CapacityError, CheckpointError
 from tests.end_to_end.test_async_llm import SENDABLE
 from tests.models import pooling_checkpoints
 from tests.models.checkpoints import CONFIGS, write_checkpoint
@@ -89,7 +89,11 @@ def test_nothing_is_lost_by_sleeping_but_memory(options, tmp_path):
         assert engine.executor_stats()["recompiles"] == 0
 
 
-def test_weights_are_those_that_the_checkpoint_has_when_they_are_read_again(tmp_path):
+def no_memory():
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+
+def test_what_cannot_be_taken_back_now_can_be_later(tmp_path, monkeypatch):
     model = write(tmp_path)
     files = {path: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
     with LLM(model, **SMALL) as llm:
@@ -102,6 +106,11 @@ def test_weights_are_those_that_the_checkpoint_has_when_they_are_read_again(tmp_
         assert llm.is_sleeping()
         for path, content in files.items():
             path.write_bytes(content)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_of(llm), "new_state", no_memory)
+            with pytest.raises(CapacityError, match="the kv_cache cannot be taken back: RESOURCE_EXHAUSTED"):
+                llm.wake_up()
+        assert llm.is_sleeping(), "the weights are back, but not the KV cache"
         llm.wake_up()
         after = jax.tree.leaves(worker_of(llm).runner.params)
         assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))

@@ -34,6 +34,23 @@ def test_a_second_recording_and_the_end_of_none_are_conflicts(tmp_path):
     assert len(files(tmp_path)) == 1
 
 
+def test_while_a_recording_is_written_there_is_none_to_stop_and_none_can_start(tmp_path, monkeypatch):
+    profiler, refused = Profiler(str(tmp_path)), []
+
+    def ask_again():
+        for question in (profiler.stop, profiler.start):
+            with pytest.raises(ConflictError) as error:
+                question()
+            refused.append(str(error.value))
+
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, profiler_options: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", ask_again)
+    profiler.start()
+    profiler.stop()
+    assert len(refused) == 2
+    profiler.start()
+
+
 def test_without_a_folder_that_can_be_written_nothing_is_recorded(tmp_path):
     (tmp_path / "file").touch()
     for profiler, message in (

@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from jaxpaged.engine.sleep import LEVELS, MODES, TAGS
 from jaxpaged.entrypoints.http.body import json_response, read_struct
-from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.errors import HttpError, scrubbed
 from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.errors import CapacityError, CheckpointError
 
 
 class AbortRequest(msgspec.Struct):
@@ -66,7 +67,10 @@ class Admin:
         tags = request.query_params.getlist("tags") or None
         for tag in tags or ():
             check_choice("tags", tag, TAGS)
-        await self._service.engine.wake_up(tags)
+        try:
+            await self._service.engine.wake_up(tags)
+        except (CapacityError, CheckpointError) as error:
+            raise HttpError(503, scrubbed(str(error))) from error
         status = "sleeping" if await self._service.engine.is_sleeping() else "awake"
         return json_response(SleepState(status, tags=tags))
 

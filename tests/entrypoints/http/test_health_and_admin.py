@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from jaxpaged import __version__
+from jaxpaged.errors import CheckpointError
 
 LONG = {"prompt": "the cat", "max_tokens": 60, "ignore_eos": True}
 
@@ -68,6 +69,19 @@ def test_it_is_woken_in_parts_and_requests_that_came_meanwhile_are_answered(serv
     assert parts == [{"status": "sleeping", "tags": ["weights"]}, {"status": "awake", "tags": ["kv_cache"]}]
     assert reason == "length"
     assert awake.json == {"status": "awake", "tags": None}
+
+
+def test_what_cannot_be_taken_back_is_said_without_paths_and_the_engine_sleeps_on(serving):
+    async def scenario(server):
+        await server.admin.post("/sleep")
+        server.engine.executor.wake_error = CheckpointError("/srv/models/model.safetensors is gone. Download it.")
+        refused = await server.admin.post("/wake_up")
+        server.engine.executor.wake_error = None
+        return refused, (await server.admin.post("/wake_up")).json["status"]
+
+    refused, status = serving(scenario)
+    assert (refused.status, refused.error["message"]) == (503, "<path> is gone. Download it.")
+    assert status == "awake"
 
 
 @pytest.mark.parametrize("query", ["sleep?level=3", "sleep?level=a", "sleep?mode=never", "wake_up?tags=bed"])
