@@ -22,6 +22,21 @@ BODY = json.dumps({"prompt": "the cat", "max_tokens": 20, "stream": True, "ignor
 JSON = {"Content-Type": "application/json"}
 
 
+@pytest.fixture(autouse=True)
+def close_connections(monkeypatch):
+    made = []
+
+    class Recorded(http.client.HTTPConnection):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(http.client, "HTTPConnection", Recorded)
+    yield
+    for each in made:
+        each.close()
+
+
 def connect(url):
     return http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
 
