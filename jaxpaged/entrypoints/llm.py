@@ -18,14 +18,14 @@ from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.metrics import Metric
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.entrypoints.batch_progress import BatchProgress
-from jaxpaged.entrypoints.beam_search import BeamSearchOutput, beam_search
+from jaxpaged.entrypoints.beam_search import BeamSearch, BeamSearchOutput, check_beam_width, one_token
 from jaxpaged.entrypoints.cli.terminal import ProgressLine
 from jaxpaged.entrypoints.llm_pooling import PoolingMethods
 from jaxpaged.entrypoints.notebook import show_results_in_notebooks
 from jaxpaged.entrypoints.pictures.block_map import BlockMap
 from jaxpaged.entrypoints.pictures.engine_stats import EngineStats
 from jaxpaged.entrypoints.pictures.timeline import Timeline
-from jaxpaged.errors import EngineDeadError, RequestError
+from jaxpaged.errors import ConflictError, EngineDeadError, RequestError
 from jaxpaged.messages import RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -117,35 +117,35 @@ class LLM(PoolingMethods):
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of every prompt. Raises RequestError as `generate` does."""
         processor = self.llm_engine.input_processor
-        if 2 * params.beam_width > processor.max_logprobs:
-            raise RequestError(
-                f"beam_width is {params.beam_width}, which needs 2 x {params.beam_width} log probabilities per token, "
-                f"but this engine gives at most {processor.max_logprobs}. Use a smaller width, or start the engine "
-                "with a larger max_logprobs.",
-                "beam_width",
-            )
-        batch = batch_of(prompts)
+        check_beam_width(params, processor.max_logprobs)
+        starts = self._beam_prompts(batch_of(prompts))
+        token_ids = [start["prompt_token_ids"] for start in starts]
+        search = BeamSearch(token_ids, params, processor.max_model_len, processor.eos_token_ids)
+        with BatchProgress(params.max_tokens, use_tqdm, unit="step") as progress:
+            while step := search.next_step():
+                beams = [{**starts[number], "prompt_token_ids": tokens} for number, tokens in step]
+                outputs = self.generate(beams, one_token(params), use_tqdm=False)
+                search.advance(outputs)
+                progress.advance(*outputs)
+        return self._with_texts(search.results(), params)
+
+    def _beam_prompts(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        """Prompts as token ids, checked, with what goes along with every beam."""
         starts = []
-        for index, prompt in enumerate(batch):
-            with naming("prompt", index, len(batch)):
-                request, _ = processor.process("", prompt)
+        for index, prompt in enumerate(prompts):
+            with naming("prompt", index, len(prompts)):
+                request, _ = self.llm_engine.input_processor.process("", prompt)
                 start = {"prompt_token_ids": request.prompt_token_ids, "priority": request.priority}
                 starts.append(start | ({"cache_salt": request.cache_salt} if request.cache_salt else {}))
-        with BatchProgress(params.max_tokens, use_tqdm, unit="step") as progress:
+        return starts
 
-            def complete(beams: list[Prompt], one_token: SamplingParams) -> list[RequestOutput]:
-                outputs = self.generate(beams, one_token, use_tqdm=False)
-                progress.advance(*outputs)
-                return outputs
-
-            return beam_search(
-                complete,
-                starts,
-                params,
-                max_model_len=processor.max_model_len,
-                eos_token_ids=processor.eos_token_ids,
-                decode=processor.tokenizer.decode,
-            )
+    def _with_texts(self, outputs: list[BeamSearchOutput], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The ending token has no text unless it is asked for."""
+        decode = self.get_tokenizer().decode
+        for sequence in (sequence for output in outputs for sequence in output.sequences):
+            hide_end = sequence.finish_reason == "stop" and not params.include_stop_str_in_output
+            sequence.text = decode(sequence.tokens[:-1] if hide_end else sequence.tokens)
+        return outputs
 
     def get_tokenizer(self) -> Tokenizer:
         return self.llm_engine.get_tokenizer()
@@ -174,6 +174,39 @@ class LLM(PoolingMethods):
         """Forget all cached prompt beginnings."""
         return self.llm_engine.reset_prefix_cache()
 
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Free memory until `wake_up`; programs stay, so waking compiles nothing.
+
+        Level 0 only pauses. Level 1 frees the KV cache, forgets cached prompt beginnings, and moves the weights to the
+        host's memory; on a CPU, where that is the device's own, it drops them, to be read from the checkpoint again.
+        Level 2 drops them everywhere. `mode` is for requests under way, which only those have who step the engine
+        themselves: "abort" ends them, "wait" finishes them first, "keep" lets them go on after waking.
+        """
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back: all of it, or what `tags` name ("weights", "kv_cache", "scheduling").
+
+        Prompts are completed once all of it is back. An engine that is awake passes. Raises CheckpointError or
+        CapacityError when weights or memory are gone; it can be tried again.
+        """
+        self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether anything has to be woken before prompts can be completed."""
+        return self.llm_engine.is_sleeping()
+
+    def start_profile(self, folder: str | None = None) -> None:
+        """Record what the devices do, to `folder` or to the option `profile_dir`, for XProf and Perfetto.
+
+        Raises ConflictError while a recording is under way, UsageError without a folder that can be written.
+        """
+        self.llm_engine.start_profile(folder)
+
+    def stop_profile(self) -> None:
+        """Write the recording. Raises ConflictError when there is none."""
+        self.llm_engine.stop_profile()
+
     def wait_for_programs(self) -> None:
         """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
         self.llm_engine.wait_for_programs()
@@ -191,7 +224,9 @@ class LLM(PoolingMethods):
     def _add_all(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], priorities: Sequence[int]
     ) -> list[str]:
-        """Queue all prompts, or none of them."""
+        """Queue all prompts, or none. Raises ConflictError while the engine sleeps: they would wait for ever."""
+        if self.is_sleeping():
+            raise ConflictError("the engine sleeps, so no prompt can be completed. Call wake_up() first.")
         request_ids: list[str] = []
         default = self.get_default_sampling_params()
         try:

@@ -1,9 +1,7 @@
 """Chunks of a streamed chat answer."""
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import msgspec
 
@@ -16,11 +14,10 @@ from jaxpaged.entrypoints.http.openai.chat_protocol import (
     ChatToolCallDelta,
     FunctionDelta,
 )
-from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, TextEvents, chunk_event
+from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, ChunkWriter, TextEvents
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions
 from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, chat_logprobs
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
-from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.parsing.deltas import Delta
 
@@ -43,12 +40,9 @@ class ChatStream:
         new_reader: Callable[[], AnswerReader],
     ):
         self._readers = defaultdict(new_reader)
-        self._id = request_id
-        self._model = model
+        self._chunks = ChunkWriter(ChatCompletionChunk, "chat.completion.chunk", request_id, model, usage, counter)
         self._role = role
         self._echo = echo
-        self._created = int(time.time())
-        self._usage = usage
         self._counter = counter
         self._n = wanted.n or 1
         self._top = len(wanted.logprob_token_ids) if wanted.logprob_token_ids else wanted.top_logprobs or 0
@@ -71,7 +65,7 @@ class ChatStream:
                     yield self._text_event(completion.index, completion.text)
                 continue
             for choice in self._choices(completion):
-                yield self._event([choice])
+                yield self._chunks.chunk(choice)
 
     def _is_text(self, completion: CompletionOutput) -> bool:
         """Whether a result brings nothing but text, all of which is content. This is the way of most tokens."""
@@ -83,26 +77,26 @@ class ChatStream:
         if events is None:
             delta = ChatDelta(content=PLACEHOLDER)
             choice = ChatStreamChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
-            events = self._text_events[index] = TextEvents(self._chunk([choice]))
+            events = self._text_events[index] = TextEvents(self._chunks.chunk(choice))
         return events.of(text)
 
     def last(self) -> bytes:
         """The event with the usage of the whole request."""
-        return self._event([], at_end=True)
+        return self._chunks.last()
 
     def _opening(self, output: RequestOutput) -> Iterator[bytes]:
         for index in range(self._n):
             opening = ChatStreamChoice(
                 index=index, delta=ChatDelta(role=self._role, content=""), logprobs=None, finish_reason=None
             )
-            yield self._event(
-                [opening],
+            yield self._chunks.chunk(
+                opening,
                 prompt_token_ids=output.prompt_token_ids if self._with_ids else None,
                 prompt_text=output.prompt if self._with_prompt else None,
             )
         for index in range(self._n if self._echo else 0):
             echo = ChatStreamChoice(index=index, delta=ChatDelta(content=self._echo), logprobs=None, finish_reason=None)
-            yield self._event([echo])
+            yield self._chunks.chunk(echo)
 
     def _shows_tokens(self, completion: CompletionOutput) -> bool:
         """Whether there is something to show although the text has not grown."""
@@ -130,29 +124,6 @@ class ChatStream:
         if not completion.logprobs:
             return None
         return chat_logprobs(completion.token_ids, completion.logprobs, self._top, self._as_ids)
-
-    def _event(self, choices: list[ChatStreamChoice], **more: Any) -> bytes:
-        return chunk_event(self._chunk(choices, **more))
-
-    def _chunk(
-        self,
-        choices: list[ChatStreamChoice],
-        at_end: bool = False,
-        prompt_token_ids: list[int] | None = None,
-        prompt_text: str | None = None,
-    ) -> ChatCompletionChunk:
-        ended = any(choice.finish_reason is not None for choice in choices)
-        return ChatCompletionChunk(
-            id=self._id,
-            object="chat.completion.chunk",
-            created=self._created,
-            model=self._model,
-            choices=choices,
-            usage=self._counter.read(in_stream=True) if at_end or self._usage.in_every_chunk else None,
-            system_fingerprint=SYSTEM_FINGERPRINT if at_end or (ended and not self._usage.at_end) else None,
-            prompt_token_ids=prompt_token_ids,
-            prompt_text=prompt_text,
-        )
 
 
 def chat_delta(delta: Delta) -> ChatDelta:

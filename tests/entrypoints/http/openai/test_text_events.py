@@ -30,7 +30,7 @@ def chat_stream(counter):
 
 
 def events(stream, outputs, is_chat):
-    stream._created = 1
+    stream._chunks._new.keywords["created"] = 1
     of = stream.of if is_chat else lambda output: stream.of(0, output)
     return [event for output in outputs for event in of(output)]
 
