@@ -18,9 +18,9 @@ class EngineStats:
         self.finished: dict[str, int] = {}
         for metric in metrics:
             name = metric.name.removeprefix("vllm:")
-            if metric.labels:
-                self.finished |= {reason: metric.value for reason in metric.labels.values() if metric.value}
-            elif not name.startswith("jaxpaged:"):
+            if name == "request_success" and metric.value:
+                self.finished[metric.labels["finished_reason"]] = metric.value
+            elif not metric.labels and not name.startswith("jaxpaged:"):
                 self.values[name] = metric
 
     def number(self, name: str) -> float:
