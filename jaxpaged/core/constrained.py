@@ -1,10 +1,11 @@
 """The requests whose answers must have a shape: those whose grammar is being compiled, and those that follow one.
 
-A request waits here, and not in the queue, until its grammar is ready, so nobody waits behind it. This module decides
-nothing about steps: it says which of them need masks, and makes these.
+A request waits here, and not in the queue, until its grammar is ready and steps can be masked, so nobody waits behind
+it. This module decides nothing about steps: it says which of them need masks, and makes these.
 """
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import compress
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from jaxpaged.core.request import Request
 from jaxpaged.core.structured_output import Grammars
-from jaxpaged.errors import RequestError
+from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.messages import EngineCoreRequest, SchedulerOutput
 
 EVERY_TOKEN = np.uint32(0xFFFFFFFF)
@@ -43,11 +44,18 @@ class ConstrainedRequests:
         self.compiling[request] = self._grammars.compile(params)
         return True
 
-    def take_compiled(self) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """(Requests that can be queued now, those whose grammar is none and why). The latter stay to be forgotten."""
+    def take_compiled(self, can_mask: Callable[[], bool]) -> tuple[list[Request], list[tuple[Request, str]]]:
+        """(Requests that can be queued now, those that cannot be and why). The latter stay to be forgotten.
+
+        `can_mask`: whether steps can be masked by now; it raises EngineError when they never will.
+        """
         ready, failed = [], []
+        try:
+            masks = can_mask()
+        except EngineError as error:
+            return [], [(request, str(error)) for request in self.compiling]
         for request, future in list(self.compiling.items()):
-            if not future.done():
+            if not future.done() or not (masks or future.exception()):
                 continue
             try:
                 request.matcher = self._grammars.matcher_of(future)
@@ -60,9 +68,12 @@ class ConstrainedRequests:
         return ready, failed
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a grammar is compiled, if one is being compiled."""
-        if self.compiling:
-            wait(self.compiling.values(), seconds, FIRST_COMPLETED)
+        """Sleep, if somebody waits here, until another grammar is compiled or it may be time to ask again."""
+        unready = [future for future in self.compiling.values() if not future.done()]
+        if unready:
+            wait(unready, seconds, FIRST_COMPLETED)
+        elif self.compiling:
+            time.sleep(seconds)
 
     def forget(self, request: Request) -> bool:
         """A request has ended. True: its grammar was still being compiled, so it was in no queue."""

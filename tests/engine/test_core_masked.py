@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.errors import RequestError
+from jaxpaged.errors import EngineError, RequestError
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
 from tests.engine.test_core import request, run
 
@@ -87,7 +87,14 @@ class MaskedExecutor(FakeExecutor):
     def __init__(self):
         super().__init__(counting_model(VOCAB), VOCAB)
         self.diary, self.masks, self.interrupt_at = [], {}, None
+        self.masks_ready, self.times_asked = True, 0
         self.undrawn = None  # the step whose second half has not come
+
+    def can_mask(self):
+        self.times_asked += 1
+        if isinstance(self.masks_ready, Exception):
+            raise self.masks_ready
+        return self.masks_ready
 
     def note(self, what, scheduled):
         self.diary.append((what, scheduled.step_id))
@@ -288,3 +295,63 @@ def test_a_step_that_has_not_drawn_is_drawn_before_the_cache_is_reset():
     assert not core._in_flight
     tokens, _ = run(core)
     assert [50, 51, 52, 53][-len(tokens["a"]) :] == tokens["a"]
+
+
+def test_a_request_waits_for_the_program_that_masks_and_nobody_waits_behind_it():
+    core, executor = make(async_scheduling=True)
+    executor.masks_ready = False
+    core.add_request(scripted("shaped", "50 51"))
+    core.add_request(request("first", max_tokens=3))
+    assert run(core)[0] == {"first": [11, 12, 13]}
+    core.add_request(request("second", max_tokens=2))
+    assert run(core)[0] == {"second": [11, 12]}
+    assert not any(step.masked for step in executor.executed)
+    assert core.step().stats.num_waiting_reqs == 1
+    core._scheduler.check_integrity()
+    executor.masks_ready = True
+    assert run(core) == ({"shaped": [50, 51]}, {"shaped": ("stop", None)})
+
+
+def test_the_program_that_masks_is_wanted_while_the_first_grammar_is_compiled_and_not_before():
+    grammars = ScriptGrammars(at_once=False)
+    core, executor = make(grammars)
+    core.add_request(request("plain", max_tokens=3))
+    run(core)
+    assert executor.times_asked == 0
+    core.add_request(scripted("shaped", "50"))
+    core.step()
+    assert executor.times_asked == 1
+    grammars.finish()
+    assert run(core)[0] == {"shaped": [50]}
+
+
+def test_with_only_the_program_to_wait_for_a_step_sleeps(monkeypatch):
+    core, executor = make()
+    executor.masks_ready = False
+    core.add_request(scripted("shaped", "50"))
+    slept = []
+    monkeypatch.setattr("jaxpaged.core.constrained.time.sleep", slept.append)
+    core.step()
+    assert len(slept) == 1 and slept[0] > 0
+
+
+def test_without_a_program_that_masks_only_those_who_need_it_fail():
+    core, executor = make()
+    executor.masks_ready = EngineError("it could not be compiled")
+    core.add_request(scripted("shaped", "50"))
+    core.add_request(request("plain", max_tokens=2))
+    tokens, ends = run(core)
+    assert tokens == {"shaped": [], "plain": [11, 12]}
+    assert ends["shaped"] == ("error", "it could not be compiled")
+    core._scheduler.check_integrity()
+
+
+def test_a_request_may_be_aborted_while_it_waits_for_the_program_that_masks():
+    core, executor = make()
+    executor.masks_ready = False
+    core.add_request(scripted("shaped", "50"))
+    core.step()
+    core.abort_requests(["shaped"])
+    assert not core._scheduler.has_unfinished_requests()
+    executor.masks_ready = True
+    assert run(core) == ({}, {})
