@@ -105,7 +105,8 @@ class Grammars:
         return Matcher(future.result().deep_copy())
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
-        text = grammar_text(params, self._added_tokens if params.thinking is not None else {})
+        has_markers = params.thinking is not None or params.structural_tag is not None
+        text = grammar_text(params, self._added_tokens if has_markers else {})
         matcher = import_llguidance().LLMatcher(self._tokenizer, text, log_level=0, limits=limits())
         if (error := error_of(matcher)) is not None:
             raise RequestError(f"structured_outputs cannot be used: {error}", "structured_outputs")

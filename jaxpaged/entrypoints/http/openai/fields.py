@@ -16,6 +16,7 @@ from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
 SHAPE_NAMES = {"structured_outputs": "response_format"}
+TAG_FIELDS = ("type", "format", "structures", "triggers")
 MAX_STOP_STRINGS = 4
 MAX_PROMPT_SEQUENCES = 16384
 """Sequences of one HTTP request: prompts times n."""
@@ -53,10 +54,14 @@ class StreamOptions(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """What the output must look like: "text", "json_object", or "json_schema" with {"name": ..., "schema": ...}."""
+    """What the output must look like: "text", "json_object", "json_schema" with {"name": ..., "schema": ...}, or
+    "structural_tag" with a format, or as it was before with structures and triggers."""
 
     type: str
     json_schema: dict[str, Any] | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
@@ -160,9 +165,13 @@ def shape_of(request: GenerationFields) -> StructuredOutputsParams | None:
     if wanted.type == "json_schema":
         with client_names(SHAPE_NAMES):
             return StructuredOutputsParams(json=schema_of(wanted))
+    if wanted.type == "structural_tag":
+        tag = {name: value for name in TAG_FIELDS if (value := getattr(wanted, name)) is not None}
+        with client_names(SHAPE_NAMES):
+            return StructuredOutputsParams(structural_tag=tag)
     raise HttpError(
-        400, f"response_format.type is {wanted.type!r}; it must be one of text, json_object, json_schema.",
-        "response_format.type",
+        400, f"response_format.type is {wanted.type!r}; it must be one of text, json_object, json_schema, "
+        "structural_tag.", "response_format.type",
     )  # fmt: skip
 
 

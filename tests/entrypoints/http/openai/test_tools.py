@@ -209,6 +209,13 @@ def test_calls_come_after_thinking(ask):
 
 ANSWER_SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": ANSWER_SCHEMA, "strict": True}}
+OLD_TAG = {
+    "type": "structural_tag", "triggers": ["<f="],
+    "structures": [{"begin": "<f=1>", "schema": {"const": "a"}, "end": "</f>"}],
+}  # fmt: skip
+CONTENT = {"type": "json_schema", "json_schema": {"const": "a"}}
+TAG = {"type": "tag", "begin": "<f=1>", "content": CONTENT, "end": "</f>"}
+NEW_TAG = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [TAG]}}
 CLOSED = {"json": {**ANSWER_SCHEMA, "additionalProperties": False}, "disable_any_whitespace": True}
 
 
@@ -222,6 +229,9 @@ CLOSED = {"json": {**ANSWER_SCHEMA, "additionalProperties": False}, "disable_any
         ("the", {"structured_outputs": {"regex": "[x-z]{3}"}}, "xxx"),
         ("(x)", {"structured_outputs": {"grammar": 'start: "(" start ")" | "x"'}}, "(x)"),
         ('{"a":22}', {"structured_outputs": CLOSED}, '{"a":22}'),
+        ("the <f=1>x", {"response_format": OLD_TAG}, 'the <f=1>"a"</f>'),
+        ("the <f=1>x", {"response_format": NEW_TAG}, 'the <f=1>"a"</f>'),
+        ("the <f=1>x", {"structured_outputs": {"structural_tag": NEW_TAG}}, 'the <f=1>"a"</f>'),
     ],
 )
 def test_answers_have_the_shape_that_was_asked_for(ask, says, body, expected):
@@ -261,7 +271,11 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 @pytest.mark.parametrize(
     ("body", "parameter"),
     [
-        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "structures": [{"begin": "a", "end": ""}]}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "token"}}}, "response_format"),
+        ({"structured_outputs": {"structural_tag": {"type": "structural_tag"}}}, "structured_outputs"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format.json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": BAD_SCHEMA}}},
