@@ -56,7 +56,7 @@ class Sequence(Node, tag="sequence"):
 
 
 class Or(Node, tag="or"):
-    """One of several."""
+    """One of several. Which it is must show at once: where a fixed text and JSON begin alike, the fixed text counts."""
 
     elements: Annotated[list["Format"], msgspec.Meta(min_length=1)]
 

@@ -47,7 +47,7 @@ SAMPLING_HELP = {
     "skip_special_tokens": "leave special tokens out of the text; on by default",
     "spaces_between_special_tokens": "write spaces between special tokens; on by default",
     "skip_reading_prefix_cache": "compute the whole prompt; on by default with --prompt-logprobs",
-    "structured_outputs": "shape of the output: '{\"regex\": \"[0-9]+\"}'; or json, choice, grammar, structural_tag, ...",
+    "structured_outputs": "shape of the output: '{\"regex\": \"[0-9]+\"}'; or json, choice, grammar, ...",
     "extra_args": "for custom logits processors",
 }
 # `--seed` is the requests'; the engine's own, for requests without one, can be set in the YAML file.

@@ -337,12 +337,14 @@ def test_schemas_that_no_grammar_can_be_made_of_are_refused_by_their_field(ask, 
         assert answer.status == 400 and answer.error["message"].startswith(field), answer.body
 
 
-def test_a_format_comes_after_thinking_and_not_together_with_calls(ask):
+def test_a_format_comes_after_thinking_and_not_together_with_forced_calls(ask):
     body = {**GREEDY, "max_tokens": 100, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
     answer = ask(PATH, body, **QWEN, **saying('<think>hm</think>{"city":"Rome"}'))
     assert [block["type"] for block in answer.json["content"]] == ["thinking", "text"]
     assert json.loads(answer.json["content"][1]["text"]) == {"city": "Rome"}
-    refused = ask(PATH, {**body, "tools": [TOOL]}, **HERMES)
+    answer = ask(PATH, {**body, "tools": [TOOL]}, **HERMES, **saying('{"city":"Rome"}'))
+    assert [block["type"] for block in answer.json["content"]] == ["text"]
+    refused = ask(PATH, {**body, "tools": [TOOL], "tool_choice": {"type": "any"}}, **HERMES)
     assert refused.status == 400 and "tool_choice" in refused.error["message"]
 
 

@@ -261,6 +261,43 @@ def test_several_prompts_and_sequences_keep_their_shape(ask):
     assert [choice["text"] for choice in answer.json["choices"]] == ["no"] * 4
 
 
+# ---- shapes and tools
+
+
+CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
+
+
+@pytest.mark.parametrize(
+    ("tool_parser", "calls"),
+    [
+        ("hermes", f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"),
+        ("longcat", "\n".join([f"<longcat_tool_call>\n{CALL}\n</longcat_tool_call>"] * 2)),
+        ("granite", f"<|tool_call|>[{CALL}, {CALL}]"),
+        ("jamba", f"<tool_calls>[{CALL}, {CALL}]</tool_calls>"),
+        ("phi4_mini_json", f"functools[{CALL}, {CALL}]"),
+    ],
+)
+def test_a_model_may_call_tools_or_answer_in_a_shape_and_nothing_else(ask, tool_parser, calls):
+    options = {"tool_call_parser": tool_parser, "enable_auto_tool_choice": True}
+    for body in ({"response_format": JSON_SCHEMA}, {"structured_outputs": {"choice": ["yes", "no"]}}):
+        body = {**body, "tools": TOOLS}
+        choice = asked(ask, calls, body, options)
+        assert len(choice["message"]["tool_calls"]) == 2 and choice["finish_reason"] == "tool_calls"
+        assert calls_of(choice["message"])[0] == ("weather", {"city": "Rome"})
+        one = asked(ask, calls, {**body, "parallel_tool_calls": False}, options)
+        assert calls_of(one["message"]) == [("weather", {"city": "Rome"})]
+    choice = asked(ask, '{"a": 22}', {"response_format": JSON_SCHEMA, "tools": TOOLS}, options)
+    assert choice["message"]["content"] == '{"a": 22}' and choice["finish_reason"] == "stop"
+    assert asked(ask, "no", body, options)["message"]["content"] == "no"
+
+
+def test_without_knowing_how_calls_are_written_a_shape_and_tools_exclude_each_other(ask):
+    options = {"tool_call_parser": "pythonic", "enable_auto_tool_choice": True}
+    answer = ask(PATH, {**ASKED, "response_format": JSON_SCHEMA, "tools": TOOLS}, options=options, **saying("a"))
+    assert (answer.status, answer.error["param"]) == (400, "tool_choice")
+    assert "granite, hermes" in answer.error["message"]
+
+
 # ---- what cannot be
 
 
@@ -282,7 +319,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
             "response_format",
         ),
         ({"response_format": JSON_SCHEMA, "structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
-        ({"response_format": JSON_SCHEMA, "tools": TOOLS}, "tool_choice"),
+        ({"response_format": JSON_SCHEMA, "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"structured_outputs": {"choice": ["a"]}, "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs"),
         ({"structured_outputs": {"thinking": ["a", "b", True], "choice": ["a"]}}, "structured_outputs"),
