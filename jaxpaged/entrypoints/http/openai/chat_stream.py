@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -66,9 +66,14 @@ class ChatStream:
             for choice in self._choices(completion):
                 yield self._event([choice])
 
-    def last(self) -> bytes:
+    @property
+    def readers(self) -> Iterable[AnswerReader]:
+        """What has read the answers that have come."""
+        return self._readers.values()
+
+    def last(self, num_thinking: int | None) -> bytes:
         """The event with the usage of the whole request."""
-        return self._event([], at_end=True)
+        return self._event([], at_end=True, num_thinking=num_thinking)
 
     def _opening(self, output: RequestOutput) -> Iterator[bytes]:
         for index in range(self._n):
@@ -117,6 +122,7 @@ class ChatStream:
         at_end: bool = False,
         prompt_token_ids: list[int] | None = None,
         prompt_text: str | None = None,
+        num_thinking: int | None = None,
     ) -> bytes:
         ended = any(choice.finish_reason is not None for choice in choices)
         return chunk_event(
@@ -126,7 +132,7 @@ class ChatStream:
                 created=self._created,
                 model=self._model,
                 choices=choices,
-                usage=self._counter.read(in_stream=True) if at_end or self._usage.in_every_chunk else None,
+                usage=self._counter.read(True, num_thinking) if at_end or self._usage.in_every_chunk else None,
                 system_fingerprint=SYSTEM_FINGERPRINT if at_end or (ended and not self._usage.at_end) else None,
                 prompt_token_ids=prompt_token_ids,
                 prompt_text=prompt_text,

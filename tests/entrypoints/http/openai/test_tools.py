@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.entrypoints.http.saying_model import saying
+from tests.entrypoints.http.saying_model import TOKENIZER, saying
 
 PATH = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "the cat"}], "temperature": 0}
@@ -179,6 +179,21 @@ def test_thinking_is_told_apart_from_the_answer(ask):
         name: message[name] for name in ("content", "reasoning")
     }
     assert finish_reason == "stop"
+
+
+@pytest.mark.parametrize("include_reasoning", [True, False])
+def test_the_usage_tells_tokens_of_thinking_where_it_is_looked_for(ask, include_reasoning):
+    num_tokens = len(TOKENIZER.encode("\nthe dog {\n", add_special_tokens=False))
+    body = {**ASKED, "include_reasoning": include_reasoning, "n": 2, "temperature": 1, "seed": 1}
+    usage = ask(PATH, body, options=QWEN, **saying(THOUGHT)).json["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 2 * num_tokens}
+    assert usage["completion_tokens"] > 2 * num_tokens
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    last = ask(PATH, body, options=QWEN, **saying(THOUGHT)).events[-2]
+    assert {**last["usage"], "prompt_tokens_details": None} == usage
+    assert "completion_tokens_details" not in ask(PATH, ASKED, **saying(THOUGHT)).json["usage"]
+    usage = ask(PATH, ASKED, options=QWEN, **saying("the dog")).json["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_thinking_that_began_in_the_prompt_and_never_ends_is_no_content(ask):
