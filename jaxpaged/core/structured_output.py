@@ -50,6 +50,10 @@ class Matcher:
         """Whether the answer is whole as it is."""
         return self._matcher.is_accepting()
 
+    def num_free(self, num_unknown: int) -> int:
+        """How many tokens need no mask after `num_unknown` that were drawn and are not known yet: none."""
+        return 0
+
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Move on. False: a token did not fit, and the matcher has an error."""
         return self._matcher.consume_tokens(list(token_ids))

@@ -1,6 +1,7 @@
 """The engine core with grammars: who waits for whom. Grammars are scripts here, and the test compiles them."""
 
 import contextlib
+import dataclasses
 from concurrent.futures import Future
 
 import numpy as np
@@ -23,6 +24,9 @@ class ScriptMatcher:
     @property
     def is_complete(self):
         return self.at == len(self.script)
+
+    def num_free(self, num_unknown):
+        return 0
 
     def accept(self, token_ids):
         assert list(token_ids) == self.script[self.at : self.at + len(token_ids)]
@@ -112,7 +116,7 @@ class MaskedExecutor(FakeExecutor):
             self.note("forward", scheduled)
             self.undrawn = scheduled
             return HalfStep(self, scheduled)
-        self.masks = {}
+        self.masks, self.mask_W = {}, None
         return super().execute(scheduled)
 
     def _compute(self, request_id, scheduled, i, output, lines):
@@ -355,3 +359,61 @@ def test_a_request_may_be_aborted_while_it_waits_for_the_program_that_masks():
     assert not core._scheduler.has_unfinished_requests()
     executor.masks_ready = True
     assert run(core) == ({}, {})
+
+
+# ---- thinking that may not be too long: the model counts, from the token that begins to think to the one that ends it
+
+START, END = 12, 90
+
+
+def thinking(name, budget, max_tokens=12, prompt=(10,), **params):
+    params = {"thinking_token_budget": budget, "thinking_token_ids": (START, END), **params}
+    return request(name, prompt, max_tokens, **params)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("num_scheduler_steps", [1, 8])
+@pytest.mark.parametrize("budget", [0, 1, 2, 5, 60])
+def test_thinking_ends_when_its_budget_is_used(asynchronous, num_scheduler_steps, budget):
+    core, _ = make(async_scheduling=asynchronous, num_scheduler_steps=num_scheduler_steps)
+    core.add_request(thinking("a", budget))
+    core.add_request(thinking("open", budget, prompt=(START, 13)))
+    core.add_request(request("plain", max_tokens=7))
+    tokens, _ = run(core)
+    used = [11, 12, *range(13, 13 + budget), END, 91, 92, 93, 94, 95, 96, 97, 98, 99]
+    assert tokens["a"] == used[:12]
+    assert tokens["open"] == [*range(14, 14 + budget), END, 91, 92, 93, 94, 95, 96, 97, 98, 99, 5, 6][:12]
+    assert tokens["plain"] == [11, 12, 13, 14, 15, 16, 17]
+    core._scheduler.check_integrity()
+
+
+def test_steps_in_which_thinking_cannot_be_too_long_have_no_mask_and_may_be_runs():
+    core, executor = make(async_scheduling=True, num_scheduler_steps=8)
+    core.add_request(thinking("a", 20, max_tokens=40))
+    tokens, _ = run(core)
+    assert tokens["a"][:23] == [*range(11, 33), END]
+    assert sum(step.masked for step in executor.executed) <= 3
+    assert any(step.num_steps > 1 for step in executor.executed)
+    core, executor = make(async_scheduling=True)
+    core.add_request(thinking("a", 5, prompt=(20,), max_tokens=30))  # it never thinks
+    run(core)
+    assert not any(step.masked for step in executor.executed)
+
+
+def test_a_budget_and_a_grammar_bind_together():
+    core, _ = make()
+    core.add_request(thinking("a", 2, structured_outputs={"choice": ["12 50 51 90 33"]}))
+    core.add_request(thinking("b", 1, structured_outputs={"choice": ["12 50 51 52"]}))  # its grammar knows no end
+    assert run(core)[0] == {"a": [12, 50, 51, 90, 33], "b": [12, 50, 51, 52]}
+
+
+def test_preemption_does_not_change_where_thinking_ends():
+    executor = MaskedExecutor()
+    executor.kv_cache_config = dataclasses.replace(executor.kv_cache_config, num_blocks=9)
+    core = EngineCore(make_config(async_scheduling=True), executor, ScriptGrammars())
+    for name in "abc":
+        core.add_request(thinking(name, 3, max_tokens=16))
+    tokens, _ = run(core)
+    expected = [11, 12, 13, 14, 15, END, 91, 92, 93, 94, 95, 96, 97, 98, 99, 5]
+    assert tokens == dict.fromkeys("abc", expected)
+    assert core.stats().num_preemptions

@@ -25,7 +25,7 @@ SAMPLING = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
     "seed", "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "ignore_eos", "min_tokens",
     "prompt_logprobs", "logprob_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
-    "allowed_token_ids",
+    "allowed_token_ids", "thinking_token_budget",
 )  # fmt: skip
 """Fields that are sampling parameters under the same name."""
 
@@ -41,7 +41,6 @@ REFUSALS = {
     "kv_transfer_params": "This server has no KV connector",
     "ec_transfer_params": "This server has no encoder connector",
     "prompt_embeds": "Prompts are taken as text or token ids",
-    "thinking_token_budget": "Thinking is not cut short",
 }
 """Field -> why no value of it is served."""
 
@@ -115,7 +114,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
     prompt_embeds: Any = None
-    thinking_token_budget: Any = None
+    thinking_token_budget: int | None = None
 
     @property
     def truncation(self) -> Truncation:
