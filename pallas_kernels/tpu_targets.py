@@ -51,7 +51,7 @@ _ENVIRONMENT = {
 def why_not() -> str | None:
     """Why nothing can be compiled for TPUs here, and what to do, or None."""
     if importlib.util.find_spec("libtpu") is None:
-        return "the TPU compiler is not installed; pip install libtpu, or run scripts/test --aot-tpu"
+        return "the TPU compiler is not installed; pip install 'jax[tpu]', or run scripts/test --aot-tpu"
     return None
 
 

@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from jaxpaged.layers.linear import Linear, apply_linear
@@ -23,7 +24,7 @@ class Mlp:
 
 
 def gated_mlp(x_TD: jax.Array, p: Mlp, activation: str) -> jax.Array:
-    """[T, D] -> [T, D] through F columns."""
-    gate_TF = ACTIVATIONS[activation](apply_linear("TD,FD->TF", x_TD, p.gate_proj))
-    up_TF = apply_linear("TD,FD->TF", x_TD, p.up_proj)
-    return apply_linear("TF,DF->TD", gate_TF * up_TF, p.down_proj)
+    """[T, D] -> [T, D] through F columns. In between float32: an activation rounds once, and takes 0.4 of the time."""
+    gate_TF = apply_linear("TD,FD->TF", x_TD, p.gate_proj).astype(jnp.float32)
+    up_TF = apply_linear("TD,FD->TF", x_TD, p.up_proj).astype(jnp.float32)
+    return apply_linear("TF,DF->TD", (ACTIVATIONS[activation](gate_TF) * up_TF).astype(x_TD.dtype), p.down_proj)

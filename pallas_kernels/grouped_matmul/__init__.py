@@ -1,12 +1,11 @@
 """Each token times the weight of its own group: the experts of a mixture, unquantised, int8, float8 or int4.
 
 Validates, picks a backend, and says why others were refused. Tokens are sorted by expert, and work follows those that
-exist: `reference` and `gpu` walk over a list of tiles of tokens, so does `tpu`, where unquantised weights go to
-`jax.lax.ragged_dot`, which is such a kernel there. Elsewhere `ragged_dot` is no good: compiled for an H100 it
-multiplies every token with every expert (268 MB of temporaries for 2048 tokens, 32 experts and 2048 inputs), and on a
-CPU core `reference` is 12 to 40 times faster (2048 down to 8 tokens per 32 experts). Quantised weights enter
-`ragged_dot` as a dequantised copy of all experts, or not at all (int4); the kernels convert them on chip. Not measured
-on accelerators.
+exist: every backend walks over a list of tiles of tokens. `jax.lax.ragged_dot` is no good: compiled for an H100, and
+for TPUs by libtpu 0.0.52, it multiplies every token with every expert (128 times the work of 128 experts; 0.0.50 copied
+all weights first, 0.0.51 did neither), and on a CPU core `reference` is 12 to 40 times faster (2048 down to 8 tokens
+per 32 experts). Quantised weights enter it as a dequantised copy of all experts, or not at all (int4); the kernels
+convert them on chip. Not measured on accelerators.
 
 This module knows nothing of routing. Letters: T tokens, E experts, D inputs, F outputs, C groups of inputs.
 """

@@ -1,5 +1,5 @@
 """Each token times its expert's weight, on a TPU: quantised weights are converted in VMEM, on their way into the
-product. Unquantised ones go to `jax.lax.ragged_dot`, which XLA lowers to a kernel of this kind.
+product.
 
 Layout: values [E, F, D] as they are; scales [E, C, F], so that a group's lie along lanes, as the outputs do.
 
@@ -9,14 +9,15 @@ follow each other, and its outputs stay in VMEM between them.
 Skipping: experts without tokens have no item. Items of padding tokens, and those that only fill the list, read
 nothing new and multiply nothing.
 
-Requires: bfloat16 or float16 tokens; groups of a multiple of 128 inputs, the lanes of a register.
+Requires: groups of a multiple of 128 inputs, the lanes of a register; without scales, all inputs are one group.
+With scales, bfloat16 or float16 tokens.
 
 Padding: tokens beyond the last group give zeros, those beyond the last tile are garbage that stays in its rows.
 
 Numerics: values are exact in x's type. Each group's product is summed in float32, then scaled, then added.
 
-Cost: reads an expert's quantised weights once for each of its tiles of tokens; `ragged_dot` would read, dequantise and
-write those of all experts first. Not measured.
+Cost: reads an expert's weights once for each of its tiles of tokens; `ragged_dot` would read, dequantise and write
+quantised ones of all experts first, and what becomes of others changes with the compiler (README.md). Not measured.
 
 Knows nothing of routing.
 """
@@ -35,26 +36,19 @@ from pallas_kernels.quantized_matmul.tpu import INPUTS, LANES, SUBLANES, inputs_
 from pallas_kernels.shapes import ceil_div, largest_divisor
 
 TOKENS, OUTPUTS = 128, 256  # a tile of each, at most
-_TRANSPOSED = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-)
 
 
 def cannot_take(x_TD: Any, weights: Any) -> str | None:
     """Groups must be whole registers."""
-    if weights.scale_ECF is None:
-        return None
-    if str(x_TD.dtype) not in ("bfloat16", "float16"):
+    if weights.scale_ECF is not None and str(x_TD.dtype) not in ("bfloat16", "float16"):
         return f"x_TD is {x_TD.dtype}; accepted are bfloat16 and float16, or weights without scales"
-    group = x_TD.shape[1] // weights.scale_ECF.shape[1]
+    group = x_TD.shape[1] // _num_groups(weights)
     return f"groups have {group} inputs; accepted are multiples of {LANES}" if group % LANES else None
 
 
 def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, interpret: Any) -> jax.Array:
     """See `grouped_matmul.grouped_matmul`."""
-    if weights.scale_ECF is None:
-        return _unquantized(x_TD, weights.values_EFD, group_sizes_E)
-    (T, D), (E, F, _), C = x_TD.shape, weights.values_EFD.shape, weights.scale_ECF.shape[1]
+    (T, D), (E, F, _), C = x_TD.shape, weights.values_EFD.shape, _num_groups(weights)
     tokens, outputs = min(TOKENS, ceil_div(T, SUBLANES) * SUBLANES), min(OUTPUTS, F)
     piece = LANES * largest_divisor(D // C // LANES, INPUTS // LANES)
     inputs = inputs_per_tile(D, piece)
@@ -68,6 +62,8 @@ def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, i
     def of_weight(f, i, d, tile_I, weight_I, expert_I, *_):
         return weight_I[i], f, jnp.where(expert_I[i] < E, d, D // inputs - 1)
 
+    scales = [] if weights.scale_ECF is None else [weights.scale_ECF]
+    of_scales = pl.BlockSpec((1, C, outputs), lambda f, i, d, tile_I, weight_I, *_: (weight_I[i], 0, f))
     return pl.pallas_call(
         functools.partial(_kernel, num_experts=E, piece=piece, group=D // C),
         out_shape=jax.ShapeDtypeStruct((T, F), x_TD.dtype),
@@ -77,7 +73,7 @@ def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, i
             in_specs=[
                 pl.BlockSpec((tokens, inputs), of_tokens),
                 pl.BlockSpec((1, outputs, inputs), of_weight),
-                pl.BlockSpec((1, C, outputs), lambda f, i, d, tile_I, weight_I, *_: (weight_I[i], 0, f)),
+                *[of_scales for _ in scales],
             ],
             out_specs=pl.BlockSpec((tokens, outputs), lambda f, i, d, tile_I, *_: (tile_I[i], f)),
             scratch_shapes=[pltpu.VMEM((tokens, outputs), jnp.float32)],
@@ -87,24 +83,19 @@ def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, i
         name="grouped_matmul",
     )(
         items.first_I // tokens, weight_I, items.expert_I, items.start_I, items.end_I,
-        x_TD, weights.values_EFD, weights.scale_ECF,
+        x_TD, weights.values_EFD, *scales,
     )  # fmt: skip
 
 
-def _unquantized(x_TD: jax.Array, values_EFD: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if x_TD.dtype == jnp.float32 else None
-    out_TF = lax.ragged_dot_general(
-        x_TD, values_EFD.astype(x_TD.dtype), group_sizes_E, _TRANSPOSED,
-        precision=precision, preferred_element_type=jnp.float32,
-    )  # fmt: skip
-    in_group_T = jnp.arange(x_TD.shape[0]) < jnp.sum(group_sizes_E)
-    return jnp.where(in_group_T[:, None], out_TF, 0).astype(x_TD.dtype)
+def _num_groups(weights: Any) -> int:
+    return 1 if weights.scale_ECF is None else weights.scale_ECF.shape[1]
 
 
 def _kernel(
-    tile_I, _, expert_I, start_I, end_I, x_TD, values_1FD, scale_1CF, out_TF, sum_TF,
-    *, num_experts: int, piece: int, group: int,
+    tile_I, _, expert_I, start_I, end_I, x_TD, values_1FD, *refs, num_experts: int, piece: int, group: int
 ):  # fmt: skip
+    *scales, out_TF, sum_TF = refs
+    precision = lax.Precision.HIGHEST if x_TD.dtype == jnp.float32 else None
     item, tile = pl.program_id(1), pl.program_id(2)
     pieces_per_tile = x_TD.shape[1] // piece
 
@@ -118,9 +109,13 @@ def _kernel(
             inputs = slice(i * piece, (i + 1) * piece)
             x_Td = x_TD[:, inputs]
             values_Fd = values_1FD[0, :, inputs].astype(x_Td.dtype)
-            which = lax.div((tile * pieces_per_tile + i) * piece, group)
-            part_TF = lax.dot_general(x_Td, values_Fd, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-            sum_TF[...] += part_TF * scale_1CF[0, pl.ds(which, 1), :]
+            part_TF = lax.dot_general(
+                x_Td, values_Fd, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+            )
+            for scale_1CF in scales:
+                which = lax.div((tile * pieces_per_tile + i) * piece, group)
+                part_TF *= scale_1CF[0, pl.ds(which, 1), :]
+            sum_TF[...] += part_TF
 
     @pl.when(tile == pl.num_programs(2) - 1)
     def _():

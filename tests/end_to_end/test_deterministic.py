@@ -26,7 +26,7 @@ PER_MODEL = {
     "gemma3_new_spelling": {"dtype": "float32", "num_gpu_blocks_override": 86},  # two ropes, a window, a soft cap
     "gemma2": {"dtype": "float32", "num_gpu_blocks_override": 60},
     "qwen3": {"dtype": "bfloat16", "num_gpu_blocks_override": 32},
-    "phi3": {"dtype": "bfloat16", "num_gpu_blocks_override": 60, "quantization": "int8"},
+    "phi3_partial": {"dtype": "bfloat16", "num_gpu_blocks_override": 32, "quantization": "int8"},
     "llama_mqa_bias_tied": {"dtype": "float32", "num_gpu_blocks_override": 32},
 }
 FAST = "gemma3_new_spelling"

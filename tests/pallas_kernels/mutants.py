@@ -58,11 +58,7 @@ MUTANTS = (
             "jnp.arange(piece) < block_elements)",
             "jnp.arange(piece) < block_elements - 1)",
         ),
-        (
-            "padding as a target writes to block 0",
-            "mask = moves & ",
-            "mask = (source >= 0) & (source < num_blocks) & ",
-        ),
+        ("padding as a target writes somewhere", " & (target >= 0) & (target < num_blocks)", ""),
         ("only the first piece is copied", "pl.ds(first, piece)", "pl.ds(0, piece)"),
     ),
     *_of(
@@ -145,6 +141,7 @@ MUTANTS = (
         ),
         ("a token too many is taken", "token_T < end_I[item]", "token_T <= end_I[item]"),
         ("sums begin with the last item's", "pl.when(tile == 0)", "pl.when(item + tile == 0)"),
+        ("scales are those of the first group", "pl.ds(which, 1)", "pl.ds(0, 1)"),
     ),
     *_of(
         "grouped_matmul/gpu.py",

@@ -119,8 +119,8 @@ def test_an_answer_that_is_cut_off_gives_the_same_message_however_it_is_cut(tool
     truncated = same_for_all_cuts(text[: end % (len(text) + 1)], places, tool_parser, tools=schemas_of(calls))
     for before, after in zip(truncated.tool_calls, whole.tool_calls):
         assert after.name == before.name
-        # The beginning of a closing quote of several characters may have been text.
-        unsure = 6 if "gemma" in tool_parser else 0
+        # The beginning of a quote of several characters ("<escape>") may have been text.
+        unsure = len("<escape>") if "gemma" in tool_parser else 0
         assert after.arguments.startswith(before.arguments[: len(before.arguments) - unsure])
 
 

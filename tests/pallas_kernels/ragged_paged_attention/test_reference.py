@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ragged_paged_attention as rpa
-from pallas_kernels.ragged_paged_attention import reference
+from pallas_kernels.ragged_paged_attention import numerics, reference
 from pallas_kernels.ragged_paged_attention.cases import CASES, Case
 from pallas_kernels.testing import Step, expected, make_step, tolerance
 
@@ -133,7 +133,7 @@ def test_wrong_settings_are_noticed(name, changes):
     assert error(case, run(case, step, jnp.bfloat16, **changes)[0], step) > case_tolerance(case, jnp.bfloat16)
 
 
-# what is wrong: (a case that must notice, the reference's text, what the mutant has in its place)
+# what is wrong: (a case that must notice, text of the reference or its numerics, what the mutant has in its place)
 MUTANTS = {
     "values that nobody may see only get a weight of zero": (
         MIXED, "jnp.where(needed[..., None, :, None], v, 0)", "v",
@@ -163,14 +163,20 @@ MUTANTS = {
 }  # fmt: skip
 
 
+def module_of(name, text):
+    module = types.ModuleType(f"mutant of the {name}")
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    exec(compile(text, module.__name__, "exec"), module.__dict__)
+    return module
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_of_the_reference_is_noticed(monkeypatch, mutant):
     case, original, wrong = MUTANTS[mutant]
-    text = inspect.getsource(reference)
-    assert text.count(original) == 1, f"the mutant {mutant!r} no longer applies; update it with the reference."
-    module = types.ModuleType("mutant")
-    sys.modules["mutant"] = module  # dataclasses look their module up
-    exec(compile(text.replace(original, wrong), "mutant", "exec"), module.__dict__)
-    monkeypatch.setitem(rpa._BACKENDS, "reference", module)
+    texts = [inspect.getsource(module) for module in (numerics, reference)]
+    assert sum(text.count(original) for text in texts) == 1, f"the mutant {mutant!r} no longer applies; update it."
+    sums, attention = (text.replace(original, wrong) for text in texts)
+    monkeypatch.setitem(sys.modules, numerics.__name__, module_of("numerics", sums))
+    monkeypatch.setitem(rpa._BACKENDS, "reference", module_of("reference", attention))
     step = make_step(case, jnp.float32)
     assert error(case, run(case, step, jnp.float32)[0], step) > 10 * case_tolerance(case, jnp.float32)
