@@ -85,7 +85,8 @@ class Messages:
         check_request_fields(wanted)
         check_calls_are_found(wanted, service.formats.tool_parser)
         with client_names(engine_names(wanted)):
-            params = sampling_params(wanted, service.engine.input_processor.defaults.sampling)
+            processor = service.engine.input_processor
+            params = sampling_params(wanted, processor.defaults.sampling, processor.thinking_token_ids is not None)
             asked = conversation(wanted, wanted.cache_salt)
             prepared = await prepare(asked, params, service.formats, service.prompts)
         request_id = service.request_id(request, "msg")

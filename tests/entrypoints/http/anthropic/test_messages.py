@@ -141,6 +141,18 @@ def test_sampling_parameters_reach_the_engine(serving):
     assert params.stop == ["zz"]
 
 
+@pytest.mark.parametrize("thinking_ids", [None, (20, 21)])
+def test_the_budget_of_thinking_limits_it_where_the_model_has_tokens_around_it(serving, thinking_ids):
+    async def scenario(server):
+        server.engine.input_processor.thinking_token_ids = thinking_ids
+        for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}, {"type": "disabled"}):
+            answer = await server.client.post(PATH, {**GREEDY, "max_tokens": 1025, "thinking": thinking})
+            assert answer.status == 200, answer.body
+        return [params.thinking_token_budget for _, params, _ in server.engine.seen]
+
+    assert serving(scenario, **saying("a")) == [None if thinking_ids is None else 1024, None, None]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("change", "reason", "sequence", "text"),

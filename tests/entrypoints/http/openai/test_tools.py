@@ -181,6 +181,23 @@ def test_thinking_is_told_apart_from_the_answer(ask):
     assert finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"), [(PATH, {"messages": [{"role": "user", "content": "x"}]}), ("/v1/completions", {"prompt": "x"})]
+)
+def test_thinking_ends_when_its_budget_is_used(serving, path, asked):
+    start, _, _, end, *_ = script = TOKENIZER.encode("the dog sat on a mat", add_special_tokens=False)
+
+    async def scenario(server):
+        server.engine.input_processor.thinking_token_ids = (start, end)
+        body = {**asked, "temperature": 0, "max_tokens": 5, "return_token_ids": True}
+        answers = [await server.client.post(path, {**body, "thinking_token_budget": budget}) for budget in (-1, 1, 0)]
+        return [answer.json["choices"][0]["token_ids"] for answer in answers]
+
+    free, one, none = serving(scenario, **saying("the dog sat on a mat"))
+    assert free == script[:5]
+    assert one[:3] == [start, script[1], end] and none[:2] == [start, end]
+
+
 @pytest.mark.parametrize("include_reasoning", [True, False])
 def test_the_usage_tells_tokens_of_thinking_where_it_is_looked_for(ask, include_reasoning):
     num_tokens = len(TOKENIZER.encode("\nthe dog {\n", add_special_tokens=False))
