@@ -159,6 +159,13 @@ class CompileConfig:
 
 
 @dataclass(frozen=True)
+class ProfilerConfig:
+    """Recordings of what the devices do."""
+
+    profile_dir: str | None = option(None, "folder for what /start_profile and start_profile record", not_empty=True)
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """What checking the options needs to know of the model."""
 
@@ -189,6 +196,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":

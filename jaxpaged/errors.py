@@ -3,6 +3,7 @@
     JaxpagedError
     ├── UsageError            the caller asked for something that cannot be; exit code 2
     │   ├── ConfigError       an engine option: unknown, out of range, or in conflict with another
+    │   ├── ConflictError     the engine is in no state for it now: asleep, or profiling already
     │   └── RequestError      one request: its prompt or its sampling parameters; others go on
     ├── CheckpointError       files of a model: missing, truncated, misnamed, or not supported
     ├── CapacityError         the device has too little memory for what was asked
@@ -27,6 +28,10 @@ class UsageError(JaxpagedError, ValueError):
 
 class ConfigError(UsageError):
     """An engine option is unknown, out of range, or contradicts another."""
+
+
+class ConflictError(UsageError):
+    """What was asked does not go together with the state that the engine is in now."""
 
 
 class RequestError(UsageError):

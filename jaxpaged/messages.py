@@ -190,6 +190,7 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     num_preemptions: int = 0
     num_scheduled_tokens: int = 0  # of this step
     num_steps: int = 1  # that ran in one program
+    sleep_level: int | None = None  # None: the engine is awake
 
 
 class StepRecord(msgspec.Struct, gc=False):

@@ -115,12 +115,6 @@ class Scheduler:
     def get_num_unfinished_requests(self) -> int:
         return len(self.requests)
 
-    def has_schedulable_requests(self) -> bool:
-        """Whether another step could compute something before any step in flight is back."""
-        return any(not request.num_output_placeholders for request in self.waiting) or any(
-            request.num_tokens_with_placeholders < request.max_total_tokens for request in self.running
-        )
-
     # ---- schedule ------------------------------------------------------------------------------
 
     def schedule(self, max_steps: int = 1) -> SchedulerOutput:
@@ -203,6 +197,11 @@ class Scheduler:
         self._counters.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
         self.waiting.add_preempted(request)
+
+    def preempt_all(self) -> None:
+        """Take everybody's blocks; with no step in flight. Whoever ran goes on in the same order."""
+        for request in self.running[::-1]:
+            self._preempt(request)
 
     def _release(self, request: Request) -> None:
         """Free what a running request holds, here and on the runner, keeping its content in the prefix cache."""

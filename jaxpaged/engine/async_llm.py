@@ -27,7 +27,7 @@ from jaxpaged.engine.output_stream import OutputStream
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.engine.wire import CoreFacts, CoreStats, Refusal
 from jaxpaged.engine.zmq_client import ZmqClient, ask_facts
-from jaxpaged.errors import EngineDeadError, EngineError, RequestError, UsageError
+from jaxpaged.errors import EngineDeadError, EngineError, RequestError
 from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, KVBlockMap, Progress, RequestOutput, StepRecord
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -224,24 +224,35 @@ class AsyncLLM:
         """Wait until every program is compiled: for tests and benchmarks; serving does not need it."""
         await self._link.call("wait_for_programs")
 
-    async def sleep(self, level: int = 1) -> None:
-        """Raises UsageError: this engine cannot release its memory yet."""
-        raise UsageError(f"sleep (level {level}) is not possible with this engine. Shut it down to free its memory.")
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Free memory until `wake_up`; see `EngineCore.sleep`. Returns when it is free.
+
+        Requests that come meanwhile wait, and are computed after waking. With "wait" the engine goes on until those
+        under way are done, those of its other front ends too. A core that dies asleep is replaced by one that is awake.
+        Raises UsageError, and ConflictError when `wake_up` came before it slept.
+        """
+        self.metrics.stats = await self._link.call("sleep", level=level, mode=mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Raises UsageError: this engine never sleeps."""
-        raise UsageError(f"wake_up (tags {tags}) is not possible: this engine never sleeps.")
+        """Take the memory back, all of it or what `tags` name, see `EngineCore.wake_up`. Programs are as they were."""
+        self.metrics.stats = await self._link.call("wake_up", tags=tags)
 
     async def is_sleeping(self) -> bool:
-        return False
+        """Whether anything has to be woken before requests are computed."""
+        return await self._link.call("is_sleeping")
 
-    async def start_profile(self) -> None:
-        """Raises UsageError: there is no profiler in the core's process."""
-        raise UsageError("profiling is not possible in the engine's process. Use `step_records`.")
+    @property
+    def sleep_level(self) -> int | None:
+        """How deep the engine sleeps, by what the core said last; None while it is awake."""
+        return self.metrics.stats.sleep_level
+
+    async def start_profile(self, folder: str | None = None) -> None:
+        """Record what the core's devices do, to `folder` or to the option `profile_dir`. Raises UsageError."""
+        await self._link.call("start_profile", folder=folder)
 
     async def stop_profile(self) -> None:
-        """Raises UsageError, see `start_profile`."""
-        raise UsageError("no profile is under way: profiling is not possible in the engine's process.")
+        """Write what was recorded. Raises ConflictError when nothing is."""
+        await self._link.call("stop_profile")
 
     def get_metrics(self) -> list[Metric]:
         """All metrics. What comes from the core is at most a second old while it works."""

@@ -6,13 +6,14 @@ never waits for the host. This module knows neither text nor devices.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.core.structured_output import Grammars
+from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_tags
 from jaxpaged.engine.step_log import StepLog
 from jaxpaged.engine.step_pacer import StepPacer
 from jaxpaged.errors import EngineDeadError, UsageError
@@ -62,6 +63,7 @@ class EngineCore:
         self._in_flight: deque[Step] = deque()
         self._outbox: list[EngineCoreOutput] = []  # that `step` has not returned yet
         self._death: BaseException | None = None
+        self._sleep = SleepRecord()
         self.step_log = StepLog()
         self._pacer = StepPacer(config.scheduler.num_scheduler_steps, self._depth)
 
@@ -74,33 +76,85 @@ class EngineCore:
         self._ask(self._scheduler.abort_requests, request_ids)
 
     def step(self) -> EngineCoreOutputs:
-        """Keep the device busy, then wait for the oldest step and return what it produced."""
-        self._outbox += self._ask(self._scheduler.admit_compiled, self._executor.can_mask)
-        awaited = self._dispatch()
-        if awaited is None and self._in_flight:
-            awaited = self._in_flight[0].scheduled
-            self._await_oldest()
-        if awaited is None and not self._outbox:
-            self._scheduler.constrained.wait(GRAMMAR_WAIT)
+        """Keep the device busy, then wait for the oldest step and return what it produced.
+
+        While the engine sleeps, a step only returns what is left from before.
+        """
+        awaited = self._advance() if self._sleep.level is None else None
         outputs, self._outbox = self._outbox, []
-        return EngineCoreOutputs(outputs, self._ask(self._scheduler.make_stats, awaited))
+        return EngineCoreOutputs(outputs, self.stats(awaited))
 
     def has_work(self) -> bool:
         """Whether another step could give something: requests are unfinished, or what they gave was not returned."""
+        if self._sleep.level is not None:
+            return bool(self._outbox)
         return bool(self._in_flight or self._outbox or self._scheduler.get_num_unfinished_requests())
 
-    def stats(self) -> SchedulerStats:
-        """Queues and KV cache as they are now; step and tokens are those of the last step."""
-        return self._ask(self._scheduler.make_stats)
+    def unfinished(self) -> frozenset[str]:
+        """The ids of all requests that have not ended."""
+        return frozenset(self._scheduler.requests)
+
+    def stats(self, awaited: SchedulerOutput | None = None) -> SchedulerStats:
+        """Queues and KV cache as they are now; step and tokens are those of `awaited`, or of the last step."""
+        stats = self._ask(self._scheduler.make_stats, awaited)
+        stats.sleep_level = self._sleep.level
+        return stats
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt beginnings; False while requests hold blocks.
 
         Steps in flight hold blocks of requests that ended meanwhile, so they are awaited first.
         """
-        while self._in_flight:
-            self._await_oldest()
+        self._await_all()
         return self._ask(self._scheduler.reset_prefix_cache)
+
+    @property
+    def sleep_level(self) -> int | None:
+        """How deep the engine sleeps, see `sleep`; None while it is awake."""
+        return self._sleep.level
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Stop computing. What was computed until now is returned by the next `step`.
+
+        Level 0 frees nothing. Level 1 frees the KV cache, and the weights leave the device; at level 2 the host
+        forgets them too. Mode "abort" ends the requests under way, "wait" finishes them first, "keep" lets them go on
+        after waking, with the tokens that they would have had. In a sleeping engine requests are queued, whatever the
+        mode, and only a deeper level changes anything. Raises UsageError.
+        """
+        check_sleep(level, mode)
+        if self._sleep.level is None:
+            if mode == "wait":
+                self._finish(self.unfinished())
+            self._await_all()
+            if mode == "abort":
+                self._outbox += self._ask(self._scheduler.abort_requests, self.unfinished())
+        if level > 0:
+            self._ask(self._scheduler.preempt_all)
+            self._ask(self._scheduler.reset_prefix_cache)
+            self._executor.sleep(discard=level == 2)
+        self._sleep.deepen(level)
+        self._pacer.interrupt()
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take back what `tags` name, None: all of it; steps go on once nothing sleeps. What is awake is passed over.
+
+        Raises UsageError for an unknown tag, CheckpointError and CapacityError when weights or memory are gone; what
+        could not be taken back sleeps on.
+        """
+        check_tags(tags)
+        for part in TAGS:
+            if part in self._sleep.parts and (tags is None or part in tags):
+                if part not in PARTS[0]:
+                    self._executor.wake_up(part)
+                self._sleep.wake(part)
+
+    def start_profile(self, folder: str | None = None) -> None:
+        """Begin to record what the devices do, into `folder`, or where options say. Raises UsageError."""
+        self._executor.start_profile(folder)
+
+    def stop_profile(self) -> None:
+        """Write the record. Raises ConflictError when there is none."""
+        self._executor.stop_profile()
 
     def take_kv_events(self) -> list[Any]:
         """Blocks stored and removed since the last call; empty unless `enable_kv_cache_events`."""
@@ -120,6 +174,26 @@ class EngineCore:
     def shutdown(self) -> None:
         self._in_flight.clear()
         self._executor.shutdown()
+
+    def _advance(self) -> SchedulerOutput | None:
+        """Put what the oldest step gives into the outbox; returns that step, if there was one."""
+        self._outbox += self._ask(self._scheduler.admit_compiled, self._executor.can_mask)
+        awaited = self._dispatch()
+        if awaited is None and self._in_flight:
+            awaited = self._in_flight[0].scheduled
+            self._await_oldest()
+        if awaited is None and not self._outbox:
+            self._scheduler.constrained.wait(GRAMMAR_WAIT)
+        return awaited
+
+    def _finish(self, request_ids: frozenset[str]) -> None:
+        """Compute until these requests have ended."""
+        while request_ids & self.unfinished():
+            self._advance()
+
+    def _await_all(self) -> None:
+        while self._in_flight:
+            self._await_oldest()
 
     def _dispatch(self) -> SchedulerOutput | None:
         """Schedule and dispatch until as many steps are in flight as may be. Returns what had to be awaited for it."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, KVBlockMap, StepRecord
+from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, KVBlockMap, SchedulerStats, StepRecord
 
 
 class EngineCoreClient(Protocol):
@@ -45,6 +45,26 @@ class EngineCoreClient(Protocol):
         """Block until every program is compiled."""
         ...
 
+    def sleep(self, level: int = 1, mode: str = "abort") -> SchedulerStats:
+        """`EngineCore.sleep`; returns how the core is afterwards."""
+        ...
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> SchedulerStats:
+        """`EngineCore.wake_up`; returns how the core is afterwards."""
+        ...
+
+    def is_sleeping(self) -> bool:
+        """Whether anything has to be woken before the next step."""
+        ...
+
+    def start_profile(self, folder: str | None = None) -> None:
+        """Record what the devices do. Raises UsageError."""
+        ...
+
+    def stop_profile(self) -> None:
+        """Write what was recorded. Raises ConflictError."""
+        ...
+
     def shutdown(self) -> None:
         """Release the devices."""
         ...
@@ -80,6 +100,23 @@ class InprocClient:
 
     def wait_for_programs(self) -> None:
         self._core.wait_for_programs()
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> SchedulerStats:
+        self._core.sleep(level, mode)
+        return self._core.stats()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> SchedulerStats:
+        self._core.wake_up(tags)
+        return self._core.stats()
+
+    def is_sleeping(self) -> bool:
+        return self._core.sleep_level is not None
+
+    def start_profile(self, folder: str | None = None) -> None:
+        self._core.start_profile(folder)
+
+    def stop_profile(self) -> None:
+        self._core.stop_profile()
 
     def shutdown(self) -> None:
         self._core.shutdown()

@@ -81,10 +81,10 @@ class CoreLink:
         if self._trouble is None:
             self._client.abort_requests(request_ids)
 
-    async def call(self, name: str) -> Any:
+    async def call(self, name: str, **arguments: Any) -> Any:
         """The core's answer. Raises what the core raised, EngineError when it went away, EngineDeadError."""
         await self.until_ready()
-        return await self._client.call(name)
+        return await self._client.call(name, **arguments)
 
     def close(self) -> None:
         """End the core's process, if it is this front end's. Requests under way are lost."""

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -19,6 +19,7 @@ from jaxpaged.engine import wire
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.heartbeat import Heartbeat
+from jaxpaged.engine.sleep import LEVELS
 from jaxpaged.errors import EngineDeadError, JaxpagedError, RequestError
 from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 
@@ -29,6 +30,9 @@ MESSAGES_BETWEEN_STEPS = 256
 """At most so many messages are read before the next step: a flood of them must not stop everybody's tokens."""
 STATS_INTERVAL = 1.0
 """Seconds between two statements of how the core is doing, while it works."""
+
+LONG_CALLS = ("stop_profile", "wait_for_programs")
+"""They take seconds and touch no step: steps go on meanwhile."""
 
 MESSAGES = {wire.HELLO: None, wire.ADD: list[EngineCoreRequest], wire.ABORT: list[str], wire.CALL: wire.Call}
 """What may come in, and the type of the value."""
@@ -41,6 +45,14 @@ class Client:
         self.identity = identity
         self.number = number
         self.engine_ids: dict[str, str] = {}
+
+
+class LateSleep(NamedTuple):
+    """A call of `sleep` that is done when these requests are, by the core's names."""
+
+    client: Client
+    call: wire.Call
+    request_ids: frozenset[str]
 
 
 class CoreServer:
@@ -61,6 +73,7 @@ class CoreServer:
         self._encoder = wire.FrameEncoder()
         self._decoders = {kind: wire.FrameDecoder(type) for kind, type in MESSAGES.items()}
         self._late_answers: queue.SimpleQueue[tuple[Client, wire.Answer]] = queue.SimpleQueue()
+        self._late_sleeps: list[LateSleep] = []
         self._stats_time = 0.0  # when they were last sent
         self._stats_changed = False
         self._stopping = False
@@ -92,6 +105,8 @@ class CoreServer:
                 self._receive()
             if self._core.has_work():
                 self._step()
+            if self._late_sleeps:
+                self._sleep_when_done()
 
     def stop(self) -> None:
         """End `run` after the step under way. For any thread."""
@@ -192,6 +207,7 @@ class CoreServer:
             message = str(error).replace(repr(engine_id), repr(request_id))
             self._send(client, wire.REFUSED, wire.Refusal(request_id, message, error.parameter))
             return
+        self._stats_changed = True
         self._routes[engine_id] = (client, request_id)
         client.engine_ids[request_id] = engine_id
 
@@ -207,28 +223,59 @@ class CoreServer:
         del client.engine_ids[request_id]
 
     def _call(self, client: Client, call: wire.Call) -> None:
-        if call.name == "wait_for_programs":  # steps must go on meanwhile
-            threading.Thread(target=self._wait_for_programs, args=(client, call), daemon=True).start()
-            return
-        value, error = self._asked(call.name)
+        if call.name in LONG_CALLS:
+            threading.Thread(target=self._answer_late, args=(client, call), daemon=True).start()
+        elif call.name == "sleep" and call.arguments.get("mode") == "wait" and call.arguments.get("level", 1) in LEVELS:
+            self._late_sleeps.append(LateSleep(client, call, self._core.unfinished()))
+        else:
+            self._answer(client, call)
+            if call.name == "wake_up":
+                self._call_off_sleeps()
+
+    def _answer(self, client: Client, call: wire.Call) -> None:
+        """Ask the core, and tell the front end what it says. It may take long, so this is no step that hangs."""
+        self._heartbeat.rest()
+        value, error = self._asked(call)
+        if call.name in ("sleep", "wake_up"):
+            if self._core.has_work():
+                self._step()  # clients hear what sleep ended before they hear that it sleeps
+            self._send_stats()
         self._send(client, wire.ANSWER, wire.Answer(call.call_id, error), value)
 
-    def _wait_for_programs(self, client: Client, call: wire.Call) -> None:
-        _, error = self._asked(call.name)
+    def _sleep_when_done(self) -> None:
+        """Let the core sleep where the requests that a call waits for have ended."""
+        unfinished, waiting = self._core.unfinished(), []
+        for late in self._late_sleeps:
+            if self._core.sleep_level is None and late.request_ids & unfinished:
+                waiting.append(late)
+            else:
+                late.call.arguments["mode"] = "keep"  # what came meanwhile goes on after waking
+                self._answer(late.client, late.call)
+        self._late_sleeps = waiting
+
+    def _call_off_sleeps(self) -> None:
+        """Who waits for the core to sleep waits in vain."""
+        for client, call, _ in self._late_sleeps:
+            error = ("ConflictError", "the engine was woken before it slept. Let it sleep again.")
+            self._send(client, wire.ANSWER, wire.Answer(call.call_id, error), None)
+        self._late_sleeps = []
+
+    def _answer_late(self, client: Client, call: wire.Call) -> None:
+        _, error = self._asked(call)
         self._late_answers.put((client, wire.Answer(call.call_id, error)))
         self._wake()
 
-    def _asked(self, name: str) -> tuple[Any, tuple[str, str] | None]:
+    def _asked(self, call: wire.Call) -> tuple[Any, tuple[str, str] | None]:
         """The answer of the core, or the error: its class and its message."""
-        if name not in wire.CALLS:
-            return None, ("UsageError", f"an engine core has no answer to {name!r}.")
+        if call.name not in wire.CALLS:
+            return None, ("UsageError", f"an engine core has no answer to {call.name!r}.")
         try:
-            return getattr(self._methods, name)(), None
+            return getattr(self._methods, call.name)(**call.arguments), None
         except EngineDeadError:
             raise
         except Exception as error:
             if not isinstance(error, JaxpagedError):
-                logger.exception("the call %s failed", name)
+                logger.exception("the call %s failed", call.name)
             return None, (type(error).__name__, str(error))
 
     def _send(self, client: Client, kind: bytes, *values: Any) -> None:

@@ -3,7 +3,7 @@
 It puts input processor, engine core and output processor in a row and knows nothing of what they do inside.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from jaxpaged.config import EngineConfig
@@ -68,7 +68,10 @@ class LLMEngine:
             raise
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
-        """Run one step and return the results that changed. Raises EngineDeadError when the engine has stopped."""
+        """Run one step and return the results that changed: none while the engine sleeps.
+
+        Raises EngineDeadError when the engine has stopped.
+        """
         core_outputs = self._core.get_output()
         processed = self._output_processor.process(core_outputs.outputs)
         self._core.abort_requests(processed.ids_to_abort)
@@ -91,6 +94,25 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt beginnings; False while requests are under way."""
         return self._core.reset_prefix_cache()
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Free memory until `wake_up`; see `EngineCore.sleep`. What it ended is returned by the next `step`."""
+        self.metrics.stats = self._core.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back, all of it or what `tags` name: weights, kv_cache, scheduling."""
+        self.metrics.stats = self._core.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        return self._core.is_sleeping()
+
+    def start_profile(self, folder: str | None = None) -> None:
+        """Record what the devices do, to `folder` or to the option `profile_dir`. Raises UsageError."""
+        self._core.start_profile(folder)
+
+    def stop_profile(self) -> None:
+        """Write what was recorded. Raises ConflictError when nothing is."""
+        self._core.stop_profile()
 
     def get_metrics(self) -> list[Metric]:
         return self.metrics.read(self._core.executor_stats())

@@ -21,6 +21,8 @@ REQUEST_LATENCY_BUCKETS = (
 )  # fmt: skip
 STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 N_BUCKETS = (1, 2, 5, 10, 20)
+SLEEP_STATES = (("awake", None), ("weights_offloaded", 1), ("discard_all", 2))
+"""vLLM's name of the state, and the level. At level 0, where only scheduling pauses, there is none of them."""
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -156,6 +158,10 @@ class EngineMetrics:
             Gauge("vllm:num_requests_running", {}, stats.num_running_reqs),
             Gauge("vllm:num_requests_waiting", {}, stats.num_waiting_reqs),
             Gauge("vllm:kv_cache_usage_perc", {}, stats.kv_cache_usage),
+            *(
+                Gauge("vllm:engine_sleep_state", {"sleep_state": state}, float(stats.sleep_level == level))
+                for state, level in SLEEP_STATES
+            ),
             Counter("vllm:prompt_tokens", {}, self.prompt_tokens),
             Counter("vllm:prompt_tokens_cached", {}, self.prompt_tokens_cached),
             Counter("vllm:generation_tokens", {}, self.generation_tokens),

@@ -41,6 +41,10 @@ class StepPacer:
         self.dispatch_seconds += weight * (dispatch - self.dispatch_seconds)
         self.step_seconds += weight * (step - self.step_seconds)
 
+    def interrupt(self) -> None:
+        """Nothing is computed for a while: the time until the next result tells nothing."""
+        self._before = None
+
     @property
     def num_steps(self) -> int:
         """How many steps a program should run now, if it can."""

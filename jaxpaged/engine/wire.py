@@ -23,9 +23,14 @@ READY, STEP, STATS, REFUSED, ANSWER = b"ready", b"step", b"stats", b"refused", b
 CALLS: dict[str, Any] = {
     "block_map": KVBlockMap,
     "executor_stats": dict[str, Any],
+    "is_sleeping": bool,
     "reset_prefix_cache": bool,
+    "sleep": SchedulerStats,
+    "start_profile": None,
+    "stop_profile": None,
     "step_records": tuple[list[StepRecord], int],
     "wait_for_programs": None,
+    "wake_up": SchedulerStats,
 }
 """What a front end may ask of a core, by the name of the method, and the type of the answer."""
 
@@ -58,10 +63,11 @@ class CoreStats(msgspec.Struct, array_like=True):
 
 
 class Call(msgspec.Struct, array_like=True):
-    """A question; `name` is in `CALLS`."""
+    """A question; `name` is in `CALLS`, `arguments` are those of the method."""
 
     call_id: int
     name: str
+    arguments: dict[str, Any] = {}
 
 
 class Answer(msgspec.Struct, array_like=True):

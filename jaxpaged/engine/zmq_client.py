@@ -76,12 +76,12 @@ class ZmqClient:
         if request_ids:
             self._send(wire.ABORT, request_ids)
 
-    async def call(self, name: str) -> Any:
+    async def call(self, name: str, **arguments: Any) -> Any:
         """The answer to one of `wire.CALLS`. Raises what the core raised, or EngineError when it went away."""
         call_id = next(self._call_ids)
         future = self._loop.create_future()
         self._calls[call_id] = (name, future)
-        self._send(wire.CALL, wire.Call(call_id, name))
+        self._send(wire.CALL, wire.Call(call_id, name, arguments))
         try:
             return await future
         finally:

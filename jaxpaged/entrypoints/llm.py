@@ -25,7 +25,7 @@ from jaxpaged.entrypoints.notebook import show_results_in_notebooks
 from jaxpaged.entrypoints.pictures.block_map import BlockMap
 from jaxpaged.entrypoints.pictures.engine_stats import EngineStats
 from jaxpaged.entrypoints.pictures.timeline import Timeline
-from jaxpaged.errors import EngineDeadError, RequestError
+from jaxpaged.errors import ConflictError, EngineDeadError, RequestError
 from jaxpaged.messages import RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -174,6 +174,39 @@ class LLM(PoolingMethods):
         """Forget all cached prompt beginnings."""
         return self.llm_engine.reset_prefix_cache()
 
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Free memory until `wake_up`; programs stay, so waking compiles nothing.
+
+        Level 0 only pauses. Level 1 frees the KV cache, forgets cached prompt beginnings, and moves the weights to the
+        host's memory; on a CPU, where that is the device's own, it drops them, to be read from the checkpoint again.
+        Level 2 drops them everywhere. `mode` is for requests under way, which only those have who step the engine
+        themselves: "abort" ends them, "wait" finishes them first, "keep" lets them go on after waking.
+        """
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back: all of it, or what `tags` name ("weights", "kv_cache", "scheduling").
+
+        Prompts are completed once all of it is back. An engine that is awake passes. Raises CheckpointError or
+        CapacityError when weights or memory are gone; it can be tried again.
+        """
+        self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether anything has to be woken before prompts can be completed."""
+        return self.llm_engine.is_sleeping()
+
+    def start_profile(self, folder: str | None = None) -> None:
+        """Record what the devices do, to `folder` or to the option `profile_dir`, for XProf and Perfetto.
+
+        Raises ConflictError while a recording is under way, UsageError without a folder that can be written.
+        """
+        self.llm_engine.start_profile(folder)
+
+    def stop_profile(self) -> None:
+        """Write the recording. Raises ConflictError when there is none."""
+        self.llm_engine.stop_profile()
+
     def wait_for_programs(self) -> None:
         """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
         self.llm_engine.wait_for_programs()
@@ -191,7 +224,9 @@ class LLM(PoolingMethods):
     def _add_all(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], priorities: Sequence[int]
     ) -> list[str]:
-        """Queue all prompts, or none of them."""
+        """Queue all prompts, or none. Raises ConflictError while the engine sleeps: they would wait for ever."""
+        if self.is_sleeping():
+            raise ConflictError("the engine sleeps, so no prompt can be completed. Call wake_up() first.")
         request_ids: list[str] = []
         default = self.get_default_sampling_params()
         try:

@@ -53,6 +53,25 @@ class Executor(Protocol):
         """Make the device usable again after a failed step. All cached keys and values are lost."""
         ...
 
+    def sleep(self, discard: bool) -> None:
+        """Free what KV cache and weights take on the devices. Nothing is dispatched before both are back.
+
+        `discard`: the host keeps no copy of the weights either. What sleeps already goes on to do so.
+        """
+        ...
+
+    def wake_up(self, part: str) -> None:
+        """Take "weights" or "kv_cache" back; cached keys and values are lost. Raises CheckpointError, CapacityError."""
+        ...
+
+    def start_profile(self, folder: str | None) -> None:
+        """Record what the devices do; None: where the options say. Raises UsageError."""
+        ...
+
+    def stop_profile(self) -> None:
+        """Write what was recorded. Raises ConflictError when nothing is."""
+        ...
+
     def wait_for_programs(self) -> None:
         """Block until every program is compiled: for tests and measurements; serving does not need it."""
         ...

@@ -33,6 +33,18 @@ class UniProcExecutor:
     def recover(self) -> None:
         self.worker.recover()
 
+    def sleep(self, discard: bool) -> None:
+        self.worker.sleep(discard)
+
+    def wake_up(self, part: str) -> None:
+        self.worker.wake_up(part)
+
+    def start_profile(self, folder: str | None) -> None:
+        self.worker.profiler.start(folder)
+
+    def stop_profile(self) -> None:
+        self.worker.profiler.stop()
+
     def wait_for_programs(self) -> None:
         """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
         self.worker.programs.wait_all()

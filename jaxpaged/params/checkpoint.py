@@ -157,19 +157,25 @@ def check_entries(
             )
 
 
-def init_dummy_params(specs: Any, config: Any, mesh: Mesh, dtype: Any, seed: int = 0) -> Any:
+class DummyParams:
     """Random parameters, made on their devices from the seed; the same on any mesh unless axes are padded.
 
     Vectors are ones, matrices uniform in [-0.035, 0.035], a deviation of about 0.02.
     """
-    shapes = param_shapes(specs, config, mesh, dtype)
-    leaves, tree = jax.tree.flatten(shapes, is_leaf=is_quantized)
-    programs: dict[Any, Callable[[jax.Array], Any]] = {}
-    for leaf in leaves:
-        shardings = jax.tree.map(lambda array: array.sharding, leaf)
-        programs.setdefault(leaf, jax.jit(partial(random_param, like=leaf), out_shardings=shardings))
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return tree.unflatten(programs[leaf](key) for key, leaf in zip(keys, leaves, strict=True))
+
+    def __init__(self, specs: Any, config: Any, mesh: Mesh, dtype: Any, seed: int = 0):
+        shapes = param_shapes(specs, config, mesh, dtype)
+        self._leaves, self._tree = jax.tree.flatten(shapes, is_leaf=is_quantized)
+        self._programs: dict[Any, Callable[[jax.Array], Any]] = {}
+        for leaf in self._leaves:
+            shardings = jax.tree.map(lambda array: array.sharding, leaf)
+            self._programs.setdefault(leaf, jax.jit(partial(random_param, like=leaf), out_shardings=shardings))
+        self._keys = list(jax.random.split(jax.random.key(seed), len(self._leaves)))
+
+    def make(self) -> Any:
+        """The parameters; only the first time compiles what makes them."""
+        keys = zip(self._keys, self._leaves, strict=True)
+        return self._tree.unflatten(self._programs[leaf](key) for key, leaf in keys)
 
 
 def random_param(key: jax.Array, like: Any) -> Any:

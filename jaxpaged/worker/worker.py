@@ -4,26 +4,32 @@ The order makes start-up short. Everything that programs need is known from shap
 the weights load; the engine is ready when the weights are, and a step waits for its own programs only.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.errors import CapacityError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
-from jaxpaged.params.checkpoint import init_dummy_params, load_params
+from jaxpaged.params.checkpoint import DummyParams, load_params
 from jaxpaged.worker.blueprint import DECODE_KINDS, MASKED_KIND, Blueprint, StepPrograms
 from jaxpaged.worker.bundles import Bundle, save_bundle
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, size_kv_cache
 from jaxpaged.worker.model_runner import DeviceState, ModelRunner
 from jaxpaged.worker.pooling import PoolingPrograms
 from jaxpaged.worker.pooling_runner import PoolingRunner
+from jaxpaged.worker.profiler import Profiler
 from jaxpaged.worker.programs import CompileCounter, ProgramKey, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step import RESULT_TYPES
+from jaxpaged.worker.weights import Weights, free, return_freed_pages
 
 
 class Worker:
@@ -47,8 +53,11 @@ class Worker:
         self.step_programs = (PoolingPrograms if self.pools else StepPrograms)(self.blueprint, self.kv_cache_config)
         self.programs = self._make_programs()
         self.programs.start()
+        on_host = self.blueprint.mesh.devices.flat[0].platform == "cpu"
+        self.weights = Weights(self._loader(folder), keeps_copies=not on_host)
+        self.profiler = Profiler(config.profiler.profile_dir)
         try:
-            params = self._load(folder)
+            params = self.weights.bring_back()
         except BaseException:
             self.programs.stop()
             raise
@@ -87,13 +96,16 @@ class Worker:
         programs, num_blocks = self.programs.wait_all(on_demand=True), self.kv_cache_config.num_blocks
         save_bundle(folder, programs, self.blueprint.fingerprint(), num_blocks, RESULT_TYPES, self.progress)
 
-    def _load(self, folder: Path | None) -> Any:
+    def _loader(self, folder: Path | None) -> Callable[[], Any]:
+        """What makes the parameters, again and again the same ones unless the checkpoint is another by then."""
         blueprint, config = self.blueprint, self.config
         target = (blueprint.mesh, blueprint.dtype)
         if config.load.load_format == "dummy":
-            return init_dummy_params(blueprint.specs, blueprint.decoder, *target, seed=config.model.seed)
+            return DummyParams(blueprint.specs, blueprint.decoder, *target, seed=config.model.seed).make
         progress = partial(self.progress, "weights")
-        return load_params(blueprint.specs, blueprint.decoder, folder, *target, progress, config.load.load_format)
+        return partial(
+            load_params, blueprint.specs, blueprint.decoder, folder, *target, progress, config.load.load_format
+        )
 
     def _make_runner(self, params: Any) -> ModelRunner:
         blueprint, scheduler = self.blueprint, self.config.scheduler
@@ -120,6 +132,32 @@ class Worker:
         self.runner = self._make_runner(runner.params)
         self.runner.counts = runner.counts
 
+    def sleep(self, discard: bool) -> None:
+        """Free KV cache and weights on the devices; `discard`: and on the host. No request may have a row afterwards.
+
+        Rows, counters and programs stay, so waking compiles nothing.
+        """
+        runner = self.runner
+        self.weights.put_aside(runner.params, discard)
+        free((runner.head, vars(runner.state) if runner.state else None))
+        runner.params = runner.head = runner.state = None
+        return_freed_pages()
+
+    def wake_up(self, part: str) -> None:
+        """Take "weights" or "kv_cache" back. Raises CheckpointError, and CapacityError when the memory is not free."""
+        runner = self.runner
+        try:
+            if part == "weights":
+                runner.params = self.weights.bring_back()
+                runner.head = self.blueprint.model.head(runner.params)
+            else:
+                runner.state = self.new_state()
+                jax.block_until_ready(vars(runner.state))
+        except jax.errors.JaxRuntimeError as error:
+            raise CapacityError(
+                f"the {part} cannot be taken back: {error}. Free memory, and wake the engine again."
+            ) from error
+
     def stats(self) -> dict[str, Any]:
         counts, programs = self.runner.counts, self.programs
         return {
@@ -137,5 +175,6 @@ class Worker:
         }
 
     def shutdown(self) -> None:
+        self.profiler.close()
         self.programs.stop()
         self.counter.close()

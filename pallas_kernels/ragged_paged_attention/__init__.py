@@ -13,21 +13,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention import invariant, quantized, reference
+from pallas_kernels.ragged_paged_attention.deferred import DeferredTpuBackend
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
 from pallas_kernels.ragged_paged_attention.layout import KVLayout
-from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 
 # "auto" takes the first that can run; what is interpreted comes last, since it is for tests.
 _BACKENDS = {
-    "tpu": TpuBackend(),
+    "tpu": DeferredTpuBackend(),
     "gpu": GpuBackend(interpret=False),
     "gpu-triton": GpuBackend(interpret=False, is_pallas=False),
     "reference": reference,
     "invariant": invariant,
-    "tpu-interpret": TpuBackend(interpret=pltpu.InterpretParams(dma_execution_mode="eager")),
+    "tpu-interpret": DeferredTpuBackend(interpret=True),
     "gpu-interpret": GpuBackend(interpret=True),
     "gpu-triton-interpret": GpuBackend(interpret=True, is_pallas=False),
 }

@@ -269,6 +269,16 @@ class Engine:
     def abort(self, *request_ids: str) -> None:
         self.record(self.scheduler.abort_requests(request_ids))
 
+    def lose_everything(self) -> None:
+        """What happens before the KV cache is freed: nothing is in flight, nobody has blocks, nothing is cached."""
+        while self.in_flight:
+            self.receive()
+        self.scheduler.preempt_all()
+        self.scheduler.check_integrity()
+        assert not self.scheduler.running
+        assert self.scheduler.reset_prefix_cache()
+        self.runner.memory.clear()
+
     def run(self, max_steps: int = 2000) -> None:
         """Step until all requests have ended and nothing is in flight, then check every answer."""
         while self.scheduler.has_unfinished_requests():

@@ -202,7 +202,18 @@ class TestAsynchronousScheduling:
         engine.add("a", prompt_of(5), max_tokens=3, **ENDLESS)
         steps = [engine.dispatch() for _ in range(5)]
         assert [len(step.request_ids) for step in steps] == [1, 1, 1, 0, 0]
-        assert not engine.scheduler.has_schedulable_requests()
+        engine.run()
+
+    @pytest.mark.parametrize("windows", [(None,), (None, 6)], ids=str)
+    def test_requests_that_lost_their_blocks_go_on_in_their_order(self, windows):
+        engine = Engine(windows=windows, max_num_seqs=3)
+        for i in range(5):
+            engine.add(f"r{i}", prompt_of(5 + i, i), float(i), max_tokens=8 + i, **ENDLESS)
+        for _ in range(4):
+            engine.step()
+        engine.lose_everything()
+        assert [request.request_id for request in engine.scheduler.waiting] == [f"r{i}" for i in range(5)]
+        assert engine.scheduler.make_stats().num_preemptions == 3
         engine.run()
 
     def test_a_result_after_the_end_is_dropped(self):
@@ -474,10 +485,7 @@ class TestStatistics:
     def test_the_engine_can_ask_whether_anything_is_left(self):
         engine = Engine()
         assert not engine.scheduler.has_unfinished_requests()
-        assert not engine.scheduler.has_schedulable_requests()
         engine.add("a", prompt_of(8), max_tokens=1)
         assert engine.scheduler.get_num_unfinished_requests() == 1
-        assert engine.scheduler.has_schedulable_requests()
         engine.dispatch()
         assert engine.scheduler.has_unfinished_requests()
-        assert not engine.scheduler.has_schedulable_requests()

@@ -101,6 +101,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         held = any(any(request.blocks) for request in self.engine.scheduler.running)
         assert self.engine.scheduler.reset_prefix_cache() != held
 
+    @rule()
+    def lose_everything(self):
+        self.engine.lose_everything()
+
     @invariant()
     def everything_is_accounted_for(self):
         if hasattr(self, "engine"):

@@ -21,7 +21,7 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_server import CoreServer
 from jaxpaged.engine.heartbeat import Heartbeat
 from jaxpaged.engine.wire import CoreFacts
-from jaxpaged.errors import CapacityError
+from jaxpaged.errors import CapacityError, ConflictError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import ModelRunnerOutput, Progress, SchedulerOutput
 
@@ -57,8 +57,11 @@ class CountingExecutor:
         self.steps = 0
         self.slow = False
         self.broken = False
+        self.asleep: set[str] = set()
+        self.profiling = False
 
     def execute(self, scheduled: SchedulerOutput) -> Done:
+        assert not self.asleep
         self.steps += 1
         for new in scheduled.new_requests:
             self._obey((new.sampling_params.extra_args or {}).get("fake"))
@@ -89,6 +92,20 @@ class CountingExecutor:
     def recover(self) -> None:
         assert not self.broken, "the device is gone"
         self.slow = False
+
+    def sleep(self, discard: bool) -> None:
+        self.asleep = {"weights", "kv_cache"}
+
+    def wake_up(self, part: str) -> None:
+        self.asleep.remove(part)
+
+    def start_profile(self, folder: str | None) -> None:
+        if self.profiling:
+            raise ConflictError("a profile is being recorded.")
+        self.profiling = True
+
+    def stop_profile(self) -> None:
+        self.profiling = False
 
     def wait_for_programs(self) -> None:
         pass

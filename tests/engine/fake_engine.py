@@ -19,6 +19,7 @@ from jaxpaged.engine.grammar_checker import GrammarChecker
 from jaxpaged.engine.input_processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.pooler import Pooler
+from jaxpaged.errors import ConflictError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import (
     ModelRunnerOutput,
@@ -100,6 +101,11 @@ class FakeExecutor:
         self.running = True
         self.waited = False
         self.longest_run = 32
+        self.parts = {"weights", "kv_cache"}  # that are on the device
+        self.discarded = False
+        self.wake_error: Exception | None = None
+        self.profiling = False
+        self.recorded_to: list[str | None] = []  # folders, None: that of the options
 
     def max_decode_steps(self) -> int:
         return self.longest_run
@@ -110,6 +116,7 @@ class FakeExecutor:
     def execute(self, scheduled: SchedulerOutput) -> Done:
         assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens) > 0
         assert scheduled.num_steps == 1 or max(scheduled.num_scheduled_tokens) == scheduled.num_steps
+        assert self.parts == {"weights", "kv_cache"}, "it sleeps"
         number = len(self.executed)
         self.executed.append(scheduled)
         if self.fail_at.get(number) == "dispatch":
@@ -190,6 +197,27 @@ class FakeExecutor:
     def recover(self) -> None:
         self.rows.clear()
         self.recoveries += 1
+
+    def sleep(self, discard: bool) -> None:
+        """Like a device: whoever had a row has none afterwards."""
+        self.parts -= {"weights", "kv_cache"}
+        self.discarded = discard
+
+    def wake_up(self, part: str) -> None:
+        if self.wake_error is not None:
+            raise self.wake_error
+        self.parts.add(part)
+
+    def start_profile(self, folder: str | None) -> None:
+        if self.profiling:
+            raise ConflictError("a profile is being recorded.")
+        self.profiling = True
+        self.recorded_to.append(folder)
+
+    def stop_profile(self) -> None:
+        if not self.profiling:
+            raise ConflictError("no profile is being recorded.")
+        self.profiling = False
 
     def stats(self) -> dict:
         return {"steps": len(self.executed), "recompiles": 0}

@@ -14,7 +14,15 @@ import jaxpaged
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.tokenizer import load_tokenizer
-from jaxpaged.errors import CapacityError, EngineDeadError, EngineError, EngineRestartError, RequestError, UsageError
+from jaxpaged.errors import (
+    CapacityError,
+    ConflictError,
+    EngineDeadError,
+    EngineError,
+    EngineRestartError,
+    RequestError,
+    UsageError,
+)
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine import fake_core
 from tests.engine.fake_core import DEMO, answer, llm_in_thread
@@ -224,23 +232,58 @@ def test_a_long_prompt_does_not_stop_the_others(llm):
     asyncio.run(main())
 
 
-def test_questions_are_answered_and_what_is_impossible_is_said(llm):
+def test_questions_are_answered(llm):
     async def main():
         assert await llm.reset_prefix_cache() is True
         assert (await llm.executor_stats())["pid"] == os.getpid()
         assert (await llm.block_map()).block_size == 16
         assert (await llm.step_records())[0][-1].num_requests >= 1
         await llm.wait_for_programs()
-        assert await llm.is_sleeping() is False
-        for impossible in (llm.sleep(2), llm.wake_up(["weights"]), llm.start_profile(), llm.stop_profile()):
-            with pytest.raises(UsageError):
-                await impossible
         await llm.check_health()
 
     asyncio.run(outputs_of(llm))
     asyncio.run(main())
     assert llm.is_running
     assert not llm.errored
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_sleep_ends_awaits_or_keeps_what_is_under_way_and_what_comes_meanwhile_waits(llm, mode):
+    async def main():
+        under_way = asyncio.ensure_future(tokens_of(llm, "early", max_tokens=2000))
+        await until(lambda: metric(llm, "vllm:generation_tokens") > before)
+        await llm.sleep(1, mode)
+        assert await llm.is_sleeping() and llm.sleep_level == 1 and llm.is_running
+        assert metric(llm, "vllm:engine_sleep_state", "weights_offloaded") == 1
+        late = asyncio.ensure_future(tokens_of(llm, "late"))
+        await asyncio.sleep(0.05)
+        assert under_way.done() == (mode != "keep") and not late.done()
+        await llm.check_health()
+        await llm.wake_up()
+        assert llm.sleep_level is None and not await llm.is_sleeping()
+        assert await late == answer(len(PROMPT), 5)
+        return await under_way
+
+    before = metric(llm, "vllm:generation_tokens")
+    aborted = metric(llm, "vllm:request_success", "abort")
+    tokens, expected = asyncio.run(main()), answer(len(PROMPT), 2000)
+    assert tokens == expected[: len(tokens)]
+    assert (len(tokens) < 2000) == (mode == "abort")
+    assert metric(llm, "vllm:request_success", "abort") - aborted == (mode == "abort")
+
+
+def test_what_cannot_be_is_said_by_name(llm):
+    async def main():
+        for wrong, name in ((llm.sleep(3), "level"), (llm.sleep(1, "never"), "mode"), (llm.wake_up(["beds"]), "tags")):
+            with pytest.raises(UsageError, match=f"^{name} is .*must be"):
+                await wrong
+        await llm.start_profile("somewhere")
+        with pytest.raises(ConflictError, match="is being recorded"):
+            await llm.start_profile()
+        await llm.stop_profile()
+        assert not await llm.is_sleeping()
+
+    asyncio.run(main())
 
 
 def test_one_event_loop_at_a_time(llm):
@@ -310,6 +353,25 @@ def test_when_the_core_dies_or_hangs_every_request_hears_of_it_and_another_core_
     asyncio.run(both())
     if fake == "hang":
         assert "in _obey" in caplog.text, "the log shows where it hangs"
+
+
+def test_a_core_that_sleeps_with_requests_under_way_does_not_count_as_hung():
+    async def main(llm):
+        pid = (await llm.executor_stats())["pid"]
+        early = asyncio.ensure_future(tokens_of(llm, "early", max_tokens=3000))
+        await until(lambda: metric(llm, "vllm:generation_tokens") > 0)
+        await llm.sleep(2, "keep")
+        late = asyncio.ensure_future(tokens_of(llm, "late"))
+        await asyncio.sleep(1.0)  # several times step_timeout
+        await llm.wake_up(["kv_cache"])
+        assert await llm.is_sleeping(), "the weights are still to come"
+        await llm.wake_up(["weights"])
+        assert await early == answer(len(PROMPT), 3000)
+        assert await late == answer(len(PROMPT), 5)
+        assert (await llm.executor_stats())["pid"] == pid
+
+    with llm_with_process(step_timeout=0.3) as llm:
+        asyncio.run(main(llm))
 
 
 def test_a_core_that_dies_too_often_stays_dead():

@@ -164,6 +164,64 @@ def test_calls_are_answered_and_unknown_ones_refused(connect):
         assert (answered.error is None) == (name in wire.CALLS)
 
 
+def call(front_end, call_id, name, **arguments):
+    front_end.send(wire.CALL, wire.Call(call_id, name, arguments))
+
+
+def test_a_front_end_that_waits_for_sleep_hears_of_it_when_everybody_is_done(connect):
+    one, other = connect(), connect()
+    other.add("r", 300)
+    call(one, 1, "sleep", mode="wait")
+    assert other.tokens("r") == answer(4, 300)
+    assert one.receive(wire.ANSWER) == wire.Answer(1)
+    while other.receive(wire.STATS).scheduler.sleep_level != 1:
+        pass
+    other.add("late", 5)
+    call(other, 2, "sleep", mode="wait", level=2)  # deeper, though a request waits
+    assert other.receive(wire.ANSWER) == wire.Answer(2)
+    call(one, 3, "wake_up", tags=["weights", "kv_cache"])
+    assert one.receive(wire.ANSWER) == wire.Answer(3)
+    assert other.tokens("late") == answer(4, 5)
+
+
+def test_sleep_that_waits_begins_when_the_last_request_is_aborted(connect):
+    front_end = connect()
+    front_end.add("long", 900, extra_args={"fake": "slow"})
+    front_end.receive(wire.STEP)
+    call(front_end, 1, "sleep", mode="wait")
+    front_end.send(wire.ABORT, ["long"])
+    assert front_end.receive(wire.ANSWER) == wire.Answer(1)
+    call(front_end, 2, "wake_up")
+    assert front_end.receive(wire.ANSWER) == wire.Answer(2)
+    front_end.add("end slowness", 5, extra_args={"fake": "raise"})
+    assert front_end.tokens("end slowness") == []
+
+
+def test_waking_calls_off_a_sleep_that_waits(connect):
+    one, other = connect(), connect()
+    one.add("r", 900)
+    call(one, 1, "sleep", mode="wait")
+    call(one, 2, "wake_up")
+    answers = [other_answer := one.receive(wire.ANSWER), one.receive(wire.ANSWER)]
+    assert other_answer == wire.Answer(2)
+    assert answers[1].call_id == 1 and answers[1].error[0] == "ConflictError"
+    assert one.tokens("r")[-1:] == answer(4, 900)[-1:]
+    assert other.facts == one.facts, "and nobody else is disturbed"
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"level": "2"}, {"level": True}, {"mode": ["wait"]}, {"mode": "wait", "level": []}, {"depth": 1}]
+)
+def test_senseless_arguments_are_answered_with_an_error(connect, arguments):
+    front_end = connect()
+    call(front_end, 1, "sleep", **arguments)
+    call(front_end, 2, "is_sleeping")
+    assert front_end.receive(wire.ANSWER).error is not None
+    assert front_end.receive(wire.ANSWER) == wire.Answer(2)
+    front_end.add("good", 5)
+    assert front_end.tokens("good") == answer(4, 5)
+
+
 def test_requests_of_a_front_end_that_left_are_aborted(connect):
     leaving, staying = connect(), connect()
     leaving.add("long", 1000, extra_args={"fake": "slow"})  # 20 s of steps

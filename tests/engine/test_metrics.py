@@ -1,3 +1,5 @@
+import pytest
+
 from jaxpaged.engine.metrics import Counter, EngineMetrics, FinishedSequence, Gauge, Tally, length_buckets
 from jaxpaged.messages import SchedulerStats
 
@@ -37,6 +39,17 @@ def test_scheduler_and_executor_numbers_are_passed_on():
     assert seen["vllm:num_requests_running",] == 0
     tokens = next(m for m in metrics.read({}) if m.name == "vllm:iteration_tokens_total")
     assert (tokens.count, tokens.sum) == (1, 7)
+
+
+@pytest.mark.parametrize(
+    ("level", "state"), [(None, "awake"), (0, None), (1, "weights_offloaded"), (2, "discard_all")]
+)
+def test_one_gauge_says_how_an_engine_sleeps_and_none_that_it_only_pauses(level, state):
+    metrics = EngineMetrics(100)
+    metrics.stats = SchedulerStats(sleep_level=level)
+    seen = values(metrics)
+    for each in ("awake", "weights_offloaded", "discard_all"):
+        assert seen["vllm:engine_sleep_state", each] == float(each == state)
 
 
 def test_the_steps_of_a_run_are_counted_one_by_one():

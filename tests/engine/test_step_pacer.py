@@ -50,6 +50,15 @@ def test_a_few_steps_and_steps_with_prompts_tell_nothing():
     assert pacer_after(records(100, 0.001, 0.002, num_unfinished=0)).num_steps == 1, "the engine was idle in between"
 
 
+def test_a_pause_is_not_taken_for_a_slow_step():
+    pacer = pacer_after(records(50, 0.0003, 0.0025))
+    before = pacer.step_seconds
+    pacer.interrupt()
+    late = next(records(1, 0.0003, 0.0025))
+    pacer.observe(late)
+    assert pacer.step_seconds == before
+
+
 def test_an_option_decides_without_measuring():
     assert pacer_after(fixed=4).num_steps == 4
     assert pacer_after(records(100, 0.001, 0.002), fixed=1).num_steps == 1

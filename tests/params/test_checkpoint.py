@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import CheckpointError
 from jaxpaged.models.registry import model_for
-from jaxpaged.params.checkpoint import init_dummy_params, load_params
+from jaxpaged.params.checkpoint import DummyParams, load_params
 from jaxpaged.params.sharding import param_shapes
 from tests.models.checkpoints import CONFIGS, make_tensors, tensor_shapes, write_checkpoint
 
@@ -218,7 +218,7 @@ def test_an_index_cannot_point_out_of_its_folder(tmp_path):
 
 def test_dummy_weights_depend_on_the_seed_alone():
     specs, config = describe("llama")
-    a, b, c = (init_dummy_params(specs, config, make_mesh(1), jnp.bfloat16, seed) for seed in (1, 1, 2))
+    a, b, c = (DummyParams(specs, config, make_mesh(1), jnp.bfloat16, seed).make() for seed in (1, 1, 2))
     jax.tree.map(np.testing.assert_array_equal, a, b)
     assert np.any(np.asarray(a.lm_head) != np.asarray(c.lm_head))
     np.testing.assert_array_equal(a.norm.weight, 1)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.models.registry import model_for
-from jaxpaged.params.checkpoint import init_dummy_params, load_params, num_bytes
+from jaxpaged.params.checkpoint import DummyParams, load_params, num_bytes
 from jaxpaged.params.orbax_format import save_orbax
 from jaxpaged.params.quantized import QuantizedArray, is_quantized, quantize, quantized_specs
 from jaxpaged.params.sharding import param_shapes
@@ -106,8 +106,8 @@ def test_an_orbax_checkpoint_gives_the_same_weights(tmp_path):
 
 def test_dummy_weights_are_the_quantized_dummy_weights():
     exact, config = describe("phi3_partial", method=None)
-    plain = init_dummy_params(exact, config, make_mesh(1), jnp.float32, seed=3)
-    quantized = init_dummy_params(describe("phi3_partial")[0], config, make_mesh(1), jnp.float32, seed=3)
+    plain = DummyParams(exact, config, make_mesh(1), jnp.float32, seed=3).make()
+    quantized = DummyParams(describe("phi3_partial")[0], config, make_mesh(1), jnp.float32, seed=3).make()
     head = quantized.lm_head
     assert isinstance(head, QuantizedArray) and head.dtype == "float32"
     for expected, found in zip(quantize(np.asarray(plain.lm_head), 1), (head.values, head.scales), strict=True):

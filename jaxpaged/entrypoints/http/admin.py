@@ -1,20 +1,21 @@
-"""Endpoints that change the engine for everybody: sleep, wake, forget the prefix cache, abort.
+"""Endpoints that change the engine for everybody: sleep, wake, forget the prefix cache, abort, profile.
 
 They have a listener of their own, on the loopback address; only `/abort_requests` with ids is for clients too, since
 ids that a client did not choose cannot be guessed.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpaged.engine.sleep import LEVELS, MODES, TAGS
 from jaxpaged.entrypoints.http.body import json_response, read_struct
-from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.errors import HttpError, scrubbed
 from jaxpaged.entrypoints.http.service import Service
-
-WAYS_TO_SLEEP = ("abort", "wait")
+from jaxpaged.errors import CapacityError, CheckpointError
 
 
 class AbortRequest(msgspec.Struct):
@@ -24,11 +25,17 @@ class AbortRequest(msgspec.Struct):
 
 
 class SleepState(msgspec.Struct):
-    """What `/sleep` and `/wake_up` answer."""
+    """What `/sleep` and `/wake_up` answer: an engine sleeps until all of it is awake."""
 
     status: Literal["sleeping", "awake"]
     level: int | msgspec.UnsetType = msgspec.UNSET
     tags: list[str] | None | msgspec.UnsetType = msgspec.UNSET
+
+
+class ProfileState(msgspec.Struct):
+    """What `/start_profile` and `/stop_profile` answer."""
+
+    profiling: bool
 
 
 class Admin:
@@ -47,28 +54,39 @@ class Admin:
         return await self._abort(None)
 
     async def sleep(self, request: Request) -> Response:
-        """Free device memory. `level` 1 keeps the weights on the host, 2 forgets them; `mode` says what becomes of
-        requests under way: abort, or wait for them."""
-        level = whole_number(request, "level", 1, (0, 1, 2))
-        mode = request.query_params.get("mode", "abort")
-        if mode not in WAYS_TO_SLEEP:
-            raise HttpError(400, f"mode is {mode!r}; it must be one of {', '.join(WAYS_TO_SLEEP)}.", "mode")
-        if mode == "abort":
-            await self._abort(None)
-        await self._service.traffic.wait_until_idle(self._service.options.shutdown_timeout)
-        await self._service.engine.sleep(level)
-        return json_response(SleepState("sleeping", level=level))
+        """Free device memory. `level` 0 only pauses, 1 keeps the weights on the host, 2 forgets them; `mode` says what
+        becomes of requests under way: abort, wait for them, or keep them until the engine is awake."""
+        level = whole_number(request, "level", 1, LEVELS)
+        mode = request.query_params.get("mode", MODES[0])
+        check_choice("mode", mode, MODES)
+        await self._service.engine.sleep(level, mode)
+        return json_response(SleepState("sleeping", level=self._service.engine.sleep_level))
 
     async def wake_up(self, request: Request) -> Response:
         """Take the memory back; all of it, or what `tags` name."""
         tags = request.query_params.getlist("tags") or None
-        await self._service.engine.wake_up(tags)
+        for tag in tags or ():
+            check_choice("tags", tag, TAGS)
+        try:
+            await self._service.engine.wake_up(tags)
+        except (CapacityError, CheckpointError) as error:
+            raise HttpError(503, scrubbed(str(error))) from error
         status = "sleeping" if await self._service.engine.is_sleeping() else "awake"
         return json_response(SleepState(status, tags=tags))
 
     async def is_sleeping(self, request: Request) -> Response:
         """Whether the engine sleeps."""
         return json_response({"is_sleeping": await self._service.engine.is_sleeping()})
+
+    async def start_profile(self, request: Request) -> Response:
+        """Record what the devices do, to the folder of --profile-dir. 409 while a recording is under way."""
+        await self._service.engine.start_profile()
+        return json_response(ProfileState(True))
+
+    async def stop_profile(self, request: Request) -> Response:
+        """Write the recording. 409 when there is none."""
+        await self._service.engine.stop_profile()
+        return json_response(ProfileState(False))
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forget all cached prompt beginnings; false while requests are under way."""
@@ -83,6 +101,11 @@ class Admin:
 def whole_number(request: Request, name: str, default: int, allowed: tuple[int, ...]) -> int:
     """A query parameter. Raises HttpError 400 for a value that is not allowed."""
     text = request.query_params.get(name, str(default))
-    if text not in map(str, allowed):
-        raise HttpError(400, f"{name} is {text!r}; it must be one of {', '.join(map(str, allowed))}.", name)
+    check_choice(name, text, [str(each) for each in allowed])
     return int(text)
+
+
+def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise HttpError 400 unless the value of a query parameter is one of `allowed`."""
+    if value not in allowed:
+        raise HttpError(400, f"{name} is {value!r}; it must be one of {', '.join(allowed)}.", name)

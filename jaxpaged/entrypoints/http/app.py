@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxpaged.entrypoints.http.admin import AbortRequest, Admin, SleepState
+from jaxpaged.engine.sleep import LEVELS, MODES, TAGS
+from jaxpaged.entrypoints.http.admin import AbortRequest, Admin, ProfileState, SleepState
 from jaxpaged.entrypoints.http.anthropic.errors import MessagesError, MessagesErrors
 from jaxpaged.entrypoints.http.anthropic.messages import Messages
 from jaxpaged.entrypoints.http.anthropic.protocol import (
@@ -134,14 +135,16 @@ def admin_endpoints(service: Service) -> list[Endpoint]:
     """What only the operator may ask."""
     admin = Admin(service)
     sleep = (
-        Query("level", {"type": "integer", "enum": [0, 1, 2]}),
-        Query("mode", {"type": "string", "enum": ["abort", "wait"]}),
+        Query("level", {"type": "integer", "enum": list(LEVELS)}),
+        Query("mode", {"type": "string", "enum": list(MODES)}),
     )
-    wake = (Query("tags", {"type": "array", "items": {"type": "string"}}),)
+    wake = (Query("tags", {"type": "array", "items": {"type": "string", "enum": list(TAGS)}}),)
     return [
-        Endpoint("POST", "/sleep", admin.sleep, answer=SleepState, query=sleep),
+        Endpoint("POST", "/sleep", admin.sleep, answer=SleepState, query=sleep, conflicts=True),
         Endpoint("POST", "/wake_up", admin.wake_up, answer=SleepState, query=wake),
         Endpoint("GET", "/is_sleeping", admin.is_sleeping),
+        Endpoint("POST", "/start_profile", admin.start_profile, answer=ProfileState, conflicts=True),
+        Endpoint("POST", "/stop_profile", admin.stop_profile, answer=ProfileState, conflicts=True),
         Endpoint("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
         Endpoint("POST", "/abort_all_requests", admin.abort_all),
         Endpoint("GET", "/metrics", Metrics(service).read),

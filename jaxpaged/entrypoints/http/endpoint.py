@@ -35,6 +35,7 @@ class Endpoint:
     streams: bool = False
     query: tuple[Query, ...] = ()
     not_found: bool = False  # it answers 404 for a name that it does not know
+    conflicts: bool = False  # it answers 409 when the engine is in the wrong state
     error: type = ErrorBody  # what answers that are errors hold
 
     def route(self) -> Route:

@@ -56,12 +56,30 @@ class Engine(Protocol):
         """Forget all cached prompt beginnings; False while requests hold blocks."""
         ...
 
-    async def sleep(self, level: int = 1) -> None:
-        """Free device memory. Raises UsageError when the engine cannot."""
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Free device memory, see `EngineCore.sleep`. Requests that come meanwhile wait."""
         ...
 
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
-    async def is_sleeping(self) -> bool: ...
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take it back, or what `tags` name. Raises CheckpointError or CapacityError when it cannot."""
+        ...
+
+    async def is_sleeping(self) -> bool:
+        """Whether anything has to be woken before requests are computed."""
+        ...
+
+    @property
+    def sleep_level(self) -> int | None:
+        """How deep the engine sleeps, as far as is known here; None while it is awake. It asks nobody."""
+        ...
+
+    async def start_profile(self) -> None:
+        """Record what the devices do. Raises ConflictError while that is done, UsageError where it cannot be."""
+        ...
+
+    async def stop_profile(self) -> None:
+        """Write what was recorded. Raises ConflictError when nothing is."""
+        ...
 
     def get_metrics(self) -> list[Metric]: ...
 

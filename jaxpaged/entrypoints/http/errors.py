@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from jaxpaged.errors import EngineDeadError, EngineError, RequestError, UsageError
+from jaxpaged.errors import ConflictError, EngineDeadError, EngineError, RequestError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
+    409: "ConflictError",
     413: "RequestTooLargeError",
     429: "RateLimitError",
     431: "RequestTooLargeError",
@@ -94,6 +95,8 @@ def as_http_error(error: BaseException) -> HttpError:
             return HttpError(400, "The client went away before it had sent the body.")
         case RequestError():
             return HttpError(400, scrubbed(str(error)), error.parameter)
+        case ConflictError():
+            return HttpError(409, scrubbed(str(error)))
         case UsageError():
             return HttpError(501, scrubbed(str(error)))
         case EngineDeadError():

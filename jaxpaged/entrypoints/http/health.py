@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from jaxpaged import __version__
 from jaxpaged.entrypoints.http.body import json_response
+from jaxpaged.entrypoints.http.errors import HttpError, error_response
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.errors import EngineError
 
@@ -27,9 +28,9 @@ class Health:
         return Response(status_code=200 if await self._alive() else 503)
 
     async def ready(self, request: Request) -> Response:
-        """Readiness: 503 from the moment when the server was told to stop, and while the engine is down."""
-        is_ready = not self._service.traffic.draining and self._service.engine.is_running and await self._alive()
-        return Response(status_code=200 if is_ready else 503)
+        """Readiness: 503 with the reason once the server was told to stop, and while the engine is down or asleep."""
+        reason = await self._obstacle()
+        return Response() if reason is None else error_response(HttpError(503, reason))
 
     async def version(self, request: Request) -> Response:
         """The version of jaxpaged."""
@@ -38,6 +39,17 @@ class Health:
     async def load(self, request: Request) -> Response:
         """How many requests are under way."""
         return json_response({"server_load": len(self._service.traffic)})
+
+    async def _obstacle(self) -> str | None:
+        """Why new requests should go elsewhere."""
+        engine = self._service.engine
+        if self._service.traffic.draining:
+            return "The server is shutting down."
+        if not engine.is_running or not await self._alive():
+            return "The engine is down."
+        if engine.sleep_level is not None:
+            return f"The engine sleeps at level {engine.sleep_level}. Requests wait until it is woken."
+        return None
 
     async def _alive(self) -> bool:
         try:

@@ -56,6 +56,7 @@ def responses(endpoint: Endpoint, with_keys: bool) -> dict[str, Any]:
         400: endpoint.body is not None or bool(endpoint.query),
         401: with_keys,
         404: endpoint.body is not None or endpoint.not_found,
+        409: endpoint.conflicts,
         413: endpoint.body is not None,
         429: endpoint.streams,
         503: endpoint.streams,

@@ -71,11 +71,6 @@ class TpuBackend:
     LAYOUT = LanesLayout()
     make_plan = staticmethod(work.make_plan)
 
-    def why_not(self, platform: str) -> str | None:
-        if self.interpret or platform == "tpu":
-            return None
-        return "it needs a TPU; 'tpu-interpret' runs the same kernels in JAX's simulator of one, for tests"
-
     def cannot_take(
         self,
         *,

@@ -18,7 +18,7 @@ class FakeAsyncEngine:
         self.input_processor = self.engine.input_processor
         self.config = self.engine.config
         self.is_dead = False
-        self.level = None
+        self.sleep_level = None
         self.aborted = []
         self.seen = []  # (prompt, params, request id) in order of arrival
         self.go_on = asyncio.Event()
@@ -28,7 +28,7 @@ class FakeAsyncEngine:
 
     @property
     def is_running(self):
-        return not self.is_dead and self.level is None
+        return not self.is_dead
 
     @property
     def errored(self):
@@ -92,14 +92,25 @@ class FakeAsyncEngine:
     async def reset_prefix_cache(self):
         return self.engine.reset_prefix_cache()
 
-    async def sleep(self, level=1):
-        self.level = level
+    async def sleep(self, level=1, mode="abort"):
+        """With "wait" the stepper goes on until it has nothing to do."""
+        while mode == "wait" and self.engine.has_unfinished_requests():
+            await asyncio.sleep(0)
+        self.engine.sleep(level, mode)
+        self.sleep_level = self.engine.metrics.stats.sleep_level
 
     async def wake_up(self, tags=None):
-        self.level = None
+        self.engine.wake_up(tags)
+        self.sleep_level = self.engine.metrics.stats.sleep_level
 
     async def is_sleeping(self):
-        return self.level is not None
+        return self.engine.is_sleeping()
+
+    async def start_profile(self):
+        self.engine.start_profile()
+
+    async def stop_profile(self):
+        self.engine.stop_profile()
 
     def get_metrics(self):
         return self.engine.get_metrics()

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from jaxpaged import __version__
+from jaxpaged.errors import CheckpointError
 
 LONG = {"prompt": "the cat", "max_tokens": 60, "ignore_eos": True}
 
@@ -40,28 +41,60 @@ def test_a_dead_engine_is_neither_alive_nor_ready(serving):
 def test_a_sleeping_engine_is_alive_but_not_ready(serving):
     async def scenario(server):
         asleep = await server.admin.post("/sleep?level=2")
-        states = [(await server.client.get(path)).status for path in ("/health", "/ready")]
+        states = [await server.client.get(path) for path in ("/health", "/ready")]
         sleeping = (await server.admin.get("/is_sleeping")).json
+        metrics = (await server.client.get("/metrics")).body.decode()
         awake = await server.admin.post("/wake_up?tags=weights&tags=kv_cache")
-        return asleep.json, states, sleeping, awake.json, (await server.client.get("/ready")).status
+        return asleep.json, states, sleeping, metrics, awake.json, (await server.client.get("/ready")).status
 
-    asleep, states, sleeping, awake, ready = serving(scenario)
+    asleep, (health, ready), sleeping, metrics, awake, ready_again = serving(scenario)
     assert asleep == {"status": "sleeping", "level": 2} and sleeping == {"is_sleeping": True}
-    assert states == [200, 503] and ready == 200
+    assert (health.status, ready.status, ready_again) == (200, 503, 200)
+    assert ready.error["message"] == "The engine sleeps at level 2. Requests wait until it is woken."
+    assert 'vllm:engine_sleep_state{model_name="fake",engine="0",sleep_state="discard_all"} 1.0' in metrics
     assert awake == {"status": "awake", "tags": ["weights", "kv_cache"]}
 
 
-@pytest.mark.parametrize("query", ["level=3", "level=a", "mode=never"])
-def test_a_wrong_way_to_sleep_gives_400_with_its_name(serving, query):
+def test_it_is_woken_in_parts_and_requests_that_came_meanwhile_are_answered(serving):
     async def scenario(server):
-        return await server.admin.post(f"/sleep?{query}")
+        await server.admin.post("/sleep")
+        again = (await server.admin.post("/sleep?level=0")).json
+        asking = asyncio.ensure_future(server.client.post("/v1/completions", LONG))
+        await asyncio.sleep(0.02)
+        parts = [(await server.admin.post(f"/wake_up?tags={tag}")).json for tag in ("weights", "kv_cache")]
+        return again, parts, (await asking).json["choices"][0]["finish_reason"], (await server.admin.post("/wake_up"))
+
+    again, parts, reason, awake = serving(scenario)
+    assert again == {"status": "sleeping", "level": 1}, "what sleeps deeper goes on to do so"
+    assert parts == [{"status": "sleeping", "tags": ["weights"]}, {"status": "awake", "tags": ["kv_cache"]}]
+    assert reason == "length"
+    assert awake.json == {"status": "awake", "tags": None}
+
+
+def test_what_cannot_be_taken_back_is_said_without_paths_and_the_engine_sleeps_on(serving):
+    async def scenario(server):
+        await server.admin.post("/sleep")
+        server.engine.executor.wake_error = CheckpointError("/srv/models/model.safetensors is gone. Download it.")
+        refused = await server.admin.post("/wake_up")
+        server.engine.executor.wake_error = None
+        return refused, (await server.admin.post("/wake_up")).json["status"]
+
+    refused, status = serving(scenario)
+    assert (refused.status, refused.error["message"]) == (503, "<path> is gone. Download it.")
+    assert status == "awake"
+
+
+@pytest.mark.parametrize("query", ["sleep?level=3", "sleep?level=a", "sleep?mode=never", "wake_up?tags=bed"])
+def test_a_wrong_way_to_sleep_or_wake_gives_400_with_its_name(serving, query):
+    async def scenario(server):
+        return await server.admin.post(f"/{query}")
 
     answer = serving(scenario)
-    assert answer.status == 400 and answer.error["param"] == query.partition("=")[0]
+    assert answer.status == 400 and answer.error["param"] in query.partition("?")[2].split("=")
 
 
-@pytest.mark.parametrize("mode", ["abort", "wait"])
-def test_sleep_ends_or_awaits_what_is_under_way(serving, mode):
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_sleep_ends_awaits_or_keeps_what_is_under_way(serving, mode):
     async def scenario(server):
         server.engine.go_on.clear()
         asking = asyncio.ensure_future(server.client.post("/v1/completions", LONG))
@@ -70,9 +103,23 @@ def test_sleep_ends_or_awaits_what_is_under_way(serving, mode):
         await asyncio.sleep(0.02)
         server.engine.go_on.set()
         asleep = await sleeping
+        await server.admin.post("/wake_up")
         return asleep.status, (await asking).json["choices"][0]["finish_reason"]
 
-    assert serving(scenario) == (200, {"abort": "abort", "wait": "length"}[mode])
+    assert serving(scenario) == (200, {"abort": "abort", "wait": "length", "keep": "length"}[mode])
+
+
+def test_profiles_are_recorded_one_at_a_time(serving):
+    async def scenario(server):
+        paths = ("stop", "start", "start", "stop")
+        answers = [await server.admin.post(f"/{path}_profile?folder=/etc") for path in paths]
+        return answers, server.engine.executor.recorded_to
+
+    answers, folders = serving(scenario)
+    assert [answer.status for answer in answers] == [409, 200, 409, 200]
+    assert answers[0].error["type"] == "ConflictError"
+    assert [answers[1].json, answers[3].json] == [{"profiling": True}, {"profiling": False}]
+    assert folders == [None], "no folder comes over HTTP"
 
 
 def test_the_prefix_cache_is_forgotten(serving):
@@ -117,6 +164,8 @@ def test_clients_cannot_abort_everything_but_the_operator_can(serving):
     assert serving(scenario) == (400, {"num_aborted": 1}, "abort")
 
 
-@pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/reset_prefix_cache", "/abort_all_requests"])
+@pytest.mark.parametrize(
+    "path", ["/sleep", "/wake_up", "/start_profile", "/stop_profile", "/reset_prefix_cache", "/abort_all_requests"]
+)
 def test_the_public_listener_has_none_of_the_operators_endpoints(ask, path):
     assert ask(path, {}).status == 404

@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.cases import Case
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, quantize, token_scales, why_not
+from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 from pallas_kernels.testing import Step, make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import attend_step, case_tolerance, error
 
@@ -103,12 +104,12 @@ QUICK = [*CASES[:3], CASES[3], CASES[7]]
 def test_attention_over_a_quantised_cache_equals_attention_over_what_it_means(
     monkeypatch, backend, case, dtype, kv_dtype, kind
 ):
-    if backend == "tpu-interpret":
-        interpret = pltpu.InterpretParams(detect_races=True)
-        monkeypatch.setitem(rpa._BACKENDS, backend, rpa.TpuBackend(interpret=interpret))
     refusal = rpa.backends("cpu")[backend]
     if refusal is not None:
         pytest.skip(refusal)
+    if backend == "tpu-interpret":
+        interpret = pltpu.InterpretParams(detect_races=True)
+        monkeypatch.setitem(rpa._BACKENDS, backend, TpuBackend(interpret=interpret))
     problem = quantized_step(case, dtype, kv_dtype, kind)
     before = problem.tensor(backend, kv_dtype, kind, after=False)
     out_TNH, after = attend_step(case, problem.step, dtype, backend, before)

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.cases import Case
+from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 from pallas_kernels.testing import make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, error, packed, run
 
@@ -59,7 +60,7 @@ QUICK = ("queries of a tile see others' contexts", "blocks are not waited for")
 @pytest.fixture(autouse=True)
 def detect_races(monkeypatch):
     interpret = pltpu.InterpretParams(detect_races=True)
-    monkeypatch.setitem(rpa._BACKENDS, BACKEND, rpa.TpuBackend(interpret=interpret))
+    monkeypatch.setitem(rpa._BACKENDS, BACKEND, TpuBackend(interpret=interpret))
     yield
     pltpu.reset_tpu_interpret_mode_state()
 
@@ -102,5 +103,5 @@ def test_a_mutant_is_noticed(monkeypatch, name):
     case, module, original, wrong = MUTANTS[name]
     apply_mutant(monkeypatch, module, original, wrong)
     if module in ("plan", "__init__"):
-        monkeypatch.setattr(rpa.TpuBackend, "make_plan", staticmethod(sys.modules[PACKAGE].work.make_plan))
+        monkeypatch.setattr(TpuBackend, "make_plan", staticmethod(sys.modules[PACKAGE].work.make_plan))
     assert not is_right(case)

@@ -1,0 +1,52 @@
+"""What of an engine sleeps: which levels there are, what each puts to sleep, and what a wake-up leaves asleep.
+
+This module keeps the record; freeing memory is the executor's, and what becomes of requests is the core's.
+"""
+
+from collections.abc import Collection
+
+from jaxpaged.errors import UsageError
+
+LEVELS = (0, 1, 2)
+MODES = ("abort", "wait", "keep")
+"""What becomes of requests under way: they end, they are finished first, or they go on after waking."""
+TAGS = ("scheduling", "weights", "kv_cache")
+"""What can be woken by itself."""
+PARTS = (("scheduling",), ("weights", "kv_cache"), ("weights", "kv_cache"))
+"""What a level puts to sleep. Steps need all of it."""
+
+
+class SleepRecord:
+    """How deep an engine sleeps, and what of it. `level` is None while it is awake."""
+
+    def __init__(self) -> None:
+        self.level: int | None = None
+        self.parts: frozenset[str] = frozenset()
+
+    def deepen(self, level: int) -> None:
+        """The parts of `level` sleep from now on; what slept deeper goes on to do so."""
+        if level == 0 and self.parts:
+            return
+        self.level = max(self.level, level) if "weights" in self.parts else level
+        self.parts = frozenset(PARTS[level])
+
+    def wake(self, part: str) -> None:
+        """This part is awake; with the last of them the engine is."""
+        self.parts -= {part}
+        if not self.parts:
+            self.level = None
+
+
+def check_sleep(level: int, mode: str) -> None:
+    """Raise UsageError for a level or a mode that does not exist."""
+    if type(level) is not int or level not in LEVELS:
+        raise UsageError(f"level is {level!r}; it must be one of {', '.join(map(str, LEVELS))}.")
+    if mode not in MODES:
+        raise UsageError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}.")
+
+
+def check_tags(tags: Collection[str] | None) -> None:
+    """Raise UsageError for a tag that does not exist. None stands for all."""
+    unknown = [tag for tag in tags or () if tag not in TAGS]
+    if isinstance(tags, str) or unknown:
+        raise UsageError(f"tags is {tags!r}; it must be a list of {', '.join(TAGS)}.")

@@ -1,0 +1,82 @@
+"""Weights that leave the devices leave nothing there, and come back as they were."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.params.quantized import QuantizedArray
+from jaxpaged.worker.programs import CompileCounter
+from jaxpaged.worker.weights import Weights, free
+
+MESH = make_mesh(2)
+
+
+def put(array, *spec):
+    return jax.device_put(array, NamedSharding(MESH, PartitionSpec(*spec)))
+
+
+def made():
+    """Split, held alike by all, quantized, and of a type that numpy does not know by itself."""
+    axis = MESH.axis_names[-1]
+    return {
+        "split": put(np.arange(24.0, dtype=np.float32).reshape(4, 6), axis),
+        "alike": put(np.arange(5, dtype=jnp.bfloat16)),
+        "quantized": QuantizedArray(put(np.arange(8, dtype=np.int8).reshape(4, 2), axis), put(np.ones(4)), "float32"),
+        "none": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("keeps_copies", "discards", "num_loads"),
+    [(True, [False], 1), (True, [True], 2), (True, [False, True], 2), (False, [False], 2), (True, [False, False], 1)],
+)
+def test_they_come_back_from_the_host_or_from_where_they_were_read(keeps_copies, discards, num_loads):
+    loads = []
+    weights = Weights(lambda: loads.append(1) or made(), keeps_copies)
+    params = weights.bring_back()
+    before = jax.tree.map(np.asarray, params)
+    expected = jax.tree.map(np.array, before)  # views of what is deleted mean nothing
+    shardings = jax.tree.map(lambda array: array.sharding, params)
+    for discard in discards:
+        weights.put_aside(params, discard)
+        params = None
+    with CompileCounter() as counter:
+        params = weights.bring_back()
+        assert counter.count == 0
+    assert len(loads) == num_loads
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    assert jax.tree.map(lambda array: array.sharding, params) == shardings
+
+
+def test_every_buffer_is_deleted():
+    params = made()
+    Weights(made, keeps_copies=True).put_aside(params, discard=False)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    free(params)  # once more is harmless
+
+
+def test_copies_that_came_back_are_not_kept():
+    weights = Weights(made, keeps_copies=True)
+    weights.put_aside(made(), discard=False)
+    weights.bring_back()
+    changed = made()
+    changed["split"] = changed["split"] + 1
+    weights.put_aside(changed, discard=False)
+    assert weights.bring_back()["split"][0, 0] == 1
+
+
+def test_a_failure_to_load_can_be_tried_again():
+    failures = [OSError("the disk is gone")]
+
+    def load():
+        if failures:
+            raise failures.pop()
+        return made()
+
+    weights = Weights(load, keeps_copies=False)
+    with pytest.raises(OSError, match="disk"):
+        weights.bring_back()
+    assert weights.bring_back()["none"] is None
