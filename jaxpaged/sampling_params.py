@@ -1,4 +1,4 @@
-"""How one request wants its tokens drawn: `SamplingParams`, `BeamSearchParams`, and their checks.
+"""How one request wants its tokens drawn: `SamplingParams` and `BeamSearchParams`.
 
 Names, defaults and ranges are vLLM's. Every value is checked on construction; what needs a vocabulary is
 checked by `verify`. A field that is not here does not exist: unknown names are errors, nothing is ignored.
@@ -8,13 +8,35 @@ This module knows neither models, tokenizers nor devices.
 
 import enum
 import logging
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from jaxpaged.errors import RequestError, did_you_mean
+from jaxpaged.sampling_checks import (
+    check_bad_words_token_ids,
+    check_bool,
+    check_count,
+    check_extra_args,
+    check_ids_in_vocabulary,
+    check_int,
+    check_logprobs_limit,
+    check_word_lengths,
+    checked_bias,
+    checked_float,
+    checked_ids,
+    checked_structured_outputs,
+    checked_texts,
+)
+from jaxpaged.sampling_limits import (
+    MAX_BAD_WORDS,
+    MAX_LENGTH_PENALTY,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_MASKED_STOP_IDS,
+    MAX_N,
+    MAX_REPETITION_PENALTY,
+)
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
@@ -23,16 +45,6 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this take the most likely token."""
 LEAST_TEMPERATURE = 0.01
 """Positive temperatures below this are raised to it: dividing logits by less loses their precision."""
-
-MAX_N = 16384
-MAX_LOGIT_BIAS_IDS = 1024
-MAX_LOGPROB_TOKEN_IDS = 128
-MAX_MASKED_STOP_IDS = 128
-"""Most stop ids, the end-of-sequence id included, of a request with `min_tokens`."""
-MAX_BAD_WORDS = 128
-MAX_BAD_WORD_LENGTH = 128
-MAX_BAD_WORD_TOKENS = 1024
-"""All bad words of a request together, in tokens."""
 
 
 FILLED_IN = ("bad_words_token_ids", "thinking_token_ids")
@@ -47,13 +59,23 @@ class RequestOutputKind(enum.IntEnum):
     FINAL_ONLY = 2
 
 
+def checked_output_kind(value: Any) -> RequestOutputKind:
+    """A member, or its number or name."""
+    if isinstance(value, str) and value.upper() in RequestOutputKind.__members__:
+        return RequestOutputKind[value.upper()]
+    if isinstance(value, int) and not isinstance(value, bool) and value in list(RequestOutputKind):
+        return RequestOutputKind(value)
+    names = ", ".join(RequestOutputKind.__members__)
+    raise RequestError(f"output_kind is {value!r}; it must be one of {names}.", "output_kind")
+
+
 class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_defaults=True):
     """Parameters of one request. Raises RequestError, with `parameter` naming the field, for what cannot be.
 
     n: sequences per prompt; with a seed, sequence i is drawn with `seed + i`.
     presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logit of a token that the output
         contains, once, or once per occurrence.
-    repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in prompt or output.
+    repetition_penalty: in [1e-6, 1e6]; divides positive and multiplies negative logits of tokens in prompt or output.
     temperature: in [0, 2]; 0 takes the most likely token and switches off top_p, top_k and min_p.
     top_p: in (0, 1]; keeps the smallest set of most likely tokens whose probability reaches it.
     top_k: keeps the k most likely tokens, and all that tie with the k-th; 0 and -1 keep all.
@@ -168,7 +190,9 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     def _check_numbers(self) -> None:
         self.presence_penalty = checked_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self.frequency_penalty = checked_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self.repetition_penalty = checked_float("repetition_penalty", self.repetition_penalty, above=0.0)
+        self.repetition_penalty = checked_float(
+            "repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        )
         self.temperature = checked_float("temperature", self.temperature, 0.0, 2.0)
         self.top_p = checked_float("top_p", self.top_p, above=0.0, maximum=1.0)
         self.min_p = checked_float("min_p", self.min_p, 0.0, 1.0)
@@ -218,6 +242,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
         self.stop = checked_texts("stop", self.stop)
         self.bad_words = checked_texts("bad_words", self.bad_words)
         check_count("bad_words", len(self.bad_words), 0, MAX_BAD_WORDS)
+        check_word_lengths(self.bad_words)
         if self.stop and self.detokenize is False:
             raise RequestError(
                 f"stop is {self.stop!r}, but detokenize is False, so there is no text to find it in. "
@@ -286,169 +311,6 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
         check_bool("ignore_eos", self.ignore_eos)
         check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         self.temperature = checked_float("temperature", self.temperature, 0.0, 2.0)
-        self.length_penalty = checked_float("length_penalty", self.length_penalty)
-
-
-# ---- checks of one value -------------------------------------------------------------------------
-
-
-def checked_float(
-    name: str, value: Any, minimum: float = -math.inf, maximum: float = math.inf, above: float = -math.inf
-) -> float:
-    """`value` as a float, or RequestError."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name} is {value!r}; it must be a number.", name)
-    if not math.isfinite(value):
-        raise RequestError(f"{name} is {value}; it must be finite.", name)
-    if value < minimum or value <= above:
-        bound = f"more than {above:g}" if value <= above else f"at least {minimum:g}"
-        raise RequestError(f"{name} is {value}; it must be {bound}.", name)
-    if value > maximum:
-        raise RequestError(f"{name} is {value}; it must be at most {maximum:g}.", name)
-    return float(value)
-
-
-def check_int(name: str, value: Any, minimum: int, maximum: int, hint: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} is {value!r}; it must be a whole number.", name)
-    if not minimum <= value <= maximum:
-        bound = f"at least {minimum}" if value < minimum else f"at most {maximum}"
-        raise RequestError(f"{name} is {value}; it must be {bound}{f' ({hint})' if hint else ''}.", name)
-
-
-def check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} is {value!r}; it must be true or false.", name)
-
-
-def check_count(name: str, count: int, minimum: int, maximum: int) -> None:
-    if not minimum <= count <= maximum:
-        bound = f"at least {minimum}" if count < minimum else f"at most {maximum}"
-        raise RequestError(f"{name} has {count} entries; it must have {bound}.", name)
-
-
-def checked_texts(name: str, value: Any) -> list[str]:
-    """`value` as a list of non-empty texts."""
-    texts = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise RequestError(f"{name} is {value!r}; it must be a text or a list of texts.", name)
-    if "" in texts:
-        raise RequestError(f"{name} is {value!r}; an empty text would match everywhere. Leave it out.", name)
-    return list(texts)
-
-
-def checked_ids(name: str, value: Any) -> list[int]:
-    """`value` as a list of token ids, none of them negative."""
-    if not isinstance(value, list | tuple):
-        raise RequestError(f"{name} is {value!r}; it must be a list of token ids.", name)
-    for token_id in value:
-        check_token_id(name, token_id)
-    return list(value)
-
-
-def check_token_id(name: str, token_id: Any) -> None:
-    if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
-        raise RequestError(f"{name} contains {token_id!r}; it must contain whole numbers from 0.", name)
-
-
-def check_ids_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if token_id >= vocab_size:
-            raise RequestError(
-                f"{name} contains token id {token_id}, but the vocabulary has {vocab_size} ids. "
-                f"Use ids from 0 to {vocab_size - 1}.",
-                name,
-            )
-
-
-def checked_bias(value: Any) -> dict[int, float]:
-    """`value` as token id -> bias in [-100, 100]. JSON has only text as keys, so "17" is taken for 17."""
-    if not isinstance(value, Mapping):
-        raise RequestError(f"logit_bias is {value!r}; it must map token ids to numbers.", "logit_bias")
-    check_count("logit_bias", len(value), 0, MAX_LOGIT_BIAS_IDS)
-    bias = {}
-    for key, amount in value.items():
-        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-        check_token_id("logit_bias", token_id)
-        bias[token_id] = min(max(checked_float("logit_bias", amount), -100.0), 100.0)
-    return bias
-
-
-def check_logprobs_limit(name: str, wanted: int | None, vocab_size: int, max_logprobs: int) -> None:
-    if wanted is None:
-        return
-    count = vocab_size if wanted == -1 else wanted
-    if count > max_logprobs:
-        asked = f"-1, the whole vocabulary of {vocab_size}" if wanted == -1 else str(wanted)
-        raise RequestError(
-            f"{name} is {asked}, but this engine gives at most {max_logprobs}. "
-            "Ask for fewer, or start the engine with a larger max_logprobs.",
-            name,
+        self.length_penalty = checked_float(
+            "length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
         )
-
-
-def check_bad_words_token_ids(words: list[list[int]], vocab_size: int) -> None:
-    """The words as tokens fit the places that the sampler has for them."""
-    hint = "Use fewer or shorter bad_words."
-    if len(words) > MAX_BAD_WORDS:
-        raise RequestError(
-            f"bad_words become {len(words)} token sequences, with and without a space before them; "
-            f"at most {MAX_BAD_WORDS} are possible. {hint}",
-            "bad_words",
-        )
-    for word in words:
-        check_ids_in_vocabulary("bad_words", word, vocab_size)
-        if not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
-            raise RequestError(
-                f"one of bad_words has {len(word)} tokens; 1 to {MAX_BAD_WORD_LENGTH} are possible. {hint}",
-                "bad_words",
-            )
-    total = sum(map(len, words))
-    if total > MAX_BAD_WORD_TOKENS:
-        raise RequestError(
-            f"bad_words have {total} tokens together; at most {MAX_BAD_WORD_TOKENS} are possible. {hint}",
-            "bad_words",
-        )
-
-
-def checked_output_kind(value: Any) -> RequestOutputKind:
-    """A member, or its number or name."""
-    if isinstance(value, str) and value.upper() in RequestOutputKind.__members__:
-        return RequestOutputKind[value.upper()]
-    if isinstance(value, int) and not isinstance(value, bool) and value in list(RequestOutputKind):
-        return RequestOutputKind(value)
-    names = ", ".join(RequestOutputKind.__members__)
-    raise RequestError(f"output_kind is {value!r}; it must be one of {names}.", "output_kind")
-
-
-def checked_structured_outputs(value: Any) -> StructuredOutputsParams:
-    """The parameters, or what a dict of their fields says."""
-    if isinstance(value, StructuredOutputsParams):
-        return value
-    if not isinstance(value, dict):
-        raise RequestError(
-            f"structured_outputs is {value!r}; it must be StructuredOutputsParams, or a dict of its fields.",
-            "structured_outputs",
-        )
-    return StructuredOutputsParams.from_dict(value)
-
-
-def check_extra_args(value: Any) -> None:
-    """A dict with text keys, of values that every wire format can carry."""
-    if not isinstance(value, dict):
-        raise RequestError(f"extra_args is {value!r}; it must map names to values.", "extra_args")
-    pending: list[Any] = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, dict):
-            if not all(isinstance(key, str) for key in item):
-                raise RequestError(f"extra_args has keys {list(item)!r}; they must be text.", "extra_args")
-            pending.extend(item.values())
-        elif isinstance(item, list | tuple):
-            pending.extend(item)
-        elif isinstance(item, int) and not -(2**63) <= item < 2**64:
-            raise RequestError(f"extra_args contains {item}; whole numbers must fit 64 bits.", "extra_args")
-        elif not isinstance(item, str | bytes | int | float | None):
-            raise RequestError(
-                f"extra_args contains {item!r}; use texts, numbers, lists and dicts of them.", "extra_args"
-            )

@@ -46,6 +46,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -63,7 +64,7 @@ class ChatTemplate:
             mark_last(prepared)
         try:
             text = self._compiled.render(
-                messages=prepared, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+                {**variables, "messages": prepared, "tools": tools, "add_generation_prompt": add_generation_prompt}
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise RequestError(

@@ -21,7 +21,8 @@ from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError, did_you_mean
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.pooling import PoolingParams
-from jaxpaged.sampling_params import MAX_MASKED_STOP_IDS, SamplingParams
+from jaxpaged.sampling_limits import MAX_MASKED_STOP_IDS
+from jaxpaged.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps "cache_salt" and "priority"."""

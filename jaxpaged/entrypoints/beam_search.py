@@ -1,20 +1,19 @@
 """Beam search in front of the engine: every step asks it for one more token of every beam, all beams in one batch.
 
-The prefix cache makes this bearable: a beam's tokens were computed when it was shorter. This module knows no
-engine, only a function that completes a batch of prompts.
+The prefix cache makes this bearable: a beam's tokens were computed when it was shorter. `BeamSearch` says what is to be
+computed and takes the results, so it serves whoever waits for an engine, in whatever way. This module knows no engine,
+and no text but that of candidates.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from jaxpaged.errors import RequestError
 from jaxpaged.messages import Logprob, RequestOutput
-from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
-TokensPrompt = Mapping[str, Any]
-"""A prompt dict with "prompt_token_ids"; what else it has goes along with every beam."""
-Complete = Callable[[list[TokensPrompt], SamplingParams], list[RequestOutput]]
-"""Completes prompts; results in the same order."""
+BeamStep = list[tuple[int, list[int]]]
+"""What a step asks for: one more token for each (number of a prompt, token ids of one of its beams)."""
 
 
 @dataclass
@@ -46,10 +45,9 @@ class BeamSearchOutput:
 
 
 @dataclass
-class Search:
+class PromptSearch:
     """The search of one prompt: beams that grow, and sequences that ended."""
 
-    prompt: TokensPrompt
     beams: list[BeamSearchSequence]
     max_tokens: int
     completed: list[BeamSearchSequence] = field(default_factory=list)
@@ -57,13 +55,16 @@ class Search:
 
     def advance(self, outputs: Sequence[RequestOutput], params: BeamSearchParams, end_ids: Collection[int]) -> None:
         """Replace the beams by their best continuations; those that end are completed."""
+        if (error := next((output.error for output in outputs if output.error is not None), None)) is not None:
+            self.error, self.beams = error, []
+            return
+        if any(output.outputs[0].finish_reason == "abort" for output in outputs):
+            self._complete_all("abort")
+            return
         grown: list[BeamSearchSequence] = []
         for beam, output in zip(self.beams, outputs, strict=True):
-            if output.error is not None:
-                self.error, self.beams = output.error, []
-                return
             candidates = output.outputs[0].logprobs[0]
-            for token_id in candidates:
+            for token_id in likeliest(candidates, num_candidates(params)):
                 longer = beam.extended(token_id, candidates)
                 if token_id in end_ids:
                     longer.finish_reason = "stop"
@@ -73,60 +74,85 @@ class Search:
         grown.sort(key=lambda beam: beam.score(params.length_penalty), reverse=True)
         self.beams = grown[: params.beam_width]
         if self.beams and len(self.beams[0].logprobs) >= self.max_tokens:
-            self._complete_all()
+            self._complete_all("length")
 
-    def _complete_all(self) -> None:
+    def _complete_all(self, reason: str) -> None:
         for beam in self.beams:
-            beam.finish_reason = "length"
+            beam.finish_reason = reason
         self.completed += self.beams
         self.beams = []
 
-    def best(self, params: BeamSearchParams) -> list[BeamSearchSequence]:
+    def result(self, params: BeamSearchParams) -> BeamSearchOutput:
+        """The best sequences that were found, or why there are none."""
+        if self.error is not None:
+            return BeamSearchOutput([], self.error)
         ranked = sorted(self.completed, key=lambda beam: beam.score(params.length_penalty), reverse=True)
-        return ranked[: params.beam_width]
+        return BeamSearchOutput(ranked[: params.beam_width])
 
 
-def beam_search(
-    complete: Complete,
-    prompts: Sequence[TokensPrompt],
-    params: BeamSearchParams,
-    *,
-    max_model_len: int,
-    eos_token_ids: Collection[int],
-    decode: Callable[[Sequence[int]], str],
-) -> list[BeamSearchOutput]:
-    """Search for every prompt, all at a time. There is no early stopping: beams grow to `max_tokens`.
+class BeamSearch:
+    """Searches of several prompts, given as token ids shorter than `max_model_len`, all at a time.
 
-    `prompts` are shorter than `max_model_len`. `decode` turns ids to text.
+        while step := search.next_step():
+            search.advance(<results of the step, each beam completed with the parameters of `one_token`>)
+        search.results()
+
+    There is no early stopping: beams grow to `max_tokens`.
     """
-    searches = [start_search(prompt, params.max_tokens, max_model_len) for prompt in prompts]
-    end_ids = () if params.ignore_eos else frozenset(eos_token_ids)
-    one_token = SamplingParams(
-        max_tokens=1, logprobs=2 * params.beam_width, temperature=params.temperature, ignore_eos=True
-    )
-    while active := [search for search in searches if search.beams]:
-        beams = [
-            {**search.prompt, "prompt_token_ids": beam.tokens} for search in active for beam in search.beams
+
+    def __init__(
+        self, prompts: Sequence[list[int]], params: BeamSearchParams, max_model_len: int, eos_token_ids: Collection[int]
+    ):
+        self._params = params
+        self._end_ids = frozenset(() if params.ignore_eos else eos_token_ids)
+        self._searches = [
+            PromptSearch([BeamSearchSequence(ids, [])], min(params.max_tokens, max_model_len - len(ids)))
+            for ids in prompts
         ]
-        outputs = iter(complete(beams, one_token))
-        for search in active:
-            search.advance([next(outputs) for _ in search.beams], params, end_ids)
-    return [finished(search, params, decode) for search in searches]
+
+    def next_step(self) -> BeamStep:
+        """What the engine is to compute; nothing when the search is done."""
+        return [(number, beam.tokens) for number, search in enumerate(self._searches) for beam in search.beams]
+
+    def advance(self, outputs: Sequence[RequestOutput]) -> None:
+        """Take the results of the step, in its order."""
+        rest = iter(outputs)
+        for search in self._searches:
+            if search.beams:
+                search.advance([next(rest) for _ in search.beams], self._params, self._end_ids)
+
+    def results(self) -> list[BeamSearchOutput]:
+        """An output per prompt, whose sequences have no text yet."""
+        return [search.result(self._params) for search in self._searches]
 
 
-def start_search(prompt: TokensPrompt, max_tokens: int, max_model_len: int) -> Search:
-    token_ids = prompt["prompt_token_ids"]
-    return Search(prompt, [BeamSearchSequence(token_ids, [])], min(max_tokens, max_model_len - len(token_ids)))
+def one_token(params: BeamSearchParams, num_logprobs: int = 0) -> SamplingParams:
+    """What the engine is asked for every beam: one token, and at least `num_logprobs` candidates of it, -1 for all."""
+    return SamplingParams(
+        max_tokens=1,
+        logprobs=-1 if num_logprobs == -1 else max(num_candidates(params), num_logprobs),
+        temperature=params.temperature,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
-def finished(
-    search: Search, params: BeamSearchParams, decode: Callable[[Sequence[int]], str]
-) -> BeamSearchOutput:
-    """The result of a search that has no beams left. The ending token has no text unless it is asked for."""
-    if search.error is not None:
-        return BeamSearchOutput([], search.error)
-    sequences = search.best(params)
-    for sequence in sequences:
-        hide_end = sequence.finish_reason == "stop" and not params.include_stop_str_in_output
-        sequence.text = decode(sequence.tokens[:-1] if hide_end else sequence.tokens)
-    return BeamSearchOutput(sequences)
+def num_candidates(params: BeamSearchParams) -> int:
+    """Tokens that are looked at after every beam: `beam_width` are left even if as many of them end the sequence."""
+    return 2 * params.beam_width
+
+
+def likeliest(candidates: dict[int, Logprob], count: int) -> list[int]:
+    """Without the token that was drawn, where that is not one of the likeliest: draws are not searched."""
+    return [token_id for token_id, candidate in candidates.items() if candidate.rank <= count]
+
+
+def check_beam_width(params: BeamSearchParams, max_logprobs: int) -> None:
+    """Raise RequestError for more candidates than the engine gives."""
+    if num_candidates(params) > max_logprobs:
+        width = params.beam_width
+        raise RequestError(
+            f"beam_width is {width}, which needs 2 x {width} log probabilities per token, but this engine gives at "
+            f"most {max_logprobs}. Use a smaller width, or start the engine with a larger max_logprobs.",
+            "beam_width",
+        )

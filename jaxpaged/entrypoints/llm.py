@@ -18,7 +18,7 @@ from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.metrics import Metric
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.entrypoints.batch_progress import BatchProgress
-from jaxpaged.entrypoints.beam_search import BeamSearchOutput, beam_search
+from jaxpaged.entrypoints.beam_search import BeamSearch, BeamSearchOutput, check_beam_width, one_token
 from jaxpaged.entrypoints.cli.terminal import ProgressLine
 from jaxpaged.entrypoints.llm_pooling import PoolingMethods
 from jaxpaged.entrypoints.notebook import show_results_in_notebooks
@@ -117,35 +117,35 @@ class LLM(PoolingMethods):
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of every prompt. Raises RequestError as `generate` does."""
         processor = self.llm_engine.input_processor
-        if 2 * params.beam_width > processor.max_logprobs:
-            raise RequestError(
-                f"beam_width is {params.beam_width}, which needs 2 x {params.beam_width} log probabilities per token, "
-                f"but this engine gives at most {processor.max_logprobs}. Use a smaller width, or start the engine "
-                "with a larger max_logprobs.",
-                "beam_width",
-            )
-        batch = batch_of(prompts)
+        check_beam_width(params, processor.max_logprobs)
+        starts = self._beam_prompts(batch_of(prompts))
+        token_ids = [start["prompt_token_ids"] for start in starts]
+        search = BeamSearch(token_ids, params, processor.max_model_len, processor.eos_token_ids)
+        with BatchProgress(params.max_tokens, use_tqdm, unit="step") as progress:
+            while step := search.next_step():
+                beams = [{**starts[number], "prompt_token_ids": tokens} for number, tokens in step]
+                outputs = self.generate(beams, one_token(params), use_tqdm=False)
+                search.advance(outputs)
+                progress.advance(*outputs)
+        return self._with_texts(search.results(), params)
+
+    def _beam_prompts(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        """Prompts as token ids, checked, with what goes along with every beam."""
         starts = []
-        for index, prompt in enumerate(batch):
-            with naming("prompt", index, len(batch)):
-                request, _ = processor.process("", prompt)
+        for index, prompt in enumerate(prompts):
+            with naming("prompt", index, len(prompts)):
+                request, _ = self.llm_engine.input_processor.process("", prompt)
                 start = {"prompt_token_ids": request.prompt_token_ids, "priority": request.priority}
                 starts.append(start | ({"cache_salt": request.cache_salt} if request.cache_salt else {}))
-        with BatchProgress(params.max_tokens, use_tqdm, unit="step") as progress:
+        return starts
 
-            def complete(beams: list[Prompt], one_token: SamplingParams) -> list[RequestOutput]:
-                outputs = self.generate(beams, one_token, use_tqdm=False)
-                progress.advance(*outputs)
-                return outputs
-
-            return beam_search(
-                complete,
-                starts,
-                params,
-                max_model_len=processor.max_model_len,
-                eos_token_ids=processor.eos_token_ids,
-                decode=processor.tokenizer.decode,
-            )
+    def _with_texts(self, outputs: list[BeamSearchOutput], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The ending token has no text unless it is asked for."""
+        decode = self.get_tokenizer().decode
+        for sequence in (sequence for output in outputs for sequence in output.sequences):
+            hide_end = sequence.finish_reason == "stop" and not params.include_stop_str_in_output
+            sequence.text = decode(sequence.tokens[:-1] if hide_end else sequence.tokens)
+        return outputs
 
     def get_tokenizer(self) -> Tokenizer:
         return self.llm_engine.get_tokenizer()

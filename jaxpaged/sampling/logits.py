@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxpaged.sampling.rows import Feature, RowParams
 from jaxpaged.sampling.state import BAD_WORD_LAST, SamplingState
-from jaxpaged.sampling_params import MAX_BAD_WORDS
+from jaxpaged.sampling_limits import MAX_BAD_WORDS
 
 
 def apply_bitmask(logits_SV: jax.Array, bits_SW: jax.Array) -> jax.Array:

@@ -17,15 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.sampling.rows import Feature, RowParams
-from jaxpaged.sampling_params import (
+from jaxpaged.sampling_limits import (
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS_IDS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_MASKED_STOP_IDS,
-    SamplingParams,
 )
+from jaxpaged.sampling_params import SamplingParams
 
 CHUNK = 512
 """Tokens in one upload of `load_tokens`."""

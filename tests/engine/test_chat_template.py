@@ -141,3 +141,7 @@ def test_damaged_template_files_are_the_checkpoints_fault(tmp_path):
     (tmp_path / "chat_template.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"chat_template\.json is not valid JSON"):
         load_chat_templates(tmp_path, {})
+
+
+def test_variables_may_be_called_like_arguments():
+    assert ChatTemplate("{{ messages[0].content }}{{ cls }}").render(HELLO, **{"self": 1, "cls": 2}) == "hello 2"

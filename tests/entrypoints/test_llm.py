@@ -158,6 +158,17 @@ def test_beam_search_takes_prompts_in_any_form():
         assert all(len(output.sequences) == 2 for output in outputs)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_ending_token_of_a_beam_has_no_text_unless_asked_for(keep):
+    llm, _ = make()
+    params = BeamSearchParams(beam_width=8, max_tokens=2, length_penalty=0.0, include_stop_str_in_output=keep)
+    tokenizer = llm.get_tokenizer()
+    [output] = llm.beam_search({"prompt_token_ids": [5]}, params)
+    ended = next(s for s in output.sequences if s.finish_reason == "stop")
+    assert ended.tokens[-1] == tokenizer.eos_token_id
+    assert ended.text == tokenizer.decode(ended.tokens if keep else ended.tokens[:-1])
+
+
 def test_beam_search_needs_enough_log_probabilities():
     with pytest.raises(RequestError, match="beam_width is 11.*at most 20"):
         make()[0].beam_search("a", BeamSearchParams(beam_width=11, max_tokens=3))

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxpaged.entrypoints.beam_search import beam_search
+from jaxpaged.entrypoints.beam_search import BeamSearch, one_token
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.sampling_params import BeamSearchParams
 
@@ -20,19 +20,25 @@ def complete(prompts, params):
     """One token per prompt, as an engine would, with the most likely candidates."""
     assert params.max_tokens == 1
     outputs = []
-    for prompt in prompts:
-        logprobs = logprobs_after(prompt["prompt_token_ids"])
+    for token_ids in prompts:
+        logprobs = logprobs_after(token_ids)
         top = np.argsort(-logprobs)[: params.logprobs].tolist()
         candidates = {token: Logprob(float(logprobs[token]), rank) for rank, token in enumerate(top, start=1)}
         completion = CompletionOutput(0, "", top[:1], None, [candidates], "length")
-        outputs.append(RequestOutput("", None, prompt["prompt_token_ids"], None, [completion], True))
+        outputs.append(RequestOutput("", None, token_ids, None, [completion], True))
     return outputs
 
 
+def search_all(prompts, params, *, max_model_len=100, run=complete):
+    search = BeamSearch(prompts, params, max_model_len, [EOS])
+    while step := search.next_step():
+        search.advance(run([tokens for _, tokens in step], one_token(params)))
+    return search.results()
+
+
 def search(prompt, *, max_model_len=100, run=complete, **params):
-    params, prompts = BeamSearchParams(**params), [{"prompt_token_ids": prompt}]
-    decode = lambda ids: " ".join(map(str, ids))
-    return beam_search(run, prompts, params, max_model_len=max_model_len, eos_token_ids=[EOS], decode=decode)[0]
+    [output] = search_all([prompt], BeamSearchParams(**params), max_model_len=max_model_len, run=run)
+    return output
 
 
 def all_sequences(prompt, max_tokens, ignore_eos=False):
@@ -67,12 +73,40 @@ def test_a_beam_of_one_takes_the_most_likely_token_that_does_not_end():
     assert len(output.sequences) == 1
 
 
-def test_the_ending_token_has_no_text_unless_asked_for():
-    for keep in (False, True):
-        output = search([3], beam_width=5, max_tokens=2, include_stop_str_in_output=keep)
-        ended = next(s for s in output.sequences if s.finish_reason == "stop")
-        shown = ended.tokens if keep else ended.tokens[:-1]
-        assert (ended.text, ended.tokens[-1]) == (" ".join(map(str, shown)), EOS)
+def test_the_ending_token_is_the_last_one_of_its_sequence():
+    output = search([3], beam_width=5, max_tokens=2)
+    ended = [s for s in output.sequences if s.finish_reason == "stop"]
+    assert ended and all(s.tokens[-1] == EOS and EOS not in s.tokens[:-1] for s in ended)
+
+
+def test_a_token_that_was_drawn_is_no_candidate_unless_it_is_likely():
+    def draw_the_least_likely(prompts, params):
+        outputs = complete(prompts, params)
+        for output in outputs:
+            candidates = output.outputs[0].logprobs[0]
+            logprobs = logprobs_after(output.prompt_token_ids)
+            least = int(np.argmin(logprobs))
+            drawn = {least: Logprob(float(logprobs[least]), VOCAB)}
+            output.outputs[0].logprobs = [drawn | candidates]
+        return outputs
+
+    options = {"beam_width": 2, "max_tokens": 4, "length_penalty": 5.0}
+    drawn, plain = search([3], run=draw_the_least_likely, **options), search([3], **options)
+    assert [s.tokens for s in drawn.sequences] == [s.tokens for s in plain.sequences]
+
+
+def test_an_abort_ends_the_search_with_what_it_had():
+    steps = iter([None, None, "abort"])
+
+    def run(prompts, params):
+        outputs = complete(prompts, params)
+        if next(steps) is not None:
+            for output in outputs:
+                output.outputs = [CompletionOutput(0, "", [], None, [], "abort")]
+        return outputs
+
+    output = search([3], beam_width=2, max_tokens=9, ignore_eos=True, run=run)
+    assert [(len(s.tokens), s.finish_reason) for s in output.sequences] == [(3, "abort")] * 2
 
 
 def test_beams_end_with_the_context():
@@ -98,9 +132,8 @@ def test_searches_share_a_batch_and_one_that_fails_leaves_the_others():
                 output.error = "no"
         return outputs
 
-    prompts = [{"prompt_token_ids": [start], "cache_salt": "s"} for start in (3, 5)]
     params = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
-    good, bad = beam_search(run, prompts, params, max_model_len=99, eos_token_ids=[EOS], decode=str)
+    good, bad = search_all([[3], [5]], params, run=run)
     assert batches == [2, 2, 2]
     assert len(good.sequences) == 2
     assert (bad.sequences, bad.error) == ([], "no")

@@ -5,6 +5,7 @@ This module knows flags, and how engine and server are put together; what is ser
 """
 
 import argparse
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -54,15 +55,15 @@ def run(args: argparse.Namespace) -> int:
 
     options = ServerOptions.from_options(server_options(args))
     keys = server.api_keys(options)
-    sockets = server.Sockets(options)
-    engine = load_engine(engine_options_of(args))
-    try:
-        service = Service(engine, served_model(engine.config, options.served_model_name), options)
-        sockets.listen()
-        announce(service.model.names[0], sockets.urls, guarded=bool(keys))
-        run_loop(server.serve(service, sockets, keys))
-    finally:
-        engine.shutdown()
+    with contextlib.closing(server.Sockets(options)) as sockets:
+        engine = load_engine(engine_options_of(args))
+        try:
+            service = Service(engine, served_model(engine.config, options.served_model_name), options)
+            sockets.listen()
+            announce(service.model.names[0], sockets.urls, guarded=bool(keys))
+            run_loop(server.serve(service, sockets, keys))
+        finally:
+            engine.shutdown()
     return 0
 
 

@@ -6,6 +6,7 @@ This module knows JSON and msgspec, and no endpoint.
 import asyncio
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -110,5 +111,5 @@ def children(item: Any) -> list[Any]:
     return [child for child in inside if isinstance(child, dict | list)]
 
 
-def json_response(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+def json_response(value: Any, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), headers=headers, media_type="application/json")

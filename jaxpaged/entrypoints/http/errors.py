@@ -113,16 +113,23 @@ def as_http_error(error: BaseException) -> HttpError:
 
 @contextlib.contextmanager
 def client_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Make errors of the engine name fields as the client knows them: the engine's name -> the client's."""
+    """Make errors name fields as the client knows them: what other parts call a field -> what the request calls it."""
     try:
         yield
     except RequestError as error:
-        known = names.get(error.parameter or "")
-        if known is None:
+        if error.parameter not in names:
             raise
-        text = str(error)
-        text = known + text.removeprefix(error.parameter) if text.startswith(error.parameter) else text
-        raise RequestError(text, known) from error
+        raise RequestError(*renamed(error, names)) from error
+    except HttpError as error:
+        if error.parameter not in names:
+            raise
+        raise HttpError(error.status, *renamed(error, names), error.headers) from error
+
+
+def renamed(error: RequestError | HttpError, names: Mapping[str, str]) -> tuple[str, str]:
+    """The message, which begins with the field's name or does not have it, and the name."""
+    text, known = str(error), names[error.parameter]
+    return known + text.removeprefix(error.parameter) if text.startswith(error.parameter) else text, known
 
 
 def failed_request(reason: str | None) -> HttpError:

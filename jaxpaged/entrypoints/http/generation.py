@@ -6,15 +6,16 @@ This module knows neither what the prompts are nor what the results become.
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from jaxpaged.entrypoints.http.engine_client import Engine
-from jaxpaged.entrypoints.http.errors import failed_request
+from jaxpaged.entrypoints.http.errors import client_names, failed_request
 from jaxpaged.entrypoints.http.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.traffic import Load, Traffic
 from jaxpaged.messages import RequestOutput
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 
 Numbered = tuple[int, RequestOutput]
 """The number of a prompt, and a result of it."""
@@ -22,12 +23,17 @@ Numbered = tuple[int, RequestOutput]
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What one HTTP request asks the engine for."""
+    """What one HTTP request asks the engine for: sequences that are drawn, or with `beams` the best that are found.
+
+    `names`: what the engine calls a field -> what the request calls it.
+    """
 
     request_id: str
     prompts: Sequence[TokenPrompt]
     params: SamplingParams
     priority: int = 0
+    names: Mapping[str, str] = MappingProxyType({})
+    beams: BeamSearchParams | None = None
     unique: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
 
     def engine_id(self, number: int) -> str:
@@ -35,9 +41,11 @@ class GenerationRequest:
         return f"{self.request_id}-{number}-{self.unique}"
 
     def load(self) -> Load:
+        """The engine completes every beam by itself."""
         num_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        ids = [self.engine_id(number) for number in range(len(self.prompts))]
-        return Load(self.request_id, ids, self.params.n * len(self.prompts), num_tokens)
+        width = 1 if self.beams is None else self.beams.beam_width
+        ids = [self.engine_id(number) for number in range(len(self.prompts) * width)]
+        return Load(self.request_id, ids, len(ids) * self.params.n, num_tokens)
 
 
 async def stream(engine: Engine, traffic: Traffic, request: GenerationRequest) -> AsyncGenerator[Numbered]:
@@ -45,27 +53,33 @@ async def stream(engine: Engine, traffic: Traffic, request: GenerationRequest) -
 
     Raises HttpError when there is no room or when a prompt fails, and what the engine raises.
     """
-    with traffic.admitted(request.load()):
-        if len(request.prompts) == 1:
-            async with contextlib.aclosing(results_of(engine, request, 0)) as results:
-                async for output in results:
-                    yield 0, output
-        else:
-            async with contextlib.aclosing(merged(engine, request)) as results:
-                async for numbered in results:
-                    yield numbered
+    with client_names(request.names), traffic.admitted(request.load()):
+        async with contextlib.aclosing(all_results(engine, request)) as results:
+            async for numbered in results:
+                yield numbered
 
 
 async def collect(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[RequestOutput]:
     """The last result of every prompt, in order. Raises what `stream` does."""
+    with client_names(request.names), traffic.admitted(request.load()):
+        return await last_results(engine, request)
+
+
+async def last_results(engine: Engine, request: GenerationRequest) -> list[RequestOutput]:
+    """`collect` of a request that was admitted."""
     last: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(stream(engine, traffic, request)) as results:
+    async with contextlib.aclosing(all_results(engine, request)) as results:
         async for number, output in results:
             last[number] = output
     return [last[number] for number in range(len(request.prompts))]
 
 
-async def results_of(engine: Engine, request: GenerationRequest, number: int) -> AsyncGenerator[RequestOutput]:
+def all_results(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Numbered]:
+    """`stream` of a request that was admitted."""
+    return results_of(engine, request, 0) if len(request.prompts) == 1 else merged(engine, request)
+
+
+async def results_of(engine: Engine, request: GenerationRequest, number: int) -> AsyncGenerator[Numbered]:
     """Results of one prompt. Raises HttpError when it fails while it is computed."""
     prompt = request.prompts[number].for_engine()
     generated = engine.generate(prompt, request.params, request.engine_id(number), priority=request.priority)
@@ -73,7 +87,7 @@ async def results_of(engine: Engine, request: GenerationRequest, number: int) ->
         async for output in outputs:
             if output.error is not None or any(each.finish_reason == "error" for each in output.outputs):
                 raise failed_request(output.error)
-            yield output
+            yield number, output
 
 
 async def merged(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Numbered]:
@@ -83,8 +97,8 @@ async def merged(engine: Engine, request: GenerationRequest) -> AsyncGenerator[N
     async def read(number: int) -> None:
         try:
             async with contextlib.aclosing(results_of(engine, request, number)) as results:
-                async for output in results:
-                    arrived.put_nowait((number, output))
+                async for numbered in results:
+                    arrived.put_nowait(numbered)
             arrived.put_nowait(None)
         except Exception as error:
             arrived.put_nowait(error)

@@ -1,7 +1,7 @@
-"""`GET /metrics`: the engine's metrics as Prometheus text, format 0.0.4.
+"""`GET /metrics`: the engine's metrics and the server's as Prometheus text, format 0.0.4.
 
-Every sample has the labels `model_name` and `engine`, as vLLM's dashboards expect. This module knows how metrics are
-written, not what they count.
+Every sample of the engine has the labels `model_name` and `engine`, as vLLM's dashboards expect. This module knows how
+metrics are written, not what they count.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,10 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.engine.metrics import Counter, Gauge, Histogram, Metric
+from jaxpaged.entrypoints.http.request_counts import Summary
 from jaxpaged.entrypoints.http.service import Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-KINDS = {Counter: "counter", Gauge: "gauge", Histogram: "histogram"}
+KINDS = {Counter: "counter", Gauge: "gauge", Histogram: "histogram", Summary: "summary"}
 
 
 class Metrics:
@@ -27,7 +28,8 @@ class Metrics:
         service = self._service
         labels = {"model_name": service.model.names[0], "engine": "0"}
         metrics = [*service.engine.get_metrics(), *self._of_server()]
-        return Response("".join(exposition(metrics, labels)), media_type=CONTENT_TYPE)
+        text = "".join([*exposition(metrics, labels), *exposition(service.requests.read(), {})])
+        return Response(text, media_type=CONTENT_TYPE)
 
     def _of_server(self) -> list[Metric]:
         service = self._service
@@ -58,10 +60,16 @@ def samples(metric: Metric, labels: Mapping[str, str]) -> Iterator[str]:
         case Histogram():
             for bound, count in metric.buckets.items():
                 yield sample(f"{metric.name}_bucket", {**labels, "le": bound}, count)
-            yield sample(f"{metric.name}_sum", labels, metric.sum)
-            yield sample(f"{metric.name}_count", labels, metric.count)
+            yield from totals(metric, labels)
+        case Summary():
+            yield from totals(metric, labels)
         case Counter() | Gauge():
             yield sample(exposed_name(metric), labels, metric.value)
+
+
+def totals(metric: Histogram | Summary, labels: Mapping[str, str]) -> Iterator[str]:
+    yield sample(f"{metric.name}_sum", labels, metric.sum)
+    yield sample(f"{metric.name}_count", labels, metric.count)
 
 
 def sample(name: str, labels: Mapping[str, str], value: float) -> str:

@@ -66,7 +66,11 @@ class PromptReader:
     def _read(
         self, prompt: str | list[int], truncation: Truncation, add_special_tokens: bool, cache_salt: str | None
     ) -> TokenPrompt:
-        if isinstance(prompt, str) and truncation.keep is None:
+        if isinstance(prompt, list):  # most of which may be cut off: it is not looked at
+            ids = self._truncated(prompt, truncation)
+            self._check_tokens(len(ids))
+            return TokenPrompt(self._processor.parse(ids).token_ids, None, cache_salt)
+        if truncation.keep is None:
             self.check_characters("prompt", len(prompt))
         parsed = self._processor.parse(prompt, add_special_tokens)
         return TokenPrompt(self._truncated(parsed.token_ids, truncation), parsed.text, cache_salt)
@@ -102,6 +106,16 @@ class PromptReader:
                 f"{name} has {length} characters, but the context has {self._processor.max_model_len} tokens, which "
                 f"hold at most {self._most_characters} characters. Shorten it.",
                 name,
+            )
+
+    def _check_tokens(self, count: int) -> None:
+        """Raise HttpError when so many ids can never fit, before each of them is looked at."""
+        if count >= self._processor.max_model_len:
+            raise HttpError(
+                400,
+                f"the prompt has {count} tokens, but prompt and output together may have at most max_model_len = "
+                f"{self._processor.max_model_len}. Shorten it.",
+                "prompt",
             )
 
     def _truncated(self, token_ids: list[int], truncation: Truncation) -> list[int]:

@@ -36,12 +36,21 @@ class Sockets:
         self.public = bind(options.host, options.port)
         self.admin: socket.socket | None = None
         if options.admin_port is not None:
-            self.admin = bind(LOOPBACK, options.admin_port, "--admin-port")
+            try:
+                self.admin = bind(LOOPBACK, options.admin_port, "--admin-port")
+            except UsageError:
+                self.close()
+                raise
 
     def listen(self) -> None:
         """From now on clients that connect are not refused; they wait until `serve` runs."""
         for each in filter(None, (self.public, self.admin)):
             each.listen(BACKLOG)
+
+    def close(self) -> None:
+        """Clients that connect are refused; a server that runs closes its sockets itself."""
+        for each in filter(None, (self.public, self.admin)):
+            each.close()
 
     @property
     def urls(self) -> list[str]:

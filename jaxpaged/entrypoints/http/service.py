@@ -3,9 +3,12 @@
 import re
 import time
 import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from jaxpaged import __version__
 from jaxpaged.config import EngineConfig
@@ -14,6 +17,8 @@ from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.prepare import answer_formats
 from jaxpaged.entrypoints.http.prompts import PromptReader
+from jaxpaged.entrypoints.http.request_counts import RequestCounts
+from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
 from jaxpaged.entrypoints.http.traffic import Traffic
 
 SYSTEM_FINGERPRINT = f"jaxpaged-{__version__}"
@@ -68,6 +73,7 @@ class Service:
         self.options = options
         self.prompts = PromptReader(engine.input_processor)
         self.formats = answer_formats(options, engine.input_processor.chat_templates)
+        self.requests = RequestCounts()
         self.traffic = Traffic(model.max_num_seqs, options.max_num_queued_reqs, options.max_num_queued_tokens)
 
     def count_tokens(self, text: str) -> int:
@@ -93,6 +99,19 @@ class Service:
                 400, f"request_id is {own!r}; it must have 1 to 128 visible ASCII characters.", "request_id"
             )
         return f"{prefix}-{own or uuid.uuid4().hex}"
+
+    async def answered(self, request: Request, request_id: str, work: Coroutine[Any, Any, Response]) -> Response:
+        """What `work` answers, unless the client leaves before: then it is cancelled."""
+        response = await answer_or_leave(request, work)
+        response.headers.update(self.answer_headers(request_id))
+        return response
+
+    def streamed(
+        self, request_id: str, events: AsyncGenerator[bytes], late_error: Callable[[HttpError], bytes]
+    ) -> Response:
+        """The events as they are made; `late_error` makes the one for a failure after the first."""
+        headers = self.answer_headers(request_id)
+        return EventStream(events, late_error, self.options.sse_keep_alive_interval, headers)
 
     def answer_headers(self, request_id: str) -> dict[str, str]:
         if not self.options.enable_request_id_headers:

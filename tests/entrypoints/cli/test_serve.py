@@ -11,6 +11,7 @@ from jaxpaged.errors import CapacityError
 pytest.importorskip("starlette", reason="needs the extra serve")
 
 from jaxpaged.entrypoints.http import server
+from jaxpaged.entrypoints.http.listener import bind
 from tests.entrypoints.http.async_engine import FakeAsyncEngine
 
 
@@ -19,7 +20,7 @@ def served(monkeypatch, capsys):
     """`served("serve", ...)`: (exit status, service or None, keys, engine options, what was printed)."""
 
     def run(*arguments, fail=None):
-        seen = {"options": None, "service": None, "keys": None, "shut_down": False}
+        seen = {"options": None, "service": None, "keys": None, "shut_down": False, "sockets": []}
 
         class Engine(FakeAsyncEngine):
             def shutdown(self):
@@ -33,15 +34,20 @@ def served(monkeypatch, capsys):
 
         async def serve(service, sockets, keys):
             seen.update(service=service, keys=list(keys))
-            sockets.public.close()
             await asyncio.sleep(0)
 
         monkeypatch.setattr(serve_command, "open_async_engine", open_engine)
+        def bound(*address):
+            seen["sockets"].append(bind(*address))
+            return seen["sockets"][-1]
+
         monkeypatch.setattr(server, "serve", serve)
+        monkeypatch.setattr(server, "bind", bound)
         try:
             status = main(["serve", "--port", "0", *arguments])
         except SystemExit as end:
             status = end.code
+        assert all(each.fileno() == -1 for each in seen["sockets"]), "a socket is still open"
         return status, seen, capsys.readouterr().err
 
     return run

@@ -57,6 +57,8 @@ COMPLETION = {"prompt": "the cat", "max_tokens": 2}
         ({"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
         ({"prompt": "a", "frequency_penalty": -3}, "frequency_penalty"),
         ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt": "a", "repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"prompt": "a", "repetition_penalty": 1e300}, "repetition_penalty"),
         ({"prompt": "a", "priority": 1}, "priority"),
         ({"prompt": "a", "cache_salt": "a/b"}, "cache_salt"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
@@ -68,7 +70,7 @@ COMPLETION = {"prompt": "the cat", "max_tokens": 2}
         ({"prompt": "a", "suffix": "end"}, "suffix"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "vllm_xargs": {"a": 2**70}}, "vllm_xargs"),
-        ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+        ({"prompt": "a", "use_beam_search": "wide"}, "use_beam_search"),
         ({"prompt": "a", "guided_json": {}}, "guided_json"),
         ({"prompt": "a", "structured_outputs": {"regex": "(a"}}, "structured_outputs"),
         ({"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
@@ -103,6 +105,15 @@ def test_a_text_that_no_tokenizer_could_make_fit_is_refused_before_it_is_tokenis
     async def scenario(server):
         server.engine.input_processor.tokenizer.encode = None
         return await server.client.post("/v1/completions", {"prompt": "x" * 100_000})
+
+    answer = serving(scenario)
+    assert answer.status == 400 and "100000" in answer.error["message"] and answer.error["param"] == "prompt"
+
+
+def test_ids_that_can_never_fit_are_refused_before_they_are_looked_at(serving):
+    async def scenario(server):
+        server.engine.input_processor.parse = None
+        return await server.client.post("/v1/completions", {"prompt": [7] * 100_000})
 
     answer = serving(scenario)
     assert answer.status == 400 and "100000" in answer.error["message"] and answer.error["param"] == "prompt"

@@ -22,6 +22,21 @@ BODY = json.dumps({"prompt": "the cat", "max_tokens": 20, "stream": True, "ignor
 JSON = {"Content-Type": "application/json"}
 
 
+@pytest.fixture(autouse=True)
+def close_connections(monkeypatch):
+    made = []
+
+    class Recorded(http.client.HTTPConnection):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(http.client, "HTTPConnection", Recorded)
+    yield
+    for each in made:
+        each.close()
+
+
 def connect(url):
     return http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
 
@@ -117,6 +132,20 @@ def test_a_taken_address_is_named_before_anything_is_loaded():
     with pytest.raises(UsageError, match="--host"):
         bind("no.such.host.invalid", 0)
     taken.close()
+
+
+def test_no_socket_stays_open_when_the_second_cannot_be_had(monkeypatch):
+    taken, opened = bind("127.0.0.1", 0), []
+    taken.listen()
+
+    def recorded(*address):
+        opened.append(bind(*address))
+        return opened[-1]
+
+    monkeypatch.setattr(server, "bind", recorded)
+    with taken, pytest.raises(UsageError, match="--admin-port"):
+        server.Sockets(ServerOptions(port=0, admin_port=taken.getsockname()[1]))
+    assert [each.fileno() for each in opened] == [-1]
 
 
 def test_the_server_listens_on_the_loopback_address_unless_told_otherwise():

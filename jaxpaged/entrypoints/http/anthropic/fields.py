@@ -17,8 +17,8 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
 )
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.openai.fields import MAX_STOP_STRINGS
 from jaxpaged.entrypoints.http.prepare import Conversation
+from jaxpaged.entrypoints.http.sampling_fields import check_refusals, check_stop
 from jaxpaged.entrypoints.http.tool_use import ToolUse
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
@@ -44,9 +44,7 @@ def engine_names(wanted: MessagesPrompt) -> dict[str, str]:
 
 def check_prompt_fields(wanted: MessagesPrompt) -> None:
     """Raise HttpError 400 for fields that cannot be honoured, or contradict each other."""
-    for name, why in REFUSALS.items():
-        if getattr(wanted, name):
-            raise HttpError(400, f"{name} is given. {why}, so leave it out.", name)
+    check_refusals(wanted, REFUSALS)
     check_tools(wanted.tools or [])
     check_tool_choice(wanted.tool_choice, wanted.tools or [])
     check_thinking(wanted.thinking, wanted.tool_choice)
@@ -58,11 +56,7 @@ def check_prompt_fields(wanted: MessagesPrompt) -> None:
 
 def check_request_fields(wanted: MessagesRequest) -> None:
     """The same for what counts only when there is an answer."""
-    stops = wanted.stop_sequences or []
-    if len(stops) > MAX_STOP_STRINGS:
-        raise HttpError(
-            400, f"stop_sequences has {len(stops)} texts; at most {MAX_STOP_STRINGS} are looked for.", "stop_sequences"
-        )
+    check_stop("stop_sequences", wanted.stop_sequences)
     budget = wanted.thinking.budget_tokens if wanted.thinking else None
     if budget is not None and budget >= wanted.max_tokens:
         path = "thinking.budget_tokens"

@@ -33,7 +33,6 @@ from jaxpaged.entrypoints.http.generation import GenerationRequest, collect, str
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.prepare import prepare
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
 from jaxpaged.messages import RequestOutput
 
 
@@ -58,12 +57,10 @@ class Messages:
         service = self._service
         wanted = await read_struct(request, MessagesRequest, service.options.max_body_bytes)
         asked = await self._asked(request, wanted)
-        headers = service.answer_headers(asked.generation.request_id)
+        request_id = asked.generation.request_id
         if wanted.stream:
-            return EventStream(self._frames(asked), late_error, service.options.sse_keep_alive_interval, headers)
-        response = await answer_or_leave(request, self._complete(asked))
-        response.headers.update(headers)
-        return response
+            return service.streamed(request_id, self._frames(asked), late_error)
+        return await service.answered(request, request_id, self._complete(asked))
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a conversation has as a prompt (Anthropic's API)."""
@@ -84,19 +81,19 @@ class Messages:
         check_prompt_fields(wanted)
         check_request_fields(wanted)
         check_calls_are_found(wanted, service.formats.tool_parser)
-        with client_names(engine_names(wanted)):
-            processor = service.engine.input_processor
+        names, processor = engine_names(wanted), service.engine.input_processor
+        with client_names(names):
             params = sampling_params(wanted, processor.defaults.sampling, processor.thinking_token_ids is not None)
             asked = conversation(wanted, wanted.cache_salt)
             prepared = await prepare(asked, params, service.formats, service.prompts)
         request_id = service.request_id(request, "msg")
         reader = AnswerReader(prepared.reading, prepared.prompt.text)
-        return Asked(wanted, GenerationRequest(request_id, [prepared.prompt], prepared.params), model, reader)
+        generation = GenerationRequest(request_id, [prepared.prompt], prepared.params, names=names)
+        return Asked(wanted, generation, model, reader)
 
     async def _complete(self, asked: Asked) -> Response:
         service = self._service
-        with client_names(engine_names(asked.wanted)):
-            [output] = await collect(service.engine, service.traffic, asked.generation)
+        [output] = await collect(service.engine, service.traffic, asked.generation)
         counter = self._counter()
         counter.add(0, output)
         part = asked.reader.read(output.outputs[0])
@@ -107,11 +104,10 @@ class Messages:
     async def _frames(self, asked: Asked) -> AsyncGenerator[bytes]:
         service = self._service
         answer = StreamedAnswer(asked, self._counter())
-        with client_names(engine_names(asked.wanted)):
-            async with aclosing(stream(service.engine, service.traffic, asked.generation)) as results:
-                async for _, output in results:
-                    for event in answer.of(output):
-                        yield frame(event)
+        async with aclosing(stream(service.engine, service.traffic, asked.generation)) as results:
+            async for _, output in results:
+                for event in answer.of(output):
+                    yield frame(event)
 
     def _counter(self) -> UsageCounter:
         return UsageCounter(self._service.options.enable_prompt_tokens_details)

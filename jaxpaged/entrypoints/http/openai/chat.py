@@ -10,9 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.answer import AnswerReader, Reading
+from jaxpaged.entrypoints.http.beams import collect_or_search
 from jaxpaged.entrypoints.http.body import json_response, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generation import GenerationRequest, collect, stream
+from jaxpaged.entrypoints.http.generation import GenerationRequest, stream
+from jaxpaged.entrypoints.http.openai.beam_fields import beam_params, check_beams
 from jaxpaged.entrypoints.http.openai.chat_protocol import (
     CalledFunction,
     ChatChoice,
@@ -31,7 +33,6 @@ from jaxpaged.entrypoints.http.openai.conversation import (
 from jaxpaged.entrypoints.http.openai.events import DONE, late_error
 from jaxpaged.entrypoints.http.openai.fields import (
     check_fields,
-    check_num_sequences,
     sampling_params,
     shape_name,
     shape_of,
@@ -41,10 +42,9 @@ from jaxpaged.entrypoints.http.openai.logprobs import chat_logprobs, prompt_logp
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.prepare import Conversation, prepare
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
 from jaxpaged.messages import CompletionOutput
 from jaxpaged.parsing.deltas import ParsedMessage
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 
 ENGINE_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """The engine's name of a field -> what it is called in a chat."""
@@ -60,7 +60,6 @@ class Chat:
     role: str
     echo: str  # the beginning of the last message, when the client wants it back
     reading: Reading
-    names: dict[str, str]  # the engine's name of a field -> the client's
 
     def new_reader(self) -> AnswerReader:
         """What reads one of the answers."""
@@ -78,28 +77,27 @@ class ChatCompletions:
         service = self._service
         wanted = await read_struct(request, ChatCompletionRequest, service.options.max_body_bytes)
         chat = await self._chat(request, wanted)
-        headers = service.answer_headers(chat.generation.request_id)
+        request_id = chat.generation.request_id
         if wanted.stream:
-            return EventStream(self._events(chat), late_error, service.options.sse_keep_alive_interval, headers)
-        response = await answer_or_leave(request, self._complete(chat))
-        response.headers.update(headers)
-        return response
+            return service.streamed(request_id, self._events(chat), late_error)
+        return await service.answered(request, request_id, self._complete(chat))
 
     async def _chat(self, request: Request, wanted: ChatCompletionRequest) -> Chat:
         service = self._service
         model = service.check_model(wanted.model)
         check(wanted)
         request_id = service.request_id(request, "chatcmpl", wanted.request_id)
-        params = self._params(wanted)
-        check_num_sequences(1, params.n)
+        params, beams = self._params(wanted)
         conversation, names = self._conversation(wanted), names_of(wanted)
         with client_names(names):
             prepared = await prepare(conversation, params, service.formats, service.prompts)
         last = conversation.messages[-1]
         role = "assistant" if conversation.template["add_generation_prompt"] else last["role"]
         echo = text_of(last) if wanted.echo and last["role"] == role else ""
-        generation = GenerationRequest(request_id, [prepared.prompt], prepared.params, wanted.priority or 0)
-        return Chat(wanted, generation, model, role, echo, prepared.reading, names)
+        generation = GenerationRequest(
+            request_id, [prepared.prompt], prepared.params, wanted.priority or 0, names, beams
+        )
+        return Chat(wanted, generation, model, role, echo, prepared.reading)
 
     def _conversation(self, wanted: ChatCompletionRequest) -> Conversation:
         return Conversation(
@@ -113,19 +111,20 @@ class ChatCompletions:
             cache_salt=wanted.cache_salt,
         )
 
-    def _params(self, wanted: ChatCompletionRequest) -> SamplingParams:
+    def _params(self, wanted: ChatCompletionRequest) -> tuple[SamplingParams, BeamSearchParams | None]:
         """Without a limit of its own a request gets the model's, or the rest of the context."""
         defaults = self._service.engine.input_processor.defaults.sampling
         limits = (wanted.max_completion_tokens, wanted.max_tokens, defaults.get("max_tokens"))
         max_tokens = next((limit for limit in limits if limit is not None), None)
         own_names = {} if wanted.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
         with client_names({**ENGINE_NAMES, **own_names}):
-            return sampling_params(wanted, defaults, max_tokens=max_tokens, logprobs=num_logprobs(wanted))
+            params = sampling_params(wanted, defaults, max_tokens=max_tokens, logprobs=num_logprobs(wanted))
+            limit = self._service.model.max_model_len if max_tokens is None else max_tokens
+            return params, beam_params(wanted, limit)
 
     async def _complete(self, chat: Chat) -> Response:
         wanted = chat.wanted
-        with client_names(chat.names):
-            [output] = await collect(self._service.engine, self._service.traffic, chat.generation)
+        [output] = await collect_or_search(self._service.engine, self._service.traffic, chat.generation)
         usage = UsageCounter(self._service.options.enable_prompt_tokens_details)
         usage.add(0, output)
         readers = [chat.new_reader() for _ in output.outputs]
@@ -149,11 +148,10 @@ class ChatCompletions:
         chunks = ChatStream(
             chat.wanted, chat.generation.request_id, chat.model, chat.role, chat.echo, usage, counter, chat.new_reader
         )
-        with client_names(chat.names):
-            async with aclosing(stream(service.engine, service.traffic, chat.generation)) as results:
-                async for _, output in results:
-                    for chunk in chunks.of(output):
-                        yield chunk
+        async with aclosing(stream(service.engine, service.traffic, chat.generation)) as results:
+            async for _, output in results:
+                for chunk in chunks.of(output):
+                    yield chunk
         if usage.at_end:
             yield chunks.last(self._num_thinking(chat, chunks.readers))
         yield DONE
@@ -168,6 +166,11 @@ class ChatCompletions:
 def check(wanted: ChatCompletionRequest) -> None:
     """Raise HttpError 400 for what this endpoint cannot do."""
     check_fields(wanted)
+    check_beams(wanted)
+    if wanted.use_beam_search and wanted.tool_choice not in (None, "auto", "none"):
+        raise HttpError(
+            400, "tool_choice forces a call, but beam search has no grammars. Leave one of them out.", "tool_choice"
+        )
     if wanted.top_logprobs and not wanted.logprobs:
         raise HttpError(
             400, f"top_logprobs is {wanted.top_logprobs}, but logprobs is not true. Set it.", "top_logprobs"

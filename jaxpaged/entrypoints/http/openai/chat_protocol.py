@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from jaxpaged.entrypoints.http.openai.events import Chunk
 from jaxpaged.entrypoints.http.openai.fields import GenerationFields
 from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs
 from jaxpaged.entrypoints.http.openai.usage import Usage
@@ -154,15 +155,8 @@ class ChatStreamChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids: list[int] | None = None
 
 
-class ChatCompletionChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One event of a stream. The one with the usage has no choices."""
+class ChatCompletionChunk(Chunk, kw_only=True, omit_defaults=True):
+    """One event of a stream, with the prompt in the first one of an answer where it was asked for."""
 
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatStreamChoice]
-    usage: Usage | None = None
-    system_fingerprint: str | None = None
     prompt_token_ids: list[int] | None = None
     prompt_text: str | None = None

@@ -1,6 +1,5 @@
 """Chunks of a streamed chat answer."""
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
@@ -15,11 +14,10 @@ from jaxpaged.entrypoints.http.openai.chat_protocol import (
     ChatToolCallDelta,
     FunctionDelta,
 )
-from jaxpaged.entrypoints.http.openai.events import chunk_event
+from jaxpaged.entrypoints.http.openai.events import ChunkWriter
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions
 from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, chat_logprobs
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
-from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.parsing.deltas import Delta
 
@@ -42,12 +40,9 @@ class ChatStream:
         new_reader: Callable[[], AnswerReader],
     ):
         self._readers = defaultdict(new_reader)
-        self._id = request_id
-        self._model = model
+        self._chunks = ChunkWriter(ChatCompletionChunk, "chat.completion.chunk", request_id, model, usage, counter)
         self._role = role
         self._echo = echo
-        self._created = int(time.time())
-        self._usage = usage
         self._counter = counter
         self._n = wanted.n or 1
         self._top = len(wanted.logprob_token_ids) if wanted.logprob_token_ids else wanted.top_logprobs or 0
@@ -64,7 +59,7 @@ class ChatStream:
         self._counter.add(0, output)
         for completion in output.outputs:
             for choice in self._choices(completion):
-                yield self._event([choice])
+                yield self._chunks.chunk(choice)
 
     @property
     def readers(self) -> Iterable[AnswerReader]:
@@ -73,21 +68,21 @@ class ChatStream:
 
     def last(self, num_thinking: int | None) -> bytes:
         """The event with the usage of the whole request."""
-        return self._event([], at_end=True, num_thinking=num_thinking)
+        return self._chunks.last(num_thinking)
 
     def _opening(self, output: RequestOutput) -> Iterator[bytes]:
         for index in range(self._n):
             opening = ChatStreamChoice(
                 index=index, delta=ChatDelta(role=self._role, content=""), logprobs=None, finish_reason=None
             )
-            yield self._event(
-                [opening],
+            yield self._chunks.chunk(
+                opening,
                 prompt_token_ids=output.prompt_token_ids if self._with_ids else None,
                 prompt_text=output.prompt if self._with_prompt else None,
             )
         for index in range(self._n if self._echo else 0):
             echo = ChatStreamChoice(index=index, delta=ChatDelta(content=self._echo), logprobs=None, finish_reason=None)
-            yield self._event([echo])
+            yield self._chunks.chunk(echo)
 
     def _shows_tokens(self, completion: CompletionOutput) -> bool:
         """Whether there is something to show although the text has not grown."""
@@ -115,29 +110,6 @@ class ChatStream:
         if not completion.logprobs:
             return None
         return chat_logprobs(completion.token_ids, completion.logprobs, self._top, self._as_ids)
-
-    def _event(
-        self,
-        choices: list[ChatStreamChoice],
-        at_end: bool = False,
-        prompt_token_ids: list[int] | None = None,
-        prompt_text: str | None = None,
-        num_thinking: int | None = None,
-    ) -> bytes:
-        ended = any(choice.finish_reason is not None for choice in choices)
-        return chunk_event(
-            ChatCompletionChunk(
-                id=self._id,
-                object="chat.completion.chunk",
-                created=self._created,
-                model=self._model,
-                choices=choices,
-                usage=self._counter.read(True, num_thinking) if at_end or self._usage.in_every_chunk else None,
-                system_fingerprint=SYSTEM_FINGERPRINT if at_end or (ended and not self._usage.at_end) else None,
-                prompt_token_ids=prompt_token_ids,
-                prompt_text=prompt_text,
-            )
-        )
 
 
 def chat_delta(delta: Delta) -> ChatDelta:

@@ -59,15 +59,3 @@ class CompletionStreamChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_reason: int | str | None | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-
-
-class CompletionChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One event of a stream. The one with the usage has no choices."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[CompletionStreamChoice]
-    usage: Usage | None = None
-    system_fingerprint: str | None = None

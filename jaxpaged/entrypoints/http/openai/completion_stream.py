@@ -1,18 +1,16 @@
 """Chunks of a streamed completion."""
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 
 import msgspec
 
 from jaxpaged.engine.tokenizer import Tokenizer
-from jaxpaged.entrypoints.http.openai.completion_protocol import CompletionChunk, CompletionStreamChoice
+from jaxpaged.entrypoints.http.openai.completion_protocol import CompletionStreamChoice
 from jaxpaged.entrypoints.http.openai.completion_text import CompletionStyle, SequenceText, Shown
-from jaxpaged.entrypoints.http.openai.events import chunk_event
+from jaxpaged.entrypoints.http.openai.events import Chunk, ChunkWriter
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
-from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT
 from jaxpaged.messages import CompletionOutput, RequestOutput
 
 
@@ -31,11 +29,8 @@ class CompletionStream:
         n: int,
         with_ids: bool,
     ):
-        self._id = request_id
-        self._model = model
-        self._created = int(time.time())
+        self._chunks = ChunkWriter(Chunk, "text_completion", request_id, model, usage, counter)
         self._style = style
-        self._usage = usage
         self._counter = counter
         self._n = n
         self._with_ids = with_ids
@@ -49,11 +44,11 @@ class CompletionStream:
             first = index not in self._sequences
             shown = self._sequences[index].show(output, completion)
             if shown.text or shown.token_ids or completion.finish_reason is not None:
-                yield self._event([self._choice(index, shown, output, completion, first)])
+                yield self._chunks.chunk(self._choice(index, shown, output, completion, first))
 
     def last(self) -> bytes:
         """The event with the usage of the whole request."""
-        return self._event([], at_end=True)
+        return self._chunks.last()
 
     def _choice(
         self, index: int, shown: Shown, output: RequestOutput, completion: CompletionOutput, first: bool
@@ -69,18 +64,4 @@ class CompletionStream:
             stop_reason=completion.stop_reason if ended and not only_echo else msgspec.UNSET,
             token_ids=list(completion.token_ids) if self._with_ids else None,
             prompt_token_ids=output.prompt_token_ids if self._with_ids and first else None,
-        )
-
-    def _event(self, choices: list[CompletionStreamChoice], at_end: bool = False) -> bytes:
-        ended = any(choice.finish_reason is not None for choice in choices)
-        return chunk_event(
-            CompletionChunk(
-                id=self._id,
-                object="text_completion",
-                created=self._created,
-                model=self._model,
-                choices=choices,
-                usage=self._counter.read(in_stream=True) if at_end or self._usage.in_every_chunk else None,
-                system_fingerprint=SYSTEM_FINGERPRINT if at_end or (ended and not self._usage.at_end) else None,
-            )
         )

@@ -7,9 +7,11 @@ from contextlib import aclosing
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpaged.entrypoints.http.beams import collect_or_search
 from jaxpaged.entrypoints.http.body import json_response, read_struct
-from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generation import GenerationRequest, collect, stream
+from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.generation import GenerationRequest, stream
+from jaxpaged.entrypoints.http.openai.beam_fields import beam_params, check_beams
 from jaxpaged.entrypoints.http.openai.completion_protocol import (
     DEFAULT_MAX_TOKENS,
     CompletionChoice,
@@ -30,7 +32,6 @@ from jaxpaged.entrypoints.http.openai.fields import (
 from jaxpaged.entrypoints.http.openai.logprobs import prompt_logprobs
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
 from jaxpaged.messages import RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
@@ -51,17 +52,14 @@ class Completions:
         check(wanted)
         request_id = service.request_id(request, "cmpl", wanted.request_id)
         params, given = self._params(wanted), prompts_of(wanted.prompt)
-        check_num_sequences(len(given), params.n)
+        beams = beam_params(wanted, params.max_tokens)
+        check_num_sequences(len(given), wanted.n or 1)
         special = wanted.add_special_tokens is not False
         prompts = await service.prompts.read(given, wanted.truncation, special, wanted.cache_salt)
-        generation = GenerationRequest(request_id, prompts, params, wanted.priority or 0)
-        headers = service.answer_headers(generation.request_id)
+        generation = GenerationRequest(request_id, prompts, params, wanted.priority or 0, shape_name(wanted), beams)
         if wanted.stream:
-            events = self._events(wanted, generation, model)
-            return EventStream(events, late_error, service.options.sse_keep_alive_interval, headers)
-        response = await answer_or_leave(request, self._complete(wanted, generation, model))
-        response.headers.update(headers)
-        return response
+            return service.streamed(request_id, self._events(wanted, generation, model), late_error)
+        return await service.answered(request, request_id, self._complete(wanted, generation, model))
 
     def _params(self, wanted: CompletionRequest) -> SamplingParams:
         """With an echo, log probabilities are those of the prompt too; the engine computes at least one token."""
@@ -76,14 +74,13 @@ class Completions:
         return params
 
     async def _complete(self, wanted: CompletionRequest, generation: GenerationRequest, model: str) -> Response:
-        with client_names(shape_name(wanted)):
-            outputs = await collect(self._service.engine, self._service.traffic, generation)
+        outputs = await collect_or_search(self._service.engine, self._service.traffic, generation)
         style = style_of(wanted)
         usage = UsageCounter(self._service.options.enable_prompt_tokens_details)
         choices = []
         for number, output in enumerate(outputs):
             usage.add(number, output, num_dropped=style.num_dropped(output))
-            choices += self._choices(wanted, style, number * generation.params.n, output)
+            choices += self._choices(wanted, style, number * (wanted.n or 1), output)
         return json_response(
             CompletionResponse(
                 id=generation.request_id, created=int(time.time()), model=model, choices=choices, usage=usage.read()
@@ -120,11 +117,10 @@ class Completions:
             generation.request_id, model, style_of(wanted), service.engine.input_processor.tokenizer, usage, counter,
             n=generation.params.n, with_ids=bool(wanted.return_token_ids),
         )  # fmt: skip
-        with client_names(shape_name(wanted)):
-            async with aclosing(stream(service.engine, service.traffic, generation)) as results:
-                async for number, output in results:
-                    for chunk in chunks.of(number, output):
-                        yield chunk
+        async with aclosing(stream(service.engine, service.traffic, generation)) as results:
+            async for number, output in results:
+                for chunk in chunks.of(number, output):
+                    yield chunk
         if usage.at_end:
             yield chunks.last()
         yield DONE
@@ -133,6 +129,12 @@ class Completions:
 def check(wanted: CompletionRequest) -> None:
     """Raise HttpError 400 for what this endpoint cannot do."""
     check_fields(wanted)
+    check_beams(wanted)
+    if wanted.use_beam_search and wanted.echo and wanted.logprobs is not None:
+        raise HttpError(
+            400, "echo and logprobs are given, but beam search has no log probabilities of the prompt. Leave one out.",
+            "echo",
+        )  # fmt: skip
     if wanted.suffix:
         raise HttpError(400, "suffix is given, but the model does not fill in the middle. Leave it out.", "suffix")
     if wanted.best_of is not None and wanted.best_of != (wanted.n or 1):

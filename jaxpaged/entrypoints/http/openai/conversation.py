@@ -62,14 +62,16 @@ def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
         return None
     if not tools:
         raise HttpError(400, "tools is an empty list. Give at least one tool, or leave it out.", "tools")
+    names: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.type != "function":
             path = f"tools[{index}].type"
             raise HttpError(400, f"{path} is {tool.type!r}; only 'function' is served.", path)
         check_depth(f"tools[{index}].function.parameters", tool.function.parameters)
-        if any(tool.function.name == other.function.name for other in tools[:index]):
+        if tool.function.name in names:
             path = f"tools[{index}].function.name"
             raise HttpError(400, f"{path} is {tool.function.name!r}, as that of another tool. Rename one.", path)
+        names.add(tool.function.name)
     return [msgspec.to_builtins(tool) for tool in tools]
 
 

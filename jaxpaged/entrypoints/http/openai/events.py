@@ -1,15 +1,64 @@
-"""The frames of OpenAI's streams: a chunk, the end, and an error after the first chunk."""
+"""The frames of OpenAI's streams: chunks, the end, and an error after the first chunk."""
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from jaxpaged.entrypoints.http.errors import HttpError, error_body
+from jaxpaged.entrypoints.http.openai.fields import UsageOptions
+from jaxpaged.entrypoints.http.openai.usage import Usage, UsageCounter
+from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT
 from jaxpaged.entrypoints.http.sse import event
 
 DONE = event(b"[DONE]")
 ENCODER = msgspec.json.Encoder()
 
 
-def chunk_event(chunk: msgspec.Struct) -> bytes:
+class Chunk(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One event of a stream. The one with the usage has no choices."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[msgspec.Struct]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+
+
+class ChunkWriter:
+    """Writes the chunks of one stream, of type `kind`, with what all of them have in common."""
+
+    def __init__(
+        self, kind: type[Chunk], name: str, request_id: str, model: str, usage: UsageOptions,
+        counter: UsageCounter,
+    ):  # fmt: skip
+        self._new = functools.partial(kind, id=request_id, object=name, created=int(time.time()), model=model)
+        self._usage = usage
+        self._counter = counter
+
+    def chunk(self, choice: Any, **more: Any) -> bytes:
+        """News of one choice; `more` are further fields of the chunk."""
+        ended = choice.finish_reason is not None
+        return written(
+            self._new(
+                choices=(choice,),
+                usage=self._counter.read(in_stream=True) if self._usage.in_every_chunk else None,
+                system_fingerprint=SYSTEM_FINGERPRINT if ended and not self._usage.at_end else None,
+                **more,
+            )
+        )
+
+    def last(self, num_thinking: int | None = None) -> bytes:
+        """The chunk with the usage of the whole request, and how many of its tokens were thinking if that is known."""
+        usage = self._counter.read(in_stream=True, num_thinking=num_thinking)
+        return written(self._new(choices=(), usage=usage, system_fingerprint=SYSTEM_FINGERPRINT))
+
+
+def written(chunk: Chunk) -> bytes:
     return event(ENCODER.encode(chunk))
 
 

@@ -12,22 +12,28 @@ import msgspec
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.prompts import Truncation
+from jaxpaged.entrypoints.http.sampling_fields import (
+    TRANSFER_REFUSALS,
+    EngineFields,
+    SamplingFields,
+    check_refusals,
+    check_stop,
+    given,
+)
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
 SHAPE_NAMES = {"structured_outputs": "response_format"}
 TAG_FIELDS = ("type", "format", "structures", "triggers")
-MAX_STOP_STRINGS = 4
 MAX_PROMPT_SEQUENCES = 16384
 """Sequences of one HTTP request: prompts times n."""
-
-SAMPLING = (
-    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
-    "seed", "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-    "prompt_logprobs", "logprob_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
-    "allowed_token_ids", "thinking_token_budget",
-)  # fmt: skip
+SAMPLING = (*SamplingFields.__struct_fields__, "n", "prompt_logprobs", "logprob_token_ids")
 """Fields that are sampling parameters under the same name."""
+
+KEPT_WITH_BEAMS = (
+    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
+"""Those that beam search has a use for, besides `n`, `temperature` and `seed`."""
 
 RENAMED = "It is called structured_outputs now"
 REFUSALS = {
@@ -35,11 +41,9 @@ REFUSALS = {
     "guided_regex": RENAMED,
     "guided_choice": RENAMED,
     "guided_grammar": RENAMED,
-    "use_beam_search": "Beam search is not served over HTTP; LLM.beam_search has it",
     "repetition_detection": "Repetition is not looked for",
     "watermarking": "Watermarks are not made",
-    "kv_transfer_params": "This server has no KV connector",
-    "ec_transfer_params": "This server has no encoder connector",
+    **TRANSFER_REFUSALS,
     "prompt_embeds": "Prompts are taken as text or token ids",
 }
 """Field -> why no value of it is served."""
@@ -63,58 +67,32 @@ class ResponseFormat(msgspec.Struct):
     triggers: list[str] | None = None
 
 
-class GenerationFields(msgspec.Struct, kw_only=True):
+class GenerationFields(EngineFields, kw_only=True):
     """What completions and chats have in common. None means the default."""
 
-    model: str | None = None
     n: int | None = None
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    vllm_xargs: dict[str, Any] | None = None
+    use_beam_search: bool | None = False
+    length_penalty: float | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     echo: bool | None = False
-    priority: int | None = 0
     request_id: str | None = None
-    cache_salt: str | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     stream_interval: int | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    use_beam_search: Any = None
     repetition_detection: Any = None
     watermarking: Any = None
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
     prompt_embeds: Any = None
-    thinking_token_budget: int | None = None
 
     @property
     def truncation(self) -> Truncation:
@@ -130,9 +108,7 @@ class UsageOptions(msgspec.Struct):
 
 def check_fields(request: GenerationFields) -> None:
     """Raise HttpError 400 for fields that cannot be honoured, or contradict each other."""
-    for name, why in REFUSALS.items():
-        if getattr(request, name) not in (None, False, -1):
-            raise HttpError(400, f"{name} is given. {why}, so leave it out.", name)
+    check_refusals(request, REFUSALS, nothing=(None, False, -1))
     if request.stream_options is not None and not request.stream:
         raise HttpError(400, "stream_options is given, but stream is not true. Leave it out.", "stream_options")
     if request.stream and request.prompt_logprobs:
@@ -145,8 +121,7 @@ def check_fields(request: GenerationFields) -> None:
             400, f"stream_interval is {request.stream_interval}, but tokens are sent as they come. Leave it out.",
             "stream_interval",
         )  # fmt: skip
-    if isinstance(request.stop, list) and len(request.stop) > MAX_STOP_STRINGS:
-        raise HttpError(400, f"stop has {len(request.stop)} texts; at most {MAX_STOP_STRINGS} are looked for.", "stop")
+    check_stop("stop", request.stop)
 
 
 def shape_of(request: GenerationFields) -> StructuredOutputsParams | None:
@@ -193,13 +168,16 @@ def sampling_params(
 ) -> SamplingParams:
     """The request's own parameters over the model's `defaults`. `max_tokens` None fills the context.
 
-    Raises RequestError for values that cannot be.
+    With beams nothing is drawn, and only what concerns the text is left of both. Raises RequestError for values that
+    cannot be.
     """
-    given = {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}
+    values = {**defaults, **given(request, SAMPLING)}
+    if request.use_beam_search:
+        values = given(request, KEPT_WITH_BEAMS)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     with client_names({"extra_args": "vllm_xargs"}):
         return SamplingParams(
-            **{**defaults, **given, "max_tokens": max_tokens, "logprobs": logprobs},
+            **{**values, "max_tokens": max_tokens, "logprobs": logprobs},
             extra_args=request.vllm_xargs,
             output_kind=kind,
         )

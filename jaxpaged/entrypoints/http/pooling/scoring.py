@@ -31,7 +31,6 @@ from jaxpaged.entrypoints.http.pooling.running import (
     usage_of,
 )
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.sse import answer_or_leave
 from jaxpaged.pooling import PoolingParams
 
 NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
@@ -58,7 +57,7 @@ class Scoring:
                 ScoreResponse(id=request_id, created=int(time.time()), model=model, data=data, usage=usage)
             )
 
-        return await self._answer(request, run(), request_id)
+        return await service.answered(request, request_id, run())
 
     async def rerank(self, request: Request) -> Response:
         """Documents in order of how well they fit a query."""
@@ -80,7 +79,7 @@ class Scoring:
             counts = RerankUsage(usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details)
             return json_response(RerankResponse(id=request_id, model=model, usage=counts, results=results))
 
-        return await self._answer(request, run(), request_id)
+        return await service.answered(request, request_id, run())
 
     async def _scores(
         self, request_id: str, wanted: PoolingFields, names: tuple[str, str], first: list[str], second: list[str]
@@ -109,11 +108,6 @@ class Scoring:
         if classifies:
             return [float(vector[0]) for vector in vectors], usage
         return [cosine(vectors[i], vectors[len(first) + j]) for i, j in pairs], usage
-
-    async def _answer(self, request: Request, work, request_id: str) -> Response:
-        response = await answer_or_leave(request, work)
-        response.headers.update(self._service.answer_headers(request_id))
-        return response
 
 
 def texts_of(wanted: ScoreRequest) -> tuple[tuple[str, str], list[str], list[str]]:

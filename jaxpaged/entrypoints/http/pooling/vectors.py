@@ -31,7 +31,6 @@ from jaxpaged.entrypoints.http.pooling.running import (
     usage_of,
 )
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.sse import answer_or_leave
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 
 
@@ -112,9 +111,7 @@ class Vectors:
             with client_names({"prompt": "input"}):
                 return json_response(answer(await pool_all(self._service, work)))
 
-        response = await answer_or_leave(request, run())
-        response.headers.update(self._service.answer_headers(work.request_id))
-        return response
+        return await self._service.answered(request, work.request_id, run())
 
 
 def written(output: PoolingRequestOutput, as_base64: bool) -> list[float] | str:

@@ -9,16 +9,15 @@ from starlette.responses import Response as HttpResponse
 
 from jaxpaged.entrypoints.http.auth import digest, given_key
 from jaxpaged.entrypoints.http.body import json_response, read_struct
-from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.generation import results_of, stream
+from jaxpaged.entrypoints.http.errors import HttpError, client_names
+from jaxpaged.entrypoints.http.generation import Numbered, all_results, stream
 from jaxpaged.entrypoints.http.responses.events import EventLog
-from jaxpaged.entrypoints.http.responses.job import Job, JobMaker, own_names
+from jaxpaged.entrypoints.http.responses.job import Job, JobMaker
 from jaxpaged.entrypoints.http.responses.request import ResponsesRequest, check
 from jaxpaged.entrypoints.http.responses.response import DeletedResponse
 from jaxpaged.entrypoints.http.responses.run import ResponseRun
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
 from jaxpaged.messages import RequestOutput
 
 
@@ -36,19 +35,16 @@ class Responses:
         service = self._service
         wanted = await read_struct(request, ResponsesRequest, service.options.max_body_bytes)
         check(wanted)
-        headers = service.answer_headers(service.request_id(request, "resp"))
+        request_id = service.request_id(request, "resp")
         job = await self._jobs.make(wanted, owner_of(request))
         if wanted.background:
             stored = await self._begin_in_background(job, with_events=bool(wanted.stream))
             if wanted.stream:
-                return self._following(stored, -1, headers)
-            response = json_response(stored.response)
-        elif wanted.stream:
-            return self._streamed(job, headers)
-        else:
-            response = await answer_or_leave(request, self._complete(job))
-        response.headers.update(headers)
-        return response
+                return self._following(request_id, stored, -1)
+            return json_response(stored.response, headers=service.answer_headers(request_id))
+        if wanted.stream:
+            return self._streamed(request_id, job)
+        return await service.answered(request, request_id, self._complete(job))
 
     async def retrieve(self, request: Request) -> HttpResponse:
         """A response that is kept; with stream=true the events of one that was made so in the background."""
@@ -63,7 +59,7 @@ class Responses:
                 400, "The response was not made with background and stream, so its events were not kept. Leave out "
                 "stream.", "stream",
             )  # fmt: skip
-        return self._following(stored, -1 if after is None else after, {})
+        return self._following(self._service.request_id(request, "resp"), stored, -1 if after is None else after)
 
     async def cancel(self, request: Request) -> HttpResponse:
         """End a response in the background. One that has ended stays as it is."""
@@ -89,29 +85,27 @@ class Responses:
 
     async def _complete(self, job: Job) -> HttpResponse:
         run = ResponseRun(job, self._store, EventLog(silent=True))
-        with own_names(job.names):
-            async for _ in run.events(self._results(job)):
-                pass
+        async for _ in run.events(self._results(job)):
+            pass
         return json_response(job.response)
 
-    def _streamed(self, job: Job, headers: dict[str, str]) -> HttpResponse:
+    def _streamed(self, request_id: str, job: Job) -> HttpResponse:
         log = EventLog()
         run = ResponseRun(job, self._store, log)
 
         async def events() -> AsyncGenerator[bytes]:
-            with own_names(job.names):
-                async with contextlib.aclosing(run.events(self._results(job))) as made:
-                    async for frames in made:
-                        if frames:
-                            yield b"".join(frames)
+            async with contextlib.aclosing(run.events(self._results(job))) as made:
+                async for frames in made:
+                    if frames:
+                        yield b"".join(frames)
 
-        return EventStream(events(), log.late_error, self._service.options.sse_keep_alive_interval, headers)
+        return self._service.streamed(request_id, events(), log.late_error)
 
     async def _begin_in_background(self, job: Job, with_events: bool) -> StoredResponse:
         """Everything that is wrong with a request by itself is found before it is answered."""
         service, generation = self._service, job.generation
         prompt, params = generation.prompts[0].for_engine(), generation.params
-        with own_names(job.names):
+        with client_names(generation.names):
             await asyncio.to_thread(
                 service.engine.input_processor.process, generation.request_id, prompt, params,
                 priority=generation.priority,
@@ -120,16 +114,20 @@ class Responses:
         with contextlib.ExitStack() as admission:
             admission.enter_context(service.traffic.admitted(generation.load()))
             run = ResponseRun(job, self._store, EventLog(silent=not with_events))
-            return run.start(results_of(service.engine, generation, 0), admission.pop_all())
+            return run.start(outputs_of(all_results(service.engine, generation)), admission.pop_all())
 
-    async def _results(self, job: Job) -> AsyncGenerator[RequestOutput]:
-        async with contextlib.aclosing(stream(self._service.engine, self._service.traffic, job.generation)) as results:
-            async for _, output in results:
-                yield output
+    def _results(self, job: Job) -> AsyncGenerator[RequestOutput]:
+        return outputs_of(stream(self._service.engine, self._service.traffic, job.generation))
 
-    def _following(self, stored: StoredResponse, after: int, headers: dict[str, str]) -> HttpResponse:
-        interval = self._service.options.sse_keep_alive_interval
-        return EventStream(stored.follow(after), EventLog().late_error, interval, headers)
+    def _following(self, request_id: str, stored: StoredResponse, after: int) -> HttpResponse:
+        return self._service.streamed(request_id, stored.follow(after), EventLog().late_error)
+
+
+async def outputs_of(numbered: AsyncGenerator[Numbered]) -> AsyncGenerator[RequestOutput]:
+    """Results of the only prompt."""
+    async with contextlib.aclosing(numbered) as results:
+        async for _, output in results:
+            yield output
 
 
 def owner_of(request: Request) -> bytes:

@@ -3,9 +3,8 @@
 This module does not know how a response is made or handed out.
 """
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from jaxpaged.entrypoints.http.responses.store import ResponseStore
 from jaxpaged.entrypoints.http.responses.text_format import shape_of
 from jaxpaged.entrypoints.http.responses.tools import tool_use
 from jaxpaged.entrypoints.http.responses.truncation import newest_that_fit
+from jaxpaged.entrypoints.http.sampling_fields import given
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
@@ -31,20 +31,10 @@ ENGINE_NAMES = {
 }  # fmt: skip
 """What other parts of the server call a field -> what it is called here."""
 
-SAMPLING = (
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
-    "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-    "skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "allowed_token_ids",
-)  # fmt: skip
-"""Fields that are sampling parameters under the same name."""
-
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request. `items` are the conversation up to the response, `owner` who may ask for it.
-
-    `names`: what other parts of the server call a field -> what the request calls it.
-    """
+    """A checked request. `items` are the conversation up to the response, `owner` who may ask for it."""
 
     response: Response
     items: list[Item]
@@ -53,7 +43,6 @@ class Job:
     reading: Reading
     tells_cached_tokens: bool
     count_tokens: Callable[[str], int]
-    names: dict[str, str]
 
 
 class JobMaker:
@@ -70,13 +59,13 @@ class JobMaker:
         items = [*earlier, *input_items(wanted.input)]
         shape_field = "text.format" if wanted.structured_outputs is None else "structured_outputs"
         names = {**ENGINE_NAMES, "structured_outputs": shape_field}
-        with own_names(names):
+        with client_names(names):
             prepared = await self._prepared(wanted, self._turns(wanted, earlier))
         response = response_of(wanted, model, prepared.params, self._keeps(wanted))
         return Job(
             response, items, owner,
-            GenerationRequest(response.id, [prepared.prompt], prepared.params, wanted.priority or 0),
-            prepared.reading, service.options.enable_prompt_tokens_details, service.count_tokens, names,
+            GenerationRequest(response.id, [prepared.prompt], prepared.params, wanted.priority or 0, names),
+            prepared.reading, service.options.enable_prompt_tokens_details, service.count_tokens,
         )  # fmt: skip
 
     def _keeps(self, wanted: ResponsesRequest) -> bool:
@@ -91,7 +80,7 @@ class JobMaker:
         previous_id = wanted.previous_response_id
         if previous_id is None:
             return []
-        with own_names({"response_id": "previous_response_id"}):
+        with client_names({"response_id": "previous_response_id"}):
             previous = self._store.get(previous_id, owner)
         status = previous.response.status
         if status in ("queued", "in_progress", "failed"):
@@ -132,12 +121,10 @@ class JobMaker:
     def _params(self, wanted: ResponsesRequest) -> SamplingParams:
         """Without a limit of its own a request gets the model's, or the rest of the context."""
         defaults = dict(self._service.engine.input_processor.defaults.sampling)
-        given = {name: value for name in SAMPLING if (value := getattr(wanted, name)) is not None}
-        if wanted.max_output_tokens is not None:
-            given["max_tokens"] = wanted.max_output_tokens
+        limit = {} if wanted.max_output_tokens is None else {"max_tokens": wanted.max_output_tokens}
         in_pieces = wanted.stream or wanted.background
         return SamplingParams(
-            **{"max_tokens": None, **defaults, **given},
+            **{"max_tokens": None, **defaults, **given(wanted), **limit},
             logprobs=(wanted.top_logprobs or 0) if wanted.wants_logprobs else None,
             extra_args=wanted.vllm_xargs,
             output_kind=RequestOutputKind.DELTA if in_pieces else RequestOutputKind.FINAL_ONLY,
@@ -175,18 +162,3 @@ def response_of(wanted: ResponsesRequest, model: str, params: SamplingParams, ke
         user=wanted.user,
         metadata=wanted.metadata or {},
     )
-
-
-@contextlib.contextmanager
-def own_names(names: dict[str, str]) -> Iterator[None]:
-    """Make errors name fields as this API does: another part's name -> the name here."""
-    try:
-        with client_names(names):
-            yield
-    except HttpError as error:
-        known = names.get(error.parameter or "")
-        if known is None:
-            raise
-        text = str(error)
-        text = known + text.removeprefix(error.parameter) if text.startswith(error.parameter) else text
-        raise HttpError(error.status, text, known, error.headers) from None

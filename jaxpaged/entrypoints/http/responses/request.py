@@ -10,7 +10,7 @@ import msgspec
 
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.openai.fields import MAX_STOP_STRINGS
+from jaxpaged.entrypoints.http.sampling_fields import TRANSFER_REFUSALS, EngineFields, check_refusals, check_stop
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MAX_TOP_LOGPROBS = 20
@@ -28,11 +28,9 @@ REFUSALS = {
     "prompt": "This server has no prompt templates",
     "context_management": "Contexts are not compacted",
     "moderation": "Nothing is moderated",
-    "kv_transfer_params": "This server has no KV connector",
-    "ec_transfer_params": "This server has no encoder connector",
+    **TRANSFER_REFUSALS,
     "enable_response_messages": "Responses have items, and no messages",
     "previous_input_messages": "Give earlier messages as input",
-    "n": "A response is one answer",
     "max_tokens": "It is called max_output_tokens here",
     "max_completion_tokens": "It is called max_output_tokens here",
     "response_format": "It is called text.format here",
@@ -64,28 +62,25 @@ class ResponseStreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """An input to answer. None means the default. The fields from `top_k` on are vLLM's, not OpenAI's."""
+class ResponsesRequest(EngineFields, kw_only=True):
+    """An input to answer. None means the default. Of the fields in `EngineFields`, most are vLLM's and not OpenAI's."""
 
     input: str | list[dict[str, Any]]
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = False
-    stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
     include: list[str] | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: str | None = None
@@ -96,29 +91,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     prompt: Any = None
     context_management: Any = None
     moderation: Any = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    structured_outputs: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    vllm_xargs: dict[str, Any] | None = None
-    priority: int | None = 0
-    cache_salt: str | None = None
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
     enable_response_messages: Any = None
     previous_input_messages: Any = None
     n: Any = None
@@ -134,9 +106,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 def check(wanted: ResponsesRequest) -> None:
     """Raise HttpError 400 for fields that cannot be honoured, or contradict each other."""
-    for name, why in REFUSALS.items():
-        if getattr(wanted, name) not in (None, False, [], {}) and not (name == "n" and wanted.n == 1):
-            raise HttpError(400, f"{name} is given. {why}, so leave it out.", name)
+    check_refusals(wanted, REFUSALS)
+    if wanted.n not in (None, 1):
+        raise HttpError(400, "n is given. A response is one answer, so leave it out.", "n")
     check_metadata(wanted.metadata)
     check_logprobs(wanted)
     check_way_to_answer(wanted)
@@ -145,8 +117,7 @@ def check(wanted: ResponsesRequest) -> None:
         check_depth(name, getattr(wanted, name))
     if wanted.text is not None:
         check_depth("text", wanted.text.format)
-    if isinstance(wanted.stop, list) and len(wanted.stop) > MAX_STOP_STRINGS:
-        raise HttpError(400, f"stop has {len(wanted.stop)} texts; at most {MAX_STOP_STRINGS} are looked for.", "stop")
+    check_stop("stop", wanted.stop)
     if wanted.max_tool_calls is not None and wanted.max_tool_calls < 1:
         raise HttpError(400, f"max_tool_calls is {wanted.max_tool_calls}; it must be at least 1.", "max_tool_calls")
 

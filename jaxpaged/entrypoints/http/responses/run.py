@@ -37,6 +37,7 @@ class ResponseRun:
         self._reader = AnswerReader(job.reading, job.generation.prompts[0].text)
         self._logprobs = TextLogprobs(job.reading.is_plain)
         self._num_output_tokens = 0
+        self._admission = contextlib.ExitStack()
 
     async def events(self, results: AsyncGenerator[RequestOutput]) -> AsyncGenerator[list[bytes]]:
         """Events as they come, those of a result together.
@@ -55,18 +56,19 @@ class ResponseRun:
         except Exception as error:
             if not begun:
                 raise
+            self._admission.close()
             self._writer.fail(as_http_error(error))
             self._keep()
             yield self._log.take()
 
     def start(self, results: AsyncGenerator[RequestOutput], admission: contextlib.ExitStack) -> StoredResponse:
-        """Make the response in a task; `admission` is closed when that is done."""
-        stored = self._stored
+        """Make the response in a task. `admission` is closed before anybody can see that the response has ended."""
+        stored, self._admission = self._stored, admission
         self._writer.queue()
         stored.add_events(self._log.take())
         stored.is_running = True
         stored.task = asyncio.ensure_future(self._run(results))
-        stored.task.add_done_callback(lambda task: self._end(task, admission))
+        stored.task.add_done_callback(self._end)
         self._keep()
         return stored
 
@@ -75,9 +77,9 @@ class ResponseRun:
             async for frames in events:
                 self._stored.add_events(frames)
 
-    def _end(self, task: asyncio.Task[None], admission: contextlib.ExitStack) -> None:
+    def _end(self, task: asyncio.Task[None]) -> None:
         """A callback, since a task that is cancelled before it has begun runs none of its own code."""
-        admission.close()
+        self._admission.close()
         if task.cancelled():
             self._writer.cancel()
         elif (error := task.exception()) is not None:
@@ -94,6 +96,7 @@ class ResponseRun:
             part = self._reader.read(piece)
             self._writer.write(part.deltas, self._logprobs.of(part.deltas, self._entries(piece)))
         if part.finish_reason is not None:
+            self._admission.close()
             self._writer.finish(part.finish_reason, self._usage(output), self._logprobs.rest())
             self._keep()
 

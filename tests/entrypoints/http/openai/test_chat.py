@@ -130,6 +130,11 @@ def test_template_variables_reach_the_template(ask):
     assert prompt_of(ask, body, chat=chat) == "T|good|low"
 
 
+@pytest.mark.parametrize("name", ["self", "cls", "args", "kwargs", "context", "loop", "", "a b"])
+def test_template_variables_may_have_any_name_that_is_not_the_templates_own(ask, name):
+    assert prompt_of(ask, {"chat_template_kwargs": {name: 5}}, chat="{{ messages[0].content }}") == "the cat"
+
+
 def test_a_template_of_the_request_needs_the_operators_consent(ask):
     body = {"chat_template": "mine: {{ messages[0].content }}"}
     refused = ask("/v1/chat/completions", {**GREEDY, **body})

@@ -93,6 +93,18 @@ def test_who_stops_to_follow_does_not_end_a_response_in_the_background(serving):
     assert ended["usage"]["output_tokens"] == 20 and aborted == []
 
 
+def test_a_response_that_has_ended_is_not_under_way_any_more(serving):
+    async def scenario(server):
+        server.engine.executor.longest_run = 1
+        queued = await create(server, background=True)
+        while (status := (await server.client.get(f"/v1/responses/{queued['id']}")).json["status"]) != "incomplete":
+            assert status in ("queued", "in_progress")
+            await asyncio.sleep(0)
+        return len(server.service.traffic)
+
+    assert serving(scenario) == 0
+
+
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_response_is_cancelled_with_what_it_had(serving, steps):
     async def scenario(server):

@@ -1,0 +1,70 @@
+"""Beam search for one HTTP request: every step is a batch of one-token requests, and what is found becomes results.
+
+The request is under way as one, however many steps it takes. This module knows no endpoint.
+"""
+
+import dataclasses
+
+from jaxpaged.engine.detokenizer import make_detokenizer
+from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.entrypoints.beam_search import BeamSearch, BeamSearchSequence, check_beam_width, one_token
+from jaxpaged.entrypoints.http.engine_client import Engine
+from jaxpaged.entrypoints.http.errors import client_names
+from jaxpaged.entrypoints.http.generation import GenerationRequest, collect, last_results
+from jaxpaged.entrypoints.http.prompts import TokenPrompt
+from jaxpaged.entrypoints.http.traffic import Traffic
+from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
+from jaxpaged.sampling_params import SamplingParams
+
+
+async def collect_or_search(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[RequestOutput]:
+    """The result of every prompt, in order: what was drawn, or, for a request with beams, the best that was found.
+
+    Raises HttpError when there is no room or when a prompt fails, and what the engine raises.
+    """
+    return await (collect if request.beams is None else search)(engine, traffic, request)
+
+
+async def search(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[RequestOutput]:
+    """`collect_or_search` of a request with beams. RequestError for more beams than the engine has candidates for."""
+    processor, beams = engine.input_processor, request.beams
+    prompts = [prompt.token_ids for prompt in request.prompts]
+    searching = BeamSearch(prompts, beams, processor.max_model_len, processor.eos_token_ids)
+    params = one_token(beams, request.params.logprobs or 0)
+    num_cached: list[int | None] = []
+    with client_names({**request.names, "beam_width": "n"}), traffic.admitted(request.load()):
+        check_beam_width(beams, processor.max_logprobs)
+        while step := searching.next_step():
+            grown = [TokenPrompt(tokens, None, request.prompts[number].cache_salt) for number, tokens in step]
+            outputs = await last_results(engine, dataclasses.replace(request, prompts=grown, params=params, beams=None))
+            num_cached = num_cached or [output.num_cached_tokens for output in outputs]
+            searching.advance(outputs)
+    tokenizer = processor.tokenizer
+    return [
+        RequestOutput(
+            request.request_id, prompt.text, prompt.token_ids, None,
+            [completion(i, each, prompt, request.params, tokenizer) for i, each in enumerate(found.sequences)],
+            finished=True, num_cached_tokens=cached,
+        )
+        for prompt, found, cached in zip(request.prompts, searching.results(), num_cached, strict=True)
+    ]  # fmt: skip
+
+
+def completion(
+    index: int, beam: BeamSearchSequence, prompt: TokenPrompt, params: SamplingParams, tokenizer: Tokenizer
+) -> CompletionOutput:
+    """A sequence that was found, without its prompt, as the engine would give it."""
+    token_ids = beam.tokens[len(prompt.token_ids) :]
+    detokenizer = make_detokenizer(tokenizer, prompt.token_ids, params)
+    detokenizer.push(token_ids, ended_by_token=beam.finish_reason == "stop")
+    detokenizer.finish()
+    logprobs = None
+    if params.logprobs is not None:
+        logprobs = [shown(*each, params.logprobs) for each in zip(token_ids, beam.logprobs, strict=True)]
+    return CompletionOutput(index, detokenizer.text, token_ids, beam.cum_logprob, logprobs, beam.finish_reason)
+
+
+def shown(token_id: int, candidates: dict[int, Logprob], count: int) -> dict[int, Logprob]:
+    """The token that was chosen, and the `count` likeliest; -1: all."""
+    ranked = {i: each for i, each in candidates.items() if count == -1 or each.rank <= count}
+    return {token_id: candidates[token_id], **ranked}

@@ -1,0 +1,133 @@
+"""How many requests came, how long they took, and how large they and their answers were.
+
+Names, labels and buckets are those of the Prometheus instrumentation that vLLM's dashboards read: statuses by class,
+paths as they are declared. Nothing that a client makes up becomes a label. This module knows no endpoint.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxpaged.engine.metrics import Counter, Metric, Tally
+
+FINE_BUCKETS = (.01, .025, .05, .075, .1, .25, .5, .75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)  # fmt: skip
+COARSE_BUCKETS = (.1, .5, 1)  # fmt: skip
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+UNCOUNTED = frozenset({"/metrics", "/health", "/ready", "/load", "/ping", "/version"})
+"""Paths that machines ask all the time."""
+NOWHERE = "none"
+"""What paths are called that lead nowhere, and those of requests that were refused before they got anywhere."""
+NO_ANSWER = 499
+"""The status of a request whose client left before there was an answer."""
+
+
+@dataclass(frozen=True)
+class Summary(Metric):
+    """How many observations there were, and their sum."""
+
+    count: int
+    sum: float
+
+
+@dataclass
+class Size:
+    """Bytes that went one way."""
+
+    count: int = 0
+    sum: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.count += 1
+        self.sum += num_bytes
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request and its answer. `handler` is the path as it is declared."""
+
+    method: str
+    handler: str
+    status: int
+    num_bytes_in: int
+    num_bytes_out: int
+
+
+class RequestCounts:
+    """What was counted since the server started."""
+
+    def __init__(self) -> None:
+        self._requests: dict[tuple[str, str, str], int] = defaultdict(int)
+        self._times: dict[tuple[str, str], Tally] = defaultdict(lambda: Tally(COARSE_BUCKETS))
+        self._all_times = Tally(FINE_BUCKETS)
+        self._sizes_in: dict[str, Size] = defaultdict(Size)
+        self._sizes_out: dict[str, Size] = defaultdict(Size)
+
+    def add(self, exchange: Exchange, seconds: float) -> None:
+        """An exchange that took `seconds` from its headers to the last byte of the answer."""
+        handler, method = exchange.handler, exchange.method if exchange.method in METHODS else "other"
+        self._requests[method, f"{exchange.status // 100}xx", handler] += 1
+        self._times[handler, method].observe(seconds)
+        self._all_times.observe(seconds)
+        self._sizes_in[handler].add(exchange.num_bytes_in)
+        self._sizes_out[handler].add(exchange.num_bytes_out)
+
+    def read(self) -> list[Metric]:
+        """All of it as metrics."""
+        return [
+            *(
+                Counter("http_requests", {"method": method, "status": status, "handler": handler}, count)
+                for (method, status, handler), count in self._requests.items()
+            ),
+            self._all_times.read("http_request_duration_highr_seconds"),
+            *(
+                replace(tally.read("http_request_duration_seconds"), labels={"handler": handler, "method": method})
+                for (handler, method), tally in self._times.items()
+            ),
+            *summaries("http_request_size_bytes", self._sizes_in),
+            *summaries("http_response_size_bytes", self._sizes_out),
+        ]
+
+
+def summaries(name: str, sizes: Mapping[str, Size]) -> list[Metric]:
+    return [Summary(name, {"handler": handler}, size.count, size.sum) for handler, size in sizes.items()]
+
+
+class CountRequests:
+    """Counts what goes through. `handlers`: the function that answers -> its path as it is declared."""
+
+    def __init__(self, app: ASGIApp, counts: RequestCounts, handlers: Mapping[Callable[..., Any], str]):
+        self._app = app
+        self._counts = counts
+        self._handlers = handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status, num_bytes_in, num_bytes_out = time.perf_counter(), NO_ANSWER, 0, 0
+
+        async def received() -> Message:
+            nonlocal num_bytes_in
+            message = await receive()
+            num_bytes_in += len(message.get("body", b""))
+            return message
+
+        def sent(message: Message) -> Awaitable[None]:  # no coroutine of its own: streams come by for every token
+            nonlocal status, num_bytes_out
+            if "body" in message:
+                num_bytes_out += len(message["body"])
+            elif "status" in message:
+                status = message["status"]
+            return send(message)
+
+        try:
+            await self._app(scope, received, sent)
+        finally:
+            handler = self._handlers.get(scope.get("endpoint"), NOWHERE)
+            if handler not in UNCOUNTED:
+                exchange = Exchange(scope["method"], handler, status, num_bytes_in, num_bytes_out)
+                self._counts.add(exchange, time.perf_counter() - start)

@@ -1,0 +1,73 @@
+"""Fields that mean the same in completions, chats and responses, and checks that all of OpenAI's endpoints make.
+
+Types are checked when a body is decoded; ranges by `SamplingParams`. This module knows no endpoint.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from jaxpaged.entrypoints.http.errors import HttpError
+
+MAX_STOP_STRINGS = 4
+TRANSFER_REFUSALS = {
+    "kv_transfer_params": "This server has no KV connector",
+    "ec_transfer_params": "This server has no encoder connector",
+}
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Sampling parameters under their own names. None means the default."""
+
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    thinking_token_budget: int | None = None
+
+
+class EngineFields(SamplingFields, kw_only=True):
+    """With them, what else every request may say."""
+
+    model: str | None = None
+    stream: bool | None = False
+    structured_outputs: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    priority: int | None = 0
+    cache_salt: str | None = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+
+
+def given(request: SamplingFields, names: Iterable[str] = SamplingFields.__struct_fields__) -> dict[str, Any]:
+    """Those of the fields that the request has."""
+    return {name: value for name in names if (value := getattr(request, name)) is not None}
+
+
+def check_refusals(
+    request: msgspec.Struct, refusals: Mapping[str, str], nothing: Collection[Any] = (None, False, "", [], {})
+) -> None:
+    """Raise HttpError 400 for a field that is never honoured: field -> why. `nothing`: values that ask for nothing."""
+    for name, why in refusals.items():
+        if getattr(request, name) not in nothing:
+            raise HttpError(400, f"{name} is given. {why}, so leave it out.", name)
+
+
+def check_stop(name: str, stop: str | list[str] | None) -> None:
+    if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
+        raise HttpError(400, f"{name} has {len(stop)} texts; at most {MAX_STOP_STRINGS} are looked for.", name)

@@ -1,0 +1,179 @@
+"""Checks of one value of a request: each raises RequestError that names the field, the value, and what it must be.
+
+This module does not know which parameters there are.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxpaged.errors import RequestError
+from jaxpaged.sampling_limits import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS_IDS,
+)
+from jaxpaged.structured_outputs import StructuredOutputsParams
+
+
+def checked_float(
+    name: str, value: Any, minimum: float = -math.inf, maximum: float = math.inf, above: float = -math.inf
+) -> float:
+    """`value` as a float, or RequestError."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} is {value!r}; it must be a number.", name)
+    if not math.isfinite(value):
+        raise RequestError(f"{name} is {value}; it must be finite.", name)
+    if value < minimum or value <= above:
+        bound = f"more than {above:g}" if value <= above else f"at least {minimum:g}"
+        raise RequestError(f"{name} is {value}; it must be {bound}.", name)
+    if value > maximum:
+        raise RequestError(f"{name} is {value}; it must be at most {maximum:g}.", name)
+    return float(value)
+
+
+def check_int(name: str, value: Any, minimum: int, maximum: int, hint: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} is {value!r}; it must be a whole number.", name)
+    if not minimum <= value <= maximum:
+        bound = f"at least {minimum}" if value < minimum else f"at most {maximum}"
+        raise RequestError(f"{name} is {value}; it must be {bound}{f' ({hint})' if hint else ''}.", name)
+
+
+def check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} is {value!r}; it must be true or false.", name)
+
+
+def check_count(name: str, count: int, minimum: int, maximum: int) -> None:
+    if not minimum <= count <= maximum:
+        bound = f"at least {minimum}" if count < minimum else f"at most {maximum}"
+        raise RequestError(f"{name} has {count} entries; it must have {bound}.", name)
+
+
+def checked_texts(name: str, value: Any) -> list[str]:
+    """`value` as a list of non-empty texts."""
+    texts = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"{name} is {value!r}; it must be a text or a list of texts.", name)
+    if "" in texts:
+        raise RequestError(f"{name} is {value!r}; an empty text would match everywhere. Leave it out.", name)
+    return list(texts)
+
+
+def check_word_lengths(words: list[str]) -> None:
+    """No word is so long that to cut it into tokens would be work."""
+    longest = max(map(len, words), default=0)
+    if longest > MAX_BAD_WORD_CHARACTERS:
+        raise RequestError(
+            f"one of bad_words has {longest} characters; it must have at most {MAX_BAD_WORD_CHARACTERS}.", "bad_words"
+        )
+
+
+def checked_ids(name: str, value: Any) -> list[int]:
+    """`value` as a list of token ids, none of them negative."""
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"{name} is {value!r}; it must be a list of token ids.", name)
+    for token_id in value:
+        check_token_id(name, token_id)
+    return list(value)
+
+
+def check_token_id(name: str, token_id: Any) -> None:
+    if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
+        raise RequestError(f"{name} contains {token_id!r}; it must contain whole numbers from 0.", name)
+
+
+def check_ids_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise RequestError(
+                f"{name} contains token id {token_id}, but the vocabulary has {vocab_size} ids. "
+                f"Use ids from 0 to {vocab_size - 1}.",
+                name,
+            )
+
+
+def checked_bias(value: Any) -> dict[int, float]:
+    """`value` as token id -> bias in [-100, 100]. JSON has only text as keys, so "17" is taken for 17."""
+    if not isinstance(value, Mapping):
+        raise RequestError(f"logit_bias is {value!r}; it must map token ids to numbers.", "logit_bias")
+    check_count("logit_bias", len(value), 0, MAX_LOGIT_BIAS_IDS)
+    bias = {}
+    for key, amount in value.items():
+        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        check_token_id("logit_bias", token_id)
+        bias[token_id] = min(max(checked_float("logit_bias", amount), -100.0), 100.0)
+    return bias
+
+
+def check_logprobs_limit(name: str, wanted: int | None, vocab_size: int, max_logprobs: int) -> None:
+    if wanted is None:
+        return
+    count = vocab_size if wanted == -1 else wanted
+    if count > max_logprobs:
+        asked = f"-1, the whole vocabulary of {vocab_size}" if wanted == -1 else str(wanted)
+        raise RequestError(
+            f"{name} is {asked}, but this engine gives at most {max_logprobs}. "
+            "Ask for fewer, or start the engine with a larger max_logprobs.",
+            name,
+        )
+
+
+def check_bad_words_token_ids(words: list[list[int]], vocab_size: int) -> None:
+    """The words as tokens fit the places that the sampler has for them."""
+    hint = "Use fewer or shorter bad_words."
+    if len(words) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words become {len(words)} token sequences, with and without a space before them; "
+            f"at most {MAX_BAD_WORDS} are possible. {hint}",
+            "bad_words",
+        )
+    for word in words:
+        check_ids_in_vocabulary("bad_words", word, vocab_size)
+        if not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
+            raise RequestError(
+                f"one of bad_words has {len(word)} tokens; 1 to {MAX_BAD_WORD_LENGTH} are possible. {hint}",
+                "bad_words",
+            )
+    total = sum(map(len, words))
+    if total > MAX_BAD_WORD_TOKENS:
+        raise RequestError(
+            f"bad_words have {total} tokens together; at most {MAX_BAD_WORD_TOKENS} are possible. {hint}",
+            "bad_words",
+        )
+
+
+def checked_structured_outputs(value: Any) -> StructuredOutputsParams:
+    """The parameters, or what a dict of their fields says."""
+    if isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, dict):
+        raise RequestError(
+            f"structured_outputs is {value!r}; it must be StructuredOutputsParams, or a dict of its fields.",
+            "structured_outputs",
+        )
+    return StructuredOutputsParams.from_dict(value)
+
+
+def check_extra_args(value: Any) -> None:
+    """A dict with text keys, of values that every wire format can carry."""
+    if not isinstance(value, dict):
+        raise RequestError(f"extra_args is {value!r}; it must map names to values.", "extra_args")
+    pending: list[Any] = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            if not all(isinstance(key, str) for key in item):
+                raise RequestError(f"extra_args has keys {list(item)!r}; they must be text.", "extra_args")
+            pending.extend(item.values())
+        elif isinstance(item, list | tuple):
+            pending.extend(item)
+        elif isinstance(item, int) and not -(2**63) <= item < 2**64:
+            raise RequestError(f"extra_args contains {item}; whole numbers must fit 64 bits.", "extra_args")
+        elif not isinstance(item, str | bytes | int | float | None):
+            raise RequestError(
+                f"extra_args contains {item!r}; use texts, numbers, lists and dicts of them.", "extra_args"
+            )
