@@ -168,12 +168,12 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
 
     request_id: str
     new_token_ids: list[int]
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
     new_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt tokens 1, 2, ...; once, with the first token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
     error: str | None = None  # with finish_reason "error"
     pooled: np.ndarray | None = None  # float32, of a pooling request that is done
 

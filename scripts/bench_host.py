@@ -1,6 +1,6 @@
 """Host time of one engine step, by part, with a model that costs nothing; and whether the device ever waits for it.
 
-    python scripts/bench_host.py [--running 256] [--waiting 0] [--steps 400] [--kind delta] [--profile 12]
+    python scripts/bench_host.py [--running 256] [--waiting 0] [--kind delta] [--asked stop] [--profile 12]
     python scripts/bench_host.py --device-ms 5 [--running 256] [--steps 400]
 
 The real scheduler, runner, output processor and detokenizer serve the embedded model's tokenizer; only the compiled
@@ -37,6 +37,7 @@ from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.hub import resolve_model_folder
 from jaxpaged.sampling.custom import NO_PROCESSORS
+from jaxpaged.sampling.logprobs import LogprobOutput
 from jaxpaged.sampling.state import StateLayout
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.worker.buckets import doubling_buckets
@@ -47,6 +48,14 @@ from jaxpaged.worker.request_rows import RequestRows
 SHORTEST_PROMPT = 40
 MAX_MODEL_LEN = 4096
 WARM_UP_STEPS = 30
+NUM_CANDIDATES = 21
+ASKED = {
+    "nothing": {},
+    "stop": {"stop": ["\n\nQuestion:", "</answer>"]},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    "logprobs": {"logprobs": 5},
+}
+"""What every request may ask for besides its tokens."""
 
 
 class FreePrograms:
@@ -56,6 +65,7 @@ class FreePrograms:
         self.state = jax.device_put(np.zeros(2, np.int32))
         sizes = doubling_buckets(4096, "cpu")
         self.tokens = {size: jax.device_put(np.full(size, token_id, np.int32)) for size in sizes}
+        self.logprobs = {size: jax.device_put(made_up_logprobs(size, token_id)) for size in sizes}
         self.device = device
 
     def smallest_ready(self, kind: str, size: int, buckets: tuple[int, ...]) -> int:
@@ -68,7 +78,16 @@ class FreePrograms:
         if key.kind == "sample":
             tokens = self.tokens[key.size]
             return lambda *_: (state, tokens if self.device is None else self.device.compute(tokens))
+        if key.kind == "sample_full":
+            full = (state, self.tokens[key.size], state, self.logprobs[key.size])
+            return lambda *_: full
         return lambda *_: state
+
+
+def made_up_logprobs(size: int, token_id: int) -> LogprobOutput:
+    """As many candidates as an engine's programs give."""
+    ids_SJ = np.tile(token_id + np.arange(NUM_CANDIDATES, dtype=np.int32), (size, 1))
+    return LogprobOutput(ids_SJ, np.full(ids_SJ.shape, -1.5, np.float32), np.ones(size, np.int32))
 
 
 class Device:
@@ -124,6 +143,9 @@ class FreeExecutor:
         )
         self.execute = self.runner.execute
 
+    def max_decode_steps(self) -> int:
+        return 1
+
     def stats(self) -> dict[str, Any]:
         return {}
 
@@ -162,9 +184,11 @@ def make_engine(running: int, device: Device | None = None) -> tuple[LLMEngine, 
     return LLMEngine(config, build_input_processor(config, decoder, folder), InprocClient(core)), executor
 
 
-def fill(engine: LLMEngine, num_requests: int, steps: int, kind: RequestOutputKind) -> None:
+def fill(engine: LLMEngine, num_requests: int, steps: int, kind: RequestOutputKind, **asked: Any) -> None:
     """Add requests that outlive `steps` steps, and go through the first ones."""
-    params = SamplingParams(max_tokens=steps + 4 * WARM_UP_STEPS, ignore_eos=True, output_kind=kind, temperature=0.7)
+    params = SamplingParams(
+        max_tokens=steps + 4 * WARM_UP_STEPS, ignore_eos=True, output_kind=kind, temperature=0.7, **asked
+    )
     for i in range(num_requests):
         prompt = [300 + i % 1000] * (SHORTEST_PROMPT + i % 16)
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
@@ -224,13 +248,14 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=0)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--kind", choices=[kind.name.lower() for kind in RequestOutputKind], default="delta")
+    parser.add_argument("--asked", choices=ASKED, default="nothing", help="what requests ask for besides their tokens")
     parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print a profile instead of the parts")
     parser.add_argument("--device-ms", type=float, default=0.0, help="show the overlap with steps of this length")
     args = parser.parse_args()
     device = Device(args.device_ms / 1e3) if args.device_ms else None
     engine, executor = make_engine(args.running, device)
-    fill(engine, args.running + args.waiting, args.steps, RequestOutputKind[args.kind.upper()])
-    print(f"{args.running} running, {args.waiting} waiting, {args.kind}", end=": ")
+    fill(engine, args.running + args.waiting, args.steps, RequestOutputKind[args.kind.upper()], **ASKED[args.asked])
+    print(f"{args.running} running, {args.waiting} waiting, {args.kind}, asked for: {args.asked}", end=": ")
     if device is not None:
         print(f"a device that takes {args.device_ms:g} ms a step")
         print_overlap(engine, device, args.steps)

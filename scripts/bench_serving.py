@@ -1,7 +1,7 @@
 """How fast the HTTP server streams: requests and tokens per second, time to first token, time between tokens.
 
     python scripts/bench_serving.py --free [--streams 1,8,64,256]      # the server alone: its model costs nothing
-    python scripts/bench_serving.py [--streams 1,8,64,256] [--model demo] [options of jaxpaged serve]
+    python scripts/bench_serving.py [--streams 1,8,64,256] [--model demo] [engine options]
 
 Every stream is a connection that asks `--requests` times, one after the other, for `--tokens` tokens of a prompt of its
 own. The client is this process, the server another one. "tokens/CPU-s" are tokens per second of CPU time of the
@@ -9,7 +9,7 @@ server's process, so other programs on the machine, and this client, do not coun
 
 With `--free` scheduler, detokeniser, HTTP and events are the real ones, in one thread; the executor returns the same
 token for ever. Without it `jaxpaged serve` is started, and for each number of streams the same prompts go through `LLM`
-in a process of its own as well: "offline" is its throughput, and "of offline" what is left of it over HTTP.
+in a process of its own as well: "offline" is its throughput, and "overhead" the share of it that is lost over HTTP.
 """
 
 import argparse
@@ -28,9 +28,13 @@ from typing import Any
 import numpy as np
 
 ME = Path(__file__).resolve()
-HEADER = (
-    "streams  requests/s  tokens/s  TTFT p50   p99 ms  between tokens p50   p99 ms  tokens/CPU-s   offline   of offline"
-)
+COLUMNS = {
+    "streams": "d", "requests/s": ".1f", "tokens/s": ".0f", "TTFT p50 ms": ".1f", "TTFT p99 ms": ".1f",
+    "chunk gap p50 ms": ".2f", "chunk gap p99 ms": ".2f", "tokens/chunk": ".2f", "tokens/CPU-s": ".0f",
+    "offline tokens/s": ".0f", "overhead": ".1%",
+}  # fmt: skip
+"""What is measured, and how it is written."""
+Row = dict[str, float | None]
 
 
 @dataclass
@@ -40,6 +44,11 @@ class Stream:
     first: float  # from the request to its first token
     gaps: list[float]  # between chunks
     num_tokens: int
+
+    @property
+    def num_chunks(self) -> int:
+        """At most the number of tokens: to a client that is slower than the engine several come in one."""
+        return 1 + len(self.gaps)
 
 
 @dataclass
@@ -57,14 +66,17 @@ class Load:
 
 # ---- the client
 
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
 
 def prompt_ids(stream: int, request: int, length: int) -> list[int]:
     """Ids that no other request begins with, so that the prefix cache is of no help."""
     return [300 + stream % 997, 300 + request % 997, *(300 + (stream + i) % 997 for i in range(length - 2))]
 
 
-async def ask(host: str, port: int, prompt: list[int], num_tokens: int) -> Stream:
-    """One request over one connection."""
+async def ask(connection: Connection, host: str, prompt: list[int], num_tokens: int) -> Stream:
+    """One request over a connection that is kept."""
+    reader, writer = connection
     body = json.dumps(
         {
             "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True,
@@ -72,9 +84,8 @@ async def ask(host: str, port: int, prompt: list[int], num_tokens: int) -> Strea
         }
     ).encode()  # fmt: skip
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    reader, writer = await asyncio.open_connection(host, port, limit=2**20)
     begin = time.perf_counter()
-    writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     times, usage = [], b""
     async for line in reader:
         if line.startswith(b"data: {"):
@@ -82,7 +93,9 @@ async def ask(host: str, port: int, prompt: list[int], num_tokens: int) -> Strea
                 usage = line
             else:
                 times.append(time.perf_counter())
-    writer.close()
+        elif line == b"0\r\n":  # the last piece of the answer
+            await reader.readline()
+            break
     if not usage:
         raise SystemExit("the server did not answer as expected. Run it by hand to see why.")
     counted = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
@@ -95,9 +108,11 @@ async def load(url: str, pid: int, args: argparse.Namespace, num_streams: int) -
     result = Load()
 
     async def connection(number: int) -> None:
+        opened = await asyncio.open_connection(host, int(port), limit=2**20)
         for request in range(args.requests):
             prompt = prompt_ids(number, request, args.prompt_tokens)
-            result.streams.append(await ask(host, int(port), prompt, args.tokens))
+            result.streams.append(await ask(opened, host, prompt, args.tokens))
+        opened[1].close()
 
     cpu, begin = cpu_seconds(pid), time.perf_counter()
     await asyncio.gather(*(connection(number) for number in range(num_streams)))
@@ -106,8 +121,12 @@ async def load(url: str, pid: int, args: argparse.Namespace, num_streams: int) -
 
 
 def wait_for_programs(url: str) -> None:
-    """Until the server compiles nothing any more, as its metrics say."""
+    """Until the server compiles nothing any more, as its metrics say: they are renewed when a request ends."""
+    body = json.dumps({"prompt": [300], "max_tokens": 1}).encode()
+    question = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     while True:
+        with urllib.request.urlopen(question) as answer:
+            answer.read()
         with urllib.request.urlopen(f"{url}/metrics") as answer:
             lines = [
                 line.split() for line in answer.read().decode().splitlines() if line.startswith("jaxpaged:program")
@@ -124,15 +143,35 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def row(num_streams: int, result: Load, offline: float | None) -> str:
-    firsts = np.percentile([1e3 * stream.first for stream in result.streams], [50, 99])
-    gaps = np.percentile([1e3 * gap for stream in result.streams for gap in stream.gaps], [50, 99])
-    rate = result.num_tokens / result.seconds
-    shown = (
-        f"{num_streams:7d} {len(result.streams) / result.seconds:11.1f} {rate:9.0f} {firsts[0]:9.1f} {firsts[1]:8.1f}"
+def measured(num_streams: int, result: Load, offline: float | None) -> Row:
+    """The columns of one measurement; None for what was not measured."""
+    rate, num_chunks = result.num_tokens / result.seconds, sum(stream.num_chunks for stream in result.streams)
+    values = (
+        num_streams,
+        len(result.streams) / result.seconds,
+        rate,
+        *np.percentile([1e3 * stream.first for stream in result.streams], [50, 99]).tolist(),
+        *np.percentile([1e3 * gap for stream in result.streams for gap in stream.gaps], [50, 99]).tolist(),
+        result.num_tokens / num_chunks,
+        result.num_tokens / max(result.cpu_seconds, 0.01),
+        offline,
+        None if offline is None else 1 - rate / offline,
     )
-    shown += f" {gaps[0]:20.2f} {gaps[1]:8.2f} {result.num_tokens / max(result.cpu_seconds, 0.01):14.0f}"
-    return shown + ("" if offline is None else f" {offline:9.0f} {rate / offline:12.0%}")
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def cells(row: Row) -> list[str]:
+    return ["-" if value is None else f"{value:{COLUMNS[name]}}" for name, value in row.items()]
+
+
+def line(row: Row) -> str:
+    return "  ".join(cell.rjust(len(name)) for name, cell in zip(COLUMNS, cells(row), strict=True))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The rows as a table."""
+    lines = [list(COLUMNS), ["--:"] * len(COLUMNS), *map(cells, rows)]
+    return "".join(f"| {' | '.join(each)} |\n" for each in lines)
 
 
 # ---- servers
@@ -218,12 +257,14 @@ class FreeAsyncEngine:
         self.input_processor = InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=4096)
         core = EngineCore(config, FreeExecutor(max_num_seqs * 256 + 1, 16))
         self.engine = LLMEngine(config, self.input_processor, InprocClient(core))
-        self._queues: dict[str, asyncio.Queue] = {}
+        self._streams: dict[str, Any] = {}
         self._stepping: asyncio.Task | None = None
 
     async def generate(self, prompt: Any, params: Any, request_id: str, *, priority: int = 0):
+        from jaxpaged.engine.output_stream import OutputStream
+
         self.engine.add_request(request_id, prompt, params, priority=priority)
-        results = self._queues[request_id] = asyncio.Queue()
+        results = self._streams[request_id] = OutputStream(by_delta=True)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.ensure_future(self._step())
         try:
@@ -233,13 +274,13 @@ class FreeAsyncEngine:
                 if output.finished:
                     return
         finally:
-            del self._queues[request_id]
+            del self._streams[request_id]
             self.engine.abort_request(request_id)
 
     async def _step(self) -> None:
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
-                self._queues[output.request_id].put_nowait(output)
+                self._streams[output.request_id].put(output)
             await asyncio.sleep(0)
 
     async def check_health(self) -> None:
@@ -255,12 +296,16 @@ class FreeAsyncEngine:
 # ---- the same work without HTTP
 
 
-def run_offline(args: argparse.Namespace, counts: Sequence[int]) -> None:
-    """Print the throughput of `LLM`, in tokens a second, for every number of streams."""
+def run_offline(args: argparse.Namespace, counts: Sequence[int], of_server: Sequence[str]) -> None:
+    """Print the throughput of `LLM`, with the server's options, in tokens a second, for every number of streams."""
     from jaxpaged import LLM, SamplingParams
+    from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, engine_options
 
+    parser = Parser()
+    add_engine_flags(parser)
+    options = {**engine_options(parser.parse_args(of_server)), "model": args.model}
     params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, temperature=0)
-    with LLM(args.model) as llm:
+    with LLM(**options) as llm:
         llm.wait_for_programs()
         for repeat in (True, False):  # the first time warms up
             for count in counts:
@@ -292,31 +337,39 @@ def main() -> None:
     if args.serve_free:
         return serve_free(max(args.streams))
     if args.offline:
-        return run_offline(args, args.streams)
+        return run_offline(args, args.streams, of_server)
     rates = offline_rates(args)
     own = [sys.executable, str(ME), "--serve-free", *sys.argv[1:]]
     process, url = start(
         own if args.free else [sys.executable, "-m", "jaxpaged", "serve", args.model, "--port", "0", *of_server]
     )
     try:
-        print(HEADER)
+        print("  ".join(COLUMNS))
         asyncio.run(load(url, process.pid, args, max(args.streams)))  # warms up
         wait_for_programs(url)
+        rows = []
         for count, rate in zip(args.streams, rates, strict=True):
-            print(row(count, asyncio.run(load(url, process.pid, args, count)), rate), flush=True)
+            rows.append(measured(count, asyncio.run(load(url, process.pid, args, count)), rate))
+            print(line(rows[-1]), flush=True)
     finally:
         process.terminate()
         process.wait()
+    if args.json:
+        args.json.write_text(json.dumps({"command": sys.argv[1:], "rows": rows}, indent=1))
+    if args.markdown:
+        args.markdown.write_text(markdown(rows))
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Our own arguments, and those for `jaxpaged serve`."""
+    """Our own arguments, and the engine's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 256])
     parser.add_argument("--tokens", type=int, default=64, help="tokens per answer")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--requests", type=int, default=2, help="requests per stream")
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
     parser.add_argument("--free", action="store_true", help="a server whose model costs nothing")
     parser.add_argument("--no-offline", action="store_true", help="do not run the same work without HTTP")
     parser.add_argument("--serve-free", action="store_true", help=argparse.SUPPRESS)

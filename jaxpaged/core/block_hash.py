@@ -70,12 +70,12 @@ class BlockHasher:
         if len(hashes) >= num_full_blocks:
             return
         encoded = self._encoded_tokens.__getitem__
+        only_tokens = request.lora_name is None and request.cache_salt is None and not request.mm_hashes
         prefix, head = b"\x83\x58\x20", self._array_head  # an array of 3, whose first is 32 bytes
         parent = hashes[-1] if hashes else NONE_HASH
         for block_idx in range(len(hashes), num_full_blocks):
             start = block_idx * block_size
-            keys = extra_keys(request, block_idx, block_size)
-            extra = NO_EXTRA_KEYS if keys is None else encode_cbor(keys)
+            extra = NO_EXTRA_KEYS if only_tokens else encode_cbor(extra_keys(request, block_idx, block_size))
             parts = (prefix, parent, head, *map(encoded, tokens[start : start + block_size]), extra)
             parent = hashlib.sha256(b"".join(parts)).digest()
             hashes.append(parent)

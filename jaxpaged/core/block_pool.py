@@ -44,8 +44,11 @@ class FreeBlockList:
         self._link(self._head, block, self._head.next_free)
 
     def popleft(self) -> KVCacheBlock:
-        block = self._head.next_free
-        self.remove(block)
+        head, block = self._head, self._head.next_free
+        after = head.next_free = block.next_free
+        after.prev_free = head
+        block.prev_free = block.next_free = None
+        self.num_blocks -= 1
         return block
 
     def remove(self, block: KVCacheBlock) -> None:

@@ -57,6 +57,7 @@ class KVCacheManager:
         self.block_size = self.coordinator.block_size
         self.num_groups = len(kv_cache_config.groups)
         groups = enumerate(self.coordinator.groups)
+        self._suffixes = [g.to_bytes(4, "big") for g in range(self.num_groups)]  # of the groups' keys
         self._window_groups = [(g, group) for g, group in groups if group.window is not None]
         self._enable_prefix_caching = enable_prefix_caching
         self._hasher = BlockHasher(self.block_size)
@@ -103,14 +104,15 @@ class KVCacheManager:
 
         Blocks that slid out of a window are freed first. None, and nothing allocated, when too few are free.
         """
-        self._free_skipped_blocks(request)
+        if self._window_groups:
+            self._free_skipped_blocks(request)
         num_new = self.num_new_blocks(request, num_new_tokens)
         if sum(num_new) > self.pool.num_free_blocks:
             return None
         new_block_ids = []
         for table, n in zip(request.blocks, num_new):
             new_blocks = self.pool.get_new_blocks(n)
-            table.extend(new_blocks)
+            table += new_blocks
             new_block_ids.append([block.block_id for block in new_blocks])
         return tuple(new_block_ids)
 
@@ -160,7 +162,7 @@ class KVCacheManager:
         self, request: Request, g: int, table: list[KVCacheBlock], block_idxs: range, step_id: int
     ) -> list[int]:
         """Cache the blocks of one table; returns the indices of those whose content was not there before."""
-        suffix, null_block, stored = g.to_bytes(4, "big"), self.pool.null_block, []
+        suffix, null_block, stored = self._suffixes[g], self.pool.null_block, []
         for block_idx in block_idxs:
             block = table[block_idx]
             if block is null_block:

@@ -25,9 +25,7 @@ def take_tokens(
             continue
         tokens = request.all_token_ids
         tokens.append(token_id)
-        result = EngineCoreOutput(
-            request_id, [token_id], None, None, None, None, request.num_cached_tokens, request.num_preemptions
-        )
+        result = EngineCoreOutput(request_id, [token_id], request.num_cached_tokens, request.num_preemptions)
         if request.reports_logprobs:
             add_logprobs(result, request, output, line)
         if token_id in request.stop_ids or len(tokens) >= request.max_total_tokens or request.matcher is not None:

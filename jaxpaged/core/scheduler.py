@@ -9,7 +9,6 @@ This module knows no model, no device and no text.
 """
 
 from collections.abc import Callable, Iterable
-from itertools import compress
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.constrained import ConstrainedRequests
@@ -150,12 +149,13 @@ class Scheduler:
 
     def _schedule_running_request(self, request: Request, plan: StepPlan) -> None:
         """A running request that computes more than one token, or needs a slot, or is about to end."""
-        if request.num_tokens_with_placeholders >= request.max_total_tokens:
+        num_known = request.num_tokens_with_placeholders
+        if num_known >= request.max_total_tokens:
             return  # its last token is being sampled
         manager = self.kv_cache_manager
         manager.cache_blocks(request, self._last_step_id)
-        wanted = request.num_tokens_with_placeholders - request.num_computed_tokens
-        num_tokens = self._cut(wanted, plan.budget)
+        wanted = num_known - request.num_computed_tokens
+        num_tokens = 1 if wanted == 1 else self._cut(wanted, plan.budget)
         new_block_ids = self._allocate_or_preempt(request, num_tokens, plan)
         if new_block_ids is None:
             return
@@ -250,16 +250,15 @@ class Scheduler:
         requests, num_requests = plan.requests, len(plan.requests)
         num_tokens, samples = [1] * num_requests, [True] * num_requests
         new_block_ids: list[tuple[list[int], ...] | None] = [None] * num_requests
-        if plan.shares:
-            for i in compress(range(num_requests), map(plan.shares.__contains__, requests)):
-                num_tokens[i], samples[i], new_block_ids[i] = plan.shares[requests[i]]
+        for i, share in plan.shares.items():
+            num_tokens[i], samples[i], new_block_ids[i] = share
         num_computed = [request.num_computed_tokens for request in requests]
         for request, n, s in zip(requests, num_tokens, samples if plan.num_steps == 1 else num_tokens):
             request.num_computed_tokens += n
             request.num_tokens_with_placeholders += s
-        for request, share in plan.shares.items():
+        for i, share in plan.shares.items():
             if share.num_tokens > 1:  # a single token fills a block that its next step, needing another, enters
-                self.kv_cache_manager.cache_blocks(request, self._last_step_id)
+                self.kv_cache_manager.cache_blocks(requests[i], self._last_step_id)
         removed = self._take_removed(num_requests)
         request_ids = self._steps.ids_of(requests)
         self._num_scheduled_tokens = self._max_num_batched_tokens - plan.budget

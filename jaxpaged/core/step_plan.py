@@ -19,28 +19,33 @@ class Share(NamedTuple):
 
 
 class StepPlan:
-    """A step while it is being decided. Requests without a `Share` decode one token."""
+    """A step while it is being decided. Requests without a `Share` decode one token.
+
+    `shares` are by the request's place in `requests`.
+    """
 
     def __init__(self, budget: int):
         self.budget = budget  # tokens left
         self.requests: list[Request] = []
-        self.shares: dict[Request, Share] = {}
+        self.shares: dict[int, Share] = {}
         self.new_requests: list[NewRequestData] = []
         self.num_reserved_blocks = 0  # that running requests need to finish their prompts
         self.preempted = False
         self.num_steps = 1  # above 1: a run of decode steps
 
     def add(self, request: Request, share: Share) -> None:
+        self.shares[len(self.requests)] = share
         self.requests.append(request)
-        self.shares[request] = share
         self.budget -= share.num_tokens
 
     def discard(self, request: Request) -> None:
         """Take a request out, if it is in, and its tokens back."""
         if request in self.requests:
-            self.requests.remove(request)
-            share = self.shares.pop(request, None)
+            place = self.requests.index(request)
+            del self.requests[place]
+            share = self.shares.pop(place, None)
             self.budget += share.num_tokens if share else 1
+            self.shares = {each - (each > place): share for each, share in self.shares.items()}
 
 
 class InFlightStep(NamedTuple):
@@ -70,7 +75,7 @@ class StepsInFlight:
 
     def add(self, scheduled: SchedulerOutput) -> None:
         """A step of the requests that `ids_of` was last asked for."""
-        num_samples = sum(scheduled.samples)
+        num_samples = scheduled.samples.count(True)
         self._steps[scheduled.step_id] = InFlightStep(self._last_by_id, num_samples, scheduled.removed_request_ids)
 
     def take(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> InFlightStep | None:

@@ -18,7 +18,7 @@ from jaxpaged.engine.input_processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.pooler import load_pooler_defaults
 from jaxpaged.engine.wire import CoreFacts
-from jaxpaged.errors import ConfigError, UsageError
+from jaxpaged.errors import UsageError
 from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.executor.platform import platform
 from jaxpaged.executor.uniproc import UniProcExecutor
@@ -75,11 +75,13 @@ def plan_engine(
     model_config = config.model
     folder = resolve_model_folder(model_config.model, model_config.revision, config.load.download_dir, weights=False)
     model, decoder = read_model(folder)
-    wanted = resolved_pooling(model_config.runner, model_config.convert, {}, task_of(decoder.architecture), {})
+    facts = facts_of(decoder, folder)
+    asked = (model_config.runner, model_config.convert, model_config.pooler_config)
+    wanted = resolved_pooling(*asked, facts.task, facts.pooler)
     if wanted["runner"] == "pooling":
-        raise ConfigError("runner is 'pooling', but only engines that generate can be planned. Use runner='generate'.")
+        model = pooling_model(model, wanted["convert"])
     return plan_on_target(
-        config, model, decoder, facts_of(decoder), target_name,
+        config, model, decoder, facts, target_name,
         compile=compile, output=output, progress=progress or (lambda stage, done, total: None),
     )  # fmt: skip
 

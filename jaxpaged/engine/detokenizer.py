@@ -40,29 +40,29 @@ class TextStream:
         self._after_special = False
         whole, begun = split_incomplete(tokenizer, prompt_token_ids[-CONTEXT_TOKENS:])
         self._stream = DecodeStream(ids=whole, skip_special_tokens=skip_special_tokens)
-        self._plain = tokenizer.plain_pieces
-        self._settled = False  # the text so far ends with a whole character, so a plain piece can follow it
-        self._last_plain: int | None = None  # the last token, when the decoder has not seen it
+        self.plain = tokenizer.plain_pieces
+        self.settled = False  # the text so far ends with a whole character, so a plain piece can follow it
+        self.last_plain: int | None = None  # the last token, when the decoder has not seen it
         self._held: list[int] = []  # tokens since the last that gave text
         for token_id in begun:  # a character that the prompt only began belongs to whoever completes it
             self._decode(token_id)
         self._prompt_incomplete = bool(begun)
-        self._settled = False  # only output counts
+        self.settled = False  # only output counts
 
     def push_all(self, token_ids: Sequence[int]) -> list[str]:
         """The text that each of these tokens completes."""
-        if self._settled:
-            plain = self._plain
+        if self.settled:
+            plain = self.plain
             pieces = [plain[token_id] for token_id in token_ids]
             if all(pieces):
-                self._last_plain = token_ids[-1] if token_ids else self._last_plain
+                self.last_plain = token_ids[-1] if token_ids else self.last_plain
                 return pieces
         return [self.push(token_id) for token_id in token_ids]
 
     def push(self, token_id: int) -> str:
         """The text that this token completes."""
-        if self._settled and (piece := self._plain[token_id]):
-            self._last_plain = token_id
+        if self.settled and (piece := self.plain[token_id]):
+            self.last_plain = token_id
             return piece
         text = self._decode(token_id)
         if self._prompt_incomplete and text:
@@ -79,7 +79,7 @@ class TextStream:
         if token_id in self._silent or token_id >= self._tokenizer.vocab_size:
             return ""
         text = self._step(token_id)
-        self._settled = text is not None and not self._join_special
+        self.settled = text is not None and not self._join_special
         if text is not None:
             self._held.clear()
             return text
@@ -95,9 +95,9 @@ class TextStream:
         return self._tokenizer.decode(broken, self._skip_special)
 
     def _step(self, token_id: int) -> str | None:
-        if self._last_plain is not None:  # what the decoder would keep of all that it has not seen
-            self._stream = DecodeStream(ids=[self._last_plain], skip_special_tokens=self._skip_special)
-            self._last_plain = None
+        if self.last_plain is not None:  # what the decoder would keep of all that it has not seen
+            self._stream = DecodeStream(ids=[self.last_plain], skip_special_tokens=self._skip_special)
+            self.last_plain = None
         try:
             return self._stream.step(self._tokenizer.backend, token_id)
         except Exception as error:  # the library has no class of its own for this
@@ -158,7 +158,7 @@ class PlainDetokenizer:
         self._keep_end = keep_end
         self._waiting: list[int] = []  # tokens that are not decoded
         self._pieces: list[str] = []
-        self._num_taken = 0  # pieces
+        self._num_new = 0  # pieces that were not taken
         self._joined, self._num_joined = "", 0  # the text of the first pieces
         self._done = False
 
@@ -168,19 +168,21 @@ class PlainDetokenizer:
         return len(token_ids), None
 
     def push_and_take(self, token_ids: Sequence[int]) -> str:
-        """`push` of tokens that do not end the sequence, then `take_new_text`. A single token is the usual case."""
-        if len(token_ids) != 1 or self._waiting:
-            self._waiting += token_ids
-            return self.take_new_text()
-        piece = self._stream.push(token_ids[0])
-        self._pieces.append(piece)
-        self._num_taken += 1
-        return piece
+        """The text of tokens that do not end the sequence, where all text before was taken. It is not kept: `text`
+        lacks it. A single token is the usual case."""
+        if len(token_ids) != 1:
+            return "".join(self._stream.push_all(token_ids))
+        stream, token_id = self._stream, token_ids[0]
+        if stream.settled and (piece := stream.plain[token_id]):  # `push`, without the call
+            stream.last_plain = token_id
+            return piece
+        return stream.push(token_id)
 
     def finish(self) -> None:
         if not self._done:
             self._decode()
             self._pieces.append(self._stream.flush())
+            self._num_new += 1
             self._done = True
 
     @property
@@ -192,13 +194,14 @@ class PlainDetokenizer:
 
     def take_new_text(self) -> str:
         self._decode()
-        new = self._pieces[self._num_taken :]
-        self._num_taken = len(self._pieces)
+        new = self._pieces[len(self._pieces) - self._num_new :]
+        self._num_new = 0
         return "".join(new)
 
     def _decode(self) -> None:
         if self._waiting:
             self._pieces += self._stream.push_all(self._waiting)
+            self._num_new += len(self._waiting)
             self._waiting.clear()
 
 
@@ -213,7 +216,8 @@ class StopDetokenizer:
         self._stops = stops
         self._keep_stop = keep_stop
         self._min_tokens = min_tokens
-        self._withheld = 0 if keep_stop else max(map(len, stops)) - 1
+        self._longest = max(map(len, stops))
+        self._withheld = 0 if keep_stop else self._longest - 1
         self._text = ""
         self._num_tokens = 0
         self._num_shown = 0
@@ -233,6 +237,9 @@ class StopDetokenizer:
 
     def _cut_at_stop(self, num_new: int) -> str | None:
         """End the text at the stop string that the last `num_new` characters complete first."""
+        tail = self._text[-(num_new + self._longest - 1) :]
+        if not any([stop in tail for stop in self._stops]):  # noqa: C419 (a generator takes three times as long)
+            return None
         best: tuple[int, int] | None = None  # (end, place in the list)
         for place, stop in enumerate(self._stops):
             start = self._text.find(stop, max(0, len(self._text) - num_new - len(stop) + 1))

@@ -4,9 +4,8 @@ This module knows no exposition format and no HTTP: `EngineMetrics.read` returns
 """
 
 import bisect
-import collections
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,11 +133,9 @@ class EngineMetrics:
         self.prompt_tokens += num_prompt_tokens
         self.prompt_tokens_cached += num_cached_tokens
 
-    def record_next_tokens(self, now: float, last_times: Iterable[float]) -> None:
-        """Sequences got more tokens `now`, each after the ones that it got at one of `last_times`."""
-        tally = self.tallies["vllm:inter_token_latency_seconds"]
-        for last_time, num_sequences in collections.Counter(last_times).items():  # one step gave most of them
-            tally.observe(now - last_time, num_sequences)
+    def record_next_tokens(self, now: float, last_time: float, num_sequences: int = 1) -> None:
+        """Sequences got more tokens `now`, each after the ones that it got at `last_time`."""
+        self.tallies["vllm:inter_token_latency_seconds"].observe(now - last_time, num_sequences)
 
     def record_finished(self, end: FinishedSequence) -> None:
         self.finished[end.finish_reason] = self.finished.get(end.finish_reason, 0) + 1

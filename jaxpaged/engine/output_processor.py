@@ -36,6 +36,7 @@ class OutputProcessor:
         self._metrics = metrics
         self._prompts: dict[str, PromptState] = {}
         self._sequences: dict[str, tuple[PromptState, SequenceState]] = {}  # by engine request id
+        self._last_time = 0.0  # of the last step
 
     def __len__(self) -> int:
         """Prompts under way."""
@@ -83,27 +84,35 @@ class OutputProcessor:
         results: list[RequestOutput] = []
         ids_to_abort: list[str] = []
         changed: dict[PromptState, list[int]] = {}
-        last_times: list[float] = []
-        num_tokens = 0
+        last_time, num_usual, num_tokens = self._last_time, 0, 0
         for output in outputs:
             found = find(output.request_id)
             if found is None:  # aborted, or ended by a stop string
                 continue
             prompt, sequence = found
             goes_on = output.finish_reason is None and output.num_preemptions == sequence.num_preemptions
-            if goes_on and prompt.only_grows and prompt not in changed:
-                new_ids = output.new_token_ids
-                num_tokens += len(new_ids)
-                last_times.append(sequence.last_token_time)
+            if goes_on and prompt.only_grows and (not changed or prompt not in changed):
+                num_tokens += len(output.new_token_ids)
+                if sequence.last_token_time == last_time:  # it had tokens in the step before, like most
+                    num_usual += 1
+                else:
+                    self._metrics.record_next_tokens(now, sequence.last_token_time)
                 sequence.last_token_time = now
-                if (result := prompt.grow(sequence, new_ids)) is not None:
+                if (result := prompt.grow(sequence, output)) is not None:
                     results.append(result)
+                elif sequence.finish_reason is not None:  # by a stop string
+                    num_tokens -= sequence.num_dropped
+                    changed[prompt] = [sequence.index]
+                    ids_to_abort.append(output.request_id)
+                    self._forget(prompt, sequence, now)
             else:
                 changed.setdefault(prompt, []).append(sequence.index)
                 if self._advance(prompt, sequence, output, now):
                     ids_to_abort.append(output.request_id)
         self._metrics.generation_tokens += num_tokens
-        self._metrics.record_next_tokens(now, last_times)
+        if num_usual:
+            self._metrics.record_next_tokens(now, last_time, num_usual)
+        self._last_time = now
         others = (self._result(prompt, indices) for prompt, indices in changed.items())
         results += [result for result in others if result is not None]
         return ProcessedOutputs(results, ids_to_abort)
@@ -147,7 +156,7 @@ class OutputProcessor:
             return
         self._metrics.generation_tokens += num_new
         if num_before:
-            self._metrics.record_next_tokens(now, [sequence.last_token_time])
+            self._metrics.record_next_tokens(now, sequence.last_token_time)
         else:
             request = sequence.request
             sequence.first_token_time = now

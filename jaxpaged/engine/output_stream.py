@@ -18,27 +18,35 @@ class OutputStream:
         self._by_delta = by_delta
         self._waiting: RequestOutput | None = None
         self._error: BaseException | None = None
-        self._something = asyncio.Event()
+        self._waiter: asyncio.Future | None = None  # of a consumer who came before there was something
 
     def put(self, output: RequestOutput) -> None:
         """The next result."""
         before = self._waiting
         self._waiting = output if before is None or not self._by_delta else joined(before, output)
-        self._something.set()
+        self._wake()
 
     def fail(self, error: BaseException) -> None:
         """There will be no more results. What waits is not given out: it may be part of a word."""
         self._error = error
-        self._something.set()
+        self._wake()
 
     async def get(self) -> RequestOutput:
         """What came since the last call, as soon as there is something. Raises the error given to `fail`."""
-        await self._something.wait()
+        if self._waiting is None and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         if self._error is not None:
             raise self._error
         output, self._waiting = self._waiting, None
-        self._something.clear()
         return output
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:

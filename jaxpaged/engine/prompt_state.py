@@ -34,7 +34,7 @@ class SequenceState:
         self.stop_reason: int | str | None = None
         self.num_preemptions = 0
         self.first_token_time = self.last_token_time = request.arrival_time
-        self._detokenizer = (
+        self.detokenizer = (
             make_detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
         )
         self._logprobs = (
@@ -42,7 +42,8 @@ class SequenceState:
         )
         # A sequence may also stop without such a token, when its grammar allows nothing more.
         self._stop_ids = {*(params.stop_token_ids or ()), request.eos_token_id}
-        self._num_taken = 0  # tokens that a DELTA output already had
+        self._num_new = 0  # tokens that no DELTA output had
+        self.num_dropped = 0  # tokens that came behind the one that completed a stop string
 
     @property
     def finished(self) -> bool:
@@ -50,55 +51,48 @@ class SequenceState:
 
     def push(self, output: EngineCoreOutput) -> bool:
         """Add new tokens. True when a stop string ended the sequence and the engine does not know it yet."""
-        new_ids = output.new_token_ids
-        ended_by_token = output.finish_reason == "stop" and not self._stop_ids.isdisjoint(new_ids[-1:])
-        stop = None
-        if self._detokenizer is not None:
-            count, stop = self._detokenizer.push(new_ids, ended_by_token)
-            new_ids = new_ids[:count]
-        self.token_ids += new_ids
-        if self._logprobs is not None:
-            for line in (output.new_logprobs or ())[: len(new_ids)]:
-                self._logprobs.push(line)
+        last_id = output.new_token_ids[-1:]
+        stop = self.extend(output, output.finish_reason == "stop" and not self._stop_ids.isdisjoint(last_id))
         if stop is not None:
             self.finish("stop", stop)
         elif output.finish_reason is not None:
             self.finish(output.finish_reason, output.stop_reason)
         return stop is not None and output.finish_reason is None
 
-    @property
-    def only_grows(self) -> bool:
-        """Whether tokens, but for the first and the last, bring nothing but more ids and more text."""
-        return self._logprobs is None and not isinstance(self._detokenizer, StopDetokenizer)
-
-    def grow(self, new_ids: list[int]) -> None:
-        """`push` of a sequence that `only_grows`."""
+    def extend(self, output: EngineCoreOutput, ended_by_token: bool) -> str | None:
+        """Add new tokens, up to the one that completes a stop string, and return that."""
+        new_ids, stop = output.new_token_ids, None
+        if self.detokenizer is not None:
+            count, stop = self.detokenizer.push(new_ids, ended_by_token)
+            if stop is not None:
+                self.num_dropped, new_ids = len(new_ids) - count, new_ids[:count]
         self.token_ids += new_ids
-        if self._detokenizer is not None:
-            self._detokenizer.push(new_ids, False)
+        self._num_new += len(new_ids)
+        if self._logprobs is not None:
+            for line in (output.new_logprobs or ())[: len(new_ids)]:
+                self._logprobs.push(line)
+        return stop
 
-    def grow_and_take(self, new_ids: list[int]) -> CompletionOutput:
-        """`grow`, then `take_new`, where everything before is taken."""
-        self.token_ids.extend(new_ids)
-        self._num_taken += len(new_ids)
-        text = "" if self._detokenizer is None else self._detokenizer.push_and_take(new_ids)
-        return CompletionOutput(self.index, text, new_ids, None, None)
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens, but for the first and the last, bring nothing but more ids and more text."""
+        return self._logprobs is None and not isinstance(self.detokenizer, StopDetokenizer)
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
-        if self._detokenizer is not None:
-            self._detokenizer.finish()
+        if self.detokenizer is not None:
+            self.detokenizer.finish()
 
     def whole(self) -> CompletionOutput:
         """Everything so far."""
-        text = "" if self._detokenizer is None else self._detokenizer.text
+        text = "" if self.detokenizer is None else self.detokenizer.text
         return self._completion(text, self.token_ids[:], 0)
 
     def take_new(self) -> CompletionOutput:
         """What came since the last call."""
-        text = "" if self._detokenizer is None else self._detokenizer.take_new_text()
-        start = self._num_taken
-        self._num_taken = len(self.token_ids)
+        text = "" if self.detokenizer is None else self.detokenizer.take_new_text()
+        start = len(self.token_ids) - self._num_new
+        self._num_new = 0
         return self._completion(text, self.token_ids[start:], start)
 
     def _completion(self, text: str, token_ids: list[int], start: int) -> CompletionOutput:
@@ -127,7 +121,8 @@ class PromptState:
         self.num_unfinished = len(sequences)
         self._by_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
         self._at_end = request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
-        self.only_grows = False  # set when the first token is here
+        self.only_grows = False  # its one sequence has its first token, so others bring no news of the prompt
+        self._is_plain = False  # and no log probabilities, nor is a stop string looked for
 
     @property
     def finished(self) -> bool:
@@ -144,7 +139,8 @@ class PromptState:
             sequence.num_preemptions = output.num_preemptions
             self.update_metrics(num_preemptions=sum(each.num_preemptions for each in self.sequences))
         self.error = self.error or output.error
-        self.only_grows = len(self.sequences) == 1 and bool(sequence.token_ids) and sequence.only_grows
+        self.only_grows = len(self.sequences) == 1 and bool(sequence.token_ids)
+        self._is_plain = self.only_grows and sequence.is_plain
 
     def update_metrics(self, **changes: Any) -> None:
         self.metrics = msgspec.structs.replace(self.metrics, **changes)
@@ -165,16 +161,40 @@ class PromptState:
             self.num_cached_tokens, self.error,
         )  # fmt: skip
 
-    def grow(self, sequence: SequenceState, new_ids: list[int]) -> RequestOutput | None:
-        """Add tokens to the only sequence, which `only_grows`, and return what the user sees of it now."""
-        if self._at_end:
-            sequence.grow(new_ids)
-            return None
+    def grow(self, sequence: SequenceState, output: EngineCoreOutput) -> RequestOutput | None:
+        """`push` to the only sequence of a prompt that `only_grows`, and what the user sees of it now.
+
+        None, and the sequence finished, when a stop string ended it. By DELTA everything before was taken. This is the
+        way of most tokens: it makes few calls.
+        """
+        if not self._is_plain:
+            return self._grow_with_more(sequence, output)
+        new_ids = output.new_token_ids
+        sequence.token_ids.extend(new_ids)
+        detokenizer, prompt_logprobs = sequence.detokenizer, None
         if self._by_delta:
-            completion, prompt_logprobs = sequence.grow_and_take(new_ids), None
+            text = "" if detokenizer is None else detokenizer.push_and_take(new_ids)
+            completion = CompletionOutput(0, text, new_ids, None, None)
         else:
-            sequence.grow(new_ids)
+            if detokenizer is not None:
+                detokenizer.push(new_ids, False)
+            if self._at_end:
+                return None
             completion, prompt_logprobs = sequence.whole(), self.prompt_logprobs
+        return RequestOutput(
+            self.request_id, self.text, self._prompt_token_ids, prompt_logprobs, [completion], False, self.metrics,
+            self.num_cached_tokens,
+        )  # fmt: skip
+
+    def _grow_with_more(self, sequence: SequenceState, output: EngineCoreOutput) -> RequestOutput | None:
+        """The same with log probabilities, or where stop strings are looked for."""
+        stop = sequence.extend(output, False)
+        if stop is not None:
+            sequence.finish("stop", stop)
+        if stop is not None or self._at_end:
+            return None
+        completion = sequence.take_new() if self._by_delta else sequence.whole()
+        prompt_logprobs = None if self._by_delta else self.prompt_logprobs
         return RequestOutput(
             self.request_id, self.text, self._prompt_token_ids, prompt_logprobs, [completion], False, self.metrics,
             self.num_cached_tokens,

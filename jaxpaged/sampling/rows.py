@@ -76,7 +76,8 @@ class SamplingRows:
 
     def any_full(self, rows: np.ndarray) -> bool:
         """Whether a step that samples these rows takes the full program."""
-        return bool(self._full_R[rows].any())
+        full_R = self._full_R
+        return bool(full_R.any() and full_R[rows].any())  # to ask all is cheaper than to pick some, and mostly none is
 
     def pack(self, rows: np.ndarray, positions: np.ndarray, num_output: np.ndarray, bucket: int) -> np.ndarray:
         """The step's array [bucket, NUM_COLUMNS], float32.

@@ -5,6 +5,7 @@ must upload, are visited one by one. The array is made afresh for every step, si
 it in place.
 """
 
+import itertools
 import struct
 from typing import Any, NamedTuple
 
@@ -26,17 +27,28 @@ class StepRequests(NamedTuple):
     samples: np.ndarray  # bool
 
 
-def step_requests(scheduled: SchedulerOutput, rows: RequestRows) -> StepRequests:
-    num_scheduled = int32_array(scheduled.num_scheduled_tokens)
-    num_computed = int32_array(scheduled.num_computed_tokens)
-    return StepRequests(
-        rows=rows.rows_of(scheduled.request_ids),
-        num_scheduled=num_scheduled,
-        num_computed=num_computed,
-        seq_lens=num_computed + num_scheduled,
-        ends=num_scheduled.cumsum(dtype=np.int32),
-        samples=np.frombuffer(bytes(scheduled.samples), bool),
-    )
+class StepReader:
+    """Turns the scheduler's lists into arrays. While all decode, most of them are those of the step before."""
+
+    def __init__(self, rows: RequestRows):
+        self._rows = rows
+        self._shares: tuple[list[int], list[bool]] = [], []  # tokens and samples of the last step, and its arrays
+        self._arrays = share_arrays(*self._shares)
+
+    def read(self, scheduled: SchedulerOutput) -> StepRequests:
+        shares = scheduled.num_scheduled_tokens, scheduled.samples
+        if shares != self._shares:
+            self._shares, self._arrays = shares, share_arrays(*shares)
+        num_scheduled, ends, samples = self._arrays
+        num_computed = int32_array(scheduled.num_computed_tokens)
+        rows, seq_lens = self._rows.rows_of(scheduled.request_ids), num_computed + num_scheduled
+        return StepRequests(rows, num_scheduled, num_computed, seq_lens, ends, samples)
+
+
+def share_arrays(num_scheduled_tokens: list[int], samples: list[bool]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, where they end in the step, who samples) of the requests of a step."""
+    num_scheduled = int32_array(num_scheduled_tokens)
+    return num_scheduled, num_scheduled.cumsum(dtype=np.int32), np.frombuffer(bytes(samples), bool)
 
 
 def int32_array(numbers: list[int]) -> np.ndarray:
@@ -68,7 +80,7 @@ def write_updates(parts: Any, rows: RequestRows, updates: list[tuple[int, int, i
     """Fill the block table entries of a packed array's parts, which are zero."""
     parts.table_place_U[len(updates) :] = rows.null_row
     if updates:
-        table = np.array(updates, np.int32)
+        table = int32_array(list(itertools.chain.from_iterable(updates))).reshape(-1, 3)
         parts.table_place_U[: len(table)] = table[:, 0]
         parts.table_idx_U[: len(table)] = table[:, 1]
         parts.table_block_U[: len(table)] = table[:, 2]

@@ -30,7 +30,7 @@ from jaxpaged.sampling.rows import SamplingRows
 from jaxpaged.sampling.state import StateLayout, pack_masks
 from jaxpaged.worker.blueprint import MASKED_KIND
 from jaxpaged.worker.decode_batch import DecodeLayout, pack_run
-from jaxpaged.worker.input_batch import StepRequests, pack_step, step_requests
+from jaxpaged.worker.input_batch import StepReader, StepRequests, pack_step
 from jaxpaged.worker.packed import StepLayout
 from jaxpaged.worker.pending_run import NOTHING_TO_DRAW, PendingRun
 from jaxpaged.worker.programs import ProgramKey, Programs
@@ -86,6 +86,7 @@ class ModelRunner:
     ):
         self.programs, self.params, self.head, self.state = programs, params, head, state
         self.rows, self.sampling, self.custom = rows, sampling, custom
+        self.reader = StepReader(rows)
         self.sampling_rows = SamplingRows(sampling.max_num_seqs)
         self.layouts, self.token_buckets, self.sample_buckets = layouts, tuple(layouts), sample_buckets
         self.decode_layouts = decode_layouts
@@ -128,7 +129,7 @@ class ModelRunner:
         if scheduled.num_steps > 1:
             return self._decode(scheduled, updates)
         if scheduled.request_ids:
-            requests = step_requests(scheduled, self.rows)
+            requests = self.reader.read(scheduled)
             hidden_TD, hidden_SD = self._forward(requests, updates)
             pending.buckets = StepBuckets(hidden_TD.shape[0])
             self._prompt_logprobs(scheduled, requests, hidden_TD, pending)
@@ -185,10 +186,9 @@ class ModelRunner:
         self, scheduled: SchedulerOutput, requests: StepRequests, hidden_SD: Any, pending: "PendingStep",
         masks_SW: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        rows = requests.rows[requests.samples]
-        positions = requests.seq_lens[requests.samples]
-        pending.request_ids = scheduled.request_ids
+        rows, positions, pending.request_ids = requests.rows, requests.seq_lens, scheduled.request_ids
         if not requests.samples.all():
+            rows, positions = rows[requests.samples], positions[requests.samples]
             pending.request_ids = list(itertools.compress(scheduled.request_ids, scheduled.samples))
         state, full = self.state, masks_SW is not None or self.sampling_rows.any_full(rows)
         kind = "sample" if not full else "sample_full" if masks_SW is None else MASKED_KIND
@@ -212,7 +212,7 @@ class ModelRunner:
 
     def _decode(self, scheduled: SchedulerOutput, updates: list[tuple[int, int, int]]) -> PendingRun:
         """Dispatch a run of decode steps: one program, one transfer."""
-        requests, state = step_requests(scheduled, self.rows), self.state
+        requests, state = self.reader.read(scheduled), self.state
         rows, positions = requests.rows, requests.num_computed + 1
         full = self.sampling_rows.any_full(rows)
         kind = "decode_full" if full else "decode"

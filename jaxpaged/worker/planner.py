@@ -23,15 +23,17 @@ from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.plan import Plan, PlannedProgram, Speed
-from jaxpaged.worker.blueprint import Blueprint, Builders, StepPrograms, bytes_on_device
+from jaxpaged.worker.blueprint import Blueprint, Builders, bytes_on_device
 from jaxpaged.worker.bundles import save_bundle
 from jaxpaged.worker.kv_blocks import bytes_per_block
+from jaxpaged.worker.pooling import programs_for
 from jaxpaged.worker.programs import ProgramKey
 from jaxpaged.worker.roofline import Work, decode_speed, prefill_speed
 from jaxpaged.worker.step import RESULT_TYPES
 from jaxpaged.worker.targets import Target, shapes_mesh
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+ENDING_KINDS = ("sample", "sample_full", "accumulate", "pool")
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
 DECODE_REQUESTS = (1, 8, 64, 256)
 SPEED_CONTEXTS = (1024, 8192, 32768, 131072)
@@ -44,6 +46,7 @@ class Planner:
     def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, target: Target):
         self.config, self.model, self.decoder, self.target = config, model, decoder, target
         self.blueprint = Blueprint(config, model, decoder, target.mesh(config.parallel.tensor_parallel_size))
+        self.pools = config.model.runner == "pooling"
         self.compiled: dict[ProgramKey, jax.stages.Compiled] = {}
 
     def plan(self, *, all_programs: bool = False, progress: Progress | None = None) -> Plan:
@@ -51,7 +54,7 @@ class Planner:
         blueprint, num_blocks = self.blueprint, self.num_blocks
         programs: list[PlannedProgram] = []
         if self.target.compiles and num_blocks > self.blocks_per_request:
-            builders = StepPrograms(blueprint, KVCacheConfig(num_blocks, blueprint.kv_groups)).builders()
+            builders = programs_for(blueprint, KVCacheConfig(num_blocks, blueprint.kv_groups)).builders()
             keys = list(builders) if all_programs else self.representative(builders)
             programs = self._compile(keys, builders, progress or (lambda stage, done, total: None))
         temporary = max((program.temporary_bytes for program in programs), default=blueprint.temporary_bytes)
@@ -72,7 +75,7 @@ class Planner:
             blocks_per_request=self.blocks_per_request,
             concurrency={context: self.concurrency(context) for context in self.contexts(CONTEXTS)},
             programs=programs,
-            decode=self.decode(),
+            decode=[] if self.pools else self.decode(),
             prefill=[prefill_speed(self.work, self.target.device, n) for n in self.contexts(SPEED_CONTEXTS)],
             assumptions=self.assumptions(bool(programs)),
             advice=[],
@@ -126,7 +129,8 @@ class Planner:
         """The options that matter most, as they were settled."""
         config = self.config
         attention = {"attention_backend": self.blueprint.attention.backend} if self.target.compiles else {}
-        return {
+        pooling = {"runner": "pooling", "convert": config.model.convert} if self.pools else {}
+        return pooling | {
             "dtype": config.model.dtype,
             "kv_cache_dtype": config.cache.kv_cache_dtype,
             "max_model_len": config.model.max_model_len,
@@ -140,9 +144,9 @@ class Planner:
 
     @staticmethod
     def representative(builders: Builders) -> list[ProgramKey]:
-        """All forward programs, and of the samplers the smallest and the largest, which take the most memory."""
-        sizes = {kind: sorted(key.size for key in builders if key.kind == kind) for kind in ("sample", "sample_full")}
-        ends = {ProgramKey(kind, size) for kind, of_kind in sizes.items() for size in (of_kind[0], of_kind[-1])}
+        """All forward programs, and of each kind that follows on them the smallest and the largest."""
+        sizes = {kind: sorted(key.size for key in builders if key.kind == kind) for kind in ENDING_KINDS}
+        ends = {ProgramKey(kind, size) for kind, of_kind in sizes.items() for size in (*of_kind[:1], *of_kind[-1:])}
         return [key for key in builders if key.kind == "forward" or key in ends]
 
     def _compile(self, keys: list[ProgramKey], builders: Builders, progress: Progress) -> list[PlannedProgram]:
@@ -182,7 +186,8 @@ class Planner:
         """What a token costs on one device."""
         blueprint, decoder = self.blueprint, self.blueprint.decoder
         params, shards, spec = blueprint.param_shapes, blueprint.num_shards, blueprint.kv_groups[0].spec
-        looked_up = [] if decoder.tie_embeddings else jax.tree.leaves(params.embed_tokens)
+        embeddings = jax.tree.leaves((params.decoder if self.pools else params).embed_tokens)
+        looked_up = embeddings if self.pools or not decoder.tie_embeddings else []
         head = blueprint.model.head(params)
         windows = [layer.window for layer in decoder.layers]
         read = [leaf for leaf in jax.tree.leaves(params) if not any(leaf is other for other in looked_up)]

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.worker.blueprint import SMALL_PROMPT, Builders, StepPrograms
+from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.worker.blueprint import SMALL_PROMPT, Blueprint, Builders, StepPrograms
 from jaxpaged.worker.decode_batch import DecodeLayout
 from jaxpaged.worker.packed import StepLayout
 from jaxpaged.worker.programs import ProgramKey
@@ -81,6 +82,12 @@ class PoolingShapes(Shapes):
             return f.model.compute_logits(head, f.config, hidden[:size])
 
         return jax.jit(pool, out_shardings=f.replicated).lower(self.head, hidden)
+
+
+def programs_for(blueprint: Blueprint, kv_cache: KVCacheConfig) -> StepPrograms:
+    """The programs of the engine that a blueprint describes, whether it generates or pools."""
+    pools = blueprint.config.model.runner == "pooling"
+    return (PoolingPrograms if pools else StepPrograms)(blueprint, kv_cache)
 
 
 class PoolingPrograms(StepPrograms):

@@ -19,11 +19,11 @@ from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import DummyParams, load_params
-from jaxpaged.worker.blueprint import DECODE_KINDS, MASKED_KIND, Blueprint, StepPrograms
+from jaxpaged.worker.blueprint import DECODE_KINDS, MASKED_KIND, Blueprint
 from jaxpaged.worker.bundles import Bundle, save_bundle
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, size_kv_cache
 from jaxpaged.worker.model_runner import DeviceState, ModelRunner
-from jaxpaged.worker.pooling import PoolingPrograms
+from jaxpaged.worker.pooling import programs_for
 from jaxpaged.worker.pooling_runner import PoolingRunner
 from jaxpaged.worker.profiler import Profiler
 from jaxpaged.worker.programs import CompileCounter, ProgramKey, Programs, enable_compilation_cache
@@ -50,7 +50,7 @@ class Worker:
         self.bundle = self._open_bundle()
         self.kv_cache_config = self._size_kv_cache()
         self.pools = config.model.runner == "pooling"
-        self.step_programs = (PoolingPrograms if self.pools else StepPrograms)(self.blueprint, self.kv_cache_config)
+        self.step_programs = programs_for(self.blueprint, self.kv_cache_config)
         self.programs = self._make_programs()
         self.programs.start()
         on_host = self.blueprint.mesh.devices.flat[0].platform == "cpu"

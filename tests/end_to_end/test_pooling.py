@@ -84,3 +84,35 @@ def test_a_cross_encoder_scores_pairs_of_texts(tmp_path):
     scores = [output.outputs.score for output in outputs]
     assert scores[0] == scores[2] == pytest.approx(1 / (1 + np.exp(-golden[0])), rel=1e-3)
     assert outputs[0].prompt_token_ids == ids and scores[1] != scores[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling_type"),
+    [
+        ("llama_embed", "MEAN"),
+        pytest.param("qwen3_embed", "LAST", marks=pytest.mark.slow),
+        pytest.param("qwen2_classify", "LAST", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_split_over_devices_gives_what_one_device_gives(name, pooling_type, tmp_path):
+    key = "logits" if name.endswith("classify") else pooling_type
+    options = {**OPTIONS, "pooler_config": {"pooling_type": pooling_type}, "tensor_parallel_size": 2}
+    with LLM(str(write(name, tmp_path)), **options) as llm:
+        found = encode(llm, prompts(name), use_activation=False)
+        assert llm.llm_engine.executor_stats()["recompiles"] == 0
+    np.testing.assert_allclose(found, golden_of(name, key), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices"),
+    [("qwen2_classify", 2), pytest.param("llama_embed", 1, marks=pytest.mark.slow)],
+)
+def test_eight_bit_weights_change_the_result_by_their_rounding_only(name, num_devices, tmp_path):
+    key = "logits" if name.endswith("classify") else "LAST"
+    with LLM(str(write(name, tmp_path)), quantization="int8", tensor_parallel_size=num_devices, **OPTIONS) as llm:
+        found = np.array(encode(llm, prompts(name), use_activation=False))
+    exact = np.array(golden_of(name, key))
+    cosines = (found * exact).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(exact, axis=1)
+    assert cosines.min() > 0.999
+    error = np.abs(found - exact).max() / np.abs(exact).max()
+    assert 0 < error < 0.05  # a weight is off by 1/254 of its row's largest, two layers add up

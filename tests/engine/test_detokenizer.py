@@ -123,6 +123,20 @@ def test_the_text_does_not_depend_on_how_tokens_are_cut_into_steps(prompt, text,
         assert results[0][2] == whole(ids_of(prompt), ids, stops)
 
 
+@given(texts, any_ids, st.lists(st.integers(1, 3), max_size=20))
+def test_text_that_is_taken_as_it_comes_is_the_text_that_is_taken_later(prompt, ids, lengths):
+    taken, kept = (make_detokenizer(TOKENIZER, ids_of(prompt), SamplingParams()) for _ in range(2))
+    shown, start = "", 0
+    for length in lengths:
+        shown += taken.push_and_take(ids[start : start + length])
+        start += length
+    taken.push(ids[start:], False)
+    kept.push(ids, False)
+    for each in (taken, kept):
+        each.finish()
+    assert shown + taken.take_new_text() == kept.text
+
+
 def test_a_stop_string_over_several_tokens_never_leaks():
     detokenizer = make_detokenizer(TOKENIZER, [], SamplingParams(stop=["stop"]))
     for letter, expected in zip("a sto", ["", "", "", "a", "a "], strict=True):

@@ -238,21 +238,28 @@ class _NeverPlain(OutputProcessor):
     st.booleans(),
     st.lists(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 299), max_size=4))), max_size=8),
     st.sampled_from(["stop", "length", "error"]),
+    st.sampled_from([{}, {"logprobs": 2}, {"stop": ["a", "th"], "detokenize": True}, {"stop": ["e "], "logprobs": 1}]),
 )
-def test_the_short_way_gives_what_the_long_one_gives(kind, detokenize, steps, reason):
+def test_the_short_way_gives_what_the_long_one_gives(kind, detokenize, steps, reason, asked):
+    def output(request_id, new, **fields):
+        lines = [TokenLogprobs([token_id, 3, 4], [-0.5, -1.0, -2.0], 1) for token_id in new]
+        return EngineCoreOutput(request_id, list(new), new_logprobs=lines, **fields)
+
     seen = []
     for make in (OutputProcessor, _NeverPlain):
         metrics = EngineMetrics(1000)
         processor = make(TOKENIZER, metrics)
         for request_id in "ab":
-            params = SamplingParams(max_tokens=99, seed=7, output_kind=kind, detokenize=detokenize)
+            options = {"detokenize": detokenize or "stop" in asked, **asked}
+            params = SamplingParams(max_tokens=99, seed=7, output_kind=kind, **options)
             processor.add_request(EngineCoreRequest(request_id, PROMPT, params, 0.0, eos_token_id=2), None)
-        given_out = [processor.process([EngineCoreOutput(i, list(new)) for i, new in step]) for step in steps]
-        last = [EngineCoreOutput(i, [5, 2], finish_reason=reason, num_preemptions=1) for i in "ab"]
+        given_out = [processor.process([output(i, new) for i, new in step]) for step in steps]
+        last = [output(i, [5, 2], finish_reason=reason, num_preemptions=1) for i in "ab"]
         given_out.append(processor.process(last))
-        results = [output for processed in given_out for output in processed.request_outputs]
+        results = [result for processed in given_out for result in processed.request_outputs]
         by_id = {i: [output for output in results if output.request_id == i] for i in "ab"}
         seen.append({i: summary(outputs, kind) for i, outputs in by_id.items()})
+        seen[-1]["aborted"] = [processed.ids_to_abort for processed in given_out]
         seen[-1]["counts"] = metrics.generation_tokens, metrics.prompt_tokens, metrics.finished
         assert len(processor) == 0
     assert seen[0] == seen[1]
@@ -263,12 +270,14 @@ def summary(outputs, kind):
     texts, ids = [o.outputs[0].text for o in outputs], [o.outputs[0].token_ids for o in outputs]
     if kind == RequestOutputKind.DELTA:
         text, token_ids = "".join(texts), [i for part in ids for i in part]
+        logprobs = [line for o in outputs for line in o.outputs[0].logprobs or ()]
     else:
-        text, token_ids = texts[-1], ids[-1]
+        text, token_ids, logprobs = texts[-1], ids[-1], outputs[-1].outputs[0].logprobs or []
         assert all(text.startswith(earlier) for earlier in texts)
     last = outputs[-1]
     assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
     ends = last.outputs[0].finish_reason, last.num_cached_tokens, last.metrics.num_preemptions, last.error
+    ends = *ends, logprobs, last.outputs[0].cumulative_logprob, last.outputs[0].stop_reason
     return text, token_ids, ends, len(outputs) if kind == RequestOutputKind.FINAL_ONLY else None
 
 

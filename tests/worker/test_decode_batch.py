@@ -5,7 +5,7 @@ import numpy as np
 from jaxpaged.messages import SchedulerOutput
 from jaxpaged.sampling.rows import NUM_COLUMNS
 from jaxpaged.worker.decode_batch import decode_layout, pack_run
-from jaxpaged.worker.input_batch import step_requests
+from jaxpaged.worker.input_batch import StepReader
 from jaxpaged.worker.request_rows import NUM_STOP_IDS, RequestRows
 from tests.worker.test_input_batch import new_request
 
@@ -13,7 +13,7 @@ from tests.worker.test_input_batch import new_request
 def packed_parts(rows, layout, ids, tokens, computed, updates=()):
     scheduled = SchedulerOutput(1, [], [], ids, tokens, computed, [True] * len(ids), [None] * len(ids))
     lines_SF = np.arange(layout.num_lines * NUM_COLUMNS, dtype=np.float32).reshape(layout.num_lines, NUM_COLUMNS)
-    packed = pack_run(layout, step_requests(scheduled, rows), rows, lines_SF, list(updates))
+    packed = pack_run(layout, StepReader(rows).read(scheduled), rows, lines_SF, list(updates))
     assert packed.shape == (layout.size,)
     return layout.split(packed), lines_SF
 

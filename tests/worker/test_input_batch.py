@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxpaged.messages import NewRequestData, SchedulerOutput
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.worker.input_batch import pack_step, step_requests
+from jaxpaged.worker.input_batch import StepReader, pack_step
 from jaxpaged.worker.packed import step_layout
 from jaxpaged.worker.request_rows import RequestRows
 
@@ -18,7 +18,7 @@ def scheduled(ids, tokens, computed, samples):
 
 
 def packed_parts(rows, layout, output, updates=()):
-    packed = pack_step(layout, step_requests(output, rows), rows, list(updates))
+    packed = pack_step(layout, StepReader(rows).read(output), rows, list(updates))
     return layout.split(packed)
 
 
@@ -94,3 +94,20 @@ def test_parts_of_a_layout_cover_the_array_without_overlap():
         part += 1
         assert part.size or i > 5
     assert (packed == 1).all()
+
+
+def test_a_reader_gives_for_every_step_what_a_fresh_one_gives():
+    rows = RequestRows(max_num_seqs=4, num_groups=1)
+    for request_id in "abc":
+        rows.add(new_request(request_id, [1, 2], ([],)))
+    steps = [
+        scheduled(["a", "b"], [2, 2], [0, 0], [True, True]),
+        scheduled(["a", "b"], [1, 1], [2, 2], [True, True]),
+        scheduled(["a", "b"], [1, 1], [3, 3], [True, True]),
+        scheduled(["b", "c"], [1, 1], [4, 0], [True, False]),
+        scheduled(["b", "c"], [1, 1], [5, 1], [True, True]),
+    ]
+    reader = StepReader(rows)
+    for step in steps:
+        kept, fresh = reader.read(step), StepReader(rows).read(step)
+        assert all((one == other).all() for one, other in zip(kept, fresh, strict=True))

@@ -1,17 +1,21 @@
 """Plans: arithmetic against the engine's own, and the compile path with this machine's CPU as the target."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.build import facts_of, read_model
+from jaxpaged.engine.build import facts_of, plan_engine, read_model
 from jaxpaged.executor.planning import plan_on_target
+from jaxpaged.models.pooling import pooling_model
 from jaxpaged.plan import DeviceFacts
 from jaxpaged.worker.blueprint import StepPrograms
 from jaxpaged.worker.bundles import Bundle
 from jaxpaged.worker.planner import Planner, count_collectives, largest_split
 from jaxpaged.worker.targets import Target, parse_target
 from pallas_kernels import tpu_targets
+from tests.models import pooling_checkpoints
 from tests.models.checkpoints import write_checkpoint
 
 MIB = 2**20
@@ -127,6 +131,25 @@ def test_a_program_that_does_not_compile_is_a_finding(folder, monkeypatch):
     plan = own.plan()
     assert not plan.fits and plan.programs[0].error == "out of vmem"
     assert plan.advice == ["forward[8] does not compile: out of vmem"]
+
+
+def test_a_pooling_model_is_planned_with_the_programs_that_pool_and_without_a_decode_speed(tmp_path):
+    folder = pooling_checkpoints.write("llama_embed", tmp_path)
+    options = {name: value for name, value in OPTIONS.items() if name != "max_logprobs"}
+    config = EngineConfig.from_options(model=str(folder), num_gpu_blocks_override=16, **options)
+    plan = plan_engine(config, "h100", compile=False)
+    assert plan.fits and plan.options["runner"] == "pooling" and plan.options["convert"] == "embed"
+    assert not plan.decode and plan.prefill[0].tokens_per_second > 0
+    config = replace(config, model=replace(config.model, pooler_config={"pooling_type": "MEAN"}))
+    model, decoder = read_model(folder)
+    cpu = toy(64 * MIB, "cpu", tuple(jax.devices()[:1]))
+    own = Planner(config.resolve(facts_of(decoder, folder), "cpu"), pooling_model(model, "embed"), decoder, cpu)
+    compiled = own.plan()
+    assert {program.kind for program in compiled.programs} == {"forward", "accumulate", "pool"}
+    assert [program.error for program in compiled.programs if program.error] == []
+    whole = own.blueprint.weight_bytes
+    table = own.decoder.vocab_size * own.decoder.hidden_size * 4
+    assert own.work.weight_bytes == whole - table and own.work.head_params == 0  # the table is only looked up
 
 
 def test_collectives_are_counted_once_whether_they_are_asynchronous_or_not():

@@ -69,6 +69,7 @@ class AnswerReader:
         self._thinking: list[str] = []
         self._begins_answer = False  # thinking came, and nothing of the shaped answer yet
         self._parser = None
+        self.is_plain = reading.is_plain  # all text is content
         if not reading.is_plain:
             self._parser = make_parser(
                 reading.tool_parser, reading.reasoning_parser, tools=reading.tools, prompt=prompt or "",

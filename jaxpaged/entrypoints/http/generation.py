@@ -85,7 +85,7 @@ async def results_of(engine: Engine, request: GenerationRequest, number: int) ->
     generated = engine.generate(prompt, request.params, request.engine_id(number), priority=request.priority)
     async with contextlib.aclosing(generated) as outputs:
         async for output in outputs:
-            if output.error is not None or any(each.finish_reason == "error" for each in output.outputs):
+            if output.error is not None or "error" in [each.finish_reason for each in output.outputs]:
                 raise failed_request(output.error)
             yield number, output
 

@@ -70,8 +70,8 @@ class EventStream(Response):
             if self._interval:
                 await self._send_with_comments(send)
             else:
-                async for piece in self._events:
-                    await send_piece(send, piece)
+                async for piece in self._events:  # the way of most pieces: no call more than it takes
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
         except Exception as error:
             await send_piece(send, self._late_error(as_http_error(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -14,7 +14,7 @@ from jaxpaged.entrypoints.http.openai.chat_protocol import (
     ChatToolCallDelta,
     FunctionDelta,
 )
-from jaxpaged.entrypoints.http.openai.events import ChunkWriter
+from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, ChunkWriter, TextEvents
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions
 from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, chat_logprobs
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
@@ -49,6 +49,8 @@ class ChatStream:
         self._as_ids = bool(wanted.return_tokens_as_token_ids)
         self._with_ids = bool(wanted.return_token_ids)
         self._with_prompt = bool(wanted.return_prompt_text)
+        self._only_text = not (self._with_ids or usage.in_every_chunk)  # beyond what the engine may give with a token
+        self._text_events: dict[int, TextEvents] = {}  # of answers that have begun
         self._begun = False
 
     def of(self, output: RequestOutput) -> Iterator[bytes]:
@@ -58,6 +60,10 @@ class ChatStream:
             yield from self._opening(output)
         self._counter.add(0, output)
         for completion in output.outputs:
+            if self._is_text(completion):
+                if completion.text:
+                    yield self._text_event(completion.index, completion.text)
+                continue
             for choice in self._choices(completion):
                 yield self._chunks.chunk(choice)
 
@@ -65,6 +71,19 @@ class ChatStream:
     def readers(self) -> Iterable[AnswerReader]:
         """What has read the answers that have come."""
         return self._readers.values()
+
+    def _is_text(self, completion: CompletionOutput) -> bool:
+        """Whether a result brings nothing but text, all of which is content. This is the way of most tokens."""
+        goes_on = completion.finish_reason is None and completion.logprobs is None
+        return goes_on and self._only_text and self._readers[completion.index].is_plain
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        events = self._text_events.get(index)
+        if events is None:
+            delta = ChatDelta(content=PLACEHOLDER)
+            choice = ChatStreamChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+            events = self._text_events[index] = TextEvents(self._chunks.chunk(choice))
+        return events.of(text)
 
     def last(self, num_thinking: int | None) -> bytes:
         """The event with the usage of the whole request."""

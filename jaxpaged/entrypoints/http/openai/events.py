@@ -15,6 +15,8 @@ from jaxpaged.entrypoints.http.sse import event
 
 DONE = event(b"[DONE]")
 ENCODER = msgspec.json.Encoder()
+PLACEHOLDER = "\0"
+"""Stands for the text of a `TextEvents`. Names and ids are printable, so nothing else in a chunk looks like it."""
 
 
 class Chunk(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -60,6 +62,17 @@ class ChunkWriter:
 
 def written(chunk: Chunk) -> bytes:
     return event(ENCODER.encode(chunk))
+
+
+class TextEvents:
+    """Events that differ in nothing but one text: what is around it is encoded once."""
+
+    def __init__(self, one: bytes):
+        """`one` of them has PLACEHOLDER for its text."""
+        self._before, self._behind = one.split(ENCODER.encode(PLACEHOLDER))
+
+    def of(self, text: str) -> bytes:
+        return self._before + ENCODER.encode(text) + self._behind
 
 
 def late_error(error: HttpError) -> bytes:

@@ -37,8 +37,11 @@ class UsageCounter:
 
     def add(self, number: int, output: RequestOutput, num_dropped: int = 0) -> None:
         """Count a result of prompt `number`, without `num_dropped` tokens that the client does not get."""
-        self._prompts[number] = (len(output.prompt_token_ids), output.num_cached_tokens or 0)
-        self._completion_tokens += sum(len(each.token_ids) for each in output.outputs) - num_dropped
+        if number not in self._prompts:
+            self._prompts[number] = (len(output.prompt_token_ids), output.num_cached_tokens or 0)
+        for each in output.outputs:
+            self._completion_tokens += len(each.token_ids)
+        self._completion_tokens -= num_dropped
 
     def read(self, in_stream: bool = False, num_thinking: int | None = None) -> Usage:
         """What was counted so far. In streams there are no nulls. `num_thinking` None: thinking is not looked for."""
