@@ -85,7 +85,7 @@ class ChatStream:
             events = self._text_events[index] = TextEvents(self._chunks.chunk(choice))
         return events.of(text)
 
-    def last(self, num_thinking: int | None) -> bytes:
+    def last(self, num_thinking: int | None = None) -> bytes:
         """The event with the usage of the whole request."""
         return self._chunks.last(num_thinking)
 
