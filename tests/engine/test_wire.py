@@ -46,7 +46,8 @@ def test_a_request_arrives_as_it_was_sent(ids, seed, temperature, stop, extra):
 
 def test_outputs_arrive_as_they_were_sent():
     line = TokenLogprobs([5, 6], [-0.5, float("-inf")], 1)
-    outputs = [EngineCoreOutput("a", [5], [line], [line], "stop", "END", 3, 1), EngineCoreOutput("b", [], error="x")]
+    whole = EngineCoreOutput("a", [5], 3, 1, [line], [line], "stop", "END")
+    outputs = [whole, EngineCoreOutput("b", [], error="x")]
     message = EngineCoreOutputs(outputs, SchedulerStats(4, 2, 1, 0.5))
     assert through(EngineCoreOutputs, message) == message
 
