@@ -47,6 +47,10 @@ LEAST_TEMPERATURE = 0.01
 """Positive temperatures below this are raised to it: dividing logits by less loses their precision."""
 
 
+FILLED_IN = ("bad_words_token_ids", "thinking_token_ids")
+"""Fields that no request sets."""
+
+
 class RequestOutputKind(enum.IntEnum):
     """What a `RequestOutput` holds: everything so far, what is new, or everything and only at the end."""
 
@@ -91,6 +95,9 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     extra_args: for custom logits processors and connectors.
     skip_reading_prefix_cache: compute the whole prompt; set when prompt log probabilities are asked for.
     structured_outputs: what shape the output must have, see `StructuredOutputsParams`; a dict of its fields will do.
+    thinking_token_budget: how many tokens the model may think, each time it does, before it must end that; -1 and None:
+        as many as it likes. For models whose vocabulary has tokens around thinking.
+    thinking_token_ids: filled by the input processor: those that begin and end thinking.
     bad_words_token_ids: filled by the input processor: `bad_words` in tokens.
     """
 
@@ -123,11 +130,13 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     skip_reading_prefix_cache: bool | None = None
     bad_words_token_ids: list[list[int]] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
+    thinking_token_ids: tuple[int, int] | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
         """Build from names and values, such as a JSON object. Unknown names raise RequestError."""
-        public = [name for name in cls.__struct_fields__ if name != "bad_words_token_ids"]
+        public = [name for name in cls.__struct_fields__ if name not in FILLED_IN]
         for name in values:
             if name not in public:
                 raise RequestError(
@@ -196,6 +205,9 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     def _check_lengths(self) -> None:
         check_int("n", self.n, 1, MAX_N)
         check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.thinking_token_budget is not None:
+            check_int("thinking_token_budget", self.thinking_token_budget, -1, 2**31 - 1, "-1 means no limit")
+            self.thinking_token_budget = None if self.thinking_token_budget == -1 else self.thinking_token_budget
         if self.max_tokens is None:
             return
         check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, "None fills the context")

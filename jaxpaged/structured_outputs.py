@@ -10,10 +10,13 @@ from typing import Any
 import msgspec
 
 from jaxpaged.errors import RequestError, did_you_mean
+from jaxpaged.structural_tags import read_structural_tag
 
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_DEPTH = 64
 """Nesting of a JSON schema."""
+MAX_TAG_DEPTH = MAX_DEPTH + 16
+"""Nesting of a structural tag, the schemas in it included."""
 MAX_BYTES = 2**18
 """Of a schema, a regular expression, a grammar, or all choices together."""
 MAX_CHOICES = 4096
@@ -32,13 +35,14 @@ class Thinking(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, frozen=True, repr_omit_defaults=True):
-    """Exactly one of the first five. Raises RequestError, with `parameter` naming the field, for what cannot be.
+    """Exactly one of the first six. Raises RequestError, with `parameter` naming the field, for what cannot be.
 
     json: a JSON schema, as a dict or as its text; the answer is JSON that it allows.
     regex: the whole answer matches it (Rust's syntax: no look-around, no back references).
     choice: the answer is one of these texts.
     grammar: a context-free grammar, in Lark's or GBNF's notation; its first rule is "start" or "root".
     json_object: True: the answer is some JSON object.
+    structural_tag: free text in which some parts have a shape, as a dict or as its text; see `structural_tags`.
     disable_any_whitespace: JSON without white space between its parts.
     disable_additional_properties: objects have only the properties that the schema names, where it does not say.
     whitespace_pattern: a regular expression for the white space between the parts of JSON.
@@ -50,6 +54,7 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, fro
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
@@ -67,7 +72,7 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, fro
 
     @property
     def kind(self) -> str:
-        """Which of the five it is."""
+        """Which of the six it is."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
     def __post_init__(self) -> None:
@@ -85,6 +90,8 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, fro
             raise refusal("gives whitespace_pattern and disable_any_whitespace; leave one of them out.")
         if self.json is not None:
             check_schema(self.json)
+        if self.structural_tag is not None:
+            check_structural_tag(self.structural_tag)
         if self.choice is not None:
             check_choice(self.choice)
 
@@ -119,19 +126,32 @@ def check_choice(value: Any) -> None:
 
 
 def check_schema(value: Any) -> None:
-    """A JSON schema: an object, of limited size and nesting."""
+    checked_object("json", "a JSON schema", value, MAX_DEPTH)
+
+
+def check_structural_tag(value: Any) -> None:
+    tag = checked_object("structural_tag", "a structural tag", value, MAX_TAG_DEPTH)
+    try:
+        read_structural_tag(tag)
+    except ValueError as error:
+        raise refusal(f"structural_tag is no structural tag: {error}.") from error
+
+
+def checked_object(name: str, what: str, value: Any, max_depth: int) -> dict[str, Any]:
+    """A copy of a JSON object, or of one given as its text: of limited size and nesting."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
-        check_size("json", text)
-        schema = json.loads(text)
+        check_size(name, text)
+        found = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, RequestError):
             raise
-        raise refusal(f"json is no JSON schema: {error}.") from error
-    if not isinstance(schema, dict):
-        raise refusal(f"json is {text[:40]!r}; a schema is a JSON object.")
-    if (depth := depth_of(schema)) > MAX_DEPTH:
-        raise refusal(f"json is nested {depth} deep; at most {MAX_DEPTH} are possible.")
+        raise refusal(f"{name} is not {what}: {error}.") from error
+    if not isinstance(found, dict):
+        raise refusal(f"{name} is {text[:40]!r}; {what} is a JSON object.")
+    if (depth := depth_of(found)) > max_depth:
+        raise refusal(f"{name} is nested {depth} deep; at most {max_depth} are possible.")
+    return found
 
 
 def depth_of(value: Any) -> int:

@@ -65,6 +65,9 @@ class CountingExecutor:
     def max_decode_steps(self) -> int:
         return 1
 
+    def can_mask(self) -> bool:
+        return True
+
     def recover(self) -> None:
         self.ready = 0.0
 

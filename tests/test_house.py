@@ -21,7 +21,7 @@ TOP_LEVEL = {"LICENSE", "README.md", "configs", "jaxpaged", "pallas_kernels", "p
 
 LEAVES = {
     "config", "errors", "kv_cache_spec", "messages", "plan", "pooling", "sampling_checks", "sampling_limits",
-    "sampling_params", "structured_outputs",
+    "sampling_params", "structural_tags", "structured_outputs",
 }  # fmt: skip
 # Who may import whom. Every layer may import itself and the leaves.
 LAYERS = {

@@ -28,6 +28,7 @@ REFUSED = [
     ("bad_words", ["", [""], [3], ["w"] * 129, ["w" * 1025]]),
     ("max_tokens", [0, -1, 1.5, True, "9"]),
     ("min_tokens", [-1, True, 0.5, 17]),
+    ("thinking_token_budget", [-2, True, 0.5, 2**31]),
     ("logprobs", [-2, True, 1.5, "5"]),
     ("prompt_logprobs", [-2, True, 1.5]),
     ("logprob_token_ids", [[], [-1], list(range(129)), "12"]),
@@ -107,6 +108,7 @@ def test_values_are_normalised():
     )  # fmt: skip
     assert (params.stop, params.bad_words, params.seed, params.top_k) == (["END"], ["no"], None, 0)
     assert params.stop_token_ids == [4, 2]
+    assert [SamplingParams(thinking_token_budget=n).thinking_token_budget for n in (-1, 0, 9)] == [None, 0, 9]
     assert params.output_kind is RequestOutputKind.DELTA
     assert params.logit_bias == {17: 100.0, 3: -100.0, 4: 1.0}
     assert type(params.temperature) is float
@@ -143,6 +145,8 @@ def test_unknown_names_are_errors_that_name_the_nearest_one():
         SamplingParams.from_dict({"temprature": 0.5})
     with pytest.raises(RequestError, match="unknown sampling parameter 'bad_words_token_ids'"):
         SamplingParams.from_dict({"bad_words_token_ids": [[1]]})
+    with pytest.raises(RequestError, match="unknown sampling parameter 'thinking_token_ids'"):
+        SamplingParams.from_dict({"thinking_token_ids": [1, 2]})
     with pytest.raises(TypeError):
         SamplingParams(best_of=2)
     assert SamplingParams.from_dict({"top_k": 3, "logit_bias": {"2": 1}}).logit_bias == {2: 1.0}

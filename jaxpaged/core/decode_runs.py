@@ -19,8 +19,8 @@ def plan_run(
 ) -> bool:
     """Fill an empty plan with a run of at most `max_steps`. False, and nothing changed, when it must be one step.
 
-    It must when somebody still computes a prompt, or follows a grammar, whose masks come from the host; when blocks
-    are too few, and when nobody has two tokens to go.
+    It must when somebody still computes a prompt, or needs a mask, which comes from the host; when blocks are too few,
+    and when nobody has two tokens to go.
     """
     if max_steps < 2:
         return False
@@ -30,9 +30,10 @@ def plan_run(
         num_left = request.max_total_tokens - num_known
         if num_left <= 0:
             continue  # its last token is being sampled
-        if num_known != request.num_computed_tokens + 1 or request.matcher is not None:
+        num_free = num_left if request.matcher is None else request.matcher.num_free(request.num_output_placeholders)
+        if num_known != request.num_computed_tokens + 1 or not num_free:
             return False
-        runs.append((request, min(max_steps, num_left)))
+        runs.append((request, min(max_steps, num_left, num_free)))
     num_steps = max((num_tokens for _, num_tokens in runs), default=0)
     num_blocks = sum(sum(manager.num_new_blocks(request, num_tokens)) for request, num_tokens in runs)
     if num_steps < 2 or num_blocks > manager.pool.num_free_blocks:
@@ -75,6 +76,8 @@ def append_run(request: Request, tokens: Sequence[int], result: EngineCoreOutput
     for token_id in tokens:
         request.all_token_ids.append(token_id)
         result.new_token_ids.append(token_id)
+        if request.matcher is not None:
+            request.matcher.accept([token_id])
         end = request.check_stop(token_id)
         if end is not None:
             result.finish_reason, result.stop_reason = end

@@ -5,11 +5,14 @@ llguidance is imported where it is used: only requests with structured outputs n
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from jaxpaged.core.tag_grammar import TagGrammar
 from jaxpaged.core.thinking_grammar import after_thinking
 from jaxpaged.errors import RequestError
+from jaxpaged.structural_tags import read_structural_tag
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
 WHITESPACE = r"([ \t]{1,2}|\r?\n[ \t]{0,40})"
@@ -27,31 +30,46 @@ def grammar_text(params: StructuredOutputsParams, added_tokens: Mapping[str, int
 
     Raises RequestError when it cannot be written as a grammar, or when llguidance is not installed.
     """
-    answer = answer_grammar(params)
+    answer = answer_grammar(params, added_tokens)
     return answer if params.thinking is None else after_thinking(answer, params.thinking, added_tokens)
 
 
-def answer_grammar(params: StructuredOutputsParams) -> str:
+def answer_grammar(params: StructuredOutputsParams, added_tokens: Mapping[str, int]) -> str:
     llguidance = import_llguidance()
     try:
         match params.kind:
-            case "json" | "json_object":
-                options = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
-                if params.disable_any_whitespace:
-                    options = {"whitespace_flexible": False}
-                return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema_of(params)), overrides=options)
+            case "structural_tag":
+                tag = read_structural_tag(as_object(params.structural_tag))
+                return TagGrammar(partial(grammar_of, params), added_tokens).write(tag)
+            case "json_object":
+                return grammar_of(params, "json", {"type": "object"})
             case "choice":
                 return llguidance.grammar_from("choice", json.dumps(params.choice))
             case kind:
-                return llguidance.grammar_from(kind, getattr(params, kind))
+                return grammar_of(params, kind, getattr(params, kind))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"structured_outputs cannot be used: {error}.", "structured_outputs") from error
 
 
-def schema_of(params: StructuredOutputsParams) -> dict[str, Any]:
-    if params.json_object:
-        return {"type": "object"}
-    schema = json.loads(params.json) if isinstance(params.json, str) else json.loads(json.dumps(params.json))
+def grammar_of(params: StructuredOutputsParams, kind: str, value: Any) -> str:
+    """The grammar of a schema, a regular expression or a grammar, with what `params` says of JSON."""
+    llguidance = import_llguidance()
+    if kind != "json":
+        return llguidance.grammar_from(kind, value)
+    options = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+    if params.disable_any_whitespace:
+        options = {"whitespace_flexible": False}
+    schema = json.dumps(schema_of(params, value))
+    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+def as_object(value: str | dict[str, Any]) -> dict[str, Any]:
+    """A JSON object that may be given as its text; a copy."""
+    return json.loads(value if isinstance(value, str) else json.dumps(value))
+
+
+def schema_of(params: StructuredOutputsParams, value: str | dict[str, Any]) -> dict[str, Any]:
+    schema = as_object(value)
     # What a schema says to the compiler itself is not for requests to set.
     schema.pop("x-guidance", None)
     if params.disable_additional_properties:

@@ -7,6 +7,7 @@ of other requests, or of the device.
 import enum
 
 from jaxpaged.core.structured_output import Matcher
+from jaxpaged.core.thinking_budget import BudgetMatcher
 from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, NewRequestData, TokenLogprobs
 
 
@@ -98,7 +99,7 @@ class Request:
         # Prompt tokens taken from the cache have no log probabilities.
         self.reads_prefix_cache = not (wants_prompt_logprobs or params.skip_reading_prefix_cache)
 
-        self.matcher: Matcher | None = None  # where it stands in its grammar, if it has one
+        self.matcher: Matcher | BudgetMatcher | None = None  # where it stands in what binds its tokens, if anything
 
         self.block_hashes: list[bytes] = []
         self.blocks: tuple[list, ...] = tuple([] for _ in range(num_groups))

@@ -8,7 +8,7 @@ Why blocks need almost no fence for that is told in `kv_cache_manager.py`.
 This module knows no model, no device and no text.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.constrained import ConstrainedRequests
@@ -99,11 +99,11 @@ class Scheduler:
         if not self.constrained.add(request):
             self.waiting.add(request)
 
-    def admit_compiled(self) -> list[EngineCoreOutput]:
-        """Queue the requests whose grammar is ready now; returns the last outputs of those that failed."""
+    def admit_compiled(self, can_mask: Callable[[], bool]) -> list[EngineCoreOutput]:
+        """Queue requests whose grammar is ready, once steps `can_mask`. Returns the last outputs of failed ones."""
         if not self.constrained.compiling:
             return []
-        ready, failed = self.constrained.take_compiled()
+        ready, failed = self.constrained.take_compiled(can_mask)
         for request in ready:
             self.waiting.add(request)
         return [self._fail(request, reason) for request, reason in failed]

@@ -50,6 +50,10 @@ class Matcher:
         """Whether the answer is whole as it is."""
         return self._matcher.is_accepting()
 
+    def num_free(self, num_unknown: int) -> int:
+        """How many tokens need no mask after `num_unknown` that were drawn and are not known yet: none."""
+        return 0
+
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Move on. False: a token did not fit, and the matcher has an error."""
         return self._matcher.consume_tokens(list(token_ids))
@@ -105,7 +109,8 @@ class Grammars:
         return Matcher(future.result().deep_copy())
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
-        text = grammar_text(params, self._added_tokens if params.thinking is not None else {})
+        has_markers = params.thinking is not None or params.structural_tag is not None
+        text = grammar_text(params, self._added_tokens if has_markers else {})
         matcher = import_llguidance().LLMatcher(self._tokenizer, text, log_level=0, limits=limits())
         if (error := error_of(matcher)) is not None:
             raise RequestError(f"structured_outputs cannot be used: {error}", "structured_outputs")

@@ -28,7 +28,7 @@ from jaxpaged.messages import (
 )
 
 GRAMMAR_WAIT = 0.05
-"""Seconds that a step sleeps at most when there is nothing to do but to wait for a grammar."""
+"""Seconds that a step sleeps at most with nothing to do but to wait for a grammar, or for the program that masks."""
 
 
 @dataclass
@@ -177,7 +177,7 @@ class EngineCore:
 
     def _advance(self) -> SchedulerOutput | None:
         """Put what the oldest step gives into the outbox; returns that step, if there was one."""
-        self._outbox += self._ask(self._scheduler.admit_compiled)
+        self._outbox += self._ask(self._scheduler.admit_compiled, self._executor.can_mask)
         awaited = self._dispatch()
         if awaited is None and self._in_flight:
             awaited = self._in_flight[0].scheduled

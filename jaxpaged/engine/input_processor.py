@@ -16,6 +16,7 @@ from jaxpaged.engine.generation_config import GenerationDefaults
 from jaxpaged.engine.grammar_checker import GrammarChecker
 from jaxpaged.engine.pooler import Pooler
 from jaxpaged.engine.pooling_prompts import check_keep, cut_ids, text_ids
+from jaxpaged.engine.thinking_markers import budget_tokens, thinking_token_ids
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError, did_you_mean
 from jaxpaged.messages import EngineCoreRequest
@@ -75,6 +76,7 @@ class InputProcessor:
         self._seeds = random.Random(seed)
         ends = [*self.defaults.eos_token_ids, tokenizer.eos_token_id]
         self.eos_token_ids = list(dict.fromkeys(i for i in ends if i is not None and i < vocab_size))
+        self.thinking_token_ids = thinking_token_ids(tokenizer.added_tokens)
         self.eos_token_id = tokenizer.eos_token_id
         if self.eos_token_id is None and self.eos_token_ids:
             self.eos_token_id = self.eos_token_ids[0]
@@ -270,6 +272,8 @@ class InputProcessor:
             complete.stop_token_ids = list(dict.fromkeys([*complete.stop_token_ids, *self.eos_token_ids]))
         if complete.bad_words:
             complete.bad_words_token_ids = self._bad_words_in_tokens(complete.bad_words)
+        if complete.thinking_token_budget is not None:
+            complete.thinking_token_ids = budget_tokens(complete.thinking_token_budget, self.thinking_token_ids)
         complete.verify(self.vocab_size, self.max_logprobs)
         if complete.structured_outputs is not None:
             self.grammar_checker.check(complete.structured_outputs)

@@ -42,6 +42,13 @@ class Executor(Protocol):
         """
         ...
 
+    def can_mask(self) -> bool:
+        """Whether `masked` steps can run without waiting for a program to be compiled: only then may there be any.
+
+        Who asks wants it compiled. Raises EngineError when it cannot be.
+        """
+        ...
+
     def recover(self) -> None:
         """Make the device usable again after a failed step. All cached keys and values are lost."""
         ...

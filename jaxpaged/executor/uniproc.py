@@ -27,6 +27,9 @@ class UniProcExecutor:
     def max_decode_steps(self) -> int:
         return self.worker.runner.max_decode_steps()
 
+    def can_mask(self) -> bool:
+        return self.worker.runner.can_mask()
+
     def recover(self) -> None:
         self.worker.recover()
 

@@ -28,6 +28,7 @@ from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.logprobs import LogprobOutput
 from jaxpaged.sampling.rows import SamplingRows
 from jaxpaged.sampling.state import StateLayout, pack_masks
+from jaxpaged.worker.blueprint import MASKED_KIND
 from jaxpaged.worker.decode_batch import DecodeLayout, pack_run
 from jaxpaged.worker.input_batch import StepReader, StepRequests, pack_step
 from jaxpaged.worker.packed import StepLayout
@@ -102,6 +103,17 @@ class ModelRunner:
         if bucket is None or (key := ProgramKey(kind, bucket)) not in self.programs.builders:
             return 1
         return self.decode_layouts[bucket].max_steps if self.programs.is_ready(key) else 1
+
+    def can_mask(self) -> bool:
+        """Whether a step can be masked without waiting for a program; if not, the one for any step is compiled next.
+
+        Narrower ones are compiled once a step could use them. Raises EngineError when it cannot be compiled.
+        """
+        try:
+            return self.programs.prepare(ProgramKey(MASKED_KIND, self.sample_buckets[-1]))
+        except Exception as error:
+            what = "the program that keeps answers to their grammars could not be compiled; the engine's log says why."
+            raise EngineError(what) from error
 
     def execute(self, scheduled: SchedulerOutput) -> "PendingStep | PendingRun":
         """Dispatch one step. Only dispatching happens here; results are read by `PendingStep.result`."""
@@ -179,7 +191,9 @@ class ModelRunner:
             rows, positions = rows[requests.samples], positions[requests.samples]
             pending.request_ids = list(itertools.compress(scheduled.request_ids, scheduled.samples))
         state, full = self.state, masks_SW is not None or self.sampling_rows.any_full(rows)
-        kind = "sample" if not full else "sample_full" if masks_SW is None else "sample_masked"
+        kind = "sample" if not full else "sample_full" if masks_SW is None else MASKED_KIND
+        if masks_SW is not None:
+            self.programs.is_ready(ProgramKey(kind, next(size for size in self.sample_buckets if size >= len(rows))))
         bucket = self.programs.smallest_ready(kind, len(rows), self.sample_buckets)
         pending.buckets.sample_bucket, pending.buckets.full_sampler = bucket, full
         key = ProgramKey(kind, bucket)

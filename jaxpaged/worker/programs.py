@@ -2,7 +2,7 @@
 
 Every program is lowered from shapes and compiled ahead of time, and only `Compiled` objects are ever called: a
 wrong shape, dtype or sharding raises instead of compiling. Threads compile while requests are already served;
-asking for a program that is not ready moves it to the front and waits for it.
+asking for a program that is not ready moves it to the front, and waits for it or looks again later.
 
 `CompileCounter` counts every compilation of the process, ours or not, so that "no recompile" is measured and not
 only intended.
@@ -108,6 +108,23 @@ class Programs:
             self._want(key)
         return False
 
+    def prepare(self, key: ProgramKey) -> bool:
+        """The same for a program that somebody waits for: it goes to the front. Raises what its compilation raised."""
+        program = self._done.get(key)
+        if isinstance(program, BaseException):
+            raise program
+        if program is None:
+            with self._changed:
+                self._hurry(key)
+        return program is not None
+
+    def _hurry(self, key: ProgramKey) -> None:
+        """Compile a program next. The lock is held."""
+        self._want(key)
+        if key in self._queue:
+            self._queue.remove(key)
+            self._queue.insert(0, key)
+
     def _want(self, key: ProgramKey) -> None:
         """Queue a program that was kept on demand. The lock is held."""
         if key in self._unwanted and not self._stopped:
@@ -158,10 +175,7 @@ class Programs:
 
     def _wait(self, key: ProgramKey) -> Any:
         with self._changed:
-            self._want(key)
-            if key in self._queue:
-                self._queue.remove(key)
-                self._queue.insert(0, key)
+            self._hurry(key)
             while key not in self._done:
                 if self._stopped:
                     raise RuntimeError(f"program {key} was asked for after the engine was shut down")

@@ -96,6 +96,15 @@ def test_a_request_that_its_grammar_leaves_without_a_token_fails_alone(llm):
     assert "unclosed group" in broken.error
 
 
+BUDGET = 3
+THINKING = (16, 53)
+"""What stands in for the tokens around thinking: a comma, with which a prompt ends, and a Q."""
+
+
+def keeps_budget(tokens):
+    return tokens.index(THINKING[1]) == BUDGET
+
+
 class FewBlocks:
     """The executor, with so few KV blocks that requests are preempted."""
 
@@ -119,8 +128,13 @@ def serve(llm, num_blocks, **scheduler_options):
     core = EngineCore(dataclasses.replace(config, scheduler=scheduler), FewBlocks(executor, num_blocks), grammars)
     for i in range(8):
         shape = SHAPES[i % len(SHAPES)][0] if i % 3 else None
-        params = params_for(shape, i, temperature=1.0, max_tokens=60)
-        core.add_request(engine.input_processor.process(f"r{i}", "Once upon a time " * (i + 1), params)[0])
+        prompt, budget = "Once upon a time " * (i + 1), BUDGET if i in (3, 6) else None
+        if budget is not None:
+            prompt = prompt.strip() + ","
+        params = params_for(shape, i, temperature=1.0, max_tokens=60, thinking_token_budget=budget)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.input_processor, "thinking_token_ids", THINKING)
+            core.add_request(engine.input_processor.process(f"r{i}", prompt, params)[0])
     tokens, num_preemptions = {}, 0
     while core._scheduler.has_unfinished_requests() or core._in_flight:
         for output in core.step().outputs:
@@ -133,7 +147,7 @@ def serve(llm, num_blocks, **scheduler_options):
 
 def test_neither_steps_in_flight_nor_preemption_nor_runs_of_steps_change_the_answers(llm):
     expected, preempted = serve(llm, 400, async_scheduling=False)
-    assert not preempted
+    assert not preempted and all(keeps_budget(expected[f"r{i}"]) for i in (3, 6))
     assert serve(llm, 400, async_scheduling=True) == (expected, 0)
     answers, preempted = serve(llm, 24, async_scheduling=True, num_scheduler_steps=None)
     assert answers == expected and preempted

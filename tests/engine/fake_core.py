@@ -89,6 +89,9 @@ class CountingExecutor:
     def max_decode_steps(self) -> int:
         return 1
 
+    def can_mask(self) -> bool:
+        return True
+
     def recover(self) -> None:
         assert not self.broken, "the device is gone"
         self.slow = False

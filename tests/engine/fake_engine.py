@@ -110,6 +110,9 @@ class FakeExecutor:
     def max_decode_steps(self) -> int:
         return self.longest_run
 
+    def can_mask(self) -> bool:
+        return True
+
     def execute(self, scheduled: SchedulerOutput) -> Done:
         assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens) > 0
         assert scheduled.num_steps == 1 or max(scheduled.num_scheduled_tokens) == scheduled.num_steps

@@ -1,13 +1,14 @@
 """The engine core with grammars: who waits for whom. Grammars are scripts here, and the test compiles them."""
 
 import contextlib
+import dataclasses
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.errors import RequestError
+from jaxpaged.errors import EngineError, RequestError
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
 from tests.engine.test_core import request, run
 
@@ -23,6 +24,9 @@ class ScriptMatcher:
     @property
     def is_complete(self):
         return self.at == len(self.script)
+
+    def num_free(self, num_unknown):
+        return 0
 
     def accept(self, token_ids):
         assert list(token_ids) == self.script[self.at : self.at + len(token_ids)]
@@ -87,7 +91,14 @@ class MaskedExecutor(FakeExecutor):
     def __init__(self):
         super().__init__(counting_model(VOCAB), VOCAB)
         self.diary, self.masks, self.interrupt_at = [], {}, None
+        self.masks_ready, self.times_asked = True, 0
         self.undrawn = None  # the step whose second half has not come
+
+    def can_mask(self):
+        self.times_asked += 1
+        if isinstance(self.masks_ready, Exception):
+            raise self.masks_ready
+        return self.masks_ready
 
     def note(self, what, scheduled):
         self.diary.append((what, scheduled.step_id))
@@ -105,7 +116,7 @@ class MaskedExecutor(FakeExecutor):
             self.note("forward", scheduled)
             self.undrawn = scheduled
             return HalfStep(self, scheduled)
-        self.masks = {}
+        self.masks, self.mask_W = {}, None
         return super().execute(scheduled)
 
     def _compute(self, request_id, scheduled, i, output, lines):
@@ -288,3 +299,121 @@ def test_a_step_that_has_not_drawn_is_drawn_before_the_cache_is_reset():
     assert not core._in_flight
     tokens, _ = run(core)
     assert [50, 51, 52, 53][-len(tokens["a"]) :] == tokens["a"]
+
+
+def test_a_request_waits_for_the_program_that_masks_and_nobody_waits_behind_it():
+    core, executor = make(async_scheduling=True)
+    executor.masks_ready = False
+    core.add_request(scripted("shaped", "50 51"))
+    core.add_request(request("first", max_tokens=3))
+    assert run(core)[0] == {"first": [11, 12, 13]}
+    core.add_request(request("second", max_tokens=2))
+    assert run(core)[0] == {"second": [11, 12]}
+    assert not any(step.masked for step in executor.executed)
+    assert core.step().stats.num_waiting_reqs == 1
+    core._scheduler.check_integrity()
+    executor.masks_ready = True
+    assert run(core) == ({"shaped": [50, 51]}, {"shaped": ("stop", None)})
+
+
+def test_the_program_that_masks_is_wanted_while_the_first_grammar_is_compiled_and_not_before():
+    grammars = ScriptGrammars(at_once=False)
+    core, executor = make(grammars)
+    core.add_request(request("plain", max_tokens=3))
+    run(core)
+    assert executor.times_asked == 0
+    core.add_request(scripted("shaped", "50"))
+    core.step()
+    assert executor.times_asked == 1
+    grammars.finish()
+    assert run(core)[0] == {"shaped": [50]}
+
+
+def test_with_only_the_program_to_wait_for_a_step_sleeps(monkeypatch):
+    core, executor = make()
+    executor.masks_ready = False
+    core.add_request(scripted("shaped", "50"))
+    slept = []
+    monkeypatch.setattr("jaxpaged.core.constrained.time.sleep", slept.append)
+    core.step()
+    assert len(slept) == 1 and slept[0] > 0
+
+
+def test_without_a_program_that_masks_only_those_who_need_it_fail():
+    core, executor = make()
+    executor.masks_ready = EngineError("it could not be compiled")
+    core.add_request(scripted("shaped", "50"))
+    core.add_request(request("plain", max_tokens=2))
+    tokens, ends = run(core)
+    assert tokens == {"shaped": [], "plain": [11, 12]}
+    assert ends["shaped"] == ("error", "it could not be compiled")
+    core._scheduler.check_integrity()
+
+
+def test_a_request_may_be_aborted_while_it_waits_for_the_program_that_masks():
+    core, executor = make()
+    executor.masks_ready = False
+    core.add_request(scripted("shaped", "50"))
+    core.step()
+    core.abort_requests(["shaped"])
+    assert not core._scheduler.has_unfinished_requests()
+    executor.masks_ready = True
+    assert run(core) == ({}, {})
+
+
+# ---- thinking that may not be too long: the model counts, from the token that begins to think to the one that ends it
+
+START, END = 12, 90
+
+
+def thinking(name, budget, max_tokens=12, prompt=(10,), **params):
+    params = {"thinking_token_budget": budget, "thinking_token_ids": (START, END), **params}
+    return request(name, prompt, max_tokens, **params)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("num_scheduler_steps", [1, 8])
+@pytest.mark.parametrize("budget", [0, 1, 2, 5, 60])
+def test_thinking_ends_when_its_budget_is_used(asynchronous, num_scheduler_steps, budget):
+    core, _ = make(async_scheduling=asynchronous, num_scheduler_steps=num_scheduler_steps)
+    core.add_request(thinking("a", budget))
+    core.add_request(thinking("open", budget, prompt=(START, 13)))
+    core.add_request(request("plain", max_tokens=7))
+    tokens, _ = run(core)
+    used = [11, 12, *range(13, 13 + budget), END, 91, 92, 93, 94, 95, 96, 97, 98, 99]
+    assert tokens["a"] == used[:12]
+    assert tokens["open"] == [*range(14, 14 + budget), END, 91, 92, 93, 94, 95, 96, 97, 98, 99, 5, 6][:12]
+    assert tokens["plain"] == [11, 12, 13, 14, 15, 16, 17]
+    core._scheduler.check_integrity()
+
+
+def test_steps_in_which_thinking_cannot_be_too_long_have_no_mask_and_may_be_runs():
+    core, executor = make(async_scheduling=True, num_scheduler_steps=8)
+    core.add_request(thinking("a", 20, max_tokens=40))
+    tokens, _ = run(core)
+    assert tokens["a"][:23] == [*range(11, 33), END]
+    assert sum(step.masked for step in executor.executed) <= 3
+    assert any(step.num_steps > 1 for step in executor.executed)
+    core, executor = make(async_scheduling=True)
+    core.add_request(thinking("a", 5, prompt=(20,), max_tokens=30))  # it never thinks
+    run(core)
+    assert not any(step.masked for step in executor.executed)
+
+
+def test_a_budget_and_a_grammar_bind_together():
+    core, _ = make()
+    core.add_request(thinking("a", 2, structured_outputs={"choice": ["12 50 51 90 33"]}))
+    core.add_request(thinking("b", 1, structured_outputs={"choice": ["12 50 51 52"]}))  # its grammar knows no end
+    assert run(core)[0] == {"a": [12, 50, 51, 90, 33], "b": [12, 50, 51, 52]}
+
+
+def test_preemption_does_not_change_where_thinking_ends():
+    executor = MaskedExecutor()
+    executor.kv_cache_config = dataclasses.replace(executor.kv_cache_config, num_blocks=9)
+    core = EngineCore(make_config(async_scheduling=True), executor, ScriptGrammars())
+    for name in "abc":
+        core.add_request(thinking(name, 3, max_tokens=16))
+    tokens, _ = run(core)
+    expected = [11, 12, 13, 14, 15, END, 91, 92, 93, 94, 95, 96, 97, 98, 99, 5]
+    assert tokens == dict.fromkeys("abc", expected)
+    assert core.stats().num_preemptions

@@ -35,6 +35,18 @@ def test_text_ids_and_dicts_are_the_same_prompt():
     assert process(ids)[1] is None
 
 
+def test_a_budget_of_thinking_needs_a_vocabulary_with_tokens_around_it():
+    params = SamplingParams(thinking_token_budget=5)
+    with pytest.raises(RequestError, match="thinking_token_budget is 5, but the vocabulary has no tokens") as caught:
+        process(params=params)
+    assert caught.value.parameter == "thinking_token_budget"
+    tokenizer = make_tokenizer()
+    tokenizer.added_tokens = {**tokenizer.added_tokens, 200: "</think>", 201: "<think>", 202: "[THINK]"}
+    request, _ = InputProcessor(tokenizer, vocab_size=VOCAB, max_model_len=64).process("r", "the cat", params)
+    assert request.sampling_params.thinking_token_ids == (201, 200) and params.thinking_token_ids is None
+    assert process(params=SamplingParams(thinking_token_budget=-1))[0].sampling_params.thinking_token_ids is None
+
+
 def test_text_can_go_without_special_tokens():
     assert process("the cat", add_special_tokens=False)[0].prompt_token_ids == TOKENIZER.encode("the cat", False)
 

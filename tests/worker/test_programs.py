@@ -128,6 +128,32 @@ def test_a_program_on_demand_that_cannot_be_compiled_is_never_ready():
     assert not programs.is_ready(ProgramKey("decode", 8))
 
 
+def test_a_program_that_somebody_waits_for_goes_to_the_front_and_its_failure_is_raised():
+    gate, built = threading.Event(), []
+    keys = [ProgramKey("forward", 8), ProgramKey("forward", 16), ProgramKey("masked", 8), ProgramKey("masked", 16)]
+
+    def build(key):
+        built.append(key)
+        if key == keys[2]:
+            raise ValueError("no such operation")
+        return FakeLowered(key, gate)
+
+    builders = {key: lambda key=key: build(key) for key in keys}
+    programs = Programs(builders, num_threads=1, on_demand=keys[2:])
+    programs.start()
+    while not built:
+        pass
+    assert not programs.prepare(keys[2])
+    assert not programs.prepare(keys[3]), "the one that was asked for last comes first"
+    gate.set()
+    while programs.num_ready < len(keys):
+        pass
+    assert built == [keys[0], keys[3], keys[2], keys[1]]
+    assert programs.prepare(keys[3])
+    with pytest.raises(ValueError, match="no such operation"):
+        programs.prepare(keys[2])
+
+
 def test_the_counter_sees_a_compilation_by_anyone():
     with CompileCounter() as counter:
         jax.jit(lambda x: x * 3 + 1)(jnp.arange(7)).block_until_ready()

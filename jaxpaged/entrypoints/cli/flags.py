@@ -20,7 +20,7 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
 SHORT_FLAGS = {"tensor_parallel_size": ["-tp"], "n": ["-n"]}
-# Every sampling parameter but `output_kind`, which the command decides, and `bad_words_token_ids`, which is internal.
+# Every sampling parameter but `output_kind`, which the command decides, and those that the engine fills in.
 SAMPLING_HELP = {
     "temperature": "in [0, 2]; 0 takes the most likely token",
     "top_p": "keep the smallest set of tokens whose probability reaches this",
@@ -47,7 +47,8 @@ SAMPLING_HELP = {
     "skip_special_tokens": "leave special tokens out of the text; on by default",
     "spaces_between_special_tokens": "write spaces between special tokens; on by default",
     "skip_reading_prefix_cache": "compute the whole prompt; on by default with --prompt-logprobs",
-    "structured_outputs": "the shape of the output: '{\"regex\": \"[0-9]+\"}'; or json, choice, grammar, json_object",
+    "structured_outputs": "shape of the output: '{\"regex\": \"[0-9]+\"}'; or json, choice, grammar, ...",
+    "thinking_token_budget": "longest thinking in tokens, for models with tokens around it; -1: any length",
     "extra_args": "for custom logits processors",
 }
 # `--seed` is the requests'; the engine's own, for requests without one, can be set in the YAML file.

@@ -66,6 +66,7 @@ class AnswerReader:
     def __init__(self, reading: Reading, prompt: str | None):
         self._reading = reading
         self._has_calls = False
+        self._thinking: list[str] = []
         self._begins_answer = False  # thinking came, and nothing of the shaped answer yet
         self._parser = None
         self.is_plain = reading.is_plain  # all text is content
@@ -79,6 +80,11 @@ class AnswerReader:
         """The next result: its text is what is new since the last one, so a final result alone has all of it."""
         return AnswerPart(self._deltas(completion), self._finish_reason(completion), completion.stop_reason)
 
+    @property
+    def thinking(self) -> str:
+        """What was read of thinking so far, wanted or not."""
+        return "".join(self._thinking)
+
     def _deltas(self, completion: CompletionOutput) -> list[Delta]:
         if self._parser is None:
             return [Delta(content=completion.text)] if completion.text else []
@@ -86,6 +92,7 @@ class AnswerReader:
         if completion.finish_reason is not None:
             deltas += self._parser.finish()
         self._has_calls = self._has_calls or any(delta.tool_call for delta in deltas)
+        self._thinking += [delta.reasoning for delta in deltas if delta.reasoning]
         if self._reading.shaped and self._reading.reasoning_parser is not None:
             deltas = self._without_space(deltas)
         return [delta for delta in deltas if self._is_wanted(delta)]

@@ -16,6 +16,7 @@ from jaxpaged.entrypoints.http.answer import ANY_CALLS, Reading
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.prompts import PromptReader, TokenPrompt, Truncation
+from jaxpaged.entrypoints.http.shape_or_calls import WRITTEN, shape_or_calls
 from jaxpaged.entrypoints.http.tool_use import ToolUse
 from jaxpaged.errors import ConfigError, RequestError
 from jaxpaged.parsing.detect import tool_parser_of
@@ -82,7 +83,7 @@ async def prepare(
     `PromptReader.read_chat`.
     """
     reading = reading_of(conversation, formats)
-    shape = shape_of(conversation)
+    shape = shape_of(conversation, reading.tool_parser)
     prompt = await prompts.read_chat(
         conversation.messages, conversation.truncation, conversation.add_special_tokens, conversation.cache_salt,
         **conversation.template,
@@ -120,15 +121,21 @@ def reading_of(conversation: Conversation, formats: AnswerFormats) -> Reading:
     )
 
 
-def shape_of(conversation: Conversation) -> StructuredOutputsParams | None:
-    """The client's, or that of forced calls. Raises HttpError 400 for both."""
+def shape_of(conversation: Conversation, tool_parser: str | None) -> StructuredOutputsParams | None:
+    """The client's, that of forced calls, or the client's beside free calls. Raises HttpError 400 if it cannot be."""
     use, shape = conversation.tool_use, conversation.shape
-    if shape is not None and use is not None and use.choice != "none":
+    if use is None or use.choice == "none":
+        return shape
+    if shape is None:
+        return use.forced_shape()
+    either = None if tool_parser is None else shape_or_calls(shape, use, tool_parser)
+    if either is None:
         raise HttpError(
             400, f"tool_choice is {use.choice!r}, but the answer must also have a shape of its own, in which no call "
-            "can be written. Ask for one of the two, or set tool_choice to 'none'.", "tool_choice",
+            "can be written. Ask for one of the two, or set tool_choice to 'none'. Both are possible with 'auto' and "
+            f"one of the tool call parsers {', '.join(sorted(WRITTEN))}.", "tool_choice",
         )  # fmt: skip
-    return shape or (use.forced_shape() if use is not None else None)
+    return either
 
 
 def after_thinking(

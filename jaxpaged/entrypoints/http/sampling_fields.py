@@ -38,6 +38,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
+    thinking_token_budget: int | None = None
 
 
 class EngineFields(SamplingFields, kw_only=True):

@@ -76,6 +76,10 @@ class Service:
         self.requests = RequestCounts()
         self.traffic = Traffic(model.max_num_seqs, options.max_num_queued_reqs, options.max_num_queued_tokens)
 
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text that stands alone."""
+        return len(self.engine.input_processor.tokenizer.encode(text, False)) if text else 0
+
     def check_model(self, name: str | None) -> str:
         """The name under which the answer goes out. Raises HttpError 404 for another model's name."""
         if not name:

@@ -176,9 +176,14 @@ def template_variables(wanted: MessagesPrompt) -> dict[str, Any]:
     return {**variables, **(wanted.chat_template_kwargs or {})}
 
 
-def sampling_params(wanted: MessagesRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """The request's own parameters over the model's `defaults`. Raises RequestError for values that cannot be."""
+def sampling_params(wanted: MessagesRequest, defaults: Mapping[str, Any], limits_thinking: bool) -> SamplingParams:
+    """The request's own parameters over the model's `defaults`. Raises RequestError for values that cannot be.
+
+    `limits_thinking`: whether thinking can be cut short for this model; if not, a budget is a target only.
+    """
     own = {"temperature": wanted.temperature, "top_p": wanted.top_p, "top_k": wanted.top_k}
+    if limits_thinking and wanted.thinking is not None and wanted.thinking.type == "enabled":
+        own["thinking_token_budget"] = wanted.thinking.budget_tokens
     given = {name: value for name, value in own.items() if value is not None}
     return SamplingParams(
         **{**defaults, **given, "max_tokens": wanted.max_tokens, "stop": wanted.stop_sequences},

@@ -81,9 +81,9 @@ class Messages:
         check_prompt_fields(wanted)
         check_request_fields(wanted)
         check_calls_are_found(wanted, service.formats.tool_parser)
-        names = engine_names(wanted)
+        names, processor = engine_names(wanted), service.engine.input_processor
         with client_names(names):
-            params = sampling_params(wanted, service.engine.input_processor.defaults.sampling)
+            params = sampling_params(wanted, processor.defaults.sampling, processor.thinking_token_ids is not None)
             asked = conversation(wanted, wanted.cache_salt)
             prepared = await prepare(asked, params, service.formats, service.prompts)
         request_id = service.request_id(request, "msg")

@@ -87,7 +87,8 @@ class MessagesToolChoice(msgspec.Struct):
 
 
 class ThinkingOption(msgspec.Struct):
-    """Whether the model thinks before it answers. `budget_tokens` is a target, not a limit: `max_tokens` is that."""
+    """Whether the model thinks before it answers. `budget_tokens` is the limit of that where the model's vocabulary has
+    tokens around thinking, and a target elsewhere."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None

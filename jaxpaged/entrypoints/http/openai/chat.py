@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`: answer conversations."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -127,13 +127,14 @@ class ChatCompletions:
         [output] = await collect_or_search(self._service.engine, self._service.traffic, chat.generation)
         usage = UsageCounter(self._service.options.enable_prompt_tokens_details)
         usage.add(0, output)
+        readers = [chat.new_reader() for _ in output.outputs]
         return json_response(
             ChatCompletionResponse(
                 id=chat.generation.request_id,
                 created=int(time.time()),
                 model=chat.model,
-                choices=[choice(chat, each) for each in output.outputs],
-                usage=usage.read(),
+                choices=[choice(chat, *each) for each in zip(output.outputs, readers)],
+                usage=usage.read(num_thinking=self._num_thinking(chat, readers)),
                 prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
                 prompt_token_ids=output.prompt_token_ids if wanted.return_token_ids else None,
                 prompt_text=output.prompt if wanted.return_prompt_text else None,
@@ -152,8 +153,14 @@ class ChatCompletions:
                 for chunk in chunks.of(output):
                     yield chunk
         if usage.at_end:
-            yield chunks.last()
+            yield chunks.last(self._num_thinking(chat, chunks.readers))
         yield DONE
+
+    def _num_thinking(self, chat: Chat, readers: Iterable[AnswerReader]) -> int | None:
+        """Tokens of thinking, once the answers are read: of the text, so that it costs nothing while tokens come."""
+        if chat.reading.reasoning_parser is None:
+            return None
+        return sum(self._service.count_tokens(reader.thinking) for reader in readers)
 
 
 def check(wanted: ChatCompletionRequest) -> None:
@@ -191,14 +198,14 @@ def names_of(wanted: ChatCompletionRequest) -> dict[str, str]:
     return {**ENGINE_NAMES, **own}
 
 
-def choice(chat: Chat, completion: CompletionOutput) -> ChatChoice:
+def choice(chat: Chat, completion: CompletionOutput, reader: AnswerReader) -> ChatChoice:
     wanted = chat.wanted
     logprobs = None
     if completion.logprobs is not None:
         logprobs = chat_logprobs(
             completion.token_ids, completion.logprobs, num_logprobs(wanted), bool(wanted.return_tokens_as_token_ids)
         )
-    answer = chat.new_reader().read(completion)
+    answer = reader.read(completion)
     return ChatChoice(
         index=completion.index,
         message=chat_message(chat, answer.message),

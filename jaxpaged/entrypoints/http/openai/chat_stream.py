@@ -1,7 +1,7 @@
 """Chunks of a streamed chat answer."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -67,6 +67,11 @@ class ChatStream:
             for choice in self._choices(completion):
                 yield self._chunks.chunk(choice)
 
+    @property
+    def readers(self) -> Iterable[AnswerReader]:
+        """What has read the answers that have come."""
+        return self._readers.values()
+
     def _is_text(self, completion: CompletionOutput) -> bool:
         """Whether a result brings nothing but text, all of which is content. This is the way of most tokens."""
         goes_on = completion.finish_reason is None and completion.logprobs is None
@@ -80,9 +85,9 @@ class ChatStream:
             events = self._text_events[index] = TextEvents(self._chunks.chunk(choice))
         return events.of(text)
 
-    def last(self) -> bytes:
+    def last(self, num_thinking: int | None = None) -> bytes:
         """The event with the usage of the whole request."""
-        return self._chunks.last()
+        return self._chunks.last(num_thinking)
 
     def _opening(self, output: RequestOutput) -> Iterator[bytes]:
         for index in range(self._n):

@@ -54,9 +54,9 @@ class ChunkWriter:
             )
         )
 
-    def last(self) -> bytes:
-        """The chunk with the usage of the whole request."""
-        usage = self._counter.read(in_stream=True)
+    def last(self, num_thinking: int | None = None) -> bytes:
+        """The chunk with the usage of the whole request, and how many of its tokens were thinking if that is known."""
+        usage = self._counter.read(in_stream=True, num_thinking=num_thinking)
         return written(self._new(choices=(), usage=usage, system_fingerprint=SYSTEM_FINGERPRINT))
 
 

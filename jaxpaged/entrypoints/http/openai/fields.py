@@ -24,6 +24,7 @@ from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
 SHAPE_NAMES = {"structured_outputs": "response_format"}
+TAG_FIELDS = ("type", "format", "structures", "triggers")
 MAX_PROMPT_SEQUENCES = 16384
 """Sequences of one HTTP request: prompts times n."""
 SAMPLING = (*SamplingFields.__struct_fields__, "n", "prompt_logprobs", "logprob_token_ids")
@@ -44,7 +45,6 @@ REFUSALS = {
     "watermarking": "Watermarks are not made",
     **TRANSFER_REFUSALS,
     "prompt_embeds": "Prompts are taken as text or token ids",
-    "thinking_token_budget": "Thinking is not cut short",
 }
 """Field -> why no value of it is served."""
 
@@ -57,10 +57,14 @@ class StreamOptions(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """What the output must look like: "text", "json_object", or "json_schema" with {"name": ..., "schema": ...}."""
+    """What the output must look like: "text", "json_object", "json_schema" with {"name": ..., "schema": ...}, or
+    "structural_tag" with a format, or as it was before with structures and triggers."""
 
     type: str
     json_schema: dict[str, Any] | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class GenerationFields(EngineFields, kw_only=True):
@@ -89,7 +93,6 @@ class GenerationFields(EngineFields, kw_only=True):
     repetition_detection: Any = None
     watermarking: Any = None
     prompt_embeds: Any = None
-    thinking_token_budget: Any = None
 
     @property
     def truncation(self) -> Truncation:
@@ -136,9 +139,13 @@ def shape_of(request: GenerationFields) -> StructuredOutputsParams | None:
     if wanted.type == "json_schema":
         with client_names(SHAPE_NAMES):
             return StructuredOutputsParams(json=schema_of(wanted))
+    if wanted.type == "structural_tag":
+        tag = {name: value for name in TAG_FIELDS if (value := getattr(wanted, name)) is not None}
+        with client_names(SHAPE_NAMES):
+            return StructuredOutputsParams(structural_tag=tag)
     raise HttpError(
-        400, f"response_format.type is {wanted.type!r}; it must be one of text, json_object, json_schema.",
-        "response_format.type",
+        400, f"response_format.type is {wanted.type!r}; it must be one of text, json_object, json_schema, "
+        "structural_tag.", "response_format.type",
     )  # fmt: skip
 
 

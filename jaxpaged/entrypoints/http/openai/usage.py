@@ -11,6 +11,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Tokens of the answers that were thinking."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Tokens of all prompts and of all sequences of one HTTP request."""
 
@@ -18,6 +24,7 @@ class Usage(msgspec.Struct):
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails | None | msgspec.UnsetType = None
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class UsageCounter:
@@ -36,8 +43,8 @@ class UsageCounter:
             self._completion_tokens += len(each.token_ids)
         self._completion_tokens -= num_dropped
 
-    def read(self, in_stream: bool = False) -> Usage:
-        """What was counted so far. In streams there are no nulls."""
+    def read(self, in_stream: bool = False, num_thinking: int | None = None) -> Usage:
+        """What was counted so far. In streams there are no nulls. `num_thinking` None: thinking is not looked for."""
         prompt_tokens = sum(count for count, _ in self._prompts.values())
         details = msgspec.UNSET if in_stream else None
         if self._with_details:
@@ -47,4 +54,6 @@ class UsageCounter:
             prompt_tokens + self._completion_tokens,
             self._completion_tokens,
             details,
-        )
+            msgspec.UNSET if num_thinking is None
+            else CompletionTokensDetails(min(num_thinking, self._completion_tokens)),
+        )  # fmt: skip

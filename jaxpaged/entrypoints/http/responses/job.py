@@ -65,7 +65,7 @@ class JobMaker:
         return Job(
             response, items, owner,
             GenerationRequest(response.id, [prepared.prompt], prepared.params, wanted.priority or 0, names),
-            prepared.reading, service.options.enable_prompt_tokens_details, self._num_tokens,
+            prepared.reading, service.options.enable_prompt_tokens_details, service.count_tokens,
         )  # fmt: skip
 
     def _keeps(self, wanted: ResponsesRequest) -> bool:
@@ -129,9 +129,6 @@ class JobMaker:
             extra_args=wanted.vllm_xargs,
             output_kind=RequestOutputKind.DELTA if in_pieces else RequestOutputKind.FINAL_ONLY,
         )
-
-    def _num_tokens(self, text: str) -> int:
-        return len(self._service.engine.input_processor.tokenizer.encode(text, False)) if text else 0
 
 
 def response_of(wanted: ResponsesRequest, model: str, params: SamplingParams, keeps: bool) -> Response:

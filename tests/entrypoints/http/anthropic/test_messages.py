@@ -141,6 +141,18 @@ def test_sampling_parameters_reach_the_engine(serving):
     assert params.stop == ["zz"]
 
 
+@pytest.mark.parametrize("thinking_ids", [None, (20, 21)])
+def test_the_budget_of_thinking_limits_it_where_the_model_has_tokens_around_it(serving, thinking_ids):
+    async def scenario(server):
+        server.engine.input_processor.thinking_token_ids = thinking_ids
+        for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}, {"type": "disabled"}):
+            answer = await server.client.post(PATH, {**GREEDY, "max_tokens": 1025, "thinking": thinking})
+            assert answer.status == 200, answer.body
+        return [params.thinking_token_budget for _, params, _ in server.engine.seen]
+
+    assert serving(scenario, **saying("a")) == [None if thinking_ids is None else 1024, None, None]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("change", "reason", "sequence", "text"),
@@ -337,12 +349,14 @@ def test_schemas_that_no_grammar_can_be_made_of_are_refused_by_their_field(ask, 
         assert answer.status == 400 and answer.error["message"].startswith(field), answer.body
 
 
-def test_a_format_comes_after_thinking_and_not_together_with_calls(ask):
+def test_a_format_comes_after_thinking_and_not_together_with_forced_calls(ask):
     body = {**GREEDY, "max_tokens": 100, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
     answer = ask(PATH, body, **QWEN, **saying('<think>hm</think>{"city":"Rome"}'))
     assert [block["type"] for block in answer.json["content"]] == ["thinking", "text"]
     assert json.loads(answer.json["content"][1]["text"]) == {"city": "Rome"}
-    refused = ask(PATH, {**body, "tools": [TOOL]}, **HERMES)
+    answer = ask(PATH, {**body, "tools": [TOOL]}, **HERMES, **saying('{"city":"Rome"}'))
+    assert [block["type"] for block in answer.json["content"]] == ["text"]
+    refused = ask(PATH, {**body, "tools": [TOOL], "tool_choice": {"type": "any"}}, **HERMES)
     assert refused.status == 400 and "tool_choice" in refused.error["message"]
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.entrypoints.http.saying_model import saying
+from tests.entrypoints.http.saying_model import TOKENIZER, saying
 
 PATH = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "the cat"}], "temperature": 0}
@@ -181,6 +181,38 @@ def test_thinking_is_told_apart_from_the_answer(ask):
     assert finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"), [(PATH, {"messages": [{"role": "user", "content": "x"}]}), ("/v1/completions", {"prompt": "x"})]
+)
+def test_thinking_ends_when_its_budget_is_used(serving, path, asked):
+    start, _, _, end, *_ = script = TOKENIZER.encode("the dog sat on a mat", add_special_tokens=False)
+
+    async def scenario(server):
+        server.engine.input_processor.thinking_token_ids = (start, end)
+        body = {**asked, "temperature": 0, "max_tokens": 5, "return_token_ids": True}
+        answers = [await server.client.post(path, {**body, "thinking_token_budget": budget}) for budget in (-1, 1, 0)]
+        return [answer.json["choices"][0]["token_ids"] for answer in answers]
+
+    free, one, none = serving(scenario, **saying("the dog sat on a mat"))
+    assert free == script[:5]
+    assert one[:3] == [start, script[1], end] and none[:2] == [start, end]
+
+
+@pytest.mark.parametrize("include_reasoning", [True, False])
+def test_the_usage_tells_tokens_of_thinking_where_it_is_looked_for(ask, include_reasoning):
+    num_tokens = len(TOKENIZER.encode("\nthe dog {\n", add_special_tokens=False))
+    body = {**ASKED, "include_reasoning": include_reasoning, "n": 2, "temperature": 1, "seed": 1}
+    usage = ask(PATH, body, options=QWEN, **saying(THOUGHT)).json["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 2 * num_tokens}
+    assert usage["completion_tokens"] > 2 * num_tokens
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    last = ask(PATH, body, options=QWEN, **saying(THOUGHT)).events[-2]
+    assert {**last["usage"], "prompt_tokens_details": None} == usage
+    assert "completion_tokens_details" not in ask(PATH, ASKED, **saying(THOUGHT)).json["usage"]
+    usage = ask(PATH, ASKED, options=QWEN, **saying("the dog")).json["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
 def test_thinking_that_began_in_the_prompt_and_never_ends_is_no_content(ask):
     chat = "{{ messages[-1].content }}<think>\n"
     message = asked(ask, "the dog", {}, QWEN, chat=chat)["message"]
@@ -209,6 +241,13 @@ def test_calls_come_after_thinking(ask):
 
 ANSWER_SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": ANSWER_SCHEMA, "strict": True}}
+OLD_TAG = {
+    "type": "structural_tag", "triggers": ["<f="],
+    "structures": [{"begin": "<f=1>", "schema": {"const": "a"}, "end": "</f>"}],
+}  # fmt: skip
+CONTENT = {"type": "json_schema", "json_schema": {"const": "a"}}
+TAG = {"type": "tag", "begin": "<f=1>", "content": CONTENT, "end": "</f>"}
+NEW_TAG = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [TAG]}}
 CLOSED = {"json": {**ANSWER_SCHEMA, "additionalProperties": False}, "disable_any_whitespace": True}
 
 
@@ -222,6 +261,9 @@ CLOSED = {"json": {**ANSWER_SCHEMA, "additionalProperties": False}, "disable_any
         ("the", {"structured_outputs": {"regex": "[x-z]{3}"}}, "xxx"),
         ("(x)", {"structured_outputs": {"grammar": 'start: "(" start ")" | "x"'}}, "(x)"),
         ('{"a":22}', {"structured_outputs": CLOSED}, '{"a":22}'),
+        ("the <f=1>x", {"response_format": OLD_TAG}, 'the <f=1>"a"</f>'),
+        ("the <f=1>x", {"response_format": NEW_TAG}, 'the <f=1>"a"</f>'),
+        ("the <f=1>x", {"structured_outputs": {"structural_tag": NEW_TAG}}, 'the <f=1>"a"</f>'),
     ],
 )
 def test_answers_have_the_shape_that_was_asked_for(ask, says, body, expected):
@@ -251,6 +293,43 @@ def test_several_prompts_and_sequences_keep_their_shape(ask):
     assert [choice["text"] for choice in answer.json["choices"]] == ["no"] * 4
 
 
+# ---- shapes and tools
+
+
+CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
+
+
+@pytest.mark.parametrize(
+    ("tool_parser", "calls"),
+    [
+        ("hermes", f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"),
+        ("longcat", "\n".join([f"<longcat_tool_call>\n{CALL}\n</longcat_tool_call>"] * 2)),
+        ("granite", f"<|tool_call|>[{CALL}, {CALL}]"),
+        ("jamba", f"<tool_calls>[{CALL}, {CALL}]</tool_calls>"),
+        ("phi4_mini_json", f"functools[{CALL}, {CALL}]"),
+    ],
+)
+def test_a_model_may_call_tools_or_answer_in_a_shape_and_nothing_else(ask, tool_parser, calls):
+    options = {"tool_call_parser": tool_parser, "enable_auto_tool_choice": True}
+    for body in ({"response_format": JSON_SCHEMA}, {"structured_outputs": {"choice": ["yes", "no"]}}):
+        body = {**body, "tools": TOOLS}
+        choice = asked(ask, calls, body, options)
+        assert len(choice["message"]["tool_calls"]) == 2 and choice["finish_reason"] == "tool_calls"
+        assert calls_of(choice["message"])[0] == ("weather", {"city": "Rome"})
+        one = asked(ask, calls, {**body, "parallel_tool_calls": False}, options)
+        assert calls_of(one["message"]) == [("weather", {"city": "Rome"})]
+    choice = asked(ask, '{"a": 22}', {"response_format": JSON_SCHEMA, "tools": TOOLS}, options)
+    assert choice["message"]["content"] == '{"a": 22}' and choice["finish_reason"] == "stop"
+    assert asked(ask, "no", body, options)["message"]["content"] == "no"
+
+
+def test_without_knowing_how_calls_are_written_a_shape_and_tools_exclude_each_other(ask):
+    options = {"tool_call_parser": "pythonic", "enable_auto_tool_choice": True}
+    answer = ask(PATH, {**ASKED, "response_format": JSON_SCHEMA, "tools": TOOLS}, options=options, **saying("a"))
+    assert (answer.status, answer.error["param"]) == (400, "tool_choice")
+    assert "granite, hermes" in answer.error["message"]
+
+
 # ---- what cannot be
 
 
@@ -261,14 +340,18 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 @pytest.mark.parametrize(
     ("body", "parameter"),
     [
-        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "structures": [{"begin": "a", "end": ""}]}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "token"}}}, "response_format"),
+        ({"structured_outputs": {"structural_tag": {"type": "structural_tag"}}}, "structured_outputs"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format.json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": BAD_SCHEMA}}},
             "response_format",
         ),
         ({"response_format": JSON_SCHEMA, "structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
-        ({"response_format": JSON_SCHEMA, "tools": TOOLS}, "tool_choice"),
+        ({"response_format": JSON_SCHEMA, "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"structured_outputs": {"choice": ["a"]}, "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs"),
         ({"structured_outputs": {"thinking": ["a", "b", True], "choice": ["a"]}}, "structured_outputs"),

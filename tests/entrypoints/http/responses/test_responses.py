@@ -12,6 +12,7 @@ from tests.entrypoints.http.responses.answering import (
     record_shapes,
     with_room,
 )
+from tests.entrypoints.http.saying_model import saying
 
 GREEDY = {"temperature": 0, "max_output_tokens": 300}
 TOOLS = {"tools": [WEATHER]}
@@ -246,3 +247,15 @@ def test_a_client_that_leaves_ends_its_response(serving, stream):
         return server.engine.aborted
 
     assert len(serving(scenario)) == 1
+
+
+def test_a_budget_of_thinking_reaches_the_engine_or_is_refused_by_its_name(serving):
+    async def scenario(server):
+        refused = await server.client.post("/v1/responses", {"input": "a", **GREEDY, "thinking_token_budget": 3})
+        server.engine.input_processor.thinking_token_ids = (20, 21)
+        answer = await server.client.post("/v1/responses", {"input": "a", **GREEDY, "thinking_token_budget": 3})
+        return refused, answer.status, [params.thinking_token_budget for _, params, _ in server.engine.seen]
+
+    refused, status, budgets = serving(scenario, **saying("a"))
+    assert (refused.status, refused.error["param"]) == (400, "thinking_token_budget")
+    assert status == 200 and budgets[-1] == 3
