@@ -27,6 +27,7 @@ QUICK = (
     ("window, soft cap and sinks", jnp.float32),
     ("long tail of windows", jnp.bfloat16),
     ("rows with no new token", jnp.float16),
+    ("decodes and prompts in any order", jnp.bfloat16),
 )
 
 
