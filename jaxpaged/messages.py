@@ -175,6 +175,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None  # with finish_reason "error"
+    error_parameter: str | None = None  # the field of the request that is to blame
     pooled: np.ndarray | None = None  # float32, of a pooling request that is done
 
 

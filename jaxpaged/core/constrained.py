@@ -48,7 +48,7 @@ class ConstrainedRequests:
             self.compiling[request].set_result(None)
         return request in self.compiling
 
-    def take_compiled(self, can_mask: Callable[[], bool]) -> tuple[list[Request], list[tuple[Request, str]]]:
+    def take_compiled(self, can_mask: Callable[[], bool]) -> tuple[list[Request], list[tuple[Request, RequestError]]]:
         """(Requests that can be queued now, those that cannot be and why). The latter stay to be forgotten.
 
         `can_mask`: whether steps can be masked by now; it raises EngineError when they never will.
@@ -57,14 +57,15 @@ class ConstrainedRequests:
         try:
             masks = can_mask()
         except EngineError as error:
-            return [], [(request, str(error)) for request in self.compiling]
+            return [], [(request, RequestError(str(error))) for request in self.compiling]
         for request, future in list(self.compiling.items()):
             if not future.done() or not (masks or future.exception()):
                 continue
             try:
                 request.matcher = self._matcher_of(request, future)
             except Exception as error:  # whatever the compiler makes of a grammar fails its own request
-                failed.append((request, str(error) or type(error).__name__))
+                known = isinstance(error, RequestError)
+                failed.append((request, error if known else RequestError(str(error) or type(error).__name__)))
                 continue
             del self.compiling[request]
             self._following.add(request)

@@ -106,7 +106,7 @@ class Scheduler:
         ready, failed = self.constrained.take_compiled(can_mask)
         for request in ready:
             self.waiting.add(request)
-        return [self._fail(request, reason) for request, reason in failed]
+        return [self._fail(request, str(error), error.parameter) for request, error in failed]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -360,12 +360,12 @@ class Scheduler:
             self._removed_request_ids += step.removed_request_ids  # the runner may not have got that far
         return list(requests)
 
-    def _fail(self, request: Request, reason: str) -> EngineCoreOutput:
+    def _fail(self, request: Request, reason: str, parameter: str | None = None) -> EngineCoreOutput:
         self.kv_cache_manager.uncache_request(request)
         request.num_computed_tokens = 0  # so that nothing of it is cached when it is released
         self._finish(request, "error")
         output = request.to_last_output()
-        output.error = reason
+        output.error, output.error_parameter = reason, parameter
         return output
 
     # ---- cache and statistics ------------------------------------------------------------------

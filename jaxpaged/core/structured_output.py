@@ -112,8 +112,12 @@ class Grammars:
         has_markers = params.thinking is not None or params.structural_tag is not None
         text = grammar_text(params, self._added_tokens if has_markers else {})
         matcher = import_llguidance().LLMatcher(self._tokenizer, text, log_level=0, limits=limits())
-        if (error := error_of(matcher)) is not None:
-            raise RequestError(f"structured_outputs cannot be used: {error}", "structured_outputs")
+        for _ in range(2):  # only with the vocabulary is it known what a token takes; too much is told to the next copy
+            copy = matcher.deep_copy()
+            if not copy.is_error():
+                copy.compute_bitmask()
+            if (error := error_of(copy)) is not None:
+                raise RequestError(f"structured_outputs cannot be used: {error}", "structured_outputs")
         return matcher
 
     @property

@@ -135,6 +135,9 @@ class CoreServer:
             client, request_id = route
             if output.finish_reason is not None:
                 self._end_route(output.request_id)
+            if output.error_parameter is not None:
+                self._send(client, wire.REFUSED, wire.Refusal(request_id, output.error, output.error_parameter))
+                continue
             output.request_id = request_id
             shares[client].append(output)
         for client, share in shares.items():

@@ -55,6 +55,9 @@ def test_a_stream_says_the_same(client):
 def test_what_is_wrong_with_a_request_is_told_by_the_engine_too(client):
     with pytest.raises(openai.BadRequestError, match="max_model_len"):
         client.completions.create(model="demo", prompt=[300] * 5000)
+    shape = {"regex": "a{1000000}"}  # compiles, and is too much for the vocabulary
+    with pytest.raises(openai.BadRequestError, match="structured_outputs cannot be used: lexer error"):
+        client.chat.completions.create(model="demo", messages=QUESTION, extra_body={"structured_outputs": shape})
 
 
 def test_answers_have_the_shape_and_the_calls_that_were_asked_for(client):

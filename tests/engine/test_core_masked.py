@@ -212,10 +212,12 @@ def test_a_grammar_that_is_none_fails_its_own_request():
     core, _ = make(grammars)
     core.add_request(scripted("bad", "50"))
     core.add_request(request("good", max_tokens=2))
-    grammars.futures.pop()[0].set_exception(RequestError("structured_outputs cannot be used: no"))
-    tokens, ends = run(core)
-    assert tokens == {"bad": [], "good": [11, 12]}
-    assert ends["bad"] == ("error", "structured_outputs cannot be used: no")
+    grammars.futures.pop()[0].set_exception(RequestError("structured_outputs cannot be used: no", "structured_outputs"))
+    outputs = [output for _ in range(4) for output in core.step().outputs]
+    [refused] = [output for output in outputs if output.request_id == "bad"]
+    assert (refused.finish_reason, refused.error) == ("error", "structured_outputs cannot be used: no")
+    assert refused.error_parameter == "structured_outputs"
+    assert [output.new_token_ids for output in outputs if output.request_id == "good"] == [[11], [12]]
     core._scheduler.check_integrity()
 
 
