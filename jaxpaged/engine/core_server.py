@@ -76,6 +76,7 @@ class CoreServer:
         self._late_sleeps: list[LateSleep] = []
         self._stats_time = 0.0  # when they were last sent
         self._stats_changed = False
+        self._compiling = False  # in the background, as far as they say
         self._stopping = False
         self._context = zmq.Context()
         self._socket = self._bind(address)
@@ -101,8 +102,10 @@ class CoreServer:
             working = self._core.has_work()
             if not working:
                 self._settle()
-            if self._poller.poll(0 if working else None):
+            if self._poller.poll(0 if working else STATS_INTERVAL * 1e3 if self._compiling else None):
                 self._receive()
+            elif not working:
+                self._stats_changed = True
             if self._core.has_work():
                 self._step()
             if self._late_sleeps:
@@ -147,7 +150,7 @@ class CoreServer:
             self._send_stats()
 
     def _settle(self) -> None:
-        """There is nothing to do: say how things are, once."""
+        """There is nothing to do: say how things are, once, and again while programs are compiled."""
         self._heartbeat.rest()
         if self._stats_changed:
             self._send_stats()
@@ -157,6 +160,7 @@ class CoreServer:
         for client in list(self._clients.values()) if clients is None else clients:
             self._send(client, wire.STATS, stats)
         self._stats_time, self._stats_changed = time.monotonic(), False
+        self._compiling = stats.executor.get("programs_ready", 0) < stats.executor.get("programs", 0)
 
     # ---- messages
 

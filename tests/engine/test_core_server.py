@@ -11,7 +11,7 @@ from jaxpaged.engine.zmq_client import TYPES, ask_facts, dealer
 from jaxpaged.errors import EngineDeadError
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
-from tests.engine.fake_core import VOCAB_SIZE, answer, core_in_thread
+from tests.engine.fake_core import VOCAB_SIZE, CountingExecutor, answer, core_in_thread
 
 
 class FrontEnd:
@@ -220,6 +220,19 @@ def test_senseless_arguments_are_answered_with_an_error(connect, arguments):
     assert front_end.receive(wire.ANSWER) == wire.Answer(2)
     front_end.add("good", 5)
     assert front_end.tokens("good") == answer(4, 5)
+
+
+def test_an_idle_core_tells_when_a_program_is_compiled(monkeypatch):
+    stats = {"programs": 2, "programs_ready": 1}
+    monkeypatch.setattr("jaxpaged.engine.core_server.STATS_INTERVAL", 0.02)
+    monkeypatch.setattr(CountingExecutor, "stats", lambda self: dict(stats))
+    with core_in_thread(max_num_seqs=8, max_model_len=64) as address, zmq.Context() as context:
+        front_end = FrontEnd(context, address)
+        with contextlib.closing(front_end.socket):
+            assert front_end.receive(wire.STATS).executor["programs_ready"] == 1
+            stats["programs_ready"] = 2
+            while front_end.receive(wire.STATS).executor["programs_ready"] == 1:
+                pass
 
 
 def test_requests_of_a_front_end_that_left_are_aborted(connect):
