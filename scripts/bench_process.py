@@ -33,6 +33,7 @@ DEMO = Path(jaxpaged.__file__).parent / "assets" / "demo"
 VOCAB_SIZE = 4096
 PROMPT = {"prompt_token_ids": list(range(300, 340))}
 MAX_MODEL_LEN = 4096
+FACTORY = "bench_process:build"
 
 
 @dataclass
@@ -89,6 +90,21 @@ def build(config: EngineConfig, announce: Callable[[CoreFacts], None], progress:
     return EngineCore(config, CountingExecutor(config.model.seed / 1e6, config.scheduler.max_num_seqs))
 
 
+def counting_config(num_streams: int, step_ms: float) -> EngineConfig:
+    """Options with which `FACTORY` builds a core whose steps take `step_ms`."""
+    options = {"max_num_seqs": num_streams, "max_num_batched_tokens": max(2048, num_streams), "block_size": 16}
+    return EngineConfig.from_options(
+        **options, num_scheduler_steps=1, seed=round(step_ms * 1000), enable_prefix_caching=False
+    )
+
+
+def counting_engine(config: EngineConfig) -> LLMEngine:
+    """An engine over such a core, in this process."""
+    facts: list[CoreFacts] = []
+    core = build(config, facts.append, lambda *_: None)
+    return LLMEngine(*front_end(facts[0]), InprocClient(core))
+
+
 @dataclass
 class Round:
     """What one measurement gave. Seconds of CPU time are those of the front end's process, and of the core's."""
@@ -143,16 +159,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kind", choices=[kind.name.lower() for kind in RequestOutputKind], default="delta")
     args = parser.parse_args()
-    options = {"max_num_seqs": args.streams, "max_num_batched_tokens": max(2048, args.streams), "block_size": 16}
-    config = EngineConfig.from_options(
-        **options, num_scheduler_steps=1, seed=round(args.step_ms * 1000), enable_prefix_caching=False
-    )
-    facts: list[CoreFacts] = []
-    core = build(config, facts.append, lambda *_: None)
-    engine = LLMEngine(*front_end(facts[0]), InprocClient(core))
+    config = counting_config(args.streams, args.step_ms)
+    engine = counting_engine(config)
     kind = RequestOutputKind[args.kind.upper()]
     params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, output_kind=kind)
-    llm = AsyncLLM.from_config(config, factory="bench_process:build")
+    llm = AsyncLLM.from_config(config, factory=FACTORY)
     with asyncio.Runner() as runner:
         one, two = [], []
         for _ in range(args.rounds + 1):  # the first round warms up

@@ -1,6 +1,7 @@
 """How fast the HTTP server streams: requests and tokens per second, time to first token, time between tokens.
 
     python scripts/bench_serving.py --free [--streams 1,8,64,256]      # the server alone: its model costs nothing
+    python scripts/bench_serving.py --device-ms 5                      # steps take that long on a device elsewhere
     python scripts/bench_serving.py [--streams 1,8,64,256] [--model demo] [engine options]
 
 Every stream is a connection that asks `--requests` times, one after the other, for `--tokens` tokens of a prompt of its
@@ -8,19 +9,23 @@ own. The client is this process, the server another one. "tokens/CPU-s" are toke
 server's process, so other programs on the machine, and this client, do not count in it.
 
 With `--free` scheduler, detokeniser, HTTP and events are the real ones, in one thread; the executor returns the same
-token for ever. Without it `jaxpaged serve` is started, and for each number of streams the same prompts go through `LLM`
-in a process of its own as well: "offline" is its throughput, and "overhead" the share of it that is lost over HTTP.
+token for ever. Without it `jaxpaged serve` is started, and for each number of streams the same prompts go through an
+engine without HTTP, in one process, as well: "offline" is its throughput, and "overhead" the share of it that is lost
+over HTTP. On a CPU the model, the server and this client share the cores, so overhead is what they take from the model;
+with `--device-ms` everything is real but the model, which counts, while the processor is free for the others.
 """
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,7 +179,7 @@ def markdown(rows: Sequence[Row]) -> str:
     return "".join(f"| {' | '.join(each)} |\n" for each in lines)
 
 
-# ---- servers
+# ---- the server
 
 
 def start(command: Sequence[str]) -> tuple[subprocess.Popen, str]:
@@ -187,126 +192,15 @@ def start(command: Sequence[str]) -> tuple[subprocess.Popen, str]:
     raise SystemExit(f"the server ended with status {process.wait()}.")
 
 
-def serve_free(max_num_seqs: int) -> None:
-    """This process as a server whose model costs nothing."""
-    from jaxpaged.entrypoints.cli.serve import announce, run_loop
-    from jaxpaged.entrypoints.http.options import ServerOptions
-    from jaxpaged.entrypoints.http.server import Sockets, serve
-    from jaxpaged.entrypoints.http.service import Service, served_model
-
-    engine = FreeAsyncEngine(max_num_seqs)
-    options = ServerOptions(port=0)
-    sockets = Sockets(options)
-    sockets.listen()
-    announce("free", sockets.urls, guarded=False)
-    run_loop(serve(Service(engine, served_model(engine.engine.config, ("free",)), options), sockets))
-
-
-class Ready:
-    """A step whose result is there."""
-
-    def __init__(self, output: Any):
-        self._output = output
-
-    def result(self) -> Any:
-        return self._output
-
-
-class FreeExecutor:
-    """Samples the same token for every request, at once."""
-
-    def __init__(self, num_blocks: int, block_size: int):
-        from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
-
-        self.kv_cache_config = KVCacheConfig(num_blocks, (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),))
-
-    def execute(self, scheduled: Any) -> Ready:
-        from jaxpaged.messages import ModelRunnerOutput
-
-        ids = [each for each, samples in zip(scheduled.request_ids, scheduled.samples, strict=True) if samples]
-        return Ready(ModelRunnerOutput(scheduled.step_id, ids, [500] * len(ids)))
-
-    def max_decode_steps(self) -> int:
-        return 1
-
-    def can_mask(self) -> bool:
-        return True
-
-    def stats(self) -> dict[str, Any]:
-        return {}
-
-
-class FreeAsyncEngine:
-    """What the server needs of an engine, in its own event loop: a step, then everybody gets to send."""
-
-    is_running = True
-
-    def __init__(self, max_num_seqs: int):
-        from jaxpaged.config import EngineConfig, ModelFacts
-        from jaxpaged.engine.core import EngineCore
-        from jaxpaged.engine.core_client import InprocClient
-        from jaxpaged.engine.input_processor import InputProcessor
-        from jaxpaged.engine.llm_engine import LLMEngine
-        from jaxpaged.engine.tokenizer import load_tokenizer
-        from jaxpaged.params.hub import resolve_model_folder
-
-        tokenizer = load_tokenizer(resolve_model_folder("demo"))
-        facts = ModelFacts(4096, "float32", 1, tokenizer.vocab_size)
-        sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 8192, "block_size": 16}
-        config = EngineConfig.from_options(**sizes).resolve(facts, "cpu")
-        self.input_processor = InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=4096)
-        core = EngineCore(config, FreeExecutor(max_num_seqs * 256 + 1, 16))
-        self.engine = LLMEngine(config, self.input_processor, InprocClient(core))
-        self._streams: dict[str, Any] = {}
-        self._stepping: asyncio.Task | None = None
-
-    async def generate(self, prompt: Any, params: Any, request_id: str, *, priority: int = 0):
-        from jaxpaged.engine.output_stream import OutputStream
-
-        self.engine.add_request(request_id, prompt, params, priority=priority)
-        results = self._streams[request_id] = OutputStream(by_delta=True)
-        if self._stepping is None or self._stepping.done():
-            self._stepping = asyncio.ensure_future(self._step())
-        try:
-            while True:
-                output = await results.get()
-                yield output
-                if output.finished:
-                    return
-        finally:
-            del self._streams[request_id]
-            self.engine.abort_request(request_id)
-
-    async def _step(self) -> None:
-        while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                self._streams[output.request_id].put(output)
-            await asyncio.sleep(0)
-
-    async def check_health(self) -> None:
-        pass
-
-    def get_metrics(self) -> list[Any]:
-        return self.engine.get_metrics()
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        self.engine.abort_request(request_ids)
-
-
 # ---- the same work without HTTP
 
 
 def run_offline(args: argparse.Namespace, counts: Sequence[int], of_server: Sequence[str]) -> None:
-    """Print the throughput of `LLM`, with the server's options, in tokens a second, for every number of streams."""
-    from jaxpaged import LLM, SamplingParams
-    from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, engine_options
+    """Print the throughput of the same engine, in tokens a second, for every number of streams."""
+    from jaxpaged import SamplingParams
 
-    parser = Parser()
-    add_engine_flags(parser)
-    options = {**engine_options(parser.parse_args(of_server)), "model": args.model}
     params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, temperature=0)
-    with LLM(**options) as llm:
-        llm.wait_for_programs()
+    with offline_engine(args, of_server) as engine:
         for repeat in (True, False):  # the first time warms up
             for count in counts:
                 prompts = [
@@ -314,13 +208,40 @@ def run_offline(args: argparse.Namespace, counts: Sequence[int], of_server: Sequ
                     for request in range(args.requests)
                     for i in range(count)
                 ]
-                llm.reset_prefix_cache()
-                begin = time.perf_counter()
-                outputs = llm.generate(prompts, params, use_tqdm=False)
-                seconds = time.perf_counter() - begin
-                num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                engine.reset_prefix_cache()
+                seconds = seconds_of(engine, prompts, params, count)
                 if not repeat:
-                    print(num_tokens / seconds, flush=True)
+                    print(len(prompts) * args.tokens / seconds, flush=True)
+
+
+def seconds_of(engine: Any, prompts: list[dict], params: Any, num_streams: int) -> float:
+    """How long all take, `num_streams` at a time: the next one comes when one ends."""
+    begin, coming = time.perf_counter(), iter(enumerate(prompts))
+    for number, prompt in itertools.islice(coming, num_streams):
+        engine.add_request(str(number), prompt, params)
+    while engine.has_unfinished_requests():
+        num_ended = sum(output.finished for output in engine.step())
+        for number, prompt in itertools.islice(coming, num_ended):
+            engine.add_request(str(number), prompt, params)
+    return time.perf_counter() - begin
+
+
+@contextlib.contextmanager
+def offline_engine(args: argparse.Namespace, of_server: Sequence[str]) -> Iterator[Any]:
+    """An `LLMEngine` in this process, as the server has one in another."""
+    from jaxpaged import LLM
+    from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, engine_options
+
+    if args.device_ms is not None:
+        from bench_process import counting_config, counting_engine
+
+        yield counting_engine(counting_config(max(args.streams), args.device_ms))
+        return
+    parser = Parser()
+    add_engine_flags(parser)
+    with LLM(**{**engine_options(parser.parse_args(of_server)), "model": args.model}) as llm:
+        llm.wait_for_programs()
+        yield llm.llm_engine
 
 
 def offline_rates(args: argparse.Namespace) -> list[float | None]:
@@ -334,15 +255,16 @@ def offline_rates(args: argparse.Namespace) -> list[float | None]:
 
 def main() -> None:
     args, of_server = arguments()
-    if args.serve_free:
-        return serve_free(max(args.streams))
+    if args.serve_own:
+        from fake_servers import serve_counting, serve_free
+
+        return serve_free(max(args.streams)) if args.free else serve_counting(max(args.streams), args.device_ms)
     if args.offline:
         return run_offline(args, args.streams, of_server)
     rates = offline_rates(args)
-    own = [sys.executable, str(ME), "--serve-free", *sys.argv[1:]]
-    process, url = start(
-        own if args.free else [sys.executable, "-m", "jaxpaged", "serve", args.model, "--port", "0", *of_server]
-    )
+    own = [sys.executable, str(ME), "--serve-own", *sys.argv[1:]]
+    real = [sys.executable, "-m", "jaxpaged", "serve", args.model, "--port", "0", *of_server]
+    process, url = start(own if args.free or args.device_ms is not None else real)
     try:
         print("  ".join(COLUMNS))
         asyncio.run(load(url, process.pid, args, max(args.streams)))  # warms up
@@ -370,9 +292,11 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
-    parser.add_argument("--free", action="store_true", help="a server whose model costs nothing")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--free", action="store_true", help="a server whose model costs nothing")
+    instead.add_argument("--device-ms", type=float, metavar="MS", help="a model that counts, and takes so long a step")
     parser.add_argument("--no-offline", action="store_true", help="do not run the same work without HTTP")
-    parser.add_argument("--serve-free", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve-own", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_known_args()
 

@@ -1,0 +1,123 @@
+"""Servers whose model computes nothing, for bench_serving.py: HTTP, scheduler and detokeniser are the real ones."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from bench_process import FACTORY, counting_config
+
+from jaxpaged.config import EngineConfig, ModelFacts
+from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.core_client import InprocClient
+from jaxpaged.engine.input_processor import InputProcessor
+from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.engine.output_stream import OutputStream
+from jaxpaged.engine.tokenizer import load_tokenizer
+from jaxpaged.entrypoints.cli.serve import announce, run_loop
+from jaxpaged.entrypoints.http.options import ServerOptions
+from jaxpaged.entrypoints.http.server import Sockets, serve
+from jaxpaged.entrypoints.http.service import Service, served_model
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxpaged.messages import ModelRunnerOutput
+from jaxpaged.params.hub import resolve_model_folder
+
+
+def serve_free(max_num_seqs: int) -> None:
+    """This process as a server whose model costs nothing."""
+    engine = FreeAsyncEngine(max_num_seqs)
+    serve_engine(engine, engine.engine.config, "free")
+
+
+def serve_counting(max_num_seqs: int, device_ms: float) -> None:
+    """This process as a server, and another one as its engine core, whose steps take `device_ms`."""
+    engine = AsyncLLM.from_config(counting_config(max_num_seqs, device_ms), factory=FACTORY)
+    try:
+        serve_engine(engine, engine.config, "counting")
+    finally:
+        engine.shutdown()
+
+
+def serve_engine(engine: Any, config: Any, name: str) -> None:
+    options = ServerOptions(port=0)
+    sockets = Sockets(options)
+    sockets.listen()
+    announce(name, sockets.urls, guarded=False)
+    run_loop(serve(Service(engine, served_model(config, (name,)), options), sockets))
+
+
+class Ready:
+    """A step whose result is there."""
+
+    def __init__(self, output: Any):
+        self._output = output
+
+    def result(self) -> Any:
+        return self._output
+
+
+class FreeExecutor:
+    """Samples the same token for every request, at once."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self.kv_cache_config = KVCacheConfig(num_blocks, (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),))
+
+    def execute(self, scheduled: Any) -> Ready:
+        ids = [each for each, samples in zip(scheduled.request_ids, scheduled.samples, strict=True) if samples]
+        return Ready(ModelRunnerOutput(scheduled.step_id, ids, [500] * len(ids)))
+
+    def max_decode_steps(self) -> int:
+        return 1
+
+    def can_mask(self) -> bool:
+        return True
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+
+class FreeAsyncEngine:
+    """What the server needs of an engine, in its own event loop: a step, then everybody gets to send."""
+
+    is_running = True
+
+    def __init__(self, max_num_seqs: int):
+        tokenizer = load_tokenizer(resolve_model_folder("demo"))
+        facts = ModelFacts(4096, "float32", 1, tokenizer.vocab_size)
+        sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 8192, "block_size": 16}
+        config = EngineConfig.from_options(**sizes).resolve(facts, "cpu")
+        self.input_processor = InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=4096)
+        core = EngineCore(config, FreeExecutor(max_num_seqs * 256 + 1, 16))
+        self.engine = LLMEngine(config, self.input_processor, InprocClient(core))
+        self._streams: dict[str, Any] = {}
+        self._stepping: asyncio.Task | None = None
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, *, priority: int = 0):
+        self.engine.add_request(request_id, prompt, params, priority=priority)
+        results = self._streams[request_id] = OutputStream(by_delta=True)
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.ensure_future(self._step())
+        try:
+            while True:
+                output = await results.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            del self._streams[request_id]
+            self.engine.abort_request(request_id)
+
+    async def _step(self) -> None:
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                self._streams[output.request_id].put(output)
+            await asyncio.sleep(0)
+
+    async def check_health(self) -> None:
+        pass
+
+    def get_metrics(self) -> list[Any]:
+        return self.engine.get_metrics()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.engine.abort_request(request_ids)
