@@ -146,6 +146,9 @@ class FreeExecutor:
     def max_decode_steps(self) -> int:
         return 1
 
+    def can_mask(self) -> bool:
+        return True
+
     def stats(self) -> dict[str, Any]:
         return {}
 

@@ -139,13 +139,18 @@ def watch_programs(recorder: Recorder) -> None:
 def watch_weights(recorder: Recorder) -> None:
     from jaxpaged.worker import worker
 
-    load = worker.Worker._load
+    loader = worker.Worker._loader
 
-    def timed_load(self: Any, folder: Path | None) -> Any:
-        with recorder.span("weights"):
-            return load(self, folder)
+    def timed_loader(self: Any, folder: Path | None) -> Callable[[], Any]:
+        load = loader(self, folder)
 
-    worker.Worker._load = timed_load
+        def timed_load() -> Any:
+            with recorder.span("weights"):
+                return load()
+
+        return timed_load
+
+    worker.Worker._loader = timed_loader
 
 
 # ---- all starts ------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.pooler import load_pooler_defaults
 from jaxpaged.engine.wire import CoreFacts
 from jaxpaged.errors import UsageError
-from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.executor.platform import platform
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import Progress
@@ -70,6 +69,8 @@ def plan_engine(
     `output` is an empty folder for the compiled programs, a bundle that only such devices take. Meant for a process
     of its own: compiling for a TPU sets this one to compute on the CPU. Raises UsageError for what cannot be planned.
     """
+    from jaxpaged.executor.planning import plan_on_target  # with Pallas for TPUs: 0.1 s that a start does not have
+
     if output is not None:
         make_output_folder(output)
     model_config = config.model

@@ -1,0 +1,30 @@
+"""The benchmarks that no other test runs: small, to their end, with the lines that people read."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
+
+
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        (["bench_startup.py", "--option", "max_num_seqs=2", "--option", "max_model_len=128"], "**first token**"),
+        (["bench_host.py", "--running", "8", "--steps", "20"], "whole step"),
+        (["bench_host.py", "--running", "8", "--steps", "20", "--device-ms", "1"], "idle"),
+        (["bench_process.py", "--streams", "4", "--tokens", "8", "--rounds", "1"], "two processes give"),
+        (["bench_serving.py", "--free", "--streams", "2", *SMALL], "tokens/CPU-s"),
+        (["bench_serving.py", "--device-ms", "1", "--streams", "2", *SMALL], "overhead"),
+        (["bench_products.py", "--rows", "2", "--shape", "64x64", "--repeat", "1"], "GB/s"),
+    ],
+)
+def test_a_benchmark_runs_to_its_end(command, printed):
+    script, *arguments = command
+    done = subprocess.run([sys.executable, SCRIPTS / script, *arguments], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert printed in done.stdout
