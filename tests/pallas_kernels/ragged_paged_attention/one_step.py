@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.cases import Case
-from pallas_kernels.testing import Step, expected, tolerance
+from pallas_kernels.testing import Step, expected, make_step, tolerance
 
 # Half of a suite's time would be LLVM's, for programs that run once.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -70,3 +70,15 @@ def error(case: Case, out_TNH: np.ndarray, step: Step) -> float:
 
 def case_tolerance(case: Case, dtype: Any) -> float:
     return tolerance(dtype, max((sum(row) for row in case.rows), default=1))
+
+
+def check_case(case: Case, dtype: Any, backend: str) -> None:
+    """A step gives what dense attention gives, zeros for padding, and changes only the slots of its new tokens."""
+    step = make_step(case, dtype)
+    out_TNH, kv = run(case, step, dtype, backend)
+    difference, allowed = error(case, out_TNH, step), case_tolerance(case, dtype)
+    assert difference <= allowed, f"off by {difference}, allowed are {allowed}"
+    assert (out_TNH[case.num_tokens :] == 0).all()
+    should = packed(*after(case, step), dtype, backend)
+    for is_, should_be in zip(kv.arrays, should.arrays):
+        np.testing.assert_array_equal(np.asarray(is_, np.float32), np.asarray(should_be, np.float32))

@@ -2,8 +2,8 @@
 
 import base64
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from starlette.requests import Request
@@ -31,7 +31,17 @@ from jaxpaged.entrypoints.http.pooling.running import (
     usage_of,
 )
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
+from jaxpaged.pooling import PoolingParams
+
+
+class Kind(NamedTuple):
+    """What one endpoint reads and writes. `item(index, numbers, wanted, labels)` is the answer's part for an input."""
+
+    asked: type
+    answer: type
+    prefix: str  # of ids
+    task: str | None  # None: whatever the model does
+    item: Callable[[int, np.ndarray, Any, Sequence[str]], Any]
 
 
 class Vectors:
@@ -42,53 +52,33 @@ class Vectors:
 
     async def embed(self, request: Request) -> Response:
         """Embeddings of texts or token ids."""
-        service = self._service
-        wanted = await read_struct(request, EmbeddingRequest, service.options.max_body_bytes)
-        model = service.check_model(wanted.model)
-        pooler_of(service, "embed")
-        work = await self._work(request, wanted, "embd", "embed")
-
-        def answer(outputs: Sequence[PoolingRequestOutput]) -> EmbeddingResponse:
-            as_base64 = wanted.encoding_format == "base64"
-            data = [Embedding(index=i, embedding=written(each, as_base64)) for i, each in enumerate(outputs)]
-            return EmbeddingResponse(
-                id=work.request_id, created=int(time.time()), model=model, data=data, usage=usage_of(service, outputs)
-            )
-
-        return await self._answer(request, work, answer)
+        return await self._answered(request, EMBEDDINGS)
 
     async def pool(self, request: Request) -> Response:
         """What the model gives for texts or token ids: an embedding, or a number for every label."""
-        service = self._service
-        wanted = await read_struct(request, EmbeddingRequest, service.options.max_body_bytes)
-        model = service.check_model(wanted.model)
-        pooler_of(service)
-        work = await self._work(request, wanted, "pool", None)
-
-        def answer(outputs: Sequence[PoolingRequestOutput]) -> PoolingResponse:
-            as_base64 = wanted.encoding_format == "base64"
-            data = [PooledItem(index=i, data=written(each, as_base64)) for i, each in enumerate(outputs)]
-            return PoolingResponse(
-                id=work.request_id, created=int(time.time()), model=model, data=data, usage=usage_of(service, outputs)
-            )
-
-        return await self._answer(request, work, answer)
+        return await self._answered(request, NUMBERS)
 
     async def classify(self, request: Request) -> Response:
         """The most likely label of texts or token ids, with the probabilities of all."""
+        return await self._answered(request, LABELS)
+
+    async def _answered(self, request: Request, kind: Kind) -> Response:
         service = self._service
-        wanted = await read_struct(request, ClassifyRequest, service.options.max_body_bytes)
+        wanted = await read_struct(request, kind.asked, service.options.max_body_bytes)
         model = service.check_model(wanted.model)
-        labels = pooler_of(service, "classify").labels
-        work = await self._work(request, wanted, "classify", "classify")
+        labels = pooler_of(service, kind.task).labels
+        work = await self._work(request, wanted, kind.prefix, kind.task)
 
-        def answer(outputs: Sequence[PoolingRequestOutput]) -> ClassifyResponse:
-            data = [class_item(i, each.outputs.data, labels) for i, each in enumerate(outputs)]
-            return ClassifyResponse(
-                id=work.request_id, created=int(time.time()), model=model, data=data, usage=usage_of(service, outputs)
-            )
+        async def run() -> Response:
+            with client_names({"prompt": "input"}):
+                outputs = await pool_all(service, work)
+                data = [kind.item(i, each.outputs.data, wanted, labels) for i, each in enumerate(outputs)]
+                usage, created = usage_of(service, outputs), int(time.time())
+                return json_response(
+                    kind.answer(id=work.request_id, created=created, model=model, data=data, usage=usage)
+                )
 
-        return await self._answer(request, work, answer)
+        return await service.answered(request, work.request_id, run())
 
     async def _work(
         self, request: Request, wanted: EmbeddingRequest | ClassifyRequest, prefix: str, task: str | None
@@ -106,19 +96,25 @@ class Vectors:
             service.request_id(request, prefix, wanted.request_id), prompts, params, wanted.priority or 0
         )
 
-    async def _answer(self, request: Request, work: PoolingWork, answer: Any) -> Response:
-        async def run() -> Response:
-            with client_names({"prompt": "input"}):
-                return json_response(answer(await pool_all(self._service, work)))
 
-        return await self._service.answered(request, work.request_id, run())
+def embedding(index: int, numbers: np.ndarray, wanted: EmbeddingRequest, labels: Sequence[str]) -> Embedding:
+    return Embedding(index=index, embedding=written(numbers, wanted))
 
 
-def written(output: PoolingRequestOutput, as_base64: bool) -> list[float] | str:
-    """The numbers as JSON has them: a list, or little-endian float32 in base64, in a third of the bytes."""
-    data = np.asarray(output.outputs.data, "<f4")
-    return base64.b64encode(data.tobytes()).decode() if as_base64 else data.tolist()
+def pooled_item(index: int, numbers: np.ndarray, wanted: EmbeddingRequest, labels: Sequence[str]) -> PooledItem:
+    return PooledItem(index=index, data=written(numbers, wanted))
 
 
-def class_item(index: int, probs: np.ndarray, labels: Sequence[str]) -> ClassItem:
+def class_item(index: int, probs: np.ndarray, wanted: ClassifyRequest, labels: Sequence[str]) -> ClassItem:
     return ClassItem(index=index, label=labels[int(probs.argmax())], probs=probs.tolist(), num_classes=len(probs))
+
+
+def written(numbers: np.ndarray, wanted: EmbeddingRequest) -> list[float] | str:
+    """The numbers as JSON has them: a list, or little-endian float32 in base64, in a third of the bytes."""
+    data = np.asarray(numbers, "<f4")
+    return base64.b64encode(data.tobytes()).decode() if wanted.encoding_format == "base64" else data.tolist()
+
+
+EMBEDDINGS = Kind(EmbeddingRequest, EmbeddingResponse, "embd", "embed", embedding)
+NUMBERS = Kind(EmbeddingRequest, PoolingResponse, "pool", None, pooled_item)
+LABELS = Kind(ClassifyRequest, ClassifyResponse, "classify", "classify", class_item)

@@ -15,7 +15,7 @@ from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.cases import CASES
 from pallas_kernels.ragged_paged_attention.gpu import tiles
 from pallas_kernels.testing import make_step
-from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, error, packed, run
+from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, check_case, error, packed, run
 
 BACKEND = "gpu-triton" if jax.default_backend() == "gpu" else "gpu-triton-interpret"
 REFUSAL = rpa.backends(jax.default_backend())[BACKEND]
@@ -34,13 +34,7 @@ def all_cases():
 
 @pytest.mark.parametrize(("case", "dtype"), list(all_cases()))
 def test_a_case_equals_dense_attention_and_changes_only_the_slots_of_its_new_tokens(case, dtype):
-    step = make_step(case, dtype)
-    out_TNH, kv = run(case, step, dtype, BACKEND)
-    assert error(case, out_TNH, step) <= case_tolerance(case, dtype)
-    assert (out_TNH[case.num_tokens :] == 0).all()
-    should = packed(*after(case, step), dtype, BACKEND)
-    for is_BKSH, should_BKSH in zip(kv.arrays, should.arrays):
-        np.testing.assert_array_equal(np.asarray(is_BKSH, np.float32), np.asarray(should_BKSH, np.float32))
+    check_case(case, dtype, BACKEND)
 
 
 # None of them forms an address outside of an array: unlike Pallas's, Triton's interpreter would follow it.

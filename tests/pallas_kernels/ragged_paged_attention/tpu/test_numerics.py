@@ -1,15 +1,13 @@
 """The TPU kernels in JAX's simulator of a TPU, with its race detector, against dense attention in float64."""
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.cases import CASES, Case
 from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
-from pallas_kernels.testing import make_step
-from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, error, packed, run
+from tests.pallas_kernels.ragged_paged_attention.one_step import check_case
 
 CASE = {case.name: case for case in CASES}
 BACKEND = "tpu-interpret"
@@ -43,10 +41,4 @@ def all_cases():
 
 @pytest.mark.parametrize(("case", "dtype"), list(all_cases()))
 def test_a_case_equals_dense_attention_and_changes_only_the_slots_of_its_new_tokens(case, dtype):
-    step = make_step(case, dtype)
-    out_TNH, kv = run(case, step, dtype, BACKEND)
-    assert error(case, out_TNH, step) <= case_tolerance(case, dtype)
-    assert (out_TNH[case.num_tokens :] == 0).all()
-    should = packed(*after(case, step), dtype, BACKEND)
-    for is_BKSW, should_BKSW in zip(kv.arrays, should.arrays):
-        np.testing.assert_array_equal(np.asarray(is_BKSW, np.float32), np.asarray(should_BKSW, np.float32))
+    check_case(case, dtype, BACKEND)
