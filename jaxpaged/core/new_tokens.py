@@ -56,6 +56,16 @@ def check_end(request: Request, token_id: int, result: EngineCoreOutput) -> None
     if end is not None:
         result.finish_reason, result.stop_reason = end
     elif not request.matcher.accept([token_id]):
-        result.finish_reason, result.error = "error", f"its grammar cannot be followed: {request.matcher.error}"
+        result.finish_reason = "error"
+        result.error, result.error_parameter = fault_of(request, "a token did not fit its grammar")
     elif request.matcher.is_complete:
         result.finish_reason = "stop"
+
+
+def fault_of(request: Request, reason: str) -> tuple[str, str | None]:
+    """(Why a request failed, the field that is to blame): that of its grammar where this cannot be followed, such as
+    `start: "a"{1000000000}`, which shows what it costs only when a token has come."""
+    error = None if request.matcher is None else request.matcher.error
+    if error is None:
+        return reason, None
+    return f"structured_outputs cannot be followed: {error}", "structured_outputs"

@@ -19,7 +19,7 @@ from jaxpaged.core.integrity import check_books
 from jaxpaged.core.kv_cache_manager import CacheHit, KVCacheManager
 from jaxpaged.core.kv_events import KVCacheEvent
 from jaxpaged.core.logprob_lines import collect_prompt_logprobs
-from jaxpaged.core.new_tokens import take_tokens
+from jaxpaged.core.new_tokens import fault_of, take_tokens
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.request_queue import QUEUES, priority_order
 from jaxpaged.core.step_plan import InFlightStep, Share, StepPlan, StepsInFlight
@@ -292,7 +292,7 @@ class Scheduler:
         if output.token_runs is not None:
             return self._take_runs(step, output)
         failed = [(step.requests[request_id], reason) for request_id, reason in output.failed.items()]
-        outputs = [self._fail(request, reason) for request, reason in failed if not request.is_finished]
+        outputs = [self._fail(each, *fault_of(each, reason)) for each, reason in failed if not each.is_finished]
         if output.prompt_logprobs:
             collect_prompt_logprobs(output, step.requests)
         results, ended = take_tokens(step.requests, output)

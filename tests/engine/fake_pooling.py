@@ -8,6 +8,7 @@ from tests.engine.small_tokenizer import make_tokenizer
 
 WIDTH = 8
 EMBEDS = Pooler("embed", WIDTH, "normalize")
+CLASSES = Pooler("classify", 3, "softmax", labels=("no", "yes", "perhaps"))
 
 
 def vector_of(token_ids, width=WIDTH):

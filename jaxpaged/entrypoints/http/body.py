@@ -38,6 +38,8 @@ async def read_struct[T](request: Request, kind: type[T], max_body_bytes: int) -
         raise wrong_field(str(error)) from None
     except msgspec.DecodeError as error:
         raise HttpError(400, f"The body is not valid JSON: {error}. Correct it.") from None
+    except UnicodeDecodeError as error:
+        raise HttpError(400, f"The body is not valid UTF-8: {error.reason} in a text. Correct it.") from None
     except RecursionError:
         raise HttpError(400, f"The body is nested more than {MAX_DEPTH} levels deep. Flatten it.") from None
 

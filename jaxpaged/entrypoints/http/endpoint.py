@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxpaged.entrypoints.http.errors import ErrorBody, as_http_error, error_response
+from jaxpaged.entrypoints.http.request_ids import header_id
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -42,8 +43,9 @@ class Endpoint:
         return Route(self.path, self._answer, methods=[self.method])
 
     async def _answer(self, request: Request) -> Response:
-        """Whatever the handler raises becomes an answer."""
+        """Whatever the handler raises becomes an answer, and so does a bad X-Request-Id before it is asked."""
         try:
+            header_id(request)
             return await self.handler(request)
         except Exception as error:
             return error_response(as_http_error(error))

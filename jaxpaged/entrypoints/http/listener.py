@@ -7,8 +7,10 @@ import asyncio
 import contextlib
 import functools
 import logging
+import re
 import socket
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 import uvicorn
@@ -23,6 +25,8 @@ HEADER_TIMEOUT = 30.0
 CLOSING_TIMEOUT = 5
 """Seconds that connections get to close when nothing is under way any more."""
 BACKLOG = 2048
+HOST = re.compile(rb"[\w.~!$&'()*+;=%:\[\]-]*")
+"""What may stand in the header Host: a name or an address, and a port. It may be empty."""
 
 
 def bind(host: str, port: int, option: str = "--port") -> socket.socket:
@@ -71,13 +75,14 @@ class Listener(uvicorn.Server):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 whose headers must be short, and come soon."""
+    """HTTP/1.1 whose headers must be short, come soon, and name one host."""
 
     def __init__(self, max_header_bytes: int, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
         self._max_header_bytes = max_header_bytes
         self._num_header_bytes = 0
         self._in_headers = True
+        self._refused = False
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -89,11 +94,13 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         super().data_received(data)
         if self._in_headers:  # the library collects what is not complete
             self._num_header_bytes += len(data)
             if self._num_header_bytes > self._max_header_bytes:
-                self._refuse_headers()
+                self._refuse(self._too_long())
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -102,27 +109,58 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_headers = False
         self._end_timer()
+        problem = None if self._refused else self._headers_problem()
+        if problem is not None:
+            self._refuse(problem)
+        if not self._refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What the library answers to what is not HTTP."""
+        self._refuse(HttpError(400, msg))
+
+    def _headers_problem(self) -> HttpError | None:
+        """Why a request is refused for its headers: their length, or the host that it is meant for."""
         length = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if length > self._max_header_bytes:
-            self._refuse_headers()
-        else:
-            super().on_headers_complete()
+            return self._too_long()
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            count = "no Host header" if not hosts else f"{len(hosts)} Host headers"
+            return HttpError(400, f"The request has {count}. Send one.", "Host")
+        if hosts and not HOST.fullmatch(hosts[0]):
+            return HttpError(400, f"The header Host is {hosts[0].decode('latin-1')!r}, no host. Correct it.", "Host")
+        return None
 
     def _expect_headers(self) -> None:
         self._in_headers, self._num_header_bytes = True, 0
         self._end_timer()
-        self._timer = self.loop.call_later(HEADER_TIMEOUT, self.transport.close)
+        if not self._refused:
+            self._timer = self.loop.call_later(HEADER_TIMEOUT, self.transport.close)
 
     def _end_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _refuse_headers(self) -> None:
-        limit = self._max_header_bytes
-        body = error_body(HttpError(431, f"The headers have more than {limit} bytes. Shorten them."))
+    def _too_long(self) -> HttpError:
+        return HttpError(431, f"The headers have more than {self._max_header_bytes} bytes. Shorten them.")
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer, and close the connection: what follows on it is not looked at."""
+        self._refused = True
+        self._end_timer()
+        body = error_body(error)
         head = (
-            "HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         if not self.transport.is_closing():

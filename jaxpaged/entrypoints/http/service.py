@@ -2,7 +2,6 @@
 
 import re
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +17,11 @@ from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.prepare import answer_formats
 from jaxpaged.entrypoints.http.prompts import PromptReader
 from jaxpaged.entrypoints.http.request_counts import RequestCounts
+from jaxpaged.entrypoints.http.request_ids import request_id
 from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
 from jaxpaged.entrypoints.http.traffic import Traffic
 
 SYSTEM_FINGERPRINT = f"jaxpaged-{__version__}"
-REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -93,12 +92,7 @@ class Service:
 
     def request_id(self, request: Request, prefix: str, in_body: str | None = None) -> str:
         """`prefix` with the client's own id, from the header X-Request-Id or the body, or with a new one."""
-        own = request.headers.get("x-request-id") or in_body
-        if own is not None and not REQUEST_ID.fullmatch(own):
-            raise HttpError(
-                400, f"request_id is {own!r}; it must have 1 to 128 visible ASCII characters.", "request_id"
-            )
-        return f"{prefix}-{own or uuid.uuid4().hex}"
+        return request_id(request, prefix, in_body)
 
     async def answered(self, request: Request, request_id: str, work: Coroutine[Any, Any, Response]) -> Response:
         """What `work` answers, unless the client leaves before: then it is cancelled."""

@@ -83,6 +83,32 @@ def test_what_is_not_http_is_refused(url):
     assert exchange(url, b"hello\r\n\r\n").startswith(b"HTTP/1.1 400")
 
 
+HOST = b"Host: a\r\n"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "version", "status"),
+    [
+        (b"", b"1.1", 400), (HOST, b"1.1", 200), (HOST * 2, b"1.1", 400), (HOST + b"HOST: b\r\n", b"1.1", 400),
+        (b"", b"1.0", 200), (HOST * 2, b"1.0", 400), (b"Host: a b\r\n", b"1.1", 400), (b"Host: a/b\r\n", b"1.1", 400),
+        (b"Host:\r\n", b"1.1", 200), (b"Host: [::1]:80\r\n", b"1.1", 200), (b"Host: \xff\r\n", b"1.1", 400),
+    ],
+)  # fmt: skip
+def test_a_request_names_one_host(url, hosts, version, status):
+    """Before, no Host and two were served. A body that follows a refusal is not looked at."""
+    body = b'{"prompt": "a"}'
+    head = b"POST /tokenize HTTP/%b\r\n%bContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n"
+    answer = exchange(url, head % (version, hosts, len(body)) + b"\r\n" + body)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert answer.count(b"HTTP/1.1") == 1 and (status == 200 or json.loads(answer.partition(b"\r\n\r\n")[2])["error"])
+
+
+def test_what_comes_after_a_refused_request_on_its_connection_is_not_served(url):
+    good = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    for bad in (b"GET /health HTTP/1.1\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 3000 + b"\r\n\r\n"):
+        assert exchange(url, bad + good).count(b"HTTP/1.1") == 1
+
+
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_long_body_gives_413_announced_or_not(url, announced):
     connection = connect(url)

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 
 from jaxpaged.engine.pooler import Pooler
-from tests.engine.fake_pooling import vector_of
+from tests.engine.fake_pooling import CLASSES, vector_of
 from tests.engine.small_tokenizer import make_tokenizer
 
 ENCODE = make_tokenizer().encode
 CROSS = Pooler("classify", 1, "sigmoid", labels=("fits",))
-CLASSES = Pooler("classify", 3, "softmax", labels=("no", "yes", "perhaps"))
 QUERY, DOCUMENTS = "the cat", ["a small bird", "the cat sat", "the sun"]
 
 

@@ -7,12 +7,11 @@ import openai
 import pytest
 
 from jaxpaged.engine.pooler import Pooler
-from tests.engine.fake_pooling import EMBEDS, normalized, vector_of
+from tests.engine.fake_pooling import CLASSES, EMBEDS, normalized, vector_of
 from tests.engine.small_tokenizer import make_tokenizer
 
 ENCODE = make_tokenizer().encode
 CUTTABLE = Pooler("embed", 8, "normalize", dimensions=(2, 4))
-CLASSES = Pooler("classify", 3, "softmax", labels=("no", "yes", "perhaps"))
 
 
 def expected(text):

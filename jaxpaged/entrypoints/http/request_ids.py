@@ -1,0 +1,38 @@
+"""The ids by which clients call their requests: in the header X-Request-Id of any request, or in a body.
+
+A bad one is refused wherever it comes, since whoever sends it looks for it in logs and answers. This module knows no
+endpoint.
+"""
+
+import re
+import uuid
+
+from starlette.requests import Request
+
+from jaxpaged.entrypoints.http.errors import HttpError
+
+HEADER = "X-Request-Id"
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+def header_id(request: Request) -> str | None:
+    """The id in the header, if there is one. Raises HttpError 400 for a bad one, and for two."""
+    given = request.headers.getlist(HEADER)
+    if len(given) > 1:
+        raise HttpError(400, f"{HEADER} is given {len(given)} times. Send one.", HEADER)
+    return checked_id(HEADER, given[0]) if given else None
+
+
+def checked_id(name: str, value: str) -> str:
+    """Raises HttpError 400, which names the header or the field."""
+    if not REQUEST_ID.fullmatch(value):
+        raise HttpError(400, f"{name} is {value!r}; it must have 1 to 128 visible ASCII characters.", name)
+    return value
+
+
+def request_id(request: Request, prefix: str, in_body: str | None = None) -> str:
+    """`prefix` with the client's own id, from the header or the body, or with a new one. Raises HttpError 400."""
+    in_header = header_id(request)
+    if in_body is not None:
+        checked_id("request_id", in_body)
+    return f"{prefix}-{in_header or in_body or uuid.uuid4().hex}"

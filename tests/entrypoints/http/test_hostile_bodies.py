@@ -1,0 +1,123 @@
+"""Bytes that no client of good will sends: whatever a body holds, the answer is no 500, and says what is wrong."""
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from jaxpaged.core import new_tokens
+from jaxpaged.entrypoints.http.app import create_app, public_endpoints
+from tests.engine.fake_pooling import CLASSES, EMBEDS, FakePoolingExecutor
+from tests.entrypoints.http.asgi_client import Client
+from tests.entrypoints.http.live_server import make_service
+
+MESSAGES = [{"role": "user", "content": "the cat ü"}]
+CHAT = {"messages": MESSAGES, "max_tokens": 2, "stop": ["dog"], "logit_bias": {"7": 1}}
+TOOL = {"name": "f", "description": "ü", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+TEXTS = {"input": ["the cat ü", "sat"], "truncate_prompt_tokens": 5, "cache_salt": "a"}
+BODIES = {
+    "/v1/completions": {"prompt": ["the cat ü", "a"], "max_tokens": 2, "n": 2, "logprobs": 1, "vllm_xargs": {"a": [1]}},
+    "/v1/chat/completions": {**CHAT, "tools": [{"type": "function", "function": TOOL}], "tool_choice": "none"},
+    "/v1/messages": {
+        "max_tokens": 2, "messages": MESSAGES, "system": "ü", "stop_sequences": ["dog"], "metadata": {}
+    },
+    "/v1/messages/count_tokens": {"messages": MESSAGES, "system": [{"type": "text", "text": "ü"}]},
+    "/v1/responses": {"input": [{"role": "user", "content": "the cat ü"}], "max_output_tokens": 2, "store": False},
+    "/tokenize": {"prompt": "the cat ü", "add_special_tokens": True, "return_token_strs": True},
+    "/detokenize": {"tokens": [7, 8, 9]},
+    "/abort_requests": {"request_ids": ["ü"]},
+    "/v1/embeddings": TEXTS,
+    "/pooling": TEXTS,
+    "/classify": TEXTS,
+    "/score": {"text_1": "the cat ü", "text_2": ["a", "sat"]},
+    "/rerank": {"query": "the cat ü", "documents": ["a", {"text": "sat"}], "top_n": 1},
+}  # fmt: skip
+POOLING = ("/score", "/rerank", "/v1/embeddings", "/pooling")
+ALIASES = {"/v1/score": "/score", "/v1/rerank": "/rerank"}
+NASTY = (
+    b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80", b"\x00", b"\\ud800", b"\\u0000", b"\xef\xbb\xbf",
+    b"1e999", b"-0", b"99999999999999999999", b"[", b"{", b'"', b"\\", b"null", b"NaN", b"\n",
+)  # fmt: skip
+
+
+def mutated(draw, body):
+    """The body with one to three places overwritten, cut, doubled, or with something nasty put in."""
+    for _ in range(draw.randint(1, 3)):
+        at, end = sorted(draw.randrange(len(body) + 1) for _ in range(2))
+        end = min(end, at + 6)
+        change = draw.choice(["nasty", "byte", "cut", "double"])
+        nasty, byte = draw.choice(NASTY), draw.randbytes(1)
+        middle = {"nasty": nasty, "byte": byte, "cut": b"", "double": body[at:end] * 2}[change]
+        body = body[:at] + middle + body[at if change == "nasty" else end :]
+    return body
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """`asked(path, bodies)`: the answers of a server that has this endpoint in earnest."""
+
+    def ask(path, bodies, **headers):
+        pools = {**dict.fromkeys(POOLING, EMBEDS), "/classify": CLASSES}.get(path)
+        engine = {} if pools is None else {
+            "executor": FakePoolingExecutor(pools.width), "pooler": pools, "runner": "pooling"
+        }  # fmt: skip
+
+        async def ask_all():
+            client = Client(create_app(make_service(**engine)))
+            return [await client.post(path, body, **headers) for body in bodies]
+
+        return asyncio.run(ask_all())
+
+    return ask
+
+
+def test_every_endpoint_with_a_body_is_attacked():
+    paths = {each.path for each in public_endpoints(make_service()) if each.body is not None}
+    assert paths == {*BODIES, *ALIASES}
+
+
+@pytest.mark.parametrize("path", sorted(set(BODIES) - {"/detokenize"}))
+@pytest.mark.parametrize("bad", [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80"])
+def test_invalid_utf8_in_a_text_is_400(asked, path, bad):
+    """Before, what the JSON library raised for it was a 500 with a traceback in the log."""
+    [answer] = asked(path, [json.dumps(BODIES[path], ensure_ascii=False).encode().replace("ü".encode(), bad)])
+    assert answer.status == 400 and b"UTF-8" in answer.body, answer.body
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_mutated_bodies_are_served_or_refused_and_never_a_500(asked, path, caplog):
+    draw, whole = random.Random(path), json.dumps(BODIES[path], ensure_ascii=False).encode()
+    bodies = [mutated(draw, whole) for _ in range(150)]
+    for body, answer in zip(bodies, asked(path, [whole, *bodies])[1:]):
+        assert answer.status in (200, 400, 404), (body, answer.body)
+        assert answer.status == 200 or answer.error["message"], body
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/v1/models", "/health", "/metrics"])
+@pytest.mark.parametrize("value", ["two words", "a" * 129, "ü", "", "\x7f"])
+def test_a_bad_request_id_in_the_header_is_refused_by_its_name_everywhere(serving, path, value):
+    """Before, only the endpoints that make an id of it looked at it, and an empty one was taken for none."""
+
+    async def scenario(server):
+        if path in BODIES:
+            return await server.client.post(path, BODIES[path], x_request_id=value)
+        return await server.client.get(path, x_request_id=value)
+
+    answer = serving(scenario)
+    assert answer.status == 400 and b"X-Request-Id" in answer.body
+
+
+def test_a_grammar_that_turns_out_too_much_when_it_is_followed_is_the_fault_of_its_field():
+    class Broken:
+        error = "Too many items"
+
+    class Request:
+        matcher = Broken()
+
+    assert new_tokens.fault_of(Request(), "no token") == (
+        "structured_outputs cannot be followed: Too many items", "structured_outputs"
+    )  # fmt: skip
+    Request.matcher = None
+    assert new_tokens.fault_of(Request(), "no token") == ("no token", None)
