@@ -11,28 +11,14 @@ This module reads no model files: what it needs of a model comes in as `ModelFac
 """
 
 import dataclasses
-import math
-import os
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpaged.errors import ConfigError, did_you_mean
+from jaxpaged.option_checks import checked, option
 from jaxpaged.pooling import CONVERSIONS, RUNNERS, resolved_pooling
-
-
-def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field with its help text.
-
-    `choices`, `not_empty`, and for numbers, also those in a tuple, `minimum`, `maximum` and `above` are checked.
-    """
-    metadata["help"] = help
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
+from jaxpaged.vllm_options import without_neutral
 
 EMBEDDED_MODEL = "demo"
 """The name of the model that ships inside the package."""
@@ -45,13 +31,17 @@ class ModelConfig:
     model: str = option(EMBEDDED_MODEL, "a folder in Hugging Face format, a hub id, or 'demo', the embedded model")
     tokenizer: str | None = option(None, "folder or hub id of the tokenizer, when it is not the model's")
     revision: str | None = option(None, "branch, tag or commit of the model on the hub")
-    dtype: str = option("auto", "type of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
+    dtype: str = option(
+        "auto", "type of weights and activations", choices=("auto", "bfloat16", "float16", "float32"),
+        aliases={"half": "float16", "float": "float32"},
+    )  # fmt: skip
     quantization: str | None = option(
         None, "round the weights when they are loaded: 'int8' halves 16-bit ones", choices=("int8",)
     )
     max_model_len: int | None = option(
-        None, "longest prompt plus output in tokens; the model's own limit by default", minimum=1
-    )
+        None, "longest prompt plus output in tokens; 'auto', the default, is the model's own limit", minimum=1,
+        aliases={"auto": None, -1: None},
+    )  # fmt: skip
     seed: int = option(
         0, "seed of the requests that bring none of their own, and of dummy weights", minimum=0, maximum=2**63 - 1
     )
@@ -200,10 +190,11 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
-        """Build from flat keywords. Raises ConfigError for unknown names and for values out of range."""
+        """Build from flat keywords, of which None means that it was not given; `vllm_options` says which others of
+        vLLM's pass. Raises ConfigError for unknown names and for values out of range."""
         sections: dict[str, dict[str, Any]] = {}
         owners = {f.name: (section, f) for section, f in all_options()}
-        for name, value in options.items():
+        for name, value in without_neutral(options).items():
             if name not in owners:
                 raise ConfigError(f"unknown option {name!r}.{did_you_mean(name, owners)}")
             section, f = owners[name]
@@ -334,60 +325,6 @@ def all_options() -> list[tuple[str, dataclasses.Field]]:
         for section in dataclasses.fields(EngineConfig)
         for f in dataclasses.fields(section.default_factory)
     ]
-
-
-KIND_NAMES = {
-    int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a mapping",
-    tuple: "a list",
-}  # fmt: skip
-
-
-def checked(f: dataclasses.Field, value: Any) -> Any:
-    """The value in the type of its field. Raises ConfigError for another type, or outside what the metadata allows."""
-    value = in_declared_type(f, value)
-    if value is None:
-        return None
-    limits, name = f.metadata, f.name
-    if "choices" in limits and value not in limits["choices"]:
-        near = did_you_mean(str(value), limits["choices"])
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(limits['choices'])}.{near}")
-    if limits.get("not_empty") and not value:
-        raise ConfigError(f"{name} is empty; leave it out for the default.")
-    for item in value if isinstance(value, tuple) else (value,):
-        check_range(name, item, limits)
-    return value
-
-
-def in_declared_type(f: dataclasses.Field, value: Any) -> Any:
-    """Paths become texts and lists become tuples; nothing else is converted."""
-    kinds = typing.get_args(f.type) if isinstance(f.type, types.UnionType) else (f.type,)
-    if value is None and type(None) in kinds:
-        return None
-    kind = kinds[0]
-    origin = typing.get_origin(kind) or kind
-    if origin is str and isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if origin is tuple and isinstance(value, list | tuple):
-        item = typing.get_args(kind)[0]
-        if item is int and not all(type(entry) is int for entry in value):
-            raise ConfigError(f"{f.name} is {value!r}; it must hold whole numbers only.")
-        return tuple(value)
-    accepted = {float: (int, float), dict: Mapping}.get(origin, origin)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and origin is not bool):
-        raise ConfigError(f"{f.name} is {value!r}; it must be {KIND_NAMES[origin]}.")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{f.name} is {value!r}; it must be finite.")
-    return value
-
-
-def check_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
-    """Raise ConfigError when a number is outside `minimum`, `maximum` or `above`."""
-    if "minimum" in limits and value < limits["minimum"]:
-        raise ConfigError(f"{name} is {value}; it must be at least {limits['minimum']}.")
-    if "maximum" in limits and value > limits["maximum"]:
-        raise ConfigError(f"{name} is {value}; it must be at most {limits['maximum']}.")
-    if "above" in limits and value <= limits["above"]:
-        raise ConfigError(f"{name} is {value}; it must be more than {limits['above']}.")
 
 
 def divisors(n: int) -> list[int]:

@@ -69,6 +69,26 @@ def test_paths_become_texts_lists_become_tuples_and_none_means_the_default():
     assert (config.model.model, config.compile.token_buckets, config.cache.block_size) == ("/a/b", (16, 32), None)
 
 
+@pytest.mark.parametrize("name", [f.name for _, f in all_options()])
+def test_none_means_that_an_option_was_not_given(name):
+    assert EngineConfig.from_options(**{name: None}) == EngineConfig()
+
+
+@pytest.mark.parametrize(("given", "meant"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_types_have_vllms_other_spellings(given, meant):
+    assert EngineConfig.from_options(dtype=given).model.dtype == meant
+
+
+@pytest.mark.parametrize("given", ["auto", -1, None])
+def test_the_longest_context_may_be_left_to_the_model(given):
+    assert resolved(max_model_len=given).model.max_model_len == 4096
+
+
+@pytest.mark.parametrize("given", [-2, 0, True, "all"])
+def test_other_words_and_numbers_are_no_length(given):
+    assert "max_model_len is" in refusal(max_model_len=given)
+
+
 def test_an_unknown_option_names_the_nearest_known_one():
     assert refusal(max_num_seq=4) == "unknown option 'max_num_seq'. Did you mean 'max_num_seqs'?"
 
@@ -86,7 +106,7 @@ def test_an_unknown_option_names_the_nearest_known_one():
         ({"gpu_memory_utilization": "all"}, "gpu_memory_utilization is 'all'; it must be a number."),
         ({"quantization": "int4"}, "quantization is 'int4'; it must be one of int8."),
         ({"dtype": "float23"}, "dtype is 'float23'; it must be one of auto, bfloat16, float16, float32. Did you mean"),
-        ({"dtype": None}, "dtype is None; it must be a text."),
+        ({"dtype": 16}, "dtype is 16; it must be a text."),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching is 'no'; it must be true or false."),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1; it must be true or false."),
         ({"override_generation_config": [1]}, "override_generation_config is [1]; it must be a mapping."),

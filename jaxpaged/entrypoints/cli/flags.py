@@ -18,6 +18,7 @@ from jaxpaged.config import all_options
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.vllm_options import FOREIGN_OPTIONS
 
 SHORT_FLAGS = {"tensor_parallel_size": ["-tp"], "n": ["-n"]}
 # Every sampling parameter but `output_kind`, which the command decides, and those that the engine fills in.
@@ -121,8 +122,21 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def json_or_text(text: str) -> Any:
+    """For options of vLLM that have no type here: what is JSON is a value, anything else a text."""
+    try:
+        return None if text.lower() == "none" else json.loads(text)
+    except ValueError:
+        return text
+
+
 def none_or(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda text: None if text.lower() == "none" else convert(text)
+
+
+def spelled(aliases: Mapping[Any, Any], convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Other spellings of a value as they are: the class that owns the option knows what they mean."""
+    return lambda text: text if text in aliases else convert(text)
 
 
 def comma_separated(convert: Callable[[str], Any], collection: type) -> Callable[[str], Any]:
@@ -161,7 +175,23 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         group = groups.setdefault(section, parser.add_argument_group(f"engine: {section}"))
         if option.name not in NOT_ENGINE_FLAGS:
             help = option.metadata["help"] + shown_default(option.default)
-            add_flag(group, option.name, option.type, help, option.metadata.get("choices"))
+            choices, aliases = option.metadata.get("choices"), option.metadata.get("aliases", {})
+            add_flag(group, option.name, option.type, help, choices and (*choices, *aliases), aliases)
+    add_foreign_flags(parser)
+
+
+def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
+    """vLLM's flags for what is not there: unseen in the help, so that its command lines parse. Which values pass is
+    decided with the other options. A flag that the command has already keeps its own meaning."""
+    for name, foreign in FOREIGN_OPTIONS.items():
+        flag = "--" + name.replace("_", "-")
+        if flag in parser._option_string_actions:
+            continue
+        settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if isinstance(foreign.default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **settings)
+        else:
+            parser.add_argument(flag, type=json_or_text, **settings)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +202,10 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         add_flag(group, name, annotations[name], help, None)
 
 
-def add_flag(group: Any, name: str, annotation: Any, help: str, choices: tuple[str, ...] | None) -> None:
+def add_flag(
+    group: Any, name: str, annotation: Any, help: str, choices: tuple[str, ...] | None,
+    aliases: Mapping[Any, Any] | None = None,
+) -> None:  # fmt: skip
     flags = [*SHORT_FLAGS.get(name, []), "--" + name.replace("_", "-")]
     settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
     kind = essential_type(annotation)
@@ -183,7 +216,8 @@ def add_flag(group: Any, name: str, annotation: Any, help: str, choices: tuple[s
         group.add_argument(*flags, action="append", metavar="TEXT", **settings)
     else:
         metavar = None if choices else metavar_of(kind)
-        group.add_argument(*flags, type=converter(annotation), choices=choices, metavar=metavar, **settings)
+        convert = spelled(aliases or {}, converter(annotation))
+        group.add_argument(*flags, type=convert, choices=choices, metavar=metavar, **settings)
 
 
 def metavar_of(kind: Any) -> str:
@@ -204,7 +238,7 @@ def shown_default(default: Any) -> str:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """What was given for the engine: the YAML file's options, overridden by flags. Raises ConfigError."""
-    names = [option.name for _, option in all_options() if option.name not in NOT_ENGINE_FLAGS]
+    names = [option.name for _, option in all_options() if option.name not in NOT_ENGINE_FLAGS] + list(FOREIGN_OPTIONS)
     options = read_config_file(args.config) if args.config else {}
     return options | {name: getattr(args, name) for name in names if hasattr(args, name)}
 
@@ -235,6 +269,8 @@ def file_value(path: str, key: str, value: Any) -> Any:
     """A value of a YAML file in the type of its option: `32k` is a number there too, a list may be a tuple."""
     known = {option.name: option for _, option in all_options()}
     option = known.get(key.replace("-", "_"))
+    if key.replace("-", "_") in FOREIGN_OPTIONS:
+        return value
     if option is None:
         near = did_you_mean(key.replace("-", "_"), known)
         raise ConfigError(f"unknown option {key!r} in {path}.{near or ' It holds engine options only.'}")
@@ -243,6 +279,6 @@ def file_value(path: str, key: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return converter(option.type)(value)
+        return spelled(option.metadata.get("aliases", {}), converter(option.type))(value)
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"{key} in {path}: {error}") from None

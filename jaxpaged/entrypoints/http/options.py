@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpaged.config import checked, option
+from jaxpaged.option_checks import checked, option
 from jaxpaged.parsing.parser import reasoning_format_named, tool_format_named
 
 

@@ -1,0 +1,84 @@
+"""What an option is: a dataclass field with its help and its limits, and the check of a value against them.
+
+This module knows no option by name.
+"""
+
+import dataclasses
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any
+
+from jaxpaged.errors import ConfigError, did_you_mean
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field with its help text.
+
+    `choices`, `not_empty`, and for numbers, also those in a tuple, `minimum`, `maximum` and `above` are checked.
+    `aliases` maps other spellings of a value to it.
+    """
+    metadata["help"] = help
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+KIND_NAMES = {
+    int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a mapping",
+    tuple: "a list",
+}  # fmt: skip
+
+
+def checked(f: dataclasses.Field, value: Any) -> Any:
+    """The value in the type of its field. Raises ConfigError for another type, or outside what the metadata allows."""
+    aliases = f.metadata.get("aliases", {})
+    if type(value) in map(type, aliases):
+        value = aliases.get(value, value)
+    value = in_declared_type(f, value)
+    if value is None:
+        return None
+    limits, name = f.metadata, f.name
+    if "choices" in limits and value not in limits["choices"]:
+        near = did_you_mean(str(value), limits["choices"])
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(limits['choices'])}.{near}")
+    if limits.get("not_empty") and not value:
+        raise ConfigError(f"{name} is empty; leave it out for the default.")
+    for item in value if isinstance(value, tuple) else (value,):
+        check_range(name, item, limits)
+    return value
+
+
+def in_declared_type(f: dataclasses.Field, value: Any) -> Any:
+    """Paths become texts and lists become tuples; nothing else is converted."""
+    kinds = typing.get_args(f.type) if isinstance(f.type, types.UnionType) else (f.type,)
+    if value is None and type(None) in kinds:
+        return None
+    kind = kinds[0]
+    origin = typing.get_origin(kind) or kind
+    if origin is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if origin is tuple and isinstance(value, list | tuple):
+        item = typing.get_args(kind)[0]
+        if item is int and not all(type(entry) is int for entry in value):
+            raise ConfigError(f"{f.name} is {value!r}; it must hold whole numbers only.")
+        return tuple(value)
+    accepted = {float: (int, float), dict: Mapping}.get(origin, origin)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and origin is not bool):
+        raise ConfigError(f"{f.name} is {value!r}; it must be {KIND_NAMES[origin]}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{f.name} is {value!r}; it must be finite.")
+    return value
+
+
+def check_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
+    """Raise ConfigError when a number is outside `minimum`, `maximum` or `above`."""
+    if "minimum" in limits and value < limits["minimum"]:
+        raise ConfigError(f"{name} is {value}; it must be at least {limits['minimum']}.")
+    if "maximum" in limits and value > limits["maximum"]:
+        raise ConfigError(f"{name} is {value}; it must be at most {limits['maximum']}.")
+    if "above" in limits and value <= limits["above"]:
+        raise ConfigError(f"{name} is {value}; it must be more than {limits['above']}.")

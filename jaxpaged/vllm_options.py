@@ -1,0 +1,198 @@
+"""vLLM's engine options that this engine does not have, and the values at which they ask for nothing.
+
+A script or a command line written for vLLM names many of them at their defaults. `without_neutral` lets those through
+and refuses every other value by the option's name, with the reason: the only place that decides it, for Python, YAML
+files and flags alike. Some options change only how vLLM works, never what it answers; they are let through with a word.
+
+This module knows none of our own options.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpaged.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ForeignOption:
+    """One option. `accepts` tells values that ask for nothing; for others, `why` is the second half of a sentence.
+
+    `word` is said, once an engine is made, of an accepted value that is not the default: what it means here.
+    """
+
+    name: str
+    default: Any
+    accepts: Callable[[Any], bool]
+    why: str = ""
+    word: str = ""
+
+
+def absent(name: str, *neutral: Any, why: str) -> ForeignOption:
+    """An option for something that is not there: only `neutral` values, of which the first is the default, pass."""
+    return ForeignOption(name, neutral[0], lambda value: any(same(value, each) for each in neutral), why)
+
+
+def pointless(name: str, default: Any, kind: type | tuple[type, ...], word: str = "") -> ForeignOption:
+    """An option that changes nothing here: every value of its kind passes, with a word if there is one to say."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+
+    def accepts(value: Any) -> bool:
+        return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+
+    return ForeignOption(name, default, accepts, f"it must be {' or '.join(each.__name__ for each in kinds)}", word)
+
+
+def same(value: Any, neutral: Any) -> bool:
+    """Equal, where True is not 1; empty collections of any kind are."""
+    if isinstance(neutral, dict | list | tuple):
+        return isinstance(value, Mapping | list | tuple | set) and not value and not neutral
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def asks_for_no_media(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(same(count, 0) for count in value.values())
+
+
+def asks_for_llguidance(value: Any) -> bool:
+    """Whether structured outputs are left to the library that is used here."""
+    backends = ("auto", "guidance")
+    return isinstance(value, Mapping) and all(
+        (key == "backend" and each in backends) or each in (None, "", False) for key, each in value.items()
+    )
+
+
+ONE_PROCESS = "one process computes, over all devices that tensor_parallel_size counts"
+NO_MEDIA = "models take text only"
+NO_CODE = "code from a model's repository is never run"
+NO_LORA = "there are no LoRA adapters"
+NO_GRAPHS = "there are no CUDA graphs: XLA compiles a program for every step size (option token_buckets)"
+NO_OFFLOAD = "weights and KV cache stay on the devices"
+NO_EXTERNAL_KV = "KV blocks do not leave the engine"
+NO_TRACES = "there are no such traces; metrics and start_profile are what there is"
+
+FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
+    # ---- model and tokenizer
+    absent("trust_remote_code", False, why=NO_CODE),
+    absent("task", "auto", why="its place is taken by runner and convert"),
+    absent("tokenizer_mode", "auto", "hf", "fast", why="tokenizers are read from tokenizer.json or converted to it"),
+    absent("tokenizer_revision", None, why="a tokenizer of its own is named by a folder"),
+    absent("code_revision", None, why=NO_CODE),
+    absent("config_format", "auto", "hf", why="models are read in Hugging Face format"),
+    absent("hf_config_path", None, why="config.json is read from the model's folder"),
+    absent("hf_overrides", {}, why="config.json is taken as it is; edit a copy of it"),
+    absent("hf_token", None, False, True, why="the hub's login or HF_TOKEN is used, so that no option holds a secret"),
+    absent("model_impl", "auto", why="every model is implemented here"),
+    absent("override_attention_dtype", None, why="scores and softmax are float32 always"),
+    absent("disable_sliding_window", False, why="a model attends as its config.json says"),
+    absent("model_loader_extra_config", {}, why="loading has the options load_format and download_dir only"),
+    absent("safetensors_load_strategy", None, "lazy", why="files are mapped and read as they are needed"),
+    absent("ignore_patterns", [], "original/**/*", why="only the files that a model needs are downloaded"),
+    absent("override_pooler_config", {}, why="its place is taken by pooler_config"),
+    absent("served_model_name", None, why="names for requests are an option of `jaxpaged serve`"),
+    absent("enable_prompt_embeds", False, why="prompts are text or token ids"),
+    absent("enable_return_routed_experts", False, why="experts are not reported"),
+    absent("quantization_config", {}, why="quantization 'int8' is what there is"),
+    # ---- media
+    ForeignOption("limit_mm_per_prompt", {}, asks_for_no_media, NO_MEDIA),
+    absent("mm_processor_kwargs", {}, why=NO_MEDIA),
+    absent("media_io_kwargs", {}, why=NO_MEDIA),
+    absent("allowed_local_media_path", "", why=NO_MEDIA),
+    absent("allowed_media_domains", [], why=NO_MEDIA),
+    absent("enable_mm_embeds", False, why=NO_MEDIA),
+    absent("interleave_mm_strings", False, why=NO_MEDIA),
+    pointless("language_model_only", False, bool),
+    pointless("skip_mm_profiling", False, bool),
+    pointless("disable_mm_preprocessor_cache", False, bool),
+    pointless("mm_processor_cache_gb", 4, (int, float)),
+    # ---- many devices
+    absent("pipeline_parallel_size", 1, why="layers are not split over devices"),
+    absent("data_parallel_size", 1, why="one engine serves; start several behind a proxy"),
+    absent("data_parallel_size_local", None, 1, why="one engine serves"),
+    absent("data_parallel_rank", None, 0, why="one engine serves"),
+    absent("data_parallel_backend", "mp", why="one engine serves"),
+    absent("data_parallel_hybrid_lb", False, why="one engine serves"),
+    absent("data_parallel_external_lb", False, why="one engine serves"),
+    absent("enable_expert_parallel", False, why="there are no models with experts"),
+    absent("enable_eplb", False, why="there are no models with experts"),
+    absent("prefill_context_parallel_size", 1, why="contexts are not split over devices"),
+    absent("decode_context_parallel_size", 1, why="contexts are not split over devices"),
+    absent("nnodes", 1, why="one host computes"),
+    absent("node_rank", 0, why="one host computes"),
+    absent("distributed_executor_backend", None, "uni", "mp", why=ONE_PROCESS),
+    absent("worker_cls", "auto", why=ONE_PROCESS),
+    absent("worker_extension_cls", "", why=ONE_PROCESS),
+    absent("max_parallel_loading_workers", None, why=ONE_PROCESS),
+    absent("ray_workers_use_nsight", False, why=ONE_PROCESS),
+    pointless("disable_custom_all_reduce", False, bool),  # a reduction is always the compiler's own
+    # ---- memory and scheduling
+    absent("cpu_offload_gb", 0, why=NO_OFFLOAD),
+    absent("kv_offloading_size", None, why=NO_OFFLOAD),
+    pointless("swap_space", 4, (int, float)),  # vLLM ignores it too: what is preempted is computed again
+    absent("calculate_kv_scales", False, why="the KV cache has no scales"),
+    absent("kv_sharing_fast_prefill", False, why="every layer has a KV cache of its own"),
+    absent("prefix_caching_hash_algo", "sha256", "sha256_cbor", why="blocks are known by SHA-256 over canonical CBOR"),
+    absent("kv_transfer_config", None, why=NO_EXTERNAL_KV),
+    absent("kv_events_config", None, why=NO_EXTERNAL_KV),
+    absent("ec_transfer_config", None, why=NO_EXTERNAL_KV),
+    absent("disable_hybrid_kv_cache_manager", False, why="layers that cache alike always form a group"),
+    absent("max_num_partial_prefills", 1, why="prompts are computed in their order"),
+    absent("max_long_partial_prefills", 1, why="prompts are computed in their order"),
+    absent("scheduler_cls", None, why="there is one scheduler"),
+    absent("stream_interval", 1, why="tokens are handed out as they come"),
+    pointless("disable_cascade_attn", False, bool),
+    pointless("enable_sleep_mode", False, bool),  # sleep is always possible
+    # ---- LoRA, drafts
+    absent("enable_lora", False, why=NO_LORA),
+    absent("default_mm_loras", None, why=NO_LORA),
+    absent("lora_modules", None, why=NO_LORA),
+    pointless("max_loras", 1, int),
+    pointless("max_lora_rank", 16, int),
+    pointless("max_cpu_loras", None, int),
+    pointless("lora_dtype", "auto", str),
+    pointless("fully_sharded_loras", False, bool),
+    absent("speculative_config", None, why="tokens are not drafted"),
+    # ---- structured outputs, logging
+    ForeignOption("structured_outputs_config", {}, asks_for_llguidance, "grammars are compiled by llguidance"),
+    absent("guided_decoding_backend", "auto", "guidance", why="grammars are compiled by llguidance"),
+    absent("logits_processor_pattern", None, why="requests bring no code"),
+    absent("otlp_traces_endpoint", None, why=NO_TRACES),
+    absent("collect_detailed_traces", [], None, why=NO_TRACES),
+    absent("show_hidden_metrics_for_version", None, why="there are no hidden metrics"),
+    absent("profiler_config", {}, why="recordings have the option profile_dir"),
+    pointless("disable_log_stats", False, bool),  # statistics are always kept, and read by get_metrics
+    pointless("disable_log_requests", True, bool),  # nothing logs requests
+    # ---- compiling
+    pointless("enforce_eager", False, bool, "there is no eager mode. Every program is compiled; the first start takes "
+              "longer, later ones find the programs in the compilation cache or in a bundle (`jaxpaged compile`)"),
+    pointless("max_seq_len_to_capture", 8192, int, NO_GRAPHS),
+    pointless("cudagraph_capture_sizes", None, (list, tuple), NO_GRAPHS),
+    pointless("max_cudagraph_capture_size", None, int, NO_GRAPHS),
+    pointless("optimization_level", 2, int, "XLA optimises every program as far as it can"),
+    absent("compilation_config", {}, why="compiling has the options token_buckets, compilation_cache_dir and bundle"),
+    absent("attention_config", {}, why="its place is taken by attention_backend"),
+    absent("kernel_config", {}, why="its place is taken by attention_backend"),
+    absent("additional_config", {}, why="there are no platforms from outside"),
+)}  # fmt: skip
+
+
+def without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options without those of vLLM that ask for nothing. Raises ConfigError for those that ask for more.
+
+    None means of any option, ours too, that it was not given.
+    """
+    kept = {}
+    for name, value in options.items():
+        foreign = FOREIGN_OPTIONS.get(name)
+        if value is None:
+            continue
+        if foreign is None:
+            kept[name] = value
+        elif not foreign.accepts(value):
+            raise ConfigError(f"{name} is {value!r}, but {foreign.why}. Leave it out.")
+        elif foreign.word and not same(value, foreign.default):
+            logger.warning("%s=%r changes nothing: %s.", name, value, foreign.word)
+    return kept
