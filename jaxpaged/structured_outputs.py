@@ -37,14 +37,15 @@ class Thinking(msgspec.Struct, array_like=True, frozen=True):
 class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, frozen=True, repr_omit_defaults=True):
     """Exactly one of the first six. Raises RequestError, with `parameter` naming the field, for what cannot be.
 
-    json: a JSON schema, as a dict or as its text; the answer is JSON that it allows.
+    json: a JSON schema, as a dict or as its text; the answer is JSON that it allows. As in vLLM, an object that names
+        properties has no others, unless `"additionalProperties"` says so.
     regex: the whole answer matches it (Rust's syntax: no look-around, no back references).
     choice: the answer is one of these texts.
     grammar: a context-free grammar, in Lark's or GBNF's notation; its first rule is "start" or "root".
     json_object: True: the answer is some JSON object.
     structural_tag: free text in which some parts have a shape, as a dict or as its text; see `structural_tags`.
     disable_any_whitespace: JSON without white space between its parts.
-    disable_additional_properties: objects have only the properties that the schema names, where it does not say.
+    disable_additional_properties: objects that name no property have none either, where the schema does not say.
     whitespace_pattern: a regular expression for the white space between the parts of JSON.
     thinking: what may come before the answer, for those who know how the model writes it; no field of requests.
     """

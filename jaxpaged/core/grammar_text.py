@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from jaxpaged.core.closed_schema import close_objects
 from jaxpaged.core.tag_grammar import TagGrammar
 from jaxpaged.core.thinking_grammar import after_thinking
 from jaxpaged.errors import RequestError
@@ -42,7 +43,7 @@ def answer_grammar(params: StructuredOutputsParams, added_tokens: Mapping[str, i
                 tag = read_structural_tag(as_object(params.structural_tag))
                 return TagGrammar(partial(grammar_of, params), added_tokens).write(tag)
             case "json_object":
-                return grammar_of(params, "json", {"type": "object"})
+                return grammar_of(params, "json", {"type": "object", "additionalProperties": True})
             case "choice":
                 return llguidance.grammar_from("choice", json.dumps(params.choice))
             case kind:
@@ -72,23 +73,8 @@ def schema_of(params: StructuredOutputsParams, value: str | dict[str, Any]) -> d
     schema = as_object(value)
     # What a schema says to the compiler itself is not for requests to set.
     schema.pop("x-guidance", None)
-    if params.disable_additional_properties:
-        close_objects(schema)
+    close_objects(schema, unnamed=params.disable_additional_properties)
     return schema
-
-
-def close_objects(schema: Any) -> None:
-    """Objects that name their properties get no others, unless they say so."""
-    pending = [schema]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, dict):
-            named = isinstance(item.get("properties"), dict) or item.get("type") == "object"
-            if named and not {"additionalProperties", "patternProperties"} & item.keys():
-                item["additionalProperties"] = False
-            pending += item.values()
-        elif isinstance(item, list):
-            pending += item
 
 
 def error_of(matcher: Any) -> str | None:

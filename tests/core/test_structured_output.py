@@ -93,12 +93,17 @@ def test_white_space_in_json_can_be_forbidden_chosen_and_is_bounded(grammars, to
     assert takes(wide, whitespace_pattern=" *") and not takes('{"a":\n1}', whitespace_pattern=" *")
 
 
-def test_properties_that_the_schema_does_not_name_can_be_forbidden(grammars, tokenizer):
-    schema = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {}}}}}
-    ids = tokenizer.encode('{"a":{"x":1}}').ids
-    assert matcher_of(grammars, json=schema).accept(ids)
-    assert not matcher_of(grammars, json=schema, disable_additional_properties=True).accept(ids)
-    assert matcher_of(grammars, json_object=True).accept(ids)
+def test_objects_have_the_properties_that_their_schema_names_and_no_others(grammars, tokenizer):
+    schema = {"type": "object", "properties": {"a": {"type": "object"}}}
+    free, inner = tokenizer.encode('{"x":1}').ids, tokenizer.encode('{"a":{"x":1}}').ids
+
+    def takes(ids, **fields):
+        return matcher_of(grammars, **fields).accept(ids)
+
+    assert not takes(free, json=schema) and takes(inner, json=schema)
+    assert takes(free, json={**schema, "additionalProperties": True})
+    assert not takes(inner, json=schema, disable_additional_properties=True)
+    assert takes(free, json_object=True) and takes(free, json_object=True, disable_additional_properties=True)
 
 
 def test_the_end_is_allowed_where_the_answer_may_end_and_nowhere_else(grammars, tokenizer):
