@@ -14,7 +14,7 @@
 Nothing here knows about HTTP; a server maps these classes to status codes.
 """
 
-import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -63,6 +63,46 @@ class EngineDeadError(EngineError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the nearest known name, or an empty string when none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    """` Did you mean 'x'?` for a known name that this is a slip or a part of, or an empty string when none is.
+
+    A slip is a letter in four, at least one, that is wrong, missing, too much, or swapped with its neighbour. A part
+    has at least half of the words, in their order: `max_seqs` for `max_num_seqs`. Capitals, - and _ make no difference.
+    """
+    words = words_of(name)
+    written = "_".join(words)
+    best: tuple[int, int, str] | None = None
+    for candidate in known:
+        theirs = words_of(candidate)
+        meant = "_".join(theirs)
+        edits = num_edits(written, meant) if abs(len(meant) - len(written)) <= len(written) // 4 + 1 else len(written)
+        is_slip = edits <= max(len(written) // 4, 1) and edits < len(written)
+        is_part = 2 * len(words) >= len(theirs) > len(words) >= 1 and in_order(words, theirs)
+        if is_slip or is_part:
+            found = (0 if is_slip else 1, edits if is_slip else len(meant), candidate)
+            best = min(best or found, found)
+    return f" Did you mean {best[2]!r}?" if best else ""
+
+
+def words_of(name: str) -> list[str]:
+    """`max`, `num`, `seqs` of `--max-num-seqs`, `max_num_seqs` and `maxNumSeqs`."""
+    return re.findall(r"[^-_\s]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+
+
+def in_order(words: list[str], among: list[str]) -> bool:
+    """Whether all `words` are in `among`, in this order."""
+    rest = iter(among)
+    return all(word in rest for word in words)
+
+
+def num_edits(a: str, b: str) -> int:
+    """Letters to replace, insert, drop, or swap with their neighbours, to make `b` of `a`, each letter once."""
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        earlier, before, row = before, row, [i]
+        for j, other in enumerate(b, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+                cost = min(cost, earlier[j - 2] + 1)
+            row.append(cost)
+    return row[-1]

@@ -1,6 +1,6 @@
 """JSON schemas whose objects have the properties that they name and no others, as vLLM's default backend reads them.
 
-A schema by itself lets every object have further properties with any name and content, and a model that is made to write
+A schema by itself lets every object have further properties with any name and content, and a model that has to write
 JSON can go on with those until it runs out of tokens. `"additionalProperties": true` says that they are wanted.
 This module knows schemas only: no grammar, no request.
 """

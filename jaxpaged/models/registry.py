@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxpaged.errors import CheckpointError, did_you_mean
+from jaxpaged.errors import CheckpointError
 from jaxpaged.models.config import DecoderConfig, architecture_of, short
 from jaxpaged.models.gemma2 import GEMMA2
 from jaxpaged.models.gemma3 import GEMMA3
@@ -34,7 +34,7 @@ def model_for(hf: dict[str, Any]) -> Model:
     model = MODELS.get(generating_name(name))
     if model is None:
         raise CheckpointError(
-            f"config.json: the architecture {name!r} is not supported.{did_you_mean(name, MODELS)} "
+            f"config.json: the architecture {name!r} is not supported. "
             f"Supported: {', '.join(MODELS)}."
         )
     if task_of(name) == "classify":

@@ -61,8 +61,8 @@ def test_objects_that_name_nothing_can_be_closed_too():
 
 
 def test_references_in_a_ring_end():
-    ring = {"$ref": "#/$defs/a", "properties": {"x": {}},
-            "$defs": {"a": {"$ref": "#/$defs/b", **A}, "b": {"$ref": "#/$defs/a", "allOf": [B, {"$ref": "#"}]}}}  # fmt: skip
+    around = {"a": {"$ref": "#/$defs/b", **A}, "b": {"$ref": "#/$defs/a", "allOf": [B, {"$ref": "#"}]}}
+    ring = {"$ref": "#/$defs/a", "properties": {"x": {}}, "$defs": around}
     assert "additionalProperties" not in json.dumps(closed(ring))
 
 

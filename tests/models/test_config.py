@@ -141,7 +141,7 @@ REFUSED = {
         {**MISTRAL, "layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "Mistral"]
     ),
     "both directions": ({**GEMMA3, "use_bidirectional_attention": True}, ["use_bidirectional_attention", "True"]),
-    "unknown architecture": ({**LLAMA, "architectures": ["LlamaForCasualLM"]}, ["'LlamaForCausalLM'", "Qwen3"]),
+    "unknown architecture": ({**LLAMA, "architectures": ["LlamaForCasualLM"]}, ["LlamaForCausalLM", "Qwen3"]),
     "no architecture": (without(LLAMA, "architectures"), ["architectures", "None"]),
 }  # fmt: skip
 
@@ -167,3 +167,10 @@ def test_an_unreadable_config_is_an_error_naming_the_file(text, words, tmp_path)
 
 def test_the_registry_knows_every_architecture_of_the_goldens():
     assert {hf["architectures"][0] for hf in CONFIGS.values()} <= MODELS.keys()
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "Gemma3nForCausalLM"])
+def test_another_architecture_is_not_taken_for_a_slip_of_ours(name):
+    with pytest.raises(CheckpointError, match=f"{name}' is not supported. Supported: Llama") as refused:
+        model_for({"architectures": [name]})
+    assert "Did you mean" not in str(refused.value)
