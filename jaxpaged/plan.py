@@ -53,6 +53,7 @@ class Plan(msgspec.Struct):
     target: str
     device: DeviceFacts
     num_devices: int  # of the target
+    num_hosts: int  # over which they are spread
     tensor_parallel_size: int  # that one engine uses
     options: dict[str, str | int | float]
     usable_bytes: int
@@ -68,6 +69,7 @@ class Plan(msgspec.Struct):
     decode: list[Speed]
     prefill: list[Speed]
     assumptions: list[str]
+    obstacles: list[str]  # why it would not run, were there memory enough
     advice: list[str]
 
     @property
@@ -76,5 +78,6 @@ class Plan(msgspec.Struct):
 
     @property
     def fits(self) -> bool:
-        """Whether a request of `max_model_len` can be served, and every program could be compiled."""
-        return self.num_blocks > self.blocks_per_request and not any(program.error for program in self.programs)
+        """Whether the engine runs there: a request of `max_model_len` has room, and every program could be compiled."""
+        refused = any(program.error for program in self.programs)
+        return self.num_blocks > self.blocks_per_request and not refused and not self.obstacles

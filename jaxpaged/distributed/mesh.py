@@ -1,8 +1,10 @@
 """The named mesh over which parameters and KV blocks are sharded; on one device it is a mesh of one.
 
-Knows devices and axis names. Which array axis goes where is said in `params/sharding.py`.
+Knows devices, where they lie, and axis names. Which array axis goes where is said in `params/sharding.py`. What can be
+a mesh is decided here for devices that are present as for those of a plan.
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -11,21 +13,68 @@ from jax.sharding import AxisType, Mesh
 from jaxpaged.errors import ConfigError
 from jaxpaged.params.sharding import MODEL_AXIS
 
+Place = tuple[int, ...]
+"""Where a TPU device lies: the coordinates of its chip in the torus, and which of the chip's cores it is."""
+
 
 def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of `tensor_parallel_size` devices along the axis "model".
 
     `devices` are the first ones of the default backend unless given. The axis type is Auto: with explicit axes
-    a product that is split along its contracted axis raises. Raises ConfigError when devices are too few.
+    a product that is split along its contracted axis raises. Raises ConfigError when there is no such mesh, with the
+    sizes that there are, and when the devices of the backend are spread over several hosts.
     """
-    devices = list(jax.devices() if devices is None else devices)
-    if len(devices) < tensor_parallel_size:
-        kind = devices[0].platform if devices else "no"
+    if devices is None:
+        devices = jax.devices()
+        check_one_host(jax.process_count(), f"these {len(devices)} {devices[0].platform} devices")
+    kind = devices[0].platform if devices else "no"
+    check_mesh_size(tensor_parallel_size, sizes_of(devices), len(devices), f"{kind} devices")
+    devices = list(devices[:tensor_parallel_size])
+    return jax.make_mesh((tensor_parallel_size,), (MODEL_AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def sizes_of(devices: Sequence[jax.Device]) -> list[int]:
+    """The sizes of the meshes that the first of these devices can be."""
+    if devices and devices[0].platform == "tpu":
+        return torus_sizes([(*device.coords, device.core_on_chip) for device in devices])
+    return list(range(1, len(devices) + 1))
+
+
+def torus_sizes(places: Sequence[Place]) -> list[int]:
+    """The sizes of the meshes that the first of these TPU devices can be.
+
+    jax wants a box of the torus without holes. Of those XLA's collectives take powers of two and the whole: its
+    compiler ends with a failed check for 6 devices of a v6e:2x4, and for 4 that are not the first ones.
+    """
+    count = len(places)
+    return [n for n in range(1, count + 1) if (n == count or n.bit_count() == 1) and is_box(places[:n])]
+
+
+def is_box(places: Sequence[Place]) -> bool:
+    """Whether the places fill the smallest box around them."""
+    return math.prod(max(axis) - min(axis) + 1 for axis in zip(*places, strict=True)) == len(set(places))
+
+
+def check_mesh_size(size: int, sizes: Sequence[int], num_devices: int, devices: str) -> None:
+    """Raise ConfigError unless `size` is one of `sizes`. `devices` says what the devices are."""
+    if size > num_devices:
         raise ConfigError(
-            f"tensor_parallel_size is {tensor_parallel_size}, but there are only {len(devices)} {kind} devices. "
+            f"tensor_parallel_size is {size}, but there are only {num_devices} {devices}. "
             "Lower it; or, to try it on a CPU, set the environment variable "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={tensor_parallel_size}."
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={size}."
         )
-    return jax.make_mesh(
-        (tensor_parallel_size,), (MODEL_AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size]
-    )
+    if size not in sizes:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but no {size} of {num_devices} {devices} form a mesh: they must fill a "
+            f"rectangle of the torus, and be a power of two or all. Sizes that do: {', '.join(map(str, sizes))}."
+        )
+
+
+def check_one_host(num_hosts: int, devices: str) -> None:
+    """Raise ConfigError for devices of several hosts."""
+    if num_hosts > 1:
+        raise ConfigError(across_hosts(num_hosts, devices) + " Use the devices of one host.")
+
+
+def across_hosts(num_hosts: int, devices: str) -> str:
+    return f"{devices} are spread over {num_hosts} hosts, and the engine cannot run across hosts yet."

@@ -24,7 +24,7 @@ def plan_on_target(
     target = parse_target(target_name, compile=compile)
     if config.parallel.tensor_parallel_size == 1:
         settled = config.resolve(facts, target.platform)
-        shards = largest_split(settled, model, decoder, target.num_devices)
+        shards = largest_split(settled, model, decoder, target)
         config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=shards))
     planner = Planner(config.resolve(facts, target.platform), model, decoder, target)
     plan = planner.plan(all_programs=output is not None, progress=progress)

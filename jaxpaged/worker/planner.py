@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.distributed.mesh import across_hosts
 from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.kv_cache_spec import KVCacheConfig, max_blocks_per_request
 from jaxpaged.messages import Progress
@@ -37,7 +38,6 @@ ENDING_KINDS = ("sample", "sample_full", "accumulate", "pool")
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
 DECODE_REQUESTS = (1, 8, 64, 256)
 SPEED_CONTEXTS = (1024, 8192, 32768, 131072)
-LARGEST_SPLIT = 64
 
 
 class Planner:
@@ -53,7 +53,7 @@ class Planner:
         """Compile, if the target can, and put everything together. A program that does not compile is in the plan."""
         blueprint, num_blocks = self.blueprint, self.num_blocks
         programs: list[PlannedProgram] = []
-        if self.target.compiles and num_blocks > self.blocks_per_request:
+        if self.target.compiles and num_blocks > self.blocks_per_request and not self.obstacles():
             builders = programs_for(blueprint, KVCacheConfig(num_blocks, blueprint.kv_groups)).builders()
             keys = list(builders) if all_programs else self.representative(builders)
             programs = self._compile(keys, builders, progress or (lambda stage, done, total: None))
@@ -63,6 +63,7 @@ class Planner:
             target=self.target.name,
             device=self.target.device,
             num_devices=self.target.num_devices,
+            num_hosts=self.target.num_hosts,
             tensor_parallel_size=blueprint.num_shards,
             options=self.options(),
             usable_bytes=self.usable_bytes,
@@ -78,6 +79,7 @@ class Planner:
             decode=[] if self.pools else self.decode(),
             prefill=[prefill_speed(self.work, self.target.device, n) for n in self.contexts(SPEED_CONTEXTS)],
             assumptions=self.assumptions(bool(programs)),
+            obstacles=self.obstacles(),
             advice=[],
         )
         plan.advice = self.advice(plan)
@@ -227,12 +229,21 @@ class Planner:
             lines.append("nothing was compiled: temporaries are an upper estimate from shapes")
         return lines
 
+    def obstacles(self) -> list[str]:
+        """Why the engine would not run on the target, were there memory enough."""
+        target, split = self.target, self.blueprint.num_shards
+        if target.num_hosts == 1 or (target.platform == "gpu" and split <= max(target.host_sizes)):
+            return []
+        spread = across_hosts(target.num_hosts, f"the {target.num_devices} devices of {target.name}")
+        return [f"{spread} Plan for the {max(target.host_sizes)} devices of {target.host_name}, or for fewer"]
+
     def advice(self, plan: Plan) -> list[str]:
-        """What to change when it does not fit, or when devices are left over."""
+        """What to change when it does not fit or run, or when devices are left over."""
         lines = [f"{program.name} does not compile: {program.error}" for program in plan.programs if program.error]
+        lines += plan.obstacles
         if plan.num_blocks <= plan.blocks_per_request:
             lines += self._how_to_fit(plan)
-        replicas = plan.num_devices // plan.tensor_parallel_size
+        replicas = plan.num_hosts * (plan.num_devices // plan.num_hosts // plan.tensor_parallel_size)
         if replicas > 1 and not lines:
             lines.append(
                 f"{replicas} engines fit side by side on {plan.target}, each on {plan.tensor_parallel_size} "
@@ -265,28 +276,33 @@ class Planner:
 
     def _smallest_split(self) -> int | None:
         """The smallest larger number of devices over which the engine fits, whether the target has them or not."""
-        for shards in range(self.blueprint.num_shards + 1, LARGEST_SPLIT + 1):
+        host_sizes = self.target.host_sizes
+        host = replace(self.target, devices=(), sizes=host_sizes, num_devices=max(host_sizes), num_hosts=1)
+        for shards in host_sizes:
             config = replace(self.config, parallel=replace(self.config.parallel, tensor_parallel_size=shards))
-            target = replace(self.target, devices=())
-            try:
-                planner = Planner(config, self.model, self.decoder, target)
-            except ConfigError:
-                continue  # heads or feed-forward do not divide
-            if planner.num_blocks > planner.blocks_per_request:
-                return shards
+            if shards > self.blueprint.num_shards and can_split(config, self.model, self.decoder):
+                planner = Planner(config, self.model, self.decoder, host)
+                if planner.num_blocks > planner.blocks_per_request:
+                    return shards
         return None
 
 
-def largest_split(config: EngineConfig, model: Model, decoder: DecoderConfig, num_devices: int) -> int:
-    """Over how many of `num_devices` devices the model can be split at most."""
-    for shards in range(num_devices, 1, -1):
+def largest_split(config: EngineConfig, model: Model, decoder: DecoderConfig, target: Target) -> int:
+    """Over how many devices of a host of `target` the model can be split at most."""
+    for shards in sorted(set(target.sizes) & set(target.host_sizes), reverse=True):
         split = replace(config, parallel=replace(config.parallel, tensor_parallel_size=shards))
-        try:
-            Blueprint(split, model, decoder, shapes_mesh(shards))
-        except ConfigError:
-            continue
-        return shards
+        if can_split(split, model, decoder):
+            return shards
     return 1
+
+
+def can_split(config: EngineConfig, model: Model, decoder: DecoderConfig) -> bool:
+    """Whether heads and feed-forward divide as `config` says."""
+    try:
+        Blueprint(config, model, decoder, shapes_mesh(config.parallel.tensor_parallel_size))
+    except ConfigError:
+        return False
+    return True
 
 
 def count_collectives(program: str) -> dict[str, int]:

@@ -4,6 +4,7 @@ A TPU target is a topology such as `v6e:2x4`; libtpu compiles for it on any x86-
 `h100:8` has no compiler here: its mesh has shapes only. This module knows no model.
 """
 
+import itertools
 import math
 import os
 import re
@@ -15,7 +16,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.distributed.mesh import Place, check_mesh_size, make_mesh, sizes_of, torus_sizes
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.params.sharding import MODEL_AXIS
 from jaxpaged.plan import DeviceFacts
@@ -29,8 +30,10 @@ CHIPS = {
 LINKS = {"v5e": 2.0e11, "v5p": 6.0e11, "v6e": 4.48e11, "tpu7x": 6.0e11}
 """Bytes per second of a device's interconnect (cloud.google.com/tpu/docs: 1600, 4800, 3584 Gbit/s a chip; a TPU7x
 chip has 1.2 TB/s and two devices)."""
-ONE_HOST = {"v5e": 8, "v6e": 8}
-"""Chips that one host may have; larger topologies, and those of other chips, are spread over hosts of four."""
+ONE_HOST = {"v5e": (2, 4), "v5p": (2, 2, 1), "v6e": (2, 4), "tpu7x": (2, 2, 1)}
+"""The largest topology of one host (cloud.google.com/tpu/docs). Larger ones are spread over hosts of four chips."""
+CHIPS_OF_MANY_HOSTS = 4
+GPUS_PER_HOST = 8
 
 GPUS = {
     "a100-40gb": DeviceFacts("NVIDIA A100 40GB", 40 * 2**30, 1.555e12, 3.12e14, 6.0e11),
@@ -49,22 +52,31 @@ RUNTIME_SHARE = 0.025
 
 @dataclass(frozen=True)
 class Target:
-    """`platform` is "tpu" or "gpu". `devices` are those of a topology; empty where nothing can be compiled."""
+    """`platform` is "tpu" or "gpu". `devices` are those of a topology; empty where nothing can be compiled.
+
+    `sizes` are those of the meshes that its devices can be, `host_sizes` and `host_name` belong to the largest host
+    that has such devices.
+    """
 
     name: str
     platform: str
     device: DeviceFacts
     num_devices: int
     devices: tuple[jax.Device, ...] = ()
+    num_hosts: int = 1
+    sizes: tuple[int, ...] = (1,)
+    host_sizes: tuple[int, ...] = (1,)
+    host_name: str = ""
 
     @property
     def compiles(self) -> bool:
         return bool(self.devices)
 
     def mesh(self, size: int) -> Mesh | AbstractMesh:
-        """A mesh of `size` devices of the target, or of that many and no real ones."""
+        """A mesh of `size` devices of the target, real ones if it compiles. Raises ConfigError if there is none."""
         if self.compiles:
             return make_mesh(size, self.devices)
+        check_mesh_size(size, self.sizes, self.num_devices, f"devices of {self.name}")
         return shapes_mesh(size, AbstractDevice(self.device.name, None, self.platform))
 
 
@@ -86,19 +98,47 @@ def parse_target(name: str, *, compile: bool = True) -> Target:
     if kind in GPUS:
         if shape and not re.fullmatch("[1-9][0-9]{0,3}", shape):
             raise ConfigError(f"target {name!r} has {shape!r} GPUs; write a number, as in {kind}:8.")
-        return Target(name, "gpu", GPUS[kind], int(shape or 1))
+        return gpu_target(name, kind, int(shape or 1))
     if kind not in CHIPS:
         near = did_you_mean(kind, [*CHIPS, *GPUS])
         raise ConfigError(f"unknown target {name!r}.{near} Known are {known_targets()}.")
     if not re.fullmatch(r"[1-9]\d?(x[1-9]\d?){1,2}", shape):
         raise ConfigError(f"target {name!r} needs the shape of its topology, as in v6e:2x4 or v5p:2x2x1.")
-    num_chips = math.prod(map(int, shape.split("x")))
-    if not compile:
-        cores_per_device = 2 if CHIPS[kind].supports_megacore else 1
-        devices_per_chip = CHIPS[kind].num_physical_tensor_cores_per_chip // cores_per_device
-        return Target(name, "tpu", tpu_facts(kind, cores_per_device), num_chips * devices_per_chip)
-    devices = open_topology(kind, shape, num_chips)
-    return Target(name, "tpu", tpu_facts(kind, devices[0].num_cores), len(devices), devices)
+    return tpu_target(name, kind, tuple(map(int, shape.split("x"))), compile)
+
+
+def gpu_target(name: str, kind: str, count: int) -> Target:
+    """Any number of GPUs are a mesh; whether a cluster has more than eight in a host is not known by name."""
+    sizes, host_sizes = tuple(range(1, count + 1)), tuple(range(1, GPUS_PER_HOST + 1))
+    num_hosts = math.ceil(count / GPUS_PER_HOST)
+    return Target(name, "gpu", GPUS[kind], count, (), num_hosts, sizes, host_sizes, f"{kind}:{GPUS_PER_HOST}")
+
+
+def tpu_target(name: str, kind: str, bounds: tuple[int, ...], compile: bool) -> Target:
+    """Chips in a box of `bounds`, opened to compile for or as a shape only: both have the same sizes."""
+    chip, host_bounds = CHIPS[kind], ONE_HOST[kind]
+    cores_per_device = 2 if chip.supports_megacore else 1
+    devices_per_chip = chip.num_physical_tensor_cores_per_chip // cores_per_device
+    num_chips = math.prod(bounds)
+    num_hosts = 1 if num_chips <= math.prod(host_bounds) else math.ceil(num_chips / CHIPS_OF_MANY_HOSTS)
+    host = (tuple(torus_sizes(places_of(host_bounds, devices_per_chip))), topology_name(kind, host_bounds))
+    if compile:
+        devices = open_topology(topology_name(kind, bounds), bounds, num_hosts)
+        facts, sizes = tpu_facts(kind, devices[0].num_cores), tuple(sizes_of(devices))
+        return Target(name, "tpu", facts, len(devices), devices, num_hosts, sizes, *host)
+    places = places_of(bounds, devices_per_chip)
+    facts = tpu_facts(kind, cores_per_device)
+    return Target(name, "tpu", facts, len(places), (), num_hosts, tuple(torus_sizes(places)), *host)
+
+
+def topology_name(kind: str, bounds: tuple[int, ...]) -> str:
+    return f"{kind}:{'x'.join(map(str, bounds))}"
+
+
+def places_of(bounds: tuple[int, ...], devices_per_chip: int) -> list[Place]:
+    """Where the devices of a topology lie, in their order: cores of a chip first, then along the first axis."""
+    axes = [range(extent) for extent in reversed(bounds)]
+    return [(*reversed(chip), core) for chip in itertools.product(*axes) for core in range(devices_per_chip)]
 
 
 def tpu_facts(kind: str, num_cores: int) -> DeviceFacts:
@@ -113,7 +153,7 @@ def tpu_facts(kind: str, num_cores: int) -> DeviceFacts:
     )
 
 
-def open_topology(kind: str, shape: str, num_chips: int) -> tuple[jax.Device, ...]:
+def open_topology(name: str, bounds: tuple[int, ...], num_hosts: int) -> tuple[jax.Device, ...]:
     """The devices of a TPU topology, to compile for. This process then computes on the CPU.
 
     Raises ConfigError when libtpu is missing or there is no such topology.
@@ -128,11 +168,9 @@ def open_topology(kind: str, shape: str, num_chips: int) -> tuple[jax.Device, ..
         os.environ.setdefault(variable, value)
     if not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")
-    bounds = [int(extent) for extent in shape.split("x")]
-    one_host = num_chips <= ONE_HOST.get(kind, 0)
-    settings = {"chips_per_host_bounds": [*bounds, *[1] * (3 - len(bounds))]} if one_host else {}
+    settings = {"chips_per_host_bounds": [*bounds, *[1] * (3 - len(bounds))]} if num_hosts == 1 else {}
     try:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{shape}", **settings)
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **settings)
     except Exception as error:  # jax raises whatever the plugin's loader or the plugin itself raised
         text = str(error)
         if "libtpu" in text.lower() or isinstance(error, ModuleNotFoundError):
@@ -140,7 +178,7 @@ def open_topology(kind: str, shape: str, num_chips: int) -> tuple[jax.Device, ..
                 "compiling for a TPU needs libtpu, which works on any x86-64 Linux machine. "
                 f"Install it: pip install 'jaxpaged[aot-tpu]', or leave compiling out with --no-compile. ({text})"
             ) from error
-        raise ConfigError(f"there is no topology {kind}:{shape}: {text.splitlines()[0]}") from error
+        raise ConfigError(f"there is no topology {name}: {text.splitlines()[0]}") from error
     return tuple(np.array(topology.devices, dtype=object).ravel())
 
 

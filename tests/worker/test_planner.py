@@ -7,6 +7,7 @@ import pytest
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.build import facts_of, plan_engine, read_model
+from jaxpaged.errors import ConfigError
 from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.models.pooling import pooling_model
 from jaxpaged.plan import DeviceFacts
@@ -31,7 +32,8 @@ def folder(tmp_path_factory):
 
 
 def toy(memory, platform="gpu", devices=(), num_devices=1):
-    return Target("toy", platform, DeviceFacts("Toy", memory, 1e9, 1e12, 1e9), num_devices, devices)
+    facts, sizes = DeviceFacts("Toy", memory, 1e9, 1e12, 1e9), tuple(range(1, num_devices + 1))
+    return Target("toy", platform, facts, num_devices, devices, sizes=sizes, host_sizes=tuple(range(1, 9)))
 
 
 def planner(folder, target, **options):
@@ -73,13 +75,68 @@ def test_nothing_is_advised_that_does_not_fit_either(folder):
 def test_a_model_is_split_over_as_many_devices_as_divide_it(folder):
     model, decoder = read_model(folder)
     config = EngineConfig.from_options(model=str(folder), **OPTIONS).resolve(facts_of(decoder), "gpu")
-    shards = largest_split(config, model, decoder, 7)
+    shards = largest_split(config, model, decoder, toy(MIB, num_devices=7))
     assert decoder.num_heads % shards == 0 and 1 < shards <= 7
     plan = plan_on_target(
         EngineConfig.from_options(model=str(folder), **OPTIONS), model, decoder, facts_of(decoder), "h100:7",
         compile=False, output=None, progress=lambda *_: None,
     )  # fmt: skip
     assert plan.tensor_parallel_size == shards
+
+
+def phi4(folder):
+    """A model whose heads divide by 5, as Phi-4's do."""
+    model, decoder = read_model(folder)
+    decoder = replace(decoder, num_heads=40, num_kv_heads=10, head_dim=64, hidden_size=2560, intermediate_size=5120)
+    return EngineConfig.from_options(model=str(folder), **OPTIONS), model, decoder, facts_of(decoder)
+
+
+def plan_of(parts, target, compile=False, **options):
+    config, *rest = parts
+    config = replace(config, parallel=replace(config.parallel, **options))
+    return plan_on_target(config, *rest, target, compile=compile, output=None, progress=lambda *_: None)
+
+
+def test_heads_that_divide_by_no_mesh_of_the_torus_are_split_over_fewer_devices(folder):
+    assert plan_of(phi4(folder), "v6e:2x4").tensor_parallel_size == 2
+    assert plan_of(phi4(folder), "h100:8").tensor_parallel_size == 5
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 5, .* Sizes that do: 1, 2, 4, 8"):
+        plan_of(phi4(folder), "v6e:2x4", tensor_parallel_size=5)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 4, but there are only 2 devices of h100:2"):
+        plan_of(phi4(folder), "h100:2", tensor_parallel_size=4)
+
+
+def test_only_splits_that_a_host_can_have_are_advised(folder):
+    config, model, decoder, facts = phi4(folder)
+    target = parse_target("v6e:1x1", compile=False)
+    need = planner_of(config, model, decoder, facts, target).blueprint.weight_bytes
+    small = replace(target, device=replace_memory(target.device, need))
+    assert "(--tensor-parallel-size 2)" in " ".join(planner_of(config, model, decoder, facts, small).plan().advice)
+    small = replace(target, device=replace_memory(target.device, need // 3))  # five would do, and there are no five
+    assert "tensor-parallel-size" not in " ".join(planner_of(config, model, decoder, facts, small).plan().advice)
+
+
+def planner_of(config, model, decoder, facts, target):
+    return Planner(config.resolve(facts, target.platform), model, decoder, target)
+
+
+def replace_memory(device, memory):
+    return DeviceFacts(device.name, memory, device.bandwidth, device.matmul_bf16, device.links)
+
+
+@pytest.mark.parametrize(("target", "host"), [("v6e:4x4", "v6e:2x4"), ("v5p:2x2x2", "v5p:2x2x1")])
+def test_an_engine_across_hosts_does_not_run_and_the_plan_says_so(folder, target, host):
+    plan = plan_of(phi4(folder), target)
+    assert plan.num_hosts > 1 and not plan.fits
+    assert any("cannot run across hosts yet" in line and host in line for line in plan.advice)
+    assert plan_of(phi4(folder), host).fits
+
+
+def test_gpus_of_two_hosts_have_an_engine_each(folder):
+    plan = plan_of(phi4(folder), "h100:16")
+    assert plan.fits and plan.tensor_parallel_size == 5 and "2 engines fit side by side" in plan.advice[0]
+    across = plan_of(phi4(folder), "h100:16", tensor_parallel_size=10)
+    assert not across.fits and "cannot run across hosts yet" in across.advice[0]
 
 
 @pytest.fixture(scope="module")

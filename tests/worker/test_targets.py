@@ -1,9 +1,21 @@
 """Targets by name: what is known of them, and a refusal that helps for every other name."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.worker.targets import CHIPS, GPUS, parse_target, shapes_mesh
+from pallas_kernels import tpu_targets
+
+NEEDS_TPU_COMPILER = pytest.mark.skipif(tpu_targets.why_not() is not None, reason=str(tpu_targets.why_not()))
+TOPOLOGIES = [
+    "v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x2", "v5e:4x4", "v5e:4x8", "v5p:1x1x1", "v5p:2x2x1", "v5p:2x2x2",
+    "v5p:2x2x4", "v5p:2x2x3", "v6e:1x1", "v6e:1x4", "v6e:2x2", "v6e:2x4", "v6e:4x2", "v6e:4x4", "tpu7x:1x1x1",
+    "tpu7x:2x2x1", "tpu7x:2x2x2",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -43,6 +55,47 @@ def test_a_topology_has_as_many_devices_as_programs_see(name, devices):
 def test_a_target_that_does_not_exist_is_refused_with_what_does(name, words):
     with pytest.raises(ConfigError, match=words):
         parse_target(name)
+
+
+@pytest.mark.parametrize("name", [*TOPOLOGIES, *(f"{gpu}:{n}" for gpu in GPUS for n in (1, 8, 16))])
+def test_every_split_of_every_target_has_a_mesh_or_is_refused_with_the_sizes_that_do(name):
+    check_every_split(parse_target(name, compile=False))
+
+
+@pytest.mark.aot_tpu
+@NEEDS_TPU_COMPILER
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_devices_of_a_topology_split_as_its_shape_does(name):
+    shape, target = parse_target(name, compile=False), parse_target(name)
+    check_every_split(target)
+    assert (target.num_devices, target.sizes, target.device) == (shape.num_devices, shape.sizes, shape.device)
+    assert target.num_hosts == shape.num_hosts == len({device.process_index for device in target.devices})
+
+
+def check_every_split(target):
+    for size in range(1, target.num_devices + 2):
+        if size in target.sizes:
+            assert dict(target.mesh(size).shape) == {"model": size}
+            continue
+        with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}, ") as refused:
+            target.mesh(size)
+        if size <= target.num_devices:
+            assert str(refused.value).endswith(f"Sizes that do: {', '.join(map(str, target.sizes))}.")
+    assert target.sizes[0] == 1 and target.sizes[-1] == target.num_devices
+    assert target.num_hosts > 1 or set(target.host_sizes) >= set(target.sizes)
+
+
+@pytest.mark.aot_tpu
+@NEEDS_TPU_COMPILER
+@pytest.mark.parametrize("name", ["v5e:2x4", "tpu7x:2x2x1"])
+def test_the_compiler_takes_collectives_over_every_mesh(name):
+    target = parse_target(name)
+    for size in target.sizes:
+        mesh = target.mesh(size)
+        a = jax.ShapeDtypeStruct((128, size * 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "model")))
+        b = jax.ShapeDtypeStruct((size * 128, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("model")))
+        product = jax.jit(lambda a, b: a @ b, out_shardings=NamedSharding(mesh, P())).lower(a, b).compile()
+        assert ("all-reduce" in product.as_text()) == (size > 1)
 
 
 def test_a_mesh_of_shapes_has_a_size_and_no_devices():

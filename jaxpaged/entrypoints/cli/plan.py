@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 EPILOG = """\
 Compiles the engine's own programs for a TPU that is not here (this needs libtpu: pip install 'jaxpaged[aot-tpu]'),
 and says what fits and how fast it can be at most. Of the model only config.json is read. For GPUs, and with
---no-compile, everything comes from shapes. Unless -tp is given the model is split over all devices of the target.
+--no-compile, everything comes from shapes. Unless -tp is given the model is split over as many devices of one host as
+can share it; the engine cannot run across hosts yet.
 
-exit status: 0 the engine fits; 1 it does not, and the plan says what to change; 2 wrong usage
+exit status: 0 the engine fits; 1 it does not fit or run, and the plan says what to change; 2 wrong usage
 
 examples:
   jaxpaged plan meta-llama/Llama-3.1-8B --target v6e:2x4 --max-model-len 32K
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 def saved_message(plan: "Plan", output: Path) -> str:
     if not plan.fits:
-        return "nothing was saved, since it does not fit"
+        return "nothing was saved, since it does not fit or run"
     split = f" --tensor-parallel-size {plan.tensor_parallel_size}" if plan.tensor_parallel_size > 1 else ""
     return f"the programs are in {output}; on the target, with the same versions and options: --bundle {output}{split}"
 

@@ -30,7 +30,7 @@ def text_report(plan: Plan) -> str:
     if plan.num_blocks > plan.blocks_per_request:
         parts += [concurrency_report(plan), speed_report(plan)]
     parts.append("\n".join(["assumed", *(f"  - {line}" for line in plan.assumptions)]))
-    verdict = "it fits" if plan.fits else "IT DOES NOT FIT"
+    verdict = "it fits" if plan.fits else "IT DOES NOT RUN" if plan.obstacles else "IT DOES NOT FIT"
     parts.append("\n".join([verdict, *(f"  - {line}" for line in plan.advice)]))
     return "\n\n".join(parts)
 

@@ -15,7 +15,8 @@ GIB = 2**30
 def plan(**changes):
     values = {
         "model": "some/model", "target": "v6e:2x4", "device": DeviceFacts("TPU v6e", 32 * GIB, 1e12, 1e15, 4e11),
-        "num_devices": 8, "tensor_parallel_size": 8, "options": {"dtype": "bfloat16"}, "usable_bytes": 28 * GIB,
+        "num_devices": 8, "num_hosts": 1, "obstacles": [],
+        "tensor_parallel_size": 8, "options": {"dtype": "bfloat16"}, "usable_bytes": 28 * GIB,
         "weight_bytes": 4 * GIB, "temporary_bytes": GIB, "reserved_bytes": 2 * GIB, "code_bytes": 3 * 2**20,
         "block_bytes": 2**20, "num_blocks": 22 * 1024, "blocks_per_request": 64, "concurrency": {1024: 2815, 8192: 351},
         "programs": [PlannedProgram("forward", 8, 1.5, 2**20, 2**21, collectives={"all-reduce": 9})],
@@ -37,6 +38,11 @@ def test_the_report_has_memory_programs_concurrency_speed_and_assumptions():
 def test_what_does_not_fit_is_said_and_what_to_do():
     text = text_report(plan(num_blocks=3, advice=["buy memory"], programs=[]))
     assert "IT DOES NOT FIT" in text and "buy memory" in text and "at most" not in text
+
+
+def test_what_would_fit_but_cannot_run_is_said():
+    text = text_report(plan(obstacles=["too many hosts"], advice=["too many hosts"]))
+    assert "IT DOES NOT RUN\n  - too many hosts" in text and not plan(obstacles=["too many hosts"]).fits
 
 
 def test_a_program_that_does_not_compile_stands_in_its_row():
