@@ -16,7 +16,7 @@ import numpy as np
 from jaxpaged.core.request import Request
 from jaxpaged.core.structured_output import Grammars, Matcher
 from jaxpaged.core.thinking_budget import BudgetMatcher
-from jaxpaged.errors import EngineError, RequestError
+from jaxpaged.errors import RequestError
 from jaxpaged.messages import EngineCoreRequest, SchedulerOutput
 
 BOUND_BY = ("structured_outputs", "thinking_token_budget")
@@ -51,13 +51,13 @@ class ConstrainedRequests:
     def take_compiled(self, can_mask: Callable[[], bool]) -> tuple[list[Request], list[tuple[Request, RequestError]]]:
         """(Requests that can be queued now, those that cannot be and why). The latter stay to be forgotten.
 
-        `can_mask`: whether steps can be masked by now; it raises EngineError when they never will.
+        `can_mask`: whether steps can be masked by now; it raises when they never will.
         """
         ready, failed = [], []
         try:
             masks = can_mask()
-        except EngineError as error:
-            return [], [(request, RequestError(str(error))) for request in self.compiling]
+        except Exception as error:  # whatever it is, it concerns nobody else
+            return [], [(request, RequestError(reason_of(error))) for request in self.compiling]
         for request, future in list(self.compiling.items()):
             if not future.done() or not (masks or future.exception()):
                 continue
@@ -65,7 +65,7 @@ class ConstrainedRequests:
                 request.matcher = self._matcher_of(request, future)
             except Exception as error:  # whatever the compiler makes of a grammar fails its own request
                 known = isinstance(error, RequestError)
-                failed.append((request, error if known else RequestError(str(error) or type(error).__name__)))
+                failed.append((request, error if known else RequestError(reason_of(error))))
                 continue
             del self.compiling[request]
             self._following.add(request)
@@ -112,3 +112,7 @@ class ConstrainedRequests:
             if request is not None and request.matcher is not None and not request.matcher.fill(mask_W):
                 mask_W[:] = 0
         return masks_SW
+
+
+def reason_of(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -17,7 +17,6 @@ from jaxpaged.core.decode_runs import plan_run, take_runs
 from jaxpaged.core.intake import check_request
 from jaxpaged.core.integrity import check_books
 from jaxpaged.core.kv_cache_manager import CacheHit, KVCacheManager
-from jaxpaged.core.kv_events import KVCacheEvent
 from jaxpaged.core.logprob_lines import collect_prompt_logprobs
 from jaxpaged.core.new_tokens import fault_of, take_tokens
 from jaxpaged.core.request import Request, RequestStatus
@@ -94,9 +93,10 @@ class Scheduler:
         )
         self.constrained.check(message)
         request = Request(message, self._max_model_len, self._num_arrivals, self.kv_cache_manager.num_groups)
+        waits_for_grammar = self.constrained.add(request)
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        if not self.constrained.add(request):
+        if not waits_for_grammar:
             self.waiting.add(request)
 
     def admit_compiled(self, can_mask: Callable[[], bool]) -> list[EngineCoreOutput]:
@@ -340,10 +340,9 @@ class Scheduler:
         return outputs
 
     def fail_requests(self, failed: Iterable[str] | SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
-        """End requests by id, or those of a failed step and of all steps in flight after it.
+        """End requests by id, or those of a failed step and of all steps after it, which compute with what it left.
 
-        Later steps compute with what the failed one should have left, so they fail with it. Nothing that the
-        requests hold, or that the steps were to write, stays in the prefix cache.
+        Nothing that the requests hold, or that the steps were to write, stays in the prefix cache.
         """
         if isinstance(failed, SchedulerOutput):
             requests = self._revoke_steps(failed.step_id)
@@ -360,6 +359,11 @@ class Scheduler:
             self._removed_request_ids += step.removed_request_ids  # the runner may not have got that far
         return list(requests)
 
+    def forget_steps(self) -> None:
+        """No output will come for any step in flight, and nobody runs: who waits for a token of one draws it again."""
+        for request in self._revoke_steps(0):
+            request.num_tokens_with_placeholders = request.num_tokens
+
     def _fail(self, request: Request, reason: str, parameter: str | None = None) -> EngineCoreOutput:
         self.kv_cache_manager.uncache_request(request)
         request.num_computed_tokens = 0  # so that nothing of it is cached when it is released
@@ -373,10 +377,6 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content. False, and nothing changed, while any request holds blocks."""
         return self.kv_cache_manager.reset_prefix_cache()
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """What entered and left the prefix cache since the last call; empty unless events are enabled."""
-        return self.kv_cache_manager.take_events()
 
     def make_stats(self, scheduled: SchedulerOutput | None = None) -> SchedulerStats:
         """Queues and cache as they are now; step and tokens are those of `scheduled`, or of the last step."""

@@ -16,7 +16,7 @@ from jaxpaged.core.structured_output import Grammars
 from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_tags
 from jaxpaged.engine.step_log import StepLog
 from jaxpaged.engine.step_pacer import StepPacer
-from jaxpaged.errors import EngineDeadError, UsageError
+from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.executor.base import Executor, PendingOutput
 from jaxpaged.messages import (
     EngineCoreOutput,
@@ -56,7 +56,6 @@ class EngineCore:
             executor.kv_cache_config,
             max_model_len=config.model.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
-            enable_kv_cache_events=config.cache.enable_kv_cache_events,
             grammars=grammars,
         )
         self._depth = 2 if config.scheduler.async_scheduling else 1
@@ -69,7 +68,7 @@ class EngineCore:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. Raises RequestError when it can never fit the KV cache."""
-        self._ask(self._scheduler.add_request, request)
+        self._ask(self._scheduler.add_request, request, refusal=RequestError)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Stop requests at once; those that are unknown or ended already pass."""
@@ -131,9 +130,10 @@ class EngineCore:
         if level > 0:
             self._ask(self._scheduler.preempt_all)
             self._ask(self._scheduler.reset_prefix_cache)
-            self._executor.sleep(discard=level == 2)
-        self._sleep.deepen(level)
+        self._sleep.deepen(level)  # also when the executor fails to: nobody knows how much of it is freed
         self._pacer.interrupt()
+        if level > 0:
+            self._executor.sleep(discard=level == 2)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Take back what `tags` name, None: all of it; steps go on once nothing sleeps. What is awake is passed over.
@@ -155,10 +155,6 @@ class EngineCore:
     def stop_profile(self) -> None:
         """Write the record. Raises ConflictError when there is none."""
         self._executor.stop_profile()
-
-    def take_kv_events(self) -> list[Any]:
-        """Blocks stored and removed since the last call; empty unless `enable_kv_cache_events`."""
-        return self._ask(self._scheduler.take_events)
 
     def block_map(self) -> KVBlockMap:
         """Who holds which KV block now."""
@@ -199,17 +195,16 @@ class EngineCore:
         """Schedule and dispatch until as many steps are in flight as may be. Returns what had to be awaited for it."""
         awaited = self._draw_newest()  # after an interrupt it may still have to
         while awaited is None and len(self._in_flight) < self._depth:
-            begin = time.perf_counter()
-            scheduled = self._ask(self._scheduler.schedule, self._max_steps())
-            if not scheduled.total_num_scheduled_tokens:
-                return None
-            end = time.perf_counter()
+            begin, scheduled = time.perf_counter(), None
             try:
+                max_steps = self._max_steps()
+                scheduled = self._ask(self._scheduler.schedule, max_steps)
+                if not scheduled.total_num_scheduled_tokens:
+                    return None
+                end = time.perf_counter()
                 pending = self._executor.execute(scheduled)
             except BaseException as error:  # an interrupt too leaves the device half way
-                self._fail(scheduled, error)
-                if not isinstance(error, Exception):
-                    raise
+                self._fail(error, scheduled)
                 return None
             times = (begin, end, time.perf_counter())
             self._in_flight.append(Step(scheduled, pending, times, scheduled.masked))
@@ -237,9 +232,7 @@ class EngineCore:
             step.pending.draw(masks)
             step.needs_masks = False
         except BaseException as error:
-            self._fail(step.scheduled, error)
-            if not isinstance(error, Exception):
-                raise
+            self._fail(error, step.scheduled)
 
     def _max_steps(self) -> int:
         """How many decode steps the next program may run."""
@@ -257,7 +250,7 @@ class EngineCore:
         try:
             result = step.pending.result()
         except Exception as error:
-            self._fail(step.scheduled, error)
+            self._fail(error, step.scheduled)
             return
         ready = time.perf_counter()
         self._in_flight.popleft()
@@ -265,29 +258,37 @@ class EngineCore:
         times, num_unfinished = (*step.times, begin, ready), self._scheduler.get_num_unfinished_requests()
         self._pacer.observe(self.step_log.add(step.scheduled, result, num_unfinished, times))
 
-    def _fail(self, scheduled: SchedulerOutput, error: BaseException) -> None:
+    def _fail(self, error: BaseException, scheduled: SchedulerOutput | None) -> None:
         """End the requests of a failed step, of those dispatched after it, and all that hold blocks.
 
-        What a failed step leaves on the device cannot be trusted, so the device starts afresh; requests that
-        still wait go on.
+        What a failed step leaves on the device cannot be trusted, so the device starts afresh; requests that hold
+        nothing go on. `scheduled` None: it failed before it was known who takes part. Raises what is no Exception.
         """
+        if self._death is not None:
+            raise error
         self._in_flight.clear()
         reason = f"the step failed: {str(error) or type(error).__name__}"
-        self._outbox += self._ask(self._scheduler.fail_requests, scheduled, reason)
+        if scheduled is not None:
+            self._outbox += self._ask(self._scheduler.fail_requests, scheduled, reason)
         left = [request.request_id for request in self._scheduler.running]
         reason = f"its cached keys and values were lost when {reason}"
         self._outbox += self._ask(self._scheduler.fail_requests, left, reason)
+        self._ask(self._scheduler.forget_steps)
         self._ask(self._scheduler.reset_prefix_cache)
         self._ask(self._executor.recover)
+        if not isinstance(error, Exception):
+            raise error
 
-    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
-        """Call what must not fail. An error that is not the caller's fault means that the books are wrong."""
+    def _ask(self, question: Callable[..., Any], *arguments: Any, refusal: type[Exception] | tuple = ()) -> Any:
+        """Call what must not fail. Any error but a `refusal`, which changes nothing, means that the books are wrong."""
         if self._death is not None:
             raise EngineDeadError(f"the engine has stopped: {self._death!r}. Start a new one.") from self._death
         try:
             return question(*arguments)
-        except UsageError:
+        except refusal:
             raise
-        except Exception as error:
+        except BaseException as error:
             self._death = error
+            if not isinstance(error, Exception):
+                raise
             raise EngineDeadError(f"the engine broke down and stops: {error!r}. Start a new one.") from error

@@ -139,7 +139,7 @@ class TestEvents:
     def test_blocks_are_reported_when_they_are_stored(self):
         engine = self.engine()
         warm(engine, prompt_of(10), lora_name="l", cache_salt="s", mm_hashes=[("image", 6, 2)])
-        (event,) = engine.scheduler.take_events()
+        (event,) = engine.scheduler.kv_cache_manager.take_events()
         assert len(event.block_hashes) == 2
         assert event == BlockStored(
             block_hashes=event.block_hashes,
@@ -149,12 +149,12 @@ class TestEvents:
             lora_name="l",
             extra_keys=[["l", "s"], ["l", ["image", 2]]],
         )
-        assert engine.scheduler.take_events() == []
+        assert engine.scheduler.kv_cache_manager.take_events() == []
 
     def test_later_blocks_name_their_parent(self):
         engine = self.engine()
         warm(engine, prompt_of(10), max_tokens=8, **ENDLESS)
-        first, *others = engine.scheduler.take_events()
+        first, *others = engine.scheduler.kv_cache_manager.take_events()
         assert [e.parent_block_hash for e in others] == [first.block_hashes[-1], others[0].block_hashes[-1]]
         tokens = [token for e in (first, *others) for token in e.token_ids]
         assert tokens == (prompt_of(10) + engine.tokens["warm"])[:16]
@@ -162,7 +162,7 @@ class TestEvents:
     def test_groups_are_told_apart(self):
         engine = self.engine(windows=(None, 20))
         warm(engine, prompt_of(10))
-        full, window = engine.scheduler.take_events()
+        full, window = engine.scheduler.kv_cache_manager.take_events()
         assert (full.group_idx, full.kv_cache_spec_kind) == (0, "full_attention")
         assert full.kv_cache_spec_sliding_window is None
         assert (window.group_idx, window.kv_cache_spec_kind) == (1, "sliding_window")
@@ -176,7 +176,7 @@ class TestEvents:
             engine.add(f"r{i}", prompt_of(6, i % 3) + prompt_of(1 + i % 7, i), max_tokens=1 + i % 9)
             for _ in range(i % 4):
                 engine.step()
-            for event in engine.scheduler.take_events():
+            for event in engine.scheduler.kv_cache_manager.take_events():
                 keys = {(block_hash, event.group_idx) for block_hash in event.block_hashes}
                 if isinstance(event, BlockStored):
                     assert not keys & known, "a second copy is no news"
@@ -188,14 +188,14 @@ class TestEvents:
             cached = engine.scheduler.kv_cache_manager.pool._cached
             assert known == {(key[:-4], int.from_bytes(key[-4:], "big")) for key in cached}
         engine.run()
-        engine.scheduler.take_events()
+        engine.scheduler.kv_cache_manager.take_events()
         assert engine.scheduler.reset_prefix_cache()
-        assert engine.scheduler.take_events() == [AllBlocksCleared()]
+        assert engine.scheduler.kv_cache_manager.take_events() == [AllBlocksCleared()]
 
     def test_events_travel_as_maps_with_a_type(self):
         engine = self.engine()
         warm(engine, prompt_of(10))
-        (event,) = engine.scheduler.take_events()
+        (event,) = engine.scheduler.kv_cache_manager.take_events()
         encoded = msgspec.msgpack.encode(event)
         assert msgspec.msgpack.decode(encoded)["type"] == "BlockStored"
         assert msgspec.msgpack.decode(encoded, type=KVCacheEvent) == event
@@ -204,4 +204,4 @@ class TestEvents:
         engine = Engine()
         warm(engine, prompt_of(10))
         assert engine.scheduler.reset_prefix_cache()
-        assert engine.scheduler.take_events() == []
+        assert engine.scheduler.kv_cache_manager.take_events() == []

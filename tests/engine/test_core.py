@@ -272,14 +272,6 @@ def test_tokens_that_came_while_the_cache_was_reset_are_not_lost():
     assert run(core)[0]["a"] == [12, 13, 14, 15, 16]
 
 
-def test_kv_events_are_recorded_when_enabled():
-    core, _ = make(enable_kv_cache_events=True)
-    core.add_request(request("a", list(range(10, 20))))
-    run(core)
-    assert core.take_kv_events()
-    assert core.take_kv_events() == []
-
-
 def test_stats_tell_the_queues():
     core, executor = make(max_num_seqs=2)
     for name in "abc":
