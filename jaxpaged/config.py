@@ -84,7 +84,6 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = option(None, "bytes per device for KV blocks, in place of the share", minimum=1)
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, in place of any measurement", minimum=2)
     enable_prefix_caching: bool = option(True, "reuse KV blocks of equal prompt beginnings")
-    enable_kv_cache_events: bool = option(False, "record a typed event for every block stored and removed")
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,7 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
     absent("prefix_caching_hash_algo", "sha256", "sha256_cbor", why="blocks are known by SHA-256 over canonical CBOR"),
     absent("kv_transfer_config", None, why=NO_EXTERNAL_KV),
     absent("kv_events_config", None, why=NO_EXTERNAL_KV),
+    absent("enable_kv_cache_events", False, why="events of KV blocks are not published yet"),
     absent("ec_transfer_config", None, why=NO_EXTERNAL_KV),
     absent("disable_hybrid_kv_cache_manager", False, why="layers that cache alike always form a group"),
     absent("max_num_partial_prefills", 1, why="prompts are computed in their order"),
