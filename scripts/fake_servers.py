@@ -79,7 +79,7 @@ class FreeExecutor:
 class FreeAsyncEngine:
     """What the server needs of an engine, in its own event loop: a step, then everybody gets to send."""
 
-    is_running = True
+    is_alive = True
 
     def __init__(self, max_num_seqs: int):
         tokenizer = load_tokenizer(resolve_model_folder("demo"))
@@ -91,6 +91,9 @@ class FreeAsyncEngine:
         self.engine = LLMEngine(config, self.input_processor, InprocClient(core))
         self._streams: dict[str, Any] = {}
         self._stepping: asyncio.Task | None = None
+
+    def obstacle(self, when_compiled: bool = True) -> None:
+        return None
 
     async def generate(self, prompt: Any, params: Any, request_id: str, *, priority: int = 0):
         self.engine.add_request(request_id, prompt, params, priority=priority)

@@ -28,7 +28,15 @@ from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.engine.wire import CoreFacts, CoreStats, Refusal
 from jaxpaged.engine.zmq_client import ZmqClient, ask_facts
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError
-from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, KVBlockMap, Progress, RequestOutput, StepRecord
+from jaxpaged.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    KVBlockMap,
+    Progress,
+    RequestOutput,
+    SchedulerStats,
+    StepRecord,
+)
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
@@ -58,11 +66,11 @@ class AsyncLLM:
         self._output_processor = OutputProcessor(input_processor.tokenizer, self.metrics, input_processor.pooler)
         self._streams: dict[str, OutputStream] = {}
         self._numbers = itertools.count()
-        self._executor_stats: dict[str, Any] = {}
+        self._executor_stats: dict[str, Any] | None = None  # of the core that serves now, once it has said them
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, "prompts")
         self._grammar_threads = ThreadPoolExecutor(MOST_CHILDREN, "grammars")
         handlers = {wire.STEP: self._on_step, wire.STATS: self._on_stats, wire.REFUSED: self._on_refusal}
-        self._link = CoreLink(client, supervisor, handlers, self._fail_all)
+        self._link = CoreLink(client, supervisor, handlers, self._lose_all)
 
     @classmethod
     def from_config(
@@ -198,6 +206,28 @@ class AsyncLLM:
         """Where the core answers, for `from_address`."""
         return self._link.address
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the core serves or is being replaced; False once there will be none any more."""
+        return not self._link.is_dead
+
+    def obstacle(self, when_compiled: bool = True) -> str | None:
+        """Why an ordinary request that came now would not be served at full speed; None when it would.
+
+        `when_compiled` False: that it may have to wait for programs to be compiled is no obstacle.
+        """
+        self._link.open()
+        if (trouble := self._link.trouble() or self._link.silence()) is not None:
+            return f"The engine does not serve: {trouble}."
+        if self._executor_stats is None:
+            return "The engine is starting."
+        if self.sleep_level is not None:
+            return f"The engine sleeps at level {self.sleep_level}. Requests wait until it is woken."
+        ready, needed = (self._executor_stats.get(name, 0) for name in ("ordinary_programs_ready", "ordinary_programs"))
+        if when_compiled and ready < needed:
+            return f"{ready} of the {needed} programs that ordinary requests need are compiled."
+        return None
+
     async def check_health(self) -> None:
         """Raises EngineDeadError while the core is being replaced, and once it is dead."""
         self._link.open()
@@ -256,7 +286,7 @@ class AsyncLLM:
 
     def get_metrics(self) -> list[Metric]:
         """All metrics. What comes from the core is at most a second old while it works."""
-        return self.metrics.read(self._executor_stats)
+        return self.metrics.read(self._executor_stats or {})
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._output_processor)
@@ -296,6 +326,11 @@ class AsyncLLM:
             self._stop([request_id])
             message = refusal.message.replace(repr(refusal.request_id), repr(request_id))
             stream.fail(RequestError(message, refusal.parameter))
+
+    def _lose_all(self, error: EngineError) -> None:
+        """The core is gone, and with it what it said of itself."""
+        self._executor_stats, self.metrics.stats = None, SchedulerStats()
+        self._fail_all(error)
 
     def _fail_all(self, error: EngineError) -> None:
         streams = dict(self._streams)

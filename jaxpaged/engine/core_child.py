@@ -17,10 +17,13 @@ import msgspec
 
 from jaxpaged.engine import wire
 from jaxpaged.engine.core_process import LAST_STEP_SECONDS, LENGTH, STACKS
+from jaxpaged.errors import EngineDeadError
 
 PROGRAM = "from jaxpaged.engine.core_process import main; main()"
 LONGEST_DUMP_SECONDS = 1.0
 """How long a process that hangs may take to write down where its threads are."""
+SECONDS_AFTER_KILL = 60.0
+"""How long the system may take to end a process that was killed: with a device involved that may take long."""
 SECONDS_TO_END = 2.0
 """How long a process that has closed its pipe may take to be gone."""
 
@@ -88,12 +91,15 @@ class CoreChild:
         self._process.kill()
 
     def wait(self) -> str:
-        """Wait for the end of a process that is ending, and return what ended it, in words."""
+        """Wait for the end of a process that is ending, and return what ended it, in words.
+
+        Raises EngineDeadError when the system cannot end it.
+        """
         try:
             status = self._process.wait(SECONDS_TO_END)
         except subprocess.TimeoutExpired:
             self.kill()
-            status = self._process.wait()
+            status = self._wait_for_killed()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         os.close(self.reports)
@@ -101,6 +107,15 @@ class CoreChild:
             return f"ended with exit status {status}"
         hint = ", as the system does when memory runs out" if -status == signal.SIGKILL else ""
         return f"was ended by signal {-status} ({signal.Signals(-status).name}{hint})"
+
+    def _wait_for_killed(self) -> int:
+        try:
+            return self._process.wait(SECONDS_AFTER_KILL)
+        except subprocess.TimeoutExpired:
+            raise EngineDeadError(
+                f"the engine core's process {self.pid} was killed, but the system does not end it: it may wait for a "
+                "device that does not answer. Restart the machine or the container."
+            ) from None
 
     def stop(self) -> None:
         """Let the step under way finish, then end the process."""

@@ -18,6 +18,8 @@ from jaxpaged.messages import EngineCoreRequest
 CONNECTING = "it has not answered yet"
 LOST_CONNECTION = "the connection to the engine core broke"
 SHUT_DOWN = "the engine was shut down"
+LONG_SILENCE = 10.0
+"""Seconds without a sign of life after which new requests had better go to another engine."""
 
 
 class CoreLink:
@@ -39,6 +41,7 @@ class CoreLink:
         self._changed = asyncio.Event()  # set while there is nothing to wait for
         self._trouble: str | None = CONNECTING  # why the core does not serve now
         self._dead = False  # and will not again
+        self._num_losses = 0
 
     def open(self) -> None:
         """Connect in the event loop that runs, once. Raises UsageError when another one uses this engine."""
@@ -71,6 +74,21 @@ class CoreLink:
         if self._supervisor is None or self._supervisor.state.phase == "serving":
             return None
         return self._supervisor.state.reason
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether there will be no core any more."""
+        return self._dead or (self._supervisor is not None and self._supervisor.state.phase in ("dead", "closed"))
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the core was replaced, as far as this front end knows."""
+        return self._num_losses if self._supervisor is None else self._supervisor.num_restarts
+
+    def silence(self) -> str | None:
+        """What to say of a core that serves but has long given no sign of life; None when it has."""
+        seconds = 0.0 if self._supervisor is None else self._supervisor.silence
+        return f"its core has given no sign of life for {seconds:.0f} s" if seconds >= LONG_SILENCE else None
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         """Call it right after `until_ready`."""
@@ -117,6 +135,7 @@ class CoreLink:
     def _lose(self, reason: str) -> None:
         """The core is gone, and another one will come."""
         self._trouble = reason
+        self._num_losses += 1
         self._changed.clear()
         self._on_loss(EngineRestartError(f"{reason}. The engine restarts; send the request again."))
         self._client.reconnect()

@@ -146,11 +146,11 @@ def serve(start: wire.Start, directory: Path, status: StatusPipe, lifeline: Life
     def progress(what: str, done: int, total: int) -> None:
         status.write(wire.Loading(what, done, total))
 
-    module, _, function = start.factory.partition(":")
-    make_core: Factory = getattr(importlib.import_module(module), function)
-    core = make_core(EngineConfig.from_options(**start.options), announce, progress)
     heartbeat = Heartbeat(directory / HEARTBEAT)
-    heartbeat.rest()  # a process before this one may have ended in the middle of work
+    with heartbeat.ticking():  # what the file says may be of a process before this one
+        module, _, function = start.factory.partition(":")
+        make_core: Factory = getattr(importlib.import_module(module), function)
+        core = make_core(EngineConfig.from_options(**start.options), announce, progress)
     server = CoreServer(core, announced[-1], f"ipc://{directory / SOCKET}", heartbeat)
     lifeline.hold(server)
     status.write(wire.Serving())

@@ -18,7 +18,7 @@ import zmq
 from jaxpaged.engine import wire
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_client import InprocClient
-from jaxpaged.engine.heartbeat import Heartbeat
+from jaxpaged.engine.heartbeat import TICK_SECONDS, Heartbeat
 from jaxpaged.engine.sleep import LEVELS
 from jaxpaged.errors import EngineDeadError, JaxpagedError, RequestError
 from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -102,9 +102,9 @@ class CoreServer:
             working = self._core.has_work()
             if not working:
                 self._settle()
-            if self._poller.poll(0 if working else STATS_INTERVAL * 1e3 if self._compiling else None):
+            if self._poller.poll(0 if working else TICK_SECONDS * 1e3):
                 self._receive()
-            elif not working:
+            elif self._compiling and time.monotonic() - self._stats_time > STATS_INTERVAL:
                 self._stats_changed = True
             if self._core.has_work():
                 self._step()
@@ -151,7 +151,7 @@ class CoreServer:
 
     def _settle(self) -> None:
         """There is nothing to do: say how things are, once, and again while programs are compiled."""
-        self._heartbeat.rest()
+        self._heartbeat.tick()
         if self._stats_changed:
             self._send_stats()
 
@@ -241,8 +241,8 @@ class CoreServer:
 
     def _answer(self, client: Client, call: wire.Call) -> None:
         """Ask the core, and tell the front end what it says. It may take long, so this is no step that hangs."""
-        self._heartbeat.rest()
-        value, error = self._asked(call)
+        with self._heartbeat.ticking():
+            value, error = self._asked(call)
         if call.name in ("sleep", "wake_up"):
             if self._core.has_work():
                 self._step()  # clients hear what sleep ended before they hear that it sleeps

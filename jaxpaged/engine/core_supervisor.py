@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 FACTORY = "jaxpaged.engine.build:build_core"
 LONGEST_SOCKET_PATH = 100
 """Bytes: operating systems allow 104 to 108."""
+LOADING_PATIENCE = 60.0
+"""Seconds without a sign of life that a process is always given while it loads."""
 RESTARTS_COUNT_FOR = 3600.0
 SECONDS_BEFORE_RETRY = 1.0
 """Between two attempts when the first did not even load."""
@@ -49,7 +51,8 @@ class CoreState:
 class CoreSupervisor:
     """A core of `config` in a process of its own, from `start` to `close`.
 
-    `step_timeout`: seconds without a sign of life, such as a compiled program, after which a step counts as hung.
+    `step_timeout`: seconds without a sign of life, such as a compiled program, after which a step counts as hung, and
+    so does a process that waits for work (`heartbeat.Patience`) or loads (`LOADING_PATIENCE`).
     `max_restarts`: how often within an hour a process that died or hung is replaced.
     `factory`: see `core_process.Factory`.
     """
@@ -70,6 +73,8 @@ class CoreSupervisor:
         self._failure: JaxpagedError | None = None  # the last one that the process reported
         self._listener: Callable[[CoreState], None] | None = None
         self._served = False  # whether the process that runs now has got so far
+        self._patience: Patience | None = None
+        self.num_restarts = 0  # since the engine was started
         self.pid: int | None = None
         self._wake_reader, self._wake_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="engine core supervisor", daemon=True)
@@ -82,6 +87,12 @@ class CoreSupervisor:
     @property
     def state(self) -> CoreState:
         return self._state
+
+    @property
+    def silence(self) -> float:
+        """For about how many seconds the process has given no sign of life."""
+        patience = self._patience
+        return 0.0 if patience is None else patience.silence
 
     def start(self) -> wire.CoreFacts:
         """Start the first process; returns when options and model are known. Raises what loading raises."""
@@ -133,11 +144,11 @@ class CoreSupervisor:
         """Follow a process until its end; returns why it ended, or None when it was told to."""
         with contextlib.ExitStack() as stack:
             stack.callback(child.kill)  # has an effect only if this ends otherwise than foreseen
-            patience: Patience | None = None
+            heartbeat = stack.enter_context(contextlib.closing(Heartbeat(self._directory / HEARTBEAT)))
+            self._patience = patience = Patience(heartbeat, max(self._step_timeout, LOADING_PATIENCE))
+            watched_as_serving = False
             while True:
-                ready, _, _ = select.select(
-                    [self._wake_reader, child.reports], [], [], patience.interval if patience else None
-                )
+                ready, _, _ = select.select([self._wake_reader, child.reports], [], [], patience.interval)
                 if self._wake_reader in ready:
                     child.stop()
                     return None
@@ -147,13 +158,12 @@ class CoreSupervisor:
                         return self._describe_end(child)
                     for report in reports:
                         self._note(report)
-                    if self._served and patience is None:
-                        heartbeat = stack.enter_context(contextlib.closing(Heartbeat(self._directory / HEARTBEAT)))
-                        patience = Patience(heartbeat, self._step_timeout)
-                    if patience is not None:  # a step may wait for programs, and here is one
-                        patience.renew()
+                    if self._served and not watched_as_serving:
+                        watched_as_serving = True
+                        self._patience = patience = Patience(heartbeat, self._step_timeout)
+                    patience.renew()  # a step may wait for programs, and here is one
                 elif not ready and patience.exhausted():
-                    return self._end_hung(child)
+                    return self._end_hung(child, patience)
 
     def _note(self, report: wire.Status) -> None:
         if isinstance(report, wire.Loading):
@@ -174,12 +184,16 @@ class CoreSupervisor:
             logger.error("the engine core's process %s. Where its threads were:\n%s", end, stacks)
         return str(self._failure) if self._failure else f"the engine core's process {end}"
 
-    def _end_hung(self, child: CoreChild) -> str:
+    def _end_hung(self, child: CoreChild, patience: Patience) -> str:
         """Write to the log where a process hangs, and kill it."""
-        reason = f"a step took longer than step_timeout = {self._step_timeout:g} s, so it counts as hung"
+        if self._served and patience.in_step:
+            reason = f"a step took longer than step_timeout = {self._step_timeout:g} s, so it counts as hung"
+        else:
+            reason = f"the engine core's process gave no sign of life for {patience.limit:g} s, so it counts as hung"
         logger.error("%s. Where the engine core's threads are:\n%s", reason, child.dump_stacks() or "it does not say")
         child.kill()
-        self._set(CoreState("restarting", reason))  # before it has ended: with a device involved that may take long
+        if self._state.phase != "loading":
+            self._set(CoreState("restarting", reason))  # before it has ended: with a device involved that may take long
         child.wait()
         return reason
 
@@ -196,6 +210,7 @@ class CoreSupervisor:
             self._set(CoreState("dead", f"{reason}; it had been restarted {len(self._restarts)} times within an hour"))
             return
         self._restarts.append(now)
+        self.num_restarts += 1
         self._failure = None
         self._set(CoreState("restarting", reason))
         if not self._served:

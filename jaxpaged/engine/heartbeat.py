@@ -4,17 +4,24 @@ It costs a step well under a microsecond, and it needs nothing of the process th
 an answer. This module does not know what is being done, nor what happens to those who stop.
 """
 
+import contextlib
 import mmap
 import os
 import struct
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 LAYOUT = struct.Struct("<QQ")
-"""How often work began, and whether it is under way."""
+"""How many signs of life there were, and whether a step is under way."""
+TICK_SECONDS = 0.25
+"""Between two signs of life of a process that waits for work, loads, or does what may take any time."""
+LEAST_PATIENCE = 5.0
+"""Seconds of silence that are never too long for a process that only ticks: the machine may be busy."""
 
 
 class Heartbeat:
-    """One file. Who works calls `beat` and `rest`, who watches calls `look`."""
+    """One file. Who works calls `beat`, who does not calls `tick`, who watches calls `look`."""
 
     def __init__(self, path: Path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -26,16 +33,35 @@ class Heartbeat:
         self._count = 0
 
     def beat(self) -> None:
-        """Work begins, or goes on."""
+        """A step begins, or goes on: the next sign of life comes when it is done."""
         self._count += 1
         LAYOUT.pack_into(self._memory, 0, self._count, 1)
 
-    def rest(self) -> None:
-        """Nothing is to be done."""
+    def tick(self) -> None:
+        """No step is under way, and the next sign of life comes within `TICK_SECONDS`."""
+        self._count += 1
         LAYOUT.pack_into(self._memory, 0, self._count, 0)
 
+    @contextlib.contextmanager
+    def ticking(self) -> Iterator[None]:
+        """What this encloses may take any time, as long as the process runs: a thread ticks meanwhile."""
+        done = threading.Event()
+        self.tick()
+
+        def go_on() -> None:
+            while not done.wait(TICK_SECONDS):
+                self.tick()
+
+        thread = threading.Thread(target=go_on, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
     def look(self) -> tuple[int, bool]:
-        """How often work began, and whether it is under way."""
+        """How many signs of life there were, and whether a step is under way."""
         count, working = LAYOUT.unpack_from(self._memory)
         return count, bool(working)
 
@@ -44,7 +70,8 @@ class Heartbeat:
 
 
 class Patience:
-    """Decides when a heartbeat has stood still for too long.
+    """Decides when a heartbeat has stood still for too long: a step for `seconds`, a process that ticks for at least
+    `LEAST_PATIENCE`.
 
     It counts looks rather than seconds: when the machine sleeps, or the watcher itself gets no time, no looks pass.
     """
@@ -52,17 +79,28 @@ class Patience:
     def __init__(self, heartbeat: Heartbeat, seconds: float):
         self.interval = min(1.0, seconds / 10)  # between looks
         self._heartbeat = heartbeat
-        self._limit = round(seconds / self.interval)
+        self._seconds = seconds
         self._looks = 0
         self._last = -1
+        self.in_step = False  # when it was last looked at
+
+    @property
+    def silence(self) -> float:
+        """For about how many seconds there was no sign of life."""
+        return self._looks * self.interval
+
+    @property
+    def limit(self) -> float:
+        """How many seconds of silence are too long, for what was seen last."""
+        return self._seconds if self.in_step else max(self._seconds, LEAST_PATIENCE)
 
     def renew(self) -> None:
         """There was another sign of life."""
         self._looks = 0
 
     def exhausted(self) -> bool:
-        """Look once more. True when as many looks as `seconds` hold have found the same work under way."""
-        count, working = self._heartbeat.look()
-        self._looks = self._looks + 1 if working and count == self._last else 0
+        """Look once more. True when as many looks as the limit holds have found nothing new."""
+        count, self.in_step = self._heartbeat.look()
+        self._looks = self._looks + 1 if count == self._last else 0
         self._last = count
-        return self._looks >= self._limit
+        return self._looks >= round(self.limit / self.interval)

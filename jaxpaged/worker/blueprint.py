@@ -40,6 +40,9 @@ MOST_LOGPROBS = 128
 """Log probabilities per token that a run of decode steps may keep until its end."""
 DECODE_KINDS = ("decode", "decode_full")
 MASKED_KIND = "sample_masked"
+RARE_KINDS = frozenset({"sample_full", MASKED_KIND, "prompt_logprobs", DECODE_KINDS[1]})
+"""Programs for log probabilities, penalties, biases and shapes: an engine that has all others serves ordinary requests
+at full speed."""
 
 Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
 

@@ -65,7 +65,8 @@ class Programs:
 
     `builders` map a key to a function that lowers the program. They are compiled in the given order, by
     `num_threads` threads, beginning with `start()`. Those in `stored` are not compiled: their function loads them.
-    Those in `on_demand` are left out until they are wanted, and then come last, one at a time.
+    Those in `on_demand` are left out until they are wanted, and then come last, one at a time; those in `rare`, which
+    only requests out of the ordinary need, come after the others.
     """
 
     def __init__(
@@ -75,13 +76,16 @@ class Programs:
         progress: Progress | None = None,
         stored: Mapping[ProgramKey, Callable[[], Any]] = MappingProxyType({}),
         on_demand: Collection[ProgramKey] = (),
+        rare: Collection[ProgramKey] = (),
     ):
         self.builders, self.stored = builders, stored
         self.progress = progress or (lambda stage, done, total: None)
         self.num_threads = num_threads or min(4, os.cpu_count() or 1)
         self.seconds: dict[ProgramKey, float] = {}
         self._unwanted = set(on_demand)
-        self._queue = [key for key in builders if key not in self._unwanted]
+        wanted = [key for key in builders if key not in self._unwanted]
+        self._queue = sorted(wanted, key=lambda key: key in rare)
+        self.ordinary = tuple(key for key in wanted if key not in rare)
         self._num_workers = 0
         self._begun: list[ProgramKey] = []
         self._done: dict[ProgramKey, Any] = {}
@@ -165,6 +169,12 @@ class Programs:
     @property
     def num_ready(self) -> int:
         return len(self._done)
+
+    @property
+    def num_ordinary_ready(self) -> int:
+        """How many of `ordinary` can be called."""
+        ready = (self._done.get(key) for key in self.ordinary)
+        return sum(program is not None and not isinstance(program, BaseException) for program in ready)
 
     def stop(self) -> None:
         """Compile nothing more. Programs that are being compiled are finished."""

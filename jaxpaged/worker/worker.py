@@ -19,7 +19,7 @@ from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import DummyParams, load_params
-from jaxpaged.worker.blueprint import DECODE_KINDS, MASKED_KIND, Blueprint
+from jaxpaged.worker.blueprint import DECODE_KINDS, MASKED_KIND, RARE_KINDS, Blueprint
 from jaxpaged.worker.bundles import Bundle, save_bundle
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, size_kv_cache
 from jaxpaged.worker.model_runner import DeviceState, ModelRunner
@@ -89,7 +89,8 @@ class Worker:
         unsure = self.config.scheduler.num_scheduler_steps is None
         late = () if stored else (MASKED_KIND, *(DECODE_KINDS if unsure else ()))
         on_demand = [key for key in builders if key.kind in late]
-        return Programs(builders, progress=self.progress, stored=stored, on_demand=on_demand)
+        rare = {key for key in builders if key.kind in RARE_KINDS}
+        return Programs(builders, progress=self.progress, stored=stored, on_demand=on_demand, rare=rare)
 
     def save_bundle(self, folder: Path) -> None:
         """Write all programs, once they are compiled, to an empty folder. Raises UsageError."""
@@ -168,6 +169,8 @@ class Worker:
             "bucket_steps": dict(sorted(counts.buckets.items())),
             "programs": programs.num_wanted,
             "programs_ready": programs.num_ready,
+            "ordinary_programs": len(programs.ordinary),
+            "ordinary_programs_ready": programs.num_ordinary_ready,
             "compile_seconds": sum(programs.seconds.values()),
             "programs_from_bundle": len(programs.stored),
             "recompiles": self.counter.count,

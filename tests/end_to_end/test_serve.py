@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+httpx = pytest.importorskip("httpx", reason="comes with the extra test")
 openai = pytest.importorskip("openai", reason="comes with the extra test")
 pytest.importorskip("uvicorn", reason="comes with the extra test")
 pytest.importorskip("jaxpaged.engine.async_llm", reason="serving needs AsyncLLM")
@@ -80,6 +82,20 @@ def test_answers_have_the_shape_and_the_calls_that_were_asked_for(client):
     [call] = called.message.tool_calls
     assert called.finish_reason == "tool_calls" and call.function.name == "travel"
     assert json.loads(call.function.arguments)["city"] in ("Lisbon", "Rome")
+
+
+def test_ready_means_that_every_program_of_ordinary_requests_is_compiled(client):
+    url = str(client.base_url).removesuffix("/v1/")
+    while True:
+        ready = httpx.get(f"{url}/ready")
+        gauges = {line.partition("{")[0]: line.split()[-1] for line in httpx.get(f"{url}/metrics").text.splitlines()}
+        compiled, needed = (gauges[f"jaxpaged:ordinary_programs{suffix}"] for suffix in ("_ready", ""))
+        if ready.status_code == 200:
+            break
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert "programs that ordinary requests need are compiled" in ready.json()["error"]["message"]
+        time.sleep(0.1)
+    assert compiled == needed and float(needed) > 5
 
 
 def test_the_server_stops_when_it_is_told_to(client, process):

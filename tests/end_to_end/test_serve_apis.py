@@ -184,10 +184,11 @@ def test_when_the_engine_is_killed_its_requests_fail_at_once_and_the_next_ones_a
         list(stream)
     waiting.join(timeout=30)
     assert [error.status_code for error in failures] == [503] and "retry-after" in failures[0].response.headers
-    assert (server.status("/health"), server.status("/ready")) == (503, 503)
+    assert (server.status("/health"), server.status("/ready")) == (200, 503), "it heals"
     # It waits until there is an engine again.
     assert ANSWER in server.anthropic.messages.create(**ASK).content[0].text
-    assert (server.status("/health"), server.status("/ready")) == (200, 200)
+    until(lambda: server.status("/ready") == 200)
+    assert (server.status("/health"), server.status("/startup")) == (200, 200)
 
 
 def test_after_sigterm_a_stream_goes_on_to_its_end_and_new_requests_are_refused(server):

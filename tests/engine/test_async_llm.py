@@ -12,8 +12,10 @@ import pytest
 
 import jaxpaged
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine import core_link, heartbeat
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.tokenizer import load_tokenizer
+from jaxpaged.engine.wire import CoreStats
 from jaxpaged.errors import (
     CapacityError,
     ConflictError,
@@ -23,6 +25,7 @@ from jaxpaged.errors import (
     RequestError,
     UsageError,
 )
+from jaxpaged.messages import SchedulerStats
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine import fake_core
 from tests.engine.fake_core import DEMO, answer, llm_in_thread
@@ -355,6 +358,51 @@ def test_when_the_core_dies_or_hangs_every_request_hears_of_it_and_another_core_
         assert "in _obey" in caplog.text, "the log shows where it hangs"
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_core_that_is_stopped_is_replaced_whether_it_was_busy_or_idle(busy, monkeypatch):
+    """With SIGSTOP nothing in it can say that it does not go on."""
+    monkeypatch.setattr(heartbeat, "LEAST_PATIENCE", 1.5)
+    monkeypatch.setattr(core_link, "LONG_SILENCE", 0.2)
+
+    async def main(llm):
+        assert await tokens_of(llm) == answer(len(PROMPT), 5)
+        assert llm.obstacle() is None and llm.is_alive
+        pid = (await llm.executor_stats())["pid"]
+        waiting = asyncio.ensure_future(outputs_of(llm, "slow", max_tokens=3000, fake="slow")) if busy else None
+        await until(lambda: not busy or metric(llm, "vllm:num_requests_running") == 1)
+        os.kill(pid, signal.SIGSTOP)
+        late = asyncio.ensure_future(outputs_of(llm, "late"))
+        await until(lambda: "no sign of life" in (llm.obstacle() or ""))
+        await until(lambda: "counts as hung" in (llm.obstacle() or ""))
+        assert llm.is_alive, "it heals"
+        for lost in filter(None, (waiting, late)):
+            with pytest.raises(EngineRestartError, match="counts as hung"):
+                await lost
+        await until(lambda: llm.obstacle() is None)
+        assert (await llm.executor_stats())["pid"] != pid
+        assert await tokens_of(llm) == answer(len(PROMPT), 5)
+
+    with llm_with_process(step_timeout=1.0) as llm:
+        asyncio.run(main(llm))
+
+
+def test_an_engine_is_ready_when_the_programs_of_ordinary_requests_are_compiled():
+    async def main(llm):
+        assert llm.obstacle() == "The engine is starting." and llm.obstacle(False) == "The engine is starting."
+        await until(lambda: llm.obstacle(False) is None)
+        for ready in (0, 3):
+            llm._on_stats(CoreStats(SchedulerStats(), {"ordinary_programs": 4, "ordinary_programs_ready": ready}))
+            assert llm.obstacle() == f"{ready} of the 4 programs that ordinary requests need are compiled."
+            assert llm.obstacle(when_compiled=False) is None
+        llm._on_stats(CoreStats(SchedulerStats(), {"ordinary_programs": 4, "ordinary_programs_ready": 4}))
+        assert llm.obstacle() is None
+        llm._on_stats(CoreStats(SchedulerStats(sleep_level=1), {}))
+        assert "sleeps at level 1" in llm.obstacle()
+
+    with llm_in_thread() as llm:
+        asyncio.run(main(llm))
+
+
 def test_a_core_that_sleeps_with_requests_under_way_does_not_count_as_hung():
     async def main(llm):
         pid = (await llm.executor_stats())["pid"]
@@ -385,6 +433,7 @@ def test_a_core_that_dies_too_often_stays_dead():
                 await outputs_of(llm, fake="die")
         with pytest.raises(EngineDeadError):
             await llm.check_health()
+        assert not llm.is_alive and "restarted 1 times" in llm.obstacle()
 
     with llm_with_process(max_restarts=1) as llm:
         asyncio.run(main(llm))

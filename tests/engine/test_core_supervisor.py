@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine import core_child, core_supervisor, heartbeat
 from jaxpaged.engine.core_supervisor import CoreSupervisor, private_directory
 from jaxpaged.errors import CapacityError, ConfigError, EngineDeadError
 from tests.engine import fake_core
@@ -18,9 +19,9 @@ from tests.engine import fake_core
 FAKE = "tests.engine.fake_core"
 
 
-def make_supervisor(factory="build", max_restarts=2, **options):
+def make_supervisor(factory="build", max_restarts=2, step_timeout=60.0, **options):
     config = EngineConfig.from_options(**options)
-    return CoreSupervisor(config, step_timeout=60.0, max_restarts=max_restarts, factory=f"{FAKE}:{factory}")
+    return CoreSupervisor(config, step_timeout=step_timeout, max_restarts=max_restarts, factory=f"{FAKE}:{factory}")
 
 
 def alive(pid):
@@ -99,6 +100,33 @@ def test_a_process_that_is_killed_while_it_loads_is_not_tried_again():
     supervisor = make_supervisor("build_and_die")
     with pytest.raises(EngineDeadError, match=r"signal 9 \(SIGKILL.*while it was loading"):
         supervisor.start()
+    supervisor.close()
+
+
+def test_a_process_that_stops_while_it_loads_is_ended(monkeypatch):
+    monkeypatch.setattr(core_supervisor, "LOADING_PATIENCE", 2.0)
+    monkeypatch.setattr(heartbeat, "LEAST_PATIENCE", 2.0)
+    supervisor = make_supervisor("build_and_stop", step_timeout=0.5)
+    with pytest.raises(EngineDeadError, match="no sign of life for 2 s.*while it was loading"):
+        supervisor.start()
+    assert not alive(supervisor.pid)
+    supervisor.close()
+
+
+def test_a_process_that_the_system_does_not_end_is_the_end_of_the_engine(monkeypatch):
+    monkeypatch.setattr(core_child, "SECONDS_TO_END", 0.01)
+    monkeypatch.setattr(core_child, "SECONDS_AFTER_KILL", 0.01)
+    monkeypatch.setattr(threading, "excepthook", lambda failure: None)
+    supervisor = make_supervisor(step_timeout=0.5)
+    supervisor.start()
+    supervisor.wait_until_serving()
+    monkeypatch.setattr(heartbeat, "LEAST_PATIENCE", 1.0)
+    os.kill(supervisor.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(core_child.CoreChild, "kill", lambda self: None)
+        wait_for(lambda: supervisor.state.phase == "dead")
+    assert "the system does not end it" in supervisor.state.reason
+    os.kill(supervisor.pid, signal.SIGKILL)
     supervisor.close()
 
 

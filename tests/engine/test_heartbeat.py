@@ -1,6 +1,11 @@
 """Whether work goes on is seen from outside, and patience ends when, and only when, it does not."""
 
-from jaxpaged.engine.heartbeat import Heartbeat, Patience
+import threading
+import time
+
+import pytest
+
+from jaxpaged.engine.heartbeat import LEAST_PATIENCE, Heartbeat, Patience
 
 
 def looks(patience, num):
@@ -13,27 +18,45 @@ def test_what_one_writes_the_other_reads(tmp_path):
     mine.beat()
     mine.beat()
     assert its.look() == (2, True)
-    mine.rest()
-    assert its.look() == (2, False)
+    mine.tick()
+    assert its.look() == (3, False)
 
 
-def test_only_work_that_stands_still_ends_patience(tmp_path):
+def test_a_step_that_stands_still_ends_patience_and_so_does_a_process_that_does_not_tick(tmp_path):
     heart = Heartbeat(tmp_path / "h")
     patience = Patience(heart, 3.0)
     num = round(3.0 / patience.interval)
-    assert not any(looks(patience, 3 * num)), "nothing is to be done"
-    for _ in range(3 * num):
-        heart.beat()
-        assert not patience.exhausted(), "work goes on"
+    for sign in (heart.tick, heart.beat):
+        for _ in range(3 * num):
+            sign()
+            assert not patience.exhausted(), "it goes on"
     assert looks(patience, num) == [False] * (num - 1) + [True]
     patience.renew()
-    assert looks(patience, num) == [False] * (num - 1) + [True]
-    heart.rest()
-    assert not any(looks(patience, 3 * num))
+    assert looks(patience, num) == [False] * (num - 1) + [True] and patience.silence == pytest.approx(3.0)
+    heart.tick()
+    num = round(LEAST_PATIENCE / patience.interval)
+    assert looks(patience, num + 1) == [False] * num + [True]
+
+
+def test_what_may_take_any_time_ticks_meanwhile(tmp_path):
+    heart = Heartbeat(tmp_path / "h")
+    heart.beat()
+    with heart.ticking():
+        first, working = heart.look()
+        assert not working
+        until(lambda: heart.look()[0] > first + 1)
+    assert "heartbeat" not in [thread.name for thread in threading.enumerate()]
+
+
+def until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
 
 
 def test_the_heart_of_a_new_process_beats_in_the_same_file(tmp_path):
     watcher = Heartbeat(tmp_path / "h")
     Heartbeat(tmp_path / "h").beat()  # and dies in the middle of work
-    Heartbeat(tmp_path / "h").rest()
-    assert watcher.look() == (0, False)
+    Heartbeat(tmp_path / "h").tick()
+    assert watcher.look() == (1, False)

@@ -116,6 +116,39 @@ def test_a_program_on_demand_is_compiled_once_it_is_wanted_after_all_others():
     assert list(programs.wait_all(on_demand=True)) == keys, "also when all threads have ended before"
 
 
+def test_programs_of_ordinary_requests_come_first_and_are_counted_apart():
+    kinds = {"full": False, "forward": True, "sample": True, "decode": False}
+    keys, gates, order = [ProgramKey(kind, 8) for kind in kinds], {}, []
+    builders = {}
+    for key in keys:
+        gates[key] = threading.Event()
+        made = builder(key.kind, gates[key])
+        builders[key] = lambda key=key, made=made: (order.append(key.kind), made())[1]
+    programs = Programs(builders, num_threads=1, on_demand=keys[3:], rare=keys[:1])
+    assert [key.kind for key in programs.ordinary] == ["forward", "sample"]
+    programs.start()
+    assert programs.num_ordinary_ready == 0
+    gates[keys[1]].set()
+    programs[keys[1]]
+    assert programs.num_ordinary_ready == 1
+    for gate in gates.values():
+        gate.set()
+    programs.wait_all()
+    assert order == ["forward", "sample", "full"] and programs.num_ordinary_ready == 2
+    programs.stop()
+
+
+def test_an_ordinary_program_that_cannot_be_compiled_is_never_counted_as_ready():
+    def fail():
+        raise ValueError("no")
+
+    programs = Programs({ProgramKey("forward", 8): fail}, num_threads=1)
+    programs.start()
+    with pytest.raises(ValueError):
+        programs.wait_all()
+    assert (programs.num_ready, programs.num_ordinary_ready, len(programs.ordinary)) == (1, 0, 1)
+
+
 def test_a_program_on_demand_that_cannot_be_compiled_is_never_ready():
     def fail():
         raise ValueError("no such operation")

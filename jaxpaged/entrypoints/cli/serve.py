@@ -8,9 +8,12 @@ import argparse
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, add_flag, shown_default
+
+if TYPE_CHECKING:
+    from jaxpaged.entrypoints.http.options import ServerOptions
 
 EPILOG = """\
 The server listens on this machine only, unless --host says otherwise; then give it --api-key-file.
@@ -42,7 +45,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("server")
     for option in dataclasses.fields(ServerOptions):
-        add_flag(group, option.name, option.type, option.metadata["help"] + shown_default(option.default), None)
+        add_flag(group, option.name, option.type, option.metadata["help"] + shown_default(option.default),
+                 option.metadata.get("choices"))  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     options = ServerOptions.from_options(server_options(args))
     keys = server.api_keys(options)
     with contextlib.closing(server.Sockets(options)) as sockets:
-        engine = load_engine(engine_options_of(args))
+        engine = load_engine(engine_options_of(args), options)
         try:
             service = Service(engine, served_model(engine.config, options.served_model_name), options)
             sockets.listen()
@@ -99,23 +103,25 @@ def engine_options_of(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def load_engine(options: Mapping[str, Any]) -> Any:
+def load_engine(options: Mapping[str, Any], server: "ServerOptions") -> Any:
     """The engine, loaded. Raises ConfigError, CheckpointError or CapacityError."""
     from jaxpaged.entrypoints.cli.terminal import ProgressLine
 
     progress = ProgressLine()
     try:
-        return open_async_engine(options, progress.update)
+        return open_async_engine(options, progress.update, server.step_timeout, server.max_restarts)
     finally:
         progress.close()
 
 
-def open_async_engine(options: Mapping[str, Any], progress: Any) -> Any:
+def open_async_engine(options: Mapping[str, Any], progress: Any, step_timeout: float, max_restarts: int) -> Any:
     """An `AsyncLLM`; tests put an engine without a model in its place."""
     from jaxpaged.config import EngineConfig
     from jaxpaged.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_config(EngineConfig.from_options(**options), progress)
+    return AsyncLLM.from_config(
+        EngineConfig.from_options(**options), progress, step_timeout=step_timeout, max_restarts=max_restarts
+    )
 
 
 def announce(model: str, urls: list[str], guarded: bool) -> None:

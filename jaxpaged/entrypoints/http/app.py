@@ -125,6 +125,7 @@ def health_endpoints(service: Service) -> list[Endpoint]:
     return [
         Endpoint("GET", "/health", health.health),
         Endpoint("GET", "/ready", health.ready),
+        Endpoint("GET", "/startup", health.startup),
         Endpoint("GET", "/ping", health.health),
         Endpoint("POST", "/ping", health.health),
         Endpoint("GET", "/version", health.version),

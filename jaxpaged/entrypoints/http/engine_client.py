@@ -16,8 +16,15 @@ class Engine(Protocol):
     input_processor: InputProcessor
 
     @property
-    def is_running(self) -> bool:
-        """Whether it takes requests."""
+    def is_alive(self) -> bool:
+        """Whether it serves, or will again by itself."""
+        ...
+
+    def obstacle(self, when_compiled: bool = True) -> str | None:
+        """Why an ordinary request that came now would not be served at full speed; None when it would.
+
+        `when_compiled` False: that it may have to wait for programs to be compiled is no obstacle.
+        """
         ...
 
     def generate(
@@ -46,10 +53,6 @@ class Engine(Protocol):
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Stop requests; whoever reads them gets finish reason "abort". Unknown ids pass."""
-        ...
-
-    async def check_health(self) -> None:
-        """Raise EngineDeadError when nothing can be served."""
         ...
 
     async def reset_prefix_cache(self) -> bool:

@@ -1,7 +1,8 @@
-"""What tells orchestrators how the server is: `/health`, `/ready`, `/ping`, `/version`, `/load`.
+"""What tells orchestrators how the server is: `/health`, `/ready`, `/startup`, `/ping`, `/version`, `/load`.
 
-`/health` is about the process: 503 means that it should be replaced. `/ready` is about traffic: 503 means that new
-requests should go elsewhere.
+They are three questions. `/health` asks whether the process should be replaced: an engine that is restarting itself
+heals, and is alive. `/ready` asks whether new requests should come here now. `/startup` asks whether the server has ever
+been ready, until which the other two should not be asked.
 """
 
 from starlette.requests import Request
@@ -11,9 +12,8 @@ from jaxpaged import __version__
 from jaxpaged.entrypoints.http.body import json_response
 from jaxpaged.entrypoints.http.errors import HttpError, error_response
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.errors import EngineError
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/startup", "/ping"})
 """Paths that need no API key."""
 
 
@@ -24,13 +24,21 @@ class Health:
         self._service = service
 
     async def health(self, request: Request) -> Response:
-        """Liveness: 200 while the engine can serve, also when the server is about to stop."""
-        return Response(status_code=200 if await self._alive() else 503)
+        """Liveness: 503 once the engine has stopped for good, and this process should be replaced."""
+        return Response(status_code=200 if self._service.engine.is_alive else 503)
 
     async def ready(self, request: Request) -> Response:
-        """Readiness: 503 with the reason once the server was told to stop, and while the engine is down or asleep."""
-        reason = await self._obstacle()
-        return Response() if reason is None else error_response(HttpError(503, reason))
+        """Readiness: 503 with the reason while ordinary requests would not be served at full speed."""
+        if self._service.traffic.draining:
+            return unavailable("The server is shutting down.")
+        return unavailable(self._engine_obstacle())
+
+    async def startup(self, request: Request) -> Response:
+        """Start-up: 503 until the engine has been ready for the first time, 200 ever after."""
+        service = self._service
+        reason = None if service.has_been_ready else self._engine_obstacle()
+        service.has_been_ready = reason is None
+        return unavailable(reason)
 
     async def version(self, request: Request) -> Response:
         """The version of jaxpaged."""
@@ -40,20 +48,14 @@ class Health:
         """How many requests are under way."""
         return json_response({"server_load": len(self._service.traffic)})
 
-    async def _obstacle(self) -> str | None:
+    def _engine_obstacle(self) -> str | None:
         """Why new requests should go elsewhere."""
-        engine = self._service.engine
-        if self._service.traffic.draining:
-            return "The server is shutting down."
-        if not engine.is_running or not await self._alive():
-            return "The engine is down."
-        if engine.sleep_level is not None:
-            return f"The engine sleeps at level {engine.sleep_level}. Requests wait until it is woken."
-        return None
+        obstacle = self._service.engine.obstacle(self._service.options.ready_when == "compiled")
+        if obstacle is None:
+            self._service.has_been_ready = True
+        return obstacle
 
-    async def _alive(self) -> bool:
-        try:
-            await self._service.engine.check_health()
-        except EngineError:
-            return False
-        return True
+
+def unavailable(reason: str | None) -> Response:
+    """503 with a reason, 200 without one."""
+    return Response() if reason is None else error_response(HttpError(503, reason))

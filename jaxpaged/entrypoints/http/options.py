@@ -68,6 +68,17 @@ class ServerOptions:
         0.0, "seconds of silence after which a stream gets a comment, to keep proxies from closing it; 0: never",
         minimum=0,
     )  # fmt: skip
+    step_timeout: float = option(
+        300.0, "seconds without a sign of life of the engine, such as a compiled program, after which its process is "
+        "replaced", above=0,
+    )  # fmt: skip
+    max_restarts: int = option(
+        5, "how often within an hour an engine that died or hung is replaced; then /health turns 503", minimum=0
+    )
+    ready_when: str = option(
+        "compiled", "when /ready turns 200: 'compiled', all programs of ordinary requests are there; 'serving', "
+        "requests are taken, and may wait for programs", choices=("compiled", "serving"),
+    )  # fmt: skip
     access_log: bool = option(False, "log every request")
 
     @classmethod

@@ -73,6 +73,7 @@ class Service:
         self.prompts = PromptReader(engine.input_processor)
         self.formats = answer_formats(options, engine.input_processor.chat_templates)
         self.requests = RequestCounts()
+        self.has_been_ready = False  # at some time since the start
         self.traffic = Traffic(model.max_num_seqs, options.max_num_queued_reqs, options.max_num_queued_tokens)
 
     def count_tokens(self, text: str) -> int:

@@ -26,8 +26,8 @@ def served(monkeypatch, capsys):
             def shutdown(self):
                 seen["shut_down"] = True
 
-        def open_engine(options, progress):
-            seen["options"] = dict(options)
+        def open_engine(options, progress, step_timeout, max_restarts):
+            seen.update(options=dict(options), supervision=(step_timeout, max_restarts))
             if fail is not None:
                 raise fail
             return Engine(model=options.get("model", "demo"))
@@ -62,10 +62,12 @@ def test_the_embedded_model_is_served_on_this_machine_by_default(served):
 
 def test_engine_flags_reach_the_engine_and_server_flags_the_server(served):
     _, seen, err = served(
-        "org/tiny", "--max-num-seqs", "3", "--api-key", "a,b", "--served-model-name", "x,y", "--shutdown-timeout", "2.5"
-    )
+        "org/tiny", "--max-num-seqs", "3", "--api-key", "a,b", "--served-model-name", "x,y", "--shutdown-timeout",
+        "2.5", "--step-timeout", "7", "--max-restarts", "1", "--ready-when", "serving",
+    )  # fmt: skip
     assert seen["options"] == {"model": "org/tiny", "max_num_seqs": 3} and seen["keys"] == ["a", "b"]
     options = seen["service"].options
+    assert seen["supervision"] == (7.0, 1) and options.ready_when == "serving"
     assert options.shutdown_timeout == 2.5 and seen["service"].model.names == ("x", "y")
     assert "an API key is needed" in err
 

@@ -10,14 +10,15 @@ from tests.engine.fake_engine import make_engine
 class FakeAsyncEngine:
     """Steps a `LLMEngine` while there is something to do, and hands its results to whoever waits for them.
 
-    `paused`: nothing is stepped, so requests stay under way. `is_dead`: it answers nothing any more.
+    `paused`: nothing is stepped, so requests stay under way. `is_dead`: it answers nothing any more. `cold`:
+    not all programs are compiled.
     """
 
     def __init__(self, **options):
         self.engine, self.executor = make_engine(**options)
         self.input_processor = self.engine.input_processor
         self.config = self.engine.config
-        self.is_dead = False
+        self.is_dead = self.is_restarting = self.cold = False
         self.sleep_level = None
         self.aborted = []
         self.seen = []  # (prompt, params, request id) in order of arrival
@@ -27,12 +28,15 @@ class FakeAsyncEngine:
         self._stepper = None
 
     @property
-    def is_running(self):
+    def is_alive(self):
         return not self.is_dead
 
-    @property
-    def errored(self):
-        return self.is_dead
+    def obstacle(self, when_compiled=True):
+        if self.is_dead or self.is_restarting:
+            return "The engine does not serve: it died."
+        if self.sleep_level is not None:
+            return f"The engine sleeps at level {self.sleep_level}. Requests wait until it is woken."
+        return "3 of the 7 programs that ordinary requests need are compiled." if when_compiled and self.cold else None
 
     async def generate(
         self, prompt, sampling_params, request_id, *, priority=0, arrival_time=None, truncate_prompt_tokens=None,
@@ -84,10 +88,6 @@ class FakeAsyncEngine:
         for output in self.engine.abort_request(request_ids):
             self.aborted.append(output.request_id)
             self._results[output.request_id].put_nowait(output)
-
-    async def check_health(self):
-        if self.is_dead:
-            raise EngineDeadError("the engine core died.")
 
     async def reset_prefix_cache(self):
         return self.engine.reset_prefix_cache()

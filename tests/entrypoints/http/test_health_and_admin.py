@@ -12,7 +12,7 @@ LONG = {"prompt": "the cat", "max_tokens": 60, "ignore_eos": True}
 
 def test_a_serving_server_is_alive_and_ready(ask):
     assert ask("/version").json == {"version": __version__}
-    for path in ("/health", "/ready", "/ping"):
+    for path in ("/health", "/ready", "/startup", "/ping"):
         answer = ask(path)
         assert (answer.status, answer.body) == (200, b"")
     assert ask("/load").json == {"server_load": 0}
@@ -33,9 +33,37 @@ def test_a_draining_server_is_alive_but_not_ready_and_takes_nothing(serving):
 def test_a_dead_engine_is_neither_alive_nor_ready(serving):
     async def scenario(server):
         server.engine.is_dead = True
-        return [(await server.client.get(path)).status for path in ("/health", "/ready", "/ping", "/version")]
+        paths = ("/health", "/ready", "/startup", "/ping", "/version")
+        return [(await server.client.get(path)).status for path in paths]
 
-    assert serving(scenario) == [503, 503, 503, 200]
+    assert serving(scenario) == [503, 503, 503, 503, 200]
+
+
+def test_an_engine_that_restarts_itself_is_alive_but_not_ready(serving):
+    async def scenario(server):
+        before = (await server.client.get("/ready")).status
+        server.engine.is_restarting = True
+        return before, [(await server.client.get(path)).status for path in ("/health", "/ready", "/startup", "/ping")]
+
+    assert serving(scenario) == (200, [200, 503, 200, 200])
+
+
+@pytest.mark.parametrize(
+    ("options", "cold"), [({}, [503, 503]), ({"ready_when": "compiled"}, [503, 503]), ({"ready_when": "serving"}, [200, 200])]
+)
+def test_ready_means_compiled_unless_told_otherwise_and_started_means_to_have_been_ready(serving, options, cold):
+    async def scenario(server):
+        server.engine.cold = True
+        answers = [await server.client.get(path) for path in ("/ready", "/startup")]
+        server.engine.cold = False
+        warm = [(await server.admin.get(path)).status for path in ("/ready", "/startup")]
+        server.engine.cold = True
+        return answers, warm, (await server.client.get("/startup")).status, (await server.client.get("/health")).status
+
+    answers, warm, started, alive = serving(scenario, options=options)
+    assert [answer.status for answer in answers] == cold and warm == [200, 200] and (started, alive) == (200, 200)
+    if cold == [503, 503]:
+        assert answers[0].error["message"] == "3 of the 7 programs that ordinary requests need are compiled."
 
 
 def test_a_sleeping_engine_is_alive_but_not_ready(serving):
