@@ -1,8 +1,8 @@
 """What tells orchestrators how the server is: `/health`, `/ready`, `/startup`, `/ping`, `/version`, `/load`.
 
-They are three questions. `/health` asks whether the process should be replaced: an engine that is restarting itself
-heals, and is alive. `/ready` asks whether new requests should come here now. `/startup` asks whether the server has ever
-been ready, until which the other two should not be asked.
+The first three are three questions. `/health`: should the process be replaced? An engine that is restarting itself
+heals, and is alive. `/ready`: should new requests come here now? `/startup`: has the server ever been ready? Until then
+the other two should not be asked.
 """
 
 from starlette.requests import Request

@@ -49,7 +49,8 @@ def test_an_engine_that_restarts_itself_is_alive_but_not_ready(serving):
 
 
 @pytest.mark.parametrize(
-    ("options", "cold"), [({}, [503, 503]), ({"ready_when": "compiled"}, [503, 503]), ({"ready_when": "serving"}, [200, 200])]
+    ("options", "cold"),
+    [({}, [503, 503]), ({"ready_when": "compiled"}, [503, 503]), ({"ready_when": "serving"}, [200, 200])],
 )
 def test_ready_means_compiled_unless_told_otherwise_and_started_means_to_have_been_ready(serving, options, cold):
     async def scenario(server):
