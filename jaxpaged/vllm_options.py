@@ -47,9 +47,9 @@ def pointless(name: str, default: Any, kind: type | tuple[type, ...], word: str 
 
 
 def same(value: Any, neutral: Any) -> bool:
-    """Equal, where True is not 1; empty collections of any kind are."""
+    """Equal, where True is not 1; empty collections of any kind are, and a list is equal to a tuple."""
     if isinstance(neutral, dict | list | tuple):
-        return isinstance(value, Mapping | list | tuple | set) and not value and not neutral
+        return isinstance(value, Mapping | list | tuple | set) and list(value) == list(neutral)
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
@@ -180,14 +180,16 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
 )}  # fmt: skip
 
 
-def without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options without those of vLLM that ask for nothing. Raises ConfigError for those that ask for more.
+def without_neutral(
+    options: Mapping[str, Any], foreign_options: Mapping[str, ForeignOption] = FOREIGN_OPTIONS
+) -> dict[str, Any]:
+    """The options without those `foreign_options` that ask for nothing. Raises ConfigError for what asks for more.
 
     None means of any option, ours too, that it was not given.
     """
     kept = {}
     for name, value in options.items():
-        foreign = FOREIGN_OPTIONS.get(name)
+        foreign = foreign_options.get(name)
         if value is None:
             continue
         if foreign is None:

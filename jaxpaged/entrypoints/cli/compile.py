@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags
+from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, add_model_argument, engine_options
 
 EPILOG = """\
 Start with the same options and --bundle FOLDER: jaxpaged generate --model MODEL --bundle FOLDER "Hello".
@@ -23,8 +23,7 @@ def add_parser(commands: Any) -> None:
         usage="%(prog)s [MODEL] -o FOLDER [options]",
         epilog=EPILOG,
     )
-    parser.add_argument("compiled_model", nargs="?", metavar="MODEL",
-                        help="a folder in Hugging Face format, a hub id, or 'demo'; the same as --model")  # fmt: skip
+    add_model_argument(parser)
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new or empty folder to write to")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     add_engine_flags(parser)
@@ -48,15 +47,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's options. Raises UsageError for two models, or a bundle to make a bundle from."""
-    from jaxpaged.entrypoints.cli.flags import engine_options
+    """The engine's options. Raises UsageError for a bundle to make a bundle from."""
     from jaxpaged.errors import UsageError
 
     options = engine_options(args)
-    if args.compiled_model is not None:
-        if hasattr(args, "model"):
-            raise UsageError(f"two models are given, {args.compiled_model} and --model {args.model}. Leave one out.")
-        options["model"] = args.compiled_model
     if options.get("bundle") is not None:
         raise UsageError(f"--bundle {options['bundle']} has its programs already. Leave it out to compile them again.")
     return options

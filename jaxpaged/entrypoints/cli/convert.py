@@ -7,17 +7,20 @@ import argparse
 import os
 from typing import Any
 
-from jaxpaged.entrypoints.cli.flags import Parser
+from jaxpaged.config import EMBEDDED_MODEL
+from jaxpaged.entrypoints.cli.flags import Parser, add_model_argument, chosen_model
 
 
 def add_parser(commands: Any) -> None:
     parser: Parser = commands.add_parser(
         "convert",
         help="write a model as an orbax checkpoint",
-        usage="%(prog)s MODEL -o FOLDER [options]",
+        usage="%(prog)s [MODEL] -o FOLDER [options]",
         epilog="The folder is a model by itself: jaxpaged generate --model FOLDER.",
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder in Hugging Face format, a hub id, or 'demo'")
+    add_model_argument(parser)
+    parser.add_argument("-m", "--model", default=argparse.SUPPRESS, metavar="TEXT",
+                        help=f"the same (default: {EMBEDDED_MODEL})")  # fmt: skip
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new or empty folder to write to")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
                         help="type of the written weights (default: the model's)")  # fmt: skip
@@ -38,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.params.hub import resolve_model_folder
     from jaxpaged.params.orbax_format import save_orbax
 
-    folder = resolve_model_folder(args.model, args.revision, args.download_dir)
+    folder = resolve_model_folder(chosen_model(args) or EMBEDDED_MODEL, args.revision, args.download_dir)
     hf = load_hf_config(folder)
     model = model_for(hf)
     config, dtype = model.config_from_hf(hf), dtype_of(hf) if args.dtype == "auto" else args.dtype

@@ -6,21 +6,22 @@ This module knows no command.
 """
 
 import argparse
-import json
-import re
-import types
 import typing
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from jaxpaged.config import all_options
-from jaxpaged.errors import ConfigError, did_you_mean
+from jaxpaged.entrypoints.cli.values import converter, essential_type, json_or_text, spelled
+from jaxpaged.errors import UsageError, did_you_mean
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
-from jaxpaged.vllm_options import FOREIGN_OPTIONS
+from jaxpaged.vllm_options import FOREIGN_OPTIONS, ForeignOption
 
-SHORT_FLAGS = {"tensor_parallel_size": ["-tp"], "n": ["-n"]}
+SHORT_FLAGS = {
+    "model": ["-m"], "tensor_parallel_size": ["-tp"], "quantization": ["-q"], "n": ["-n"],
+    "pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"], "decode_context_parallel_size": ["-dcp"],
+    "prefill_context_parallel_size": ["-pcp"], "enable_expert_parallel": ["-ep"], "optimization_level": ["-O"],
+}  # fmt: skip
 # Every sampling parameter but `output_kind`, which the command decides, and those that the engine fills in.
 SAMPLING_HELP = {
     "temperature": "in [0, 2]; 0 takes the most likely token",
@@ -54,7 +55,6 @@ SAMPLING_HELP = {
 }
 # `--seed` is the requests'; the engine's own, for requests without one, can be set in the YAML file.
 NOT_ENGINE_FLAGS = {"seed"}
-SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,92 +84,18 @@ class Help(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=32)
 
 
-# ---- text -> value ---------------------------------------------------------------------------------
-
-
-def whole_number(text: str) -> int:
-    """`4096`, `4k` (4000), `4K` (4096), `1.5m`: as in vLLM, small letters are decimal and capitals binary."""
-    match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)([kmgKMG]?)", text.strip())
-    scaled = float(match[1]) * SUFFIXES[match[2]] if match and match[2] else None
-    if match and not match[2] and "." not in match[1]:
-        return int(match[1])
-    if scaled is None or scaled != int(scaled):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 4096, 4k or 4K.")
-    return int(scaled)
-
-
-def number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from None
-
-
-def switch(text: str) -> bool:
-    """For YAML files that quote their switches; on the command line it is --flag or --no-flag."""
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false.")
-    return text.lower() == "true"
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object such as '{{\"key\": 1}}'.")
-    return value
-
-
-def json_or_text(text: str) -> Any:
-    """For options of vLLM that have no type here: what is JSON is a value, anything else a text."""
-    try:
-        return None if text.lower() == "none" else json.loads(text)
-    except ValueError:
-        return text
-
-
-def none_or(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    return lambda text: None if text.lower() == "none" else convert(text)
-
-
-def spelled(aliases: Mapping[Any, Any], convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Other spellings of a value as they are: the class that owns the option knows what they mean."""
-    return lambda text: text if text in aliases else convert(text)
-
-
-def comma_separated(convert: Callable[[str], Any], collection: type) -> Callable[[str], Any]:
-    return lambda text: collection(convert(part.strip()) for part in text.split(",") if part.strip())
-
-
-def converter(annotation: Any) -> Callable[[str], Any]:
-    """The function that turns the text of a flag into a value of this type. Texts are taken as they are."""
-    kind = essential_type(annotation)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (list, tuple):
-        item = {int: whole_number}.get(arguments[0], str)
-        return comma_separated(item, origin)
-    if origin is dict or kind is StructuredOutputsParams:
-        return json_object
-    simple = {int: whole_number, float: number, bool: switch}.get(kind, str)
-    return none_or(simple) if kind is int and kind is not annotation else simple
-
-
-def essential_type(annotation: Any) -> Any:
-    """The type without its None; the list among `str | list[str]`."""
-    if not isinstance(annotation, types.UnionType):
-        return annotation
-    kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
-    return kinds[-1]
-
-
 # ---- declarations -> flags -------------------------------------------------------------------------
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """MODEL as an argument, which means what --model means; `engine_options` reads both."""
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL",
+                        help="a folder in Hugging Face format, a hub id, or 'demo'; the same as --model")  # fmt: skip
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, *, file_holds: str = "engine options") -> None:
     """A flag for every option of the engine, and --config."""
-    parser.add_argument("--config", metavar="FILE", help="YAML file of engine options; flags override it")
+    parser.add_argument("--config", metavar="FILE", help=f"YAML file of {file_holds}; flags override it")
     groups: dict[str, Any] = {}
     for section, option in all_options():
         group = groups.setdefault(section, parser.add_argument_group(f"engine: {section}"))
@@ -180,18 +106,20 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_foreign_flags(parser)
 
 
-def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
+def add_foreign_flags(
+    parser: argparse.ArgumentParser, options: Mapping[str, ForeignOption] = FOREIGN_OPTIONS
+) -> None:
     """vLLM's flags for what is not there: unseen in the help, so that its command lines parse. Which values pass is
     decided with the other options. A flag that the command has already keeps its own meaning."""
-    for name, foreign in FOREIGN_OPTIONS.items():
-        flag = "--" + name.replace("_", "-")
-        if flag in parser._option_string_actions:
+    for name, foreign in options.items():
+        flags = [*SHORT_FLAGS.get(name, []), "--" + name.replace("_", "-")]
+        if flags[-1] in parser._option_string_actions:
             continue
         settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         if isinstance(foreign.default, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **settings)
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **settings)
         else:
-            parser.add_argument(flag, type=json_or_text, **settings)
+            parser.add_argument(*flags, type=json_or_text, **settings)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -202,10 +130,18 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         add_flag(group, name, annotations[name], help, None)
 
 
+class Several(argparse.Action):
+    """Values of a flag that takes some, each of which may be a list itself: `a b`, `a,b`, `["a", "b"]`."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *(each for part in values for each in part)])
+
+
 def add_flag(
     group: Any, name: str, annotation: Any, help: str, choices: tuple[str, ...] | None,
-    aliases: Mapping[Any, Any] | None = None,
+    aliases: Mapping[Any, Any] | None = None, *, several: bool = False,
 ) -> None:  # fmt: skip
+    """One option as a flag. With `several` a list may be given as words too, as vLLM's server takes it."""
     flags = [*SHORT_FLAGS.get(name, []), "--" + name.replace("_", "-")]
     settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
     kind = essential_type(annotation)
@@ -217,6 +153,8 @@ def add_flag(
     else:
         metavar = None if choices else metavar_of(kind)
         convert = spelled(aliases or {}, converter(annotation))
+        if several and typing.get_origin(kind) is tuple:
+            settings |= {"nargs": "+", "action": Several}
         group.add_argument(*flags, type=convert, choices=choices, metavar=metavar, **settings)
 
 
@@ -236,49 +174,32 @@ def shown_default(default: Any) -> str:
 # ---- flags -> options ------------------------------------------------------------------------------
 
 
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given for the engine: the YAML file's options, overridden by flags. Raises ConfigError."""
+def engine_options(
+    args: argparse.Namespace, file: Mapping[str, Any] | None = None, besides: Collection[str] = ()
+) -> dict[str, Any]:
+    """What was given for the engine: the options of the YAML `file`, overridden by flags and by MODEL.
+
+    None: --config is read here. The command has options `besides` of its own. Raises ConfigError, and UsageError for
+    two models.
+    """
+    if file is None:
+        from jaxpaged.entrypoints.cli.config_file import read_config_file
+
+        file = read_config_file(args.config) if args.config else {}
     names = [option.name for _, option in all_options() if option.name not in NOT_ENGINE_FLAGS] + list(FOREIGN_OPTIONS)
-    options = read_config_file(args.config) if args.config else {}
-    return options | {name: getattr(args, name) for name in names if hasattr(args, name)}
+    given = {name: getattr(args, name) for name in names if hasattr(args, name) and name not in besides}
+    model = chosen_model(args)
+    return {**file, **given, **({"model": model} if model is not None else {})}
+
+
+def chosen_model(args: argparse.Namespace) -> str | None:
+    """The MODEL of the command line, or that of --model. Raises UsageError when there are both."""
+    argument, flag = getattr(args, "model_argument", None), getattr(args, "model", None)
+    if argument is not None and flag is not None:
+        raise UsageError(f"two models are given, {argument} and --model {flag}. Leave one out.")
+    return argument if flag is None else flag
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that were given."""
     return {name: getattr(args, name) for name in SamplingParams.__struct_fields__ if hasattr(args, name)}
-
-
-def read_config_file(path: str) -> dict[str, Any]:
-    """The engine options of a YAML file; names may be spelled with - or _. Raises ConfigError."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}. Check the path after --config.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
-    if content is None:
-        return {}
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{path} holds a {type(content).__name__}; it must hold lines such as `max_num_seqs: 64`.")
-    return {str(key).replace("-", "_"): file_value(path, str(key), value) for key, value in content.items()}
-
-
-def file_value(path: str, key: str, value: Any) -> Any:
-    """A value of a YAML file in the type of its option: `32k` is a number there too, a list may be a tuple."""
-    known = {option.name: option for _, option in all_options()}
-    option = known.get(key.replace("-", "_"))
-    if key.replace("-", "_") in FOREIGN_OPTIONS:
-        return value
-    if option is None:
-        near = did_you_mean(key.replace("-", "_"), known)
-        raise ConfigError(f"unknown option {key!r} in {path}.{near or ' It holds engine options only.'}")
-    if isinstance(value, list):
-        return tuple(value)
-    if not isinstance(value, str):
-        return value
-    try:
-        return spelled(option.metadata.get("aliases", {}), converter(option.type))(value)
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"{key} in {path}: {error}") from None

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, engine_options
+from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, add_model_argument, engine_options
 
 if TYPE_CHECKING:
     from jaxpaged.plan import Plan
@@ -35,8 +35,7 @@ def add_parser(commands: Any) -> None:
         usage="%(prog)s [MODEL] --target TARGET [options]",
         epilog=EPILOG,
     )
-    parser.add_argument("planned_model", nargs="?", metavar="MODEL",
-                        help="a folder with config.json, a hub id, or 'demo'; the same as --model")  # fmt: skip
+    add_model_argument(parser)
     parser.add_argument("--target", required=True, metavar="TARGET",
                         help="a TPU topology such as v6e:2x4, or GPUs such as h100:8")  # fmt: skip
     parser.add_argument("--no-compile", action="store_true", help="estimate from shapes, in a second")
@@ -87,14 +86,10 @@ def saved_message(plan: "Plan", output: Path) -> str:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's options. Raises UsageError for two models, and for what excludes each other."""
+    """The engine's options. Raises UsageError for what excludes each other."""
     from jaxpaged.errors import UsageError
 
     options = engine_options(args)
-    if args.planned_model is not None:
-        if hasattr(args, "model"):
-            raise UsageError(f"two models are given, {args.planned_model} and --model {args.model}. Leave one out.")
-        options["model"] = args.planned_model
     if args.save and args.no_compile:
         raise UsageError("--save needs compiled programs, and --no-compile makes none. Leave one out.")
     if options.get("bundle") is not None:

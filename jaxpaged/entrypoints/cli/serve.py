@@ -10,7 +10,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, add_flag, shown_default
+from jaxpaged.config import all_options
+from jaxpaged.entrypoints.cli.flags import (
+    Parser,
+    add_engine_flags,
+    add_flag,
+    add_foreign_flags,
+    add_model_argument,
+    engine_options,
+    shown_default,
+)
 
 if TYPE_CHECKING:
     from jaxpaged.entrypoints.http.options import ServerOptions
@@ -31,22 +40,26 @@ def add_parser(commands: Any) -> None:
     parser: Parser = commands.add_parser(
         "serve", help="answer requests over HTTP", usage="%(prog)s [MODEL] [options]", epilog=EPILOG
     )
-    parser.add_argument("served_model", nargs="?", metavar="MODEL",
-                        help="a folder in Hugging Face format, a hub id, or 'demo'; the same as --model")  # fmt: skip
+    add_model_argument(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     add_server_flags(parser)
-    add_engine_flags(parser)
+    add_engine_flags(parser, file_holds="server and engine options")
+    # Requests have their own seeds in their bodies, so the flag is the engine's here, as it is vLLM's.
+    seed = next(option for _, option in all_options() if option.name == "seed")
+    add_flag(parser, "seed", seed.type, seed.metadata["help"], None)
     parser.set_defaults(run=run, command_parser=parser)
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for every option of the server."""
+    from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
     from jaxpaged.entrypoints.http.options import ServerOptions
 
     group = parser.add_argument_group("server")
     for option in dataclasses.fields(ServerOptions):
         add_flag(group, option.name, option.type, option.metadata["help"] + shown_default(option.default),
-                 option.metadata.get("choices"))  # fmt: skip
+                 option.metadata.get("choices"), several=True)  # fmt: skip
+    add_foreign_flags(parser, FOREIGN_SERVER_OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,10 +70,11 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.entrypoints.http import server
     from jaxpaged.entrypoints.http.service import Service, served_model
 
-    options = ServerOptions.from_options(server_options(args))
+    given, of_engine = split_options(args)
+    options = ServerOptions.from_options(given)
     keys = server.api_keys(options)
     with contextlib.closing(server.Sockets(options)) as sockets:
-        engine = load_engine(engine_options_of(args), options)
+        engine = load_engine(of_engine, options)
         try:
             service = Service(engine, served_model(engine.config, options.served_model_name), options)
             sockets.listen()
@@ -82,25 +96,22 @@ def check_extra() -> None:
         raise UsageError(f"serving needs {', '.join(missing)}. Install them with: pip install 'jaxpaged[serve]'")
 
 
-def server_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given for the server."""
+def split_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was given for the server, and for the engine: those of the YAML file, overridden by flags.
+
+    Raises ConfigError, and UsageError for two models.
+    """
+    from jaxpaged.entrypoints.cli.config_file import read_config_file
+    from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
     from jaxpaged.entrypoints.http.options import ServerOptions
 
-    names = [option.name for option in dataclasses.fields(ServerOptions)]
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
-
-
-def engine_options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's options. Raises UsageError for two models."""
-    from jaxpaged.entrypoints.cli.flags import engine_options
-    from jaxpaged.errors import UsageError
-
-    options = engine_options(args)
-    if args.served_model is not None:
-        if hasattr(args, "model"):
-            raise UsageError(f"two models are given, {args.served_model} and --model {args.model}. Leave one out.")
-        options["model"] = args.served_model
-    return options
+    fields = dataclasses.fields(ServerOptions)
+    file = read_config_file(args.config, fields, FOREIGN_SERVER_OPTIONS) if args.config else {}
+    names = [*(option.name for option in fields), *FOREIGN_SERVER_OPTIONS]
+    server = {name: file.pop(name) for name in names if name in file}
+    server |= {name: getattr(args, name) for name in names if hasattr(args, name)}
+    engine = engine_options(args, file, besides=names)
+    return server, engine | ({"seed": args.seed} if hasattr(args, "seed") else {})
 
 
 def load_engine(options: Mapping[str, Any], server: "ServerOptions") -> Any:

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
 from jaxpaged.option_checks import checked, option
 from jaxpaged.parsing.parser import reasoning_format_named, tool_format_named
+from jaxpaged.vllm_options import without_neutral
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class ServerOptions:
     def from_options(cls, options: Mapping[str, Any]) -> "ServerOptions":
         """Raises ConfigError for values out of range and for unknown parsers."""
         fields = {f.name: f for f in dataclasses.fields(cls)}
-        made = cls(**{name: checked(fields[name], value) for name, value in options.items()})
+        own = without_neutral(options, FOREIGN_SERVER_OPTIONS)
+        made = cls(**{name: checked(fields[name], value) for name, value in own.items()})
         if made.tool_call_parser is not None:
             tool_format_named(made.tool_call_parser)
         if made.reasoning_parser is not None:

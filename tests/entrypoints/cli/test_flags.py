@@ -6,6 +6,8 @@ import pytest
 
 from jaxpaged.config import EngineConfig, all_options
 from jaxpaged.entrypoints.cli import flags
+from jaxpaged.entrypoints.cli.config_file import read_config_file
+from jaxpaged.entrypoints.cli.values import whole_number
 from jaxpaged.errors import ConfigError
 from jaxpaged.sampling_params import FILLED_IN, SamplingParams
 
@@ -72,13 +74,13 @@ def test_sampling_texts_become_values_that_sampling_params_take(parser):
     [("12", 12), ("-1", -1), ("4k", 4000), ("4K", 4096), ("32k", 32000), ("1m", 10**6), ("2G", 2**31), ("1.5k", 1500)],
 )
 def test_whole_numbers_may_carry_a_suffix(text, value):
-    assert flags.whole_number(text) == value
+    assert whole_number(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "k", "1.5", "1.0001k", "4 k", "0x10", "1e3", "4kk", "١٢x"])
 def test_other_texts_are_no_whole_numbers(text):
     with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
-        flags.whole_number(text)
+        whole_number(text)
 
 
 @pytest.mark.parametrize(
@@ -152,4 +154,4 @@ def test_recipes_that_ship_with_the_project_are_valid(parser):
     recipes = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
     assert recipes
     for recipe in recipes:
-        EngineConfig.from_options(**flags.read_config_file(str(recipe)))
+        EngineConfig.from_options(**read_config_file(str(recipe)))

@@ -1,0 +1,133 @@
+"""Command lines as vLLM's documentation, recipes and Helm charts write them: they parse, or are refused by name."""
+
+import dataclasses
+import shlex
+
+import pytest
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.entrypoints.cli import command_line
+from jaxpaged.entrypoints.cli.serve import split_options
+from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
+from jaxpaged.entrypoints.http.options import ServerOptions
+from jaxpaged.errors import ConfigError
+from jaxpaged.vllm_options import FOREIGN_OPTIONS
+
+LINES = [
+    "serve Qwen/Qwen3-0.6B",
+    "serve meta-llama/Llama-3.1-8B-Instruct --max-model-len 8192 --gpu-memory-utilization 0.9 --enable-prefix-caching",
+    "serve --model Qwen/Qwen3-8B --host 0.0.0.0 --port 8000 --dtype bfloat16 --api-key token-abc123",
+    "serve MODEL --tensor-parallel-size 4 --pipeline-parallel-size 1 --max-num-seqs 256 --max-num-batched-tokens 8192",
+    "serve MODEL -tp 8 -pp 1 -dp 1 --trust-request-chat-template --disable-log-requests",
+    "serve MODEL --dtype half --enforce-eager --swap-space 16 --disable-log-stats",
+    "serve MODEL --max-model-len auto --kv-cache-dtype auto --block-size 16 --seed 42",
+    "serve MODEL --served-model-name my-model my-alias --generation-config vllm",
+    "serve MODEL --enable-auto-tool-choice --tool-call-parser hermes --chat-template ./tool_chat_template.jinja",
+    "serve MODEL --reasoning-parser deepseek_r1 --enable-chunked-prefill --no-enable-prefix-caching",
+    """serve MODEL --override-generation-config '{"temperature": 0.5}' --limit-mm-per-prompt '{"image": 0}'""",
+    """serve MODEL --allowed-origins '["https://a.example", "*"]' --hf-overrides '{}' --root-path ''""",
+    "serve MODEL --load-format safetensors --download-dir /models --revision main --tokenizer MODEL",
+    "serve MODEL --tokenizer-mode auto --no-trust-remote-code --distributed-executor-backend mp",
+    "serve MODEL --api-server-count 1 --disable-frontend-multiprocessing --chat-template-content-format auto",
+    "serve MODEL --max-logprobs 50 --logprobs-mode raw_logprobs --async-scheduling --shutdown-timeout 60",
+    "serve MODEL --enable-prompt-tokens-details --enable-force-include-usage --enable-request-id-headers",
+    "serve MODEL --max-num-queued-reqs 100 --max-num-queued-tokens 100k --kv-cache-memory-bytes 4G",
+    "serve MODEL --runner pooling --convert embed --max-num-seqs 64",
+    """serve MODEL --runner pooling --pooler-config '{"pooling_type": "MEAN"}'""",
+    "serve MODEL -O 2 --long-prefill-token-threshold 512 --prefix-caching-hash-algo sha256",
+]
+REFUSED = {
+    "serve MODEL --trust-remote-code": "trust_remote_code",
+    "serve MODEL --enable-lora --max-loras 4": "enable_lora",
+    "serve MODEL --pipeline-parallel-size 2": "pipeline_parallel_size",
+    """serve MODEL --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'""": "speculative_config",
+    "serve MODEL --data-parallel-size 4 -ep": "data_parallel_size",
+    """serve MODEL --kv-transfer-config '{"kv_connector": "NixlConnector"}'""": "kv_transfer_config",
+    "serve MODEL --quantization awq": "--quantization",
+    "serve MODEL --api-server-count 4": "api_server_count",
+    "serve MODEL --middleware my.Middleware": "middleware",
+}
+
+
+def options_of(line):
+    """Both kinds of options, checked, as `jaxpaged serve` makes them before it loads anything."""
+    server, engine = split_options(command_line().parse_args(shlex.split(line)))
+    return ServerOptions.from_options(server), EngineConfig.from_options(**engine)
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if "--root-path" not in line])
+def test_a_command_line_for_vllm_is_taken_as_it_is(line):
+    _, engine = options_of(line)
+    model = shlex.split(line)[2 if "--model" in line else 1]
+    assert engine.model.model == (model if not line.startswith("serve --") else "Qwen/Qwen3-8B")
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_it_asks_for_and_is_not_there_is_named(line, capsys):
+    with pytest.raises((ConfigError, SystemExit)) as refused:
+        options_of(line)
+    said = capsys.readouterr().err if refused.type is SystemExit else str(refused.value)
+    assert REFUSED[line] in said
+
+
+def test_lists_are_understood_as_words_with_commas_and_as_json():
+    server, _ = options_of("""serve M --served-model-name a b,c --allowed-origins '["d"]' --api-key k1 --api-key k2""")
+    assert (server.served_model_name, server.allowed_origins, server.api_key) == (("a", "b", "c"), ("d",), ("k1", "k2"))
+
+
+def test_the_seed_of_a_server_is_the_engines():
+    assert options_of("serve MODEL --seed 42")[1].model.seed == 42
+
+
+def test_no_option_of_the_server_is_both_ours_and_foreign():
+    ours = {option.name for option in dataclasses.fields(ServerOptions)}
+    assert not ours & FOREIGN_SERVER_OPTIONS.keys() and not FOREIGN_OPTIONS.keys() & FOREIGN_SERVER_OPTIONS.keys()
+
+
+@pytest.mark.parametrize("name", FOREIGN_SERVER_OPTIONS)
+def test_vllms_default_of_the_server_passes_and_nonsense_is_refused_by_name(name):
+    assert ServerOptions.from_options({name: FOREIGN_SERVER_OPTIONS[name].default}) == ServerOptions()
+    with pytest.raises(ConfigError, match=f"^{name} is "):
+        ServerOptions.from_options({name: object()})
+
+
+# ---- --config
+
+
+@pytest.fixture
+def from_file(tmp_path):
+    def read(text, *words):
+        (tmp_path / "server.yaml").write_text(text, encoding="utf-8")
+        return options_of(shlex.join(["serve", "--config", str(tmp_path / "server.yaml"), *words]))
+
+    return read
+
+
+def test_a_file_holds_options_of_the_server_too(from_file):
+    server, engine = from_file(
+        "model: org/a\nhost: 0.0.0.0\nport: 9000\napi-key: [x, y]\nserved-model-name: a,b\nmax-model-len: 8k\n"
+        "uvicorn_is_not: 1\n".replace("uvicorn_is_not: 1\n", "api-server-count: 1\ntrust_remote_code: false\n")
+    )
+    assert (server.host, server.port, server.api_key, server.served_model_name) == (
+        "0.0.0.0", 9000, ("x", "y"), ("a", "b"),
+    )  # fmt: skip
+    assert (engine.model.model, engine.model.max_model_len) == ("org/a", 8000)
+
+
+def test_flags_and_model_win_over_the_file(from_file):
+    server, engine = from_file("model: org/a\nport: 9000\nhost: 0.0.0.0\n", "--port", "9001", "--model", "org/b")
+    assert (server.host, server.port, engine.model.model) == ("0.0.0.0", 9001, "org/b")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prot: 9000\n", "unknown option 'prot' in .*Did you mean 'port'"),
+        ("port: many\n", "port in .*'many' is not a whole number"),
+        ("port: 99999999\n", "port is 99999999"),
+        ("api-server-count: 3\n", "api_server_count is 3"),
+    ],
+)
+def test_a_wrong_option_of_the_server_in_a_file_is_named(from_file, text, said):
+    with pytest.raises(ConfigError, match=said):
+        from_file(text)
