@@ -28,7 +28,7 @@ LAYERS = {
     "entrypoints": {"engine", "parsing"},
     "engine": {"core", "executor", "multimodal", "plugins"},
     "core": set(),
-    "executor": {"worker", "models"},
+    "executor": {"worker", "models", "distributed"},
     "worker": {"models", "layers", "sampling", "params", "distributed"},
     "models": {"layers", "params"},
     "layers": {"params"},

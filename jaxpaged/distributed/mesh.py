@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
+from jaxpaged.distributed.backend import start_backend
 from jaxpaged.errors import ConfigError
 from jaxpaged.params.sharding import MODEL_AXIS
 
@@ -25,7 +26,7 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
     sizes that there are, and when the devices of the backend are spread over several hosts.
     """
     if devices is None:
-        devices = jax.devices()
+        devices = start_backend()
         check_one_host(jax.process_count(), f"these {len(devices)} {devices[0].platform} devices")
     kind = devices[0].platform if devices else "no"
     check_mesh_size(tensor_parallel_size, sizes_of(devices), len(devices), f"{kind} devices")

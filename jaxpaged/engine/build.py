@@ -124,7 +124,7 @@ def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, Eng
     """Find and read the model: its folder, its functions, its description, and the options settled for it."""
     folder = resolve_model_folder(config.model.model, config.model.revision, config.load.download_dir)
     model, decoder = read_model(folder)
-    config = config.resolve(facts_of(decoder, folder), platform())
+    config = config.resolve(facts_of(decoder, folder), platform(config.cache.gpu_memory_utilization))
     if config.model.runner == "pooling":
         model = pooling_model(model, config.model.convert)
     return folder, model, decoder, config

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxpaged.config import CacheConfig
+from jaxpaged.distributed.backend import usable_share_of_pool
 from jaxpaged.errors import CapacityError, ConfigError
 from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, max_blocks_per_request
 
@@ -109,8 +110,16 @@ def free_bytes(utilization: float, reserved_bytes: int, device: jax.Device, leas
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         limit = stats["bytes_limit"]
-        free = int(limit * utilization) - max(reserved_bytes, stats.get("bytes_in_use", 0))
-        return max(free, 0), f"gpu_memory_utilization {utilization} of {limit / 2**30:.1f} GiB after weights"
+        # What a GPU reports is jax's pool, which is a share of its memory already.
+        share = usable_share_of_pool(utilization) if device.platform == "gpu" else utilization
+        free = int(limit * share) - max(reserved_bytes, stats.get("bytes_in_use", 0))
+        words = f"{share:.3g} of the {limit / 2**30:.1f} GiB that jax has (gpu_memory_utilization {utilization})"
+        return max(free, 0), f"{words} after weights"
+    if device.platform != "cpu":
+        raise ConfigError(
+            f"this {device.platform} does not tell how much memory it has, so KV blocks cannot be counted. "
+            "Unset XLA_PYTHON_CLIENT_ALLOCATOR if it is set, or set kv_cache_memory_bytes or num_gpu_blocks_override."
+        )
     free = max(available_host_bytes() - reserved_bytes, 0)
     if least is None:
         return free, "the free host memory"

@@ -223,6 +223,10 @@ class Planner:
             f"{device.name} has {device.memory / 2**30:.1f} GiB for programs, of which gpu_memory_utilization takes "
             f"{self.config.cache.gpu_memory_utilization:.0%}",
         ]
+        if self.target.platform == "gpu":
+            lines.append(
+                "the engine lets jax have that share of a GPU, unless XLA_CLIENT_MEM_FRACTION there is less"
+            )
         if shards > 1:
             lines.append(f"devices exchange {device.links / 1e9:,.0f} GB/s each, and latency is left out")
         if not compiled:

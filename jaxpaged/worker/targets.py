@@ -16,6 +16,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+from jaxpaged.distributed.backend import is_installed
 from jaxpaged.distributed.mesh import Place, check_mesh_size, make_mesh, sizes_of, torus_sizes
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.params.sharding import MODEL_AXIS
@@ -35,16 +36,23 @@ ONE_HOST = {"v5e": (2, 4), "v5p": (2, 2, 1), "v6e": (2, 4), "tpu7x": (2, 2, 1)}
 CHIPS_OF_MANY_HOSTS = 4
 GPUS_PER_HOST = 8
 
+
+def gib(size: float) -> int:
+    return int(size * 2**30)
+
+
 GPUS = {
-    "a100-40gb": DeviceFacts("NVIDIA A100 40GB", 40 * 2**30, 1.555e12, 3.12e14, 6.0e11),
-    "a100-80gb": DeviceFacts("NVIDIA A100 80GB", 80 * 2**30, 2.039e12, 3.12e14, 6.0e11),
-    "b200": DeviceFacts("NVIDIA B200", 180 * 10**9, 8.0e12, 2.25e15, 1.8e12),
-    "h100": DeviceFacts("NVIDIA H100 SXM", 80 * 2**30, 3.35e12, 9.89e14, 9.0e11),
-    "h200": DeviceFacts("NVIDIA H200", 141 * 10**9, 4.8e12, 9.89e14, 9.0e11),
-    "l4": DeviceFacts("NVIDIA L4", 24 * 10**9, 3.0e11, 1.21e14, 6.4e10),
-    "l40s": DeviceFacts("NVIDIA L40S", 48 * 10**9, 8.64e11, 3.62e14, 6.4e10),
+    "a100-40gb": DeviceFacts("NVIDIA A100 40GB", gib(39.3), 1.555e12, 3.12e14, 6.0e11),
+    "a100-80gb": DeviceFacts("NVIDIA A100 80GB", gib(79.1), 2.039e12, 3.12e14, 6.0e11),
+    "b200": DeviceFacts("NVIDIA B200", gib(178.3), 7.67e12, 2.25e15, 1.8e12),
+    "h100": DeviceFacts("NVIDIA H100 SXM", gib(79.1), 3.35e12, 9.89e14, 9.0e11),
+    "h200": DeviceFacts("NVIDIA H200", gib(139.7), 4.8e12, 9.89e14, 9.0e11),
+    "l4": DeviceFacts("NVIDIA L4", gib(22.0), 3.0e11, 1.21e14, 6.4e10),
+    "l40s": DeviceFacts("NVIDIA L40S", gib(44.3), 8.64e11, 3.62e14, 6.4e10),
 }
-"""NVIDIA's data sheets: memory, its bandwidth, dense bf16 operations, NVLink or PCIe in both directions."""
+"""Memory as CUDA counts it, of which jax's pool is a share: less than the name says, since the driver and error
+correction keep some. The rest is from NVIDIA's data sheets: the memory's bandwidth, dense bf16 operations, NVLink or
+PCIe in both directions."""
 
 RUNTIME_SHARE = 0.025
 """Of a TPU's memory, what its runtime keeps for itself: a v5e reports 15.75 of 16 GiB, a v6e 31.25 of 32."""
@@ -173,7 +181,7 @@ def open_topology(name: str, bounds: tuple[int, ...], num_hosts: int) -> tuple[j
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **settings)
     except Exception as error:  # jax raises whatever the plugin's loader or the plugin itself raised
         text = str(error)
-        if "libtpu" in text.lower() or isinstance(error, ModuleNotFoundError):
+        if not is_installed("libtpu") or "libtpu" in text.lower():
             raise ConfigError(
                 "compiling for a TPU needs libtpu, which works on any x86-64 Linux machine. "
                 f"Install it: pip install 'jaxpaged[aot-tpu]', or leave compiling out with --no-compile. ({text})"

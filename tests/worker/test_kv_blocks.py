@@ -3,7 +3,8 @@
 import pytest
 
 from jaxpaged.config import CacheConfig
-from jaxpaged.errors import CapacityError
+from jaxpaged.distributed.backend import SHARE_VARIABLES
+from jaxpaged.errors import CapacityError, ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, group_layers, max_blocks_per_request
 from jaxpaged.worker.kv_blocks import Demand, available_host_bytes, bytes_per_block, host_budget, size_kv_cache
 
@@ -56,6 +57,28 @@ def test_an_accelerator_gives_its_share_of_memory_less_what_is_reserved():
     assert size(CacheConfig(gpu_memory_utilization=0.5), device, reserved=2 * GIB) == 6 * GIB // block
     assert size(CacheConfig(gpu_memory_utilization=0.5), device) == 7 * GIB // block
     assert bytes_per_block(GROUPS, 4) == block // 4
+
+
+@pytest.mark.parametrize(
+    ("taken", "utilization", "usable"), [(None, 0.9, 12), (0.75, 0.5, 8), (0.9, 0.9, 14.4), (0.5, 1.0, 8)]
+)
+def test_a_gpu_gives_its_share_of_all_its_memory_though_it_reports_the_pool_of_jax(
+    monkeypatch, taken, utilization, usable
+):
+    for variable in SHARE_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    if taken:
+        monkeypatch.setenv(SHARE_VARIABLES[0], str(taken))
+    device = FakeDevice("gpu", {"bytes_limit": int(16 * GIB * (taken or 0.75)), "bytes_in_use": 0})
+    blocks = size(CacheConfig(gpu_memory_utilization=utilization), device)
+    assert blocks * bytes_per_block(GROUPS, 1) == pytest.approx(usable * GIB, rel=1e-4)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_an_accelerator_that_does_not_tell_its_memory_is_not_taken_for_the_host(platform):
+    with pytest.raises(ConfigError, match="does not tell how much memory it has"):
+        size(CacheConfig(), FakeDevice(platform))
+    assert size(CacheConfig(num_gpu_blocks_override=33), FakeDevice(platform)) == 33
 
 
 def test_a_cpu_gets_no_more_blocks_than_its_requests_can_use():

@@ -1,5 +1,6 @@
 """Plans: arithmetic against the engine's own, and the compile path with this machine's CPU as the target."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -14,7 +15,7 @@ from jaxpaged.plan import DeviceFacts
 from jaxpaged.worker.blueprint import StepPrograms
 from jaxpaged.worker.bundles import Bundle
 from jaxpaged.worker.planner import Planner, count_collectives, largest_split
-from jaxpaged.worker.targets import Target, parse_target
+from jaxpaged.worker.targets import GPUS, Target, parse_target
 from pallas_kernels import tpu_targets
 from tests.models import pooling_checkpoints
 from tests.models.checkpoints import write_checkpoint
@@ -48,6 +49,15 @@ def test_weights_temporaries_and_blocks_fill_what_may_be_used_and_no_more(folder
     used = plan.weight_bytes + plan.reserved_bytes + plan.kv_bytes
     assert used <= plan.usable_bytes < used + plan.block_bytes
     assert plan.concurrency[64] == (plan.num_blocks - 1) // 8
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_gpu_promises_its_share_of_what_cuda_counts(folder, gpu):
+    plan = planner(folder, parse_target(gpu)).plan()
+    assert plan.usable_bytes == int(plan.device.memory * 0.9)
+    assert any("unless XLA_CLIENT_MEM_FRACTION there is less" in line for line in plan.assumptions)
+    if sold := re.match(r".*?(\d+)gb", gpu):
+        assert plan.device.memory < int(sold[1]) * 2**30
 
 
 def test_an_override_of_the_number_of_blocks_is_taken_as_it_is(folder):
