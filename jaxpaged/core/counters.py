@@ -20,6 +20,7 @@ class Counters:
         """
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_tokens
+            request.note_admission()
             if request.reads_prefix_cache:
                 self.prefix_cache_queries += request.num_tokens
                 self.prefix_cache_hits += num_tokens

@@ -61,6 +61,8 @@ def take_runs(
         result = EngineCoreOutput(
             request_id, [], num_cached_tokens=request.num_cached_tokens, num_preemptions=request.num_preemptions
         )
+        if request.times is not None:
+            result.times, request.times = request.times, None
         append_run(request, tokens, result)
         if result.finish_reason is None and request_id in output.failed:
             result.finish_reason, result.error = "error", output.failed[request_id]

@@ -26,6 +26,8 @@ def take_tokens(
         tokens = request.all_token_ids
         tokens.append(token_id)
         result = EngineCoreOutput(request_id, [token_id], request.num_cached_tokens, request.num_preemptions)
+        if request.times is not None:
+            result.times, request.times = request.times, None
         if request.reports_logprobs:
             add_logprobs(result, request, output, line)
         if token_id in request.stop_ids or len(tokens) >= request.max_total_tokens or request.matcher is not None:

@@ -5,6 +5,8 @@ of other requests, or of the device.
 """
 
 import enum
+import math
+import time
 
 from jaxpaged.core.structured_output import Matcher
 from jaxpaged.core.thinking_budget import BudgetMatcher
@@ -61,6 +63,7 @@ class Request:
         "sampling_params",
         "status",
         "stop_ids",
+        "times",
     )
 
     def __init__(self, message: EngineCoreRequest, max_model_len: int, arrival_order: int, num_groups: int):
@@ -84,6 +87,7 @@ class Request:
         self.decode_limit = 0
         self.num_cached_tokens = -1  # prefix-cache hit of the first admission; -1 before it
         self.num_preemptions = 0
+        self.times = (time.time(), math.nan)  # of intake and of the first admission; None once they were told
 
         self.eos_token_id = None if params.ignore_eos else message.eos_token_id
         self.stop_ids = frozenset(params.stop_token_ids or ())
@@ -142,14 +146,20 @@ class Request:
             sampling_params=self.sampling_params,
         )
 
+    def note_admission(self) -> None:
+        """It is scheduled for the first time."""
+        self.times = (self.times[0], time.time())
+
     def to_last_output(self) -> EngineCoreOutput:
         """The output that tells of an end without a new token."""
+        was_scheduled = self.times is not None and self.num_cached_tokens >= 0
         return EngineCoreOutput(
             self.request_id,
             [],
             finish_reason=self.finish_reason,
             num_cached_tokens=max(self.num_cached_tokens, 0),
             num_preemptions=self.num_preemptions,
+            times=self.times if was_scheduled else None,
         )
 
     def __repr__(self) -> str:

@@ -165,11 +165,11 @@ class AsyncLLM:
         for result in self._stop(list(streams)):
             streams[result.request_id].put(result)
 
-    def _stop(self, request_ids: Sequence[str]) -> list[RequestOutput]:
-        """Forget requests here and in the core; returns what they had so far."""
+    def _stop(self, request_ids: Sequence[str], reason: str = "abort") -> list[RequestOutput]:
+        """End requests here and in the core; returns what they had so far."""
         for request_id in request_ids:
             self._streams.pop(request_id, None)
-        engine_ids, results = self._output_processor.abort(request_ids)
+        engine_ids, results = self._output_processor.abort(request_ids, reason)
         self._link.abort_requests(engine_ids)
         return results
 
@@ -286,7 +286,7 @@ class AsyncLLM:
 
     def get_metrics(self) -> list[Metric]:
         """All metrics. What comes from the core is at most a second old while it works."""
-        return self.metrics.read(self._executor_stats or {})
+        return self.metrics.read(self._executor_stats or {}, self._link.num_restarts)
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._output_processor)
@@ -310,7 +310,7 @@ class AsyncLLM:
             self._fail_all(EngineError(f"its results could not be processed: {error!r}."))
             return
         self._link.abort_requests(processed.ids_to_abort)
-        self.metrics.record_step(outputs.stats)
+        self.metrics.record_step(outputs.stats, processed.num_tokens)
         for result in processed.request_outputs:
             stream = self._streams.pop(result.request_id) if result.finished else self._streams[result.request_id]
             stream.put(result)
@@ -322,8 +322,8 @@ class AsyncLLM:
     def _on_refusal(self, refusal: Refusal) -> None:
         request_id = self._output_processor.prompt_of(refusal.request_id)
         if request_id is not None:
-            stream = self._streams[request_id]
-            self._stop([request_id])
+            stream = self._streams.pop(request_id)
+            self._link.abort_requests(self._output_processor.discard(request_id))
             message = refusal.message.replace(repr(refusal.request_id), repr(request_id))
             stream.fail(RequestError(message, refusal.parameter))
 
@@ -334,7 +334,7 @@ class AsyncLLM:
 
     def _fail_all(self, error: EngineError) -> None:
         streams = dict(self._streams)
-        self._stop(list(streams))
+        self._stop(list(streams), "error")
         for stream in streams.values():
             stream.fail(type(error)(str(error)))  # each consumer adds its own traceback
 

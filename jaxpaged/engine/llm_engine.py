@@ -64,7 +64,7 @@ class LLMEngine:
             for child in children:
                 self._core.add_request(child)
         except Exception:
-            self.abort_request(request_id)
+            self._core.abort_requests(self._output_processor.discard(request_id))
             raise
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
@@ -75,7 +75,7 @@ class LLMEngine:
         core_outputs = self._core.get_output()
         processed = self._output_processor.process(core_outputs.outputs)
         self._core.abort_requests(processed.ids_to_abort)
-        self.metrics.record_step(core_outputs.stats)
+        self.metrics.record_step(core_outputs.stats, processed.num_tokens)
         return processed.request_outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:

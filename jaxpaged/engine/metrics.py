@@ -5,7 +5,7 @@ This module knows no exposition format and no HTTP: `EngineMetrics.read` returns
 
 import bisect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +83,9 @@ class FinishedSequence:
     num_generated_tokens: int
     max_tokens: int
     latency: float
-    decode_time: float  # from the first token to the last
+    queue_time: float | None = None  # until it was first scheduled; None if it never was
+    prefill_time: float | None = None  # from then to the first token; None without one
+    decode_time: float | None = None  # from the first token to the last
 
 
 @dataclass
@@ -104,23 +106,39 @@ class EngineMetrics:
             "vllm:inter_token_latency_seconds": Tally(TOKEN_LATENCY_BUCKETS),
             "vllm:request_time_per_output_token_seconds": Tally(TOKEN_LATENCY_BUCKETS),
             "vllm:e2e_request_latency_seconds": Tally(REQUEST_LATENCY_BUCKETS),
+            "vllm:request_queue_time_seconds": Tally(REQUEST_LATENCY_BUCKETS),
+            "vllm:request_prefill_time_seconds": Tally(REQUEST_LATENCY_BUCKETS),
+            "vllm:request_decode_time_seconds": Tally(REQUEST_LATENCY_BUCKETS),
+            "vllm:request_inference_time_seconds": Tally(REQUEST_LATENCY_BUCKETS),
             "vllm:request_prompt_tokens": Tally(lengths),
             "vllm:request_generation_tokens": Tally(lengths),
+            "vllm:request_max_num_generation_tokens": Tally(lengths),
             "vllm:request_params_max_tokens": Tally(lengths),
             "vllm:request_params_n": Tally(N_BUCKETS),
             "vllm:iteration_tokens_total": Tally(STEP_TOKENS_BUCKETS),
         }
 
-    def record_step(self, stats: SchedulerStats) -> None:
-        """One engine step; steps that computed nothing are not counted, and those of a run one by one."""
-        self.stats = stats
-        if stats.num_scheduled_tokens:
-            for _ in range(stats.num_steps):
-                self.tallies["vllm:iteration_tokens_total"].observe(stats.num_scheduled_tokens / stats.num_steps)
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts and outputs so far."""
+        return self.prompt_tokens + self.generation_tokens
 
-    def record_prompt(self, n: int) -> None:
-        """A prompt came in that asks for `n` sequences."""
-        self.tallies["vllm:request_params_n"].observe(n)
+    def record_step(self, stats: SchedulerStats, num_tokens: int) -> None:
+        """One engine step that gave `num_tokens`: a prompt counts when its first token is there.
+
+        Steps that gave none are not counted, and those of a run one by one.
+        """
+        self.stats = stats
+        num_steps = min(stats.num_steps, num_tokens)
+        if num_steps:
+            each, more = divmod(num_tokens, num_steps)
+            self.tallies["vllm:iteration_tokens_total"].observe(each, num_steps - more)
+            self.tallies["vllm:iteration_tokens_total"].observe(each + 1, more)
+
+    def record_finished_prompt(self, lengths: Sequence[int]) -> None:
+        """All sequences of a prompt have ended, with so many tokens."""
+        self.tallies["vllm:request_params_n"].observe(len(lengths))
+        self.tallies["vllm:request_max_num_generation_tokens"].observe(max(lengths))
 
     def record_first_token(self, seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """The prompt of one sequence is computed, `seconds` after it arrived."""
@@ -133,9 +151,10 @@ class EngineMetrics:
         self.prompt_tokens += num_prompt_tokens
         self.prompt_tokens_cached += num_cached_tokens
 
-    def record_next_tokens(self, now: float, last_time: float, num_sequences: int = 1) -> None:
-        """Sequences got more tokens `now`, each after the ones that it got at `last_time`."""
-        self.tallies["vllm:inter_token_latency_seconds"].observe(now - last_time, num_sequences)
+    def record_next_tokens(self, now: float, last_time: float, num_sequences: int = 1, num_tokens: int = 1) -> None:
+        """Sequences got `num_tokens` more tokens each, which took from `last_time` to `now`."""
+        per_token = (now - last_time) / num_tokens
+        self.tallies["vllm:inter_token_latency_seconds"].observe(per_token, num_sequences * num_tokens)
 
     def record_finished(self, end: FinishedSequence) -> None:
         self.finished[end.finish_reason] = self.finished.get(end.finish_reason, 0) + 1
@@ -146,8 +165,14 @@ class EngineMetrics:
         if end.num_generated_tokens > 1:
             per_token = end.decode_time / (end.num_generated_tokens - 1)
             self.tallies["vllm:request_time_per_output_token_seconds"].observe(per_token)
+        if end.queue_time is not None:
+            self.tallies["vllm:request_queue_time_seconds"].observe(end.queue_time)
+        if end.prefill_time is not None:
+            self.tallies["vllm:request_prefill_time_seconds"].observe(end.prefill_time)
+            self.tallies["vllm:request_decode_time_seconds"].observe(end.decode_time)
+            self.tallies["vllm:request_inference_time_seconds"].observe(end.prefill_time + end.decode_time)
 
-    def read(self, executor_stats: Mapping[str, Any]) -> list[Metric]:
+    def read(self, executor_stats: Mapping[str, Any], num_restarts: int = 0) -> list[Metric]:
         """All metrics; numbers among the executor's counters become gauges "jaxpaged:...", `recompiles` with them."""
         stats = self.stats
         own = {name: value for name, value in executor_stats.items() if type(value) in (int, float)}
@@ -166,6 +191,7 @@ class EngineMetrics:
             Counter("vllm:prefix_cache_hits", {}, stats.prefix_cache_hits),
             Counter("vllm:num_preemptions", {}, stats.num_preemptions),
             *(Counter("vllm:request_success", {"finished_reason": r}, n) for r, n in self.finished.items()),
+            Counter("jaxpaged:engine_restarts", {}, num_restarts),
             *(tally.read(name) for name, tally in self.tallies.items()),
             *(Gauge(f"jaxpaged:{name}", {}, value) for name, value in own.items()),
         ]

@@ -24,6 +24,7 @@ class ProcessedOutputs(msgspec.Struct):
 
     request_outputs: list[RequestOutput]
     ids_to_abort: list[str]
+    num_tokens: int  # of prompts and outputs
 
 
 class OutputProcessor:
@@ -60,7 +61,6 @@ class OutputProcessor:
         prompt = self._prompts[request.request_id] = self._state(request, text, children)
         for child, sequence in zip(children, prompt.sequences, strict=True):
             self._sequences[child.request_id] = (prompt, sequence)
-        self._metrics.record_prompt(len(children))
         return children
 
     def _state(
@@ -80,7 +80,7 @@ class OutputProcessor:
 
         Most of them bring tokens to a prompt that only grows, and there the time counts: see `PromptState.grow`.
         """
-        now, find = time.time(), self._sequences.get
+        now, find, num_before = time.time(), self._sequences.get, self._metrics.num_tokens
         results: list[RequestOutput] = []
         ids_to_abort: list[str] = []
         changed: dict[PromptState, list[int]] = {}
@@ -92,16 +92,19 @@ class OutputProcessor:
             prompt, sequence = found
             goes_on = output.finish_reason is None and output.num_preemptions == sequence.num_preemptions
             if goes_on and prompt.only_grows and (not changed or prompt not in changed):
-                num_tokens += len(output.new_token_ids)
-                if sequence.last_token_time == last_time:  # it had tokens in the step before, like most
+                num_new = len(output.new_token_ids)
+                result = prompt.grow(sequence, output)
+                if result is None and sequence.finish_reason is not None:  # by a stop string
+                    num_new -= sequence.num_dropped
+                num_tokens += num_new
+                if num_new == 1 and sequence.last_token_time == last_time:  # like most, as in the step before
                     num_usual += 1
-                else:
-                    self._metrics.record_next_tokens(now, sequence.last_token_time)
+                elif num_new:
+                    self._metrics.record_next_tokens(now, sequence.last_token_time, 1, num_new)
                 sequence.last_token_time = now
-                if (result := prompt.grow(sequence, output)) is not None:
+                if result is not None:
                     results.append(result)
-                elif sequence.finish_reason is not None:  # by a stop string
-                    num_tokens -= sequence.num_dropped
+                elif sequence.finish_reason is not None:
                     changed[prompt] = [sequence.index]
                     ids_to_abort.append(output.request_id)
                     self._forget(prompt, sequence, now)
@@ -115,10 +118,13 @@ class OutputProcessor:
         self._last_time = now
         others = (self._result(prompt, indices) for prompt, indices in changed.items())
         results += [result for result in others if result is not None]
-        return ProcessedOutputs(results, ids_to_abort)
+        return ProcessedOutputs(results, ids_to_abort, self._metrics.num_tokens - num_before)
 
-    def abort(self, request_ids: Iterable[str]) -> tuple[list[str], list[RequestOutput]]:
-        """Forget prompts. Returns the engine requests to abort, and what the prompts had so far. Unknown ids pass."""
+    def abort(self, request_ids: Iterable[str], reason: str = "abort") -> tuple[list[str], list[RequestOutput]]:
+        """End prompts for a `reason`. Returns the engine requests to abort, and what the prompts had so far.
+
+        Unknown ids pass.
+        """
         now = time.time()
         engine_ids, results = [], []
         for request_id in request_ids:
@@ -127,18 +133,29 @@ class OutputProcessor:
                 continue
             running = [sequence for sequence in prompt.sequences if not sequence.finished]
             for sequence in running:
-                sequence.finish("abort")
+                sequence.finish(reason)
                 engine_ids.append(sequence.request.request_id)
                 self._forget(prompt, sequence, now)
             results.append(self._result(prompt, [sequence.index for sequence in running]))
         return engine_ids, results
 
+    def discard(self, request_id: str) -> list[str]:
+        """Forget a prompt that was refused after all: it is not counted. Returns the engine requests to abort."""
+        prompt = self._prompts.pop(request_id)
+        engine_ids = [each.request.request_id for each in prompt.sequences if not each.finished]
+        for engine_id in engine_ids:
+            del self._sequences[engine_id]
+        return engine_ids
+
     def _advance(self, prompt: PromptState, sequence: SequenceState, output: EngineCoreOutput, now: float) -> bool:
         """Give one output to its sequence. True when the engine has to be told that the sequence ended."""
         num_before = len(sequence.token_ids)
         tell_engine = sequence.push(output)
+        if output.times is not None:
+            sequence.times = output.times
         self._record_tokens(sequence, output, num_before, now)
         if output.pooled is not None:
+            sequence.first_token_time = sequence.last_token_time = now
             self._metrics.record_pooled(len(prompt.request.prompt_token_ids), output.num_cached_tokens)
         if output.prompt_logprobs is not None:
             request = prompt.request
@@ -156,8 +173,10 @@ class OutputProcessor:
             return
         self._metrics.generation_tokens += num_new
         if num_before:
-            self._metrics.record_next_tokens(now, sequence.last_token_time)
+            self._metrics.record_next_tokens(now, sequence.last_token_time, 1, num_new)
         else:
+            if num_new > 1:
+                self._metrics.record_next_tokens(now, now, 1, num_new - 1)
             request = sequence.request
             sequence.first_token_time = now
             self._metrics.record_first_token(
@@ -170,23 +189,32 @@ class OutputProcessor:
         request = sequence.request
         del self._sequences[request.request_id]
         prompt.num_unfinished -= 1
+        self._metrics.record_finished(finished_sequence(sequence, now))
         if prompt.finished:
             prompt.update_metrics(finished_time=now)
-        self._metrics.record_finished(
-            FinishedSequence(
-                finish_reason=sequence.finish_reason,
-                num_prompt_tokens=len(request.prompt_token_ids),
-                num_generated_tokens=len(sequence.token_ids),
-                max_tokens=request.sampling_params.max_tokens,
-                latency=now - request.arrival_time,
-                decode_time=sequence.last_token_time - sequence.first_token_time,
-            )
-        )
+            self._metrics.record_finished_prompt([len(each.token_ids) for each in prompt.sequences])
 
     def _result(self, prompt: PromptState, changed: list[int]) -> RequestOutput | None:
         if prompt.finished:
             del self._prompts[prompt.request.request_id]
         return prompt.output(changed)
+
+
+def finished_sequence(sequence: SequenceState, now: float) -> FinishedSequence:
+    """What is counted of a sequence that ends. Times are the core's and ours, of one machine's clock, which may be set
+    back meanwhile."""
+    request, first = sequence.request, sequence.first_token_time
+    queued, scheduled = sequence.times or (None, None)
+    return FinishedSequence(
+        finish_reason=sequence.finish_reason,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_generated_tokens=len(sequence.token_ids),
+        max_tokens=request.sampling_params.max_tokens,
+        latency=max(now - request.arrival_time, 0.0),
+        queue_time=None if scheduled is None else max(scheduled - queued, 0.0),
+        prefill_time=None if scheduled is None or first is None else max(first - scheduled, 0.0),
+        decode_time=None if first is None else max(sequence.last_token_time - first, 0.0),
+    )
 
 
 def fan_out(request: EngineCoreRequest, engine_id: str) -> list[EngineCoreRequest]:

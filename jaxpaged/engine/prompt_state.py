@@ -33,7 +33,9 @@ class SequenceState:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.num_preemptions = 0
-        self.first_token_time = self.last_token_time = request.arrival_time
+        self.times: tuple[float, float] | None = None  # when the core queued it and first scheduled it
+        self.first_token_time: float | None = None  # or of the vector
+        self.last_token_time = request.arrival_time
         self.detokenizer = (
             make_detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
         )

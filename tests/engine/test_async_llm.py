@@ -205,6 +205,7 @@ def test_what_the_core_refuses_is_a_request_error_with_the_users_name():
         with pytest.raises(RequestError, match=r"request 'long' may need \d+ KV blocks") as caught:
             await outputs_of(llm, "long", [7] * 2500, max_tokens=1500, n=2)
         assert caught.value.parameter == "max_tokens"
+        assert sum(m.value for m in llm.get_metrics() if m.name == "vllm:request_success") == 0, "it was refused"
         assert llm.get_num_unfinished_requests() == 0
 
     with llm_in_thread(num_gpu_blocks_override=200) as llm:
@@ -349,6 +350,8 @@ def test_when_the_core_dies_or_hangs_every_request_hears_of_it_and_another_core_
         with llm_with_process(step_timeout=0.5 if fake == "hang" else 60.0) as llm:
             first = await main(llm)
             assert llm.errored
+            ends = {reason: metric(llm, "vllm:request_success", reason) for reason in ("abort", "error")}
+            assert ends == {"abort": 0, "error": 52} and metric(llm, "jaxpaged:engine_restarts") == 1
             with pytest.raises(EngineDeadError, match=reason):
                 await llm.check_health()
             await afterwards(llm, first)

@@ -145,6 +145,7 @@ def test_metrics_count_tokens_and_ends():
     assert counts["vllm:time_to_first_token_seconds"] == 1
     assert counts["vllm:inter_token_latency_seconds"] == 4
     assert counts["vllm:iteration_tokens_total"] == 5
+    assert {counts[f"vllm:request_{name}_time_seconds"] for name in ("queue", "prefill", "decode", "inference")} == {1}
 
 
 def test_preempted_requests_get_the_same_text_and_are_counted():

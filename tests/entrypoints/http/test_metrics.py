@@ -1,5 +1,8 @@
 """The exposition format, read by Prometheus' own parser."""
 
+import asyncio
+import json
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpaged.engine.metrics import Counter, Gauge, Histogram
@@ -10,6 +13,8 @@ DASHBOARD = {
     "vllm:request_time_per_output_token_seconds", "vllm:prompt_tokens", "vllm:generation_tokens",
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:request_success",
     "vllm:request_prompt_tokens", "vllm:request_generation_tokens", "vllm:cache_config_info",
+    "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
+    "vllm:request_inference_time_seconds", "vllm:request_max_num_generation_tokens", "jaxpaged:engine_restarts",
 }  # fmt: skip
 
 
@@ -35,6 +40,42 @@ def test_metrics_are_what_prometheus_reads_with_the_labels_of_dashboards(serving
     assert success["length"] == 1
     [cache] = found["vllm:cache_config_info"].samples
     assert cache.labels["block_size"] == "4" and cache.value == 1
+
+
+def test_counts_are_those_of_the_answers(serving):
+    """Whole answers and streams, several sequences, an abort, a step that fails, and runs of decode steps."""
+    asked = {"prompt": [7, 8, 9], "max_tokens": 20, "ignore_eos": True}
+
+    async def scenario(server):
+        ask = server.client.post
+        usages = [(await ask("/v1/completions", {**asked, "n": n, "stop": stop})).json["usage"]
+                  for n, stop in ((1, None), (3, None), (2, "k"))]  # fmt: skip
+        streamed = await ask("/v1/completions", {**asked, "stream": True, "stream_options": {"include_usage": True}})
+        usages.append(json.loads(streamed.body.decode().split("data: ")[-2])["usage"])
+        server.engine.executor.fail_at = {len(server.engine.executor.executed) + 1: "result"}
+        failed = await ask("/v1/completions", asked)
+        server.engine.executor.fail_at = {}
+        server.engine.go_on.clear()
+        task = asyncio.ensure_future(ask("/v1/completions", asked, x_request_id="x"))
+        await asyncio.sleep(0.02)
+        await ask("/abort_requests", {"request_ids": ["cmpl-x"]})
+        server.engine.go_on.set()
+        usages.append((await task).json["usage"])
+        return usages, failed.status, (await server.client.get("/metrics")).body.decode()
+
+    usages, failed, text = serving(scenario, num_scheduler_steps=8)
+    values = {(s.name, s.labels.get("finished_reason")): s.value for f in families(text).values() for s in f.samples}
+    generated = sum(usage["completion_tokens"] for usage in usages)
+    assert failed == 500 and usages[3]["completion_tokens"] == 20 and usages[4]["completion_tokens"] == 0
+    # The failed request's first token came before the step that failed, and nobody was told.
+    assert values["vllm:generation_tokens_total", None] == generated + 1
+    num_begun = 1 + 3 + 2 + 1 + 1
+    assert values["vllm:inter_token_latency_seconds_count", None] == generated + 1 - num_begun
+    assert values["vllm:time_to_first_token_seconds_count", None] == num_begun
+    assert values["vllm:iteration_tokens_total_sum", None] == generated + 1 + 3 * num_begun
+    ends = {reason: values["vllm:request_success_total", reason] for reason in ("stop", "length", "abort", "error")}
+    assert sum(ends.values()) == 9 and (ends["abort"], ends["error"]) == (1, 1)
+    assert values["vllm:request_max_num_generation_tokens_count", None] == 6
 
 
 def test_histograms_have_buckets_sum_and_count():
