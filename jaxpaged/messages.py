@@ -177,7 +177,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     error: str | None = None  # with finish_reason "error"
     error_parameter: str | None = None  # the field of the request that is to blame
     pooled: np.ndarray | None = None  # float32, of a pooling request that is done
-    times: tuple[float, float] | None = None  # when it was queued and first scheduled, s since the epoch; once, at first
+    times: tuple[float, float] | None = None  # of queuing and of the first step, s since the epoch; told once
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):
