@@ -14,8 +14,9 @@ from typing import Any
 from jaxpaged.engine.chat_template import OWN_VARIABLES, ChatTemplates, Message
 from jaxpaged.engine.generation_config import GenerationDefaults
 from jaxpaged.engine.grammar_checker import GrammarChecker
+from jaxpaged.engine.long_text import Truncation, checked_length, enough_text
 from jaxpaged.engine.pooler import Pooler
-from jaxpaged.engine.pooling_prompts import check_keep, cut_ids, text_ids
+from jaxpaged.engine.pooling_prompts import check_keep, text_ids
 from jaxpaged.engine.thinking_markers import budget_tokens, thinking_token_ids
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError, did_you_mean
@@ -27,6 +28,7 @@ from jaxpaged.sampling_params import SamplingParams
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps "cache_salt" and "priority"."""
 
+WHOLE = Truncation()
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority")
 MAX_CACHE_SALT_LENGTH = 128
 NO_POOLING = "this model was started to generate, and gives no embeddings or scores. Start it with runner='pooling'."
@@ -101,8 +103,8 @@ class InputProcessor:
         params = self._checked_kind(params)
         pooling_params = params if isinstance(params, PoolingParams) else None
         if pooling_params is None:
-            parsed = self.parse(prompt, add_special_tokens)
-            token_ids = self._truncated(parsed.token_ids, truncate_prompt_tokens)
+            parsed = self.parse(prompt, add_special_tokens, Truncation(truncate_prompt_tokens))
+            token_ids = parsed.token_ids
         else:
             keep = params.truncate_prompt_tokens if truncate_prompt_tokens is None else truncate_prompt_tokens
             parsed = self._parse_for_pooling(prompt, keep, add_special_tokens)
@@ -137,26 +139,33 @@ class InputProcessor:
 
     # ---- prompts
 
-    def parse(self, prompt: Prompt, add_special_tokens: bool = True) -> ParsedPrompt:
-        """Bring a prompt into one form. Raises RequestError when it is empty or no prompt at all."""
+    def parse(
+        self, prompt: Prompt, add_special_tokens: bool = True, truncation: Truncation = WHOLE, most: int | None = None
+    ) -> ParsedPrompt:
+        """Bring a prompt into one form, cut as `truncation` says.
+
+        Only the part of a text that is kept is tokenised, and one that certainly has more than `most` tokens, as a rule
+        `max_model_len`, is refused before. Raises RequestError for that, and when a prompt is empty or none at all.
+        """
         if isinstance(prompt, Mapping):
-            return self._parse_dict(prompt, add_special_tokens)
+            return self._parse_dict(prompt, add_special_tokens, truncation)
         if isinstance(prompt, str):
-            return ParsedPrompt(self._encode(prompt, add_special_tokens), prompt)
-        return ParsedPrompt(self._checked_ids(prompt))
+            return ParsedPrompt(self._encode(prompt, add_special_tokens, truncation, most), prompt)
+        return ParsedPrompt(self._checked_ids(prompt, truncation))
 
     def _parse_for_pooling(self, prompt: Prompt, keep: int | None, add_special_tokens: bool) -> ParsedPrompt:
         """The same, of which the first `keep` tokens are left; those that the tokenizer adds are always there."""
         keep = check_keep(keep, self.max_model_len)
-        parsed = self.parse(prompt, add_special_tokens)
-        if keep is None or len(parsed.token_ids) <= keep:
-            return parsed
-        is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
-        if is_text:
-            return replace(parsed, token_ids=text_ids(self.tokenizer, (parsed.text,), keep, add_special_tokens))
-        return replace(parsed, token_ids=cut_ids(parsed.token_ids, keep))
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        is_text = not isinstance(prompt, Mapping) or prompt.get("prompt_token_ids") is None
+        if keep is None or not (is_text and isinstance(text, str)):
+            return self.parse(prompt, add_special_tokens, Truncation(keep, from_right=True))
+        first = self.parse(prompt, add_special_tokens, Truncation(1, from_right=True))
+        return replace(first, token_ids=text_ids(self.tokenizer, (text,), keep, add_special_tokens))
 
-    def _parse_dict(self, prompt: Mapping[str, Any], add_special_tokens: bool) -> ParsedPrompt:
+    def _parse_dict(
+        self, prompt: Mapping[str, Any], add_special_tokens: bool, truncation: Truncation
+    ) -> ParsedPrompt:
         for key in prompt:
             if key not in PROMPT_KEYS:
                 near = did_you_mean(str(key), PROMPT_KEYS)
@@ -167,28 +176,36 @@ class InputProcessor:
         if text is None and ids is None:
             raise RequestError("a prompt dict needs 'prompt' or 'prompt_token_ids'; it has neither.", "prompt")
         return ParsedPrompt(
-            self._encode(text, add_special_tokens) if ids is None else self._checked_ids(ids),
+            self._encode(text, add_special_tokens, truncation) if ids is None else self._checked_ids(ids, truncation),
             text,
             checked_cache_salt(prompt.get("cache_salt")),
             prompt.get("priority"),
         )
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(
+        self, text: str, add_special_tokens: bool, truncation: Truncation = WHOLE, most: int | None = None
+    ) -> list[int]:
         if not text:
             raise RequestError("the prompt is empty. Give it at least one character.", "prompt")
+        keep = truncation.length(self.max_model_len - 1)
+        if keep is None:
+            checked_length(self.tokenizer, text, self.max_model_len if most is None else most)
+        else:
+            text = enough_text(self.tokenizer, text, keep, from_end=not truncation.from_right)
         ids = self.tokenizer.encode(text, add_special_tokens)
         if not ids:
-            raise RequestError(f"the prompt {text!r} has no tokens. Give it at least one.", "prompt")
-        return ids
+            raise RequestError(f"the prompt {text[:40]!r} has no tokens. Give it at least one.", "prompt")
+        return truncation.cut(ids, self.max_model_len - 1)
 
-    def _checked_ids(self, ids: Any) -> list[int]:
-        """Ids as a list of plain ints within the model's vocabulary."""
+    def _checked_ids(self, ids: Any, truncation: Truncation = WHOLE) -> list[int]:
+        """Ids as a list of plain ints within the model's vocabulary; those that are cut off are not looked at."""
         if hasattr(ids, "tolist"):  # numpy and other arrays
             ids = ids.tolist()
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
             raise RequestError(f"a prompt is {ids!r}; it must be text, token ids, or a dict of either.", "prompt")
         if not ids:
             raise RequestError("the prompt has no token ids. Give it at least one.", "prompt")
+        ids = truncation.cut(ids, self.max_model_len - 1)
         for position, token_id in enumerate(ids):
             whole = isinstance(token_id, Integral) and not isinstance(token_id, bool)
             if not whole or not 0 <= token_id < self.vocab_size:
@@ -198,16 +215,6 @@ class InputProcessor:
                     "prompt",
                 )
         return [int(token_id) for token_id in ids]
-
-    def _truncated(self, token_ids: list[int], keep: int | None) -> list[int]:
-        if keep is None:
-            return token_ids
-        if isinstance(keep, bool) or not isinstance(keep, int) or (keep < 1 and keep != -1):
-            raise RequestError(
-                f"truncate_prompt_tokens is {keep!r}; it must be at least 1, or -1 for what the model takes.",
-                "truncate_prompt_tokens",
-            )
-        return token_ids[-(self.max_model_len - 1 if keep == -1 else keep) :]
 
     def _check_length(self, token_ids: list[int], room: int) -> None:
         if not room and len(token_ids) > self.max_model_len:
@@ -235,8 +242,12 @@ class InputProcessor:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+        truncation: Truncation = WHOLE,
+        most: int | None = None,
     ) -> dict[str, Any]:
-        """A conversation as a prompt dict. Templates write special tokens themselves, so none are added.
+        """A conversation as a prompt dict, cut and limited as in `parse`. Templates write special tokens themselves, so
+        none are added unless `add_special_tokens` says so.
 
         Raises RequestError when the messages or the template are at fault.
         """
@@ -254,7 +265,7 @@ class InputProcessor:
             tools=tools,
             **{**self.tokenizer.named_tokens, **variables},
         )
-        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens, truncation, most)}
 
     # ---- sampling parameters
 

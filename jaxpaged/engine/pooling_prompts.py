@@ -7,6 +7,7 @@ text goes, as transformers does it. This module knows no requests.
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpaged.engine.long_text import enough_text
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError
 
@@ -36,9 +37,12 @@ def text_ids(
 ) -> list[int]:
     """The ids of a text, or of a pair of texts, of which at most `keep` are left, special tokens included.
 
-    Of a pair the longer one is cut first. Raises RequestError when nothing is left, or when the text has no tokens.
+    Of a pair the longer one is cut first. Only what may be left is tokenised. Raises RequestError when nothing is left,
+    or when the text has no tokens.
     """
     backend = tokenizer.backend
+    if keep is not None:
+        texts = [enough_text(tokenizer, text, keep, from_left) for text in texts]
     plain = [tokenizer.encoding(text, add_special_tokens=False) for text in texts]
     if keep is not None:
         num_special = backend.num_special_tokens_to_add(len(texts) == 2) if add_special_tokens else 0

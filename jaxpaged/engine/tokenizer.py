@@ -18,6 +18,8 @@ from jaxpaged.errors import CheckpointError, RequestError
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CHARACTER_TOKENS = 4
 """A character has at most four bytes, hence at most four tokens."""
+LONG_TEXT = 2048
+"""Characters above which a text is worth a thread: about a millisecond of work."""
 
 
 class Tokenizer:
@@ -57,9 +59,15 @@ class Tokenizer:
         return self.encoding(text, add_special_tokens).ids
 
     def encoding(self, text: str, add_special_tokens: bool = True) -> tokenizers.Encoding:
-        """The same in the library's form, which can be cut and joined."""
+        """The same in the library's form, which can be cut and joined.
+
+        A long text is a batch of one: only for batches does the library let go of the interpreter's lock, and without
+        offsets it takes less than half the time and memory.
+        """
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens)
+            if len(text) <= LONG_TEXT:
+                return self.backend.encode(text, add_special_tokens=add_special_tokens)
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except TypeError as error:  # what the library makes of half a surrogate pair
             raise RequestError(
                 f"{text[:40]!r} is not valid Unicode: it holds half of a surrogate pair. Replace it."

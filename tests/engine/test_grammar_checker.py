@@ -1,13 +1,16 @@
 """What cannot be compiled is refused, and the checker outlives it. Child processes are real here."""
 
+import contextlib
+import json
 import select
+import signal
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from jaxpaged.core import grammar_probe
-from jaxpaged.engine.grammar_checker import SECONDS, GrammarChecker
+from jaxpaged.engine.grammar_checker import PATIENCE, Child, GrammarChecker
 from jaxpaged.errors import RequestError
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
@@ -55,28 +58,79 @@ def test_what_cannot_be_compiled_is_refused_and_the_next_is_checked_as_ever(chec
     checker.check(GOOD)
 
 
-def test_one_that_takes_too_long_is_refused_in_time(checker, monkeypatch):
+def test_one_that_computes_may_take_as_long_as_it_needs_and_one_that_does_nothing_is_given_up(monkeypatch):
+    """Before, 60 s of waiting ended a check, whatever else the machine had to do."""
+    checker, waited, computed = GrammarChecker(), [], []
     checker.check(GOOD)
-    waited = []
+    real = select.select
+
+    def nothing_yet(reads, *others):
+        waited.append(others[-1])
+        return ([], [], []) if len(waited) % 4 else real(reads, [], [], 60)
+
     with monkeypatch.context() as patch:
-        patch.setattr(select, "select", lambda *arguments: waited.append(arguments[-1]) or ([], [], []))
+        patch.setattr(select, "select", nothing_yet)
+        patch.setattr(Child, "_computed", lambda child: computed.append(0) or len(computed))
+        checker.check(StructuredOutputsParams(regex="b+"))
+        assert waited == [PATIENCE] * 4
+        patch.setattr(Child, "_computed", lambda child: 7.0)
         with pytest.raises(RequestError, match="Make it simpler"):
-            checker.check(StructuredOutputsParams(regex="b+"))
-        checker.check(GOOD)  # it is remembered
-    assert waited == [SECONDS]
-    checker.check(StructuredOutputsParams(regex="b+"))
+            checker.check(StructuredOutputsParams(regex="c+"))
+    checker.check(StructuredOutputsParams(regex="c+"))  # that was not its fault, so it is not remembered
+    checker.close()
 
 
-def test_computing_time_is_limited(monkeypatch, capfd):
-    """The probe gives every grammar its own seconds, counted from when it came."""
+@pytest.mark.parametrize(("regex", "good"), [("x{3}", True), ("(x", False)])
+def test_what_was_found_is_remembered_and_no_process_is_asked_again(monkeypatch, regex, good):
+    """Before, only the good ones were."""
+    checker, asked = GrammarChecker(), []
+    ask = Child.ask
+    monkeypatch.setattr(Child, "ask", lambda *args: asked.append(1) or ask(*args))
+    for _ in range(3):
+        with contextlib.nullcontext() if good else pytest.raises(RequestError, match="unclosed group"):
+            checker.check(StructuredOutputsParams(regex=regex))
+    assert asked == [1] and checker.is_known(StructuredOutputsParams(regex=regex))
+    checker.close()
+
+
+def test_one_that_is_too_hard_is_refused_at_once_the_next_time(checker, monkeypatch):
+    hard = StructuredOutputsParams(grammar=LONG_CHAIN)
+    with pytest.raises(RequestError, match="Make it simpler"):
+        checker.check(hard)
+    monkeypatch.setattr(Child, "ask", None)
+    with pytest.raises(RequestError, match="Make it simpler"):
+        checker.check(hard)
+
+
+def test_what_is_remembered_is_bounded_and_holds_no_grammars(monkeypatch):
+    monkeypatch.setattr("jaxpaged.engine.grammar_checker.MOST_REMEMBERED", 3)
+    checker = GrammarChecker()
+    for number in range(5):
+        checker.check(StructuredOutputsParams(choice=["a" * 1000, str(number)]))
+    known = [checker.is_known(StructuredOutputsParams(choice=["a" * 1000, str(i)])) for i in range(5)]
+    assert known == [False, False, True, True, True]
+    assert {len(key) for key in checker._found} == {32}
+    checker.close()
+
+
+@pytest.mark.parametrize(("number", "certain"), [("SIGPROF", True), ("SIGSEGV", True), ("SIGKILL", False)])
+def test_a_child_that_somebody_else_killed_says_nothing_of_its_grammar(number, certain):
+    child = Child()
+    child._process.send_signal(getattr(signal, number))
+    assert child.died_of_it() is certain
+    child.kill()
+
+
+def test_computing_is_limited_and_waiting_is_not(monkeypatch, capfd):
+    """The probe gives every grammar its own seconds of the processor, counted from when it came."""
     limits = []
-    monkeypatch.setattr(grammar_probe, "limit", lambda name, value: limits.append((name, value)))
-    monkeypatch.setattr(grammar_probe.time, "process_time", iter([0.2, 100.0]).__next__)
+    monkeypatch.setattr(grammar_probe.signal, "setitimer", lambda which, seconds: limits.append((which, seconds)))
     lines = [msgspec.json.encode(GOOD) + b"\n"] * 2
     monkeypatch.setattr(grammar_probe.sys, "stdin", SimpleNamespace(buffer=lines))
     grammar_probe.answer_lines()
-    assert limits == [("RLIMIT_CPU", 1 + grammar_probe.CPU_SECONDS), ("RLIMIT_CPU", 100 + grammar_probe.CPU_SECONDS)]
-    assert capfd.readouterr().out == "null\nnull\n"
+    assert limits == [(signal.ITIMER_PROF, grammar_probe.CPU_SECONDS), (signal.ITIMER_PROF, 0)] * 2
+    answers = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [problem for problem, _ in answers] == [None, None] and all(seconds >= 0 for _, seconds in answers)
 
 
 def test_a_checker_whose_process_cannot_start_says_so(monkeypatch):

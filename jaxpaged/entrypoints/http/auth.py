@@ -9,9 +9,13 @@ import hmac
 from collections.abc import Iterable, Set
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpaged.entrypoints.http.errors import HttpError, error_response
+
+KEY_OWNER = "jaxpaged.key_owner"
+"""What a request with a good key carries in its scope: the key's digest."""
 
 
 class ApiKeys:
@@ -24,8 +28,12 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         guarded = scope["type"] == "http" and scope["path"] not in self._open_paths
-        if not self._digests or not guarded or self._knows(given_key(Headers(scope=scope))):
+        if not self._digests or not guarded:
             await self._app(scope, receive, send)
+            return
+        key = given_key(Headers(scope=scope))
+        if self._knows(key):
+            await self._app({**scope, KEY_OWNER: digest(key).hex()}, receive, send)
             return
         refusal = HttpError(
             401, "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
@@ -41,6 +49,13 @@ class ApiKeys:
 
 def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def client_of(request: Request) -> str:
+    """Who asks, for shares of what is scarce: the key where keys are needed, else the address. What stands in a header
+    that nobody checks would make as many clients of one as it likes."""
+    owner = request.scope.get(KEY_OWNER)
+    return owner or (request.client.host if request.client else "")
 
 
 def given_key(headers: Headers) -> str:

@@ -4,7 +4,7 @@ What a request says of tools, of the answer's shape and of thinking meets here w
 This module knows no API: endpoints bring a request into the form of `Conversation`, and name fields in errors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 
 from jaxpaged.engine.chat_template import ChatTemplates
+from jaxpaged.engine.long_text import Truncation
 from jaxpaged.entrypoints.http.answer import ANY_CALLS, Reading
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.options import ServerOptions
-from jaxpaged.entrypoints.http.prompts import PromptReader, TokenPrompt, Truncation
+from jaxpaged.entrypoints.http.prompts import PromptReader, TokenPrompt
 from jaxpaged.entrypoints.http.shape_or_calls import WRITTEN, shape_or_calls
 from jaxpaged.entrypoints.http.tool_use import ToolUse
 from jaxpaged.errors import ConfigError, RequestError
@@ -24,6 +25,8 @@ from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named
 from jaxpaged.parsing.reasoning import ReasoningFormat
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams, Thinking
+
+CheckShape = Callable[[StructuredOutputsParams | None], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,11 @@ class Prepared:
 
 
 async def prepare(
-    conversation: Conversation, params: SamplingParams, formats: AnswerFormats, prompts: PromptReader
-) -> Prepared:
-    """`params` are those of the client, to which shape and special tokens are added.
+    conversation: Conversation, params: SamplingParams, formats: AnswerFormats, prompts: PromptReader,
+    check_shape: CheckShape,
+) -> Prepared:  # fmt: skip
+    """`params` are those of the client, to which shape and special tokens are added. `check_shape` waits until it is
+    known whether the shape can be used, and raises RequestError if not.
 
     Raises HttpError or RequestError 400; their parameters are "tool_choice" and "structured_outputs", and those of
     `PromptReader.read_chat`.
@@ -93,6 +98,7 @@ async def prepare(
         params.skip_special_tokens = False
     if shape is not None:
         params.structured_outputs = after_thinking(shape, reading.reasoning_parser, prompt.text or "")
+    await check_shape(params.structured_outputs)
     return Prepared(prompt, params, reading)
 
 

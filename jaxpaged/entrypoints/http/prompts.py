@@ -1,7 +1,7 @@
 """What requests give as prompts, as token ids: texts, ids, and chats.
 
-Long texts are tokenised in a thread, so that other requests go on meanwhile, and those that can never fit are refused
-before that. This module knows no endpoint.
+Long texts are tokenised in a thread, so that other requests go on meanwhile, and no more of them than matters, see
+`engine/long_text.py`. This module knows no endpoint.
 """
 
 import asyncio
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.engine.input_processor import InputProcessor
+from jaxpaged.engine.long_text import Truncation
+from jaxpaged.engine.tokenizer import LONG_TEXT
 from jaxpaged.entrypoints.http.errors import HttpError
 
-LONG_TEXT = 2048
-"""Characters above which a text is handled in a thread: about a millisecond of work."""
 SALT_FORBIDDEN = "@/\\\0"
 """Characters that KV stores use to separate a salt from what follows it."""
 
@@ -31,22 +31,11 @@ class TokenPrompt:
         return {"prompt": self.text, "prompt_token_ids": self.token_ids, **salt}
 
 
-@dataclass(frozen=True)
-class Truncation:
-    """Keep `keep` tokens of a prompt, the last ones or, from the right, the first. -1: as many as fit. None: all."""
-
-    keep: int | None = None
-    from_right: bool = False
-
-
 class PromptReader:
     """Makes prompts of what requests hold. All methods raise RequestError or HttpError when that is at fault."""
 
     def __init__(self, processor: InputProcessor):
         self._processor = processor
-        # A token stands for at most so many characters, so a text of more than that many times the context is too long.
-        vocabulary = processor.tokenizer.backend.get_vocab(with_added_tokens=True)
-        self._most_characters = processor.max_model_len * max(map(len, vocabulary), default=1)
 
     async def read(
         self,
@@ -54,26 +43,25 @@ class PromptReader:
         truncation: Truncation,
         add_special_tokens: bool,
         cache_salt: str | None,
+        *,
+        most: int | None = None,
     ) -> list[TokenPrompt]:
-        """Texts or token ids."""
+        """Texts or token ids, of at most `most` tokens, as a rule what the model takes."""
         check_salt(cache_salt)
 
         def read_all() -> list[TokenPrompt]:
-            return [self._read(each, truncation, add_special_tokens, cache_salt) for each in prompts]
+            return [self._read(each, truncation, add_special_tokens, cache_salt, most) for each in prompts]
 
         return await in_thread_if_long(sum(map(len, prompts)), read_all)
 
     def _read(
-        self, prompt: str | list[int], truncation: Truncation, add_special_tokens: bool, cache_salt: str | None
-    ) -> TokenPrompt:
-        if isinstance(prompt, list):  # most of which may be cut off: it is not looked at
-            ids = self._truncated(prompt, truncation)
-            self._check_tokens(len(ids))
-            return TokenPrompt(self._processor.parse(ids).token_ids, None, cache_salt)
-        if truncation.keep is None:
-            self.check_characters("prompt", len(prompt))
-        parsed = self._processor.parse(prompt, add_special_tokens)
-        return TokenPrompt(self._truncated(parsed.token_ids, truncation), parsed.text, cache_salt)
+        self, prompt: str | list[int], truncation: Truncation, add_special_tokens: bool, cache_salt: str | None,
+        most: int | None,
+    ) -> TokenPrompt:  # fmt: skip
+        if isinstance(prompt, list):
+            self._check_tokens(len(truncation.cut(prompt, self._processor.max_model_len - 1)))
+        parsed = self._processor.parse(prompt, add_special_tokens, truncation, most)
+        return TokenPrompt(parsed.token_ids, parsed.text, cache_salt)
 
     async def read_chat(
         self,
@@ -81,32 +69,23 @@ class PromptReader:
         truncation: Truncation,
         add_special_tokens: bool,
         cache_salt: str | None,
+        *,
+        most: int | None = None,
         **template: Any,
     ) -> TokenPrompt:
         """A conversation; `template` are further arguments of `InputProcessor.chat_prompt`.
 
         Templates write special tokens themselves; `add_special_tokens` adds the tokenizer's own to them.
         """
-        length = num_characters(messages)
-        if truncation.keep is None:
-            self.check_characters("messages", length)
-        length += num_characters(template.get("tools") or [])
-        prompt = await in_thread_if_long(length, lambda: self._processor.chat_prompt(messages, **template))
-        text, token_ids = prompt["prompt"], prompt["prompt_token_ids"]
-        if add_special_tokens:
-            token_ids = (await in_thread_if_long(length, self._processor.parse, text, True)).token_ids
         check_salt(cache_salt)
-        return TokenPrompt(self._truncated(token_ids, truncation), text, cache_salt)
 
-    def check_characters(self, name: str, length: int) -> None:
-        """Raise HttpError when a text of this length can never fit, before it is tokenised."""
-        if length > self._most_characters:
-            raise HttpError(
-                400,
-                f"{name} has {length} characters, but the context has {self._processor.max_model_len} tokens, which "
-                f"hold at most {self._most_characters} characters. Shorten it.",
-                name,
+        def read() -> TokenPrompt:
+            prompt = self._processor.chat_prompt(
+                messages, add_special_tokens=add_special_tokens, truncation=truncation, most=most, **template
             )
+            return TokenPrompt(prompt["prompt_token_ids"], prompt["prompt"], cache_salt)
+
+        return await in_thread_if_long(num_characters(messages, template.get("tools") or []), read)
 
     def _check_tokens(self, count: int) -> None:
         """Raise HttpError when so many ids can never fit, before each of them is looked at."""
@@ -118,18 +97,6 @@ class PromptReader:
                 "prompt",
             )
 
-    def _truncated(self, token_ids: list[int], truncation: Truncation) -> list[int]:
-        keep = truncation.keep
-        if keep is None:
-            return token_ids
-        if keep < 1 and keep != -1:
-            raise HttpError(
-                400, f"truncate_prompt_tokens is {keep}; it must be at least 1, or -1 for what the model takes.",
-                "truncate_prompt_tokens",
-            )  # fmt: skip
-        keep = self._processor.max_model_len - 1 if keep == -1 else keep
-        return token_ids[:keep] if truncation.from_right else token_ids[-keep:]
-
 
 async def in_thread_if_long[T](length: int, function: Callable[..., T], *arguments: Any) -> T:
     if length <= LONG_TEXT:
@@ -137,12 +104,18 @@ async def in_thread_if_long[T](length: int, function: Callable[..., T], *argumen
     return await asyncio.to_thread(function, *arguments)
 
 
-def num_characters(value: Any) -> int:
-    """Characters of all texts inside lists and objects, which are not nested deeply."""
-    if isinstance(value, str):
-        return len(value)
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(num_characters, items))
+def num_characters(*values: Any) -> int:
+    """Characters of all texts inside lists and objects, counted until there are more than LONG_TEXT; each of these
+    counts as one, since it is work too."""
+    count, pending = 0, list(values)
+    while pending and count <= LONG_TEXT:
+        item = pending.pop()
+        count += len(item) if isinstance(item, str) else 1
+        if isinstance(item, dict | list):
+            if len(item) > LONG_TEXT:
+                return len(item)
+            pending += item.values() if isinstance(item, dict) else item
+    return count
 
 
 def check_salt(salt: str | None) -> None:

@@ -1,5 +1,6 @@
 """What all endpoints share: the engine, the model as clients know it, the options, and what is under way."""
 
+import functools
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -11,16 +12,20 @@ from starlette.responses import Response
 
 from jaxpaged import __version__
 from jaxpaged.config import EngineConfig
+from jaxpaged.entrypoints.http.auth import client_of
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.grammar_desk import GrammarDesk
 from jaxpaged.entrypoints.http.options import ServerOptions
-from jaxpaged.entrypoints.http.prepare import answer_formats
+from jaxpaged.entrypoints.http.prepare import CheckShape, answer_formats
 from jaxpaged.entrypoints.http.prompts import PromptReader
 from jaxpaged.entrypoints.http.request_counts import RequestCounts
 from jaxpaged.entrypoints.http.request_ids import request_id
 from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
 from jaxpaged.entrypoints.http.traffic import Traffic
 
+COUNTED_CONTEXTS = 8
+"""Texts whose tokens are only counted may be longer than the model takes, so many times."""
 SYSTEM_FINGERPRINT = f"jaxpaged-{__version__}"
 
 
@@ -72,9 +77,15 @@ class Service:
         self.options = options
         self.prompts = PromptReader(engine.input_processor)
         self.formats = answer_formats(options, engine.input_processor.chat_templates)
+        self.most_counted = COUNTED_CONTEXTS * model.max_model_len
+        self._grammars = GrammarDesk(engine.input_processor.grammar_checker)
         self.requests = RequestCounts()
         self.has_been_ready = False  # at some time since the start
         self.traffic = Traffic(model.max_num_seqs, options.max_num_queued_reqs, options.max_num_queued_tokens)
+
+    def check_shape_for(self, request: Request) -> CheckShape:
+        """Checks shapes in the turns of the client that asks."""
+        return functools.partial(self._grammars.check, client=client_of(request))
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text that stands alone."""

@@ -7,6 +7,7 @@ import pytest
 from jaxpaged.entrypoints.http.errors import MAX_MESSAGE_LENGTH, as_http_error, error_body, scrubbed
 from jaxpaged.errors import EngineError, RequestError, UsageError
 
+LONG = "the cat sat " * 50_000
 COMPLETION = {"prompt": "the cat", "max_tokens": 2}
 
 
@@ -101,13 +102,35 @@ def test_a_conversation_that_is_too_long_names_the_messages(ask):
     assert answer.status == 400 and answer.error["param"] == "messages"
 
 
-def test_a_text_that_no_tokenizer_could_make_fit_is_refused_before_it_is_tokenised(serving):
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", {"prompt": LONG}, 400),
+        ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": 5, "max_tokens": 2}, 200),
+        ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": -1, "truncation_side": "right"}, 200),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], "truncate_prompt_tokens": 9}, 200),
+        ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 2}, 400),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": LONG}]}, 400),
+        ("/v1/responses", {"input": LONG, "store": False}, 400),
+        ("/v1/responses", {"input": LONG, "store": False, "truncation": "auto"}, 400),
+        ("/tokenize", {"prompt": LONG}, 400),
+    ],
+)
+def test_of_a_long_text_no_more_is_tokenised_than_matters(serving, path, body, status):
+    """Before, with truncate_prompt_tokens all of it was, with the interpreter's lock held."""
+    tokenised = []
+
     async def scenario(server):
-        server.engine.input_processor.tokenizer.encode = None
-        return await server.client.post("/v1/completions", {"prompt": "x" * 100_000})
+        tokenizer = server.engine.input_processor.tokenizer
+        encoding = tokenizer.encoding
+        tokenizer.encoding = lambda text, special=True: tokenised.append(len(text)) or encoding(text, special)
+        return await server.client.post(path, body)
 
     answer = serving(scenario)
-    assert answer.status == 400 and "100000" in answer.error["message"] and answer.error["param"] == "prompt"
+    assert answer.status == status, answer.body
+    assert sum(tokenised) < len(LONG) / 10
+    assert status == 200 or "characters. Shorten it" in answer.body.decode()
 
 
 def test_ids_that_can_never_fit_are_refused_before_they_are_looked_at(serving):

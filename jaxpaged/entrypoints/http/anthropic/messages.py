@@ -71,8 +71,9 @@ class Messages:
         asked = conversation(wanted)
         with client_names(engine_names(wanted)):
             prompt = await service.prompts.read_chat(
-                asked.messages, asked.truncation, asked.add_special_tokens, None, **asked.template
-            )
+                asked.messages, asked.truncation, asked.add_special_tokens, None, most=service.most_counted,
+                **asked.template,
+            )  # fmt: skip
         return json_response(CountTokensResponse(len(prompt.token_ids)))
 
     async def _asked(self, request: Request, wanted: MessagesRequest) -> Asked:
@@ -85,7 +86,8 @@ class Messages:
         with client_names(names):
             params = sampling_params(wanted, processor.defaults.sampling, processor.thinking_token_ids is not None)
             asked = conversation(wanted, wanted.cache_salt)
-            prepared = await prepare(asked, params, service.formats, service.prompts)
+            check_shape = service.check_shape_for(request)
+            prepared = await prepare(asked, params, service.formats, service.prompts, check_shape)
         request_id = service.request_id(request, "msg")
         reader = AnswerReader(prepared.reading, prepared.prompt.text)
         generation = GenerationRequest(request_id, [prepared.prompt], prepared.params, names=names)

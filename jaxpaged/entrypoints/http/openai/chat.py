@@ -90,7 +90,8 @@ class ChatCompletions:
         params, beams = self._params(wanted)
         conversation, names = self._conversation(wanted), names_of(wanted)
         with client_names(names):
-            prepared = await prepare(conversation, params, service.formats, service.prompts)
+            check_shape = service.check_shape_for(request)
+            prepared = await prepare(conversation, params, service.formats, service.prompts, check_shape)
         last = conversation.messages[-1]
         role = "assistant" if conversation.template["add_generation_prompt"] else last["role"]
         echo = text_of(last) if wanted.echo and last["role"] == role else ""

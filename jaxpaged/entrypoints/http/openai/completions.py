@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.beams import collect_or_search
 from jaxpaged.entrypoints.http.body import json_response, read_struct
-from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation import GenerationRequest, stream
 from jaxpaged.entrypoints.http.openai.beam_fields import beam_params, check_beams
 from jaxpaged.entrypoints.http.openai.completion_protocol import (
@@ -55,6 +55,8 @@ class Completions:
         beams = beam_params(wanted, params.max_tokens)
         check_num_sequences(len(given), wanted.n or 1)
         special = wanted.add_special_tokens is not False
+        with client_names(shape_name(wanted)):
+            await service.check_shape_for(request)(params.structured_outputs)
         prompts = await service.prompts.read(given, wanted.truncation, special, wanted.cache_salt)
         generation = GenerationRequest(request_id, prompts, params, wanted.priority or 0, shape_name(wanted), beams)
         if wanted.stream:

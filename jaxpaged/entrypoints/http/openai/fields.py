@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxpaged.engine.long_text import Truncation
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.prompts import Truncation
 from jaxpaged.entrypoints.http.sampling_fields import (
     TRANSFER_REFUSALS,
     EngineFields,

@@ -6,11 +6,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpaged.engine.long_text import Truncation
 from jaxpaged.entrypoints.http.body import json_response, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.openai.chat_protocol import Tool
 from jaxpaged.entrypoints.http.openai.conversation import template_arguments, template_messages
-from jaxpaged.entrypoints.http.prompts import TokenPrompt, Truncation, in_thread_if_long
+from jaxpaged.entrypoints.http.prompts import TokenPrompt, in_thread_if_long
 from jaxpaged.entrypoints.http.service import Service
 
 
@@ -95,9 +96,10 @@ class Tokens:
             raise HttpError(400, "Give either prompt or messages, and not both.", "prompt")
         if wanted.prompt is not None:
             special = wanted.add_special_tokens is not False
-            return (await service.prompts.read([wanted.prompt], Truncation(), special, cache_salt=None))[0]
+            given = [wanted.prompt]
+            return (await service.prompts.read(given, Truncation(), special, None, most=service.most_counted))[0]
         template = template_arguments(wanted, service.options.trust_request_chat_template)
         messages = template_messages(wanted.messages)
         return await service.prompts.read_chat(
-            messages, Truncation(), bool(wanted.add_special_tokens), cache_salt=None, **template
+            messages, Truncation(), bool(wanted.add_special_tokens), None, most=service.most_counted, **template
         )

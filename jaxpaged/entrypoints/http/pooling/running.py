@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxpaged.engine.input_processor import NO_POOLING
+from jaxpaged.engine.long_text import checked_length
 from jaxpaged.engine.pooler import Pooler
 from jaxpaged.engine.pooling_prompts import check_keep, cut_ids, text_ids
 from jaxpaged.entrypoints.http.engine_client import Engine
@@ -122,13 +123,14 @@ async def read_prompts(
 
     def read(each: str | list[int] | tuple[str, str]) -> TokenPrompt:
         if isinstance(each, list):
-            ids = cut_ids(processor.parse(each).token_ids, keep, from_left)
+            ids = processor.parse(cut_ids(each, keep, from_left)).token_ids
         else:
             texts = each if isinstance(each, tuple) else (each,)
             if not all(texts):
                 raise HttpError(400, f"{name} has an empty text. Give it at least one character.", name)
             if keep is None:
-                service.prompts.check_characters(name, sum(map(len, texts)))
+                for text in texts:
+                    checked_length(processor.tokenizer, text, processor.max_model_len)
             ids = text_ids(processor.tokenizer, texts, keep, special, from_left)
         return TokenPrompt(ids, None, wanted.cache_salt)
 

@@ -36,7 +36,7 @@ class Responses:
         wanted = await read_struct(request, ResponsesRequest, service.options.max_body_bytes)
         check(wanted)
         request_id = service.request_id(request, "resp")
-        job = await self._jobs.make(wanted, owner_of(request))
+        job = await self._jobs.make(wanted, owner_of(request), service.check_shape_for(request))
         if wanted.background:
             stored = await self._begin_in_background(job, with_events=bool(wanted.stream))
             if wanted.stream:

@@ -13,7 +13,7 @@ import msgspec
 from jaxpaged.entrypoints.http.answer import Reading
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation import GenerationRequest
-from jaxpaged.entrypoints.http.prepare import Conversation, Prepared, prepare
+from jaxpaged.entrypoints.http.prepare import CheckShape, Conversation, Prepared, prepare
 from jaxpaged.entrypoints.http.responses.input_items import Item, Turns, input_items
 from jaxpaged.entrypoints.http.responses.request import ResponsesRequest
 from jaxpaged.entrypoints.http.responses.response import Response, new_id
@@ -52,7 +52,7 @@ class JobMaker:
         self._service = service
         self._store = store
 
-    async def make(self, wanted: ResponsesRequest, owner: bytes) -> Job:
+    async def make(self, wanted: ResponsesRequest, owner: bytes, check_shape: CheckShape) -> Job:
         service = self._service
         model = service.check_model(wanted.model)
         earlier = self._earlier_items(wanted, owner)
@@ -60,7 +60,7 @@ class JobMaker:
         shape_field = "text.format" if wanted.structured_outputs is None else "structured_outputs"
         names = {**ENGINE_NAMES, "structured_outputs": shape_field}
         with client_names(names):
-            prepared = await self._prepared(wanted, self._turns(wanted, earlier))
+            prepared = await self._prepared(wanted, self._turns(wanted, earlier), check_shape)
         response = response_of(wanted, model, prepared.params, self._keeps(wanted))
         return Job(
             response, items, owner,
@@ -99,7 +99,9 @@ class JobMaker:
         turns.add_all(input_items(wanted.input), "input")
         return turns.messages
 
-    async def _prepared(self, wanted: ResponsesRequest, messages: list[dict[str, Any]]) -> Prepared:
+    async def _prepared(
+        self, wanted: ResponsesRequest, messages: list[dict[str, Any]], check_shape: CheckShape
+    ) -> Prepared:
         service = self._service
         use = tool_use(wanted.tools, wanted.tool_choice, wanted.parallel_tool_calls is not False)
         variables = dict(wanted.chat_template_kwargs or {})
@@ -110,7 +112,7 @@ class JobMaker:
 
         async def with_messages(kept: list[dict[str, Any]]) -> Prepared:
             conversation = Conversation(kept, template, use, shape, cache_salt=wanted.cache_salt)
-            return await prepare(conversation, params, service.formats, service.prompts)
+            return await prepare(conversation, params, service.formats, service.prompts, check_shape)
 
         if wanted.truncation != "auto":
             return await with_messages(messages)

@@ -7,7 +7,7 @@ does not know how messages become prompts.
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.engine.long_text import PromptTooLongError
 from jaxpaged.entrypoints.http.prepare import Prepared
 
 Messages = list[dict[str, Any]]
@@ -37,8 +37,6 @@ async def within(room: int, make: Callable[[Messages], Awaitable[Prepared]], mes
     """None for messages that are too long."""
     try:
         made = await make(messages)
-    except HttpError as error:
-        if error.parameter == "messages":  # more characters than the context can hold
-            return None
-        raise
+    except PromptTooLongError:
+        return None
     return made if len(made.prompt.token_ids) <= room else None

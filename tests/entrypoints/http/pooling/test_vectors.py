@@ -53,7 +53,8 @@ def test_an_embedding_may_be_cut_or_left_as_it_is(ask_pooling):
 def test_a_long_text_is_cut_only_on_request(ask_pooling):
     text = "the cat sat on the mat " * 20
     refused = ask_pooling("/v1/embeddings", {"input": text}, max_model_len=32)
-    assert refused.status == 400 and refused.error["param"] == "input" and "32 tokens" in refused.error["message"]
+    assert refused.status == 400 and refused.error["param"] == "input"
+    assert "max_model_len = 32" in refused.error["message"]
     ids = ENCODE(text)[:32]
     answer = ask_pooling("/v1/embeddings", {"input": text, "truncate_prompt_tokens": -1}, max_model_len=32)
     np.testing.assert_allclose(embeddings(answer)[0], normalized(vector_of(ids)), rtol=1e-6)

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from jaxpaged.engine.long_text import PromptTooLongError
 from jaxpaged.entrypoints.http.answer import Reading
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.prepare import Prepared
 from jaxpaged.entrypoints.http.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.responses.truncation import newest_that_fit
@@ -21,7 +21,7 @@ def kept(room, messages=MESSAGES, most=100):
     async def make(part):
         tries.append(part)
         if len(part) > most:
-            raise HttpError(400, "too many characters", "messages")
+            raise PromptTooLongError("too many tokens", "prompt")
         return Prepared(TokenPrompt([1] * 10 * len(part)), SamplingParams(), Reading())
 
     prepared = asyncio.run(newest_that_fit(messages, make, room))
@@ -38,7 +38,7 @@ def test_what_fits_is_made_once():
     assert kept(130)[1] == 1
 
 
-def test_characters_that_can_never_fit_are_left_out_too():
+def test_what_was_not_even_tokenised_is_left_out_too():
     assert kept(1000, most=7)[0] == MESSAGES[:1] + MESSAGES[-6:]
 
 
