@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.rope import RopeConfig
+from jaxpaged.params.other_formats import refuse_other_folder, refuse_part_of_pipeline
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ def load_hf_config(folder: str | Path) -> dict[str, Any]:
     try:
         hf = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        refuse_other_folder(Path(folder))
         raise CheckpointError(
             f"{path} does not exist. A model folder holds config.json, a tokenizer, and *.safetensors files."
         ) from None
@@ -187,6 +189,7 @@ def load_hf_config(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}. Download the model again.") from error
     if not isinstance(hf, dict):
         raise CheckpointError(f"{path} holds a {type(hf).__name__}, not a JSON object. Download the model again.")
+    refuse_part_of_pipeline(Path(folder), hf)
     return hf
 
 

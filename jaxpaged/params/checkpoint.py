@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from jaxpaged.errors import CheckpointError, did_you_mean
 from jaxpaged.params import orbax_format
+from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
 from jaxpaged.params.placing import place, stored_shape
 from jaxpaged.params.quantized import QuantizedArray, is_quantized, rounded_rows
 from jaxpaged.params.safetensors_reader import TensorEntry, mapped, read_header
@@ -80,6 +81,7 @@ def num_bytes(shapes: Any) -> int:
 
 def entries_of_folder(folder: Path) -> dict[str, TensorEntry]:
     """Tensor name, as a text model has it -> where it lies."""
+    refuse_pointers(folder)
     return {canonical_name(entry.name): entry for path in weight_files(folder) for entry in read_header(path)}
 
 
@@ -105,7 +107,8 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has {len(found)} safetensors files ({', '.join(found[:3])}, ...) but no {index.name} to say "
             "which belong together. Download the model again, with its index."
         )
-    others = [path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern)]
+    refuse_other_folder(folder)
+    others = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
     hint = "Is it the folder of a model?"
     if others:
         hint = f"{others[0]} is there, but only safetensors files are read: use the model's safetensors version."

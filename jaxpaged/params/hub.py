@@ -8,11 +8,12 @@ from pathlib import Path
 
 from jaxpaged.config import EMBEDDED_MODEL
 from jaxpaged.errors import CheckpointError
+from jaxpaged.params.other_formats import refuse_gguf_name, refuse_pointers
 
 EMBEDDED_FOLDER = Path(__file__).parent.parent / "assets" / "demo"
 
 WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "vocab.txt", "merges.txt"]
-DESCRIPTION_FILES = ["config.json"]
+DESCRIPTION_FILES = ["config.json", "model_index.json"]
 UNWANTED_FILES = ["consolidated*", "original/*", "onnx/*", "*/*"]
 """Second copies of the weights in other layouts, and whatever lies in sub-folders."""
 
@@ -24,13 +25,16 @@ def resolve_model_folder(
 
     `revision` is a branch, tag or commit and `download_dir` the cache, both for the hub only. Without `weights` only
     the model's description is downloaded. Raises CheckpointError when there is no such folder and the hub cannot
-    give it.
+    give it, and for what is recognised as no checkpoint.
     """
     if name == EMBEDDED_MODEL:
         return EMBEDDED_FOLDER
     folder = Path(name).expanduser()
     if folder.is_dir():
+        refuse_pointers(folder)
         return folder
+    if folder.exists() or not looks_like_hub_id(name):
+        refuse_gguf_name(name)
     if folder.exists():
         raise CheckpointError(f"{folder} is a file. Name the folder that holds config.json and *.safetensors.")
     if not looks_like_hub_id(name):
@@ -38,7 +42,10 @@ def resolve_model_folder(
             f"there is no folder {name}, and it cannot be a hub id (owner/name). "
             f"Name a folder, a hub id, or {EMBEDDED_MODEL!r} for the embedded model."
         )
-    return download(name, revision, download_dir, WANTED_FILES if weights else DESCRIPTION_FILES)
+    folder = download(name, revision, download_dir, WANTED_FILES if weights else DESCRIPTION_FILES)
+    if not (folder / "config.json").exists():
+        refuse_gguf_name(name)
+    return folder
 
 
 def looks_like_hub_id(name: str) -> bool:

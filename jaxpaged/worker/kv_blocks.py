@@ -4,8 +4,9 @@ The KV cache is a list of KV tensors; the i-th layers of all groups share tensor
 the attention backend. This module does not know which block belongs to whom.
 """
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -47,7 +48,7 @@ def size_kv_cache(
 ) -> KVCacheConfig:
     """Decide the number of blocks. `reserved_bytes` per device are taken by weights and temporaries.
 
-    Raises CapacityError when not even one request of `max_model_len` fits.
+    Raises CapacityError when not even one request of `max_model_len` fits, and for more blocks than there is memory.
     """
     block_bytes = bytes_per_block(groups, num_shards)
     per_request = max_blocks_per_request(groups, demand.max_model_len, demand.max_num_batched_tokens)
@@ -68,7 +69,41 @@ def size_kv_cache(
             f"{block_bytes} bytes and one null block, but {source} gives {num_blocks}. "
             "Lower max_model_len, or give the KV cache more memory."
         )
+    if source in EXPLICIT:
+        check_there_is(num_blocks * block_bytes, reserved_bytes, device, source)
     return KVCacheConfig(int(num_blocks), tuple(groups))
+
+
+EXPLICIT = ("num_gpu_blocks_override", "kv_cache_memory_bytes")
+
+
+def check_there_is(num_bytes: int, reserved_bytes: int, device: jax.Device, source: str) -> None:
+    """Raise CapacityError for KV blocks that an option asks for and the device has not. A host would only notice when
+    it has to fill them, and end some process or other."""
+    stats = device.memory_stats() or {}
+    if device.platform == "cpu":
+        free = available_host_bytes() - reserved_bytes
+    elif "bytes_limit" in stats:
+        free = stats["bytes_limit"] - max(reserved_bytes, stats.get("bytes_in_use", 0))
+    else:
+        return
+    if num_bytes > free:
+        raise CapacityError(
+            f"{source} asks for {num_bytes / 2**30:.2f} GiB of KV blocks, but {max(free, 0) / 2**30:.2f} GiB are free "
+            f"beside {reserved_bytes / 2**30:.2f} GiB of weights and temporaries. Lower it, or leave it out."
+        )
+
+
+@contextlib.contextmanager
+def memory_for(what: str, remedy: str) -> Iterator[None]:
+    """What XLA says of memory that it cannot have becomes a CapacityError: `what` does not fit, and `remedy`."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        words = str(error).splitlines()[0].rstrip(".")
+        raise CapacityError(f"there is no memory for the {what}: {words}. {remedy}") from error
 
 
 def compiled_kv_cache(

@@ -13,7 +13,6 @@ import jax
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
-from jaxpaged.errors import CapacityError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
@@ -21,7 +20,7 @@ from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import DummyParams, load_params
 from jaxpaged.worker.blueprint import DECODE_KINDS, MASKED_KIND, RARE_KINDS, Blueprint
 from jaxpaged.worker.bundles import Bundle, save_bundle
-from jaxpaged.worker.kv_blocks import compiled_kv_cache, size_kv_cache
+from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
 from jaxpaged.worker.model_runner import DeviceState, ModelRunner
 from jaxpaged.worker.pooling import programs_for
 from jaxpaged.worker.pooling_runner import PoolingRunner
@@ -35,8 +34,8 @@ from jaxpaged.worker.weights import Weights, free, return_freed_pages
 class Worker:
     """The devices of one engine. `config` is resolved; `decoder` describes the model in `folder`.
 
-    Raises CapacityError when the KV cache cannot hold one request of `max_model_len`, ConfigError when the devices
-    are too few, CheckpointError when the weights do not fit the description.
+    Raises CapacityError when the KV cache cannot hold one request of `max_model_len`, or memory is not to be had,
+    ConfigError when the devices are too few, CheckpointError when the weights do not fit the description.
     """
 
     def __init__(
@@ -57,11 +56,13 @@ class Worker:
         self.weights = Weights(self._loader(folder), keeps_copies=not on_host)
         self.profiler = Profiler(config.profiler.profile_dir)
         try:
-            params = self.weights.bring_back()
+            with memory_for("weights", "Split the model over more devices (tensor_parallel_size), or quantize it."):
+                params = self.weights.bring_back()
+            with memory_for("KV cache", "Lower gpu_memory_utilization, or whatever option sets its size."):
+                self.runner = self._make_runner(params)
         except BaseException:
             self.programs.stop()
             raise
-        self.runner = self._make_runner(params)
         self.counter = CompileCounter()
 
     def _size_kv_cache(self) -> KVCacheConfig:
@@ -125,7 +126,7 @@ class Worker:
 
     def new_state(self) -> DeviceState:
         """Device state of an engine that has computed nothing: all zeros."""
-        return DeviceState(*self.programs[ProgramKey("zeros")]())
+        return DeviceState(*jax.block_until_ready(self.programs[ProgramKey("zeros")]()))  # or memory is missed later
 
     def recover(self) -> None:
         """After a failed step: forget every request and every block, keep weights and programs."""
@@ -147,17 +148,12 @@ class Worker:
     def wake_up(self, part: str) -> None:
         """Take "weights" or "kv_cache" back. Raises CheckpointError, and CapacityError when the memory is not free."""
         runner = self.runner
-        try:
+        with memory_for(part, "Free memory, and wake the engine again."):
             if part == "weights":
                 runner.params = self.weights.bring_back()
                 runner.head = self.blueprint.model.head(runner.params)
             else:
                 runner.state = self.new_state()
-                jax.block_until_ready(vars(runner.state))
-        except jax.errors.JaxRuntimeError as error:
-            raise CapacityError(
-                f"the {part} cannot be taken back: {error}. Free memory, and wake the engine again."
-            ) from error
 
     def stats(self) -> dict[str, Any]:
         counts, programs = self.runner.counts, self.programs

@@ -108,7 +108,7 @@ def test_what_cannot_be_taken_back_now_can_be_later(tmp_path, monkeypatch):
             path.write_bytes(content)
         with monkeypatch.context() as patch:
             patch.setattr(worker_of(llm), "new_state", no_memory)
-            with pytest.raises(CapacityError, match="the kv_cache cannot be taken back: RESOURCE_EXHAUSTED"):
+            with pytest.raises(CapacityError, match="there is no memory for the kv_cache: RESOURCE_EXHAUSTED"):
                 llm.wake_up()
         assert llm.is_sleeping(), "the weights are back, but not the KV cache"
         llm.wake_up()

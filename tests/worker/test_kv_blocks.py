@@ -1,12 +1,20 @@
 """How many KV blocks an engine gets, and the refusal when they cannot hold one request."""
 
+import jax
 import pytest
 
 from jaxpaged.config import CacheConfig
 from jaxpaged.distributed.backend import SHARE_VARIABLES
 from jaxpaged.errors import CapacityError, ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, group_layers, max_blocks_per_request
-from jaxpaged.worker.kv_blocks import Demand, available_host_bytes, bytes_per_block, host_budget, size_kv_cache
+from jaxpaged.worker.kv_blocks import (
+    Demand,
+    available_host_bytes,
+    bytes_per_block,
+    host_budget,
+    memory_for,
+    size_kv_cache,
+)
 
 
 class FakeDevice:
@@ -23,7 +31,7 @@ FULL = AttentionSpec(block_size=16, num_kv_heads=4, head_dim=64, dtype_bytes=2)
 WINDOW = AttentionSpec(block_size=16, num_kv_heads=4, head_dim=64, dtype_bytes=2, window=100)
 GROUPS = group_layers([FULL] * 4)
 DEMAND = Demand(max_model_len=160, max_num_batched_tokens=64, max_num_seqs=8)
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 def size(cache, device, groups=GROUPS, reserved=0, shards=1):
@@ -109,3 +117,20 @@ def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_numbers():
 
 def test_the_host_says_how_much_memory_is_left():
     assert 2**20 < available_host_bytes() < 2**50
+
+
+@pytest.mark.parametrize("device", [FakeDevice("cpu"), FakeDevice("tpu", {"bytes_limit": 16 * GIB})])
+@pytest.mark.parametrize("option", ["num_gpu_blocks_override", "kv_cache_memory_bytes"])
+def test_blocks_for_which_there_is_no_memory_are_refused_before_anything_is_filled(device, option):
+    with pytest.raises(CapacityError, match=rf"{option} asks for .* GiB are free beside 1\.00 GiB .* Lower it"):
+        size(CacheConfig(**{option: 2**50}), device, reserved=GIB)
+    few = {"num_gpu_blocks_override": 32, "kv_cache_memory_bytes": 32 * bytes_per_block(GROUPS, 1)}[option]
+    assert size(CacheConfig(**{option: few}), device, reserved=MIB) == 32
+
+
+def test_memory_that_xla_cannot_have_is_a_lack_of_capacity_and_other_errors_stay_what_they_are():
+    words = r"^there is no memory for the weights: RESOURCE_EXHAUSTED: 9 GiB\. Buy\.$"
+    with pytest.raises(CapacityError, match=words), memory_for("weights", "Buy."):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB.\nmore")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory_for("weights", "Buy."):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
