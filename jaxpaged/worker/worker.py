@@ -129,8 +129,12 @@ class Worker:
         return DeviceState(*jax.block_until_ready(self.programs[ProgramKey("zeros")]()))  # or memory is missed later
 
     def recover(self) -> None:
-        """After a failed step: forget every request and every block, keep weights and programs."""
+        """After a failed step: forget every request and every block, keep weights and programs.
+
+        The old KV cache goes first: there is no memory for two.
+        """
         runner = self.runner
+        free_state(runner)
         self.runner = self._make_runner(runner.params)
         self.runner.counts = runner.counts
 
@@ -141,8 +145,9 @@ class Worker:
         """
         runner = self.runner
         self.weights.put_aside(runner.params, discard)
-        free((runner.head, vars(runner.state) if runner.state else None))
-        runner.params = runner.head = runner.state = None
+        free(runner.head)
+        runner.params = runner.head = None
+        free_state(runner)
         return_freed_pages()
 
     def wake_up(self, part: str) -> None:
@@ -150,9 +155,11 @@ class Worker:
         runner = self.runner
         with memory_for(part, "Free memory, and wake the engine again."):
             if part == "weights":
+                free((runner.params, runner.head))  # there only if falling asleep failed half way
                 runner.params = self.weights.bring_back()
                 runner.head = self.blueprint.model.head(runner.params)
             else:
+                free_state(runner)
                 runner.state = self.new_state()
 
     def stats(self) -> dict[str, Any]:
@@ -177,3 +184,9 @@ class Worker:
         self.profiler.close()
         self.programs.stop()
         self.counter.close()
+
+
+def free_state(runner: ModelRunner) -> None:
+    """Free KV cache and sampling state before new ones are made, or none."""
+    free(vars(runner.state) if runner.state else None)
+    runner.state = None

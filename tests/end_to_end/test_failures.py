@@ -1,5 +1,6 @@
 """What goes wrong in one request or one step stays there: the engine serves the next request as if nothing was."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -27,6 +28,45 @@ def test_a_step_that_raises_fails_its_requests_and_the_next_ones_are_served(llm,
         ((reason, error),) = texts(llm, ["Hello"])
     assert reason == "error"
     assert "the device is on fire" in error
+    assert texts(llm, ["Hello"]) == [("length", None)]
+
+
+def live_bytes():
+    """Bytes of all arrays that live in this process."""
+    return sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted())
+
+
+def test_the_old_kv_cache_is_gone_before_a_new_one_is_made(llm, monkeypatch):
+    worker = llm.llm_engine._core._core._executor.worker
+    size = sum(array.nbytes for array in jax.tree.leaves(worker.runner.state.kv))
+    before, seen, make = live_bytes(), [], worker.new_state
+
+    def new_state():
+        seen.append(live_bytes())
+        return make()
+
+    def explode(*_):
+        raise RuntimeError("the device is on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "new_state", new_state)
+        for stage in ("_forward", "_sample"):  # the first leaves the state as it was, the second has donated it
+            with monkeypatch.context() as once:
+                once.setattr(worker.runner, stage, explode)
+                assert texts(llm, ["Hello"])[0][0] == "error"
+    assert len(seen) == 2
+    assert max(seen) <= before - size, "two KV caches at a time are more memory than a device has"
+    assert texts(llm, ["Hello"]) == [("length", None)]
+
+
+def test_a_recovery_that_is_cut_short_can_be_made_again(llm, monkeypatch):
+    worker = llm.llm_engine._core._core._executor.worker
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "new_state", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            worker.recover()
+    worker.recover()
+    llm.reset_prefix_cache()
     assert texts(llm, ["Hello"]) == [("length", None)]
 
 
