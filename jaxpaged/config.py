@@ -43,7 +43,8 @@ class ModelConfig:
         aliases={"auto": None, -1: None},
     )  # fmt: skip
     seed: int = option(
-        0, "seed of the requests that bring none of their own, and of dummy weights", minimum=0, maximum=2**63 - 1
+        0, "the seeds of requests that bring none are drawn from this one, and dummy weights", minimum=0,
+        maximum=2**63 - 1,
     )
     max_logprobs: int = option(20, "most log probabilities per token that a request may ask for; -1: all", minimum=-1)
     logprobs_mode: str = option(

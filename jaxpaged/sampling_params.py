@@ -47,6 +47,9 @@ LEAST_TEMPERATURE = 0.01
 """Positive temperatures below this are raised to it: dividing logits by less loses their precision."""
 
 
+RANDOM_SEED = -1
+"""What `seed` is for another result in every run."""
+
 FILLED_IN = ("bad_words_token_ids", "thinking_token_ids")
 """Fields that no request sets."""
 
@@ -80,7 +83,8 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     top_p: in (0, 1]; keeps the smallest set of most likely tokens whose probability reaches it.
     top_k: keeps the k most likely tokens, and all that tie with the k-th; 0 and -1 keep all.
     min_p: in [0, 1]; drops tokens less likely than min_p times the most likely one.
-    seed: a draw depends on (seed, position) only; None or -1 for a random seed.
+    seed: a draw depends on (seed, position) only. None: the engine draws one, and its own option `seed` says which, so
+        runs repeat; -1: a random one, which never repeats.
     stop: text that ends the output, one or several; needs `detokenize`.
     stop_token_ids: tokens that end the output.
     bad_words: texts that the output must not contain, with and without a space before them.
@@ -161,7 +165,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
 
     def child(self, index: int) -> "SamplingParams":
         """Parameters of sequence `index` of `n`: one sequence, its own seed if a seed was given."""
-        seed = None if self.seed is None else (self.seed + index) % 2**64
+        seed = self.seed if self.seed in (None, RANDOM_SEED) else (self.seed + index) % 2**64
         child = self.clone()
         child.n, child.seed = 1, seed
         return child
@@ -200,7 +204,6 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
         self.top_k = max(self.top_k, 0)
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**64 - 1, "it has 64 bits")
-            self.seed = None if self.seed == -1 else self.seed
 
     def _check_lengths(self) -> None:
         check_int("n", self.n, 1, MAX_N)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.errors import RequestError
-from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxpaged.sampling_params import RANDOM_SEED, BeamSearchParams, RequestOutputKind, SamplingParams
 
 NAN, INF = math.nan, math.inf
 
@@ -106,7 +106,7 @@ def test_values_are_normalised():
         stop="END", bad_words="no", seed=-1, top_k=-1, stop_token_ids=(4, 4, 2), output_kind="delta",
         logit_bias={"17": 300, 3: -300, 4: 1}, temperature=1,
     )  # fmt: skip
-    assert (params.stop, params.bad_words, params.seed, params.top_k) == (["END"], ["no"], None, 0)
+    assert (params.stop, params.bad_words, params.seed, params.top_k) == (["END"], ["no"], RANDOM_SEED, 0)
     assert params.stop_token_ids == [4, 2]
     assert [SamplingParams(thinking_token_budget=n).thinking_token_budget for n in (-1, 0, 9)] == [None, 0, 9]
     assert params.output_kind is RequestOutputKind.DELTA
@@ -211,6 +211,7 @@ def test_children_differ_by_their_seed():
     params = SamplingParams(n=3, seed=10)
     assert [(child.n, child.seed) for child in map(params.child, range(3))] == [(1, 10), (1, 11), (1, 12)]
     assert SamplingParams(n=3).child(1).seed is None
+    assert SamplingParams(n=3, seed=-1).child(1).seed == RANDOM_SEED
     # The seed wraps at 64 bits, and never becomes -1, which would mean no seed at all.
     assert SamplingParams(n=2, seed=2**64 - 1).child(1).seed == 0
     assert SamplingParams(n=2, seed=-2).child(1).seed == 2**64 - 1

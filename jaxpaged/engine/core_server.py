@@ -22,6 +22,7 @@ from jaxpaged.engine.heartbeat import TICK_SECONDS, Heartbeat
 from jaxpaged.engine.sleep import LEVELS
 from jaxpaged.errors import EngineDeadError, JaxpagedError, RequestError
 from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from jaxpaged.sampling_params import RANDOM_SEED
 
 logger = logging.getLogger(__name__)
 
@@ -305,7 +306,7 @@ def check_request(request: EngineCoreRequest, vocab_size: int) -> None:
             f"a token id of the prompt is outside the vocabulary of {vocab_size}. Let an input processor check it.",
             "prompt",
         )
-    if params.seed is None or params.n != 1:
+    if params.seed in (None, RANDOM_SEED) or params.n != 1:
         raise RequestError(
             f"the request arrived with seed {params.seed} and n {params.n}. Let an input processor complete it.", "seed"
         )

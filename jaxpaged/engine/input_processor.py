@@ -5,6 +5,7 @@ whether the request fits the KV cache, nor when it will run.
 """
 
 import random
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from jaxpaged.errors import RequestError, did_you_mean
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.pooling import PoolingParams
 from jaxpaged.sampling_limits import MAX_MASKED_STOP_IDS
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import RANDOM_SEED, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps "cache_salt" and "priority"."""
@@ -49,7 +50,8 @@ class InputProcessor:
     """Tokenises and completes requests for one model.
 
     `vocab_size` is the model's. `allow_priority`: the scheduler orders requests by priority.
-    Requests without a seed get one drawn from a generator seeded with `seed`, so that runs can be repeated.
+    Requests without a seed get one drawn from a generator seeded with `seed`, so that runs can be repeated; those with
+    seed -1 get one from the system.
     """
 
     def __init__(
@@ -279,6 +281,8 @@ class InputProcessor:
         complete.min_tokens = min(complete.min_tokens, complete.max_tokens)
         if complete.seed is None:
             complete.seed = self._seeds.getrandbits(64)
+        elif complete.seed == RANDOM_SEED:
+            complete.seed = secrets.randbits(64)
         if not complete.ignore_eos:
             complete.stop_token_ids = list(dict.fromkeys([*complete.stop_token_ids, *self.eos_token_ids]))
         if complete.bad_words:

@@ -127,6 +127,15 @@ def test_without_a_seed_requests_get_one_each_and_runs_repeat():
     assert process(params=SamplingParams(seed=5))[0].sampling_params.seed == 5
 
 
+def test_seed_minus_one_is_another_one_in_every_request_and_every_run():
+    """Two processors with one seed are two runs of one program."""
+    runs = [make(seed=0) for _ in range(2)]
+    requests = [run.process(str(i), "a", SamplingParams(seed=-1))[0] for run in runs for i in range(4)]
+    seeds = [request.sampling_params.seed for request in requests]
+    assert len(set(seeds)) == 8
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
 def test_end_ids_of_the_model_become_stop_ids():
     processor = make(defaults=GenerationDefaults({}, (9, EOS)))
     request, _ = processor.process("r", "a", SamplingParams(stop_token_ids=[8, 9]))

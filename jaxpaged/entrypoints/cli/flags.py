@@ -7,7 +7,7 @@ This module knows no command.
 
 import argparse
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxpaged.config import all_options
@@ -30,7 +30,7 @@ SAMPLING_HELP = {
     "min_p": "drop tokens less likely than this share of the most likely one",
     "max_tokens": "longest output in tokens; 'none' fills the context",
     "min_tokens": "do not stop before this many tokens",
-    "seed": "the same seed gives the same text; -1: a random one",
+    "seed": "the same seed gives the same text; -1: another text in every run. Default: drawn from --engine-seed",
     "n": "answers per prompt",
     "stop": "end the output before this text; may be repeated",
     "stop_token_ids": "end the output at one of these tokens",
@@ -53,8 +53,9 @@ SAMPLING_HELP = {
     "thinking_token_budget": "longest thinking in tokens, for models with tokens around it; -1: any length",
     "extra_args": "for custom logits processors",
 }
-# `--seed` is the requests'; the engine's own, for requests without one, can be set in the YAML file.
-NOT_ENGINE_FLAGS = {"seed"}
+# Options of the engine whose name may be a sampling parameter's, and the flag that they have in every command. They
+# have their own name too where requests have no flags, as in vLLM's server.
+FLAGS_OF_THEIR_OWN = {"seed": "engine_seed"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -99,10 +100,14 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, file_holds: str = "engi
     groups: dict[str, Any] = {}
     for section, option in all_options():
         group = groups.setdefault(section, parser.add_argument_group(f"engine: {section}"))
-        if option.name not in NOT_ENGINE_FLAGS:
-            help = option.metadata["help"] + shown_default(option.default)
-            choices, aliases = option.metadata.get("choices"), option.metadata.get("aliases", {})
-            add_flag(group, option.name, option.type, help, choices and (*choices, *aliases), aliases)
+        help = option.metadata["help"] + shown_default(option.default)
+        choices, aliases = option.metadata.get("choices"), option.metadata.get("aliases", {})
+        name = FLAGS_OF_THEIR_OWN.get(option.name, option.name)
+        is_free = name != option.name and "--" + option.name not in parser._option_string_actions
+        add_flag(
+            group, name, option.type, help, choices and (*choices, *aliases), aliases,
+            synonyms=[option.name] if is_free else (),
+        )  # fmt: skip
     add_foreign_flags(parser)
 
 
@@ -139,10 +144,11 @@ class Several(argparse.Action):
 
 def add_flag(
     group: Any, name: str, annotation: Any, help: str, choices: tuple[str, ...] | None,
-    aliases: Mapping[Any, Any] | None = None, *, several: bool = False,
+    aliases: Mapping[Any, Any] | None = None, *, several: bool = False, synonyms: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """One option as a flag. With `several` a list may be given as words too, as vLLM's server takes it."""
-    flags = [*SHORT_FLAGS.get(name, []), "--" + name.replace("_", "-")]
+    """One option as a flag, with further names of it. With `several` a list may be given as words too, as vLLM's server
+    takes it."""
+    flags = [*SHORT_FLAGS.get(name, []), *("--" + each.replace("_", "-") for each in (name, *synonyms))]
     settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
     kind = essential_type(annotation)
     if kind is bool:
@@ -186,8 +192,9 @@ def engine_options(
         from jaxpaged.entrypoints.cli.config_file import read_config_file
 
         file = read_config_file(args.config) if args.config else {}
-    names = [option.name for _, option in all_options() if option.name not in NOT_ENGINE_FLAGS] + list(FOREIGN_OPTIONS)
-    given = {name: getattr(args, name) for name in names if hasattr(args, name) and name not in besides}
+    names = [*(option.name for _, option in all_options()), *FOREIGN_OPTIONS]
+    places = {name: FLAGS_OF_THEIR_OWN.get(name, name) for name in names if name not in besides}
+    given = {name: getattr(args, place) for name, place in places.items() if hasattr(args, place)}
     model = chosen_model(args)
     return {**file, **given, **({"model": model} if model is not None else {})}
 

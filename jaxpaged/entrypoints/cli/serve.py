@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxpaged.config import all_options
 from jaxpaged.entrypoints.cli.flags import (
     Parser,
     add_engine_flags,
@@ -44,9 +43,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     add_server_flags(parser)
     add_engine_flags(parser, file_holds="server and engine options")
-    # Requests have their own seeds in their bodies, so the flag is the engine's here, as it is vLLM's.
-    seed = next(option for _, option in all_options() if option.name == "seed")
-    add_flag(parser, "seed", seed.type, seed.metadata["help"], None)
     parser.set_defaults(run=run, command_parser=parser)
 
 
@@ -110,8 +106,7 @@ def split_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
     names = [*(option.name for option in fields), *FOREIGN_SERVER_OPTIONS]
     server = {name: file.pop(name) for name in names if name in file}
     server |= {name: getattr(args, name) for name in names if hasattr(args, name)}
-    engine = engine_options(args, file, besides=names)
-    return server, engine | ({"seed": args.seed} if hasattr(args, "seed") else {})
+    return server, engine_options(args, file, besides=names)
 
 
 def load_engine(options: Mapping[str, Any], server: "ServerOptions") -> Any:

@@ -25,8 +25,25 @@ def test_every_option_of_the_engine_has_its_flag(parser):
     assert all("--" + option.name.replace("_", "-") in known for _, option in all_options())
 
 
-def test_the_engines_own_seed_comes_from_the_file_only(options):
+def test_the_engines_own_seed_has_a_flag_of_its_own_beside_that_of_the_requests(options):
     assert options("seed: 3\n", "--seed", "4") == {"seed": 3}
+    assert options("seed: 3\n", "--seed", "4", "--engine-seed", "5") == {"seed": 5}
+
+
+def test_where_requests_have_no_flags_the_engines_seed_has_vllms_name():
+    parser = flags.Parser(prog="test")
+    flags.add_engine_flags(parser)
+    for flag in ("--seed", "--engine-seed"):
+        assert flags.engine_options(parser.parse_args([flag, "7"])) == {"seed": 7}
+
+
+def test_every_option_reaches_the_engine_from_its_flag_whatever_else_is_there(parser):
+    """No flag of the command line is only a sampling parameter's where an option has the same name."""
+    for _, option in all_options():
+        flag = "--" + flags.FLAGS_OF_THEIR_OWN.get(option.name, option.name).replace("_", "-")
+        given = parser._option_string_actions[flag]
+        value = object()
+        assert flags.engine_options(argparse.Namespace(config=None, **{given.dest: value})) == {option.name: value}
 
 
 def test_every_sampling_parameter_has_its_flag_and_help():
@@ -66,7 +83,7 @@ def test_sampling_texts_become_values_that_sampling_params_take(parser):
     params = SamplingParams(**flags.sampling_options(args))
     assert (params.stop, params.stop_token_ids, params.bad_words) == (["a,b", "\n"], [1, 2], ["no"])
     assert (params.logit_bias, params.ignore_eos, params.max_tokens) == ({5: -1.5}, True, None)
-    assert (params.logprobs, params.top_p, params.seed) == (-1, 0.5, None)
+    assert (params.logprobs, params.top_p, params.seed) == (-1, 0.5, -1)
 
 
 @pytest.mark.parametrize(
