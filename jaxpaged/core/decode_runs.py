@@ -83,6 +83,4 @@ def append_run(request: Request, tokens: Sequence[int], result: EngineCoreOutput
         end = request.check_stop(token_id)
         if end is not None:
             result.finish_reason, result.stop_reason = end
-            # The device computes nothing after a stop token, nor that token itself.
-            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
             return

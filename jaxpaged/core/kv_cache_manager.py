@@ -10,9 +10,10 @@ it returns, so the device computes steps in the order in which they were schedul
   they lie before the window of every token of the step being scheduled, since they are judged by the tokens given
   to earlier steps, and computed tokens never become uncomputed but by preemption, which gives up all blocks.
 * A block may enter the prefix cache before its content is computed: whoever finds it reads in a later step. Two
-  conditions remain. Its tokens must be known, so a token that is still being sampled is not hashed. And it may be
-  found only by later steps, not by the one that writes it, since kernels promise no order between requests of a
-  step. So a step's blocks enter when its schedule is complete.
+  conditions remain. Its tokens must be known and certain to be computed, so neither a token that is still being
+  sampled is hashed nor the stop token that ended a request (`Request.num_cacheable_tokens`). And it may be found
+  only by later steps, not by the one that writes it, since kernels promise no order between requests of a step. So
+  a step's blocks enter when its schedule is complete.
 * What a failed step was to write must leave the cache. That is the one fence by step number: blocks entered since
   a step was scheduled stay on record until that step is confirmed, and are taken out when it is revoked.
 
@@ -148,7 +149,7 @@ class KVCacheManager:
         if not self._enable_prefix_caching:
             return
         first = request.num_cached_blocks
-        end = min(request.num_computed_tokens, request.num_tokens) // self.block_size
+        end = request.num_cacheable_tokens // self.block_size
         if end <= first:
             return
         self._hasher.extend(request)

@@ -120,6 +120,18 @@ class Request:
         return self.num_tokens_with_placeholders - len(self.all_token_ids)
 
     @property
+    def num_cacheable_tokens(self) -> int:
+        """Tokens whose keys and values are certain to be written once all steps in flight are done.
+
+        A token that is still being drawn is none of them, nor is the stop token that ended the request: whether the
+        device computes it depends on what was in flight when it was drawn. A single step does, a run does not.
+        """
+        num_known = len(self.all_token_ids)
+        if num_known > self.num_prompt_tokens and self.all_token_ids[-1] in self.stop_ids:
+            num_known -= 1
+        return min(self.num_computed_tokens, num_known)
+
+    @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 

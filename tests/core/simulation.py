@@ -1,7 +1,8 @@
 """A runner without a model: it keeps what every KV slot holds, and checks what every query reads.
 
 A slot holds (KV group, hash of all tokens up to and including its own): what keys and values depend on. The next
-token is a hash of all tokens before it, so a token in the wrong place changes everything after it.
+token is a hash of all tokens before it, so a token in the wrong place changes everything after it. Whatever the prefix
+cache has must be what a computation token by token would have left there.
 """
 
 import zlib
@@ -9,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from jaxpaged.config import SchedulerConfig
+from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
@@ -18,6 +20,8 @@ BLOCK_SIZE = 4
 VOCAB_SIZE = 30
 EOS = 1
 STOP = 2
+GARBAGE = -1
+"""What a row writes that goes on after its end, in place of a hash."""
 
 
 def extend_hash(state: int, token_id: int) -> int:
@@ -56,17 +60,28 @@ def expected_output(request: EngineCoreRequest, max_model_len: int) -> tuple[lis
 
 @dataclass
 class Row:
-    """What the runner knows of a request: its tokens, the sampled ones included, and its tables."""
+    """What the runner knows of a request: its tokens, the sampled ones included, and its tables.
+
+    A stop token ends a row within a run, and at the beginning of one. A single step knows nothing of it, nor does the
+    scheduler, and computes at whatever position it is told: what such a row writes and draws means nothing from then
+    on, `strayed` being the last token that it drew.
+    """
 
     token_ids: list[int]
     tables: tuple[list[int], ...]
     stop_ids: frozenset[int]
     num_sampled: int = 0
+    strayed: int | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether the device has seen it end."""
-        return self.num_sampled > 0 and self.token_ids[-1] in self.stop_ids
+        """Whether a run finds that it has ended."""
+        last = self.token_ids[-1] if self.strayed is None else self.strayed
+        return self.num_sampled > 0 and last in self.stop_ids
+
+    def is_astray(self, computed: int) -> bool:
+        """Whether a step that computes from position `computed` on is told of tokens that do not exist."""
+        return self.strayed is not None or (self.ended and computed >= len(self.token_ids))
 
 
 class SimulatedRunner:
@@ -91,16 +106,11 @@ class SimulatedRunner:
             return self._run(scheduled)
         for read_before_write in (True, False):  # kernels promise no order between the requests of a step
             for request_id, computed in zip(scheduled.request_ids, scheduled.num_computed_tokens):
-                if not self._ended_before(request_id, computed):
+                if not self.rows[request_id].is_astray(computed):
                     self._check_reads(request_id, computed)
             if read_before_write:
                 self._write(scheduled)
         return self._sample(scheduled)
-
-    def _ended_before(self, request_id: str, computed: int) -> bool:
-        """Whether a request ended in a run before this step, so that what it computes here means nothing."""
-        row = self.rows[request_id]
-        return computed >= len(row.token_ids) and row.ended
 
     def _update_rows(self, scheduled: SchedulerOutput) -> None:
         for request_id in scheduled.removed_request_ids:
@@ -130,10 +140,10 @@ class SimulatedRunner:
             scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens
         ):
             row = self.rows[request_id]
-            if self._ended_before(request_id, computed):
-                continue
-            assert computed + n <= len(row.token_ids), f"{request_id}: tokens scheduled that nobody has sampled"
-            hashes = prefix_hashes(row.token_ids)
+            hashes = dict.fromkeys(range(computed, computed + n), GARBAGE)
+            if not row.is_astray(computed):
+                assert computed + n <= len(row.token_ids), f"{request_id}: tokens scheduled that nobody has sampled"
+                hashes = prefix_hashes(row.token_ids)
             for group, table in enumerate(row.tables):
                 for position in range(computed, computed + n):
                     place = table[position // BLOCK_SIZE], position % BLOCK_SIZE
@@ -148,9 +158,10 @@ class SimulatedRunner:
             scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens, scheduled.samples
         ):
             row = self.rows[request_id]
-            if self._ended_before(request_id, computed):
+            if row.is_astray(computed):
+                row.strayed = computed % VOCAB_SIZE  # any token
                 output.request_ids.append(request_id)
-                output.sampled_token_ids.append(-1)
+                output.sampled_token_ids.append(row.strayed)
                 continue
             assert samples == (computed + n == len(row.token_ids))
             if samples:
@@ -168,25 +179,18 @@ class SimulatedRunner:
         assert not scheduled.new_requests and all(scheduled.samples)
         assert max(scheduled.num_scheduled_tokens) == scheduled.num_steps
         runs: dict[str, list[int]] = {request_id: [] for request_id in scheduled.request_ids}
-        limits = zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens)
-        limits = {request_id: (first, first + n) for request_id, first, n in limits}
-        for _ in range(scheduled.num_steps):
-            going = [request_id for request_id in runs if self._goes_on(self.rows[request_id], *limits[request_id])]
-            ones = [1] * len(going)
-            computed = [len(self.rows[request_id].token_ids) - 1 for request_id in going]
-            none = [None] * len(going)
-            step = SchedulerOutput(scheduled.step_id, [], [], going, ones, computed, [True] * len(going), none)
-            for request_id, n in zip(going, computed):
-                assert n >= limits[request_id][0]
-                self._check_reads(request_id, n)
+        places = [*zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens)]
+        for i in range(scheduled.num_steps):
+            going = [(name, first + i) for name, first, n in places if i < n and not self.rows[name].ended]
+            names, computed, ones = [name for name, _ in going], [position for _, position in going], [1] * len(going)
+            step = SchedulerOutput(scheduled.step_id, [], [], names, ones, computed, [True] * len(going), [])
+            for name, position in going:
+                if not self.rows[name].is_astray(position):
+                    self._check_reads(name, position)
             self._write(step)
-            for request_id, token in zip(going, self._sample(step).sampled_token_ids):
-                runs[request_id].append(token)
+            for name, token in zip(names, self._sample(step).sampled_token_ids):
+                runs[name].append(token)
         return ModelRunnerOutput(scheduled.step_id, list(runs), [], token_runs=list(runs.values()))
-
-    @staticmethod
-    def _goes_on(row: Row, first: int, end: int) -> bool:
-        return first < len(row.token_ids) <= end and not row.ended
 
 
 class Engine:
@@ -223,6 +227,7 @@ class Engine:
         self.num_runs = 0
         self.max_model_len = max_model_len
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.books: list[Request] = []  # the scheduler's, of all that ever came
         self.requests: dict[str, EngineCoreRequest] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, EngineCoreOutput] = {}
@@ -235,6 +240,7 @@ class Engine:
         params = SamplingParams(**{"max_tokens": 8, "stop_token_ids": [STOP], **options})
         request = EngineCoreRequest(request_id, prompt, params, arrival_time, **fields)
         self.scheduler.add_request(request)
+        self.books.append(self.scheduler.requests[request_id])
         self.requests[request_id] = request
         self.tokens[request_id] = []
         self.ends.pop(request_id, None)
@@ -245,6 +251,7 @@ class Engine:
         self.num_runs += scheduled.num_steps > 1
         self.scheduler.check_integrity()
         self.in_flight.append((scheduled, self.runner.execute(scheduled)))
+        self.check_cache()
         return scheduled
 
     def receive(self) -> list[EngineCoreOutput]:
@@ -253,6 +260,7 @@ class Engine:
 
     def record(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
         self.scheduler.check_integrity()
+        self.check_cache()
         for output in outputs:
             assert output.request_id not in self.ends, f"{output.request_id} had ended"
             self.tokens[output.request_id] += output.new_token_ids
@@ -299,6 +307,20 @@ class Engine:
                 assert got == tokens[: len(got)], request_id
             else:
                 assert (got, end.finish_reason, end.stop_reason) == (tokens, finish_reason, stop_reason), request_id
+
+    def check_cache(self) -> None:
+        """Every block in the prefix cache holds what a computation of its tokens, one by one, leaves in it."""
+        expected = {}
+        for request in self.books:
+            hashes = prefix_hashes(request.all_token_ids)
+            for i, key in enumerate(request.block_hashes):
+                expected[key] = hashes[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
+        pool, memory = self.scheduler.kv_cache_manager.pool, self.runner.memory
+        for block in pool.blocks:
+            if block.cache_key is not None:
+                group = int.from_bytes(block.cache_key[-4:], "big")
+                held = [memory.get((block.block_id, slot)) for slot in range(BLOCK_SIZE)]
+                assert held == [(group, each) for each in expected[block.cache_key[:-4]]], block
 
     def check_idle(self) -> None:
         """Nothing is held by anybody."""

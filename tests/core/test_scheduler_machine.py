@@ -9,10 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jaxpaged.errors import RequestError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheGroup, max_blocks_per_request
-from tests.core.simulation import BLOCK_SIZE, Engine, prompt_of
+from tests.core.simulation import BLOCK_SIZE, EOS, STOP, Engine, prompt_of
 
 # Beginnings that prompts share, of whole blocks and not, with and without a common beginning of their own.
 PREFIXES = [prompt_of(n, seed) for n, seed in ((0, 0), (4, 0), (9, 0), (16, 0), (12, 1), (7, 2))]
+PREFIXES += [[*prompt_of(7), STOP], [*prompt_of(9), EOS, STOP, 3]]
 WINDOWS = [(None,), (5,), (None, 6), (None, 1), (9, 4), (None, 3, 8)]
 MAX_MODEL_LEN = 40
 
@@ -53,15 +54,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
-        tail=st.lists(st.integers(3, 5), min_size=1, max_size=6),
+        tail=st.lists(st.integers(1, 5), min_size=1, max_size=6),
         max_tokens=st.integers(1, 14),
         priority=st.integers(0, 2),
         ignore_eos=st.booleans(),
         salt=st.sampled_from([None, None, "salt"]),
         again=st.booleans(),
+        goes_on=st.booleans(),
     )
-    def add(self, prefix, tail, max_tokens, priority, ignore_eos, salt, again):
+    def add(self, prefix, tail, max_tokens, priority, ignore_eos, salt, again, goes_on):
         ended = list(self.engine.ends)
+        if goes_on and ended:  # the next turn of a chat, of which the cache has almost all
+            before = self.engine.requests[ended[-1]]
+            prefix = [*before.prompt_token_ids, *self.engine.tokens[ended[-1]]][: MAX_MODEL_LEN - 7]
         if again and ended:
             self.engine.check_answers()
             request_id = ended[0]  # an id may be used again, even while old results are in flight
@@ -91,8 +96,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def receive(self):
         self.engine.receive()
 
-    @rule(n=st.integers(1, 8))
-    def steps(self, n):
+    @rule(n=st.integers(1, 8), max_steps=st.sampled_from([1, 1, 2, 7]))
+    def steps(self, n, max_steps):
+        self.engine.max_steps = max_steps
         for _ in range(n):
             self.engine.step()
 
@@ -153,7 +159,7 @@ def test_crowds_that_share_prompts_get_the_right_answers(windows, depth, policy)
 def run_crowd(engine: Engine, draw: random.Random) -> None:
     """Some 25 requests that come, and sometimes go, while others run."""
     for i in range(25):
-        prompt = draw.choice(PREFIXES) + draw.choices(range(3, 6), k=draw.randint(1, 6))
+        prompt = draw.choice(PREFIXES) + draw.choices(range(1, 6), k=draw.randint(1, 6))
         stop = {"ignore_eos": True, "stop_token_ids": []} if draw.random() < 0.5 else {}
         priority = draw.randint(0, 2)
         engine.add(f"r{i}", prompt, float(i), max_tokens=draw.randint(1, 16), priority=priority, **stop)
