@@ -7,32 +7,64 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpaged.config import EngineConfig
     from jaxpaged.engine.async_llm import AsyncLLM
+    from jaxpaged.engine.async_llm import AsyncLLM as AsyncLLMEngine
+    from jaxpaged.engine.input_processor import Prompt as PromptType
+    from jaxpaged.engine.input_processor import TextPrompt, TokensPrompt
+    from jaxpaged.engine.llm_engine import LLMEngine
+    from jaxpaged.engine.metrics import Counter, Gauge, Histogram, Metric
+    from jaxpaged.entrypoints.beam_search import BeamSearchOutput, BeamSearchSequence
+    from jaxpaged.entrypoints.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from jaxpaged.entrypoints.llm import LLM
-    from jaxpaged.messages import RequestOutput
-    from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
-    from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+    from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
+    from jaxpaged.pooling import (
+        ClassificationOutput,
+        EmbeddingOutput,
+        PoolingOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringOutput,
+    )
+    from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from jaxpaged.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "AsyncLLM", "BeamSearchParams", "EngineConfig", "PoolingParams", "PoolingRequestOutput", "RequestOutput",
-    "SamplingParams",
+    "LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchOutput", "BeamSearchParams",
+    "BeamSearchSequence", "ClassificationOutput", "CompletionOutput", "Counter", "EmbeddingOutput", "EngineArgs",
+    "FlexibleArgumentParser", "Gauge", "Histogram", "LLMEngine", "Logprob", "Metric", "PoolingOutput", "PoolingParams",
+    "PoolingRequestOutput", "PromptType", "RequestOutput", "RequestOutputKind", "SamplingParams", "ScoringOutput",
+    "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
 ]  # fmt: skip
 
-_MODULES = {
-    "LLM": "jaxpaged.entrypoints.llm",
-    "AsyncLLM": "jaxpaged.engine.async_llm",
-    "BeamSearchParams": "jaxpaged.sampling_params",
-    "EngineConfig": "jaxpaged.config",
-    "PoolingParams": "jaxpaged.pooling",
-    "PoolingRequestOutput": "jaxpaged.pooling",
-    "RequestOutput": "jaxpaged.messages",
-    "SamplingParams": "jaxpaged.sampling_params",
+_NAMES_OF = {
+    "engine.async_llm": ["AsyncLLM"],
+    "engine.input_processor": ["TextPrompt", "TokensPrompt"],
+    "engine.llm_engine": ["LLMEngine"],
+    "engine.metrics": ["Counter", "Gauge", "Histogram", "Metric"],
+    "entrypoints.beam_search": ["BeamSearchOutput", "BeamSearchSequence"],
+    "entrypoints.engine_args": ["AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"],
+    "entrypoints.llm": ["LLM"],
+    "messages": ["CompletionOutput", "Logprob", "RequestOutput"],
+    "pooling": [
+        "ClassificationOutput", "EmbeddingOutput", "PoolingOutput", "PoolingParams", "PoolingRequestOutput",
+        "ScoringOutput",
+    ],
+    "sampling_params": ["BeamSearchParams", "RequestOutputKind", "SamplingParams"],
+    "structured_outputs": ["StructuredOutputsParams"],
+}  # fmt: skip
+_PLACES = {name: (module, name) for module, names in _NAMES_OF.items() for name in names} | {
+    "AsyncLLMEngine": ("engine.async_llm", "AsyncLLM"),
+    "PromptType": ("engine.input_processor", "Prompt"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _PLACES:
         raise AttributeError(f"module 'jaxpaged' has no attribute {name!r}; it offers {', '.join(__all__)}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    module, attribute = _PLACES[name]
+    return getattr(importlib.import_module(f"jaxpaged.{module}"), attribute)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from jaxpaged.pooling import PoolingParams
+from jaxpaged.result import Result
 from jaxpaged.sampling_params import SamplingParams
 
 # Why a request ended, as clients see it.
@@ -244,7 +245,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True):
 # ---- front end -> user ---------------------------------------------------------------------------
 
 
-class Logprob(msgspec.Struct, gc=False):
+class Logprob(Result, gc=False):
     """The log probability of one candidate token, its 1-based rank, and its text."""
 
     logprob: float
@@ -252,7 +253,7 @@ class Logprob(msgspec.Struct, gc=False):
     decoded_token: str | None = None
 
 
-class CompletionOutput(msgspec.Struct, gc=False):
+class CompletionOutput(Result, gc=False):
     """One generated sequence. `stop_reason` is the stop string or stop token id that ended it, or None."""
 
     index: int
@@ -267,7 +268,7 @@ class CompletionOutput(msgspec.Struct, gc=False):
         return self.finish_reason is not None
 
 
-class RequestMetrics(msgspec.Struct, gc=False):
+class RequestMetrics(Result, gc=False):
     """Times of one request in seconds since the epoch; None until reached."""
 
     arrival_time: float
@@ -276,7 +277,7 @@ class RequestMetrics(msgspec.Struct, gc=False):
     num_preemptions: int = 0
 
 
-class RequestOutput(msgspec.Struct, gc=False):
+class RequestOutput(Result, gc=False):
     """The result of one prompt: `outputs` holds `n` sequences, ordered by index."""
 
     request_id: str

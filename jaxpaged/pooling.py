@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from jaxpaged.errors import ConfigError, RequestError, did_you_mean
+from jaxpaged.result import Result
 
 POOLING_TYPES = ("LAST", "MEAN", "CLS")
 """Which hidden states count: that of the last token, the mean of all, or that of the first token."""
@@ -61,13 +62,13 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 # ---- results -------------------------------------------------------------------------------------
 
 
-class PoolingOutput(msgspec.Struct):
+class PoolingOutput(Result):
     """The numbers of one prompt, float32: an embedding [D] or scores [Y], as a numpy array."""
 
     data: Any
 
 
-class EmbeddingOutput(msgspec.Struct):
+class EmbeddingOutput(Result):
     """The vector of one prompt."""
 
     embedding: list[float]
@@ -77,7 +78,7 @@ class EmbeddingOutput(msgspec.Struct):
         return len(self.embedding)
 
 
-class ClassificationOutput(msgspec.Struct):
+class ClassificationOutput(Result):
     """A probability for every label."""
 
     probs: list[float]
@@ -87,13 +88,13 @@ class ClassificationOutput(msgspec.Struct):
         return len(self.probs)
 
 
-class ScoringOutput(msgspec.Struct):
+class ScoringOutput(Result):
     """How well two texts fit."""
 
     score: float
 
 
-class PoolingRequestOutput(msgspec.Struct):
+class PoolingRequestOutput(Result):
     """The result of one prompt; `outputs` has no data when there is an `error`."""
 
     request_id: str

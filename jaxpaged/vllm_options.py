@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import ConfigError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +166,7 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
     absent("profiler_config", {}, why="recordings have the option profile_dir"),
     pointless("disable_log_stats", False, bool),  # statistics are always kept, and read by get_metrics
     pointless("disable_log_requests", True, bool),  # nothing logs requests
+    absent("enable_log_requests", False, why="prompts are not logged"),
     # ---- compiling
     pointless("enforce_eager", False, bool, "there is no eager mode. Every program is compiled; the first start takes "
               "longer, later ones find the programs in the compilation cache or in a bundle (`jaxpaged compile`)"),
@@ -178,6 +179,26 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
     absent("kernel_config", {}, why="its place is taken by attention_backend"),
     absent("additional_config", {}, why="there are no platforms from outside"),
 )}  # fmt: skip
+
+
+ARGUMENTS = {
+    "lora_request": NO_LORA,
+    "prompt_adapter_request": "there are no prompt adapters",
+    "mm_processor_kwargs": NO_MEDIA,
+    "trace_headers": NO_TRACES,
+    "data_parallel_rank": "one engine serves",
+    "concurrency_limit": "all beams of a step are computed together",
+    "chat_template_content_format": "a chat template shows by itself whether it takes parts of a content",
+}
+"""Arguments of vLLM's methods that are not here: why not."""
+
+
+def check_arguments(**given: Any) -> None:
+    """Raise RequestError for an argument of `ARGUMENTS` that asks for something: is not None, "auto", or empty."""
+    for name, value in given.items():
+        each = value if isinstance(value, list | tuple) else [value]
+        if any(not (item is None or item in ("auto", {})) for item in each):
+            raise RequestError(f"{name} is {value!r}, but {ARGUMENTS[name]}. Leave it out.", name)
 
 
 def without_neutral(

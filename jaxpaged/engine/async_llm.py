@@ -9,22 +9,22 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import EngineConfig, ModelConfig
 from jaxpaged.engine import wire
 from jaxpaged.engine.core_link import CoreLink
 from jaxpaged.engine.core_supervisor import FACTORY, CoreSupervisor
 from jaxpaged.engine.front_end import load_input_processor
 from jaxpaged.engine.grammar_checker import MOST_CHILDREN
-from jaxpaged.engine.input_processor import InputProcessor, Prompt
+from jaxpaged.engine.input_processor import InputProcessor, Prompt, tokenization_options
 from jaxpaged.engine.metrics import EngineMetrics, Metric
 from jaxpaged.engine.output_processor import OutputProcessor
 from jaxpaged.engine.output_stream import OutputStream
-from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.engine.public_tokenizer import public_tokenizer
 from jaxpaged.engine.wire import CoreFacts, CoreStats, Refusal
 from jaxpaged.engine.zmq_client import ZmqClient, ask_facts
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError
@@ -39,6 +39,7 @@ from jaxpaged.messages import (
 )
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.vllm_options import check_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,11 @@ class AsyncLLM:
         return cls(config, input_processor, ZmqClient(supervisor.address, watch_connection=False), supervisor)
 
     @classmethod
+    def from_engine_args(cls, engine_args: Any, progress: Progress | None = None, **options: Any) -> "AsyncLLM":
+        """`from_config` from `EngineArgs`, which hold all options of the engine by name."""
+        return cls.from_config(engine_args.create_engine_config(), progress, **options)
+
+    @classmethod
     def from_address(cls, address: str, timeout: float = CONNECT_SECONDS) -> "AsyncLLM":
         """Another front end for a core that runs already: `address` is that of its first one.
 
@@ -112,7 +118,11 @@ class AsyncLLM:
         sampling_params: SamplingParams | PoolingParams | None,
         request_id: str,
         *,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: None = None,
         priority: int = 0,
+        data_parallel_rank: None = None,
         arrival_time: float | None = None,
         truncate_prompt_tokens: int | None = None,
         add_special_tokens: bool = True,
@@ -122,11 +132,15 @@ class AsyncLLM:
         Closing the iterator, or cancelling who waits for it, aborts the request. A consumer slower than the engine gets
         several results in one. Raises RequestError, EngineRestartError or EngineDeadError.
         """
+        check_arguments(lora_request=lora_request, trace_headers=trace_headers, data_parallel_rank=data_parallel_rank)
+        tokenization = {
+            "truncate_prompt_tokens": truncate_prompt_tokens, "add_special_tokens": add_special_tokens,
+            **tokenization_options(tokenization_kwargs),
+        }  # fmt: skip
         await self._link.until_ready()
         request, text = await self._processed(
-            request_id, prompt, sampling_params, priority=priority, arrival_time=arrival_time,
-            truncate_prompt_tokens=truncate_prompt_tokens, add_special_tokens=add_special_tokens,
-        )  # fmt: skip
+            request_id, prompt, sampling_params, priority=priority, arrival_time=arrival_time, **tokenization
+        )
         await self._link.until_ready()  # it may have ended meanwhile
         # What the core still says of an aborted request must not be taken for a later one of the same name.
         engine_id = f"{request_id}#{next(self._numbers)}"
@@ -267,6 +281,14 @@ class AsyncLLM:
         """Take the memory back, all of it or what `tags` name, see `EngineCore.wake_up`. Programs are as they were."""
         self.metrics.stats = await self._link.call("wake_up", tags=tags)
 
+    async def pause_generation(self, mode: str = "abort") -> None:
+        """`sleep(0, mode)`: compute nothing until `resume_generation`, and keep all memory."""
+        await self.sleep(0, mode)
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        await self.wake_up(["scheduling"])
+
     async def is_sleeping(self) -> bool:
         """Whether anything has to be woken before requests are computed."""
         return await self._link.call("is_sleeping")
@@ -291,8 +313,14 @@ class AsyncLLM:
     def get_num_unfinished_requests(self) -> int:
         return len(self._output_processor)
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self.input_processor.tokenizer
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it, see `public_tokenizer`. Raises UsageError when there is none."""
+        return public_tokenizer(self.input_processor)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The options of the model, resolved: `model`, `dtype`, `max_model_len`, ..."""
+        return self.config.model
 
     def shutdown(self) -> None:
         """End the core's process, if this front end started it. Requests under way raise EngineDeadError."""

@@ -6,7 +6,7 @@ never waits for the host. This module knows neither text nor devices.
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,6 +166,10 @@ class EngineCore:
     def wait_for_programs(self) -> None:
         """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
         self._executor.wait_for_programs()
+
+    def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
+        """Call a method of every worker, or a function with it. Raises UsageError for an unknown name."""
+        return self._executor.collective_rpc(method, args, kwargs)
 
     def shutdown(self) -> None:
         self._in_flight.clear()

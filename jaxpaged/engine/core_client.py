@@ -3,7 +3,7 @@
 This module knows neither text nor devices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxpaged.engine.core import EngineCore
@@ -65,6 +65,10 @@ class EngineCoreClient(Protocol):
         """Write what was recorded. Raises ConflictError."""
         ...
 
+    def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
+        """Call a method of every worker, or a function with it. Raises UsageError for an unknown name."""
+        ...
+
     def shutdown(self) -> None:
         """Release the devices."""
         ...
@@ -117,6 +121,9 @@ class InprocClient:
 
     def stop_profile(self) -> None:
         self._core.stop_profile()
+
+    def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
+        return self._core.collective_rpc(method, args, kwargs)
 
     def shutdown(self) -> None:
         self._core.shutdown()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from jaxpaged.engine.chat_template import OWN_VARIABLES, ChatTemplates, Message
 from jaxpaged.engine.generation_config import GenerationDefaults
@@ -26,11 +26,33 @@ from jaxpaged.pooling import PoolingParams
 from jaxpaged.sampling_limits import MAX_MASKED_STOP_IDS
 from jaxpaged.sampling_params import RANDOM_SEED, SamplingParams
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+
+class PromptOptions(TypedDict):
+    """What a prompt in a dict may carry besides."""
+
+    cache_salt: NotRequired[str]
+    priority: NotRequired[int]
+
+
+class TextPrompt(PromptOptions):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(PromptOptions):
+    """A prompt as token ids, and perhaps the text that they stand for."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps "cache_salt" and "priority"."""
 
 WHOLE = Truncation()
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority")
+TOKENIZATION_KEYS = ("add_special_tokens", "truncate_prompt_tokens")
 MAX_CACHE_SALT_LENGTH = 128
 NO_POOLING = "this model was started to generate, and gives no embeddings or scores. Start it with runner='pooling'."
 NO_GENERATION = "this model was started for pooling, and generates nothing. Start it with runner='generate'."
@@ -308,6 +330,18 @@ class InputProcessor:
             for written in (bare, f" {bare}"):
                 sequences[tuple(self.tokenizer.encode(written, add_special_tokens=False))] = None
         return [list(ids) for ids in sequences]
+
+
+def tokenization_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """vLLM's `tokenization_kwargs` as arguments of `InputProcessor.process`. Raises RequestError for unknown keys."""
+    for name in given or {}:
+        if name not in TOKENIZATION_KEYS:
+            raise RequestError(
+                f"tokenization_kwargs has the unknown key {name!r}.{did_you_mean(str(name), TOKENIZATION_KEYS)} "
+                f"Known are {', '.join(TOKENIZATION_KEYS)}.",
+                "tokenization_kwargs",
+            )
+    return dict(given or {})
 
 
 def one_token(params: PoolingParams) -> SamplingParams:

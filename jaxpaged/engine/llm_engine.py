@@ -3,18 +3,20 @@
 It puts input processor, engine core and output processor in a row and knows nothing of what they do inside.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import EngineConfig, ModelConfig
 from jaxpaged.engine.core_client import EngineCoreClient
-from jaxpaged.engine.input_processor import InputProcessor, Prompt
+from jaxpaged.engine.input_processor import InputProcessor, Prompt, tokenization_options
 from jaxpaged.engine.metrics import EngineMetrics, Metric
 from jaxpaged.engine.output_processor import OutputProcessor
-from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.engine.public_tokenizer import public_tokenizer
+from jaxpaged.errors import UsageError
 from jaxpaged.messages import KVBlockMap, Progress, RequestOutput, StepRecord
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.vllm_options import check_arguments
 
 
 class LLMEngine:
@@ -40,24 +42,36 @@ class LLMEngine:
 
         return build_engine(config, progress)
 
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, progress: Progress | None = None) -> "LLMEngine":
+        """The same from `EngineArgs`, which hold all options by name."""
+        return cls.from_config(engine_args.create_engine_config(), progress)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The options of the model, resolved: `model`, `dtype`, `max_model_len`, ..."""
+        return self.config.model
+
     def add_request(
         self,
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | PoolingParams | None = None,
-        *,
         arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: None = None,
         priority: int = 0,
-        add_special_tokens: bool = True,
-        truncate_prompt_tokens: int | None = None,
     ) -> None:
         """Queue a prompt. Results come from `step`. `params` None: the model's own defaults.
 
+        `tokenization_kwargs` may hold `add_special_tokens` and `truncate_prompt_tokens`, see `InputProcessor.process`.
         Raises RequestError when the request is at fault; others are not touched.
         """
+        check_arguments(lora_request=lora_request, trace_headers=trace_headers)
         request, text = self.input_processor.process(
             request_id, prompt, params, arrival_time=arrival_time, priority=priority,
-            add_special_tokens=add_special_tokens, truncate_prompt_tokens=truncate_prompt_tokens,
+            **tokenization_options(tokenization_kwargs),
         )  # fmt: skip
         children = self._output_processor.add_request(request, text)
         try:
@@ -133,8 +147,25 @@ class LLMEngine:
         """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
         self._core.wait_for_programs()
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self.input_processor.tokenizer
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the worker, or a function with it; a list of one result. Raises UsageError."""
+        if timeout is not None:
+            raise UsageError(f"timeout is {timeout!r}, but the worker answers in the caller's thread. Leave it out.")
+        return self._core.collective_rpc(method, args, kwargs or {})
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with the model's parameters; a list of one result. Raises ConflictError when they sleep."""
+        return self.collective_rpc("apply_model", args=(func,))
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it, see `public_tokenizer`. Raises UsageError when there is none."""
+        return public_tokenizer(self.input_processor)
 
     def shutdown(self) -> None:
         """Release the devices. Requests under way are lost."""

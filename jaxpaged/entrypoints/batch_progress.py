@@ -1,7 +1,8 @@
-"""How far a batch is, with tokens per second: on a terminal, and nowhere else."""
+"""How far a batch is, with tokens per second: on a terminal and in a notebook, and nowhere else."""
 
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -16,11 +17,10 @@ class BatchProgress:
         self._bar: Any = None
         self._start = time.monotonic()
         self._tokens_in = self._tokens_out = 0
-        if not use_tqdm or (use_tqdm is True and not sys.stderr.isatty()):
+        if not use_tqdm or (use_tqdm is True and not (sys.stderr.isatty() or in_notebook())):
             return
-        if use_tqdm is True:
-            from tqdm import tqdm as use_tqdm
-        self._bar = use_tqdm(total=total, desc=f"{unit.capitalize()}s", unit=unit, dynamic_ncols=True)
+        make_bar = bar_class() if use_tqdm is True else use_tqdm
+        self._bar = make_bar(total=total, desc=f"{unit.capitalize()}s", unit=unit, dynamic_ncols=True)
 
     def advance(self, *outputs: RequestOutput | PoolingRequestOutput) -> None:
         """One more is done, with these results."""
@@ -41,3 +41,18 @@ class BatchProgress:
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this code: it shows what is written to standard error, which is no terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def bar_class() -> type:
+    """A bar of widgets in notebooks that have them, one of text elsewhere, without a warning where widgets lack."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tqdm.auto import tqdm
+    return tqdm

@@ -4,6 +4,7 @@ Two things implement it: `UniProcExecutor`, and the fakes of the tests. The engi
 else of devices: it imports no jax.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -78,6 +79,10 @@ class Executor(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: steps, padding, programs, compile time, recompiles."""
+        ...
+
+    def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
+        """Call a method of every worker, or a function with it; a result of each. Raises UsageError for no method."""
         ...
 
     def shutdown(self) -> None:

@@ -1,9 +1,11 @@
 """One process, one worker: the executor that runs a step where it is asked for."""
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.errors import UsageError
 from jaxpaged.executor.base import PendingOutput
 from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
@@ -55,6 +57,14 @@ class UniProcExecutor:
 
     def stats(self) -> dict[str, Any]:
         return self.worker.stats()
+
+    def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
+        """Call a method of the worker, or a function with it; a list of one result. Raises UsageError for no method."""
+        if not isinstance(method, str):
+            return [method(self.worker, *args, **kwargs)]
+        if method.startswith("_") or not callable(found := getattr(self.worker, method, None)):
+            raise UsageError(f"the worker has no method {method!r}. Give a function that takes the worker instead.")
+        return [found(*args, **kwargs)]
 
     def shutdown(self) -> None:
         self.worker.shutdown()

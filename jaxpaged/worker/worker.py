@@ -13,6 +13,7 @@ import jax
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.errors import ConflictError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
@@ -161,6 +162,12 @@ class Worker:
             else:
                 free_state(runner)
                 runner.state = self.new_state()
+
+    def apply_model(self, func: Callable[[Any], Any]) -> Any:
+        """What a function makes of the parameters. Raises ConflictError while they sleep."""
+        if self.runner.params is None:
+            raise ConflictError("the weights sleep. Call wake_up() first.")
+        return func(self.runner.params)
 
     def stats(self) -> dict[str, Any]:
         counts, programs = self.runner.counts, self.programs

@@ -6,6 +6,7 @@ This module knows no command.
 """
 
 import argparse
+import itertools
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
@@ -94,25 +95,32 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
                         help="a folder in Hugging Face format, a hub id, or 'demo'; the same as --model")  # fmt: skip
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, *, file_holds: str = "engine options") -> None:
-    """A flag for every option of the engine, and --config."""
-    parser.add_argument("--config", metavar="FILE", help=f"YAML file of {file_holds}; flags override it")
-    groups: dict[str, Any] = {}
-    for section, option in all_options():
-        group = groups.setdefault(section, parser.add_argument_group(f"engine: {section}"))
-        help = option.metadata["help"] + shown_default(option.default)
-        choices, aliases = option.metadata.get("choices"), option.metadata.get("aliases", {})
-        name = FLAGS_OF_THEIR_OWN.get(option.name, option.name)
-        is_free = name != option.name and "--" + option.name not in parser._option_string_actions
-        add_flag(
-            group, name, option.type, help, choices and (*choices, *aliases), aliases,
-            synonyms=[option.name] if is_free else (),
-        )  # fmt: skip
+def add_engine_flags(
+    parser: argparse._ActionsContainer, *, file_holds: str | None = "engine options",
+    own_names: Mapping[str, str] = FLAGS_OF_THEIR_OWN,
+) -> None:  # fmt: skip
+    """A flag for every option of the engine, called by `own_names` if it is there, and --config, unless `file_holds`
+    nothing."""
+    if file_holds is not None:
+        parser.add_argument("--config", metavar="FILE", help=f"YAML file of {file_holds}; flags override it")
+    for section, options in itertools.groupby(all_options(), lambda pair: pair[0]):
+        group = parser
+        if isinstance(parser, argparse.ArgumentParser):  # groups have none of their own
+            group = parser.add_argument_group(f"engine: {section}")
+        for _, option in options:
+            help = option.metadata["help"] + shown_default(option.default)
+            choices, aliases = option.metadata.get("choices"), option.metadata.get("aliases", {})
+            name = own_names.get(option.name, option.name)
+            is_free = name != option.name and "--" + option.name not in parser._option_string_actions
+            add_flag(
+                group, name, option.type, help, choices and (*choices, *aliases), aliases,
+                synonyms=[option.name] if is_free else (),
+            )  # fmt: skip
     add_foreign_flags(parser)
 
 
 def add_foreign_flags(
-    parser: argparse.ArgumentParser, options: Mapping[str, ForeignOption] = FOREIGN_OPTIONS
+    parser: argparse._ActionsContainer, options: Mapping[str, ForeignOption] = FOREIGN_OPTIONS
 ) -> None:
     """vLLM's flags for what is not there: unseen in the help, so that its command lines parse. Which values pass is
     decided with the other options. A flag that the command has already keeps its own meaning."""
