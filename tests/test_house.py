@@ -25,7 +25,9 @@ LEAVES = {
 }  # fmt: skip
 # Who may import whom. Every layer may import itself and the leaves.
 LAYERS = {
-    "entrypoints": {"engine", "parsing"},
+    "entrypoints": {"engine", "parsing", "proto", "client"},
+    "client": {"proto"},
+    "proto": set(),
     "engine": {"core", "executor", "multimodal", "plugins"},
     "core": set(),
     "executor": {"worker", "models", "distributed"},
@@ -53,7 +55,7 @@ CROSSINGS: dict[tuple[str, str], str] = {
     (CONVERT, "jaxpaged.params."): "the same",
 }
 
-NO_JAX = {"core", "engine", "entrypoints", "parsing"} | LEAVES
+NO_JAX = {"client", "core", "engine", "entrypoints", "parsing", "proto"} | LEAVES
 JAX_FAMILY = {"jax", "jaxlib", "flax", "optax", "orbax"}
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
@@ -62,10 +64,16 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # path or path::function: why it is longer.
 LONG: dict[str, str] = {
+    "jaxpaged/proto/jaxpaged_pb2_grpc.py": "it is generated",
+    "jaxpaged/proto/jaxpaged_pb2_grpc.py::add_InferenceServicer_to_server": "the same",
 }
 
 # What pip calls a distribution, where it is not the name of the module.
-DISTRIBUTIONS = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "jax_triton": "jax-triton", "zmq": "pyzmq"}
+DISTRIBUTIONS = {
+    "google": "protobuf", "grpc": "grpcio", "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection", "jax_triton": "jax-triton", "orbax": "orbax-checkpoint", "yaml": "pyyaml",
+    "zmq": "pyzmq",
+}  # fmt: skip
 
 
 def sources(*folders: str) -> list[tuple[str, ast.Module]]:

@@ -18,21 +18,36 @@ KEY_OWNER = "jaxpaged.key_owner"
 """What a request with a good key carries in its scope: the key's digest."""
 
 
+class KeyRing:
+    """The keys that admit; false without any."""
+
+    def __init__(self, keys: Iterable[str]):
+        self._digests = [digest(key) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def admits(self, key: str) -> bool:
+        """Compares with every key, and in constant time, so that the answer's delay tells nothing."""
+        given = digest(key)
+        return sum(hmac.compare_digest(given, known) for known in self._digests) > 0
+
+
 class ApiKeys:
     """Answers 401 to requests without a key from `keys`. Without keys everybody may ask."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Set[str]):
         self._app = app
-        self._digests = [digest(key) for key in keys]
+        self._ring = KeyRing(keys)
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         guarded = scope["type"] == "http" and scope["path"] not in self._open_paths
-        if not self._digests or not guarded:
+        if not self._ring or not guarded:
             await self._app(scope, receive, send)
             return
         key = given_key(Headers(scope=scope))
-        if self._knows(key):
+        if self._ring.admits(key):
             await self._app({**scope, KEY_OWNER: digest(key).hex()}, receive, send)
             return
         refusal = HttpError(
@@ -40,11 +55,6 @@ class ApiKeys:
             headers={"WWW-Authenticate": "Bearer"},
         )  # fmt: skip
         await error_response(refusal)(scope, receive, send)
-
-    def _knows(self, key: str) -> bool:
-        """Compares with every key, and in constant time, so that the answer's delay tells nothing."""
-        given = digest(key)
-        return sum(hmac.compare_digest(given, known) for known in self._digests) > 0
 
 
 def digest(key: str) -> bytes:

@@ -29,9 +29,7 @@ class Health:
 
     async def ready(self, request: Request) -> Response:
         """Readiness: 503 with the reason while ordinary requests would not be served at full speed."""
-        if self._service.traffic.draining:
-            return unavailable("The server is shutting down.")
-        return unavailable(self._engine_obstacle())
+        return unavailable(self.obstacle())
 
     async def startup(self, request: Request) -> Response:
         """Start-up: 503 until the engine has been ready for the first time, 200 ever after."""
@@ -48,8 +46,12 @@ class Health:
         """How many requests are under way."""
         return json_response({"server_load": len(self._service.traffic)})
 
-    def _engine_obstacle(self) -> str | None:
+    def obstacle(self) -> str | None:
         """Why new requests should go elsewhere."""
+        return "The server is shutting down." if self._service.traffic.draining else self._engine_obstacle()
+
+    def _engine_obstacle(self) -> str | None:
+        """The same without regard to the server."""
         obstacle = self._service.engine.obstacle(self._service.options.ready_when == "compiled")
         if obstacle is None:
             self._service.has_been_ready = True

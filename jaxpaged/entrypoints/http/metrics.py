@@ -28,7 +28,8 @@ class Metrics:
         service = self._service
         labels = {"model_name": service.model.names[0], "engine": "0"}
         metrics = [*service.engine.get_metrics(), *self._of_server()]
-        text = "".join([*exposition(metrics, labels), *exposition(service.requests.read(), {})])
+        own = [metric for read in service.sources for metric in read()]
+        text = "".join([*exposition(metrics, labels), *exposition(own, {})])
         return Response(text, media_type=CONTENT_TYPE)
 
     def _of_server(self) -> list[Metric]:

@@ -33,6 +33,12 @@ def checked_id(name: str, value: str) -> str:
 def request_id(request: Request, prefix: str, in_body: str | None = None) -> str:
     """`prefix` with the client's own id, from the header or the body, or with a new one. Raises HttpError 400."""
     in_header = header_id(request)
-    if in_body is not None:
-        checked_id("request_id", in_body)
-    return f"{prefix}-{in_header or in_body or uuid.uuid4().hex}"
+    own = own_or_new(in_body)
+    return f"{prefix}-{in_header or own}"
+
+
+def own_or_new(request_id: str | None) -> str:
+    """The id that a client gave in a field of its request, or a new one. Raises HttpError 400."""
+    if request_id is not None:
+        checked_id("request_id", request_id)
+    return request_id or uuid.uuid4().hex

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from jaxpaged import __version__
 from jaxpaged.config import EngineConfig
-from jaxpaged.entrypoints.http.auth import client_of
+from jaxpaged.engine.metrics import Metric
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.grammar_desk import GrammarDesk
@@ -81,11 +81,12 @@ class Service:
         self._grammars = GrammarDesk(engine.input_processor.grammar_checker)
         self.requests = RequestCounts()
         self.has_been_ready = False  # at some time since the start
+        self.sources: list[Callable[[], list[Metric]]] = [self.requests.read]  # of metrics, besides the engine
         self.traffic = Traffic(model.max_num_seqs, options.max_num_queued_reqs, options.max_num_queued_tokens)
 
-    def check_shape_for(self, request: Request) -> CheckShape:
+    def check_shape_for(self, client: str) -> CheckShape:
         """Checks shapes in the turns of the client that asks."""
-        return functools.partial(self._grammars.check, client=client_of(request))
+        return functools.partial(self._grammars.check, client=client)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text that stands alone."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpaged.entrypoints.http.auth import client_of
 from jaxpaged.entrypoints.http.answer import AnswerPart, AnswerReader
 from jaxpaged.entrypoints.http.anthropic.blocks import content_of
 from jaxpaged.entrypoints.http.anthropic.ending import messages_usage, stop_reason, stop_sequence
@@ -86,7 +87,7 @@ class Messages:
         with client_names(names):
             params = sampling_params(wanted, processor.defaults.sampling, processor.thinking_token_ids is not None)
             asked = conversation(wanted, wanted.cache_salt)
-            check_shape = service.check_shape_for(request)
+            check_shape = service.check_shape_for(client_of(request))
             prepared = await prepare(asked, params, service.formats, service.prompts, check_shape)
         request_id = service.request_id(request, "msg")
         reader = AnswerReader(prepared.reading, prepared.prompt.text)

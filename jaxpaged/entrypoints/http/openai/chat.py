@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.answer import AnswerReader, Reading
+from jaxpaged.entrypoints.http.auth import client_of
 from jaxpaged.entrypoints.http.beams import collect_or_search
 from jaxpaged.entrypoints.http.body import json_response, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
@@ -40,7 +41,7 @@ from jaxpaged.entrypoints.http.openai.fields import (
 )
 from jaxpaged.entrypoints.http.openai.logprobs import chat_logprobs, prompt_logprobs
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
-from jaxpaged.entrypoints.http.prepare import Conversation, prepare
+from jaxpaged.entrypoints.http.prepare import CheckShape, Conversation, prepare
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.messages import CompletionOutput
 from jaxpaged.parsing.deltas import ParsedMessage
@@ -76,21 +77,22 @@ class ChatCompletions:
         """Answer one conversation, at once or as a stream."""
         service = self._service
         wanted = await read_struct(request, ChatCompletionRequest, service.options.max_body_bytes)
-        chat = await self._chat(request, wanted)
-        request_id = chat.generation.request_id
+        model = service.check_model(wanted.model)
+        request_id = service.request_id(request, "chatcmpl", wanted.request_id)
+        chat = await self.prepared(wanted, request_id, model, service.check_shape_for(client_of(request)))
         if wanted.stream:
             return service.streamed(request_id, self._events(chat), late_error)
         return await service.answered(request, request_id, self._complete(chat))
 
-    async def _chat(self, request: Request, wanted: ChatCompletionRequest) -> Chat:
+    async def prepared(
+        self, wanted: ChatCompletionRequest, request_id: str, model: str, check_shape: CheckShape
+    ) -> Chat:
+        """The request, checked. Raises HttpError and RequestError 400 for what cannot be."""
         service = self._service
-        model = service.check_model(wanted.model)
         check(wanted)
-        request_id = service.request_id(request, "chatcmpl", wanted.request_id)
         params, beams = self._params(wanted)
         conversation, names = self._conversation(wanted), names_of(wanted)
         with client_names(names):
-            check_shape = service.check_shape_for(request)
             prepared = await prepare(conversation, params, service.formats, service.prompts, check_shape)
         last = conversation.messages[-1]
         role = "assistant" if conversation.template["add_generation_prompt"] else last["role"]

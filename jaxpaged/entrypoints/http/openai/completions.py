@@ -7,6 +7,7 @@ from contextlib import aclosing
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpaged.entrypoints.http.auth import client_of
 from jaxpaged.entrypoints.http.beams import collect_or_search
 from jaxpaged.entrypoints.http.body import json_response, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
@@ -31,6 +32,7 @@ from jaxpaged.entrypoints.http.openai.fields import (
 )
 from jaxpaged.entrypoints.http.openai.logprobs import prompt_logprobs
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
+from jaxpaged.entrypoints.http.prepare import CheckShape
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.messages import RequestOutput
 from jaxpaged.sampling_params import SamplingParams
@@ -49,19 +51,25 @@ class Completions:
         service = self._service
         wanted = await read_struct(request, CompletionRequest, service.options.max_body_bytes)
         model = service.check_model(wanted.model)
-        check(wanted)
         request_id = service.request_id(request, "cmpl", wanted.request_id)
+        generation = await self.generation(wanted, request_id, service.check_shape_for(client_of(request)))
+        if wanted.stream:
+            return service.streamed(request_id, self._events(wanted, generation, model), late_error)
+        return await service.answered(request, request_id, self._complete(wanted, generation, model))
+
+    async def generation(
+        self, wanted: CompletionRequest, request_id: str, check_shape: CheckShape
+    ) -> GenerationRequest:
+        """What the engine is asked for. Raises HttpError and RequestError 400 for what cannot be."""
+        check(wanted)
         params, given = self._params(wanted), prompts_of(wanted.prompt)
         beams = beam_params(wanted, params.max_tokens)
         check_num_sequences(len(given), wanted.n or 1)
         special = wanted.add_special_tokens is not False
         with client_names(shape_name(wanted)):
-            await service.check_shape_for(request)(params.structured_outputs)
-        prompts = await service.prompts.read(given, wanted.truncation, special, wanted.cache_salt)
-        generation = GenerationRequest(request_id, prompts, params, wanted.priority or 0, shape_name(wanted), beams)
-        if wanted.stream:
-            return service.streamed(request_id, self._events(wanted, generation, model), late_error)
-        return await service.answered(request, request_id, self._complete(wanted, generation, model))
+            await check_shape(params.structured_outputs)
+        prompts = await self._service.prompts.read(given, wanted.truncation, special, wanted.cache_salt)
+        return GenerationRequest(request_id, prompts, params, wanted.priority or 0, shape_name(wanted), beams)
 
     def _params(self, wanted: CompletionRequest) -> SamplingParams:
         """With an echo, log probabilities are those of the prompt too; the engine computes at least one token."""

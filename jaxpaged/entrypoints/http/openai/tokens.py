@@ -1,5 +1,6 @@
 """`POST /tokenize` and `POST /detokenize`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -67,7 +68,7 @@ class Tokens:
         service = self._service
         wanted = await read_struct(request, TokenizeRequest, service.options.max_body_bytes)
         service.check_model(wanted.model)
-        prompt = await self._prompt(wanted)
+        prompt = await self.prompt(wanted)
         backend = service.engine.input_processor.tokenizer.backend
         names = [backend.id_to_token(i) or "" for i in prompt.token_ids] if wanted.return_token_strs else None
         return json_response(
@@ -79,18 +80,20 @@ class Tokens:
         service = self._service
         wanted = await read_struct(request, DetokenizeRequest, service.options.max_body_bytes)
         service.check_model(wanted.model)
-        processor = service.engine.input_processor
-        for place, token_id in enumerate(wanted.tokens):
+        return json_response(DetokenizeResponse(await self.text(wanted.tokens)))
+
+    async def text(self, tokens: Sequence[int]) -> str:
+        """The text of token ids. Raises HttpError 400 for one that the vocabulary does not have."""
+        processor = self._service.engine.input_processor
+        for place, token_id in enumerate(tokens):
             if not 0 <= token_id < processor.vocab_size:
                 raise HttpError(
                     400, f"tokens[{place}] is {token_id}; ids are from 0 to {processor.vocab_size - 1}.", "tokens"
                 )
-        decode = processor.tokenizer.decode
-        return json_response(
-            DetokenizeResponse(await in_thread_if_long(len(wanted.tokens), decode, wanted.tokens, False))
-        )
+        return await in_thread_if_long(len(tokens), processor.tokenizer.decode, tokens, False)
 
-    async def _prompt(self, wanted: TokenizeRequest) -> TokenPrompt:
+    async def prompt(self, wanted: TokenizeRequest) -> TokenPrompt:
+        """The text or the conversation in tokens. Raises HttpError and RequestError 400."""
         service = self._service
         if (wanted.prompt is None) == (wanted.messages is None):
             raise HttpError(400, "Give either prompt or messages, and not both.", "prompt")

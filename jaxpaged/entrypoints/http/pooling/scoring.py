@@ -51,7 +51,7 @@ class Scoring:
         request_id = service.request_id(request, "score", wanted.request_id)
 
         async def run() -> Response:
-            scores, usage = await self._scores(request_id, wanted, names, first, second)
+            scores, usage = await self.scores(request_id, wanted, names, first, second)
             data = [ScoreItem(index=i, score=score) for i, score in enumerate(scores)]
             return json_response(
                 ScoreResponse(id=request_id, created=int(time.time()), model=model, data=data, usage=usage)
@@ -69,7 +69,7 @@ class Scoring:
         request_id = service.request_id(request, "rerank", wanted.request_id)
 
         async def run() -> Response:
-            scores, usage = await self._scores(request_id, wanted, ("query", "documents"), [wanted.query], documents)
+            scores, usage = await self.scores(request_id, wanted, ("query", "documents"), [wanted.query], documents)
             order = sorted(range(len(scores)), key=lambda i: -scores[i])[: wanted.top_n or None]
             shown = wanted.return_documents is not False
             results = [
@@ -81,7 +81,7 @@ class Scoring:
 
         return await service.answered(request, request_id, run())
 
-    async def _scores(
+    async def scores(
         self, request_id: str, wanted: PoolingFields, names: tuple[str, str], first: list[str], second: list[str]
     ) -> tuple[list[float], Usage]:
         """The score of every pair, and the tokens of all. Raises HttpError, RequestError, and what `pool_all` does."""

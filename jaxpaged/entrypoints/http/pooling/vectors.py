@@ -67,7 +67,8 @@ class Vectors:
         wanted = await read_struct(request, kind.asked, service.options.max_body_bytes)
         model = service.check_model(wanted.model)
         labels = pooler_of(service, kind.task).labels
-        work = await self._work(request, wanted, kind.prefix, kind.task)
+        request_id = service.request_id(request, kind.prefix, wanted.request_id)
+        work = await self.work(wanted, request_id, kind.task)
 
         async def run() -> Response:
             with client_names({"prompt": "input"}):
@@ -80,9 +81,10 @@ class Vectors:
 
         return await service.answered(request, work.request_id, run())
 
-    async def _work(
-        self, request: Request, wanted: EmbeddingRequest | ClassifyRequest, prefix: str, task: str | None
+    async def work(
+        self, wanted: EmbeddingRequest | ClassifyRequest, request_id: str, task: str | None
     ) -> PoolingWork:
+        """What the engine is asked for. Raises HttpError and RequestError 400."""
         service = self._service
         check_fields(wanted)
         params = PoolingParams(
@@ -92,9 +94,7 @@ class Vectors:
         service.engine.input_processor.pooler.check(params)
         with client_names({"prompt": "input"}):
             prompts = await read_prompts(service, inputs_of(wanted.input), wanted, "input")
-        return PoolingWork(
-            service.request_id(request, prefix, wanted.request_id), prompts, params, wanted.priority or 0
-        )
+        return PoolingWork(request_id, prompts, params, wanted.priority or 0)
 
 
 def embedding(index: int, numbers: np.ndarray, wanted: EmbeddingRequest, labels: Sequence[str]) -> Embedding:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
+from jaxpaged.entrypoints.http.auth import client_of
 from jaxpaged.entrypoints.http.auth import digest, given_key
 from jaxpaged.entrypoints.http.body import json_response, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
@@ -36,7 +37,7 @@ class Responses:
         wanted = await read_struct(request, ResponsesRequest, service.options.max_body_bytes)
         check(wanted)
         request_id = service.request_id(request, "resp")
-        job = await self._jobs.make(wanted, owner_of(request), service.check_shape_for(request))
+        job = await self._jobs.make(wanted, owner_of(request), service.check_shape_for(client_of(request)))
         if wanted.background:
             stored = await self._begin_in_background(job, with_events=bool(wanted.stream))
             if wanted.stream:

@@ -1,0 +1,100 @@
+"""Results of the engine as messages of `jaxpaged.proto`.
+
+This module knows neither requests nor transport.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from jaxpaged.entrypoints.http.answer import AnswerReader
+from jaxpaged.entrypoints.http.openai.usage import Usage, UsageCounter
+from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
+from jaxpaged.proto import jaxpaged_pb2 as pb
+
+
+class Responses:
+    """The responses to one request. `new_reader` makes what reads an answer of a chat; None: all text is content."""
+
+    def __init__(
+        self,
+        request_id: str,
+        new_reader: Callable[[], AnswerReader] | None,
+        *,
+        with_prompt: bool,
+        with_cached_tokens: bool,
+    ):
+        self._request_id = request_id
+        self._new_reader = new_reader
+        self._readers: dict[int, AnswerReader] = {}
+        self._with_prompt = with_prompt
+        self._usage = UsageCounter(with_cached_tokens)
+        self._begun = False
+
+    def of(self, output: RequestOutput) -> pb.GenerateResponse | None:
+        """The response that a result makes, or None when it brings nothing that a client sees."""
+        self._usage.add(0, output)
+        response = pb.GenerateResponse(request_id=self._request_id)
+        for completion in output.outputs:
+            self._add(response, completion)
+        if not self._begun and self._with_prompt:
+            response.prompt_token_ids.ids.extend(output.prompt_token_ids)
+        if output.prompt_logprobs is not None:
+            response.prompt_logprobs.extend(candidates(each) for each in output.prompt_logprobs)
+        if output.finished:
+            response.usage.CopyFrom(usage_message(self._usage.read(in_stream=True)))
+        elif not response.sequences and (self._begun or not self._with_prompt):
+            return None
+        self._begun = True
+        return response
+
+    def _add(self, response: pb.GenerateResponse, completion: CompletionOutput) -> None:
+        text, finish_reason, stop_reason = completion.text, completion.finish_reason, completion.stop_reason
+        if self._new_reader is None:
+            if not (text or completion.token_ids or finish_reason):
+                return
+            sequence = response.sequences.add(index=completion.index, text=text, token_ids=completion.token_ids)
+        else:
+            reader = self._readers.get(completion.index)
+            if reader is None:
+                reader = self._readers[completion.index] = self._new_reader()
+            part = reader.read(completion)
+            finish_reason = part.finish_reason
+            if not (part.deltas or completion.token_ids or finish_reason):
+                return
+            sequence = response.sequences.add(index=completion.index, token_ids=completion.token_ids)
+            sequence.text = "".join(delta.content or "" for delta in part.deltas)
+            sequence.reasoning = "".join(delta.reasoning or "" for delta in part.deltas)
+            for call in filter(None, (delta.tool_call for delta in part.deltas)):
+                sequence.tool_calls.add(
+                    index=call.index, id=call.id or "", name=call.name or "", arguments=call.arguments
+                )
+        if completion.logprobs:
+            sequence.logprobs.extend(candidates(each) for each in completion.logprobs)
+        if finish_reason is not None:
+            sequence.finish_reason = finish_reason
+            if isinstance(stop_reason, str):
+                sequence.stop_text = stop_reason
+            elif stop_reason is not None:
+                sequence.stop_token_id = stop_reason
+
+
+def candidates(of_position: dict[int, Logprob] | None) -> pb.TokenLogprobs:
+    """The candidates of a position, in the engine's order; none for the first token of a prompt."""
+    message = pb.TokenLogprobs()
+    for token_id, each in (of_position or {}).items():
+        message.candidates.add(
+            token_id=token_id, logprob=each.logprob, rank=each.rank or 0, token=each.decoded_token or ""
+        )
+    return message
+
+
+def usage_message(usage: Usage) -> pb.Usage:
+    details = usage.prompt_tokens_details
+    cached = getattr(details, "cached_tokens", None)
+    message = pb.Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+    if cached is not None:
+        message.cached_tokens = cached
+    return message
+
+
+def vectors(numbers: Iterable[Sequence[float]]) -> list[pb.Vector]:
+    return [pb.Vector(values=each) for each in numbers]

@@ -1,0 +1,145 @@
+"""Methods of a Python object as those of a gRPC service: keys are checked, errors become statuses, calls are counted.
+
+Which methods there are, and what they take and give, comes from the descriptor of the service. This module knows no
+method by name.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from jaxpaged.engine.metrics import Counter, Metric, Tally
+from jaxpaged.entrypoints.grpc.errors import status_of
+from jaxpaged.entrypoints.http.auth import KeyRing
+from jaxpaged.entrypoints.http.errors import HttpError
+
+SECONDS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)  # fmt: skip
+CLIENT_LEFT = "CANCELLED"
+
+
+class CallCounts:
+    """How many calls ended with which status, and how long they took; named as gRPC's Prometheus libraries do."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, str, str, str], int] = defaultdict(int)
+        self._times: dict[tuple[str, str, str], Tally] = defaultdict(lambda: Tally(SECONDS))
+
+    def add(self, method: MethodDescriptor, code: str, seconds: float) -> None:
+        kind, service = kind_of(method), method.containing_service.full_name
+        self._calls[kind, service, method.name, code] += 1
+        self._times[kind, service, method.name].observe(seconds)
+
+    def read(self) -> list[Metric]:
+        names = ("grpc_type", "grpc_service", "grpc_method", "grpc_code")
+        calls = [Counter("grpc_server_handled", dict(zip(names, key)), n) for key, n in self._calls.items()]
+        times = [
+            replace(tally.read("grpc_server_handling_seconds"), labels=dict(zip(names, key)))
+            for key, tally in self._times.items()
+        ]
+        return [*calls, *times]
+
+
+class Access:
+    """Who may call a service. `keys` empty: everybody, or, with `closed` a reason, nobody."""
+
+    def __init__(self, keys: Sequence[str], closed: str | None = None):
+        self._ring = KeyRing(keys)
+        self._closed = closed
+
+    def check(self, context: grpc.aio.ServicerContext) -> None:
+        """Raise HttpError 401 without a key, and 403 where no key would do."""
+        if not self._ring:
+            if self._closed is not None:
+                raise HttpError(403, self._closed)
+            return
+        metadata = {name.lower(): value for name, value in context.invocation_metadata() or ()}
+        scheme, _, token = str(metadata.get("authorization", "")).partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else metadata.get("x-api-key", "")
+        if not self._ring.admits(str(key)):
+            raise HttpError(
+                401, "The API key is missing or wrong. Send it in the metadata 'authorization: Bearer KEY' or "
+                "'x-api-key: KEY'.",
+            )  # fmt: skip
+
+
+def handlers(
+    service: ServiceDescriptor, implementation: object, access: Access, counts: CallCounts
+) -> grpc.GenericRpcHandler:
+    """The methods of `service`, each answered by the method of that name of `implementation`."""
+    made = {each.name: handler(each, getattr(implementation, each.name), access, counts) for each in service.methods}
+    return grpc.method_handlers_generic_handler(service.full_name, made)
+
+
+def handler(
+    method: MethodDescriptor, function: Callable[..., Any], access: Access, counts: CallCounts
+) -> grpc.RpcMethodHandler:
+    """`function(request)` gives a message or, for a method that streams, an asynchronous generator of them; a method
+    whose requests are a stream gets their iterator."""
+
+    kind, asked = kind_of(method), GetMessageClass(method.input_type)
+
+    async def unary(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+        async with Counted(method, counts, context):
+            access.check(context)
+            return await function(parsed(asked, data))
+
+    async def stream(data: bytes | AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        async with Counted(method, counts, context):
+            access.check(context)
+            request = parsed(asked, data) if kind == "server_stream" else (parsed(asked, each) async for each in data)
+            async with contextlib.aclosing(function(request)) as responses:  # at once, when the call is cancelled
+                async for response in responses:
+                    await context.write(response)
+
+    makers = {
+        "unary": grpc.unary_unary_rpc_method_handler,
+        "server_stream": grpc.unary_stream_rpc_method_handler,
+        "bidi_stream": grpc.stream_stream_rpc_method_handler,
+    }
+    serializer = GetMessageClass(method.output_type).SerializeToString
+    return makers[kind](unary if kind == "unary" else stream, response_serializer=serializer)
+
+
+def parsed(kind: type[Message], data: bytes) -> Message:
+    """Raises HttpError 400 for what is no message of this kind, which grpcio would call an unknown failure."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise HttpError(400, f"The request is no {kind.DESCRIPTOR.full_name}: {error}.") from None
+
+
+class Counted:
+    """Around a call: an exception of the method becomes the status of the call, and every call is counted once."""
+
+    def __init__(self, method: MethodDescriptor, counts: CallCounts, context: grpc.aio.ServicerContext):
+        self._method, self._counts, self._context = method, counts, context
+
+    async def __aenter__(self) -> None:
+        self._start = time.perf_counter()
+
+    async def __aexit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        code = "OK"
+        try:
+            if isinstance(error, asyncio.CancelledError | GeneratorExit):
+                code = CLIENT_LEFT
+            elif error is not None:
+                status, message, trailers = status_of(error)
+                code = status.name
+                await self._context.abort(status, message, trailers)
+        finally:
+            self._counts.add(self._method, code, time.perf_counter() - self._start)
+
+
+def kind_of(method: MethodDescriptor) -> str:
+    if method.client_streaming:
+        return "bidi_stream"
+    return "server_stream" if method.server_streaming else "unary"

@@ -1,0 +1,133 @@
+"""The gRPC server: where it listens, its limits, health, reflection, and how it comes to rest.
+
+This module knows grpcio's server and no method.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxpaged.entrypoints.grpc.admin import Administration
+from jaxpaged.entrypoints.grpc.inference import Inference
+from jaxpaged.entrypoints.grpc.methods import Access, CallCounts, handlers
+from jaxpaged.entrypoints.http.health import Health
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.errors import UsageError
+from jaxpaged.proto import jaxpaged_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+INFERENCE, ADMIN = (pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Admin"))
+HEALTH_SECONDS = 1.0
+"""How often health follows readiness."""
+CLOSING_SECONDS = 5.0
+"""What calls get when nothing is under way any more, to receive their last messages."""
+MAX_STREAMS = 1024
+"""Calls under way on one connection."""
+MAX_CALLS = 16384
+"""Calls under way on all of them."""
+NO_ADMIN = "Administration is closed on this server. It opens with --grpc-admin-key-file, for those who have its keys."
+OPTIONS = {
+    "grpc.so_reuseport": 0,  # a second server on this port is an error
+    "grpc.max_concurrent_streams": MAX_STREAMS,
+    "grpc.keepalive_time_ms": 60_000,
+    "grpc.keepalive_timeout_ms": 20_000,
+    "grpc.keepalive_permit_without_calls": 1,
+    "grpc.http2.min_ping_interval_without_data_ms": 10_000,
+    "grpc.max_metadata_size": 16 * 2**10,
+    "grpc.absolute_max_metadata_size": 64 * 2**10,
+}
+
+
+class GrpcListener:
+    """Serves on the addresses until `should_exit` is set. `credentials` None: without TLS."""
+
+    def __init__(
+        self,
+        service: Service,
+        addresses: Sequence[str],
+        *,
+        keys: Sequence[str] = (),
+        admin_keys: Sequence[str] = (),
+        credentials: grpc.ServerCredentials | None = None,
+    ):
+        self._service = service
+        self._addresses = addresses
+        self._keys, self._admin_keys = keys, admin_keys
+        self._credentials = credentials
+        self._stop = asyncio.Event()
+        self._health = health.aio.HealthServicer()
+        self.ports: list[int] = []
+
+    @property
+    def should_exit(self) -> bool:
+        return self._stop.is_set()
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        if value:
+            self._stop.set()
+
+    async def run_until_stopped(self) -> None:
+        """Serve. Raises UsageError for an address that cannot be had."""
+        server = self._made()
+        self.ports = [self._bound(server, address) for address in self._addresses]
+        following = asyncio.ensure_future(self._follow_readiness())
+        try:
+            await server.start()
+            await self._stop.wait()
+        finally:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+            await self._health.enter_graceful_shutdown()
+            await server.stop(CLOSING_SECONDS)
+
+    def _made(self) -> grpc.aio.Server:
+        limit = self._service.options.max_body_bytes
+        options = {**OPTIONS, "grpc.max_receive_message_length": limit, "grpc.max_send_message_length": -1}
+        counts = CallCounts()
+        self._service.sources.append(counts.read)
+        server = grpc.aio.server(
+            handlers=[
+                handlers(INFERENCE, Inference(self._service), Access(self._keys), counts),
+                handlers(ADMIN, Administration(self._service), Access(self._admin_keys, NO_ADMIN), counts),
+            ],
+            options=list(options.items()),
+            maximum_concurrent_rpcs=MAX_CALLS,
+            compression=grpc.Compression.NoCompression,
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = [INFERENCE.full_name, ADMIN.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, server)
+        return server
+
+    def _bound(self, server: grpc.aio.Server, address: str) -> int:
+        try:
+            if self._credentials is None:
+                return server.add_insecure_port(address)
+            return server.add_secure_port(address, self._credentials)
+        except RuntimeError as error:
+            raise UsageError(f"cannot listen on {address} for gRPC: {error}. Choose another --grpc-port.") from None
+
+    async def _follow_readiness(self) -> None:
+        """Health says what `/ready` says: of the whole server, and of each service."""
+        readiness, status = Health(self._service), health_pb2.HealthCheckResponse
+        while True:
+            serving = readiness.obstacle() is None
+            for name in ("", INFERENCE.full_name, ADMIN.full_name):
+                await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+            await asyncio.sleep(HEALTH_SECONDS)
+
+
+def server_credentials(
+    certificate: bytes, key: bytes, authorities: bytes | None = None, *, require_client: bool = False
+) -> Any:
+    """TLS with this certificate chain and key (PEM); `authorities` sign the certificates of clients."""
+    return grpc.ssl_server_credentials([(key, certificate)], authorities, require_client)

@@ -1,0 +1,71 @@
+"""A gRPC server over an engine without a model, asked through a real socket.
+
+The libraries come with the extra `test`; in an environment without them nothing below this folder is collected.
+"""
+
+import asyncio
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+NEEDED = ("starlette", "grpc", "grpc_health", "grpc_reflection")
+collect_ignore_glob = ["test_*.py"] if any(importlib.util.find_spec(name) is None for name in NEEDED) else []
+
+
+@dataclass
+class GrpcServer:
+    """What a test may look at. `stub` and `admin` ask over `channel`."""
+
+    engine: Any
+    service: Any
+    listener: Any
+    channel: Any
+    stub: Any
+    admin: Any
+
+
+@pytest.fixture
+def serving():
+    """`serving(scenario, keys=..., model options)` runs `await scenario(server)` in an event loop of its own."""
+    import grpc
+
+    from jaxpaged.entrypoints.grpc.server import GrpcListener
+    from jaxpaged.entrypoints.http.options import ServerOptions
+    from jaxpaged.entrypoints.http.service import Service, served_model
+    from jaxpaged.proto.jaxpaged_pb2_grpc import AdminStub, InferenceStub
+    from tests.entrypoints.http.async_engine import FakeAsyncEngine
+
+    def serve(
+        scenario, *, options=None, keys=(), admin_keys=(), address="127.0.0.1:0", credentials=None,
+        client_credentials=None, **engine_options,
+    ):  # fmt: skip
+        async def run():
+            engine = FakeAsyncEngine(**engine_options)
+            service = Service(engine, served_model(engine.config, ("fake",)), ServerOptions.from_options(options or {}))
+            listener = GrpcListener(
+                service, [address], keys=keys, admin_keys=admin_keys, credentials=credentials
+            )
+            running = asyncio.ensure_future(listener.run_until_stopped())
+            while not listener.ports and not running.done():
+                await asyncio.sleep(0)
+            target = address if address.startswith("unix:") else f"localhost:{listener.ports[0]}"
+            channel = (
+                grpc.aio.insecure_channel(target) if client_credentials is None
+                else grpc.aio.secure_channel(target, client_credentials)
+            )  # fmt: skip
+            server = GrpcServer(engine, service, listener, channel, InferenceStub(channel), AdminStub(channel))
+            try:
+                result = await asyncio.wait_for(scenario(server), 30)
+                assert len(service.traffic) == 0, "a request is still counted as under way"
+                assert not engine.engine.has_unfinished_requests()
+                return result
+            finally:
+                await channel.close()
+                listener.should_exit = True
+                await running
+
+        return asyncio.run(run())
+
+    return serve

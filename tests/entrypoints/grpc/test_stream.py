@@ -1,0 +1,176 @@
+"""`GenerateStream`: many requests on one stream."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from jaxpaged.entrypoints.grpc import multiplexer
+from jaxpaged.proto import jaxpaged_pb2 as pb
+
+
+def wanted(request_id, text="ab", **params):
+    params = {"max_tokens": 5, "temperature": 0, **params}
+    request = pb.GenerateRequest(request_id=request_id, text=text, sampling_params=pb.SamplingParams(**params))
+    return pb.GenerateStreamRequest(generate=request)
+
+
+async def talk(server, messages):
+    """All that comes back when the client says this and closes its side."""
+    return [message async for message in server.stub.GenerateStream(iter(messages))]
+
+
+def ids_of(messages, request_id):
+    own = [each.response for each in messages if each.request_id == request_id and each.HasField("response")]
+    return [token for response in own for sequence in response.sequences for token in sequence.token_ids]
+
+
+def test_requests_are_answered_interleaved_and_each_as_alone(serving):
+    async def scenario(server):
+        together = await talk(server, [wanted("a"), wanted("b", "xyz"), wanted("c", max_tokens=9)])
+        alone = [await talk(server, [wanted("a")]), await talk(server, [wanted("b", "xyz")])]
+        return together, alone
+
+    together, alone = serving(scenario)
+    assert ids_of(together, "a") == ids_of(alone[0], "a")
+    assert ids_of(together, "b") == ids_of(alone[1], "b")
+    assert len(ids_of(together, "c")) == 9
+    order = [message.request_id for message in together]
+    assert order != sorted(order), "one request came after the other"
+    assert sorted(each.request_id for each in together if each.HasField("done")) == ["a", "b", "c"]
+
+
+def test_an_error_ends_its_own_request_only_and_names_the_field(serving):
+    messages = serving(lambda server: talk(server, [wanted("bad", temperature=-1), wanted("good")]))
+    [error] = [message.error for message in messages if message.HasField("error")]
+    assert error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert error.field == "sampling_params.temperature"
+    assert len(ids_of(messages, "good")) == 5
+
+
+@pytest.mark.parametrize("messages", [
+    [wanted("")], [pb.GenerateStreamRequest()], [wanted("a", max_tokens=40), wanted("a")],
+])  # fmt: skip
+def test_what_cannot_be_answered_by_id_ends_the_stream(serving, messages):
+    async def scenario(server):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await talk(server, messages)
+        return caught.value.code()
+
+    assert serving(scenario) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_an_id_may_be_used_again_when_its_request_is_done(serving):
+    async def scenario(server):
+        call = server.stub.GenerateStream()
+        ids = []
+        for _ in range(2):
+            await call.write(wanted("again"))
+            while not (message := await call.read()).HasField("done"):
+                ids += [token for each in message.response.sequences for token in each.token_ids]
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        return ids
+
+    ids = serving(scenario)
+    assert ids[:5] == ids[5:]
+
+
+def test_one_request_is_aborted_and_the_others_go_on(serving):
+    async def scenario(server):
+        call = server.stub.GenerateStream()
+        await call.write(wanted("long", max_tokens=40))
+        first = await call.read()
+        server.engine.go_on.clear()
+        await call.write(wanted("other"))
+        await call.write(pb.GenerateStreamRequest(abort="long"))
+        await call.write(pb.GenerateStreamRequest(abort="nobody"))
+        await call.done_writing()
+        while not server.engine.aborted:
+            await asyncio.sleep(0.01)
+        server.engine.go_on.set()
+        messages = [first]
+        while (message := await call.read()) is not grpc.aio.EOF:
+            messages.append(message)
+        return messages
+
+    messages = serving(scenario)
+    last = [each.response for each in messages if each.request_id == "long" and each.HasField("response")][-1]
+    assert last.sequences[0].finish_reason == "abort"
+    assert len(ids_of(messages, "other")) == 5
+
+
+def test_too_many_at_a_time_are_told_to_wait(serving, monkeypatch):
+    monkeypatch.setattr(multiplexer, "MAX_OPEN", 2)
+
+    async def scenario(server):
+        server.engine.go_on.clear()
+        call = server.stub.GenerateStream()
+        for name in "abc":
+            await call.write(wanted(name))
+        refusal = await call.read()
+        server.engine.go_on.set()
+        await call.done_writing()
+        rest = [message async for message in reading(call)]
+        return refusal, rest
+
+    refusal, rest = serving(scenario)
+    assert refusal.request_id == "c"
+    assert refusal.error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert refusal.error.retry_after_seconds > 0
+    assert {message.request_id for message in rest} == {"a", "b"}
+
+
+async def reading(call):
+    while (message := await call.read()) is not grpc.aio.EOF:
+        yield message
+
+
+def test_a_client_that_leaves_ends_all_its_requests(serving):
+    async def scenario(server):
+        call = server.stub.GenerateStream()
+        await call.write(wanted("a", max_tokens=40))
+        await call.write(wanted("b", max_tokens=40))
+        await call.read()
+        server.engine.go_on.clear()
+        call.cancel()
+        while len(server.engine.aborted) < 2:
+            await asyncio.sleep(0.01)
+        server.engine.go_on.set()
+        while server.engine.engine.has_unfinished_requests() or len(server.service.traffic):
+            await asyncio.sleep(0.01)
+
+    serving(scenario)
+
+
+def test_a_slow_reader_is_held_by_a_bounded_queue_and_holds_nobody_else():
+    """The tasks wait at the queue when nobody reads: what is made meanwhile stays with the engine."""
+    made = []
+
+    class Endless:
+        async def prepared(self, request):
+            return None, None
+
+        async def generated(self, generation, responses):
+            while True:
+                made.append(1)
+                yield pb.GenerateResponse()
+                await asyncio.sleep(0)
+
+        async def abort(self, generation):
+            raise AssertionError
+
+    async def run():
+        async def given():
+            for name in "abc":
+                yield wanted(name)
+            await asyncio.Event().wait()
+
+        responses = multiplexer.Multiplexer(Endless()).responses(given())
+        await anext(responses)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        await responses.aclose()
+
+    asyncio.run(run())
+    assert len(made) <= multiplexer.QUEUE_LENGTH + 3 + 1
