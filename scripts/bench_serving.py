@@ -1,8 +1,9 @@
-"""How fast the HTTP server streams: requests and tokens per second, time to first token, time between tokens.
+"""How fast HTTP and gRPC stream: requests and tokens per second, time to first token, time between tokens.
 
     python scripts/bench_serving.py --free [--streams 1,8,64,256]      # the server alone: its model costs nothing
     python scripts/bench_serving.py --device-ms 5                      # steps take that long on a device elsewhere
     python scripts/bench_serving.py [--streams 1,8,64,256] [--model demo] [engine options]
+    python scripts/bench_serving.py --grpc ...                         # over gRPC too, in turn with HTTP
 
 Every stream is a connection that asks `--requests` times, one after the other, for `--tokens` tokens of a prompt of its
 own. The client is this process, the server another one. "tokens/CPU-s" are tokens per second of CPU time of the
@@ -34,12 +35,12 @@ import numpy as np
 
 ME = Path(__file__).resolve()
 COLUMNS = {
-    "streams": "d", "requests/s": ".1f", "tokens/s": ".0f", "TTFT p50 ms": ".1f", "TTFT p99 ms": ".1f",
+    "over": "s", "streams": "d", "requests/s": ".1f", "tokens/s": ".0f", "TTFT p50 ms": ".1f", "TTFT p99 ms": ".1f",
     "chunk gap p50 ms": ".2f", "chunk gap p99 ms": ".2f", "tokens/chunk": ".2f", "tokens/CPU-s": ".0f",
     "offline tokens/s": ".0f", "overhead": ".1%",
 }  # fmt: skip
 """What is measured, and how it is written."""
-Row = dict[str, float | None]
+Row = dict[str, float | str | None]
 
 
 @dataclass
@@ -107,18 +108,46 @@ async def ask(connection: Connection, host: str, prompt: list[int], num_tokens: 
     return Stream(times[0] - begin, np.diff(times).tolist(), counted)
 
 
-async def load(url: str, pid: int, args: argparse.Namespace, num_streams: int) -> Load:
-    """Ask over `num_streams` connections at a time."""
-    host, _, port = url.removeprefix("http://").partition(":")
+async def ask_grpc(stub: Any, prompt: list[int], num_tokens: int) -> Stream:
+    """One call of `Generate`."""
+    from jaxpaged.proto import jaxpaged_pb2 as pb
+
+    params = pb.SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling_params=params)
+    begin, times = time.perf_counter(), []
+    counted = 0
+    async for response in stub.Generate(request):
+        times.append(time.perf_counter())
+        counted += sum(len(each.token_ids) for each in response.sequences)
+    return Stream(times[0] - begin, np.diff(times).tolist(), counted)
+
+
+async def load(place: str, pid: int, args: argparse.Namespace, num_streams: int) -> Load:
+    """Ask over `num_streams` connections at a time: HTTP at a URL, gRPC at any other place."""
     result = Load()
 
+    def prompt_of(number: int, request: int) -> list[int]:
+        return prompt_ids(number, request, args.prompt_tokens)
+
     async def connection(number: int) -> None:
+        host, _, port = place.removeprefix("http://").partition(":")
         opened = await asyncio.open_connection(host, int(port), limit=2**20)
         for request in range(args.requests):
-            prompt = prompt_ids(number, request, args.prompt_tokens)
-            result.streams.append(await ask(opened, host, prompt, args.tokens))
+            result.streams.append(await ask(opened, host, prompt_of(number, request), args.tokens))
         opened[1].close()
 
+    async def channel(number: int) -> None:
+        import grpc
+
+        from jaxpaged.proto.jaxpaged_pb2_grpc import InferenceStub
+
+        own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+        async with grpc.aio.insecure_channel(place, own) as opened:
+            stub = InferenceStub(opened)
+            for request in range(args.requests):
+                result.streams.append(await ask_grpc(stub, prompt_of(number, request), args.tokens))
+
+    connection = connection if place.startswith("http://") else channel
     cpu, begin = cpu_seconds(pid), time.perf_counter()
     await asyncio.gather(*(connection(number) for number in range(num_streams)))
     result.seconds, result.cpu_seconds = time.perf_counter() - begin, cpu_seconds(pid) - cpu
@@ -148,10 +177,11 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measured(num_streams: int, result: Load, offline: float | None) -> Row:
+def measured(place: str, num_streams: int, result: Load, offline: float | None) -> Row:
     """The columns of one measurement; None for what was not measured."""
     rate, num_chunks = result.num_tokens / result.seconds, sum(stream.num_chunks for stream in result.streams)
     values = (
+        "HTTP" if place.startswith("http://") else "gRPC",
         num_streams,
         len(result.streams) / result.seconds,
         rate,
@@ -182,12 +212,14 @@ def markdown(rows: Sequence[Row]) -> str:
 # ---- the server
 
 
-def start(command: Sequence[str]) -> tuple[subprocess.Popen, str]:
-    """A server as a process, and its URL, which it prints to standard error."""
+def start(command: Sequence[str]) -> tuple[subprocess.Popen, list[str]]:
+    """A server as a process, and where it serves, which it prints to standard error: a URL, and a place for gRPC."""
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
         if "http://" in line:
-            return process, "http://" + line.partition("http://")[2].split()[0]
+            words = line.split()
+            grpc = [place for over, _, place in zip(words, words[1:], words[2:]) if over == "gRPC"]
+            return process, [next(word for word in words if word.startswith("http://")), *grpc]
         sys.stderr.write(line)
     raise SystemExit(f"the server ended with status {process.wait()}.")
 
@@ -258,21 +290,27 @@ def main() -> None:
     if args.serve_own:
         from fake_servers import serve_counting, serve_free
 
-        return serve_free(max(args.streams)) if args.free else serve_counting(max(args.streams), args.device_ms)
+        port = 0 if args.grpc else None
+        if args.free:
+            return serve_free(max(args.streams), port)
+        return serve_counting(max(args.streams), args.device_ms, port)
     if args.offline:
         return run_offline(args, args.streams, of_server)
     rates = offline_rates(args)
     own = [sys.executable, str(ME), "--serve-own", *sys.argv[1:]]
     real = [sys.executable, "-m", "jaxpaged", "serve", args.model, "--port", "0", *of_server]
-    process, url = start(own if args.free or args.device_ms is not None else real)
+    real += ["--grpc-port", "0"] if args.grpc else []
+    process, places = start(own if args.free or args.device_ms is not None else real)
     try:
         print("  ".join(COLUMNS))
-        asyncio.run(load(url, process.pid, args, max(args.streams)))  # warms up
-        wait_for_programs(url)
+        for place in places:
+            asyncio.run(load(place, process.pid, args, max(args.streams)))  # warms up
+        wait_for_programs(places[0])
         rows = []
         for count, rate in zip(args.streams, rates, strict=True):
-            rows.append(measured(count, asyncio.run(load(url, process.pid, args, count)), rate))
-            print(line(rows[-1]), flush=True)
+            for place in places:
+                rows.append(measured(place, count, asyncio.run(load(place, process.pid, args, count)), rate))
+                print(line(rows[-1]), flush=True)
     finally:
         process.terminate()
         process.wait()
@@ -290,6 +328,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--requests", type=int, default=2, help="requests per stream")
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--grpc", action="store_true", help="ask over gRPC too (extra grpc)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
     instead = parser.add_mutually_exclusive_group()

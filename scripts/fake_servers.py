@@ -23,26 +23,26 @@ from jaxpaged.messages import ModelRunnerOutput
 from jaxpaged.params.hub import resolve_model_folder
 
 
-def serve_free(max_num_seqs: int) -> None:
+def serve_free(max_num_seqs: int, grpc_port: int | None) -> None:
     """This process as a server whose model costs nothing."""
     engine = FreeAsyncEngine(max_num_seqs)
-    serve_engine(engine, engine.engine.config, "free")
+    serve_engine(engine, engine.engine.config, "free", grpc_port)
 
 
-def serve_counting(max_num_seqs: int, device_ms: float) -> None:
+def serve_counting(max_num_seqs: int, device_ms: float, grpc_port: int | None) -> None:
     """This process as a server, and another one as its engine core, whose steps take `device_ms`."""
     engine = AsyncLLM.from_config(counting_config(max_num_seqs, device_ms), factory=FACTORY)
     try:
-        serve_engine(engine, engine.config, "counting")
+        serve_engine(engine, engine.config, "counting", grpc_port)
     finally:
         engine.shutdown()
 
 
-def serve_engine(engine: Any, config: Any, name: str) -> None:
-    options = ServerOptions(port=0)
+def serve_engine(engine: Any, config: Any, name: str, grpc_port: int | None) -> None:
+    options = ServerOptions(port=0, grpc_port=grpc_port)
     sockets = Sockets(options)
     sockets.listen()
-    announce(name, sockets.urls, guarded=False)
+    announce(name, sockets, guarded=False)
     run_loop(serve(Service(engine, served_model(config, (name,)), options), sockets))
 
 

@@ -41,5 +41,5 @@ def client_error(error: grpc.RpcError) -> ClientError:
 
 
 def wait_before(attempt: int, error: ClientError) -> float:
-    """Seconds to wait after try number `attempt`, the first being 0: what the server says, or twice as long each time."""
+    """Seconds to wait after try `attempt` (0: the first): what the server says, or twice as long each time."""
     return min(error.retry_after or FIRST_WAIT * 2**attempt, LONGEST_WAIT)

@@ -1,4 +1,4 @@
-"""`jaxpaged serve`: the engine behind HTTP, with the OpenAI API.
+"""`jaxpaged serve`: the engine behind HTTP, with the OpenAI API, and behind gRPC.
 
 This module knows flags, and how engine and server are put together; what is served is the business of
 `entrypoints/http/`.
@@ -22,6 +22,7 @@ from jaxpaged.entrypoints.cli.flags import (
 
 if TYPE_CHECKING:
     from jaxpaged.entrypoints.http.options import ServerOptions
+    from jaxpaged.entrypoints.http.server import Sockets
 
 EPILOG = """\
 The server listens on this machine only, unless --host says otherwise; then give it --api-key-file.
@@ -30,6 +31,7 @@ Ctrl-C, or SIGTERM, lets requests under way finish; a second one ends them.
 examples:
   jaxpaged serve
   jaxpaged serve Qwen/Qwen3-0.6B --max-model-len 8K --port 9000
+  jaxpaged serve --grpc-port 50051
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "What is the capital of Portugal?"}]}'
 """
@@ -37,7 +39,7 @@ examples:
 
 def add_parser(commands: Any) -> None:
     parser: Parser = commands.add_parser(
-        "serve", help="answer requests over HTTP", usage="%(prog)s [MODEL] [options]", epilog=EPILOG
+        "serve", help="answer requests over HTTP and gRPC", usage="%(prog)s [MODEL] [options]", epilog=EPILOG
     )
     add_model_argument(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
@@ -62,34 +64,37 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes. Returns the exit status."""
     from jaxpaged.entrypoints.http.options import ServerOptions
 
-    check_extra()
+    check_extra("serve", "starlette", "uvicorn", "httptools")
     from jaxpaged.entrypoints.http import server
     from jaxpaged.entrypoints.http.service import Service, served_model
 
     given, of_engine = split_options(args)
     options = ServerOptions.from_options(given)
+    if options.grpc_port is not None or options.grpc_uds is not None:
+        check_extra("grpc", "grpc", "grpc_health", "grpc_reflection")
     keys = server.api_keys(options)
+    admin_keys = server.keys_in(options.grpc_admin_key_file, "--grpc-admin-key-file")
     with contextlib.closing(server.Sockets(options)) as sockets:
         engine = load_engine(of_engine, options)
         try:
             service = Service(engine, served_model(engine.config, options.served_model_name), options)
             sockets.listen()
-            announce(service.model.names[0], sockets.urls, guarded=bool(keys))
-            run_loop(server.serve(service, sockets, keys))
+            announce(service.model.names[0], sockets, guarded=bool(keys))
+            run_loop(server.serve(service, sockets, keys, admin_keys))
         finally:
             engine.shutdown()
     return 0
 
 
-def check_extra() -> None:
-    """Raise UsageError when the libraries of the server are not installed."""
+def check_extra(extra: str, *modules: str) -> None:
+    """Raise UsageError when modules that come with an extra are not installed."""
     from importlib.util import find_spec
 
     from jaxpaged.errors import UsageError
 
-    missing = [name for name in ("starlette", "uvicorn", "httptools") if find_spec(name) is None]
+    missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        raise UsageError(f"serving needs {', '.join(missing)}. Install them with: pip install 'jaxpaged[serve]'")
+        raise UsageError(f"serving needs {', '.join(missing)}. Install them with: pip install 'jaxpaged[{extra}]'")
 
 
 def split_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -130,12 +135,16 @@ def open_async_engine(options: Mapping[str, Any], progress: Any, step_timeout: f
     )
 
 
-def announce(model: str, urls: list[str], guarded: bool) -> None:
+def announce(model: str, sockets: "Sockets", guarded: bool) -> None:
+    """Say where the model is served, and to whom."""
     import sys
 
     keys = "an API key is needed" if guarded else "whoever reaches it may ask, no API key is needed"
-    print(f"{model} is served at {urls[0]} ({keys}). Ctrl-C stops it.", file=sys.stderr, flush=True)
-    for url in urls[1:]:
+    admin = [] if sockets.admin is None else sockets.urls[-1:]
+    places = sockets.urls[: len(sockets.urls) - len(admin)]
+    places = [f"at {url}" for url in places] + [f"over gRPC at {address}" for address in sockets.grpc_addresses]
+    print(f"{model} is served {' and '.join(places)} ({keys}). Ctrl-C stops it.", file=sys.stderr, flush=True)
+    for url in admin:
         print(f"The admin endpoints are at {url}.", file=sys.stderr, flush=True)
 
 

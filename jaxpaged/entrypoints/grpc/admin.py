@@ -15,15 +15,15 @@ class Administration:
         self._engine = service.engine
         self._traffic = service.traffic
 
-    async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest) -> pb.ResetPrefixCacheResponse:
+    async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, caller: str) -> pb.ResetPrefixCacheResponse:
         return pb.ResetPrefixCacheResponse(success=await self._engine.reset_prefix_cache())
 
-    async def AbortAll(self, request: pb.AbortAllRequest) -> pb.AbortResponse:
+    async def AbortAll(self, request: pb.AbortAllRequest, caller: str) -> pb.AbortResponse:
         ids = self._traffic.engine_ids()
         await self._engine.abort(ids)
         return pb.AbortResponse(num_aborted=len(ids))
 
-    async def Sleep(self, request: pb.SleepRequest) -> pb.SleepResponse:
+    async def Sleep(self, request: pb.SleepRequest, caller: str) -> pb.SleepResponse:
         level = request.level if request.HasField("level") else 1
         mode = request.mode or MODES[0]
         check_choice("level", str(level), [str(each) for each in LEVELS])
@@ -31,7 +31,7 @@ class Administration:
         await self._engine.sleep(level, mode)
         return await self._state()
 
-    async def WakeUp(self, request: pb.WakeUpRequest) -> pb.SleepResponse:
+    async def WakeUp(self, request: pb.WakeUpRequest, caller: str) -> pb.SleepResponse:
         for tag in request.tags:
             check_choice("tags", tag, TAGS)
         try:
@@ -40,11 +40,11 @@ class Administration:
             raise HttpError(503, scrubbed(str(error))) from error
         return await self._state()
 
-    async def StartProfile(self, request: pb.StartProfileRequest) -> pb.ProfileResponse:
+    async def StartProfile(self, request: pb.StartProfileRequest, caller: str) -> pb.ProfileResponse:
         await self._engine.start_profile()
         return pb.ProfileResponse(profiling=True)
 
-    async def StopProfile(self, request: pb.StopProfileRequest) -> pb.ProfileResponse:
+    async def StopProfile(self, request: pb.StopProfileRequest, caller: str) -> pb.ProfileResponse:
         await self._engine.stop_profile()
         return pb.ProfileResponse(profiling=False)
 

@@ -25,7 +25,7 @@ PREFIX = "grpc"
 
 
 class Inference:
-    """The methods. They raise HttpError, RequestError and EngineError."""
+    """The methods: each gets a request, and who calls. They raise HttpError, RequestError and EngineError."""
 
     def __init__(self, service: Service):
         self._service = service
@@ -35,31 +35,31 @@ class Inference:
 
     # ---- generating
 
-    async def Generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
-        generation, responses = await self.prepared(request)
+    async def Generate(self, request: pb.GenerateRequest, caller: str) -> AsyncGenerator[pb.GenerateResponse]:
+        generation, responses = await self.prepared(request, caller)
         async with aclosing(self.generated(generation, responses)) as messages:
             async for message in messages:
                 yield message
 
     async def GenerateStream(
-        self, given: AsyncIterator[pb.GenerateStreamRequest]
+        self, given: AsyncIterator[pb.GenerateStreamRequest], caller: str
     ) -> AsyncGenerator[pb.GenerateStreamResponse]:
-        async with aclosing(Multiplexer(self).responses(given)) as messages:
+        async with aclosing(Multiplexer(self, caller).responses(given)) as messages:
             async for message in messages:
                 yield message
 
-    async def prepared(self, request: pb.GenerateRequest) -> tuple[GenerationRequest, Responses]:
+    async def prepared(self, request: pb.GenerateRequest, caller: str) -> tuple[GenerationRequest, Responses]:
         """What the engine is asked for, and what makes messages of its results."""
         service = self._service
         wanted = requests.generation_request(request)
         model = service.check_model(wanted.model)
         request_id = f"{PREFIX}-{own_or_new(wanted.request_id)}"
-        new_reader = None
+        new_reader, check_shape = None, service.check_shape_for(caller)
         if request.WhichOneof("prompt") == "chat":
-            chat = await self._chats.prepared(wanted, request_id, model)
+            chat = await self._chats.prepared(wanted, request_id, model, check_shape)
             generation, new_reader = chat.generation, chat.new_reader
         else:
-            generation = await self._completions.generation(wanted, request_id)
+            generation = await self._completions.generation(wanted, request_id, check_shape)
         return generation, Responses(
             own_id(request_id),
             new_reader,
@@ -81,14 +81,14 @@ class Inference:
         """End a request; what reads its results gets the last one."""
         await self._service.engine.abort(generation.load().engine_ids)
 
-    async def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+    async def Abort(self, request: pb.AbortRequest, caller: str) -> pb.AbortResponse:
         ids = self._service.traffic.engine_ids([f"{PREFIX}-{each}" for each in request.request_ids])
         await self._service.engine.abort(ids)
         return pb.AbortResponse(num_aborted=len(ids))
 
     # ---- pooling
 
-    async def Embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
+    async def Embed(self, request: pb.EmbedRequest, caller: str) -> pb.EmbedResponse:
         service = self._service
         wanted = requests.embedding_request(request)
         service.check_model(wanted.model)
@@ -101,7 +101,7 @@ class Inference:
             request_id=own_id(request_id), vectors=numbers, usage=usage_message(usage_of(service, outputs))
         )
 
-    async def Score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
+    async def Score(self, request: pb.ScoreRequest, caller: str) -> pb.ScoreResponse:
         service = self._service
         wanted = requests.score_request(request)
         service.check_model(wanted.model)
@@ -111,7 +111,7 @@ class Inference:
 
     # ---- tokens
 
-    async def Tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, caller: str) -> pb.TokenizeResponse:
         service = self._service
         wanted = requests.tokenize_request(request)
         service.check_model(wanted.model)
@@ -120,14 +120,14 @@ class Inference:
         names = [backend.id_to_token(each) or "" for each in ids] if wanted.return_token_strs else []
         return pb.TokenizeResponse(token_ids=ids, token_strs=names, max_model_len=service.model.max_model_len)
 
-    async def Detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, caller: str) -> pb.DetokenizeResponse:
         self._service.check_model(request.model)
         with client_names({"tokens": "token_ids"}):
             return pb.DetokenizeResponse(text=await self._tokens.text(list(request.token_ids)))
 
     # ---- the model and the server
 
-    async def GetModelInfo(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, caller: str) -> pb.GetModelInfoResponse:
         model, processor = self._service.model, self._service.engine.input_processor
         return pb.GetModelInfoResponse(
             names=model.names,
@@ -137,7 +137,7 @@ class Inference:
             task="generate" if processor.pooler is None else processor.pooler.convert,
         )
 
-    async def GetServerInfo(self, request: pb.GetServerInfoRequest) -> pb.GetServerInfoResponse:
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, caller: str) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(
             version=__version__,
             not_ready=self._health.obstacle() or "",

@@ -19,7 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from jaxpaged.engine.metrics import Counter, Metric, Tally
 from jaxpaged.entrypoints.grpc.errors import status_of
-from jaxpaged.entrypoints.http.auth import KeyRing
+from jaxpaged.entrypoints.http.auth import KeyRing, digest
 from jaxpaged.entrypoints.http.errors import HttpError
 
 SECONDS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)  # fmt: skip
@@ -55,12 +55,15 @@ class Access:
         self._ring = KeyRing(keys)
         self._closed = closed
 
-    def check(self, context: grpc.aio.ServicerContext) -> None:
-        """Raise HttpError 401 without a key, and 403 where no key would do."""
+    def caller(self, context: grpc.aio.ServicerContext) -> str:
+        """Who calls, for shares of what is scarce: the key where keys are needed, else the address.
+
+        Raises HttpError 401 without a key, and 403 where no key would do.
+        """
         if not self._ring:
             if self._closed is not None:
                 raise HttpError(403, self._closed)
-            return
+            return context.peer().rpartition(":")[0]
         metadata = {name.lower(): value for name, value in context.invocation_metadata() or ()}
         scheme, _, token = str(metadata.get("authorization", "")).partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else metadata.get("x-api-key", "")
@@ -69,6 +72,7 @@ class Access:
                 401, "The API key is missing or wrong. Send it in the metadata 'authorization: Bearer KEY' or "
                 "'x-api-key: KEY'.",
             )  # fmt: skip
+        return digest(str(key)).hex()
 
 
 def handlers(
@@ -82,21 +86,21 @@ def handlers(
 def handler(
     method: MethodDescriptor, function: Callable[..., Any], access: Access, counts: CallCounts
 ) -> grpc.RpcMethodHandler:
-    """`function(request)` gives a message or, for a method that streams, an asynchronous generator of them; a method
-    whose requests are a stream gets their iterator."""
+    """`function(request, caller)` gives a message or, for a method that streams, an asynchronous generator of them; a
+    method whose requests are a stream gets their iterator."""
 
     kind, asked = kind_of(method), GetMessageClass(method.input_type)
 
     async def unary(data: bytes, context: grpc.aio.ServicerContext) -> Any:
         async with Counted(method, counts, context):
-            access.check(context)
-            return await function(parsed(asked, data))
+            caller = access.caller(context)
+            return await function(parsed(asked, data), caller)
 
     async def stream(data: bytes | AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         async with Counted(method, counts, context):
-            access.check(context)
+            caller = access.caller(context)
             request = parsed(asked, data) if kind == "server_stream" else (parsed(asked, each) async for each in data)
-            async with contextlib.aclosing(function(request)) as responses:  # at once, when the call is cancelled
+            async with contextlib.aclosing(function(request, caller)) as responses:  # at once, when the call is cancelled
                 async for response in responses:
                     await context.write(response)
 

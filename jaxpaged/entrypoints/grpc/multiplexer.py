@@ -23,7 +23,7 @@ QUEUE_LENGTH = 16
 class Generator(Protocol):
     """Who answers one request; see `inference.Inference`."""
 
-    async def prepared(self, request: pb.GenerateRequest) -> tuple[GenerationRequest, Responses]: ...
+    async def prepared(self, request: pb.GenerateRequest, caller: str) -> tuple[GenerationRequest, Responses]: ...
 
     def generated(
         self, generation: GenerationRequest, responses: Responses
@@ -42,10 +42,11 @@ class Call:
 
 
 class Multiplexer:
-    """One stream."""
+    """One stream, of one caller."""
 
-    def __init__(self, generator: Generator):
+    def __init__(self, generator: Generator, caller: str):
         self._generator = generator
+        self._caller = caller
         self._calls: dict[str, Call] = {}
         self._queue: asyncio.Queue[pb.GenerateStreamResponse | Exception | None] = asyncio.Queue(QUEUE_LENGTH)
 
@@ -111,7 +112,7 @@ class Multiplexer:
     async def _run(self, request: pb.GenerateRequest, call: Call) -> None:
         request_id = request.request_id
         try:
-            generation, responses = await self._generator.prepared(request)
+            generation, responses = await self._generator.prepared(request, self._caller)
             if call.aborted:
                 sequences = [pb.SequenceDelta(index=i, finish_reason="abort") for i in range(generation.params.n)]
                 await self._put(request_id, pb.GenerateResponse(request_id=request_id, sequences=sequences))

@@ -24,6 +24,14 @@ class ServerOptions:
         None, "port of the admin endpoints (sleep, reset_prefix_cache, ...), on 127.0.0.1 only; none by default",
         minimum=0, maximum=65535,
     )  # fmt: skip
+    http: bool = option(True, "serve over HTTP; without it only over gRPC")
+    grpc_port: int | None = option(
+        None, "port of the gRPC server (extra grpc), on the same --host; none by default", minimum=0, maximum=65535
+    )
+    grpc_uds: str | None = option(None, "path of a Unix socket for the gRPC server", not_empty=True)
+    grpc_admin_key_file: str | None = option(
+        None, "file with the keys, one a line, that may call the gRPC service Admin; without it nobody may"
+    )
     served_model_name: tuple[str, ...] | None = option(
         None, "names by which requests may call the model, the first being its own", not_empty=True
     )

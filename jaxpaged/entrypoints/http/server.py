@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,31 +29,55 @@ LOOPBACK = "127.0.0.1"
 
 
 class Sockets:
-    """Where the server will listen, reserved before anything is loaded. Raises UsageError for a taken address."""
+    """Where the server will listen, reserved before anything is loaded.
+
+    Raises UsageError for a taken address, and when there would be none at all.
+    """
 
     def __init__(self, options: ServerOptions):
-        self.public = bind(options.host, options.port)
-        self.admin: socket.socket | None = None
-        if options.admin_port is not None:
-            try:
+        self._grpc_path = options.grpc_uds
+        if not options.http and options.grpc_port is None and options.grpc_uds is None:
+            raise UsageError("--no-http leaves nothing to serve. Add --grpc-port or --grpc-uds.")
+        self.public = self.admin = self.grpc = None
+        try:
+            if options.http:
+                self.public = bind(options.host, options.port)
+            if options.admin_port is not None:
                 self.admin = bind(LOOPBACK, options.admin_port, "--admin-port")
-            except UsageError:
-                self.close()
-                raise
+            if options.grpc_port is not None:
+                self.grpc = bind(options.host, options.grpc_port, "--grpc-port")
+        except UsageError:
+            self.close()
+            raise
 
     def listen(self) -> None:
-        """From now on clients that connect are not refused; they wait until `serve` runs."""
+        """From now on clients that connect over HTTP are not refused; they wait until `serve` runs."""
         for each in filter(None, (self.public, self.admin)):
             each.listen(BACKLOG)
 
     def close(self) -> None:
         """Clients that connect are refused; a server that runs closes its sockets itself."""
-        for each in filter(None, (self.public, self.admin)):
+        for each in filter(None, (self.public, self.admin, self.grpc)):
             each.close()
 
     @property
     def urls(self) -> list[str]:
+        """Of the HTTP listeners: the public one, if there is one, and that of the admin endpoints."""
         return [url_of(each) for each in (self.public, self.admin) if each is not None]
+
+    @property
+    def grpc_addresses(self) -> list[str]:
+        """Where the gRPC server listens, as gRPC's clients write it."""
+        port = [] if self.grpc is None else [url_of(self.grpc).partition("//")[2]]
+        return port + ([] if self._grpc_path is None else [f"unix:{self._grpc_path}"])
+
+    def release_grpc(self) -> list[str]:
+        """`grpc_addresses`, free for gRPC's library to take: it opens its sockets itself."""
+        addresses = self.grpc_addresses
+        if self.grpc is not None:
+            self.grpc.close()
+            self.grpc = None
+        return addresses
 
 
 class StopRequests:
@@ -70,27 +93,35 @@ class StopRequests:
 
 def api_keys(options: ServerOptions) -> list[str]:
     """All keys, those of the file included. Raises UsageError when the file cannot be read or holds none."""
-    keys = list(options.api_key)
-    if options.api_key_file is not None:
-        try:
-            lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise UsageError(f"cannot read {options.api_key_file}: {error.strerror}. Check --api-key-file.") from None
-        keys += [line.strip() for line in lines if line.strip()]
-        if not keys:
-            raise UsageError(f"{options.api_key_file} holds no key. Write one a line, or leave out --api-key-file.")
+    keys = [*options.api_key, *keys_in(options.api_key_file, "--api-key-file")]
     if "" in keys:
         raise UsageError("an API key is empty. Give it at least one character.")
     return keys
 
 
-async def serve(service: Service, sockets: Sockets, keys: Sequence[str] = ()) -> None:
+def keys_in(file: str | None, option: str) -> list[str]:
+    """The keys of a file that `option` names; none without one."""
+    if file is None:
+        return []
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}. Check {option}.") from None
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise UsageError(f"{file} holds no key. Write one a line, or leave out {option}.")
+    return keys
+
+
+async def serve(
+    service: Service, sockets: Sockets, keys: Sequence[str] = (), grpc_admin_keys: Sequence[str] = ()
+) -> None:
     """Serve until a signal says otherwise."""
     stop = StopRequests()
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, stop.on_signal)
-    listeners = make_listeners(service, sockets, keys)
+    listeners = make_listeners(service, sockets, keys, grpc_admin_keys)
     running = [asyncio.ensure_future(listener.run_until_stopped()) for listener in listeners]
     waiting = asyncio.ensure_future(stop.drain.wait())
     try:
@@ -105,11 +136,21 @@ async def serve(service: Service, sockets: Sockets, keys: Sequence[str] = ()) ->
             loop.remove_signal_handler(number)
 
 
-def make_listeners(service: Service, sockets: Sockets, keys: Sequence[str]) -> list[Listener]:
+def make_listeners(
+    service: Service, sockets: Sockets, keys: Sequence[str], grpc_admin_keys: Sequence[str]
+) -> list[Any]:
+    """What serves: each has `run_until_stopped()`, and ends when its `should_exit` is set."""
     settings = {"max_header_bytes": service.options.max_header_bytes, "access_log": service.options.access_log}
-    listeners = [Listener(create_app(service, keys), sockets.public, **settings)]
+    listeners: list[Any] = []
+    if sockets.public is not None:
+        listeners.append(Listener(create_app(service, keys), sockets.public, **settings))
     if sockets.admin is not None:
         listeners.append(Listener(create_admin_app(service, keys), sockets.admin, **settings))
+    addresses = sockets.release_grpc()
+    if addresses:
+        from jaxpaged.entrypoints.grpc.server import GrpcListener  # an extra
+
+        listeners.append(GrpcListener(service, addresses, keys=keys, admin_keys=grpc_admin_keys))
     return listeners
 
 

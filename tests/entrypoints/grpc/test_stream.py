@@ -148,7 +148,7 @@ def test_a_slow_reader_is_held_by_a_bounded_queue_and_holds_nobody_else():
     made = []
 
     class Endless:
-        async def prepared(self, request):
+        async def prepared(self, request, caller):
             return None, None
 
         async def generated(self, generation, responses):
@@ -166,7 +166,7 @@ def test_a_slow_reader_is_held_by_a_bounded_queue_and_holds_nobody_else():
                 yield wanted(name)
             await asyncio.Event().wait()
 
-        responses = multiplexer.Multiplexer(Endless()).responses(given())
+        responses = multiplexer.Multiplexer(Endless(), "me").responses(given())
         await anext(responses)
         for _ in range(1000):
             await asyncio.sleep(0)

@@ -283,3 +283,20 @@ def test_an_idle_server_stops_at_once():
         return service.traffic.draining
 
     assert asyncio.run(scenario())
+
+
+def test_a_server_must_have_something_to_serve():
+    with pytest.raises(UsageError, match="--no-http leaves nothing"):
+        server.Sockets(ServerOptions(http=False))
+
+
+def test_without_http_only_grpc_has_an_address():
+    sockets = server.Sockets(ServerOptions(http=False, grpc_port=0, grpc_uds="/tmp/x.sock"))
+    assert sockets.public is None and sockets.urls == []
+    [port, path] = sockets.grpc_addresses
+    assert port.startswith("127.0.0.1:") and path == "unix:/tmp/x.sock"
+    assert sockets.release_grpc() == [port, path]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", int(port.partition(":")[2])))  # nobody holds it any more
+        with pytest.raises(UsageError, match="Choose another --grpc-port"):
+            server.Sockets(ServerOptions(port=0, grpc_port=taken.getsockname()[1]))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxpaged.entrypoints.http.auth import client_of
 from jaxpaged.entrypoints.http.answer import AnswerPart, AnswerReader
 from jaxpaged.entrypoints.http.anthropic.blocks import content_of
 from jaxpaged.entrypoints.http.anthropic.ending import messages_usage, stop_reason, stop_sequence
@@ -28,6 +27,7 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     MessagesResponse,
     ToolUseBlock,
 )
+from jaxpaged.entrypoints.http.auth import client_of
 from jaxpaged.entrypoints.http.body import json_response, read_struct
 from jaxpaged.entrypoints.http.errors import client_names
 from jaxpaged.entrypoints.http.generation import GenerationRequest, collect, stream

@@ -7,8 +7,7 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from jaxpaged.entrypoints.http.auth import client_of
-from jaxpaged.entrypoints.http.auth import digest, given_key
+from jaxpaged.entrypoints.http.auth import client_of, digest, given_key
 from jaxpaged.entrypoints.http.body import json_response, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation import Numbered, all_results, stream
