@@ -100,7 +100,7 @@ def handler(
         async with Counted(method, counts, context):
             caller = access.caller(context)
             request = parsed(asked, data) if kind == "server_stream" else (parsed(asked, each) async for each in data)
-            async with contextlib.aclosing(function(request, caller)) as responses:  # at once, when the call is cancelled
+            async with contextlib.aclosing(function(request, caller)) as responses:  # closed with the call
                 async for response in responses:
                     await context.write(response)
 

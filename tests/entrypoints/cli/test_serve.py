@@ -32,8 +32,8 @@ def served(monkeypatch, capsys):
                 raise fail
             return Engine(model=options.get("model", "demo"))
 
-        async def serve(service, sockets, keys):
-            seen.update(service=service, keys=list(keys))
+        async def serve(service, sockets, keys, grpc_admin_keys):
+            seen.update(service=service, keys=list(keys), grpc_admin_keys=list(grpc_admin_keys))
             await asyncio.sleep(0)
 
         monkeypatch.setattr(serve_command, "open_async_engine", open_engine)
@@ -70,6 +70,16 @@ def test_engine_flags_reach_the_engine_and_server_flags_the_server(served):
     assert seen["supervision"] == (7.0, 1) and options.ready_when == "serving"
     assert options.shutdown_timeout == 2.5 and seen["service"].model.names == ("x", "y")
     assert "an API key is needed" in err
+
+
+def test_grpc_has_an_address_and_admin_keys_of_its_own(served, tmp_path):
+    (tmp_path / "keys").write_text("operator\n")
+    _, seen, err = served("--grpc-port", "0", "--grpc-admin-key-file", str(tmp_path / "keys"))
+    assert seen["grpc_admin_keys"] == ["operator"] and "http://127.0.0.1:" in err and "over gRPC at 127.0.0.1:" in err
+    status, seen, err = served("--no-http", "--grpc-port", "0")
+    assert status == 0 and "http://" not in err and "demo is served over gRPC at 127.0.0.1:" in err
+    status, _, err = served("--no-http")
+    assert status == 2 and "--grpc-port" in err
 
 
 def test_two_models_are_refused(served):
