@@ -127,6 +127,7 @@ class StepBuckets(msgspec.Struct, array_like=True):
     token_bucket: int
     sample_bucket: int = 0
     full_sampler: bool = False  # penalties, masks or log probabilities were asked for
+    program_wait: float = 0.0  # seconds until programs were compiled that this step had to wait for
 
 
 class ModelRunnerOutput(msgspec.Struct):
@@ -219,6 +220,7 @@ class StepRecord(msgspec.Struct, gc=False):
     result_ready: float
     update_end: float
     num_steps: int = 1
+    program_wait: float = 0.0  # seconds between schedule_end and dispatch_end until programs were compiled
 
 
 class KVBlockMap(msgspec.Struct):

@@ -36,6 +36,7 @@ class StepLog:
         record = StepRecord(
             scheduled.step_id, num_tokens, buckets.token_bucket, len(scheduled.request_ids), num_sampled,
             buckets.sample_bucket, buckets.full_sampler, num_unfinished, *times, time.perf_counter(), num_steps,
+            buckets.program_wait,
         )  # fmt: skip
         self._num_added += 1
         self._records.append(record)

@@ -36,8 +36,8 @@ class StepPacer:
             return
         self._num_seen += 1
         weight = max(WEIGHT, 1 / self._num_seen)
-        dispatch = record.dispatch_end - record.schedule_begin
-        step = (record.result_ready - before.result_ready) / record.num_steps
+        dispatch = record.dispatch_end - record.schedule_begin - record.program_wait
+        step = (record.result_ready - before.result_ready - record.program_wait) / record.num_steps
         self.dispatch_seconds += weight * (dispatch - self.dispatch_seconds)
         self.step_seconds += weight * (step - self.step_seconds)
 

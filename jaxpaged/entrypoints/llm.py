@@ -20,7 +20,7 @@ from jaxpaged.entrypoints.beam_search import BeamSearch, BeamSearchOutput, check
 from jaxpaged.entrypoints.cli.terminal import ProgressLine
 from jaxpaged.entrypoints.llm_control import ControlMethods
 from jaxpaged.entrypoints.llm_pooling import PoolingMethods
-from jaxpaged.entrypoints.notebook import show_results_in_notebooks
+from jaxpaged.entrypoints.notebook import markers_of, show_results_in_notebooks
 from jaxpaged.entrypoints.prompt_batches import batch_of, is_chat, is_conversation, naming, per_prompt, with_output_kind
 from jaxpaged.entrypoints.request_runner import RequestRunner
 from jaxpaged.errors import ConflictError, EngineDeadError, EngineError, RequestError
@@ -43,13 +43,13 @@ class LLM(ControlMethods, PoolingMethods):
     """
 
     def __init__(self, model: str = EMBEDDED_MODEL, *, use_tqdm_on_load: bool = True, **options: Any):
-        show_results_in_notebooks()
         loading = ProgressLine()
         report = loading.update if use_tqdm_on_load else None
         try:
             self._take(LLMEngine.from_config(EngineConfig.from_options(model=model, **options), report))
         finally:
             loading.close()
+        show_results_in_notebooks(markers_of(self.llm_engine.input_processor.tokenizer))
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> "LLM":

@@ -5,44 +5,61 @@ made inside it. Nothing is imported for that: outside of IPython nothing happens
 """
 
 import html
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.messages import CompletionOutput, RequestOutput
 
 MAX_PROMPT_LENGTH = 400
+ROLES = "system|developer|user|assistant|model|tool|ipython"
 QUIET = "color:#777777"
 
 
-def show_results_in_notebooks() -> None:
-    """Register the HTML of results with the IPython that runs this code, if one does."""
+def show_results_in_notebooks(markers: Iterable[str] = ()) -> None:
+    """Register the HTML of results with the IPython that runs this code, if one does.
+
+    `markers` are the model's special tokens, which are left out of prompts, in addition to those of earlier models.
+    """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None:
         return
     formatter = shell.display_formatter.formatters["text/html"]
-    formatter.for_type(RequestOutput, output_html)
-    if getattr(formatter.type_printers.get(list), "shows_results", False):
-        return  # an earlier LLM did it
-    formatter.for_type(list, list_html(formatter.type_printers.get(list)))
+    shown = getattr(formatter.type_printers.get(list), "markers", None)
+    if shown is not None:
+        shown.update(markers)  # an earlier LLM did the rest
+        return
+    shown = set(markers)
+    formatter.for_type(RequestOutput, lambda output: output_html(output, shown))
+    formatter.for_type(list, list_html(formatter.type_printers.get(list), shown))
 
 
-def list_html(otherwise: Callable[[list], str | None] | None) -> Callable[[list], str | None]:
+def markers_of(tokenizer: Tokenizer | None) -> set[str]:
+    """The texts of special tokens; none without a tokenizer."""
+    return set() if tokenizer is None else {tokenizer.added_tokens[token_id] for token_id in tokenizer.special_ids}
+
+
+def list_html(
+    otherwise: Callable[[list], str | None] | None, markers: Collection[str] = ()
+) -> Callable[[list], str | None]:
     """HTML of a list of results; any other list looks as it did before."""
 
     def show(values: list) -> str | None:
         if values and all(isinstance(value, RequestOutput) for value in values):
-            return "".join(map(output_html, values))
+            return "".join(output_html(value, markers) for value in values)
         return otherwise(values) if otherwise else None
 
-    show.shows_results = True
+    show.markers = markers
     return show
 
 
-def output_html(output: RequestOutput) -> str:
+def output_html(output: RequestOutput, markers: Collection[str] = ()) -> str:
     """A result: the prompt in grey, the answers, and a line of facts. All text is escaped."""
-    prompt = output.prompt if output.prompt is not None else f"{len(output.prompt_token_ids)} token ids"
+    given = output.prompt
+    prompt = f"{len(output.prompt_token_ids)} token ids" if given is None else readable_prompt(given, markers)
     if len(prompt) > MAX_PROMPT_LENGTH:
         prompt = f"{prompt[:MAX_PROMPT_LENGTH]} …"
     answers = "".join(answer_html(completion, len(output.outputs) > 1) for completion in output.outputs)
@@ -52,6 +69,24 @@ def output_html(output: RequestOutput) -> str:
         f'<div style="{QUIET}">{html.escape(prompt)}</div>{answers}{error}'
         f'<div style="{QUIET};font-size:85%">{html.escape(facts(output))}</div></div>'
     )
+
+
+def readable_prompt(prompt: str, markers: Collection[str]) -> str:
+    """A prompt without its markers. Where they make a chat of it, `role: what was said`, a line each."""
+    names = sorted(filter(None, markers), key=len, reverse=True)
+    pieces = re.split("|".join(map(re.escape, names)), prompt) if names else [prompt]
+    if len(pieces) == 1:
+        return prompt
+    lines, role = [], ""
+    for piece in pieces:
+        said = piece.strip()
+        named = re.match(rf"({ROLES})(?:\s*\n|$)", said)
+        if named:
+            role, said = f"{named[1]}: ", said[named.end() :].strip()
+        if said:
+            lines.append(role + said)
+            role = ""
+    return "\n".join(lines)
 
 
 def answer_html(completion: CompletionOutput, numbered: bool) -> str:

@@ -117,6 +117,13 @@ class ModelRunner:
 
     def execute(self, scheduled: SchedulerOutput) -> "PendingStep | PendingRun":
         """Dispatch one step. Only dispatching happens here; results are read by `PendingStep.result`."""
+        waited_before = self.programs.seconds_waited
+        pending = self._dispatch(scheduled)
+        if pending.buckets is not None:
+            pending.buckets.program_wait = self.programs.seconds_waited - waited_before
+        return pending
+
+    def _dispatch(self, scheduled: SchedulerOutput) -> "PendingStep | PendingRun":
         for request_id in scheduled.removed_request_ids:
             self.rows.remove(request_id)
         pending = self._new_pending(scheduled.step_id)

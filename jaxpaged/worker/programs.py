@@ -82,6 +82,7 @@ class Programs:
         self.progress = progress or (lambda stage, done, total: None)
         self.num_threads = num_threads or min(4, os.cpu_count() or 1)
         self.seconds: dict[ProgramKey, float] = {}
+        self.seconds_waited = 0.0  # by whoever asked for a program that was not ready
         self._unwanted = set(on_demand)
         wanted = [key for key in builders if key not in self._unwanted]
         self._queue = sorted(wanted, key=lambda key: key in rare)
@@ -184,12 +185,14 @@ class Programs:
             self._changed.notify_all()
 
     def _wait(self, key: ProgramKey) -> Any:
+        begin = time.perf_counter()
         with self._changed:
             self._hurry(key)
             while key not in self._done:
                 if self._stopped:
                     raise RuntimeError(f"program {key} was asked for after the engine was shut down")
                 self._changed.wait()
+            self.seconds_waited += time.perf_counter() - begin
             return self._done[key]
 
     def _next(self) -> ProgramKey | None:

@@ -1,7 +1,12 @@
+import html
 import subprocess
 import sys
 
+import pytest
+
+from jaxpaged.engine.tokenizer import load_tokenizer
 from jaxpaged.entrypoints import notebook
+from jaxpaged.params.hub import EMBEDDED_FOLDER
 from tests.entrypoints.pictures.records import llm_after
 
 
@@ -31,6 +36,33 @@ def test_a_long_prompt_is_cut():
     assert len(notebook.output_html(result(prompt="x" * 10_000))) < 2000
 
 
+@pytest.mark.parametrize(
+    ("prompt", "markers", "shown"),
+    [
+        ("<bos><start_of_turn>user\nHi\nyou<end_of_turn>\n<start_of_turn>model\n",
+         {"<bos>", "<start_of_turn>", "<end_of_turn>"}, "user: Hi\nyou"),
+        ("<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+         {"<|im_start|>", "<|im_end|>"}, "system: Be brief\nuser: Hi"),
+        ("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+         "<|start_header_id|>assistant<|end_header_id|>\n\n",
+         {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}, "user: Hi"),
+        ("<s>[INST] Hi [/INST] Ho</s>[INST] Hm [/INST]", {"<s>", "</s>", "[INST]", "[/INST]"}, "Hi\nHo\nHm"),
+        ("user\nis a word", {"<s>"}, "user\nis a word"),
+        ("plain  text\n", set(), "plain  text\n"),
+    ],
+)  # fmt: skip
+def test_a_chat_is_shown_without_its_markup(prompt, markers, shown):
+    assert notebook.readable_prompt(prompt, markers) == shown
+    assert html.escape(shown) in notebook.output_html(result(prompt=prompt), markers)
+
+
+def test_the_markers_of_the_embedded_model_are_known():
+    tokenizer = load_tokenizer(EMBEDDED_FOLDER)
+    prompt = tokenizer.decode(tokenizer.encode("<start_of_turn>user\nHi<end_of_turn>\n"), skip_special_tokens=False)
+    assert notebook.readable_prompt(prompt, notebook.markers_of(tokenizer)) == "user: Hi"
+    assert notebook.markers_of(None) == set()
+
+
 def test_lists_of_results_are_shown_and_other_lists_are_left_alone():
     show = notebook.list_html(lambda values: "as before")
     assert show([1, 2]) == "as before"
@@ -44,11 +76,12 @@ def test_inside_ipython_results_are_registered_once():
 
     shell = InteractiveShell.instance()
     try:
-        for _ in range(2):
-            notebook.show_results_in_notebooks()
+        for marker in ("<one>", "<two>"):
+            notebook.show_results_in_notebooks([marker])
         format = shell.display_formatter.format
         assert "the cat" in format(result(prompt="the cat"))[0]["text/html"]
         assert "the cat" in format([result(prompt="the cat")])[0]["text/html"]
+        assert "user: cat" in format(result(prompt="<one>user\ncat<two>"))[0]["text/html"], "markers of both models"
         assert "text/html" not in format([1, 2])[0]
     finally:
         InteractiveShell.clear_instance()

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer all prompts. Returns the exit status."""
     from jaxpaged.entrypoints.cli.batch import Batch
     from jaxpaged.entrypoints.cli.engine import start
+    from jaxpaged.entrypoints.cli.program_waits import ProgramWaits
     from jaxpaged.entrypoints.cli.prompts import collect_prompts
     from jaxpaged.entrypoints.cli.results import JsonResults, TextResults
     from jaxpaged.entrypoints.cli.stats import print_stats
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
         batch.submit(sources, args)
         batch.finish()
         if args.stats:
-            print_stats(batch.finished, started, time.time(), engine.executor_stats())
+            waits = ProgramWaits(engine.step_records()[0])
+            print_stats(batch.finished, started, time.time(), engine.executor_stats(), waits)
         write_recordings(args, engine)
     finally:
         progress.close()

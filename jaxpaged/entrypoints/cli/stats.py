@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from jaxpaged.entrypoints.cli.program_waits import ProgramWaits
 from jaxpaged.entrypoints.cli.terminal import styled
 from jaxpaged.messages import RequestOutput
 
@@ -11,17 +12,19 @@ Line = tuple[str, str]
 
 
 def print_stats(
-    outputs: Sequence[RequestOutput], started: float, ended: float, executor: Mapping[str, Any],
+    outputs: Sequence[RequestOutput], started: float, ended: float, executor: Mapping[str, Any], waits: ProgramWaits,
     stream: TextIO | None = None,
 ) -> None:  # fmt: skip
     """Lines `name  value` on standard error. `started` and `ended` are seconds since the epoch, like request times."""
     stream = stream or sys.stderr
-    for name, value in [*request_lines(outputs, started, ended), *executor_lines(executor)]:
+    for name, value in [*request_lines(outputs, started, ended, waits), *executor_lines(executor)]:
         print(styled(f"{name:<9} {value}", "dim", stream), file=stream)
 
 
-def request_lines(outputs: Sequence[RequestOutput], started: float, ended: float) -> list[Line]:
-    """Rates of the whole command.
+def request_lines(
+    outputs: Sequence[RequestOutput], started: float, ended: float, waits: ProgramWaits
+) -> list[Line]:
+    """Rates of the whole command, without the time in which it waited for programs to be compiled.
 
     Prefill is timed from the start to the last request's first token, decode from the earliest first token to the
     end: for several requests the two overlap.
@@ -32,11 +35,17 @@ def request_lines(outputs: Sequence[RequestOutput], started: float, ended: float
     firsts = [o.metrics.first_token_time for o in outputs if o.metrics and o.metrics.first_token_time is not None]
     decoded = sum(max(length - 1, 0) for length in lengths)
     preempted = sum(output.metrics.num_preemptions for output in outputs if output.metrics)
+    waited = waits.between(started, ended)
+    compiling = f", {waited:.2f} s of it waiting for programs to be compiled" if waited >= 0.005 else ""
+
+    def seconds(begin: float, end: float) -> float:
+        return end - begin - waits.between(begin, end)
+
     return [
-        ("requests", f"{len(outputs)} in {ended - started:.2f} s, {preempted} preemptions"),
-        ("prefill", f"{prompt - cached} tokens{rate(prompt - cached, max(firsts, default=ended) - started)}"),
+        ("requests", f"{len(outputs)} in {ended - started:.2f} s{compiling}, {preempted} preemptions"),
+        ("prefill", f"{prompt - cached} tokens{rate(prompt - cached, seconds(started, max(firsts, default=ended)))}"),
         ("cache", f"{cached} of {prompt} prompt tokens were in the prefix cache"),
-        ("decode", f"{decoded} tokens{rate(decoded, ended - min(firsts, default=started))}"),
+        ("decode", f"{decoded} tokens{rate(decoded, seconds(min(firsts, default=started), ended))}"),
     ]
 
 

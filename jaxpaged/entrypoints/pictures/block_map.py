@@ -3,8 +3,8 @@
     print(llm.blocks())          # one character a block, or a group of blocks
     llm.blocks().save("blocks.png")
 
-In a notebook it shows itself. A block is drawn as its first kind that holds: shared by several requests, held by one
-request, cached (free, but its content can be reused), free.
+In a notebook it shows itself. Block 0 is not drawn, see `NULL_BLOCK`. A block is drawn as its first kind that holds:
+shared by several requests, held by one request, cached (free, but its content can be reused), free.
 """
 
 import html
@@ -27,6 +27,7 @@ REQUEST_CHARACTERS = string.ascii_letters + string.digits
 REQUEST_COLORS = (
     canvas.BLUE, canvas.ORANGE, canvas.GREEN, canvas.PINK, canvas.SKY, canvas.RED, canvas.YELLOW,
 )  # fmt: skip
+NULL_BLOCK = "block 1 is the first shown; block 0 only fills tables where they need no block"
 MAX_CELLS = 4096  # of a picture; more blocks than this are drawn in groups
 MAX_LEGEND = 10  # requests that a legend names
 MAX_NAME_LENGTH = 24  # of a request in a legend
@@ -66,7 +67,7 @@ class BlockMap:
         lines = [cells[i : i + width] for i in range(0, len(cells), width)]
         legend = [f"{character_of(kind)} {label}" for kind, label in self.legend()]
         scale = f"one character is {count_of(group, 'block')} of {self.block_size} tokens"
-        return "\n".join([*lines, "", scale, *legend])
+        return "\n".join([*lines, "", scale, NULL_BLOCK, *legend])
 
     def legend(self) -> list[tuple[int, str]]:
         """(kind, words and number of blocks), requests first; only the first few of many requests."""
@@ -103,7 +104,8 @@ class BlockMap:
         legend = " &nbsp; ".join(f"{html_cell(kind, '')} {html.escape(label)}" for kind, label in self.legend())
         scale = f"{count_of(len(self.kinds), 'KV block')} of {self.block_size} tokens"
         scale += f"; a cell is {group} blocks" if group > 1 else ""
-        return f'<div style="line-height:13px;max-width:900px">{cells}</div><p>{scale}</p><p>{legend}</p>'
+        words = f"{scale}; {NULL_BLOCK}"
+        return f'<div style="line-height:13px;max-width:900px">{cells}</div><p>{words}</p><p>{legend}</p>'
 
     def _title(self, kind: int) -> str:
         return NAMES[kind] if kind < 0 else f"request {self.request_ids[kind]}"

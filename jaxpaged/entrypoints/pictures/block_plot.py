@@ -8,6 +8,7 @@ from jaxpaged.entrypoints.pictures.block_map import (
     CACHED,
     FREE,
     MAX_CELLS,
+    NULL_BLOCK,
     BlockMap,
     character_of,
     color_of,
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ASPECT = 3.0  # columns per line
+LEGEND_COLUMNS = 2  # names of requests may be long
+INCHES_A_LINE = 0.2  # of the legend
 MAX_LETTER_COLUMNS = 64  # more columns than this leave no room for letters
 
 
@@ -28,7 +31,8 @@ def draw_blocks(blocks: BlockMap) -> "Figure":
     cells = grouped(blocks.kinds, group)
     columns = -(-math.ceil(math.sqrt(max(len(cells), 1) * ASPECT)) // 8) * 8
     lines = max(-(-len(cells) // columns), 1)
-    figure = canvas.new_figure(11, 10.4 * lines / columns + 2.0)
+    legend_lines = -(-len(blocks.legend()) // LEGEND_COLUMNS)
+    figure = canvas.new_figure(11, 10.4 * lines / columns + 1.5 + INCHES_A_LINE * legend_lines)
     axes = figure.subplots()
     draw_cells(axes, cells, columns, lines)
     if columns <= MAX_LETTER_COLUMNS:
@@ -39,6 +43,7 @@ def draw_blocks(blocks: BlockMap) -> "Figure":
     if group > 1:
         title += f"; a cell is {group} blocks"
     axes.set_title(title, fontsize=13, color=canvas.INK)
+    axes.set_xlabel(NULL_BLOCK, fontsize=9, color=canvas.INK)
     draw_legend(figure, blocks)
     return figure
 
@@ -90,4 +95,4 @@ def draw_legend(figure: Any, blocks: BlockMap) -> None:
         )
         for kind, label in blocks.legend()
     ]
-    figure.legend(handles=patches, fontsize=9, frameon=False, ncols=3, loc="outside lower center")
+    figure.legend(handles=patches, fontsize=9, frameon=False, ncols=LEGEND_COLUMNS, loc="outside lower center")

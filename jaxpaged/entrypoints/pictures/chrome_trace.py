@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from jaxpaged.entrypoints.pictures.timeline import device_begin
 from jaxpaged.entrypoints.step_sizes import mean_per_step, padding
 from jaxpaged.errors import UsageError
 from jaxpaged.messages import StepRecord
@@ -56,10 +57,13 @@ def step_events(record: StepRecord, origin: float, ready_before: float) -> Itera
         }  # fmt: skip
 
     yield bar("schedule", "engine core", record.schedule_begin, record.schedule_end)
-    yield bar("dispatch", "engine core", record.schedule_end, record.dispatch_end)
+    compiled = record.schedule_end + record.program_wait
+    if record.program_wait:
+        yield bar("compile", "engine core", record.schedule_end, compiled)
+    yield bar("dispatch", "engine core", compiled, record.dispatch_end)
     yield bar("wait", "engine core", record.wait_begin, record.result_ready)
     yield bar("update", "engine core", record.result_ready, record.update_end)
-    begin = max(record.schedule_end, ready_before)
+    begin = device_begin(record, ready_before)
     yield bar("step", "device", begin, record.result_ready)
     yield {
         "ph": "C", "name": "tokens", "pid": 1, "ts": (begin - origin) * MICROSECONDS,

@@ -4,11 +4,12 @@
     llm.timeline()[-50:].save("last.png")
     llm.timeline().save_trace("trace.json")   # for https://ui.perfetto.dev or chrome://tracing
 
-What times mean: `schedule`, `dispatch` and `update` are the engine core's own work; `wait` is when the host had nothing
-else to do than wait for the device; `front end` is what happens between two calls of the core: text, streaming, the
-caller. `device` is from the later of dispatch and the result before it, to the result: with asynchronous scheduling
-an upper bound, since the host may look late. `gap` is when no step was in flight though requests were unfinished: the
-device certainly had nothing to do. A run of decode steps is one entry, with the times of all of them.
+What times mean: `schedule`, `dispatch` and `update` are the engine core's own work; `compile` is when it waited for a
+program that was still being compiled; `wait` is when the host had nothing else to do than wait for the device; `front
+end` is what happens between two calls of the core: text, streaming, the caller. `device` is from the later of dispatch
+and the result before it, to the result: with asynchronous scheduling an upper bound, since the host may look late.
+`gap` is when no step was in flight though requests were unfinished: the device certainly had nothing to do, for another
+reason than `compile`. A run of decode steps is one entry, with the times of all of them.
 """
 
 import base64
@@ -32,6 +33,7 @@ class StepTimes:
     """Seconds of one step's parts, as the module's docstring defines them. `front_end` is what follows the step."""
 
     schedule: float
+    compile: float
     dispatch: float
     wait: float
     update: float
@@ -55,15 +57,21 @@ def step_times(records: Sequence[StepRecord]) -> list[StepTimes]:
         times.append(
             StepTimes(
                 schedule=record.schedule_end - record.schedule_begin,
-                dispatch=record.dispatch_end - record.schedule_end,
+                compile=record.program_wait,
+                dispatch=max(record.dispatch_end - record.schedule_end - record.program_wait, 0.0),
                 wait=record.result_ready - record.wait_begin,
                 update=record.update_end - record.result_ready,
                 front_end=front_end_after(records, i),
-                device=record.result_ready - max(record.schedule_end, ready_before),
+                device=record.result_ready - device_begin(record, ready_before),
                 gap=0.0 if idle else max(record.schedule_end - ready_before, 0.0),
             )
         )
     return times
+
+
+def device_begin(record: StepRecord, ready_before: float) -> float:
+    """When the device could begin with a step: the result before it is there, and so are its programs."""
+    return max(record.schedule_end + record.program_wait, ready_before)
 
 
 def front_end_after(records: Sequence[StepRecord], i: int) -> float:
@@ -91,7 +99,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Summary:
-    """Totals of some steps. `elapsed` seconds are from the first to the last, idle time included; `gap` is a total.
+    """Totals of some steps. `elapsed` seconds are from the first to the last, idle time included; `gap` and `compile`
+    are totals.
 
     A run of decode steps is several steps and one dispatch: parts are per dispatch.
     """
@@ -106,6 +115,7 @@ class Summary:
     wait: Part
     device: Part
     gap: float
+    compile: float
     num_dropped: int
 
     @property
@@ -125,6 +135,8 @@ class Summary:
             ("device", f"at most {self.device}"),
             ("gaps", f"{self.gap:.2f} s without a step in flight"),
         ]
+        if self.compile:
+            lines.append(("compiling", f"{self.compile:.2f} s of waiting for programs"))
         return lines + ([("forgotten", f"{self.num_dropped} earlier steps")] if self.num_dropped else [])
 
 
@@ -185,6 +197,7 @@ class Timeline:
             wait=part([t.wait for t in times]),
             device=part([t.device for t in times]),
             gap=sum(t.gap for t in times),
+            compile=sum(t.compile for t in times),
             num_dropped=self.num_dropped,
         )
 

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 MAX_BARS = 1000
 CLOSE_UP_STEPS = 12
-MIN_LABEL_SHARE = 0.015  # of the picture's width, for a bar to have its number on it
+LABEL_SHARE = 0.008  # of the picture's width, that a digit of a bar's number takes, and as much again beside it
 MILLISECONDS = 1e3
 HOST_PARTS = {
-    "schedule": canvas.BLUE, "dispatch": canvas.SKY, "update": canvas.GREEN, "front end": canvas.PINK,
+    "schedule": canvas.BLUE, "compile": canvas.RED, "dispatch": canvas.SKY, "update": canvas.GREEN,
+    "front end": canvas.PINK,
 }  # fmt: skip
+LABELS = {"wait": "waiting for the device", "compile": "waiting for a program"}
 WAIT_COLOR, DEVICE_COLORS = canvas.GREY, (canvas.ORANGE, canvas.PALE_ORANGE)
 HOST_LANE, DEVICE_LANE, LANE_HEIGHT = 1.0, 0.0, 0.7
 
@@ -31,9 +33,11 @@ def draw_timeline(timeline: "Timeline") -> Any:
     summary = timeline.summary()
     title = f"{summary.num_steps} steps in {summary.elapsed:.2f} s"
     if summary.num_dispatches:
-        title += f": {summary.num_tokens} tokens, {summary.padding_share:.0%} padding"
-        title += f". Median step: {summary.host.median * MILLISECONDS:.2f} ms of host work, "
+        title += f": {summary.num_tokens} tokens, {summary.padding_share:.0%} padding\n"
+        title += f"Median step: {summary.host.median * MILLISECONDS:.2f} ms of host work, "
         title += f"{summary.wait.median * MILLISECONDS:.2f} ms of waiting"
+    if summary.compile:
+        title += f". {summary.compile:.2f} s in all were spent waiting for programs"
     figure.suptitle(title, fontsize=13, color=canvas.INK)
     tokens, parts, close_up = figure.subplots(3, 1, height_ratios=(1, 1, 0.9))
     if timeline.records:
@@ -77,14 +81,15 @@ def draw_parts(axes: Any, timeline: "Timeline") -> None:
     for name, color in {**HOST_PARTS, "wait": WAIT_COLOR}.items():
         seconds = bars_of([getattr(times, name.replace(" ", "_")) for times in timeline.times])
         top = [b + s * MILLISECONDS for b, s in zip(base, seconds)]
-        label = "waiting for the device" if name == "wait" else name
-        axes.stairs(top, edges, baseline=base, fill=True, color=color, label=label)
+        axes.stairs(top, edges, baseline=base, fill=True, color=color, label=LABELS.get(name, name))
         base = top
     limit, longest = readable_limit(base), max(base)
     axes.set_ylim(0, limit)
     if longest > limit:
         words = f"higher bars are cut; the highest is {longest:,.0f} ms"
-        axes.text(0.995, 0.93, words, transform=axes.transAxes, ha="right", fontsize=9, color=canvas.INK)
+        behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
+        place = {"transform": axes.transAxes, "ha": "right", "va": "top", "fontsize": 9, "color": canvas.INK}
+        axes.text(0.995, 0.97, words, bbox=behind, **place)
     finish_step_axes(axes, timeline, "ms per step", "Where the host's time goes")
 
 
@@ -103,7 +108,10 @@ def finish_step_axes(axes: Any, timeline: "Timeline", unit: str, title: str) -> 
     axes.set_xlabel("step" if size == 1 else f"step; a bar is the mean of {size}", fontsize=10, color=canvas.INK)
     axes.set_title(title, fontsize=11, color=canvas.INK, loc="left")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(fontsize=9, frameon=False, ncols=5, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1)
+    axes.legend(
+        fontsize=9, frameon=False, ncols=len(HOST_PARTS) + 1, loc="lower right", bbox_to_anchor=(1.0, 1.0),
+        borderaxespad=0.1, columnspacing=1.2, handlelength=1.4,
+    )  # fmt: skip
 
 
 def close_up_range(records: Sequence[StepRecord]) -> range:
@@ -138,7 +146,8 @@ def draw_host_bars(axes: Any, timeline: "Timeline", i: int, origin: float) -> No
     record, front_end = timeline.records[i], timeline.times[i].front_end
     bars = [
         ("schedule", record.schedule_begin, record.schedule_end),
-        ("dispatch", record.schedule_end, record.dispatch_end),
+        ("compile", record.schedule_end, record.schedule_end + record.program_wait),
+        ("dispatch", record.schedule_end + record.program_wait, record.dispatch_end),
         ("update", record.result_ready, record.update_end),
         ("front end", record.update_end, record.update_end + front_end),
     ]
@@ -155,10 +164,10 @@ def draw_device_bar(axes: Any, timeline: "Timeline", i: int, origin: float) -> N
 
 def label_device_bars(axes: Any, timeline: "Timeline", shown: range, origin: float) -> None:
     """The number of the step on every bar that is wide enough for it."""
-    least = MIN_LABEL_SHARE * axes.get_xlim()[1]
+    digit = LABEL_SHARE * axes.get_xlim()[1]
     for i in shown:
         width = timeline.times[i].device * MILLISECONDS
-        if width >= least:
+        if width >= digit * (len(str(i + 1)) + 1):
             center = (timeline.records[i].result_ready - origin) * MILLISECONDS - width / 2
             axes.text(center, DEVICE_LANE, str(i + 1), ha="center", va="center", fontsize=8, color=canvas.INK)
 

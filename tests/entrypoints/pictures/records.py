@@ -3,6 +3,8 @@
 import contextlib
 import importlib.util
 
+import matplotlib.text
+
 from jaxpaged.entrypoints.llm import LLM
 from jaxpaged.messages import StepRecord
 from jaxpaged.sampling_params import SamplingParams
@@ -38,6 +40,28 @@ def llm_under_way():
         llm.llm_engine.add_request(f"r{i}", prompt, SamplingParams(temperature=0.0, max_tokens=20))
         llm.llm_engine.step()
     return llm
+
+
+def overprinted(figure):
+    """Pairs of texts in a picture that lie over each other, and texts that reach over its border."""
+    figure.draw_without_rendering()
+    renderer = figure.canvas.get_renderer()
+    hidden = {label for axes in figure.axes for label in labels_out_of_sight(axes)}
+    texts = [text for text in figure.findobj(matplotlib.text.Text) if text.get_visible() and text not in hidden]
+    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts if text.get_text().strip()]
+    pairs = [(a, b) for i, (a, box) in enumerate(boxes) for b, other in boxes[i + 1 :] if box.overlaps(other)]
+    width, height = figure.canvas.get_width_height()
+    beyond = [text for text, box in boxes if box.x0 < 0 or box.y0 < 0 or box.x1 > width or box.y1 > height]
+    return pairs, beyond
+
+
+def labels_out_of_sight(axes):
+    """Tick labels beyond the ends of their axis exist, and are not drawn."""
+    for axis, place in ((axes.xaxis, 0), (axes.yaxis, 1)):
+        low, high = sorted(axis.get_view_interval())
+        for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
+            if not low <= tick.label1.get_position()[place] <= high:
+                yield tick.label1
 
 
 @contextlib.contextmanager

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from jaxpaged.entrypoints.pictures.block_map import BlockMap, character_of
+from jaxpaged.entrypoints.pictures.block_map import NULL_BLOCK, BlockMap, character_of
 from jaxpaged.errors import UsageError
 from jaxpaged.messages import KVBlockMap
-from tests.entrypoints.pictures.records import llm_under_way, without_matplotlib
+from tests.entrypoints.pictures.records import llm_under_way, overprinted, without_matplotlib
 
 
 def block_map(owner, num_owners=None, cached=(), request_ids=("a", "<b>")):
@@ -26,6 +26,19 @@ def test_lines_are_as_wide_as_asked_and_many_blocks_share_a_character():
     few = blocks.text(width=10, max_lines=2).splitlines()
     assert few[:2] == ["a" * 10, "a" * 2 + "." * 8]
     assert "one character is 5 blocks of 16 tokens" in few
+
+
+def test_what_block_0_is_and_where_counting_begins_is_said():
+    blocks = block_map([0, 1, -1])
+    assert NULL_BLOCK in blocks.text().splitlines() and NULL_BLOCK in blocks._repr_html_()
+    assert blocks._figure().axes[0].get_xlabel() == NULL_BLOCK
+
+
+@pytest.mark.parametrize("num_blocks", [1, 40, 5000])
+def test_no_text_of_a_picture_lies_over_another(num_blocks):
+    names = [f"a-request-with-a-name-of-{i}" for i in range(12)]
+    pairs, beyond = overprinted(block_map([i % 14 - 2 for i in range(num_blocks)], request_ids=names)._figure())
+    assert not pairs and not beyond
 
 
 def test_many_requests_are_named_only_in_part():

@@ -7,7 +7,9 @@ from jaxpaged.entrypoints.pictures.chrome_trace import trace_events
 from jaxpaged.entrypoints.pictures.timeline import Timeline
 from jaxpaged.entrypoints.pictures.timeline_plot import bars_of, close_up_range, edges_of, readable_limit
 from jaxpaged.errors import UsageError
-from tests.entrypoints.pictures.records import llm_after, record, without_matplotlib
+from tests.entrypoints.pictures.records import llm_after, overprinted, record, without_matplotlib
+
+TIMES = ("schedule_begin", "schedule_end", "dispatch_end", "wait_begin", "result_ready", "update_end")
 
 
 def test_the_parts_of_a_lone_step():
@@ -16,6 +18,31 @@ def test_the_parts_of_a_lone_step():
     assert times.host == 5
     assert times.device == 7, "from the end of scheduling to the result"
     assert (times.front_end, times.gap) == (0, 0)
+
+
+def test_waiting_for_a_program_is_a_part_of_its_own():
+    timeline = Timeline([record(unfinished=0, program_wait=1.5)])
+    times = timeline.times[0]
+    assert (times.compile, times.dispatch, times.host) == (1.5, 0.5, 3.5)
+    assert times.device == 5.5, "the device has nothing to do before it has the program"
+    assert ("compiling", "1.50 s of waiting for programs") in timeline.summary().lines()
+    bars = {e["name"]: (e["ts"], e["dur"]) for e in trace_events(timeline.records) if e["ph"] == "X"}
+    assert bars["compile 1"] == (1e6, 1.5e6) and bars["dispatch 1"] == (2.5e6, 0.5e6)
+    assert bars["step 1"] == (2.5e6, 5.5e6)
+    parts = timeline._figure().axes[1]
+    assert "waiting for a program" in [text.get_text() for text in parts.get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 30, 1500, 20_000])
+@pytest.mark.parametrize("slowest", [1.0, 1e6])
+def test_no_text_of_a_picture_lies_over_another(num_steps, slowest):
+    times = itertools.accumulate([0.0, 0.01 * slowest, *[0.01, 0.0001, 0.00131] * num_steps])
+    records = []
+    for i, begin in zip(range(num_steps), times):
+        ends = dict(zip(TIMES, [begin + part * 1e-4 for part in range(6)]))
+        records.append(record(10**6 + i, tokens=10 ** (i % 5), bucket=10**5, num_steps=1, program_wait=1e-5, **ends))
+    pairs, beyond = overprinted(Timeline(records)._figure())
+    assert not pairs and not beyond
 
 
 def test_steps_one_after_the_other_leave_the_device_a_gap():
