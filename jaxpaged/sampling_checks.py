@@ -16,6 +16,7 @@ from jaxpaged.sampling_limits import (
     MAX_LOGIT_BIAS_IDS,
 )
 from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.text_checks import check_unicode, shown
 
 
 def checked_float(
@@ -23,28 +24,32 @@ def checked_float(
 ) -> float:
     """`value` as a float, or RequestError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name} is {value!r}; it must be a number.", name)
+        raise RequestError(f"{name} is {shown(value)}; it must be a number.", name)
+    try:
+        value = float(value)
+    except OverflowError:
+        value = math.inf if value > 0 else -math.inf
     if not math.isfinite(value):
-        raise RequestError(f"{name} is {value}; it must be finite.", name)
+        raise RequestError(f"{name} is {shown(value)}; it must be finite.", name)
     if value < minimum or value <= above:
         bound = f"more than {above:g}" if value <= above else f"at least {minimum:g}"
-        raise RequestError(f"{name} is {value}; it must be {bound}.", name)
+        raise RequestError(f"{name} is {shown(value)}; it must be {bound}.", name)
     if value > maximum:
-        raise RequestError(f"{name} is {value}; it must be at most {maximum:g}.", name)
-    return float(value)
+        raise RequestError(f"{name} is {shown(value)}; it must be at most {maximum:g}.", name)
+    return value
 
 
 def check_int(name: str, value: Any, minimum: int, maximum: int, hint: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} is {value!r}; it must be a whole number.", name)
+        raise RequestError(f"{name} is {shown(value)}; it must be a whole number.", name)
     if not minimum <= value <= maximum:
         bound = f"at least {minimum}" if value < minimum else f"at most {maximum}"
-        raise RequestError(f"{name} is {value}; it must be {bound}{f' ({hint})' if hint else ''}.", name)
+        raise RequestError(f"{name} is {shown(value)}; it must be {bound}{f' ({hint})' if hint else ''}.", name)
 
 
 def check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise RequestError(f"{name} is {value!r}; it must be true or false.", name)
+        raise RequestError(f"{name} is {shown(value)}; it must be true or false.", name)
 
 
 def check_count(name: str, count: int, minimum: int, maximum: int) -> None:
@@ -57,9 +62,11 @@ def checked_texts(name: str, value: Any) -> list[str]:
     """`value` as a list of non-empty texts."""
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise RequestError(f"{name} is {value!r}; it must be a text or a list of texts.", name)
+        raise RequestError(f"{name} is {shown(value)}; it must be a text or a list of texts.", name)
     if "" in texts:
-        raise RequestError(f"{name} is {value!r}; an empty text would match everywhere. Leave it out.", name)
+        raise RequestError(f"{name} is {shown(value)}; an empty text would match everywhere. Leave it out.", name)
+    for text in texts:
+        check_unicode(name, text)
     return list(texts)
 
 
@@ -75,7 +82,7 @@ def check_word_lengths(words: list[str]) -> None:
 def checked_ids(name: str, value: Any) -> list[int]:
     """`value` as a list of token ids, none of them negative."""
     if not isinstance(value, list | tuple):
-        raise RequestError(f"{name} is {value!r}; it must be a list of token ids.", name)
+        raise RequestError(f"{name} is {shown(value)}; it must be a list of token ids.", name)
     for token_id in value:
         check_token_id(name, token_id)
     return list(value)
@@ -83,7 +90,7 @@ def checked_ids(name: str, value: Any) -> list[int]:
 
 def check_token_id(name: str, token_id: Any) -> None:
     if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
-        raise RequestError(f"{name} contains {token_id!r}; it must contain whole numbers from 0.", name)
+        raise RequestError(f"{name} contains {shown(token_id)}; it must contain whole numbers from 0.", name)
 
 
 def check_ids_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
@@ -99,7 +106,7 @@ def check_ids_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int
 def checked_bias(value: Any) -> dict[int, float]:
     """`value` as token id -> bias in [-100, 100]. JSON has only text as keys, so "17" is taken for 17."""
     if not isinstance(value, Mapping):
-        raise RequestError(f"logit_bias is {value!r}; it must map token ids to numbers.", "logit_bias")
+        raise RequestError(f"logit_bias is {shown(value)}; it must map token ids to numbers.", "logit_bias")
     check_count("logit_bias", len(value), 0, MAX_LOGIT_BIAS_IDS)
     bias = {}
     for key, amount in value.items():
@@ -152,7 +159,7 @@ def checked_structured_outputs(value: Any) -> StructuredOutputsParams:
         return value
     if not isinstance(value, dict):
         raise RequestError(
-            f"structured_outputs is {value!r}; it must be StructuredOutputsParams, or a dict of its fields.",
+            f"structured_outputs is {shown(value)}; it must be StructuredOutputsParams, or a dict of its fields.",
             "structured_outputs",
         )
     return StructuredOutputsParams.from_dict(value)
@@ -161,19 +168,21 @@ def checked_structured_outputs(value: Any) -> StructuredOutputsParams:
 def check_extra_args(value: Any) -> None:
     """A dict with text keys, of values that every wire format can carry."""
     if not isinstance(value, dict):
-        raise RequestError(f"extra_args is {value!r}; it must map names to values.", "extra_args")
+        raise RequestError(f"extra_args is {shown(value)}; it must map names to values.", "extra_args")
     pending: list[Any] = [value]
     while pending:
         item = pending.pop()
         if isinstance(item, dict):
             if not all(isinstance(key, str) for key in item):
-                raise RequestError(f"extra_args has keys {list(item)!r}; they must be text.", "extra_args")
-            pending.extend(item.values())
+                raise RequestError(f"extra_args has keys {shown(list(item))}; they must be text.", "extra_args")
+            pending += [*item, *item.values()]
         elif isinstance(item, list | tuple):
             pending.extend(item)
+        elif isinstance(item, str):
+            check_unicode("extra_args", item)
         elif isinstance(item, int) and not -(2**63) <= item < 2**64:
-            raise RequestError(f"extra_args contains {item}; whole numbers must fit 64 bits.", "extra_args")
-        elif not isinstance(item, str | bytes | int | float | None):
+            raise RequestError(f"extra_args contains {shown(item)}; whole numbers must fit 64 bits.", "extra_args")
+        elif not isinstance(item, bytes | int | float | None):
             raise RequestError(
-                f"extra_args contains {item!r}; use texts, numbers, lists and dicts of them.", "extra_args"
+                f"extra_args contains {shown(item)}; use texts, numbers, lists and dicts of them.", "extra_args"
             )

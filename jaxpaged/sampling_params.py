@@ -38,6 +38,7 @@ from jaxpaged.sampling_limits import (
     MAX_REPETITION_PENALTY,
 )
 from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.text_checks import shown
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def checked_output_kind(value: Any) -> RequestOutputKind:
     if isinstance(value, int) and not isinstance(value, bool) and value in list(RequestOutputKind):
         return RequestOutputKind(value)
     names = ", ".join(RequestOutputKind.__members__)
-    raise RequestError(f"output_kind is {value!r}; it must be one of {names}.", "output_kind")
+    raise RequestError(f"output_kind is {shown(value)}; it must be one of {names}.", "output_kind")
 
 
 class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_defaults=True):
@@ -254,7 +255,8 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
             )
 
     def _check_token_ids(self) -> None:
-        self.stop_token_ids = list(dict.fromkeys(checked_ids("stop_token_ids", self.stop_token_ids or [])))
+        stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        self.stop_token_ids = list(dict.fromkeys(checked_ids("stop_token_ids", stop_token_ids)))
         if self.min_tokens:
             # One place is left for the end-of-sequence id.
             check_count("stop_token_ids", len(self.stop_token_ids), 0, MAX_MASKED_STOP_IDS - 1)

@@ -11,6 +11,7 @@ import msgspec
 
 from jaxpaged.errors import RequestError, did_you_mean
 from jaxpaged.structural_tags import read_structural_tag
+from jaxpaged.text_checks import shown
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_DEPTH = 64
@@ -82,9 +83,9 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, fro
             raise refusal(f"gives {' and '.join(given) or 'nothing'}; give exactly one of {', '.join(KINDS)}.")
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool):
-                raise refusal(f"{name} is {getattr(self, name)!r}; it must be true or false.")
+                raise refusal(f"{name} is {shown(getattr(self, name))}; it must be true or false.")
         if self.json_object not in (None, True):
-            raise refusal(f"json_object is {self.json_object!r}; it must be true, or be left out.")
+            raise refusal(f"json_object is {shown(self.json_object)}; it must be true, or be left out.")
         for name in ("regex", "grammar", "whitespace_pattern"):
             check_text(name, getattr(self, name))
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
@@ -105,7 +106,7 @@ def check_text(name: str, value: Any) -> None:
     if value is None:
         return
     if not isinstance(value, str) or not value:
-        raise refusal(f"{name} is {value!r}; it must be a text, and not empty.")
+        raise refusal(f"{name} is {shown(value)}; it must be a text, and not empty.")
     check_size(name, value)
 
 
@@ -120,7 +121,7 @@ def check_size(name: str, text: str) -> None:
 
 def check_choice(value: Any) -> None:
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
-        raise refusal(f"choice is {value!r}; it must be a list of texts, none of them empty.")
+        raise refusal(f"choice is {shown(value)}; it must be a list of texts, none of them empty.")
     if not 1 <= len(value) <= MAX_CHOICES:
         raise refusal(f"choice has {len(value)} texts; 1 to {MAX_CHOICES} are possible.")
     check_size("choice", "".join(value))
@@ -144,6 +145,8 @@ def checked_object(name: str, what: str, value: Any, max_depth: int) -> dict[str
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
         check_size(name, text)
         found = json.loads(text)
+        if "\\u" in text:  # as an escape, half of a surrogate pair is ASCII
+            check_size(name, json.dumps(found, ensure_ascii=False))
     except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, RequestError):
             raise

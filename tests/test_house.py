@@ -20,8 +20,9 @@ ROOT = Path(__file__).parent.parent
 TOP_LEVEL = {"LICENSE", "README.md", "configs", "jaxpaged", "pallas_kernels", "pyproject.toml", "scripts", "tests"}
 
 LEAVES = {
-    "config", "errors", "kv_cache_spec", "messages", "option_checks", "plan", "pooling", "result",
-    "sampling_checks", "sampling_limits", "sampling_params", "structural_tags", "structured_outputs", "vllm_options",
+    "config", "errors", "interrupts", "kv_cache_spec", "messages", "option_checks", "plan", "pooling", "result",
+    "sampling_checks", "sampling_limits", "sampling_params", "structural_tags", "structured_outputs", "text_checks",
+    "vllm_options",
 }  # fmt: skip
 # Who may import whom. Every layer may import itself and the leaves.
 LAYERS = {

@@ -23,8 +23,10 @@ from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError, did_you_mean
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.pooling import PoolingParams
+from jaxpaged.sampling_checks import check_bool, check_int, checked_float
 from jaxpaged.sampling_limits import MAX_MASKED_STOP_IDS
 from jaxpaged.sampling_params import RANDOM_SEED, SamplingParams
+from jaxpaged.text_checks import check_unicode, shown
 
 
 class PromptOptions(TypedDict):
@@ -124,6 +126,7 @@ class InputProcessor:
         tokens; -1 keeps as many as leave room for one new token. With `PoolingParams` it keeps the first ones, special
         tokens included, and -1 is as many as the model takes. Raises RequestError.
         """
+        check_identity(request_id, arrival_time, add_special_tokens)
         params = self._checked_kind(params)
         pooling_params = params if isinstance(params, PoolingParams) else None
         if pooling_params is None:
@@ -193,10 +196,10 @@ class InputProcessor:
         for key in prompt:
             if key not in PROMPT_KEYS:
                 near = did_you_mean(str(key), PROMPT_KEYS)
-                raise RequestError(f"a prompt has the unknown key {key!r}.{near}", "prompt")
+                raise RequestError(f"a prompt has the unknown key {shown(key)}.{near}", "prompt")
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
-            raise RequestError(f"the key 'prompt' holds {text!r}; it must be a text.", "prompt")
+            raise RequestError(f"the key 'prompt' holds {shown(text)}; it must be a text.", "prompt")
         if text is None and ids is None:
             raise RequestError("a prompt dict needs 'prompt' or 'prompt_token_ids'; it has neither.", "prompt")
         return ParsedPrompt(
@@ -216,6 +219,7 @@ class InputProcessor:
             checked_length(self.tokenizer, text, self.max_model_len if most is None else most)
         else:
             text = enough_text(self.tokenizer, text, keep, from_end=not truncation.from_right)
+        check_unicode("prompt", text)
         ids = self.tokenizer.encode(text, add_special_tokens)
         if not ids:
             raise RequestError(f"the prompt {text[:40]!r} has no tokens. Give it at least one.", "prompt")
@@ -226,7 +230,7 @@ class InputProcessor:
         if hasattr(ids, "tolist"):  # numpy and other arrays
             ids = ids.tolist()
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-            raise RequestError(f"a prompt is {ids!r}; it must be text, token ids, or a dict of either.", "prompt")
+            raise RequestError(f"a prompt is {shown(ids)}; it must be text, token ids, or a dict of either.", "prompt")
         if not ids:
             raise RequestError("the prompt has no token ids. Give it at least one.", "prompt")
         ids = truncation.cut(ids, self.max_model_len - 1)
@@ -234,7 +238,7 @@ class InputProcessor:
             whole = isinstance(token_id, Integral) and not isinstance(token_id, bool)
             if not whole or not 0 <= token_id < self.vocab_size:
                 raise RequestError(
-                    f"the prompt has token id {token_id!r} at position {position}, but the vocabulary has "
+                    f"the prompt has token id {shown(token_id)} at position {position}, but the vocabulary has "
                     f"{self.vocab_size} ids. Use whole numbers from 0 to {self.vocab_size - 1}.",
                     "prompt",
                 )
@@ -289,6 +293,7 @@ class InputProcessor:
             tools=tools,
             **{**self.tokenizer.named_tokens, **variables},
         )
+        check_unicode("messages", text)
         return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens, truncation, most)}
 
     # ---- sampling parameters
@@ -296,7 +301,7 @@ class InputProcessor:
     def _completed(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
         """A copy in which nothing is left open: length, seed, end ids, bad words in tokens."""
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"the parameters are {params!r}; they must be SamplingParams.", "sampling_params")
+            raise RequestError(f"the parameters are {shown(params)}; they must be SamplingParams.", "sampling_params")
         complete = params.clone()
         room = max(self.max_model_len - prompt_length, 1)
         complete.max_tokens = room if complete.max_tokens is None else min(complete.max_tokens, room)
@@ -352,9 +357,18 @@ def one_token(params: PoolingParams) -> SamplingParams:
     )  # fmt: skip
 
 
+def check_identity(request_id: Any, arrival_time: Any, add_special_tokens: Any) -> None:
+    """Raise RequestError for what a caller says of a request that is neither prompt nor parameter."""
+    if not isinstance(request_id, str):
+        raise RequestError(f"request_id is {shown(request_id)}; it must be a text.", "request_id")
+    check_unicode("request_id", request_id)
+    if arrival_time is not None:
+        checked_float("arrival_time", arrival_time)
+    check_bool("add_special_tokens", add_special_tokens)
+
+
 def check_priority(priority: Any, allowed: bool) -> None:
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise RequestError(f"priority is {priority!r}; it must be a whole number, the least goes first.", "priority")
+    check_int("priority", priority, -(2**63), 2**63 - 1, "the least goes first")
     if priority and not allowed:
         raise RequestError(
             f"priority is {priority}, but the engine serves in order of arrival. "
@@ -364,8 +378,11 @@ def check_priority(priority: Any, allowed: bool) -> None:
 
 
 def checked_cache_salt(salt: Any) -> str | None:
-    if salt is None or (isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_LENGTH):
-        return salt
-    raise RequestError(
-        f"cache_salt is {salt!r}; it must be a text of 1 to {MAX_CACHE_SALT_LENGTH} characters.", "cache_salt"
-    )
+    if salt is None:
+        return None
+    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_CACHE_SALT_LENGTH:
+        raise RequestError(
+            f"cache_salt is {shown(salt)}; it must be a text of 1 to {MAX_CACHE_SALT_LENGTH} characters.", "cache_salt"
+        )
+    check_unicode("cache_salt", salt)
+    return salt

@@ -184,7 +184,7 @@ class FakeExecutor:
     def _sample(self, row: Row) -> int:
         logprobs = self.model(row.token_ids)
         if row.params.temperature > 0:
-            noise = np.random.default_rng([row.params.seed, len(row.token_ids)])
+            noise = np.random.default_rng([row.params.seed % 2**64, len(row.token_ids)])
             logprobs = logprobs / row.params.temperature + noise.gumbel(size=logprobs.shape)
         return int(np.argmax(logprobs))
 

@@ -1,0 +1,34 @@
+"""Text and values from outside: whether a text can be encoded, and how any value is shown in an error.
+
+Python and JSON can write half of a surrogate pair ("\\ud800"), which no encoding takes: whoever hashes, sends or prints
+such a text later fails, far from the one who wrote it. So it is refused where it comes in. This module knows no field.
+"""
+
+from typing import Any
+
+from jaxpaged.errors import RequestError
+
+LONGEST_SHOWN = 200
+
+
+def check_unicode(field: str, text: str) -> None:
+    """Raise RequestError that names `field` when `text` holds half of a surrogate pair."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{field} is not valid Unicode: it holds half of a surrogate pair, {shown(text[error.start])}. Replace it.",
+            field,
+        ) from None
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: cut where it is long, and its type alone where it cannot be shown."""
+    try:
+        text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+        text.encode()
+    except Exception:  # nested too deep, a number of too many digits, or a class of the caller's that fails
+        return f"a {type(value).__name__}"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
