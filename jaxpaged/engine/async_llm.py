@@ -25,6 +25,7 @@ from jaxpaged.engine.metrics import EngineMetrics, Metric
 from jaxpaged.engine.output_processor import OutputProcessor
 from jaxpaged.engine.output_stream import OutputStream
 from jaxpaged.engine.public_tokenizer import public_tokenizer
+from jaxpaged.engine.throughput_log import ThroughputLog
 from jaxpaged.engine.wire import CoreFacts, CoreStats, Refusal
 from jaxpaged.engine.zmq_client import ZmqClient, ask_facts
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError
@@ -71,6 +72,7 @@ class AsyncLLM:
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, "prompts")
         self._grammar_threads = ThreadPoolExecutor(MOST_CHILDREN, "grammars")
         handlers = {wire.STEP: self._on_step, wire.STATS: self._on_stats, wire.REFUSED: self._on_refusal}
+        self._throughput = ThroughputLog(self.metrics, lambda: bool(self._streams))
         self._link = CoreLink(client, supervisor, handlers, self._lose_all)
 
     @classmethod
@@ -147,6 +149,8 @@ class AsyncLLM:
         children = self._output_processor.add_request(request, text, engine_id)
         stream = OutputStream(request.sampling_params.output_kind is RequestOutputKind.DELTA)
         self._streams[request_id] = stream
+        self._throughput.wake()
+        log_arrival(request, len(children))
         try:
             self._link.add_requests(children)
             finished = False
@@ -157,6 +161,7 @@ class AsyncLLM:
         finally:
             if self._streams.get(request_id) is stream:
                 self._stop([request_id])
+            logger.debug("request %s is over", request_id, extra={"request_id": request_id})
 
     async def encode(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, **options: Any
@@ -365,6 +370,14 @@ class AsyncLLM:
         self._stop(list(streams), "error")
         for stream in streams.values():
             stream.fail(type(error)(str(error)))  # each consumer adds its own traceback
+
+
+def log_arrival(request: EngineCoreRequest, num_sequences: int) -> None:
+    num_tokens, longest = len(request.prompt_token_ids), request.sampling_params.max_tokens
+    logger.debug(
+        "request %s: %d prompt tokens, %d sequences of at most %d tokens",
+        request.request_id, num_tokens, num_sequences, longest, extra={"request_id": request.request_id},
+    )  # fmt: skip
 
 
 def front_end(facts: CoreFacts) -> tuple[EngineConfig, InputProcessor]:

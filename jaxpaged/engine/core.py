@@ -4,6 +4,7 @@ With asynchronous scheduling a step is scheduled and dispatched before the one a
 never waits for the host. This module knows neither text nor devices.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,6 +27,8 @@ from jaxpaged.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
+
+logger = logging.getLogger(__name__)
 
 GRAMMAR_WAIT = 0.05
 """Seconds that a step sleeps at most with nothing to do but to wait for a grammar, or for the program that masks."""
@@ -272,6 +275,7 @@ class EngineCore:
             raise error
         self._in_flight.clear()
         reason = f"the step failed: {str(error) or type(error).__name__}"
+        logger.error("%s; its requests end with an error", reason, exc_info=error)
         if scheduled is not None:
             self._outbox += self._ask(self._scheduler.fail_requests, scheduled, reason)
         left = [request.request_id for request in self._scheduler.running]

@@ -26,6 +26,7 @@ from jaxpaged.engine import wire
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_server import CoreServer
 from jaxpaged.engine.heartbeat import Heartbeat
+from jaxpaged.engine.log_setup import set_up_logging
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.messages import Progress
 
@@ -96,7 +97,7 @@ def main() -> NoReturn:
     status = StatusPipe(int(sys.argv[1]))
     start = read_start(0)
     directory = Path(start.directory)
-    logging.basicConfig(level=start.log_level, format="engine core: %(name)s: %(message)s")
+    set_up_logging(start.log_level, start.log_format, "engine core")
     with open(directory / STACKS, "wb") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)

@@ -25,6 +25,7 @@ from jaxpaged.engine import wire
 from jaxpaged.engine.core_child import CoreChild
 from jaxpaged.engine.core_process import HEARTBEAT, SOCKET
 from jaxpaged.engine.heartbeat import Heartbeat, Patience
+from jaxpaged.engine.log_setup import format_in_use
 from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError
 from jaxpaged.messages import Progress
 
@@ -66,7 +67,8 @@ class CoreSupervisor:
         self._max_restarts = max_restarts
         self._restarts: deque[float] = deque()
         self._directory = private_directory()
-        self._start = wire.Start(sendable_options(config), factory, str(self._directory), logger.getEffectiveLevel())
+        log = logger.getEffectiveLevel(), format_in_use()
+        self._start = wire.Start(sendable_options(config), factory, str(self._directory), *log)
         self._changed = threading.Condition()
         self._state = CoreState("loading")
         self._facts: wire.CoreFacts | None = None
@@ -132,6 +134,7 @@ class CoreSupervisor:
                 self._served = False
                 child = CoreChild(self._start)
                 self.pid = child.pid
+                logger.debug("the engine core's process is %d", child.pid)
                 reason = self._watch(child)
                 if reason is not None:
                     self._decide(reason)
@@ -224,6 +227,8 @@ class CoreSupervisor:
             self._changed.notify_all()
         if state.phase in ("restarting", "dead"):
             logger.error("the engine core is %s: %s", state.phase, state.reason)
+        else:
+            logger.info("the engine core is %s", state.phase)
         if self._listener is not None:
             self._listener(state)
 

@@ -3,9 +3,12 @@
 This module keeps the record; freeing memory is the executor's, and what becomes of requests is the core's.
 """
 
+import logging
 from collections.abc import Collection
 
 from jaxpaged.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 LEVELS = (0, 1, 2)
 MODES = ("abort", "wait", "keep")
@@ -29,10 +32,12 @@ class SleepRecord:
             return
         self.level = max(self.level, level) if "weights" in self.parts else level
         self.parts = frozenset(PARTS[level])
+        logger.info("the engine sleeps at level %d", self.level)
 
     def wake(self, part: str) -> None:
         """This part is awake; with the last of them the engine is."""
         self.parts -= {part}
+        logger.info("awake again: %s%s", part, f"; still asleep: {', '.join(self.parts)}" if self.parts else "")
         if not self.parts:
             self.level = None
 

@@ -87,6 +87,7 @@ class Start(msgspec.Struct, array_like=True):
     factory: str
     directory: str
     log_level: int
+    log_format: str
 
 
 class Loading(msgspec.Struct, array_like=True, tag=True):

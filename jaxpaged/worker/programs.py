@@ -218,6 +218,7 @@ class Programs:
                 self._done[key] = program
                 num_ready = len(self._done)
                 self._changed.notify_all()
+            logger.debug("%s of size %d is ready after %.2f s", key.kind, key.size, time.monotonic() - begin)
             self.progress("programs", num_ready, self.num_wanted)
 
 

@@ -4,6 +4,8 @@ The order makes start-up short. Everything that programs need is known from shap
 the weights load; the engine is ready when the weights are, and a step waits for its own programs only.
 """
 
+import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,14 +16,14 @@ import jax
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import ConflictError
-from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.kv_cache_spec import KVCacheConfig, max_blocks_per_request
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import DummyParams, load_params
 from jaxpaged.worker.blueprint import DECODE_KINDS, MASKED_KIND, RARE_KINDS, Blueprint
 from jaxpaged.worker.bundles import Bundle, save_bundle
-from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
+from jaxpaged.worker.kv_blocks import bytes_per_block, compiled_kv_cache, memory_for, size_kv_cache
 from jaxpaged.worker.model_runner import DeviceState, ModelRunner
 from jaxpaged.worker.pooling import programs_for
 from jaxpaged.worker.pooling_runner import PoolingRunner
@@ -30,6 +32,8 @@ from jaxpaged.worker.programs import CompileCounter, ProgramKey, Programs, enabl
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step import RESULT_TYPES
 from jaxpaged.worker.weights import Weights, free, return_freed_pages
+
+logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -56,6 +60,7 @@ class Worker:
         on_host = self.blueprint.mesh.devices.flat[0].platform == "cpu"
         self.weights = Weights(self._loader(folder), keeps_copies=not on_host)
         self.profiler = Profiler(config.profiler.profile_dir)
+        begin = time.monotonic()
         try:
             with memory_for("weights", "Split the model over more devices (tensor_parallel_size), or quantize it."):
                 params = self.weights.bring_back()
@@ -64,7 +69,9 @@ class Worker:
         except BaseException:
             self.programs.stop()
             raise
+        seconds = time.monotonic() - begin
         self.counter = CompileCounter()
+        log_start(self.blueprint, self.kv_cache_config, seconds)
 
     def _size_kv_cache(self) -> KVCacheConfig:
         blueprint, cache = self.blueprint, self.config.cache
@@ -197,3 +204,27 @@ def free_state(runner: ModelRunner) -> None:
     """Free KV cache and sampling state before new ones are made, or none."""
     free(vars(runner.state) if runner.state else None)
     runner.state = None
+
+
+def log_start(blueprint: Blueprint, kv_cache: KVCacheConfig, seconds: float) -> None:
+    """Say what was loaded where, within `seconds`, and how many requests of full length the KV cache holds."""
+    model, cache, demand = blueprint.config.model, blueprint.config.cache, blueprint.demand
+    devices = blueprint.mesh.devices.flatten().tolist()
+    per_request = max_blocks_per_request(kv_cache.groups, demand.max_model_len, demand.max_num_batched_tokens)
+    concurrency = (kv_cache.num_blocks - 1) / per_request
+    kv_bytes = kv_cache.num_blocks * bytes_per_block(kv_cache.groups, blueprint.num_shards)
+    dtype = f"{model.dtype}, weights in {model.quantization}" if model.quantization else model.dtype
+    kv_tokens = int(concurrency * demand.max_model_len)
+    logger.info(
+        "%s on %d x %s (%s), %s: weights of %.1f MiB a device in %.1f s, KV cache of %.1f MiB a device in %s for %d "
+        "tokens, which is %.1f requests of %d tokens at a time",
+        model.model, len(devices), devices[0].device_kind, devices[0].platform, dtype, blueprint.weight_bytes / 2**20,
+        seconds, kv_bytes / 2**20, cache.kv_cache_dtype, kv_tokens, concurrency, demand.max_model_len,
+        extra={
+            "model": model.model, "num_devices": len(devices), "device_kind": devices[0].device_kind,
+            "platform": devices[0].platform, "dtype": model.dtype, "quantization": model.quantization,
+            "weight_bytes": blueprint.weight_bytes, "weight_seconds": round(seconds, 3), "kv_cache_bytes": kv_bytes,
+            "kv_cache_dtype": cache.kv_cache_dtype, "kv_cache_tokens": kv_tokens,
+            "max_model_len": demand.max_model_len, "max_concurrency": round(concurrency, 2),
+        },
+    )  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 
 import jaxpaged
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import core_link, heartbeat
+from jaxpaged.engine import core_link, heartbeat, throughput_log
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.tokenizer import load_tokenizer
 from jaxpaged.engine.wire import CoreStats
@@ -288,6 +288,34 @@ def test_what_cannot_be_is_said_by_name(llm):
         assert not await llm.is_sleeping()
 
     asyncio.run(main())
+
+
+def test_a_line_of_throughput_is_logged_while_it_is_busy_and_no_longer(llm, caplog, monkeypatch):
+    monkeypatch.setattr(throughput_log, "INTERVAL", 0.05)
+    caplog.set_level("INFO", "jaxpaged")
+    lines = lambda: [record for record in caplog.records if record.name.endswith("throughput_log")]
+
+    async def main():
+        before = len(lines())
+        await asyncio.gather(*(tokens_of(llm, str(i), max_tokens=500) for i in range(4)))
+        await until(lambda: len(lines()) > before)
+        await until(lambda: llm._throughput._loop is None)
+        num_lines = len(lines())
+        await asyncio.sleep(0.2)
+        assert len(lines()) == num_lines, "nothing happens"
+
+    for _ in range(2):  # two event loops
+        asyncio.run(main())
+    assert sum(line.generation_tokens_per_second for line in lines()) > 0
+    assert "generation throughput: " in lines()[0].getMessage() and "KV cache usage: " in lines()[0].getMessage()
+
+
+def test_debug_messages_follow_a_request(llm, caplog):
+    caplog.set_level("DEBUG", "jaxpaged")
+    asyncio.run(outputs_of(llm, "traced", n=2))
+    assert [r.getMessage() for r in caplog.records if getattr(r, "request_id", None) == "traced"] == [
+        "request traced: 4 prompt tokens, 2 sequences of at most 5 tokens", "request traced is over",
+    ]  # fmt: skip
 
 
 def test_one_event_loop_at_a_time(llm):

@@ -4,13 +4,13 @@
 `jaxpaged --help` answers at once.
 """
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxpaged import __version__
+from jaxpaged.engine.log_setup import set_up_logging
 from jaxpaged.entrypoints.cli import buckets, chat, convert, generate, plan, serve
 from jaxpaged.entrypoints.cli import compile as compile_command
 from jaxpaged.entrypoints.cli.flags import Parser
@@ -36,9 +36,7 @@ def command() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line. Returns the exit status; `--help` and flags that do not parse raise SystemExit."""
     args = command_line().parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    if args.debug:
-        logging.getLogger("jaxpaged").setLevel(logging.DEBUG)
+    set_up_logging("debug" if args.debug else "warning")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end a run
     try:

@@ -7,9 +7,12 @@ This module knows flags, and how engine and server are put together; what is ser
 import argparse
 import contextlib
 import dataclasses
+import logging
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxpaged.engine.log_setup import set_up_logging
 from jaxpaged.entrypoints.cli.flags import (
     Parser,
     add_engine_flags,
@@ -23,6 +26,8 @@ from jaxpaged.entrypoints.cli.flags import (
 if TYPE_CHECKING:
     from jaxpaged.entrypoints.http.options import ServerOptions
     from jaxpaged.entrypoints.http.server import Sockets
+
+logger = logging.getLogger(__name__)
 
 EPILOG = """\
 The server listens on this machine only, unless --host says otherwise; then give it --api-key-file.
@@ -42,7 +47,7 @@ def add_parser(commands: Any) -> None:
         "serve", help="answer requests over HTTP and gRPC", usage="%(prog)s [MODEL] [options]", epilog=EPILOG
     )
     add_model_argument(parser)
-    parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks, and log debug messages")
     add_server_flags(parser)
     add_engine_flags(parser, file_holds="server and engine options")
     parser.set_defaults(run=run, command_parser=parser)
@@ -70,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     given, of_engine = split_options(args)
     options = ServerOptions.from_options(given)
+    set_up_logging("debug" if args.debug else options.log_level, options.log_format)
     if options.grpc_port is not None or options.grpc_uds is not None:
         check_extra("grpc", "grpc", "grpc_health", "grpc_reflection")
     keys = server.api_keys(options)
@@ -79,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             service = Service(engine, served_model(engine.config, options.served_model_name), options)
             sockets.listen()
-            announce(service.model.names[0], sockets, guarded=bool(keys))
+            announce(service.model.names[0], sockets, guarded=bool(keys), logged=options.log_format == "json")
             run_loop(server.serve(service, sockets, keys, admin_keys))
         finally:
             engine.shutdown()
@@ -135,17 +141,18 @@ def open_async_engine(options: Mapping[str, Any], progress: Any, step_timeout: f
     )
 
 
-def announce(model: str, sockets: "Sockets", guarded: bool) -> None:
-    """Say where the model is served, and to whom."""
-    import sys
-
+def announce(model: str, sockets: "Sockets", guarded: bool, logged: bool = False) -> None:
+    """Say where the model is served, and to whom: to a person or, where standard error holds only JSON, `logged`."""
     keys = "an API key is needed" if guarded else "whoever reaches it may ask, no API key is needed"
     admin = [] if sockets.admin is None else sockets.urls[-1:]
     places = sockets.urls[: len(sockets.urls) - len(admin)]
     places = [f"at {url}" for url in places] + [f"over gRPC at {address}" for address in sockets.grpc_addresses]
-    print(f"{model} is served {' and '.join(places)} ({keys}). Ctrl-C stops it.", file=sys.stderr, flush=True)
-    for url in admin:
-        print(f"The admin endpoints are at {url}.", file=sys.stderr, flush=True)
+    lines = [f"{model} is served {' and '.join(places)} ({keys}). Ctrl-C stops it."]
+    for line in [*lines, *(f"The admin endpoints are at {url}." for url in admin)]:
+        if logged:
+            logger.info(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
 
 def run_loop(serving: Any) -> None:

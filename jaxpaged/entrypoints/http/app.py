@@ -55,7 +55,7 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
 )
 from jaxpaged.entrypoints.http.pooling.scoring import Scoring
 from jaxpaged.entrypoints.http.pooling.vectors import Vectors
-from jaxpaged.entrypoints.http.request_counts import CountRequests, RequestCounts
+from jaxpaged.entrypoints.http.request_counts import CountRequests
 from jaxpaged.entrypoints.http.responses.api import Responses
 from jaxpaged.entrypoints.http.responses.request import ResponsesRequest
 from jaxpaged.entrypoints.http.responses.response import DeletedResponse
@@ -156,16 +156,16 @@ def admin_endpoints(service: Service) -> list[Endpoint]:
 
 def create_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
     """The public application. With `keys`, requests must show one of them."""
-    return application(public_endpoints(service), service.requests, keys, service.options.allowed_origins)
+    return application(public_endpoints(service), service, keys, service.options.allowed_origins)
 
 
 def create_admin_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
     """The operator's application."""
-    return application(admin_endpoints(service), service.requests, keys)
+    return application(admin_endpoints(service), service, keys)
 
 
 def application(
-    endpoints: Sequence[Endpoint], counts: RequestCounts, keys: Sequence[str], origins: Sequence[str] = ()
+    endpoints: Sequence[Endpoint], service: Service, keys: Sequence[str], origins: Sequence[str] = ()
 ) -> Starlette:
     """`origins`: web pages that may ask. A browser's question whether it may needs no key, so it is answered first."""
     document = json_response(description(endpoints, with_keys=bool(keys))).body
@@ -174,7 +174,10 @@ def application(
         return Response(document, media_type="application/json")
 
     routes = [*(endpoint.route() for endpoint in endpoints), Route("/openapi.json", openapi)]
-    counted = Middleware(CountRequests, counts=counts, handlers={route.endpoint: route.path for route in routes})
+    handlers = {route.endpoint: route.path for route in routes}
+    counted = Middleware(
+        CountRequests, counts=service.requests, handlers=handlers, logged=service.options.access_log
+    )
     every = ["*"]
     cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every)]
     cors = cors if origins else []

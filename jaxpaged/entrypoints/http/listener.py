@@ -6,7 +6,6 @@ This module knows uvicorn, and neither endpoints nor engines.
 import asyncio
 import contextlib
 import functools
-import logging
 import re
 import socket
 from collections.abc import Iterator
@@ -53,13 +52,11 @@ def url_of(bound: socket.socket) -> str:
 class Listener(uvicorn.Server):
     """Serves one application on one socket. Signals are left to who runs it."""
 
-    def __init__(self, app: ASGIApp, bound: socket.socket, *, max_header_bytes: int, access_log: bool = False):
-        if access_log:
-            logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    def __init__(self, app: ASGIApp, bound: socket.socket, *, max_header_bytes: int):
         protocol: Any = functools.partial(LimitedProtocol, max_header_bytes)
         super().__init__(
             uvicorn.Config(
-                app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=access_log,
+                app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False,
                 server_header=False, backlog=BACKLOG, timeout_graceful_shutdown=CLOSING_TIMEOUT,
             )
         )  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpaged.engine.log_setup import FORMATS, LEVELS
 from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
 from jaxpaged.option_checks import checked, option
 from jaxpaged.parsing.parser import reasoning_format_named, tool_format_named
@@ -89,7 +90,9 @@ class ServerOptions:
         "compiled", "when /ready turns 200: 'compiled', all programs of ordinary requests are there; 'serving', "
         "requests are taken, and may wait for programs", choices=("compiled", "serving"),
     )  # fmt: skip
-    access_log: bool = option(False, "log every request")
+    access_log: bool = option(True, "log every request: its path, status, id and duration, nothing of its body")
+    log_level: str = option("info", "least level of what is logged to standard error", choices=LEVELS)
+    log_format: str = option("text", "lines of text, or an object of JSON a line", choices=FORMATS)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "ServerOptions":

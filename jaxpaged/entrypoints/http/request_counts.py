@@ -4,6 +4,7 @@ Names, labels and buckets are those of the Prometheus instrumentation that vLLM'
 paths as they are declared. Nothing that a client makes up becomes a label. This module knows no endpoint.
 """
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpaged.engine.metrics import Counter, Metric, Tally
+from jaxpaged.entrypoints.http.access_log import log_request
 
 FINE_BUCKETS = (.01, .025, .05, .075, .1, .25, .5, .75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)  # fmt: skip
 COARSE_BUCKETS = (.1, .5, 1)  # fmt: skip
@@ -97,10 +99,16 @@ def summaries(name: str, sizes: Mapping[str, Size]) -> list[Metric]:
 
 
 class CountRequests:
-    """Counts what goes through. `handlers`: the function that answers -> its path as it is declared."""
+    """Counts what goes through, and with `logged` writes it to the access log.
 
-    def __init__(self, app: ASGIApp, counts: RequestCounts, handlers: Mapping[Callable[..., Any], str]):
+    `handlers`: the function that answers -> its path as it is declared.
+    """
+
+    def __init__(
+        self, app: ASGIApp, counts: RequestCounts, handlers: Mapping[Callable[..., Any], str], logged: bool = False
+    ):
         self._app = app
+        self._logged = logged
         self._counts = counts
         self._handlers = handlers
 
@@ -127,7 +135,9 @@ class CountRequests:
         try:
             await self._app(scope, received, sent)
         finally:
-            handler = self._handlers.get(scope.get("endpoint"), NOWHERE)
+            handler, seconds = self._handlers.get(scope.get("endpoint"), NOWHERE), time.perf_counter() - start
             if handler not in UNCOUNTED:
                 exchange = Exchange(scope["method"], handler, status, num_bytes_in, num_bytes_out)
-                self._counts.add(exchange, time.perf_counter() - start)
+                self._counts.add(exchange, seconds)
+            if self._logged:
+                log_request(scope, status, seconds, logging.DEBUG if handler in UNCOUNTED else logging.INFO)

@@ -34,7 +34,8 @@ def request_id(request: Request, prefix: str, in_body: str | None = None) -> str
     """`prefix` with the client's own id, from the header or the body, or with a new one. Raises HttpError 400."""
     in_header = header_id(request)
     own = own_or_new(in_body)
-    return f"{prefix}-{in_header or own}"
+    name = request.scope["request_id"] = f"{prefix}-{in_header or own}"  # the access log reads it
+    return name
 
 
 def own_or_new(request_id: str | None) -> str:

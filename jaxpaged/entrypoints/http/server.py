@@ -140,7 +140,7 @@ def make_listeners(
     service: Service, sockets: Sockets, keys: Sequence[str], grpc_admin_keys: Sequence[str]
 ) -> list[Any]:
     """What serves: each has `run_until_stopped()`, and ends when its `should_exit` is set."""
-    settings = {"max_header_bytes": service.options.max_header_bytes, "access_log": service.options.access_log}
+    settings = {"max_header_bytes": service.options.max_header_bytes}
     listeners: list[Any] = []
     if sockets.public is not None:
         listeners.append(Listener(create_app(service, keys), sockets.public, **settings))
@@ -159,6 +159,7 @@ async def come_to_rest(service: Service, stop: StopRequests) -> None:
     then abort what is left."""
     traffic = service.traffic
     traffic.draining = True
+    logger.info("stopping: %d requests are under way, and get %g s", len(traffic), service.options.shutdown_timeout)
     if not await idle_in_time(traffic.wait_until_idle(service.options.shutdown_timeout), stop.hurry.wait()):
         logger.warning("%d requests are aborted", len(traffic))
         with contextlib.suppress(EngineError):

@@ -1,6 +1,8 @@
 """`jaxpaged serve`: flags, and how engine and server are put together."""
 
 import asyncio
+import json
+import logging
 
 import pytest
 
@@ -80,6 +82,21 @@ def test_grpc_has_an_address_and_admin_keys_of_its_own(served, tmp_path):
     assert status == 0 and "http://" not in err and "demo is served over gRPC at 127.0.0.1:" in err
     status, _, err = served("--no-http")
     assert status == 2 and "--grpc-port" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "level"), [([], "INFO"), (["--log-level", "warning"], "WARNING"), (["--debug"], "DEBUG")]
+)
+def test_the_log_has_the_level_that_was_asked_for(served, arguments, level):
+    assert served(*arguments)[0] == 0
+    assert logging.getLevelName(logging.getLogger("jaxpaged").level) == level
+
+
+def test_with_json_standard_error_holds_nothing_else(served):
+    status, seen, err = served("--log-format", "json", "--no-access-log")
+    events = [json.loads(line) for line in err.splitlines()]
+    assert status == 0 and "demo is served at http://127.0.0.1:" in events[0]["message"]
+    assert not seen["service"].options.access_log
 
 
 def test_two_models_are_refused(served):
