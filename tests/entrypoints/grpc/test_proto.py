@@ -37,8 +37,8 @@ def test_the_guides_commands_work_with_nothing_but_reflection(serving):
         pool = await described(server.channel, commands[0][1])
         answers = []
         for data, service, method in commands:
-            described_method = pool.FindServiceByName(service).FindMethodByName(method)
-            asked, given = map(message_factory.GetMessageClass, (described_method.input_type, described_method.output_type))
+            found = pool.FindServiceByName(service).FindMethodByName(method)
+            asked, given = map(message_factory.GetMessageClass, (found.input_type, found.output_type))
             call = server.channel.unary_stream(
                 f"/{service}/{method}", asked.SerializeToString, given.FromString
             )(json_format.Parse(data, asked()))

@@ -46,7 +46,9 @@ class FakeAsyncEngine:
             raise EngineDeadError("the engine core at 0x7f0012345678 died: /srv/engine/core.py. Restart it.")
         self.engine.add_request(
             request_id, prompt, sampling_params, priority=priority, arrival_time=arrival_time,
-            add_special_tokens=add_special_tokens, truncate_prompt_tokens=truncate_prompt_tokens,
+            tokenization_kwargs={
+                "add_special_tokens": add_special_tokens, "truncate_prompt_tokens": truncate_prompt_tokens
+            },
         )  # fmt: skip
         self.seen.append((prompt, sampling_params, request_id))
         results = self._results[request_id] = asyncio.Queue()
