@@ -238,7 +238,7 @@ class KVBlockMap(msgspec.Struct):
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True):
-    """Everything that one engine step tells the front end."""
+    """Everything that one engine step tells the front end: at most one output of each request."""
 
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats

@@ -14,13 +14,13 @@ from typing import Any
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.core.structured_output import Grammars
+from jaxpaged.engine.outbox import Outbox
 from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_tags
 from jaxpaged.engine.step_log import StepLog
 from jaxpaged.engine.step_pacer import StepPacer
 from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.executor.base import Executor, PendingOutput
 from jaxpaged.messages import (
-    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     KVBlockMap,
@@ -63,19 +63,24 @@ class EngineCore:
         )
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[Step] = deque()
-        self._outbox: list[EngineCoreOutput] = []  # that `step` has not returned yet
+        self._outbox = Outbox()  # what `step` has not returned yet
         self._death: BaseException | None = None
         self._sleep = SleepRecord()
         self.step_log = StepLog()
         self._pacer = StepPacer(config.scheduler.num_scheduler_steps, self._depth)
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request. Raises RequestError when it can never fit the KV cache."""
+        """Queue a request. Raises RequestError when it can never fit the KV cache, and while its id is in use: until
+        `step` has returned the last that another one of this id said, or that one was aborted."""
+        if request.request_id in self._outbox:
+            what = f"request id {request.request_id!r} is in use: its results were not taken. Choose another."
+            raise RequestError(what, "request_id")
         self._ask(self._scheduler.add_request, request, refusal=RequestError)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """Stop requests at once; those that are unknown or ended already pass."""
+        """Stop requests at once, and say nothing more of them; those that are unknown or ended already pass."""
         self._ask(self._scheduler.abort_requests, request_ids)
+        self._outbox.discard(request_ids)
 
     def step(self) -> EngineCoreOutputs:
         """Keep the device busy, then wait for the oldest step and return what it produced.
@@ -83,13 +88,12 @@ class EngineCore:
         While the engine sleeps, a step only returns what is left from before.
         """
         awaited = self._advance() if self._sleep.level is None else None
-        outputs, self._outbox = self._outbox, []
-        return EngineCoreOutputs(outputs, self.stats(awaited))
+        return EngineCoreOutputs(self._outbox.take(), self.stats(awaited))
 
     def has_work(self) -> bool:
         """Whether another step could give something: requests are unfinished, or what they gave was not returned."""
         if self._sleep.level is not None:
-            return bool(self._outbox)
+            return len(self._outbox) > 0
         return bool(self._in_flight or self._outbox or self._scheduler.get_num_unfinished_requests())
 
     def unfinished(self) -> frozenset[str]:
@@ -129,7 +133,7 @@ class EngineCore:
                 self._finish(self.unfinished())
             self._await_all()
             if mode == "abort":
-                self._outbox += self._ask(self._scheduler.abort_requests, self.unfinished())
+                self._outbox.add(self._ask(self._scheduler.abort_requests, self.unfinished()))
         if level > 0:
             self._ask(self._scheduler.preempt_all)
             self._ask(self._scheduler.reset_prefix_cache)
@@ -180,7 +184,7 @@ class EngineCore:
 
     def _advance(self) -> SchedulerOutput | None:
         """Put what the oldest step gives into the outbox; returns that step, if there was one."""
-        self._outbox += self._ask(self._scheduler.admit_compiled, self._executor.can_mask)
+        self._outbox.add(self._ask(self._scheduler.admit_compiled, self._executor.can_mask))
         awaited = self._dispatch()
         if awaited is None and self._in_flight:
             awaited = self._in_flight[0].scheduled
@@ -261,7 +265,7 @@ class EngineCore:
             return
         ready = time.perf_counter()
         self._in_flight.popleft()
-        self._outbox += self._ask(self._scheduler.update_from_output, step.scheduled, result)
+        self._outbox.add(self._ask(self._scheduler.update_from_output, step.scheduled, result))
         times, num_unfinished = (*step.times, begin, ready), self._scheduler.get_num_unfinished_requests()
         self._pacer.observe(self.step_log.add(step.scheduled, result, num_unfinished, times))
 
@@ -277,10 +281,10 @@ class EngineCore:
         reason = f"the step failed: {str(error) or type(error).__name__}"
         logger.error("%s; its requests end with an error", reason, exc_info=error)
         if scheduled is not None:
-            self._outbox += self._ask(self._scheduler.fail_requests, scheduled, reason)
+            self._outbox.add(self._ask(self._scheduler.fail_requests, scheduled, reason))
         left = [request.request_id for request in self._scheduler.running]
         reason = f"its cached keys and values were lost when {reason}"
-        self._outbox += self._ask(self._scheduler.fail_requests, left, reason)
+        self._outbox.add(self._ask(self._scheduler.fail_requests, left, reason))
         self._ask(self._scheduler.forget_steps)
         self._ask(self._scheduler.reset_prefix_cache)
         self._ask(self._executor.recover)

@@ -76,7 +76,7 @@ class OutputProcessor:
         return None if found is None else found[0].request_id
 
     def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
-        """Turn the outputs of one engine step into what users see.
+        """Turn the outputs of one engine step, at most one of each engine request, into what users see.
 
         Most of them bring tokens to a prompt that only grows, and there the time counts: see `PromptState.grow`.
         """

@@ -1,0 +1,60 @@
+"""What waits to be said is one output a request, and nothing of it is lost."""
+
+import msgspec
+import pytest
+
+from jaxpaged.engine.outbox import GROWING, Outbox, join
+from jaxpaged.messages import EngineCoreOutput, TokenLogprobs
+
+
+def said(name, *tokens, **fields):
+    return EngineCoreOutput(name, list(tokens), **fields)
+
+
+def test_what_several_steps_gave_is_one_output_a_request():
+    outbox = Outbox()
+    outbox.add([said("a", 1), said("b", 2)])
+    outbox.add([said("b", 3, 4, num_preemptions=1), said("c", 5)])
+    outbox.add([said("a", finish_reason="abort"), said("c", 6)])
+    assert len(outbox) == 3 and "c" in outbox and "d" not in outbox
+    assert outbox.take() == [
+        said("a", 1, finish_reason="abort"), said("b", 2, 3, 4, num_preemptions=1), said("c", 5, 6),
+    ]  # fmt: skip
+    assert len(outbox) == 0 and outbox.take() == []
+
+
+def test_what_aborted_requests_had_to_say_is_forgotten():
+    outbox = Outbox()
+    outbox.add([said("a", 1), said("b", 2), said("c", finish_reason="abort")])
+    outbox.discard(["c", "a", "unknown"])
+    assert outbox.take() == [said("b", 2)]
+
+
+def test_a_request_that_has_ended_says_no_more():
+    with pytest.raises(AssertionError, match="a had ended"):
+        join(said("a", 1, finish_reason="stop"), said("a", 2))
+
+
+VALUES = {
+    "num_cached_tokens": 8, "num_preemptions": 2, "new_token_ids": [7], "new_logprobs": [TokenLogprobs([7], [-1.0], 1)],
+    "prompt_logprobs": [TokenLogprobs([6], [-2.0], 1)], "finish_reason": "error", "stop_reason": 7, "error": "bad",
+    "error_parameter": "prompt", "pooled": "a vector", "times": (1.0, 2.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EngineCoreOutput.__struct_fields__[1:])
+def test_no_field_is_forgotten(name):
+    """Whichever of two outputs says it. A new field needs a value here, and its kind in `outbox.py`."""
+    value = VALUES[name]
+    later = said("a")
+    join(later, msgspec.structs.replace(said("a"), **{name: value}))
+    assert getattr(later, name) == value
+    if name not in ("num_cached_tokens", "num_preemptions", "finish_reason"):
+        first = msgspec.structs.replace(said("a"), **{name: value})
+        join(first, said("a", num_cached_tokens=8))
+        assert getattr(first, name) == value
+    if name in GROWING:
+        both = said("a", **({name: list(value)} if name != "new_token_ids" else {}))
+        both = msgspec.structs.replace(both, **{name: list(value)})
+        join(both, msgspec.structs.replace(said("a"), **{name: list(value)}))
+        assert getattr(both, name) == value * 2
