@@ -1,32 +1,50 @@
 """`jaxpaged chat`: a conversation in the terminal, or one line a turn from a pipe.
 
-Every turn sends the whole conversation; the engine's prefix cache still holds all but the newest message.
+This module knows flags, and where lines come from; what lines do is in `chat_commands`.
 """
 
 import argparse
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, add_sampling_flags
+from jaxpaged.entrypoints.cli.chat_commands import COMMANDS, QUOTES, Leave, turn
+from jaxpaged.entrypoints.cli.flags import (
+    Parser,
+    add_engine_flags,
+    add_model_argument,
+    add_sampling_flags,
+    chosen_model,
+    engine_options,
+    sampling_options,
+)
 
-COMMANDS = {
-    "/help": "show these commands",
-    "/clear": "forget the conversation, keep the system message",
-    "/system": "/system TEXT sets the system message and forgets the conversation",
-    "/exit": "leave; so does Ctrl-D",
-}
+HISTORY_LINES = 1000
 
 
 def add_parser(commands: Any) -> None:
     parser: Parser = commands.add_parser(
         "chat",
         help="hold a conversation",
-        usage="%(prog)s [options]",
+        usage="%(prog)s [MODEL] [options]",
         epilog="commands:\n"
         + "\n".join(f"  {name:<9} {text}" for name, text in COMMANDS.items())
-        + "\n\nCtrl-C stops an answer. Piped in, every line is one turn, and only the answers are printed.",
+        + f"\n  {QUOTES:<9} begins and ends a message of several lines"
+        + "\n\nCtrl-C stops an answer. Answers end after 2048 tokens unless --max-tokens says otherwise.\n"
+        "Piped in, every line is one turn, and only the answers are printed.\n"
+        "What was typed in a terminal is kept in ~/.local/state/jaxpaged.\n\n"
+        "examples:\n  jaxpaged chat\n  jaxpaged chat Qwen/Qwen3-0.6B --temperature 0.7\n"
+        "  jaxpaged chat --url http://127.0.0.1:8000",
     )
+    add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message for the conversation")
+    parser.add_argument("--url", metavar="URL", help="talk to a server with OpenAI's API; MODEL is then a name that it "
+                        "knows, by default its first")  # fmt: skip
+    parser.add_argument("--api-key", metavar="KEY", help="for --url (default: the environment's OPENAI_API_KEY)")
+    parser.add_argument("--no-history", action="store_true", help="do not keep what was typed for the next time")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     add_sampling_flags(parser)
     add_engine_flags(parser)
@@ -36,70 +54,98 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Hold the conversation. Returns the exit status: 1 if a turn of a pipe failed."""
     from jaxpaged.entrypoints.cli.conversation import Conversation
-    from jaxpaged.entrypoints.cli.engine import has_chat_template, start
-    from jaxpaged.entrypoints.cli.flags import sampling_options
     from jaxpaged.errors import UsageError
+    from jaxpaged.sampling_params import SamplingParams
 
     given = sampling_options(args)
+    SamplingParams(**given)
     if given.get("n", 1) != 1:
         raise UsageError(f"-n is {given['n']}, but a conversation goes on from one answer. Leave it out.")
+    with server_answers(args) if args.url is not None else local_answers(args) as answers:
+        conversation = Conversation(answers, given, args.system)
+        try:
+            if sys.stdin.isatty():
+                with contextlib.nullcontext() if args.no_history else history():
+                    talk(conversation)
+                return 0
+            lines = (line.rstrip("\n") for line in sys.stdin)
+            failures = sum(not turn(conversation, line, lambda: next(lines, None)) for line in lines)
+            return 1 if failures else 0
+        except Leave:
+            return 0
+
+
+@contextlib.contextmanager
+def local_answers(args: argparse.Namespace) -> Iterator[Any]:
+    """An engine in this process."""
+    from jaxpaged.entrypoints.cli.engine import has_chat_template, start
+    from jaxpaged.entrypoints.cli.local_answers import LocalAnswers
+    from jaxpaged.errors import UsageError
+
+    if args.api_key is not None:
+        raise UsageError("--api-key is for --url, which is not given. Leave it out.")
     engine, progress = start(args)
     try:
         progress.close()
         if not has_chat_template(engine):
             raise UsageError("the model has no chat template. Give one with --chat-template, or use generate.")
-        conversation = Conversation(engine, given, args.system)
-        if sys.stdin.isatty():
-            talk(conversation)
-            return 0
-        failures = sum(not turn(conversation, line.rstrip("\n")) for line in sys.stdin)
-        return 1 if failures else 0
-    except Leave:
-        return 0
+        yield LocalAnswers(engine)
     finally:
         engine.shutdown()
 
 
-class Leave(Exception):
-    """The user said /exit."""
+@contextlib.contextmanager
+def server_answers(args: argparse.Namespace) -> Iterator[Any]:
+    """A server. Raises UsageError for options of an engine, of which there is none."""
+    from jaxpaged.entrypoints.cli.server_answers import ServerAnswers
+    from jaxpaged.errors import UsageError
+
+    model = chosen_model(args)
+    ours = [name for name in engine_options(args, {}) if name != "model"] + (["config"] if args.config else [])
+    if ours:
+        flag = "--" + ours[0].replace("_", "-")
+        raise UsageError(f"{flag} is an option of an engine, and with --url the server has its own. Leave it out.")
+    yield ServerAnswers(args.url, model, args.api_key or os.environ.get("OPENAI_API_KEY"))
+
+
+@contextlib.contextmanager
+def history() -> Iterator[None]:
+    """Lines typed before, with the arrow keys and Ctrl-R; kept in a file that only its owner can read."""
+    import readline
+
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    file = Path(base) / "jaxpaged" / "chat_history"
+    with contextlib.suppress(OSError):
+        readline.read_history_file(file)
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # a home that cannot be written keeps no history
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch(mode=0o600)
+            readline.write_history_file(file)
 
 
 def talk(conversation: Any) -> None:
     """Read turns with line editing until the end of input."""
-    import readline  # noqa: F401  input() edits lines and remembers them once this is imported
+    import readline  # noqa: F401  input() edits lines once this is imported
 
-    print("Type a message, /help for commands, Ctrl-D to leave.", file=sys.stderr)
+    print(f"Type a message, {QUOTES} for one of several lines, /help for commands, Ctrl-D to leave.", file=sys.stderr)
     while True:
         try:
             line = input("> ")
+            turn(conversation, line, lambda: typed("... "))
         except EOFError:
             print()
             return
-        turn(conversation, line)
+        except KeyboardInterrupt:  # while typing
+            print()
 
 
-def turn(conversation: Any, line: str) -> bool:
-    """A command, or a message and its answer. False when it failed; the failure has been reported."""
-    if not line.strip():
-        return True
-    word, _, rest = line.strip().partition(" ")
-    if word.startswith("/"):
-        return command(conversation, word, rest.strip())
-    return conversation.say(line)
-
-
-def command(conversation: Any, word: str, rest: str) -> bool:
-    from jaxpaged.entrypoints.cli.terminal import complain
-    from jaxpaged.errors import did_you_mean
-
-    if word == "/exit":
-        raise Leave
-    if word == "/help":
-        print("\n".join(f"{name:<9} {text}" for name, text in COMMANDS.items()), file=sys.stderr)
-    elif word in ("/clear", "/system"):
-        conversation.clear(rest if word == "/system" else conversation.system)
-    else:
-        near = did_you_mean(word, COMMANDS) or " Type /help for the commands."
-        complain("jaxpaged chat", f"unknown command {word!r}.{near}")
-        return False
-    return True
+def typed(prompt: str) -> str | None:
+    """A further line, None at the end of input."""
+    try:
+        return input(prompt)
+    except EOFError:
+        return None

@@ -16,6 +16,10 @@ RAW_MAX_TOKENS = 256
 """Output tokens of a plain completion when nothing else is said: a base model seldom ends its text by itself."""
 
 
+CHAT_MAX_TOKENS = 2048
+"""Output tokens of an answer when nothing else is said: a page or two, and minutes rather than hours on a CPU."""
+
+
 class Engine(Protocol):
     """What commands use of `LLMEngine`."""
 
@@ -55,7 +59,7 @@ def has_chat_template(engine: Engine) -> bool:
 
 
 def request_params(engine: Engine, given: Mapping[str, Any], chat: bool) -> SamplingParams:
-    """What was given, then the model's own defaults, then: as long as the answer takes, or a page of raw text."""
-    length = {"max_tokens": None if chat else RAW_MAX_TOKENS}
+    """What was given, then the model's own defaults, then a length that a person can wait for."""
+    length = {"max_tokens": CHAT_MAX_TOKENS if chat else RAW_MAX_TOKENS}
     defaults = engine.input_processor.defaults.sampling
     return SamplingParams(**{**length, **defaults, **given}, output_kind=RequestOutputKind.CUMULATIVE)

@@ -34,27 +34,41 @@ class PromptSource:
         return f"{len(self.token_ids)} token ids" if self.token_ids is not None else self.text or ""
 
 
-def collect_prompts(arguments: Sequence[str], file: str | None) -> list[PromptSource]:
-    """All prompts, arguments first. Without any, standard input is read. Raises UsageError when there are none."""
+def collect_prompts(
+    arguments: Sequence[str], file: str | None, prompt_files: Sequence[str] = ()
+) -> list[PromptSource]:
+    """All prompts: arguments, then whole files, then lines. Without any, those of standard input are read.
+
+    Raises UsageError when there are none.
+    """
     sources = [PromptSource(text=text) for text in arguments]
+    if [file, *prompt_files].count("-") > 1:
+        raise UsageError("standard input (-) is given twice, and it can be read once. Leave one of them out.")
+    sources += [PromptSource(text=whole_text(path)) for path in prompt_files]
     if file is not None:
         sources += parse_lines(read_text(file))
-    elif not arguments:
+    elif not sources:
         if sys.stdin.isatty():
-            raise UsageError("there is no prompt. Give one in quotes, or --file FILE, or pipe text in.")
+            raise UsageError("there is no prompt. Give one in quotes, or --prompt-file FILE, or pipe text in.")
         sources = parse_lines(read_text("-"))
     if not sources:
         raise UsageError(f"there is no prompt in {file or 'standard input'}. Put one on each line.")
     return sources
 
 
-def read_text(file: str) -> str:
+def whole_text(file: str) -> str:
+    """The one prompt of a file, without the end of its last line, which editors write. Raises UsageError."""
+    text = read_text(file, "--prompt-file")
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+
+
+def read_text(file: str, flag: str = "--file") -> str:
     """The text of a file; `-` is standard input. Raises UsageError when it cannot be read."""
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         return data.decode("utf-8-sig")
     except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}. Check the path after --file.") from None
+        raise UsageError(f"cannot read {file}: {error.strerror}. Check the path after {flag}.") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 text at byte {error.start}. Convert it.") from None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpaged.entrypoints.cli import chat, command_line, generate, serve
+from jaxpaged.entrypoints.cli import chat_commands, command_line, generate, serve
 
 ROOT = Path(__file__).parents[3]
 COMMAND = re.compile(r"^(?:.*\| |#\s+)?\s*(jaxpaged (?:generate|chat|convert|serve)\b[^|\n]*)", re.MULTILINE)
@@ -34,4 +34,4 @@ def test_the_help_of_chat_names_its_commands(capsys):
     with pytest.raises(SystemExit):
         command_line().parse_args(["chat", "--help"])
     shown = capsys.readouterr().out
-    assert all(name in shown for name in chat.COMMANDS)
+    assert all(name in shown for name in chat_commands.COMMANDS)

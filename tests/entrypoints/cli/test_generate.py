@@ -142,8 +142,8 @@ def test_flags_win_over_the_models_defaults(run):
     assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.25, 9, 77, 3)
 
 
-def test_an_answer_may_fill_the_context_but_raw_text_ends_after_a_page(run):
-    assert run("generate", "Hi").engine.params[0].max_tokens is None
+def test_an_answer_has_a_length_that_one_can_wait_for_and_raw_text_ends_after_a_page(run):
+    assert run("generate", "Hi").engine.params[0].max_tokens == 2048
     assert run("generate", "--raw", "Hi").engine.params[0].max_tokens == 256
     assert run("generate", "--raw", "Hi", "--max-tokens", "none").engine.params[0].max_tokens is None
     assert run("generate", "--raw", "abcdef", "--max-tokens", "2").out == "ab\n"
@@ -283,3 +283,33 @@ def test_a_schema_that_cannot_be_read_is_refused(run, tmp_path):
     assert refused.status == 2 and "No such file" in refused.err
     both = run("generate", "--raw", "--json-schema", "x", "--structured-outputs", '{"regex": "a"}', "one")
     assert both.status == 2 and "Leave one of them out" in both.err
+
+
+def test_a_prompt_file_is_one_prompt_with_its_lines(run, piped, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\n\nthree\r\n")
+    (tmp_path / "lines.txt").write_text("x\ny\n")
+    finished = run("generate", "--raw", "zero", "--prompt-file", str(tmp_path / "a.txt"), "--file",
+                   str(tmp_path / "lines.txt"))  # fmt: skip
+    assert finished.engine.prompts == ["zero", "one\ntwo\n\nthree", "x", "y"]
+    piped('{"prompt": "no JSON here"}\nmore\n')
+    assert run("generate", "--raw", "--prompt-file", "-").engine.prompts == ['{"prompt": "no JSON here"}\nmore']
+    piped("a\nb\n")
+    assert run("generate", "--raw").engine.prompts == ["a", "b"]
+
+
+def test_standard_input_cannot_be_two_things(run, piped):
+    piped("a\n")
+    finished = run("generate", "--prompt-file", "-", "--file", "-")
+    assert finished.status == 2 and "given twice" in finished.err
+
+
+def test_a_prompt_file_that_is_not_there_is_named_with_its_flag(run):
+    finished = run("generate", "--prompt-file", "/no/such/file")
+    assert finished.status == 2 and "--prompt-file" in finished.err
+
+
+def test_a_prompt_that_looks_like_a_model_is_remarked_on(run):
+    finished = run("generate", "Qwen/Qwen3-0.6B", "Hi")
+    assert len(finished.engine.prompts) == 2
+    assert "Qwen/Qwen3-0.6B is taken as a prompt; a model is given with -m Qwen/Qwen3-0.6B" in finished.err
+    assert run("generate", "-m", "a/b", "c/d").err == "" == run("generate", "and / or").err

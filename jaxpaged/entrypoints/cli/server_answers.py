@@ -1,0 +1,113 @@
+"""Answers of a chat from a server with OpenAI's API, over HTTP or HTTPS.
+
+This module knows the wire, with what the standard library has for it; no engine.
+"""
+
+import contextlib
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jaxpaged.entrypoints.cli.conversation import Answer
+from jaxpaged.errors import JaxpagedError, RequestError, UsageError
+
+MAX_ERROR_BYTES = 4096
+
+
+class ServerError(JaxpagedError):
+    """The server cannot be reached, or does not answer as the API says."""
+
+
+class ServerAnswers:
+    """`url` is that of the server, with or without /v1; `model` None is the first that it names."""
+
+    default_max_tokens = None  # the server's business
+
+    def __init__(self, url: str, model: str | None = None, api_key: str | None = None, timeout: float = 600.0):
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"--url is {url!r}; it must begin with http:// or https://, as http://127.0.0.1:8000.")
+        self.base = url.rstrip("/").removesuffix("/v1")
+        self.api_key, self.timeout = api_key, timeout
+        self.model = model or self._first_model()
+
+    def ask(self, messages: list[dict[str, Any]], given: Mapping[str, Any], show: Callable[[str], None]) -> Answer:
+        body = {"model": self.model, "messages": messages, "stream": True, **given}
+        body["stream_options"] = {"include_usage": True}
+        begin, first, last = time.monotonic(), None, 0.0
+        text, reason, num_tokens = [], None, None
+        with self._open("/v1/chat/completions", body) as response:
+            for chunk in events(response):
+                if error := chunk.get("error"):
+                    raise ServerError(f"the server ended the answer: {error_text(error)}")
+                if usage := chunk.get("usage"):
+                    num_tokens = usage.get("completion_tokens")
+                for choice in chunk.get("choices") or ():
+                    delta = choice.get("delta") or {}
+                    piece = delta.get("content") or ""
+                    if piece or delta.get("reasoning_content") or delta.get("reasoning"):
+                        last = time.monotonic()
+                        first = last if first is None else first
+                    if piece:
+                        text.append(piece)
+                        show(piece)
+                    reason = choice.get("finish_reason") or reason
+        waited = None if first is None else first - begin
+        return Answer("".join(text), reason, num_tokens, waited, None if first is None else last - first)
+
+    def _first_model(self) -> str:
+        with self._open("/v1/models") as response:
+            try:
+                return json.load(response)["data"][0]["id"]
+            except (ValueError, LookupError, TypeError):
+                raise ServerError(f"{self.base}/v1/models names no model. Check --url, or name one with -m.") from None
+
+    @contextlib.contextmanager
+    def _open(self, path: str, body: Any = None) -> Iterator[Any]:
+        """The answer to a request. Raises RequestError for one that is refused, and ServerError."""
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(self.base + path, data, headers)
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                yield response
+        except urllib.error.HTTPError as error:
+            with error:
+                said = error_text(error.read(MAX_ERROR_BYTES))
+            kind = RequestError if error.code == 400 else ServerError
+            key = " Give its key with --api-key." if error.code == 401 else ""
+            raise kind(f"the server answers {error.code}: {said}{key}") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise ServerError(f"no answer from {self.base}: {reason}. Is the server running there?") from None
+
+
+def events(response: Any) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a stream of server-sent events."""
+    for line in response:
+        data = line.strip()
+        if not data.startswith(b"data:"):
+            continue
+        data = data.removeprefix(b"data:").strip()
+        if data == b"[DONE]":
+            return
+        chunk = json.loads(data)
+        if isinstance(chunk, dict):
+            yield chunk
+
+
+def error_text(error: Any) -> str:
+    """The words of an error in OpenAI's form, or what there is instead, on one line."""
+    if isinstance(error, bytes):
+        try:
+            error = json.loads(error)
+        except ValueError:
+            error = error.decode(errors="replace")
+    if isinstance(error, dict):
+        inner = error.get("error", error)
+        error = inner.get("message", inner) if isinstance(inner, dict) else inner
+    return " ".join(str(error).split()) or "nothing more"
