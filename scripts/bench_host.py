@@ -134,7 +134,7 @@ class FreeExecutor:
             programs=programs,
             params=None,
             head=None,
-            state=DeviceState(None, None, None, None),
+            state=DeviceState(None, None, None, None, None),
             rows=RequestRows(scheduler.max_num_seqs, len(groups)),
             sampling=StateLayout(scheduler.max_num_seqs, vocab_size),
             custom=NO_PROCESSORS,

@@ -1,13 +1,11 @@
-"""The requests whose tokens are bound, by a shape or by a limit of thinking: those whose grammar is being compiled,
-and those that follow one.
+"""The requests whose tokens are bound, by a shape or by a limit of thinking.
 
-A request waits here, and not in the queue, until its grammar is ready and steps can be masked, so nobody waits behind
-it. This module decides nothing about steps: it says which of them need masks, and makes these.
+Until its grammar is compiled a request waits in `preparation.py`. This module decides nothing about steps: it says
+which of them need masks, and makes these.
 """
 
-import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from itertools import compress
 from typing import Any
 
@@ -28,7 +26,6 @@ class ConstrainedRequests:
 
     def __init__(self, grammars: Grammars | None):
         self._grammars = grammars
-        self.compiling: dict[Request, Future[Any]] = {}
         self._following: set[Request] = set()
 
     def check(self, message: EngineCoreRequest) -> None:
@@ -38,39 +35,21 @@ class ConstrainedRequests:
             what = f"{bound_by[0]} is given, but this engine has no tokenizer to compile it for. Leave it out."
             raise RequestError(what, bound_by[0])
 
-    def add(self, request: Request) -> bool:
-        """Begin to compile a request's grammar. False: nothing binds it, and it need not wait."""
+    def compile(self, request: Request) -> Future[Any] | None:
+        """Begin to compile a request's grammar; None: nothing binds it."""
         params = request.sampling_params
         if params.structured_outputs is not None:
-            self.compiling[request] = self._grammars.compile(params.structured_outputs)
-        elif params.thinking_token_budget is not None:  # it waits only until steps can be masked
-            self.compiling[request] = Future()
-            self.compiling[request].set_result(None)
-        return request in self.compiling
+            return self._grammars.compile(params.structured_outputs)
+        if params.thinking_token_budget is None:
+            return None
+        nothing: Future[Any] = Future()
+        nothing.set_result(None)
+        return nothing
 
-    def take_compiled(self, can_mask: Callable[[], bool]) -> tuple[list[Request], list[tuple[Request, RequestError]]]:
-        """(Requests that can be queued now, those that cannot be and why). The latter stay to be forgotten.
-
-        `can_mask`: whether steps can be masked by now; it raises when they never will.
-        """
-        ready, failed = [], []
-        try:
-            masks = can_mask()
-        except Exception as error:  # whatever it is, it concerns nobody else
-            return [], [(request, RequestError(reason_of(error))) for request in self.compiling]
-        for request, future in list(self.compiling.items()):
-            if not future.done() or not (masks or future.exception()):
-                continue
-            try:
-                request.matcher = self._matcher_of(request, future)
-            except Exception as error:  # whatever the compiler makes of a grammar fails its own request
-                known = isinstance(error, RequestError)
-                failed.append((request, error if known else RequestError(reason_of(error))))
-                continue
-            del self.compiling[request]
-            self._following.add(request)
-            ready.append(request)
-        return ready, failed
+    def bind(self, request: Request, grammar: Future[Any]) -> None:
+        """From now on the request follows what was compiled for it. Raises what compiling raised."""
+        request.matcher = self._matcher_of(request, grammar)
+        self._following.add(request)
 
     def _matcher_of(self, request: Request, future: Future[Any]) -> "Matcher | BudgetMatcher":
         """Raises what compiling raised."""
@@ -80,18 +59,9 @@ class ConstrainedRequests:
             return matcher
         return BudgetMatcher(params.thinking_token_budget, *params.thinking_token_ids, request.all_token_ids, matcher)
 
-    def wait(self, seconds: float) -> None:
-        """Sleep, if somebody waits here, until another grammar is compiled or it may be time to ask again."""
-        unready = [future for future in self.compiling.values() if not future.done()]
-        if unready:
-            wait(unready, seconds, FIRST_COMPLETED)
-        elif self.compiling:
-            time.sleep(seconds)
-
-    def forget(self, request: Request) -> bool:
-        """A request has ended. True: its grammar was still being compiled, so it was in no queue."""
+    def forget(self, request: Request) -> None:
+        """A request has ended."""
         self._following.discard(request)
-        return self.compiling.pop(request, None) is not None
 
     def need_masks(self, requests: Iterable[Request], samples: Iterable[bool]) -> bool:
         """Whether a request that may be bound then samples in this step, whose placeholders are counted already."""
@@ -115,4 +85,5 @@ class ConstrainedRequests:
 
 
 def reason_of(error: Exception) -> str:
+    """What an error says, or its name when it says nothing."""
     return str(error) or type(error).__name__

@@ -19,6 +19,7 @@ from jaxpaged.core.integrity import check_books
 from jaxpaged.core.kv_cache_manager import CacheHit, KVCacheManager
 from jaxpaged.core.logprob_lines import collect_prompt_logprobs
 from jaxpaged.core.new_tokens import fault_of, take_tokens
+from jaxpaged.core.preparation import Preparation
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.request_queue import QUEUES, priority_order
 from jaxpaged.core.step_plan import InFlightStep, Share, StepPlan, StepsInFlight
@@ -33,6 +34,7 @@ from jaxpaged.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
+from jaxpaged.sampling_features import Extra
 
 
 class Scheduler:
@@ -50,8 +52,9 @@ class Scheduler:
         enable_prefix_caching: bool,
         enable_kv_cache_events: bool = False,
         grammars: Grammars | None = None,
+        can_run: Callable[[Extra], bool] = lambda extra: True,
     ):
-        """`scheduler_config` is resolved. Raises ConfigError when its options contradict each other."""
+        """`scheduler_config` is resolved; `can_run`: see `Executor`. Raises ConfigError when options contradict."""
         if scheduler_config.long_prefill_token_threshold and not scheduler_config.enable_chunked_prefill:
             raise ConfigError(
                 f"long_prefill_token_threshold is {scheduler_config.long_prefill_token_threshold}, but chunked "
@@ -73,6 +76,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.waiting = QUEUES[scheduler_config.scheduling_policy]()
         self.constrained = ConstrainedRequests(grammars)
+        self.preparation = Preparation(self.constrained, can_run)
         self._steps = StepsInFlight()
         self._removed_request_ids: list[str] = []  # that the runner has not heard of
         self._last_step_id = 0
@@ -93,17 +97,15 @@ class Scheduler:
         )
         self.constrained.check(message)
         request = Request(message, self._max_model_len, self._num_arrivals, self.kv_cache_manager.num_groups)
-        waits_for_grammar = self.constrained.add(request)
+        waits = self.preparation.add(request)
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        if not waits_for_grammar:
+        if not waits:
             self.waiting.add(request)
 
-    def admit_compiled(self, can_mask: Callable[[], bool]) -> list[EngineCoreOutput]:
-        """Queue requests whose grammar is ready, once steps `can_mask`. Returns the last outputs of failed ones."""
-        if not self.constrained.compiling:
-            return []
-        ready, failed = self.constrained.take_compiled(can_mask)
+    def admit_prepared(self) -> list[EngineCoreOutput]:
+        """Queue requests for which all is compiled that they need. Returns the last outputs of failed ones."""
+        ready, failed = self.preparation.take_ready()
         for request in ready:
             self.waiting.add(request)
         return [self._fail(request, str(error), error.parameter) for request, error in failed]
@@ -318,11 +320,11 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request, whatever it is doing. Its results in flight will be dropped."""
         del self.requests[request.request_id]
-        compiling = self.constrained.forget(request)
+        was_prepared = self.preparation.forget(request)
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._release(request)
-        elif not compiling:
+        elif not was_prepared:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
@@ -384,7 +386,7 @@ class Scheduler:
         return SchedulerStats(
             step_id=self._last_step_id if last else scheduled.step_id,
             num_running_reqs=len(self.running),
-            num_waiting_reqs=len(self.waiting) + len(self.constrained.compiling),
+            num_waiting_reqs=len(self.waiting) + len(self.preparation.requests),
             kv_cache_usage=self.kv_cache_manager.pool.usage,
             num_scheduled_tokens=self._num_scheduled_tokens if last else scheduled.total_num_scheduled_tokens,
             num_steps=1 if last else scheduled.num_steps,
@@ -394,5 +396,5 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that every block, every request and every placeholder is accounted for."""
         assert len(self.running) <= self._max_num_seqs
-        waiting = [*self.waiting, *self.constrained.compiling]
+        waiting = [*self.waiting, *self.preparation.requests]
         check_books(self.requests.values(), self.running, waiting, self.kv_cache_manager)

@@ -30,8 +30,8 @@ from jaxpaged.messages import (
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_WAIT = 0.05
-"""Seconds that a step sleeps at most with nothing to do but to wait for a grammar, or for the program that masks."""
+COMPILE_WAIT = 0.05
+"""Seconds that a step sleeps at most with nothing to do but to wait for a grammar or a program."""
 
 
 @dataclass
@@ -60,6 +60,7 @@ class EngineCore:
             max_model_len=config.model.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             grammars=grammars,
+            can_run=executor.can_run,
         )
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[Step] = deque()
@@ -184,13 +185,13 @@ class EngineCore:
 
     def _advance(self) -> SchedulerOutput | None:
         """Put what the oldest step gives into the outbox; returns that step, if there was one."""
-        self._outbox.add(self._ask(self._scheduler.admit_compiled, self._executor.can_mask))
+        self._outbox.add(self._ask(self._scheduler.admit_prepared))
         awaited = self._dispatch()
         if awaited is None and self._in_flight:
             awaited = self._in_flight[0].scheduled
             self._await_oldest()
         if awaited is None and not self._outbox:
-            self._scheduler.constrained.wait(GRAMMAR_WAIT)
+            self._scheduler.preparation.wait(COMPILE_WAIT)
         return awaited
 
     def _finish(self, request_ids: frozenset[str]) -> None:

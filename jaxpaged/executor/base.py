@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
+from jaxpaged.sampling_features import Extra
 
 
 class PendingOutput(Protocol):
@@ -43,8 +44,9 @@ class Executor(Protocol):
         """
         ...
 
-    def can_mask(self) -> bool:
-        """Whether `masked` steps can run without waiting for a program to be compiled: only then may there be any.
+    def can_run(self, extra: Extra) -> bool:
+        """Whether steps with requests that need `extra` can run without waiting for a program to be compiled: only then
+        may there be any.
 
         Who asks wants it compiled. Raises EngineError when it cannot be.
         """

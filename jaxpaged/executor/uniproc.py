@@ -10,6 +10,7 @@ from jaxpaged.executor.base import PendingOutput
 from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
+from jaxpaged.sampling_features import Extra
 from jaxpaged.worker.worker import Worker
 
 
@@ -29,8 +30,8 @@ class UniProcExecutor:
     def max_decode_steps(self) -> int:
         return self.worker.runner.max_decode_steps()
 
-    def can_mask(self) -> bool:
-        return self.worker.runner.can_mask()
+    def can_run(self, extra: Extra) -> bool:
+        return self.worker.runner.can_run(extra)
 
     def recover(self) -> None:
         self.worker.recover()

@@ -7,8 +7,9 @@ of earlier owners in place. Each function does no work when no row of the step w
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.sampling.rows import Feature, RowParams
+from jaxpaged.sampling.rows import RowParams
 from jaxpaged.sampling.state import BAD_WORD_LAST, SamplingState
+from jaxpaged.sampling_features import Feature
 from jaxpaged.sampling_limits import MAX_BAD_WORDS
 
 

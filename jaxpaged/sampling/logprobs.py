@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged.sampling.limits import row_sums, top_k
-from jaxpaged.sampling.rows import Feature, RowParams
+from jaxpaged.sampling.rows import RowParams
 from jaxpaged.sampling.state import SamplingState
+from jaxpaged.sampling_features import Feature
 
 
 @flax.struct.dataclass

@@ -7,12 +7,11 @@ else, so that no float operation ever touches them.
 This module does not know what the parameters mean.
 """
 
-import enum
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.sampling_features import features_of
 from jaxpaged.sampling_params import SamplingParams
 
 (ROW, POSITION, NUM_OUTPUT, SEED_LOW, SEED_HIGH, FLAGS, TOP_K, MIN_TOKENS) = range(8)
@@ -21,37 +20,9 @@ FIRST_FLOAT = 8
 NUM_COLUMNS = FIRST_FLOAT + len(FLOAT_COLUMNS)
 
 
-class Feature(enum.IntFlag):
-    """What a row needs beyond the plain program. Its `SamplingState` is read only for what is set here."""
-
-    NONE = 0
-    PENALTIES = 1
-    LOGIT_BIAS = 2
-    ALLOWED = 4
-    MIN_TOKENS = 8
-    BAD_WORDS = 16
-    LOGPROBS = 32
-    LOGPROB_IDS = 64
-
-
 FIRST_CUSTOM_BIT = 7
 MAX_CUSTOM = 31 - FIRST_CUSTOM_BIT
 """Custom processor i owns bit FIRST_CUSTOM_BIT + i; the sign bit stays free."""
-
-
-def features_of(params: SamplingParams) -> Feature:
-    """Which features of the full program a request uses, custom processors aside."""
-    penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-    wanted = (
-        (Feature.PENALTIES, penalties),
-        (Feature.LOGIT_BIAS, params.logit_bias),
-        (Feature.ALLOWED, params.allowed_token_ids is not None),
-        (Feature.MIN_TOKENS, params.min_tokens),
-        (Feature.BAD_WORDS, params.bad_words_token_ids),
-        (Feature.LOGPROBS, params.logprobs is not None),
-        (Feature.LOGPROB_IDS, params.logprob_token_ids),
-    )
-    return Feature(sum(feature for feature, used in wanted if used))
 
 
 class SamplingRows:

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.sampling.rows import Feature, RowParams
+from jaxpaged.sampling.rows import RowParams
+from jaxpaged.sampling_features import Feature
 from jaxpaged.sampling_limits import (
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORD_TOKENS,

@@ -40,9 +40,11 @@ MOST_LOGPROBS = 128
 """Log probabilities per token that a run of decode steps may keep until its end."""
 DECODE_KINDS = ("decode", "decode_full")
 MASKED_KIND = "sample_masked"
-RARE_KINDS = frozenset({"sample_full", MASKED_KIND, "prompt_logprobs", DECODE_KINDS[1]})
-"""Programs for log probabilities, penalties, biases and shapes: an engine that has all others serves ordinary requests
-at full speed."""
+RARE_KINDS = frozenset({"load_row", "load_tokens", "sample_full", MASKED_KIND, "prompt_logprobs", DECODE_KINDS[1]})
+"""Programs that only requests with an `Extra` need: penalties, biases, log probabilities, shapes. An engine that has
+all others serves ordinary requests at full speed."""
+CUSTOM_KINDS = frozenset({"load_row", "load_tokens", "sample_full"})
+"""Those of them that any request may need where there are custom logits processors."""
 
 Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
 
@@ -200,6 +202,11 @@ class StepPrograms:
             custom=blueprint.custom,
         )
 
+    @property
+    def rare_kinds(self) -> frozenset[str]:
+        """Kinds of programs that no ordinary request of this engine needs."""
+        return RARE_KINDS - CUSTOM_KINDS if self.blueprint.custom.processors else RARE_KINDS
+
     shapes_type = Shapes
 
     @cached_property
@@ -208,12 +215,14 @@ class StepPrograms:
         sizes = (cache.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         kv = [kv_struct(blueprint.attention, *sizes, blueprint.kv_dtype) for _ in range(cache.num_tensors)]
         max_blocks = blocks_for_tokens(blueprint.config.model.max_model_len, cache.block_size)
-        return self.shapes_type(self.functions, blueprint.param_shapes, kv, self.row_state, max_blocks)
+        max_tokens = blueprint.token_buckets[-1]
+        return self.shapes_type(self.functions, blueprint.param_shapes, kv, self.row_state, max_blocks, max_tokens)
 
     def builders(self) -> Builders:
         """How to lower every program, in the order in which they are wanted.
 
-        First what a lone short prompt needs, then the other forward buckets, then what fewer requests use.
+        First what a lone short prompt needs, then the other forward buckets, then what fewer requests use. Which of
+        them are compiled at the start, and which on demand, is decided elsewhere.
         """
         shapes, blueprint = self.shapes, self.blueprint
         token_buckets, sample_buckets = blueprint.token_buckets, blueprint.sample_buckets
@@ -234,8 +243,7 @@ class StepPrograms:
             builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample_full, size)
         for size in sample_buckets:
             builders[ProgramKey(MASKED_KIND, size)] = partial(shapes.lower_sample_masked, size)
-        for size in token_buckets:
-            builders[ProgramKey("prompt_logprobs", size)] = partial(shapes.lower_prompt_logprobs, size)
+        builders[ProgramKey("prompt_logprobs")] = shapes.lower_prompt_logprobs
         return builders | self._decode_builders()
 
     def _decode_builders(self) -> Builders:

@@ -38,7 +38,8 @@ NOT_COMPILED_IN = frozenset(
 )
 """Options that no program depends on, and, in the last line, those that count as what they were resolved to."""
 
-SOURCES = ("kv_cache_spec.py", "layers", "models", "params", "sampling", "worker")
+SOURCES = ("kv_cache_spec.py", "sampling_features.py", "sampling_limits.py")
+SOURCE_FOLDERS = ("layers", "models", "params", "sampling", "worker")
 CPU_FEATURES = re.compile(
     r"(sse|ssse|avx|amx|fma|bmi|f16c|adx|popcnt|abm|aes|vaes|vpclmul|gfni|sha|asimd|sve|sme|bf16|i8mm|atomics)\w*"
 )
@@ -118,8 +119,8 @@ def jax_options() -> dict[str, Any]:
 def source_files() -> dict[str, str]:
     """Path -> digest of every source file that programs, or the packing of their arguments, come from."""
     root, kernels = Path(__file__).parents[1], Path(pallas_kernels.__file__).parent
-    files = [root / SOURCES[0], *kernels.rglob("*.py"), *kernels.rglob("*.json")]
-    for folder in SOURCES[1:]:
+    files = [*(root / name for name in SOURCES), *kernels.rglob("*.py"), *kernels.rglob("*.json")]
+    for folder in SOURCE_FOLDERS:
         files += (root / folder).rglob("*.py")
     return {path.relative_to(root.parent).as_posix(): digest(path.read_bytes()) for path in sorted(files)}
 

@@ -28,6 +28,7 @@ from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.logprobs import LogprobOutput
 from jaxpaged.sampling.rows import SamplingRows
 from jaxpaged.sampling.state import StateLayout, pack_masks
+from jaxpaged.sampling_features import Extra
 from jaxpaged.worker.blueprint import MASKED_KIND
 from jaxpaged.worker.decode_batch import DecodeLayout, pack_run
 from jaxpaged.worker.input_batch import StepReader, StepRequests, pack_step
@@ -47,6 +48,7 @@ class DeviceState:
     tables: Any
     last_token: Any
     sampling: Any
+    hidden: Any  # of every token of the last step of single tokens, see `step.py`
 
 
 @dataclass
@@ -104,16 +106,24 @@ class ModelRunner:
             return 1
         return self.decode_layouts[bucket].max_steps if self.programs.is_ready(key) else 1
 
-    def can_mask(self) -> bool:
-        """Whether a step can be masked without waiting for a program; if not, the one for any step is compiled next.
-
-        Narrower ones are compiled once a step could use them. Raises EngineError when it cannot be compiled.
+    def can_run(self, extra: Extra) -> bool:
+        """Whether a step can do what `extra` says without waiting for a program; if not, those for any step are
+        compiled next. Narrower ones are, once a step could use them. Raises EngineError when one cannot be.
         """
         try:
-            return self.programs.prepare(ProgramKey(MASKED_KIND, self.sample_buckets[-1]))
+            ready = [self.programs.prepare(key) for key in self._programs_of(extra)]  # each of them hurries
+            return all(ready)
         except Exception as error:
-            what = "the program that keeps answers to their grammars could not be compiled; the engine's log says why."
-            raise EngineError(what) from error
+            raise EngineError(f"{extra.value} could not be compiled; the engine's log says why.") from error
+
+    def _programs_of(self, extra: Extra) -> tuple[ProgramKey, ...]:
+        """What steps with `extra` call, whatever their size."""
+        widest = self.sample_buckets[-1]
+        if extra is Extra.MASKS:
+            return (ProgramKey(MASKED_KIND, widest),)
+        if extra is Extra.PROMPT_LOGPROBS:
+            return (ProgramKey("prompt_logprobs"),)
+        return ProgramKey("load_row"), ProgramKey("load_tokens"), ProgramKey("sample_full", widest)
 
     def execute(self, scheduled: SchedulerOutput) -> "PendingStep | PendingRun":
         """Dispatch one step. Only dispatching happens here; results are read by `PendingStep.result`."""
@@ -137,9 +147,9 @@ class ModelRunner:
             return self._decode(scheduled, updates)
         if scheduled.request_ids:
             requests = self.reader.read(scheduled)
-            hidden_TD, hidden_SD = self._forward(requests, updates)
-            pending.buckets = StepBuckets(hidden_TD.shape[0])
-            self._prompt_logprobs(scheduled, requests, hidden_TD, pending)
+            bucket, hidden_SD = self._forward(requests, updates)
+            pending.buckets = StepBuckets(bucket)
+            self._prompt_logprobs(scheduled, requests, pending)
             if scheduled.masked:
                 pending.draw = partial(self._sample, scheduled, requests, hidden_SD, pending)
             elif requests.samples.any():
@@ -160,8 +170,10 @@ class ModelRunner:
         except RequestError as error:
             pending.refused[request.request_id] = str(error)
 
-    def _forward(self, requests: StepRequests, updates: list[tuple[int, int, int]]) -> tuple[Any, Any]:
-        return self._run_forward(*self._pack(requests, updates))
+    def _forward(self, requests: StepRequests, updates: list[tuple[int, int, int]]) -> tuple[int, Any]:
+        """(the bucket of a step, the hidden states of the tokens that sample)."""
+        bucket, packed = self._pack(requests, updates)
+        return bucket, self._run_forward(bucket, packed)
 
     def _pack(self, requests: StepRequests, updates: list[tuple[int, int, int]]) -> tuple[int, np.ndarray]:
         """(the bucket of a step, its packed array)."""
@@ -173,12 +185,12 @@ class ModelRunner:
         self.counts.add(num_tokens, bucket)
         return bucket, pack_step(layout, requests, self.rows, updates)
 
-    def _run_forward(self, bucket: int, packed: np.ndarray) -> tuple[Any, Any]:
-        state = self.state
-        state.kv, state.tables, hidden_TD, hidden_SD = self._call(
-            ProgramKey("forward", bucket), self.params, state.kv, state.tables, state.last_token, packed
+    def _run_forward(self, bucket: int, packed: np.ndarray) -> Any:
+        state, key = self.state, ProgramKey("forward", bucket)
+        state.kv, state.tables, state.hidden, hidden_SD = self._call(
+            key, self.params, state.kv, state.tables, state.last_token, state.hidden, packed
         )
-        return hidden_TD, hidden_SD
+        return hidden_SD
 
     def _write_tables(self, updates: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         """Write a chunk of block table entries ahead of the step, and return the rest."""
@@ -199,7 +211,7 @@ class ModelRunner:
             pending.request_ids = list(itertools.compress(scheduled.request_ids, scheduled.samples))
         state, full = self.state, masks_SW is not None or self.sampling_rows.any_full(rows)
         kind = "sample" if not full else "sample_full" if masks_SW is None else MASKED_KIND
-        if masks_SW is not None:
+        if full:
             self.programs.is_ready(ProgramKey(kind, next(size for size in self.sample_buckets if size >= len(rows))))
         bucket = self.programs.smallest_ready(kind, len(rows), self.sample_buckets)
         pending.buckets.sample_bucket, pending.buckets.full_sampler = bucket, full
@@ -243,14 +255,14 @@ class ModelRunner:
         )
 
     def _prompt_logprobs(
-        self, scheduled: SchedulerOutput, requests: StepRequests, hidden_TD: Any, pending: "PendingStep"
+        self, scheduled: SchedulerOutput, requests: StepRequests, pending: "PendingStep"
     ) -> None:
         """Log probabilities of the prompt tokens that follow those computed in this step, a tile at a time."""
         if not self.rows.prompt_logprobs_R.any():
             return
         wanted = self.rows.prompt_logprobs_R[requests.rows]
         starts = requests.ends - requests.num_scheduled
-        key = ProgramKey("prompt_logprobs", hidden_TD.shape[0])
+        key = ProgramKey("prompt_logprobs")
         for i in np.flatnonzero(wanted):
             row, computed = requests.rows[i], int(requests.num_computed[i])
             end = min(computed + int(requests.num_scheduled[i]), int(self.rows.num_prompt_R[row]) - 1)
@@ -259,7 +271,7 @@ class ModelRunner:
                 packed = np.zeros((2, PROMPT_LOGPROB_TILE), np.int32)
                 packed[0, :count] = int(starts[i]) + first - computed + np.arange(count)
                 packed[1, :count] = self.rows.token_ids[row][first + 1 : first + 1 + count]
-                tile = start_copy(self._call(key, self.head, hidden_TD, packed))
+                tile = start_copy(self._call(key, self.head, self.state.hidden, packed))
                 pending.prompt_tiles.append((scheduled.request_ids[i], first + 1, count, tile))
 
     def _call(self, key: ProgramKey, *arguments: Any) -> Any:

@@ -1,7 +1,7 @@
 """The programs of a pooling engine: those of a step, with `pool` in place of `sample`.
 
     forward[T]     as it is
-    accumulate[T]  hidden of all tokens, sums, packed -> sums, hidden of the prompts that are complete; not for LAST
+    accumulate[T]  hidden, sums, packed -> sums, hidden of the prompts that are complete; not for LAST
     pool[S]        head, hidden of the prompts that are complete -> float32 vectors or scores
 
 A prompt may take several steps, so what its tokens add up to stays on the device, a float32 line per row. The last
@@ -38,14 +38,14 @@ class SumsLayout:
 
 
 def accumulate(
-    layout: StepLayout, num_hidden: int, pooling_type: str, hidden_TD: Any, sums_RD: Any, packed: Any
+    layout: StepLayout, num_hidden: int, pooling_type: str, hidden_LD: Any, sums_RD: Any, packed: Any
 ) -> tuple[Any, Any]:
     """Add a step's hidden states to the sums of their rows -> (sums_RD, pooled_SD of the requests that sample).
 
     MEAN adds all tokens and divides by their number, CLS adds the first one alone. A row whose request begins in this
     step begins at zero, whatever it held. Sums are taken token by token, so a request's NaN stays its own.
     """
-    parts = layout.split(packed)
+    parts, hidden_TD = layout.split(packed), hidden_LD[: layout.num_tokens]
     seq_T, positions_T, is_padding_T = locate_places(layout, parts)
     counts_T = ~is_padding_T if pooling_type == "MEAN" else ~is_padding_T & (positions_T == 0)
     values_TD = jnp.where(counts_T[:, None], hidden_TD.astype(jnp.float32), 0.0)
@@ -70,7 +70,7 @@ class PoolingShapes(Shapes):
             return accumulate(layout, self.functions.num_hidden, pooling_type, hidden, sums, packed)
 
         step = jax.jit(accumulate_step, donate_argnames=("sums",), out_shardings=self.functions.replicated)
-        return step.lower(self.hidden(layout.num_tokens), self.sampling, self.packed(layout.size))
+        return step.lower(self.all_hidden, self.sampling, self.packed(layout.size))
 
     def lower_pool(self, size: int) -> jax.stages.Lowered:
         f = self.functions

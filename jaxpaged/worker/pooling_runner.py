@@ -27,13 +27,13 @@ class PoolingRunner(ModelRunner):
         row = self.rows.add(request)
         self.rows.append_blocks(row, request.block_ids, updates)
 
-    def _forward(self, requests: StepRequests, updates: list[tuple[int, int, int]]) -> tuple[Any, Any]:
+    def _forward(self, requests: StepRequests, updates: list[tuple[int, int, int]]) -> tuple[int, Any]:
         bucket, packed = self._pack(requests, updates)
-        hidden_TD, hidden_SD = self._run_forward(bucket, packed)
+        hidden_SD = self._run_forward(bucket, packed)
         if self.state.sampling is not None:
             key = ProgramKey("accumulate", bucket)
-            self.state.sampling, hidden_SD = self._call(key, hidden_TD, self.state.sampling, packed)
-        return hidden_TD, hidden_SD
+            self.state.sampling, hidden_SD = self._call(key, self.state.hidden, self.state.sampling, packed)
+        return bucket, hidden_SD
 
     def _sample(
         self, scheduled: SchedulerOutput, requests: StepRequests, hidden_SD: Any, pending: "PendingPooling",

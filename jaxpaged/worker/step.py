@@ -2,13 +2,16 @@
 
 A step is two programs, dispatched back to back without waiting:
 
-    forward[T]: params, kv, tables, last_token, packed -> kv, tables, hidden of all tokens, hidden of those that sample
-    sample[S]:  head, hidden, last_token, packed -> last_token, tokens
+    forward[T]: params, kv, tables, last_token, hidden, packed -> kv, tables, hidden, hidden of those that sample
+    sample[S]:  head, hidden of those that sample, last_token, packed -> last_token, tokens
 
 The sampled token stays on the device in `last_token[row]` and feeds the next step. `sample_full` does the same with
 penalties, bias, masks and log probabilities, for steps in which some request uses them; `sample_masked` takes masks
 of grammars besides. The logits are computed in
 the sampling program, so that a long prefill pays for the rows that sample and not for its token bucket.
+
+`hidden` has a line for every token of the largest bucket, whatever the step's: a smaller step writes the first ones, in
+place. So what follows on all tokens of a step, `prompt_logprobs`, is one program and not one per bucket.
 
 `StepFunctions` holds what is static; its methods are pure functions of their arguments.
 """
@@ -61,14 +64,19 @@ class StepFunctions:
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.attention.mesh, PartitionSpec())
 
-    def forward(self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, last_token_R: Any, packed: Any):
-        """One pass over the tokens of a step -> (kv, tables_GRM, hidden_TD, hidden_SD of the tokens that sample)."""
+    def forward(
+        self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, last_token_R: Any, hidden_LD: Any, packed: Any
+    ):  # fmt: skip
+        """One pass over the tokens of a step -> (kv, tables_GRM, hidden_LD, hidden_SD of the tokens that sample).
+
+        `hidden_LD` keeps the hidden states of a step of any size: this one's are its first T lines.
+        """
         parts = layout.split(packed)
         tables_GRM = write_tables(tables_GRM, parts.table_place_U, parts.table_idx_U, parts.table_block_U)
         hidden_TD, kv = self.hidden_states(layout, params, kv, tables_GRM, last_token_R, parts)
         sampled_RD = hidden_TD[parts.sample_idxs_R]
         hidden_SD = jnp.pad(sampled_RD, ((0, self.num_hidden - layout.num_rows), (0, 0)))
-        return kv, tables_GRM, hidden_TD, hidden_SD
+        return kv, tables_GRM, jax.lax.dynamic_update_slice(hidden_LD, hidden_TD, (0, 0)), hidden_SD
 
     def hidden_states(
         self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, last_token_R: Any, parts: StepParts
@@ -122,9 +130,9 @@ class StepFunctions:
         columns = (*shape, 1 + self.max_logprobs)
         return LogprobOutput(jnp.zeros(columns, jnp.int32), jnp.zeros(columns), jnp.zeros(shape, jnp.int32))
 
-    def prompt_logprobs(self, head: Any, hidden_TD: Any, packed_2C: Any):
+    def prompt_logprobs(self, head: Any, hidden_LD: Any, packed_2C: Any):
         """Log probabilities of prompt tokens. `packed_2C` holds places in the step, and the tokens that followed."""
-        logits_CV = self.model.compute_logits(head, self.config, hidden_TD[packed_2C[0]])
+        logits_CV = self.model.compute_logits(head, self.config, hidden_LD[packed_2C[0]])
         return prompt_logprobs(
             logits_CV, packed_2C[1], max_logprobs=self.max_logprobs, logprobs_mode=self.logprobs_mode
         )
@@ -167,8 +175,11 @@ def write_table_chunk(tables_GRM: Any, packed_3U: Any) -> Any:
 class Shapes:
     """Shapes, types and shardings of everything that programs take, from which they are lowered."""
 
-    def __init__(self, functions: StepFunctions, params: Any, kv: Any, sampling: StateLayout, max_blocks: int):
+    def __init__(
+        self, functions: StepFunctions, params: Any, kv: Any, sampling: StateLayout, max_blocks: int, max_tokens: int
+    ):  # fmt: skip
         self.functions, self.params, self.kv = functions, params, kv
+        self.all_hidden = self.hidden(max_tokens)
         rows = functions.max_num_seqs + 1
         self.tables = self._array((len(functions.kv_cache.groups), rows, max_blocks), jnp.int32)
         self.last_token = self._array((rows,), jnp.int32)
@@ -188,11 +199,13 @@ class Shapes:
         f, whole = self.functions, self.functions.replicated
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.kv)
 
-        def forward(params, kv, tables, last_token, packed):
-            return f.forward(layout, params, kv, tables, last_token, packed)
+        def forward(params, kv, tables, last_token, hidden, packed):
+            return f.forward(layout, params, kv, tables, last_token, hidden, packed)
 
-        step = jax.jit(forward, donate_argnames=("kv", "tables"), out_shardings=(shardings, whole, whole, whole))
-        return step.lower(self.params, self.kv, self.tables, self.last_token, self.packed(layout.size))
+        donated = ("kv", "tables", "hidden")
+        step = jax.jit(forward, donate_argnames=donated, out_shardings=(shardings, whole, whole, whole))
+        state = (self.kv, self.tables, self.last_token, self.all_hidden)
+        return step.lower(self.params, *state, self.packed(layout.size))
 
     def lower_sample(self, size: int) -> jax.stages.Lowered:
         def sample(head, hidden, last_token, packed):
@@ -225,13 +238,13 @@ class Shapes:
         hidden = self.hidden(self.functions.num_hidden)
         return step.lower(self.head, hidden, self.last_token, self.sampling, packed, masks)
 
-    def lower_prompt_logprobs(self, num_tokens: int) -> jax.stages.Lowered:
+    def lower_prompt_logprobs(self) -> jax.stages.Lowered:
         step = jax.jit(self.functions.prompt_logprobs, out_shardings=self.functions.replicated)
-        return step.lower(self.head, self.hidden(num_tokens), self.packed(2, PROMPT_LOGPROB_TILE))
+        return step.lower(self.head, self.all_hidden, self.packed(2, PROMPT_LOGPROB_TILE))
 
     def lower_zeros(self) -> jax.stages.Lowered:
         """The device state of an engine that has computed nothing, in the order of `DeviceState`."""
-        state = (self.kv, self.tables, self.last_token, self.sampling)
+        state = (self.kv, self.tables, self.last_token, self.sampling, self.all_hidden)
         step = jax.jit(
             lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state),
             out_shardings=jax.tree.map(lambda leaf: leaf.sharding, state),

@@ -21,7 +21,7 @@ from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import DummyParams, load_params
-from jaxpaged.worker.blueprint import DECODE_KINDS, MASKED_KIND, RARE_KINDS, Blueprint
+from jaxpaged.worker.blueprint import DECODE_KINDS, Blueprint
 from jaxpaged.worker.bundles import Bundle, save_bundle
 from jaxpaged.worker.kv_blocks import bytes_per_block, compiled_kv_cache, memory_for, size_kv_cache
 from jaxpaged.worker.model_runner import DeviceState, ModelRunner
@@ -93,12 +93,12 @@ class Worker:
         """The table, compiled here or taken from the bundle."""
         builders = self.step_programs.builders()
         stored = self.bundle.loaders(list(builders), self.blueprint.mesh, RESULT_TYPES) if self.bundle else {}
-        # Whether runs of decode steps gain anything is known when the engine has run, and whether anybody uses grammars
-        # when the first one comes: compiling can wait for that.
+        # Whether runs of decode steps gain anything is known when the engine has run, and whether anybody asks for more
+        # than ordinary tokens when the first one does: compiling can wait for that.
         unsure = self.config.scheduler.num_scheduler_steps is None
-        late = () if stored else (MASKED_KIND, *(DECODE_KINDS if unsure else ()))
-        on_demand = [key for key in builders if key.kind in late]
-        rare = {key for key in builders if key.kind in RARE_KINDS}
+        rare = {key for key in builders if key.kind in self.step_programs.rare_kinds}
+        late = rare.union(key for key in builders if unsure and key.kind in DECODE_KINDS)
+        on_demand = () if stored else late
         return Programs(builders, progress=self.progress, stored=stored, on_demand=on_demand, rare=rare)
 
     def save_bundle(self, folder: Path) -> None:

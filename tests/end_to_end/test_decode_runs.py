@@ -35,7 +35,7 @@ def engine(tmp_path_factory):
     options = EngineConfig.from_options(model=model, num_scheduler_steps=LONGEST, **OPTIONS)
     folder, functions, decoder, config = resolve_model(options)
     executor = UniProcExecutor(config, functions, decoder, folder)
-    executor.wait_for_programs()
+    executor.worker.programs.wait_all(on_demand=True)
     yield config, executor
     executor.shutdown()
 

@@ -24,6 +24,7 @@ from jaxpaged.engine.wire import CoreFacts
 from jaxpaged.errors import CapacityError, ConflictError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import ModelRunnerOutput, Progress, SchedulerOutput
+from jaxpaged.sampling_features import Extra
 
 DEMO = Path(__file__).parents[2] / "jaxpaged" / "assets" / "demo"
 FACTORY = "tests.engine.fake_core:build"
@@ -89,7 +90,7 @@ class CountingExecutor:
     def max_decode_steps(self) -> int:
         return 1
 
-    def can_mask(self) -> bool:
+    def can_run(self, extra: Extra) -> bool:
         return True
 
     def recover(self) -> None:

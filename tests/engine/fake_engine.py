@@ -28,6 +28,7 @@ from jaxpaged.messages import (
     SampledLogprobs,
     SchedulerOutput,
 )
+from jaxpaged.sampling_features import Extra, extras_of
 from jaxpaged.sampling_params import SamplingParams
 from tests.engine.small_tokenizer import CHAT, make_tokenizer
 
@@ -106,12 +107,16 @@ class FakeExecutor:
         self.wake_error: Exception | None = None
         self.profiling = False
         self.recorded_to: list[str | None] = []  # folders, None: that of the options
+        self.programs: dict[Extra, bool | Exception] = {}  # whether they are compiled, or why they cannot be
 
     def max_decode_steps(self) -> int:
         return self.longest_run
 
-    def can_mask(self) -> bool:
-        return True
+    def can_run(self, extra: Extra) -> bool:
+        answer = self.programs.get(extra, True)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def execute(self, scheduled: SchedulerOutput) -> Done:
         assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens) > 0
@@ -124,6 +129,8 @@ class FakeExecutor:
         for request_id in scheduled.removed_request_ids:
             self.rows.pop(request_id, None)
         for new in scheduled.new_requests:
+            missing = [extra for extra in extras_of(new.sampling_params) if not self.can_run(extra)]
+            assert not missing, f"a step would wait for {missing}"
             self._add(new)
         output = ModelRunnerOutput(scheduled.step_id, [], [], prompt_logprobs={})
         lines = []

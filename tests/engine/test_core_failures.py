@@ -160,7 +160,7 @@ def calls_of(name):
     if name != "pooling":
         assert world.core.stats().num_preemptions > 0, "the world is too easy"
     if name == "masks":
-        assert counts["draw"] > 4 and counts["can_mask"] > 0
+        assert counts["draw"] > 4 and counts["can_run"] > 0
     if name == "runs":
         assert counts["max_decode_steps"] > 1
     return [(method, number) for method, count in counts.items() for number in range(count)], world.tokens
@@ -168,7 +168,7 @@ def calls_of(name):
 
 def check_failure(name, method, number, error, late):
     """One call fails: the others are served as if it had not, and so is who comes later."""
-    if method == "can_mask" and not isinstance(error, Exception):
+    if method == "can_run" and not isinstance(error, Exception):
         return set()  # no interrupt is accepted there, see test_interrupts.py
     everything = calls_of(name)[1]
     world = World(name, method, number, error, late)

@@ -9,6 +9,7 @@ import pytest
 
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.errors import EngineError, RequestError
+from jaxpaged.sampling_features import Extra
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
 from tests.engine.test_core import request, run
 
@@ -94,11 +95,10 @@ class MaskedExecutor(FakeExecutor):
         self.masks_ready, self.times_asked = True, 0
         self.undrawn = None  # the step whose second half has not come
 
-    def can_mask(self):
+    def can_run(self, extra):
         self.times_asked += 1
-        if isinstance(self.masks_ready, Exception):
-            raise self.masks_ready
-        return self.masks_ready
+        self.programs[Extra.MASKS] = self.masks_ready
+        return super().can_run(extra)
 
     def note(self, what, scheduled):
         self.diary.append((what, scheduled.step_id))
@@ -197,13 +197,13 @@ def test_with_nothing_to_do_but_to_compile_a_step_sleeps_until_that_is_done():
     core, _ = make(grammars)
     core.add_request(scripted("slow", "50"))
     slept = []
-    core._scheduler.constrained.wait = lambda seconds: (slept.append(seconds), grammars.finish())
+    core._scheduler.preparation.wait = lambda seconds: (slept.append(seconds), grammars.finish())
     core.step()
     assert len(slept) == 1 and slept[0] > 0
     assert run(core)[0] == {"slow": [50]}
     core, _ = make(grammars)
     core.add_request(request("plain"))
-    core._scheduler.constrained.wait = lambda seconds: pytest.fail("a step slept though there was work to do")
+    core._scheduler.preparation.wait = lambda seconds: pytest.fail("a step slept though there was work to do")
     core.step()
 
 
@@ -336,7 +336,7 @@ def test_with_only_the_program_to_wait_for_a_step_sleeps(monkeypatch):
     executor.masks_ready = False
     core.add_request(scripted("shaped", "50"))
     slept = []
-    monkeypatch.setattr("jaxpaged.core.constrained.time.sleep", slept.append)
+    monkeypatch.setattr("jaxpaged.core.preparation.time.sleep", slept.append)
     core.step()
     assert len(slept) == 1 and slept[0] > 0
 

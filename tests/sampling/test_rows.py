@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.sampling.rows import NUM_COLUMNS, Feature, RowParams, SamplingRows, features_of, unpack_rows
+from jaxpaged.sampling.rows import NUM_COLUMNS, RowParams, SamplingRows, unpack_rows
+from jaxpaged.sampling_features import Feature, features_of
 from jaxpaged.sampling_params import SamplingParams
 
 FIRST = SamplingParams(

@@ -61,7 +61,7 @@ def start(model, **changes):
 
 def answers(config, executor):
     """Tokens of a plain, a penalised and a log probability request: every kind of program runs."""
-    executor.wait_for_programs()
+    executor.worker.programs.wait_all(on_demand=True)
     scheduler = Scheduler(config.scheduler, executor.kv_cache_config, max_model_len=32, enable_prefix_caching=True)
     logprobs = {"seed": 4, "logprobs": 2, "prompt_logprobs": 1}
     kinds = ({"temperature": 0.0}, {"seed": 3, "repetition_penalty": 1.3}, logprobs)

@@ -1,0 +1,55 @@
+"""What a request asks for beyond a token drawn by temperature, top_k, top_p and min_p, read off its parameters.
+
+The core, which has to know which programs a request needs, and the sampler go by the same lists.
+"""
+
+import enum
+
+from jaxpaged.sampling_params import SamplingParams
+
+
+class Feature(enum.IntFlag):
+    """What a row needs beyond the plain sampling program. Its `SamplingState` is read only for what is set here."""
+
+    NONE = 0
+    PENALTIES = 1
+    LOGIT_BIAS = 2
+    ALLOWED = 4
+    MIN_TOKENS = 8
+    BAD_WORDS = 16
+    LOGPROBS = 32
+    LOGPROB_IDS = 64
+
+
+class Extra(enum.Enum):
+    """Programs that ordinary requests do not need: they are compiled once somebody asks for them."""
+
+    MASKS = "the program that keeps answers to their grammars"
+    FULL_SAMPLER = "the program that draws with penalties, biases and log probabilities"
+    PROMPT_LOGPROBS = "the program that gives log probabilities of prompts"
+
+
+def features_of(params: SamplingParams) -> Feature:
+    """Which features of the full sampling program a request uses, custom processors aside."""
+    penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+    wanted = (
+        (Feature.PENALTIES, penalties),
+        (Feature.LOGIT_BIAS, params.logit_bias),
+        (Feature.ALLOWED, params.allowed_token_ids is not None),
+        (Feature.MIN_TOKENS, params.min_tokens),
+        (Feature.BAD_WORDS, params.bad_words_token_ids),
+        (Feature.LOGPROBS, params.logprobs is not None),
+        (Feature.LOGPROB_IDS, params.logprob_token_ids),
+    )
+    return Feature(sum(feature for feature, used in wanted if used))
+
+
+def extras_of(params: SamplingParams) -> list[Extra]:
+    """The programs that a request needs and others do not."""
+    bound = params.structured_outputs is not None or params.thinking_token_budget is not None
+    wanted = (
+        (Extra.MASKS, bound),
+        (Extra.FULL_SAMPLER, features_of(params)),
+        (Extra.PROMPT_LOGPROBS, params.prompt_logprobs is not None),
+    )
+    return [extra for extra, used in wanted if used]
