@@ -24,6 +24,7 @@ from jaxpaged.params.sharding import param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
 from jaxpaged.worker.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
+from jaxpaged.worker.compiler_options import Options, compiler_options
 from jaxpaged.worker.decode_batch import DecodeLayout, decode_layout
 from jaxpaged.worker.decode_loop import lower_decode
 from jaxpaged.worker.fingerprint import Fingerprint, fingerprint
@@ -81,6 +82,11 @@ class Blueprint:
     @cached_property
     def sample_buckets(self) -> tuple[int, ...]:
         return doubling_buckets(self.config.scheduler.max_num_seqs, self.platform)
+
+    @cached_property
+    def compiler_options(self) -> dict[str, Options]:
+        """Kind of program -> options of the compiler."""
+        return compiler_options(self.mesh)
 
     @cached_property
     def custom(self) -> CustomProcessors:
@@ -147,6 +153,7 @@ class Blueprint:
             "token_buckets": str(self.token_buckets),
             "sample_buckets": str(self.sample_buckets),
             "attention_backend": self.attention.backend,
+            "compiler_options": str(self.compiler_options),
         }
         return fingerprint(self.config, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)
 
@@ -216,7 +223,8 @@ class StepPrograms:
         kv = [kv_struct(blueprint.attention, *sizes, blueprint.kv_dtype) for _ in range(cache.num_tensors)]
         max_blocks = blocks_for_tokens(blueprint.config.model.max_model_len, cache.block_size)
         max_tokens = blueprint.token_buckets[-1]
-        return self.shapes_type(self.functions, blueprint.param_shapes, kv, self.row_state, max_blocks, max_tokens)
+        rows = (kv, self.row_state, max_blocks, max_tokens)
+        return self.shapes_type(self.functions, blueprint.param_shapes, *rows, blueprint.compiler_options)
 
     def builders(self) -> Builders:
         """How to lower every program, in the order in which they are wanted.

@@ -136,5 +136,8 @@ def lower_decode(shapes: Shapes, layout: DecodeLayout, full: bool) -> jax.stages
         return (run.kv, tables, run.last_token_R, run.sampling), run.tokens_IR, run.logprobs
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    program = jax.jit(decode_run, donate_argnames=("state",), out_shardings=(shardings, whole, whole))
+    program = jax.jit(
+        decode_run, donate_argnames=("state",), out_shardings=(shardings, whole, whole),
+        compiler_options=shapes.options.get("decode_full" if full else "decode"),
+    )  # fmt: skip
     return program.lower(shapes.params, shapes.head, state, shapes.packed(layout.size))

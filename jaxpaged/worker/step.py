@@ -16,7 +16,7 @@ place. So what follows on all tokens of a step, `prompt_logprobs`, is one progra
 `StepFunctions` holds what is static; its methods are pure functions of their arguments.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from jaxpaged.sampling.logprobs import LogprobOutput, prompt_logprobs
 from jaxpaged.sampling.rows import NUM_COLUMNS, unpack_rows
 from jaxpaged.sampling.sampler import SampleOutput, sample_full, sample_plain
 from jaxpaged.sampling.state import SamplingState, StateLayout, load_row, load_tokens
+from jaxpaged.worker.compiler_options import Options
 from jaxpaged.worker.packed import StepLayout, StepParts
 from pallas_kernels.ragged_paged_attention import AttentionMetadata, KVTensor, make_metadata
 
@@ -173,12 +174,16 @@ def write_table_chunk(tables_GRM: Any, packed_3U: Any) -> Any:
 
 
 class Shapes:
-    """Shapes, types and shardings of everything that programs take, from which they are lowered."""
+    """Shapes, types and shardings of everything that programs take, from which they are lowered.
+
+    `options`: those of the compiler, by kind of program.
+    """
 
     def __init__(
-        self, functions: StepFunctions, params: Any, kv: Any, sampling: StateLayout, max_blocks: int, max_tokens: int
+        self, functions: StepFunctions, params: Any, kv: Any, sampling: StateLayout, max_blocks: int, max_tokens: int,
+        options: Mapping[str, Options],
     ):  # fmt: skip
-        self.functions, self.params, self.kv = functions, params, kv
+        self.functions, self.params, self.kv, self.options = functions, params, kv, options
         self.all_hidden = self.hidden(max_tokens)
         rows = functions.max_num_seqs + 1
         self.tables = self._array((len(functions.kv_cache.groups), rows, max_blocks), jnp.int32)
@@ -203,7 +208,10 @@ class Shapes:
             return f.forward(layout, params, kv, tables, last_token, hidden, packed)
 
         donated = ("kv", "tables", "hidden")
-        step = jax.jit(forward, donate_argnames=donated, out_shardings=(shardings, whole, whole, whole))
+        step = jax.jit(
+            forward, donate_argnames=donated, out_shardings=(shardings, whole, whole, whole),
+            compiler_options=self.options.get("forward"),
+        )  # fmt: skip
         state = (self.kv, self.tables, self.last_token, self.all_hidden)
         return step.lower(self.params, *state, self.packed(layout.size))
 

@@ -1,0 +1,54 @@
+"""Options of XLA that differ from its defaults, by kind of device and kind of program: the only place that has any.
+
+They are part of what is compiled: of the key of jax's compilation cache, and of a bundle's fingerprint. What they gain
+was counted by the compiler, not timed.
+"""
+
+import logging
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+logger = logging.getLogger(__name__)
+
+Options = Mapping[str, bool]
+"""Name -> value, as `jax.jit` takes them."""
+
+LAYER_KINDS = ("forward", "decode", "decode_full")
+"""Programs with the model's layers in them."""
+
+LAYER_OPTIONS: Mapping[str, Options] = {
+    # XLA makes one fusion of a feed-forward's products up and down, which reads weights slower than two fusions do. For
+    # an 8B model and 256 rows on a v6e, a layer's two take 510 thousand cycles, and 379 as two (1.74 and 1.47 million
+    # for two layers and all that is around them). A v5e does so for smaller models; a TPU7x gains from the fusion.
+    "TPU v5 lite": {"xla_tpu_dot_dot_fusion": False},
+    "TPU v6 lite": {"xla_tpu_dot_dot_fusion": False},
+}
+"""Kind of device -> options of `LAYER_KINDS`."""
+
+
+def compiler_options(mesh: Mesh | AbstractMesh) -> dict[str, Options]:
+    """Kind of program -> its options on the devices of `mesh`; kinds that are not there take XLA's defaults.
+
+    An option that the installed compiler does not know is left out, with a warning: it may be older or newer.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return {}  # there is no compiler for it here
+    options = LAYER_OPTIONS.get(mesh.devices.flat[0].device_kind, {})
+    known = {name: value for name, value in options.items() if is_known(mesh, name, value)}
+    return dict.fromkeys(LAYER_KINDS, known) if known else {}
+
+
+def is_known(mesh: Mesh, name: str, value: bool) -> bool:
+    """Whether the compiler for these devices takes an option: it is asked for a program that does nothing."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    nothing = jax.jit(lambda: jnp.int32(0), out_shardings=whole, compiler_options={name: value})
+    try:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            nothing.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        logger.warning("programs are compiled without %s, which this compiler does not take: %s", name, error)
+        return False
+    return True

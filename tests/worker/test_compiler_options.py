@@ -1,0 +1,82 @@
+"""Options of XLA: where they are known, they reach the programs with layers, the cache and the fingerprint."""
+
+import re
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.engine.build import facts_of, read_model
+from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.worker import compiler_options
+from jaxpaged.worker.blueprint import Blueprint, StepPrograms
+from jaxpaged.worker.compiler_options import LAYER_KINDS, LAYER_OPTIONS, is_known
+from jaxpaged.worker.programs import ProgramKey
+from jaxpaged.worker.targets import parse_target, shapes_mesh
+from pallas_kernels import tpu_targets
+from tests.models.checkpoints import write_checkpoint
+
+OF_THIS_CPU = "xla_cpu_enable_fast_math"
+OPTIONS = {"max_num_seqs": 4, "token_buckets": (8,), "max_model_len": 64, "block_size": 16, "num_scheduler_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint("llama", tmp_path_factory.mktemp("model"))
+
+
+def blueprint(folder, mesh, platform="cpu", **changes):
+    model, decoder = read_model(folder)
+    config = EngineConfig.from_options(model=str(folder), **OPTIONS).resolve(facts_of(decoder), platform)
+    return Blueprint(config, model, replace(decoder, **changes), mesh)
+
+
+def programs(plan):
+    return StepPrograms(plan, KVCacheConfig(64, plan.kv_groups)).builders()
+
+
+def test_an_option_that_the_compiler_does_not_know_is_a_warning_and_left_out(monkeypatch, caplog):
+    mesh, kind = make_mesh(1), jax.devices()[0].device_kind
+    monkeypatch.setitem(LAYER_OPTIONS, kind, {OF_THIS_CPU: False, "xla_nobody_knows": True})
+    assert compiler_options.compiler_options(mesh) == {kind: {OF_THIS_CPU: False} for kind in LAYER_KINDS}
+    assert "xla_nobody_knows" in caplog.text and OF_THIS_CPU not in caplog.text
+    monkeypatch.setitem(LAYER_OPTIONS, kind, {"xla_nobody_knows": True})
+    assert compiler_options.compiler_options(mesh) == {}
+    assert compiler_options.compiler_options(shapes_mesh(2)) == {}
+
+
+def test_options_go_to_programs_with_layers_and_into_the_fingerprint(folder, monkeypatch):
+    before = blueprint(folder, make_mesh(1)).fingerprint()
+    monkeypatch.setitem(LAYER_OPTIONS, jax.devices()[0].device_kind, {OF_THIS_CPU: False})
+    plan = blueprint(folder, make_mesh(1))
+    now = plan.fingerprint()
+    assert {name for name in now if now[name] != before[name]} == {"options.compiler_options"}
+    given = {}
+
+    def jit(function, *arguments, compiler_options=None, **options):
+        if compiler_options is not None:
+            given[function.__name__] = compiler_options
+        return real(function, *arguments, **options)
+
+    real = jax.jit
+    monkeypatch.setattr(jax, "jit", jit)
+    builders = programs(plan)
+    for kind in (*LAYER_KINDS, "sample", "zeros"):
+        builders[next(key for key in builders if key.kind == kind)]()
+    assert given == {"forward": {OF_THIS_CPU: False}, "decode_run": {OF_THIS_CPU: False}}
+
+
+@pytest.mark.aot_tpu
+@pytest.mark.skipif(tpu_targets.why_not() is not None, reason=str(tpu_targets.why_not()))
+@pytest.mark.parametrize("target", ["v5e:1x1", "v6e:1x1"])
+def test_tpus_take_the_option_and_fuse_no_two_products(folder, target):
+    mesh = parse_target(target).mesh(1)
+    assert all(is_known(mesh, name, value) for name, value in LAYER_OPTIONS[mesh.devices.flat[0].device_kind].items())
+    plan = blueprint(folder, mesh, "tpu", hidden_size=2048, intermediate_size=8192)
+    assert plan.compiler_options["forward"] == {"xla_tpu_dot_dot_fusion": False}
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = programs(plan)[ProgramKey("forward", 8)]().compile().as_text()
+    fusions = re.findall(r"^%fused_computation.*?^}", text, re.MULTILINE | re.DOTALL)
+    assert fusions and max(fusion.count(" convolution(") for fusion in fusions) == 1
