@@ -66,7 +66,7 @@ class CountingExecutor:
     def max_decode_steps(self) -> int:
         return 1
 
-    def can_mask(self) -> bool:
+    def can_run(self, extra: Any) -> bool:
         return True
 
     def recover(self) -> None:

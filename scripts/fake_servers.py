@@ -69,7 +69,7 @@ class FreeExecutor:
     def max_decode_steps(self) -> int:
         return 1
 
-    def can_mask(self) -> bool:
+    def can_run(self, extra: Any) -> bool:
         return True
 
     def stats(self) -> dict[str, Any]:
