@@ -20,12 +20,25 @@ def apply_bitmask(logits_SV: jax.Array, bits_SW: jax.Array) -> jax.Array:
     return jnp.where(allowed_SV == 1, logits_SV, -jnp.inf)
 
 
-def apply_bias_and_masks(logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:
-    """Allowed tokens, then bias, then end and stop tokens of rows that are not min_tokens long yet."""
-    logits_SV = if_any(rows.has(Feature.ALLOWED), keep_allowed, logits_SV, state, rows)
-    logits_SV = if_any(rows.has(Feature.LOGIT_BIAS), add_bias, logits_SV, state, rows)
-    too_short_S = rows.num_output_S < rows.min_tokens_S
-    return if_any(too_short_S, mask_stop_ids, logits_SV, state, rows)
+def change_logits(logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:
+    """Allowed tokens, then biases, then penalties. End and stop tokens of rows that are not min_tokens long yet, and
+    ends of bad words, are masked together with the biases, since no penalty brings back what is -inf.
+
+    There is one condition around all of it, so that a step which wants nothing does not pay for each.
+    """
+    sparse_S = rows.has(Feature.LOGIT_BIAS | Feature.BAD_WORDS) | too_short(rows)
+
+    def change(_: jax.Array, logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:
+        logits_SV = if_any(rows.has(Feature.ALLOWED), keep_allowed, logits_SV, state, rows)
+        logits_SV = if_any(sparse_S, change_few, logits_SV, state, rows)
+        return if_any(rows.has(Feature.PENALTIES), penalise, logits_SV, state, rows)
+
+    return if_any(sparse_S | rows.has(Feature.ALLOWED | Feature.PENALTIES), change, logits_SV, state, rows)
+
+
+def too_short(rows: RowParams) -> jax.Array:
+    """Rows that are not min_tokens long yet."""
+    return rows.num_output_S < rows.min_tokens_S
 
 
 def keep_allowed(wanted_S: jax.Array, logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:
@@ -33,26 +46,33 @@ def keep_allowed(wanted_S: jax.Array, logits_SV: jax.Array, state: SamplingState
     return apply_bitmask(logits_SV, jnp.where(wanted_S[:, None], state.allowed_bits_RW[rows.row_S], every))
 
 
-def add_bias(wanted_S: jax.Array, logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:
-    ids_SJ = jnp.where(wanted_S[:, None], state.bias_ids_RJ[rows.row_S], logits_SV.shape[1])
-    return at_ids(logits_SV, ids_SJ).add(state.bias_values_RJ[rows.row_S], mode="drop")
+def change_few(wanted_S: jax.Array, logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:
+    """Biases, stop tokens and bad words: one sum at a few tokens of each row, -inf where a token is masked.
+
+    On all logits in one line: a scatter into two axes makes a TPU turn them around, before it and after it, and in
+    steps without any, too.
+    """
+    num_rows, num_tokens = logits_SV.shape
+    ids_of = (
+        (rows.has(Feature.LOGIT_BIAS), state.bias_ids_RJ[rows.row_S]),
+        (too_short(rows), state.stop_ids_RJ[rows.row_S]),
+        (rows.has(Feature.BAD_WORDS), banned_last_tokens(state, rows, num_tokens)),
+    )
+    ids_SJ = jnp.concatenate([jnp.where(has_S[:, None], ids_SJ, num_tokens) for has_S, ids_SJ in ids_of], axis=1)
+    biases_SJ = state.bias_values_RJ[rows.row_S]
+    num_masked = ids_SJ.shape[1] - biases_SJ.shape[1]
+    values_SJ = jnp.pad(biases_SJ, ((0, 0), (0, num_masked)), constant_values=-jnp.inf)
+    place_SJ = jnp.arange(num_rows)[:, None] * num_tokens + ids_SJ
+    place_SJ = jnp.where(ids_SJ < num_tokens, place_SJ, num_rows * num_tokens)
+    return logits_SV.reshape(-1).at[place_SJ].add(values_SJ, mode="drop").reshape(logits_SV.shape)
 
 
-def mask_stop_ids(wanted_S: jax.Array, logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:
-    ids_SJ = jnp.where(wanted_S[:, None], state.stop_ids_RJ[rows.row_S], logits_SV.shape[1])
-    return at_ids(logits_SV, ids_SJ).set(-jnp.inf, mode="drop")
-
-
-def apply_penalties(logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:
+def penalise(wanted_S: jax.Array, logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:
     """Repetition, then frequency, then presence.
 
     Repetition divides positive and multiplies negative logits of every token in prompt or output; frequency
     subtracts per occurrence in the output, presence once.
     """
-    return if_any(rows.has(Feature.PENALTIES), penalise, logits_SV, state, rows)
-
-
-def penalise(wanted_S: jax.Array, logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:
     seen_SV = jnp.where(wanted_S[:, None], state.seen_RV[rows.row_S], 0)
     output_count_SV = (seen_SV >> 1).astype(jnp.float32)
     factor_SV = jnp.where(seen_SV > 0, rows.repetition_penalty_S[:, None], 1.0)
@@ -61,15 +81,11 @@ def penalise(wanted_S: jax.Array, logits_SV: jax.Array, state: SamplingState, ro
     return logits_SV - jnp.where(output_count_SV > 0, rows.presence_penalty_S[:, None], 0.0)
 
 
-def apply_bad_words(logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:
-    """-inf for each token that would complete a bad word in the output."""
-    return if_any(rows.has(Feature.BAD_WORDS), ban_last_tokens, logits_SV, state, rows)
+def banned_last_tokens(state: SamplingState, rows: RowParams, num_tokens: int) -> jax.Array:
+    """Tokens that would complete a bad word in the output, each in its place, `num_tokens` in all others.
 
-
-def ban_last_tokens(
-    wanted_S: jax.Array, logits_SV: jax.Array, state: SamplingState, rows: RowParams
-) -> jax.Array:
-    """A word's last token is banned when none of the tokens before it differs from the end of the output."""
+    A word's last token is banned when none of the tokens before it differs from the end of the output.
+    """
     row_S = rows.row_S
     tokens_SJ, words_SJ, distance_SJ = (
         state.bad_tokens_RJ[row_S], state.bad_words_RJ[row_S], state.bad_distances_RJ[row_S],
@@ -81,13 +97,7 @@ def ban_last_tokens(
     line_S1 = jnp.arange(len(row_S))[:, None]
     misses_SB = jnp.zeros((len(row_S), MAX_BAD_WORDS), jnp.int32).at[line_S1, words_SJ].add(differs_SJ)
     complete_SJ = jnp.take_along_axis(misses_SB, words_SJ, axis=1) == 0
-    banned_SJ = wanted_S[:, None] & is_last_SJ & complete_SJ
-    return at_ids(logits_SV, jnp.where(banned_SJ, tokens_SJ, logits_SV.shape[1])).set(-jnp.inf, mode="drop")
-
-
-def at_ids(logits_SV: jax.Array, ids_SJ: jax.Array):
-    """The entries `[s, ids_SJ[s, j]]`, to be updated."""
-    return logits_SV.at[jnp.arange(len(ids_SJ))[:, None], ids_SJ]
+    return jnp.where(is_last_SJ & complete_SJ, tokens_SJ, num_tokens)
 
 
 def if_any(wanted_S: jax.Array, change, logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:

@@ -13,12 +13,7 @@ import jax.numpy as jnp
 
 from jaxpaged.sampling.custom import NO_PROCESSORS, CustomProcessors
 from jaxpaged.sampling.limits import NUM_CANDIDATES, Limits, sampling_limits
-from jaxpaged.sampling.logits import (
-    apply_bad_words,
-    apply_bias_and_masks,
-    apply_bitmask,
-    apply_penalties,
-)
+from jaxpaged.sampling.logits import apply_bitmask, change_logits
 from jaxpaged.sampling.logprobs import LogprobOutput, row_logprobs
 from jaxpaged.sampling.noise import exponential_noise, position_keys
 from jaxpaged.sampling.rows import RowParams, unpack_rows
@@ -66,9 +61,7 @@ def sample_full(
     rows = unpack_rows(packed_SF)
     if mask_bits_SW is not None:
         logits_SV = apply_bitmask(logits_SV, mask_bits_SW)
-    processed_SV = apply_bias_and_masks(logits_SV, state, rows)
-    processed_SV = apply_penalties(processed_SV, state, rows)
-    processed_SV = apply_bad_words(processed_SV, state, rows)
+    processed_SV = change_logits(logits_SV, state, rows)
     processed_SV = custom.apply(processed_SV, state.custom_RP[rows.row_S], rows)
     bad_S = not_a_distribution(logits_SV) | not_a_distribution(processed_SV)
 
