@@ -117,8 +117,9 @@ class TpuBackend:
         (T, N, H), K, plan = q_TNH.shape, k_TKH.shape[1], metadata.plan
         settings = {"vmem_limit_bytes": tiles.VMEM_LIMIT_BYTES, "interpret": self.interpret or False}
         problem = tiles.Problem(K, N // K, H, kv[0].shape[2], q_TNH.dtype, kv[0].dtype)
-        new_TKW, scales = self._new_slots(k_TKH, v_TKH, kv[0].dtype, scales, plan)
-        kv_BKSW = write_tokens(new_TKW, kv[0], plan.writes, work.write_group_of(problem.block_size), **settings)
+        new_TKW, scales = self._new_slots(k_TKH, v_TKH, kv[0].dtype, scales, plan.writes[problem.block_size])
+        group = work.write_group_of(problem.block_size, kv[0].dtype)
+        kv_BKSW = write_tokens(new_TKW, kv[0], plan.writes[group], group, **settings)
         sinks_KG = None if sinks_N is None else LOG2_E * sinks_N.astype(jnp.float32).reshape(K, N // K)
         layer = _Layer(problem, plan, ScoreRule(scale, soft_cap), window, sinks_KG, kv_BKSW, scales, settings)
         q_TKGD = pad_lanes(q_TNH, problem.lanes.operand).reshape(T, K, N // K, problem.lanes.operand)
@@ -127,7 +128,7 @@ class TpuBackend:
         return out_TKGD[..., problem.lanes.outputs].reshape(T, N, H), (kv_BKSW,), scales
 
     def _new_slots(
-        self, k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, scales: tuple[jax.Array, ...], plan: work.Plan
+        self, k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, scales: tuple[jax.Array, ...], block_writes: work.Writes
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """(what goes into the cache, new_TKW in float32, scales after the step)."""
         if not is_quantized(dtype):
@@ -137,7 +138,7 @@ class TpuBackend:
             quantize_new(x_TKH, scale, dtype) for x_TKH, scale in zip((k_TKH, v_TKH), of_keys_and_values)
         )
         if kind_of(scales) == "token":
-            scales = (write_scales(jnp.stack([k_scale_TK, v_scale_TK], axis=-1), scales[0], plan.block_writes),)
+            scales = (write_scales(jnp.stack([k_scale_TK, v_scale_TK], axis=-1), scales[0], block_writes),)
         return join(k_TKH.astype(jnp.float32), v_TKH.astype(jnp.float32)), scales
 
 

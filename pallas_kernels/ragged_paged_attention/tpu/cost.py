@@ -53,7 +53,7 @@ def kernel_cost(rows: Rows, problem: tiles.Problem, window: int | None) -> dict[
     chunk_slots = work.item_slots_of(problem.block_size, work.CHUNK_SLOTS)
     tile_rows = problem.group_size * plan.query_tile
     return {
-        "write": _write_cost(plan.writes, problem),
+        "write": _write_cost(plan.writes[work.write_group_of(problem.block_size, problem.kv_dtype)], problem),
         "decode": _attention_cost(plan.decode, problem, window, decode_slots, problem.decode_rows),
         "prefill": _attention_cost(plan.prefill, problem, window, chunk_slots, tile_rows),
     }
@@ -69,7 +69,7 @@ def _plan(rows: Rows, block_size: int, window: int | None) -> work.Plan:
 
 def _write_cost(writes: work.Writes, problem: tiles.Problem) -> Cost:
     """A group is written, and read before unless all of it is new; new tokens come as float32."""
-    count, group = int(writes.count), work.write_group_of(problem.block_size)
+    count, group = int(writes.count), work.write_group_of(problem.block_size, problem.kv_dtype)
     num_Z = np.asarray(writes.end_Z - writes.first_Z)[:count]
     slots = group * (count + int((num_Z < group).sum()))
     slot = problem.num_kv_heads * problem.lanes.slot

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention.tpu.fetch import Fetcher, FetchShape
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, Lanes
-from pallas_kernels.ragged_paged_attention.tpu.operands import Operands
+from pallas_kernels.ragged_paged_attention.tpu.operands import UNCHECKED, Operands
 from pallas_kernels.ragged_paged_attention.tpu.softmax import (
     LOWEST,
     ScoreRule,
@@ -62,7 +62,7 @@ def decode_attention(
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes, **UNCHECKED
         ),
         interpret=interpret,
         name="paged_attention_decode",

@@ -9,11 +9,12 @@ Letters beside the package's: Z segments, J grid blocks, P slots of one item, W 
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES
+from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, sublane_tile
 from pallas_kernels.shapes import ceil_div
 
 DECODE_ITEM_SLOTS = 256
@@ -72,16 +73,16 @@ class Plan:
     tables: block tables in pages, [R * pages per row, 1, W]. decode, prefill: the work of both kernels.
     decode_token_Z: the token of each decode segment. decode_segment_T: the decode segment of each token, or -1 where
     prefill computes the output. query_tile: queries in one grid block of the prefill kernel. pages_per_row: of the
-    block table. writes, block_writes: where new tokens go, in groups of a few slots and of whole blocks.
+    block table. writes: where new tokens go, by slots of a group: those of every type of cache, and whole blocks. XLA
+    computes those that are used.
     """
 
     tables: jax.Array
     decode: Segments
     prefill: Segments
-    writes: Writes
+    writes: dict[int, Writes]
     decode_token_Z: jax.Array
     decode_segment_T: jax.Array
-    block_writes: Writes
     query_tile: int = dataclasses.field(metadata={"static": True})
     pages_per_row: int = dataclasses.field(metadata={"static": True})
 
@@ -97,9 +98,16 @@ def item_slots_of(block_size: int, at_least: int) -> int:
     return unit * max(1, at_least // unit)
 
 
-def write_group_of(block_size: int) -> int:
-    """Slots of a group that is written at once: the largest tile of any type, if blocks consist of such tiles."""
-    return math.gcd(block_size, 32)
+def write_group_of(block_size: int, kv_dtype: Any) -> int:
+    """Slots of a group that is written at once: a tile of the cache, if blocks consist of such tiles.
+
+    Of a group in which not all is new the old slots are read too, so a larger one costs a decode step twice its size.
+    """
+    return math.gcd(block_size, sublane_tile(kv_dtype))
+
+
+def _write_groups(block_size: int) -> list[int]:
+    return sorted({block_size, *(write_group_of(block_size, dtype) for dtype in (jnp.int8, jnp.bfloat16, jnp.float32))})
 
 
 def make_plan(
@@ -119,10 +127,9 @@ def make_plan(
         tables=_paged(block_tables_RM),
         decode=decode,
         prefill=_prefill_segments(batch, query_tile, item_slots_of(block_size, CHUNK_SLOTS)),
-        writes=_writes(batch, block_size, write_group_of(block_size)),
+        writes={group: _writes(batch, block_size, group) for group in _write_groups(block_size)},
         decode_token_Z=pick(batch.start_R, decode.row_Z),
         decode_segment_T=_decode_segment_of(batch, jnp.arange(num_tokens)),
-        block_writes=_writes(batch, block_size, block_size),
         query_tile=query_tile,
         pages_per_row=pages_of(block_tables_RM.shape[1]),
     )

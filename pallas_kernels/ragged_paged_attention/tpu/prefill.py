@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention.tpu.fetch import Fetcher, FetchShape, Item
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, Lanes
-from pallas_kernels.ragged_paged_attention.tpu.operands import Operands
+from pallas_kernels.ragged_paged_attention.tpu.operands import UNCHECKED, Operands
 from pallas_kernels.ragged_paged_attention.tpu.plan import Segments
 from pallas_kernels.ragged_paged_attention.tpu.softmax import (
     LOWEST,
@@ -63,7 +63,7 @@ def prefill_attention(
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes, **UNCHECKED
         ),
         interpret=interpret,
         name="paged_attention_prefill",

@@ -15,8 +15,8 @@ VMEM_GOAL_BYTES = 40 * 2**20
 PARTS_AT_ONCE = 32
 """Items times heads in a step of the decode kernel: independent products, enough to hide the latency of each."""
 MAX_DECODE_ITEMS = 8
-MAX_TILE_ROWS = 512
-"""Query rows in one product of the prefill kernel."""
+MAX_TILE_ROWS = 256
+"""Query rows in one product of the prefill kernel. With 512 its scores, 512 x 512 in float32, spill."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.ragged_paged_attention.tpu.operands import UNCHECKED
 from pallas_kernels.ragged_paged_attention.tpu.plan import Writes
 
 IN_FLIGHT = 8
@@ -49,7 +50,7 @@ def write_tokens(
             ],
         ),
         input_output_aliases={len(scalars) + 1: 0},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_limit_bytes),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_limit_bytes, **UNCHECKED),
         interpret=interpret,
         name="paged_attention_write",
     )

@@ -94,14 +94,25 @@ def test_every_query_of_a_chunk_meets_the_pieces_that_it_may_see_in_its_own_tile
         assert piece <= step.seq_lens_R[row] - 1
 
 
+@pytest.mark.parametrize(
+    ("block_size", "groups"), [(8, (8, 8, 8)), (16, (8, 16, 16)), (48, (8, 16, 16)), (128, (8, 16, 32))]
+)
+def test_no_more_slots_are_written_at_once_than_a_tile_of_the_cache_has(block_size, groups):
+    assert groups == tuple(write_group_of(block_size, dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.int8))
+
+
 @pytest.mark.parametrize("case", SOME_CASES)
 def test_every_new_token_is_written_once_to_its_slot(case):
     step, plan = plan_of(case)
-    group = write_group_of(case.block_size)
+    for group, writes in plan.writes.items():
+        check_writes(case, step, group, writes)
+
+
+def check_writes(case, step, group, writes):
     written = {}
-    lists = [np.asarray(x) for x in (plan.writes.block_Z, plan.writes.slot_Z, plan.writes.first_Z, plan.writes.end_Z)]
-    tokens = np.asarray(plan.writes.token_Z)
-    for z in range(int(plan.writes.count)):
+    lists = [np.asarray(x) for x in (writes.block_Z, writes.slot_Z, writes.first_Z, writes.end_Z)]
+    tokens = np.asarray(writes.token_Z)
+    for z in range(int(writes.count)):
         block, slot, first, end = (x[z] for x in lists)
         assert slot % group == 0 and 0 <= first < end <= group
         for i in range(end - first):
