@@ -22,8 +22,8 @@ LAYER_KINDS = ("forward", "decode", "decode_full")
 LAYER_OPTIONS: Mapping[str, Options] = {
     # XLA makes one fusion of a feed-forward's products up and down, which reads weights slower than two fusions do. Two
     # layers and all that is around them, 256 rows on a v6e: 1.74 million estimated cycles for an 8B model, and 1.47 so;
-    # 0.56 and 0.50 for a 1B model. A v5e fuses for fewer rows of small models (1B, 32 rows), a TPU7x never did.
-    "TPU v5 lite": {"xla_tpu_dot_dot_fusion": False},
+    # 0.56 and 0.50 for a 1B model. Not on a v5e, which fuses little, and is no faster without (1B, 32 rows: 0.499 and
+    # 0.508), nor on a TPU7x, which never fuses these.
     "TPU v6 lite": {"xla_tpu_dot_dot_fusion": False},
 }
 """Kind of device -> options of `LAYER_KINDS`."""

@@ -70,9 +70,8 @@ def test_options_go_to_programs_with_layers_and_into_the_fingerprint(folder, mon
 
 @pytest.mark.aot_tpu
 @pytest.mark.skipif(tpu_targets.why_not() is not None, reason=str(tpu_targets.why_not()))
-@pytest.mark.parametrize("target", ["v5e:1x1", "v6e:1x1"])
-def test_tpus_take_the_option_and_fuse_no_two_products(folder, target):
-    mesh = parse_target(target).mesh(1)
+def test_a_v6e_takes_the_option_and_fuses_no_two_products(folder):
+    mesh = parse_target("v6e:1x1").mesh(1)
     assert all(is_known(mesh, name, value) for name, value in LAYER_OPTIONS[mesh.devices.flat[0].device_kind].items())
     plan = blueprint(folder, mesh, "tpu", hidden_size=2048, intermediate_size=8192)
     assert plan.compiler_options["forward"] == {"xla_tpu_dot_dot_fusion": False}
