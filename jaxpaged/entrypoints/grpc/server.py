@@ -6,7 +6,9 @@ This module knows grpcio's server and no method.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+import ssl
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -124,6 +126,18 @@ class GrpcListener:
             for name in ("", INFERENCE.full_name, ADMIN.full_name):
                 await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
             await asyncio.sleep(HEALTH_SECONDS)
+
+
+def grpc_credentials(tls: Mapping[str, Any]) -> Any:
+    """The same TLS as HTTP has, see `http/tls.py`; None without it. gRPC does not check what is not needed."""
+    if not tls:
+        return None
+    certificate, key, authorities = (tls[f"ssl_{name}"] for name in ("certfile", "keyfile", "ca_certs"))
+    chain = Path(certificate).read_bytes()
+    return server_credentials(
+        chain, Path(key).read_bytes() if key else chain, Path(authorities).read_bytes() if authorities else None,
+        require_client=tls["ssl_cert_reqs"] == ssl.CERT_REQUIRED,
+    )  # fmt: skip
 
 
 def server_credentials(

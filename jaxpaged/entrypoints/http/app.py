@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpaged.engine.sleep import LEVELS, MODES, TAGS
 from jaxpaged.entrypoints.http.admin import AbortRequest, Admin, ProfileState, SleepState
@@ -168,7 +169,9 @@ def application(
     endpoints: Sequence[Endpoint], service: Service, keys: Sequence[str], origins: Sequence[str] = ()
 ) -> Starlette:
     """`origins`: web pages that may ask. A browser's question whether it may needs no key, so it is answered first."""
-    document = json_response(description(endpoints, with_keys=bool(keys))).body
+    root = service.options.root_path
+    servers = {"servers": [{"url": root}]} if root else {}
+    document = json_response({**description(endpoints, with_keys=bool(keys)), **servers}).body
 
     async def openapi(request: Request) -> Response:
         return Response(document, media_type="application/json")
@@ -181,8 +184,24 @@ def application(
     every = ["*"]
     cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every)]
     cors = cors if origins else []
+    below = [Middleware(BelowRoot, root_path=root)] if root else []
+    guarded = Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)
     return Starlette(
         routes=routes,
-        middleware=[counted, *cors, Middleware(MessagesErrors), Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)],
+        middleware=[*below, counted, *cors, Middleware(MessagesErrors), guarded],
         exception_handlers={HTTPException: answer_with_error},
     )
+
+
+class BelowRoot:
+    """Takes the path below which a proxy shows the server from those requests that still have it."""
+
+    def __init__(self, app: ASGIApp, root_path: str):
+        self._app = app
+        self._root = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path.startswith(f"{self._root}/"):
+            scope = {**scope, "path": path.removeprefix(self._root)}
+        await self._app(scope, receive, send)

@@ -5,10 +5,13 @@ This module knows uvicorn, and neither endpoints nor engines.
 
 import asyncio
 import contextlib
+import errno
 import functools
+import os
 import re
 import socket
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -44,20 +47,57 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
+def bind_unix(path: str) -> socket.socket:
+    """A Unix socket at `path`, for its owner and group, in place of one that nobody listens on any more.
+
+    Raises UsageError when the path cannot be had.
+    """
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        remove_stale(path)
+        bound.bind(path)
+        os.chmod(path, 0o660)
+    except OSError as error:
+        bound.close()
+        raise UsageError(f"cannot listen on {path}: {error.strerror or error}. Choose another --uds.") from None
+    return bound
+
+
+def remove_stale(path: str) -> None:
+    """Raises OSError unless nothing is there, or a socket that nobody listens on."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise FileExistsError(errno.EEXIST, "it exists and is no socket")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def url_of(bound: socket.socket, scheme: str = "http") -> str:
+    if bound.family == socket.AF_UNIX:
+        return f"unix:{bound.getsockname()}"
     host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class Listener(uvicorn.Server):
-    """Serves one application on one socket. Signals are left to who runs it."""
+    """Serves one application on one socket. Signals are left to who runs it. `tls`: see `tls.tls_settings`."""
 
-    def __init__(self, app: ASGIApp, bound: socket.socket, *, max_header_bytes: int):
+    def __init__(
+        self, app: ASGIApp, bound: socket.socket, *, max_header_bytes: int, tls: Mapping[str, Any] | None = None
+    ):
         protocol: Any = functools.partial(LimitedProtocol, max_header_bytes)
         super().__init__(
             uvicorn.Config(
                 app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False,
                 server_header=False, backlog=BACKLOG, timeout_graceful_shutdown=CLOSING_TIMEOUT,
+                **(tls or {}),
             )
         )  # fmt: skip
         self._bound = bound

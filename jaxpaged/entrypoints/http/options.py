@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxpaged.engine.log_setup import FORMATS, LEVELS
 from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
+from jaxpaged.errors import ConfigError
 from jaxpaged.option_checks import checked, option
 from jaxpaged.parsing.parser import reasoning_format_named, tool_format_named
 from jaxpaged.vllm_options import without_neutral
@@ -25,6 +26,15 @@ class ServerOptions:
         None, "port of the admin endpoints (sleep, reset_prefix_cache, ...), on 127.0.0.1 only; none by default",
         minimum=0, maximum=65535,
     )  # fmt: skip
+    uds: str | None = option(
+        None, "path of a Unix socket to listen on in place of host and port; who may use the file may ask",
+        not_empty=True,
+    )  # fmt: skip
+    root_path: str = option("", "path below which a proxy shows the server, such as /llm")
+    ssl_certfile: str | None = option(None, "file with the server's certificate (PEM): HTTPS", not_empty=True)
+    ssl_keyfile: str | None = option(None, "file with its key, if it is not in the same one", not_empty=True)
+    ssl_ca_certs: str | None = option(None, "file with the certificates of who signs those of clients", not_empty=True)
+    ssl_cert_reqs: int = option(0, "certificates of clients: 0 none, 1 checked if sent, 2 needed", minimum=0, maximum=2)
     http: bool = option(True, "serve over HTTP; without it only over gRPC")
     grpc_port: int | None = option(
         None, "port of the gRPC server (extra grpc), on the same --host; none by default", minimum=0, maximum=65535
@@ -100,6 +110,8 @@ class ServerOptions:
         fields = {f.name: f for f in dataclasses.fields(cls)}
         own = without_neutral(options, FOREIGN_SERVER_OPTIONS)
         made = cls(**{name: checked(fields[name], value) for name, value in own.items()})
+        if made.root_path and (not made.root_path.startswith("/") or made.root_path.endswith("/")):
+            raise ConfigError(f"root_path is {made.root_path!r}; it must begin with a slash and not end with one.")
         if made.tool_call_parser is not None:
             tool_format_named(made.tool_call_parser)
         if made.reasoning_parser is not None:

@@ -9,15 +9,17 @@ This module knows processes and signals; what is served is the business of `app.
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxpaged.entrypoints.http.app import create_admin_app, create_app
-from jaxpaged.entrypoints.http.listener import BACKLOG, Listener, bind, url_of
+from jaxpaged.entrypoints.http.listener import BACKLOG, Listener, bind, bind_unix, url_of
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.tls import tls_settings
 from jaxpaged.errors import EngineError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -31,17 +33,18 @@ LOOPBACK = "127.0.0.1"
 class Sockets:
     """Where the server will listen, reserved before anything is loaded.
 
-    Raises UsageError for a taken address, and when there would be none at all.
+    Raises UsageError for a taken address, for TLS files that do not serve, and when there would be none at all.
     """
 
     def __init__(self, options: ServerOptions):
-        self._grpc_path = options.grpc_uds
+        self._grpc_path, self._path = options.grpc_uds, options.uds
+        self.tls = tls_settings(options)
         if not options.http and options.grpc_port is None and options.grpc_uds is None:
             raise UsageError("--no-http leaves nothing to serve. Add --grpc-port or --grpc-uds.")
         self.public = self.admin = self.grpc = None
         try:
             if options.http:
-                self.public = bind(options.host, options.port)
+                self.public = bind_unix(options.uds) if options.uds else bind(options.host, options.port)
             if options.admin_port is not None:
                 self.admin = bind(LOOPBACK, options.admin_port, "--admin-port")
             if options.grpc_port is not None:
@@ -59,11 +62,15 @@ class Sockets:
         """Clients that connect are refused; a server that runs closes its sockets itself."""
         for each in filter(None, (self.public, self.admin, self.grpc)):
             each.close()
+        if self.public is not None and self._path is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
 
     @property
     def urls(self) -> list[str]:
         """Of the HTTP listeners: the public one, if there is one, and that of the admin endpoints."""
-        return [url_of(each) for each in (self.public, self.admin) if each is not None]
+        public = [] if self.public is None else [url_of(self.public, "https" if self.tls else "http")]
+        return public + ([] if self.admin is None else [url_of(self.admin)])
 
     @property
     def grpc_addresses(self) -> list[str]:
@@ -143,14 +150,17 @@ def make_listeners(
     settings = {"max_header_bytes": service.options.max_header_bytes}
     listeners: list[Any] = []
     if sockets.public is not None:
-        listeners.append(Listener(create_app(service, keys), sockets.public, **settings))
+        listeners.append(Listener(create_app(service, keys), sockets.public, tls=sockets.tls, **settings))
     if sockets.admin is not None:
         listeners.append(Listener(create_admin_app(service, keys), sockets.admin, **settings))
     addresses = sockets.release_grpc()
     if addresses:
-        from jaxpaged.entrypoints.grpc.server import GrpcListener  # an extra
+        from jaxpaged.entrypoints.grpc.server import GrpcListener, grpc_credentials  # an extra
 
-        listeners.append(GrpcListener(service, addresses, keys=keys, admin_keys=grpc_admin_keys))
+        credentials = grpc_credentials(sockets.tls)
+        listeners.append(
+            GrpcListener(service, addresses, keys=keys, admin_keys=grpc_admin_keys, credentials=credentials)
+        )
     return listeners
 
 
