@@ -1,0 +1,129 @@
+"""`jaxpaged collect-env` and `jaxpaged models`: reports about this machine, from files, and without secrets."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpaged.entrypoints.cli import collect_env, machine, main, models
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_report_names_versions_and_settings_and_no_secret(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_precious")
+    monkeypatch.setenv("HF_HUB_SOME_TOKEN", "precious")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_something=1")
+    monkeypatch.setenv("MY_OWN", "precious")
+    assert main(["collect-env", "--no-devices"]) == 0
+    shown = capsys.readouterr().out
+    assert "--xla_something=1" in shown and "precious" not in shown and "HF_TOKEN" in shown
+    assert "jax " in shown and "memory" in shown
+
+
+def test_the_report_can_be_read_by_programs(capsys):
+    assert main(["collect-env", "--no-devices", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["packages"]["jax"][0].isdigit() and report["machine"]["memory"].endswith("iB")
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import json; print(json.dumps(['cpu:0 cpu']))", "cpu:0 cpu"),
+        ("raise SystemExit('no driver')", "status 1: no driver"),
+        ("import os; os.abort()", "jax ended with status -6"),
+        ("import time; time.sleep(60)", "did not find its devices within 1 s"),
+    ],
+)
+def test_devices_that_hang_or_crash_are_a_line_of_the_report(monkeypatch, program, said):
+    monkeypatch.setattr(collect_env, "DEVICES", program)
+    monkeypatch.setattr(collect_env, "DEVICE_SECONDS", 1.0 if "sleep" in program else 60.0)
+    assert said in collect_env.devices()
+
+
+@pytest.mark.parametrize("command", [["models"], ["collect-env", "--no-devices"]])
+def test_neither_imports_jax_or_asks_the_network(command, tmp_path):
+    program = f"""
+import socket, sys
+socket.socket.connect = None
+from jaxpaged.entrypoints.cli import main
+assert main({command!r}) == 0
+assert not {{"jax", "transformers"}} & sys.modules.keys()
+"""
+    environment = {**os.environ, "HF_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, capture_output=True)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of the hub's form, and a host with 1000 bytes of memory."""
+
+    def add(name, files):
+        folder = tmp_path / f"models--{name.replace('/', '--')}"
+        snapshot = folder / "snapshots" / "abc123"
+        snapshot.mkdir(parents=True)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("abc123")
+        for file, content in files.items():
+            (snapshot / file).write_text(content if isinstance(content, str) else json.dumps(content))
+
+    monkeypatch.setattr(models, "gpus", list)
+    monkeypatch.setattr(models, "num_tpu_chips", int)
+    monkeypatch.setattr(models, "host_memory_bytes", lambda: 1000)
+    add("org/small", {"config.json": {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096},
+                      "model.safetensors": "x" * 900})  # fmt: skip
+    add("org/large", {"config.json": {"architectures": ["LlamaForCausalLM"]}, "model.safetensors": "x" * 901})
+    index = {"weight_map": {"p": "a.safetensors", "q": "b.safetensors"}}
+    add("org/torn", {"config.json": {"architectures": ["Qwen3ForCausalLM"]}, "a.safetensors": "x",
+                     "model.safetensors.index.json": index})  # fmt: skip
+    add("org/torch", {"config.json": {"architectures": ["LlamaForCausalLM"]}, "pytorch_model.bin": "x"})
+    add("org/bare", {"README.md": "x"})
+    add("org/odd", {"config.json": [1]})
+    return tmp_path
+
+
+def test_models_of_the_cache_are_listed_with_what_fits(cache, capsys):
+    assert main(["models", "--download-dir", str(cache), "--json"]) == 0
+    listed = {model["name"]: model for model in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert next(iter(listed)) == "demo" and not listed["demo"]["fits"], "of 1000 bytes"
+    assert listed["org/small"] == {
+        "name": "org/small", "architecture": "LlamaForCausalLM", "max_model_len": 4096, "weights_bytes": 900,
+        "fits": True, "remark": "",
+    }  # fmt: skip
+    assert not listed["org/large"]["fits"]
+    remarks = {name: listed[f"org/{name}"]["remark"] for name in ("torn", "torch", "bare", "odd")}
+    assert remarks == {
+        "torn": "1 files of weights missing", "torch": "no safetensors", "bare": "no config.json",
+        "odd": "no config.json",
+    }  # fmt: skip
+
+
+def test_the_list_for_people_has_a_line_a_model(cache, capsys):
+    assert main(["models", "--download-dir", str(cache)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8 and "too large" in next(line for line in lines if "org/large" in line)
+    assert "fits" in next(line for line in lines if "org/small" in line)
+
+
+def test_without_a_cache_there_is_the_embedded_model(tmp_path, capsys):
+    assert main(["models", "--download-dir", str(tmp_path / "none")]) == 0
+    assert "demo" in capsys.readouterr().out
+
+
+def test_a_container_may_have_less_memory_than_its_machine(tmp_path, monkeypatch):
+    whole = machine.host_memory_bytes()
+    monkeypatch.setattr(machine, "CGROUP_LIMIT", tmp_path / "memory.max")
+    for text, expected in (("4096\n", 4096), ("max\n", None), ("", None)):
+        (tmp_path / "memory.max").write_text(text)
+        assert machine.host_memory_bytes() == (expected or machine.host_memory_bytes())
+    assert whole > 0
+
+
+def test_gpus_are_those_that_the_driver_shows(monkeypatch):
+    said = "NVIDIA H100, 81559\nNVIDIA A, with comma, 1024\nnonsense\n"
+    monkeypatch.setattr(machine, "output_of", lambda *_: said)
+    assert machine.gpus() == [("NVIDIA H100", 81559 * 2**20), ("NVIDIA A, with comma", 2**30)]
