@@ -27,9 +27,12 @@ class PlannedProgram(msgspec.Struct):
     compile_seconds: float
     temporary_bytes: int = 0
     code_bytes: int = 0
+    output_bytes: int = 0  # of results that do not lie where an argument was
     flops: float = 0.0
-    bytes_accessed: float = 0.0
+    memory_bytes: int = 0  # to and from main memory in one run, without KV blocks
     collectives: dict[str, int] = {}
+    waited_bytes: int = 0  # of results of collectives during which nothing else runs
+    hidden_bytes: int = 0  # of the others
     error: str | None = None
 
     @property
@@ -38,7 +41,7 @@ class PlannedProgram(msgspec.Struct):
 
 
 class Speed(msgspec.Struct):
-    """An upper bound from a roofline. `limit` names what bounds it: "memory", "matmul" or "links"."""
+    """An upper bound from a roofline. `limit` is its longest part: "memory", "matmul", "links", "host" or "kernels"."""
 
     num_requests: int
     context: int  # tokens of each request
@@ -58,7 +61,8 @@ class Plan(msgspec.Struct):
     options: dict[str, str | int | float]
     usable_bytes: int
     weight_bytes: int
-    temporary_bytes: int  # the largest of the compiled programs, or an upper estimate if none was compiled
+    state_bytes: int  # of requests, besides KV blocks: block tables and what sampling needs
+    temporary_bytes: int  # the most that the compiled programs take at a time, or an estimate if none was compiled
     reserved_bytes: int  # that the engine sets aside for temporaries before it counts KV blocks
     code_bytes: int
     block_bytes: int
@@ -77,7 +81,19 @@ class Plan(msgspec.Struct):
         return self.num_blocks * self.block_bytes
 
     @property
+    def needed_bytes(self) -> int:
+        used = self.weight_bytes + self.state_bytes + self.kv_bytes
+        return used + self.temporary_bytes + self.code_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the device would have to have more, beyond what utilization leaves alone."""
+        return max(self.needed_bytes - self.device.memory, 0)
+
+    @property
     def fits(self) -> bool:
-        """Whether the engine runs there: a request of `max_model_len` has room, and every program could be compiled."""
+        """Whether the engine runs there: a request of `max_model_len` has room beside everything else, and every
+        program could be compiled."""
         refused = any(program.error for program in self.programs)
-        return self.num_blocks > self.blocks_per_request and not refused and not self.obstacles
+        room = self.num_blocks > self.blocks_per_request and not self.missing_bytes
+        return room and not refused and not self.obstacles

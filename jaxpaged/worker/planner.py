@@ -6,7 +6,6 @@ compile, so their temporaries, code and collectives are facts; speed is a bound 
 
 import itertools
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,17 +23,25 @@ from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.plan import Plan, PlannedProgram, Speed
-from jaxpaged.worker.blueprint import Blueprint, Builders, bytes_on_device
+from jaxpaged.worker.blueprint import MAX_STEPS, Blueprint, Builders, bytes_on_device
 from jaxpaged.worker.bundles import save_bundle
 from jaxpaged.worker.kv_blocks import bytes_per_block
+from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.pooling import programs_for
+from jaxpaged.worker.program_text import ProgramText
 from jaxpaged.worker.programs import ProgramKey
-from jaxpaged.worker.roofline import Work, decode_speed, prefill_speed
+from jaxpaged.worker.roofline import (
+    DISPATCH_SECONDS,
+    KERNEL_SECONDS,
+    KERNELS_PER_LAYER,
+    REQUEST_SECONDS,
+    Work,
+    decode_speed,
+    prefill_speed,
+)
 from jaxpaged.worker.step import RESULT_TYPES
 from jaxpaged.worker.targets import Target, shapes_mesh
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-ENDING_KINDS = ("sample", "sample_full", "accumulate", "pool")
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
 DECODE_REQUESTS = (1, 8, 64, 256)
 SPEED_CONTEXTS = (1024, 8192, 32768, 131072)
@@ -47,6 +54,7 @@ class Planner:
         self.config, self.model, self.decoder, self.target = config, model, decoder, target
         self.blueprint = Blueprint(config, model, decoder, target.mesh(config.parallel.tensor_parallel_size))
         self.pools = config.model.runner == "pooling"
+        self.reserve = reserve_of(self.blueprint)
         self.compiled: dict[ProgramKey, jax.stages.Compiled] = {}
 
     def plan(self, *, all_programs: bool = False, progress: Progress | None = None) -> Plan:
@@ -57,7 +65,6 @@ class Planner:
             builders = programs_for(blueprint, KVCacheConfig(num_blocks, blueprint.kv_groups)).builders()
             keys = list(builders) if all_programs else self.representative(builders)
             programs = self._compile(keys, builders, progress or (lambda stage, done, total: None))
-        temporary = max((program.temporary_bytes for program in programs), default=blueprint.temporary_bytes)
         plan = Plan(
             model=self.config.model.model,
             target=self.target.name,
@@ -67,18 +74,19 @@ class Planner:
             tensor_parallel_size=blueprint.num_shards,
             options=self.options(),
             usable_bytes=self.usable_bytes,
-            weight_bytes=blueprint.weight_bytes,
-            temporary_bytes=temporary,
-            reserved_bytes=blueprint.temporary_bytes,
+            weight_bytes=self.reserve.weights,
+            state_bytes=self.reserve.state,
+            temporary_bytes=worst_bytes(programs) if programs else self.reserve.temporaries,
+            reserved_bytes=self.reserve.temporaries,
             code_bytes=sum(program.code_bytes for program in programs),
             block_bytes=self.block_bytes,
             num_blocks=num_blocks,
             blocks_per_request=self.blocks_per_request,
             concurrency={context: self.concurrency(context) for context in self.contexts(CONTEXTS)},
             programs=programs,
-            decode=[] if self.pools else self.decode(),
-            prefill=[prefill_speed(self.work, self.target.device, n) for n in self.contexts(SPEED_CONTEXTS)],
-            assumptions=self.assumptions(bool(programs)),
+            decode=[] if self.pools else self.decode(programs),
+            prefill=[prefill_speed(self.work(programs), self.target.device, n) for n in self.contexts(SPEED_CONTEXTS)],
+            assumptions=self.assumptions(programs),
             obstacles=self.obstacles(),
             advice=[],
         )
@@ -102,12 +110,18 @@ class Planner:
         return bytes_per_block(self.blueprint.kv_groups, self.blueprint.num_shards)
 
     @property
+    def kv_tensor_bytes(self) -> set[int]:
+        """Bytes of the arrays that hold the KV cache, each as long as all blocks of a layer."""
+        shapes = programs_for(self.blueprint, KVCacheConfig(self.num_blocks, self.blueprint.kv_groups)).shapes
+        return {bytes_on_device(leaf) for leaf in jax.tree.leaves(shapes.kv)}
+
+    @property
     def num_blocks(self) -> int:
         """As many as the engine itself would take on the target."""
         cache = self.config.cache
         if cache.num_gpu_blocks_override:
             return cache.num_gpu_blocks_override
-        free = self.usable_bytes - self.blueprint.weight_bytes - self.blueprint.temporary_bytes
+        free = self.usable_bytes - self.reserve.total
         return max(cache.kv_cache_memory_bytes or free, 0) // self.block_bytes
 
     @property
@@ -146,10 +160,11 @@ class Planner:
 
     @staticmethod
     def representative(builders: Builders) -> list[ProgramKey]:
-        """All forward programs, and of each kind that follows on them the smallest and the largest."""
-        sizes = {kind: sorted(key.size for key in builders if key.kind == kind) for kind in ENDING_KINDS}
-        ends = {ProgramKey(kind, size) for kind, of_kind in sizes.items() for size in (*of_kind[:1], *of_kind[-1:])}
-        return [key for key in builders if key.kind == "forward" or key in ends]
+        """All forward programs, and of every other kind the largest, which has the most temporaries."""
+        largest: dict[str, int] = {}
+        for key in builders:
+            largest[key.kind] = max(key.size, largest.get(key.kind, 0))
+        return [key for key in builders if key.kind == "forward" or key.size == largest[key.kind]]
 
     def _compile(self, keys: list[ProgramKey], builders: Builders, progress: Progress) -> list[PlannedProgram]:
         progress("programs", 0, len(keys))
@@ -171,21 +186,25 @@ class Planner:
         except Exception as error:  # what a compiler refuses is a finding, whatever its type
             return PlannedProgram(*key, time.perf_counter() - begin, error=first_line(error))
         seconds, memory, cost = time.perf_counter() - begin, compiled.memory_analysis(), compiled.cost_analysis() or {}
+        text = ProgramText(compiled.as_text(), self.kv_tensor_bytes)
+        collectives = text.collectives()
         return PlannedProgram(
             *key,
             seconds,
             temporary_bytes=memory.temp_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
             code_bytes=memory.generated_code_size_in_bytes,
             flops=cost.get("flops", 0.0),
-            bytes_accessed=cost.get("bytes accessed", 0.0),
-            collectives=count_collectives(compiled.as_text()),
+            memory_bytes=text.memory_bytes(),
+            collectives=collectives.counts,
+            waited_bytes=collectives.waited_bytes,
+            hidden_bytes=collectives.hidden_bytes,
         )
 
     # ---- speed ---------------------------------------------------------------------------------
 
-    @property
-    def work(self) -> Work:
-        """What a token costs on one device."""
+    def work(self, programs: Sequence[PlannedProgram] = ()) -> Work:
+        """What a token costs on one device. Unless programs say otherwise, collectives are waited for."""
         blueprint, decoder = self.blueprint, self.blueprint.decoder
         params, shards, spec = blueprint.param_shapes, blueprint.num_shards, blueprint.kv_groups[0].spec
         embeddings = jax.tree.leaves((params.decoder if self.pools else params).embed_tokens)
@@ -193,6 +212,8 @@ class Planner:
         head = blueprint.model.head(params)
         windows = [layer.window for layer in decoder.layers]
         read = [leaf for leaf in jax.tree.leaves(params) if not any(leaf is other for other in looked_up)]
+        waited = sum(program.waited_bytes for program in programs if program.kind == "forward")
+        hidden = sum(program.hidden_bytes for program in programs if program.kind == "forward")
         return Work(
             num_shards=shards,
             weight_bytes=blueprint.weight_bytes - sum(bytes_on_device(leaf) for leaf in looked_up),
@@ -202,24 +223,36 @@ class Planner:
             heads=decoder.num_heads * decoder.head_dim // shards,
             kv_token_bytes=spec.block_bytes // spec.block_size // shards,
             reduced_bytes=2 * decoder.num_layers * decoder.hidden_size * blueprint.dtype.itemsize,
+            waited_share=waited / (waited + hidden) if waited + hidden else 1.0,
+            steps_per_program=self.steps_per_program,
         )
 
-    def decode(self) -> list[Speed]:
+    @property
+    def steps_per_program(self) -> int:
+        return self.config.scheduler.num_scheduler_steps or MAX_STEPS
+
+    def decode(self, programs: Sequence[PlannedProgram] = ()) -> list[Speed]:
         """Decode bounds for numbers of requests and contexts that fit the KV cache."""
-        device, most = self.target.device, self.config.scheduler.max_num_seqs
+        device, most, work = self.target.device, self.config.scheduler.max_num_seqs, self.work(programs)
+        head_leaves = jax.tree.leaves(self.blueprint.model.head(self.blueprint.param_shapes))
+        head = sum(map(bytes_on_device, head_leaves))
         counts = sorted({min(n, most) for n in DECODE_REQUESTS})
         return [
-            decode_speed(self.work, device, n, context)
+            decode_speed(work, device, n, context, forward_bytes(programs, n) + head)
             for context in self.contexts(SPEED_CONTEXTS) for n in counts if n <= self.concurrency(context)
         ]  # fmt: skip
 
     # ---- words ---------------------------------------------------------------------------------
 
-    def assumptions(self, compiled: bool) -> list[str]:
+    def assumptions(self, programs: Sequence[PlannedProgram]) -> list[str]:
         device, shards = self.target.device, self.blueprint.num_shards
         lines = [
             f"speed is a bound: {device.bandwidth / 1e9:,.0f} GB/s of memory and {device.matmul_bf16 / 1e12:,.0f} "
-            "TFLOP/s of bf16 per device (data sheet), everything overlapping; good kernels reach 60 to 90 % of it",
+            "TFLOP/s of bf16 per device (data sheet); good kernels reach 60 to 90 % of it",
+            f"the host takes {1e6 * DISPATCH_SECONDS:.0f} us for a program, of up to {self.steps_per_program} decode "
+            f"steps, and {1e6 * REQUEST_SECONDS:.1f} us for each request in a step (scripts/bench_host.py), while "
+            f"devices compute; {KERNELS_PER_LAYER} kernels of a layer wait for each other, {1e6 * KERNEL_SECONDS:.0f} "
+            "us each",
             f"{device.name} has {device.memory / 2**30:.1f} GiB for programs, of which gpu_memory_utilization takes "
             f"{self.config.cache.gpu_memory_utilization:.0%}",
         ]
@@ -228,8 +261,12 @@ class Planner:
                 "the engine lets jax have that share of a GPU, unless XLA_CLIENT_MEM_FRACTION there is less"
             )
         if shards > 1:
-            lines.append(f"devices exchange {device.links / 1e9:,.0f} GB/s each, and latency is left out")
-        if not compiled:
+            lines.append(
+                f"devices exchange {device.links / 1e9:,.0f} GB/s each, and latency is left out; "
+                f"{self.work(programs).waited_share:.0%} of what they exchange is waited for"
+                + ("" if programs else ", as nothing was compiled that would say otherwise")
+            )
+        if not programs:
             lines.append("nothing was compiled: temporaries are an upper estimate from shapes")
         return lines
 
@@ -247,6 +284,8 @@ class Planner:
         lines += plan.obstacles
         if plan.num_blocks <= plan.blocks_per_request:
             lines += self._how_to_fit(plan)
+        elif plan.missing_bytes:
+            lines.append(self._how_to_shrink(plan))
         replicas = plan.num_hosts * (plan.num_devices // plan.num_hosts // plan.tensor_parallel_size)
         if replicas > 1 and not lines:
             lines.append(
@@ -260,14 +299,25 @@ class Planner:
         needed = (plan.blocks_per_request + 1) * plan.block_bytes
         lines = [
             f"a request of {self.config.model.max_model_len} tokens needs {needed / gib:.2f} GiB of KV blocks, and "
-            f"{max(plan.kv_bytes, 0) / gib:.2f} GiB are left beside {plan.weight_bytes / gib:.2f} GiB of weights and "
-            f"{plan.reserved_bytes / gib:.2f} GiB of temporaries"
+            f"{max(plan.kv_bytes, 0) / gib:.2f} GiB are left beside {plan.weight_bytes / gib:.2f} GiB of weights "
+            f"and {(plan.state_bytes + plan.reserved_bytes) / gib:.2f} GiB of requests' state and temporaries"
         ]
         if (longest := self._longest_fit(plan.num_blocks)) >= self.config.cache.block_size:
             lines.append(f"--max-model-len {longest} would fit")
         if split := self._smallest_split():
             lines.append(f"split over {split} devices (--tensor-parallel-size {split}) it fits as it is")
         return lines
+
+    def _how_to_shrink(self, plan: Plan) -> str:
+        gib, cache = 2**30, self.config.cache
+        words = (
+            f"{plan.missing_bytes / gib:.2f} GiB are missing: {plan.needed_bytes / gib:.2f} GiB are needed, "
+            f"{plan.temporary_bytes / gib:.2f} of them for the temporaries of the largest program"
+        )
+        if cache.num_gpu_blocks_override or cache.kv_cache_memory_bytes:
+            return f"{words}. Lower the number of KV blocks (--num-gpu-blocks-override, --kv-cache-memory-bytes)"
+        share = (self.usable_bytes - plan.missing_bytes) / plan.device.memory
+        return f"{words}. --gpu-memory-utilization {max(share, 0.01):.2f} or fewer --max-num-batched-tokens would help"
 
     def _longest_fit(self, num_blocks: int) -> int:
         """The longest context, in whole blocks, of which one request fits; 0 when none does."""
@@ -309,10 +359,17 @@ def can_split(config: EngineConfig, model: Model, decoder: DecoderConfig) -> boo
     return True
 
 
-def count_collectives(program: str) -> dict[str, int]:
-    """How often each kind of collective occurs in an optimised program, in XLA's text."""
-    counts = {name: len(re.findall(rf"= .*? {name}(?:-start)?\(", program)) for name in COLLECTIVES}
-    return {name: count for name, count in counts.items() if count}
+def worst_bytes(programs: Sequence[PlannedProgram]) -> int:
+    """What programs may take besides their arguments: the temporaries of the greediest, since they run one after
+    another, and what a step hands over, twice, since the next step is dispatched meanwhile."""
+    temporaries = max(program.temporary_bytes for program in programs)
+    return temporaries + 2 * max((program.output_bytes for program in programs if program.kind != "zeros"), default=0)
+
+
+def forward_bytes(programs: Sequence[PlannedProgram], num_tokens: int) -> int:
+    """What the smallest compiled forward program for so many tokens moves; 0 if there is none."""
+    sizes = {program.size: program.memory_bytes for program in programs if program.kind == "forward"}
+    return next((sizes[size] for size in sorted(sizes) if size >= num_tokens), 0)
 
 
 def elements_on_device(leaf: jax.ShapeDtypeStruct) -> int:

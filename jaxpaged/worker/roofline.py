@@ -1,13 +1,23 @@
 """How fast a model can be at most on a device, from bytes and operations that no implementation can avoid.
 
 A step takes at least as long as its slowest part (Williams, Waterman and Patterson, "Roofline", 2009): reading the
-weights and the KV cache once, multiplying, or adding up partial results between devices. Parts are taken to overlap
-perfectly, so real engines stay below. This module knows numbers only.
+weights and the KV cache once, multiplying, what the host does for it, or one kernel after another. Collectives during
+which nothing else runs add to that; the others overlap, as all other parts are taken to do, perfectly, so real engines
+stay below. This module knows numbers only.
 """
 
 from dataclasses import dataclass
 
 from jaxpaged.plan import DeviceFacts, Speed
+
+DISPATCH_SECONDS = 1.1e-4
+"""Of the host, per program with one request: the fastest of `scripts/bench_host.py --running 1`, on two x86 cores."""
+REQUEST_SECONDS = 3.2e-6
+"""Of the host, per further request and step: the same script with 256 requests takes 3.6 us for each, all in all."""
+KERNELS_PER_LAYER = 8
+"""That wait for each other: two norms, query-key-value, attention, its output, gate-up, down, a sum."""
+KERNEL_SECONDS = 1e-6
+"""At least, from the start of a kernel to that of one that waits for it: launch of a GPU, or latency of memory."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +27,8 @@ class Work:
     weight_bytes: read by a decode step, embeddings that are only looked up left out. params: numbers of one device
     that every token is multiplied with, `head_params` those of the output head. num_attention_layers:
     (window or None, layers). heads: query heads x head_dim of one device. kv_token_bytes: of one token, per layer.
-    reduced_bytes: what is summed over the devices per token in all layers.
+    reduced_bytes: summed over the devices per token in all layers, `waited_share` of it while nothing else runs.
+    steps_per_program: decode steps that are dispatched at once, at most.
     """
 
     num_shards: int
@@ -28,17 +39,30 @@ class Work:
     heads: int
     kv_token_bytes: int
     reduced_bytes: int
+    waited_share: float = 1.0
+    steps_per_program: int = 1
+
+    @property
+    def kernels(self) -> int:
+        return KERNELS_PER_LAYER * sum(layers for _, layers in self.attention_layers)
 
 
-def decode_speed(work: Work, device: DeviceFacts, num_requests: int, context: int) -> Speed:
-    """A step in which `num_requests` requests of `context` tokens get one token each."""
+def decode_speed(
+    work: Work, device: DeviceFacts, num_requests: int, context: int, step_bytes: int | None = None
+) -> Speed:
+    """A step in which `num_requests` requests of `context` tokens get one token each.
+
+    `step_bytes` is what its programs move besides the KV cache, if that is known; never less than the weights.
+    """
+    moved = max(step_bytes or 0, work.weight_bytes)
     seen = sum(min(window or context, context) * layers for window, layers in work.attention_layers)
     parts = {
-        "memory": (work.weight_bytes + num_requests * seen * work.kv_token_bytes) / device.bandwidth,
+        "memory": (moved + num_requests * seen * work.kv_token_bytes) / device.bandwidth,
         "matmul": num_requests * (2 * work.params + 4 * seen * work.heads) / device.matmul_bf16,
-        "links": link_seconds(work, device, num_requests),
+        "host": DISPATCH_SECONDS / work.steps_per_program + num_requests * REQUEST_SECONDS,
+        "kernels": work.kernels * KERNEL_SECONDS,
     }
-    return speed(num_requests, context, num_requests, parts)
+    return speed(work, device, num_requests, context, num_requests, parts)
 
 
 def prefill_speed(work: Work, device: DeviceFacts, num_tokens: int) -> Speed:
@@ -51,9 +75,10 @@ def prefill_speed(work: Work, device: DeviceFacts, num_tokens: int) -> Speed:
     parts = {
         "memory": work.weight_bytes / device.bandwidth,
         "matmul": flops / device.matmul_bf16,
-        "links": link_seconds(work, device, num_tokens),
+        "host": DISPATCH_SECONDS,
+        "kernels": work.kernels * KERNEL_SECONDS,
     }
-    return speed(1, num_tokens, num_tokens, parts)
+    return speed(work, device, 1, num_tokens, num_tokens, parts)
 
 
 def link_seconds(work: Work, device: DeviceFacts, num_tokens: int) -> float:
@@ -63,6 +88,13 @@ def link_seconds(work: Work, device: DeviceFacts, num_tokens: int) -> float:
     return 2 * (work.num_shards - 1) / work.num_shards * num_tokens * work.reduced_bytes / device.links
 
 
-def speed(num_requests: int, context: int, num_tokens: int, parts: dict[str, float]) -> Speed:
-    limit = max(parts, key=parts.__getitem__)
-    return Speed(num_requests, context, num_tokens / parts[limit], limit)
+def speed(
+    work: Work, device: DeviceFacts, num_requests: int, context: int, num_tokens: int, parts: dict[str, float]
+) -> Speed:
+    """Parts of devices and host overlap. Collectives that are waited for do not: they add to the devices' time."""
+    links = link_seconds(work, device, num_tokens)
+    waited = work.waited_share * links
+    on_device = max(seconds for name, seconds in parts.items() if name != "host")
+    whole = max(on_device + waited, parts["host"], links)
+    limit = max(parts | {"links": links}, key=(parts | {"links": links}).__getitem__)
+    return Speed(num_requests, context, num_tokens / whole, limit)

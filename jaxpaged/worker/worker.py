@@ -24,6 +24,7 @@ from jaxpaged.params.checkpoint import DummyParams, load_params
 from jaxpaged.worker.blueprint import DECODE_KINDS, Blueprint
 from jaxpaged.worker.bundles import Bundle, save_bundle
 from jaxpaged.worker.kv_blocks import bytes_per_block, compiled_kv_cache, memory_for, size_kv_cache
+from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.model_runner import DeviceState, ModelRunner
 from jaxpaged.worker.pooling import programs_for
 from jaxpaged.worker.pooling_runner import PoolingRunner
@@ -75,8 +76,7 @@ class Worker:
 
     def _size_kv_cache(self) -> KVCacheConfig:
         blueprint, cache = self.blueprint, self.config.cache
-        reserved_bytes = blueprint.weight_bytes + blueprint.temporary_bytes
-        place = (blueprint.num_shards, reserved_bytes, blueprint.mesh.devices.flat[0])
+        place = (blueprint.num_shards, reserve_of(blueprint).total, blueprint.mesh.devices.flat[0])
         if self.bundle:
             return compiled_kv_cache(self.bundle.num_blocks, cache, blueprint.kv_groups, *place)
         return size_kv_cache(cache, blueprint.kv_groups, blueprint.demand, *place)

@@ -1,9 +1,11 @@
 """Plans: arithmetic against the engine's own, and the compile path with this machine's CPU as the target."""
 
+import math
 import re
 from dataclasses import replace
 
 import jax
+import msgspec
 import pytest
 
 from jaxpaged.config import EngineConfig
@@ -11,10 +13,10 @@ from jaxpaged.engine.build import facts_of, plan_engine, read_model
 from jaxpaged.errors import ConfigError
 from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.models.pooling import pooling_model
-from jaxpaged.plan import DeviceFacts
+from jaxpaged.plan import DeviceFacts, PlannedProgram
 from jaxpaged.worker.blueprint import StepPrograms
 from jaxpaged.worker.bundles import Bundle
-from jaxpaged.worker.planner import Planner, count_collectives, largest_split
+from jaxpaged.worker.planner import Planner, largest_split, worst_bytes
 from jaxpaged.worker.targets import GPUS, Target, parse_target
 from pallas_kernels import tpu_targets
 from tests.models import pooling_checkpoints
@@ -46,7 +48,7 @@ def planner(folder, target, **options):
 def test_weights_temporaries_and_blocks_fill_what_may_be_used_and_no_more(folder):
     plan = planner(folder, toy(8 * MIB)).plan()
     assert plan.fits and not plan.advice
-    used = plan.weight_bytes + plan.reserved_bytes + plan.kv_bytes
+    used = plan.weight_bytes + plan.state_bytes + plan.reserved_bytes + plan.kv_bytes
     assert used <= plan.usable_bytes < used + plan.block_bytes
     assert plan.concurrency[64] == (plan.num_blocks - 1) // 8
 
@@ -67,7 +69,7 @@ def test_an_override_of_the_number_of_blocks_is_taken_as_it_is(folder):
 
 def test_a_model_that_does_not_fit_is_told_what_would(folder):
     small = planner(folder, toy(8 * MIB))
-    need = small.blueprint.weight_bytes + small.blueprint.temporary_bytes + 5 * small.block_bytes
+    need = small.reserve.total + 5 * small.block_bytes
     plan = planner(folder, toy(need), gpu_memory_utilization=1.0).plan()
     assert not plan.fits and not plan.programs
     text = " ".join(plan.advice)
@@ -164,9 +166,41 @@ def test_a_plan_compiles_the_programs_that_the_engine_would(compiled):
     assert plan.fits and not any(program.error for program in plan.programs)
     forward = next(program for program in plan.programs if program.kind == "forward")
     assert forward.flops > 0 and forward.temporary_bytes > 0 and forward.compile_seconds > 0
-    assert plan.temporary_bytes == max(program.temporary_bytes for program in plan.programs)
+    assert own.work().weight_bytes < forward.memory_bytes
+    most = max(program.temporary_bytes for program in plan.programs)
+    outputs = max(program.output_bytes for program in plan.programs if program.kind != "zeros")
+    assert most < plan.temporary_bytes == most + 2 * outputs
     assert seen[-1] == ("programs", len(builders), len(builders))
     assert plan.options["attention_backend"] == "reference"
+
+
+def test_the_programs_of_a_quick_plan_take_as_much_as_all_of_them(compiled):
+    own, plan, _ = compiled
+    builders = StepPrograms(own.blueprint, own_cache(own)).builders()
+    quick = {tuple(key) for key in own.representative(builders)}
+    assert {kind for kind, _ in quick} == {key.kind for key in builders} and len(quick) < len(builders)
+    some = [program for program in plan.programs if (program.kind, program.size) in quick]
+    assert worst_bytes(some) == worst_bytes(plan.programs)
+
+
+def test_the_state_of_requests_is_counted_as_the_engine_allocates_it(compiled):
+    own, plan, _ = compiled
+    _, *state = StepPrograms(own.blueprint, own_cache(own)).shapes.lower_zeros().out_info
+    assert plan.state_bytes == sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) > 0
+
+
+def test_a_plan_whose_programs_need_more_than_there_is_does_not_fit(compiled):
+    own, plan, _ = compiled
+    assert plan.fits and plan.missing_bytes == 0
+    device = replace_memory(plan.device, plan.needed_bytes - 1)
+    tight = msgspec.structs.replace(plan, device=device)
+    assert tight.missing_bytes == 1 and not tight.fits
+    assert "Lower the number of KV blocks" in own.advice(tight)[0]
+
+
+def test_blocks_beyond_the_memory_do_not_fit_whoever_asks_for_them(folder):
+    plan = planner(folder, toy(8 * MIB), num_gpu_blocks_override=100_000).plan()
+    assert not plan.fits and "are missing" in plan.advice[0]
 
 
 def own_cache(own):
@@ -216,17 +250,25 @@ def test_a_pooling_model_is_planned_with_the_programs_that_pool_and_without_a_de
     assert [program.error for program in compiled.programs if program.error] == []
     whole = own.blueprint.weight_bytes
     table = own.decoder.vocab_size * own.decoder.hidden_size * 4
-    assert own.work.weight_bytes == whole - table and own.work.head_params == 0  # the table is only looked up
+    assert own.work().weight_bytes == whole - table and own.work().head_params == 0  # the table is only looked up
 
 
-def test_collectives_are_counted_once_whether_they_are_asynchronous_or_not():
-    text = """
-      %all-reduce.1 = f32[8]{0} all-reduce(%x), to_apply=%add
-      %ar-start = (f32[8], f32[8]) all-reduce-start(%y), to_apply=%add
-      %ar-done = f32[8] all-reduce-done(%ar-start)
-      ROOT %ag = bf16[16]{0} all-gather(%z), dimensions={0}
-    """
-    assert count_collectives(text) == {"all-reduce": 2, "all-gather": 1}
+def test_a_lone_request_is_bound_by_host_and_kernels_where_the_model_is_small():
+    """Of the embedded model on an H100 memory alone would allow hundreds of thousands of tokens per second."""
+    plan = plan_engine(EngineConfig.from_options(model="demo"), "h100", compile=False)
+    lone = plan.decode[0]
+    assert lone.num_requests == 1 and lone.limit in ("host", "kernels") and lone.tokens_per_second < 30_000
+    assert any("110 us for a program" in line and "3.2 us for each request" in line for line in plan.assumptions)
+    single = plan_engine(EngineConfig.from_options(model="demo", num_scheduler_steps=1), "h100", compile=False)
+    assert single.decode[0].tokens_per_second == pytest.approx(1 / (110e-6 + 3.2e-6))
+
+
+def test_collectives_of_what_was_not_compiled_are_waited_for(folder):
+    plan = plan_of(phi4(folder), "v6e:2x4")
+    assert any("100% of what they exchange is waited for" in line for line in plan.assumptions)
+    work = planner(folder, toy(8 * MIB, num_devices=2), tensor_parallel_size=2)
+    forward = PlannedProgram("forward", 8, 1.0, waited_bytes=30, hidden_bytes=10)
+    assert work.work().waited_share == 1.0 and work.work([forward]).waited_share == 0.75
 
 
 def test_targets_without_a_compiler_are_planned_from_shapes(folder):

@@ -5,6 +5,7 @@ import pytest
 from jaxpaged.plan import DeviceFacts
 from jaxpaged.worker.roofline import Work, decode_speed, link_seconds, prefill_speed
 
+HOST = 110e-6 + 3.2e-6  # for one request
 DEVICE = DeviceFacts("toy", memory=10**9, bandwidth=1e9, matmul_bf16=1e12, links=1e8)
 
 
@@ -49,3 +50,29 @@ def test_links_count_only_between_devices_and_can_be_the_limit():
     split = work(num_shards=4)
     assert link_seconds(split, DEVICE, 1000) == pytest.approx(1.5 * 1000 * 500 / 1e8)
     assert prefill_speed(split, DEVICE, 4000).limit == "links"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_collectives_that_are_waited_for_add_to_the_time_of_the_device(share):
+    split = work(num_shards=4, waited_share=share)
+    links = link_seconds(split, DEVICE, 100)
+    speed = decode_speed(split, DEVICE, 100, 10)
+    memory = (2_000_000 + 100 * 2 * 10 * 100) / 1e9
+    assert speed.tokens_per_second == pytest.approx(100 / max(memory + share * links, links))
+
+
+def test_a_small_model_is_bound_by_the_host_or_by_kernels_that_wait_for_each_other():
+    tiny = work(weight_bytes=1000, params=500, head_params=100)
+    fast = DeviceFacts("toy", 10**9, 1e15, 1e15, 1e15)
+    lone = decode_speed(tiny, fast, 1, 10)
+    assert lone.limit == "host" and lone.tokens_per_second == pytest.approx(1 / HOST)
+    run = decode_speed(work(weight_bytes=1000, params=500, steps_per_program=32), fast, 1, 10)
+    assert run.limit == "kernels" and run.tokens_per_second == pytest.approx(1 / (2 * 8 * 1e-6))
+    many = decode_speed(work(weight_bytes=1000, params=500, steps_per_program=32), fast, 256, 10)
+    assert many.limit == "host" and many.tokens_per_second < 256 / (256 * 3.2e-6)
+    assert prefill_speed(tiny, fast, 10).tokens_per_second == pytest.approx(10 / 110e-6)
+
+
+def test_what_programs_move_counts_but_never_less_than_the_weights():
+    speeds = [decode_speed(work(), DEVICE, 1, 1000, step_bytes=n).tokens_per_second for n in (0, 2_000_000, 4_000_000)]
+    assert speeds[0] == speeds[1] == pytest.approx(1e9 / 2_200_000) and speeds[2] == pytest.approx(1e9 / 4_200_000)

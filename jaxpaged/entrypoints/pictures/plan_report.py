@@ -37,11 +37,11 @@ def text_report(plan: Plan) -> str:
 
 def memory_parts(plan: Plan) -> list[tuple[str, int]]:
     """(what, bytes) of a device, in the order in which it is drawn. `free` is what utilization leaves alone."""
-    used = plan.weight_bytes + plan.reserved_bytes + plan.kv_bytes
+    used = plan.weight_bytes + plan.state_bytes + plan.reserved_bytes + plan.kv_bytes
     return [
         ("weights", plan.weight_bytes),
         ("KV blocks", plan.kv_bytes),
-        ("temporaries", plan.reserved_bytes),
+        ("temporaries", plan.state_bytes + plan.reserved_bytes),
         ("free", max(plan.device.memory - used, 0)),
     ]
 
@@ -51,6 +51,7 @@ def memory_report(plan: Plan) -> str:
     lines: list[Line] = [
         ("weights", gib(plan.weight_bytes)),
         ("KV blocks", f"{gib(plan.kv_bytes)}: {plan.num_blocks:,} blocks of {plan.block_bytes / 2**10:,.0f} KiB"),
+        ("requests' state", gib(plan.state_bytes)),
         ("temporaries", f"{gib(plan.reserved_bytes)} set aside; {kinds}: {gib(plan.temporary_bytes)}"),
     ]
     if plan.programs:
@@ -73,13 +74,16 @@ def concurrency_report(plan: Plan) -> str:
 
 
 def programs_report(programs: Sequence[PlannedProgram]) -> str:
-    rows = [("program", "compiled in", "temporaries", "code", "collectives")]
+    rows = [("program", "compiled in", "temporaries", "code", "memory moved", "collectives")]
     for program in programs:
         if program.error:
-            rows.append((program.name, f"{program.compile_seconds:.1f} s", "does not compile", "", ""))
+            rows.append((program.name, f"{program.compile_seconds:.1f} s", "does not compile", "", "", ""))
             continue
         collectives = ", ".join(f"{n} {name}" for name, n in program.collectives.items()) or "none"
-        sizes = (mib(program.temporary_bytes), mib(program.code_bytes))
+        if program.hidden_bytes:
+            share = program.waited_bytes / (program.waited_bytes + program.hidden_bytes)
+            collectives += f" ({share:.0%} waited for)"
+        sizes = (mib(program.temporary_bytes), mib(program.code_bytes), mib(program.memory_bytes))
         rows.append((program.name, f"{program.compile_seconds:.1f} s", *sizes, collectives))
     return "\n".join(["programs", *columns(rows)])
 

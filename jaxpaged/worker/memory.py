@@ -1,0 +1,34 @@
+"""What an engine keeps free on each device before it counts KV blocks: the same for an engine and for a plan of one."""
+
+from dataclasses import dataclass
+
+import jax
+
+from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.worker.blueprint import Blueprint, bytes_on_device
+from jaxpaged.worker.pooling import programs_for
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Bytes of one device. `temporaries` is an estimate from shapes, before anything is compiled."""
+
+    weights: int
+    state: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.state + self.temporaries
+
+
+def reserve_of(blueprint: Blueprint) -> Reserve:
+    """What the engine of a blueprint needs besides its KV blocks."""
+    return Reserve(blueprint.weight_bytes, state_bytes(blueprint), blueprint.temporary_bytes)
+
+
+def state_bytes(blueprint: Blueprint) -> int:
+    """What is kept for each request besides KV blocks: block tables, last tokens, and what sampling has seen or pooling
+    has added up. It does not depend on the number of KV blocks."""
+    shapes = programs_for(blueprint, KVCacheConfig(1, blueprint.kv_groups)).shapes
+    return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves((shapes.tables, shapes.last_token, shapes.sampling)))

@@ -1,0 +1,215 @@
+"""What a compiled program moves, read from its text: bytes to and from main memory, and collectives.
+
+XLA's own "bytes accessed" counts on-chip memory like any other, and a whole table where a few rows are looked up. Its
+text says for every array which memory it is in (`S(1)` and the like; nothing: main memory), and in which order the
+instructions run. This module knows the text of XLA programs and no model.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
+CALLED = re.compile(r"(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "iota",
+    "opt-barrier", "add-dependency", "copy-done", "slice-done", "send-done", "recv-done",
+}  # fmt: skip
+"""Instructions that move nothing: names for what is there, or ends of what was counted at its start."""
+LOOKUPS = {"gather", "dynamic-slice", "slice"}
+
+
+@dataclass
+class Instruction:
+    name: str
+    opcode: str
+    result: str
+    operands: list[str]
+    attributes: str
+
+
+@dataclass
+class Collectives:
+    """`counts` by kind, and bytes of their results: of those during which nothing else runs, and of the others."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    waited_bytes: int = 0
+    hidden_bytes: int = 0
+
+
+class ProgramText:
+    """A compiled program's text, split into computations of instructions in the order in which they run.
+
+    `paged` are the sizes in bytes of arrays that hold the KV cache, on one device.
+    """
+
+    def __init__(self, text: str, paged: Collection[int] = ()):
+        self.paged = paged
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = ""
+        current: list[Instruction] = []
+        for line in text.splitlines():
+            if head := COMPUTATION.match(line):
+                current = self.computations.setdefault(head[2], [])
+                self.entry = head[2] if head[1] else self.entry
+            elif (found := INSTRUCTION.match(line)) and (instruction := parse(found[1], found[2])):
+                current.append(instruction)
+
+    def memory_bytes(self) -> int:
+        """Bytes that one run reads from and writes to main memory, a loop's body counted once.
+
+        Arrays of kernels whose bytes are among `paged` are left out: how much of the KV cache is read depends on the
+        requests.
+        """
+        return self._bytes_of(self.entry)
+
+    def _bytes_of(self, computation: str) -> int:
+        instructions = self.computations.get(computation, [])
+        arrays = {each.name: each for each in instructions}
+        return sum(self._moved(each, arrays) for each in instructions)
+
+    def _moved(self, each: Instruction, arrays: dict[str, Instruction]) -> int:
+        called = CALLED.findall(each.attributes)
+        if each.opcode in FREE or each.opcode.endswith(("-done", "-update")):
+            return 0
+        if each.opcode in ("while", "call", "async-start"):
+            return sum(self._bytes_of(name) for name in called)
+        if each.opcode == "conditional":
+            branches = BRANCHES.search(each.attributes)
+            names = re.findall(r"[\w.\-]+", branches[1]) if branches else called
+            return max((self._bytes_of(name) for name in names), default=0)
+        sizes = [main_bytes(arrays[name].result) if name in arrays else 0 for name in each.operands]
+        result = main_bytes(each.result)
+        if each.opcode in LOOKUPS:
+            return min(sizes[0], result) + result
+        if each.opcode == "dynamic-update-slice":
+            return 2 * sizes[1]
+        if is_for_next_run(each, arrays):
+            return 0
+        if each.opcode == "copy-start":  # its result names destination and source
+            return sum(map(main_bytes, first_parts(each.result, 2)))
+        if each.opcode == "slice-start":  # source and destination
+            source, destination = first_parts(each.result, 2)
+            return min(main_bytes(source), array_bytes(destination)) + main_bytes(destination)
+        if each.opcode == "custom-call":
+            parts = [*sizes, *(main_bytes(part) for part in first_parts(each.result))]
+            return sum(size for size in parts if size not in self.paged)
+        if each.opcode == "fusion" and called:
+            return self._fused(called[0], sizes, result)
+        return sum(sizes) + result
+
+    def _fused(self, computation: str, sizes: list[int], result: int) -> int:
+        """A fusion reads of a parameter what its lookups take, and writes of an array that it updates the update."""
+        body = self.computations.get(computation, [])
+        arrays = {each.name: each for each in body}
+        for each in body:
+            if each.opcode == "parameter" and (index := int(each.operands[0])) < len(sizes) and sizes[index]:
+                users = [user for user in body if each.name in user.operands]
+                if users and all(user.opcode in LOOKUPS and user.operands[0] == each.name for user in users):
+                    sizes[index] = min(sizes[index], sum(array_bytes(user.result) for user in users))
+                elif users and all(is_updated(user, each) for user in users):
+                    update = sum(array_bytes(arrays[user.operands[1]].result) for user in users)
+                    result = max(result - sizes[index], 0) + update
+                    sizes[index] = 0
+        return sum(sizes) + result
+
+    def collectives(self) -> Collectives:
+        """How often each kind occurs, and which of them run while something else does."""
+        found = Collectives()
+        in_fusions = self._computations_of("fusion")
+        started = self._computations_of("async-start")
+        for name, instructions in self.computations.items():
+            for i, each in enumerate(instructions):
+                kind = each.opcode.removesuffix("-start")
+                if kind not in COLLECTIVES:
+                    continue
+                found.counts[kind] = found.counts.get(kind, 0) + 1
+                overlaps = name in in_fusions or name in started or (
+                    each.opcode != kind and any(works(other) for other in until_done(each, instructions[i + 1 :]))
+                )
+                size = array_bytes(each.result if each.opcode == kind else first_parts(each.result, 2)[-1])
+                found.hidden_bytes += size * overlaps
+                found.waited_bytes += size * (not overlaps)
+        return found
+
+    def _computations_of(self, opcode: str) -> set[str]:
+        """The computations that instructions of a kind call."""
+        return {
+            name for instructions in self.computations.values() for each in instructions if each.opcode == opcode
+            for name in CALLED.findall(each.attributes)
+        }  # fmt: skip
+
+
+def parse(name: str, text: str) -> Instruction | None:
+    """`SHAPE opcode(operands), attributes`."""
+    end = closing(text, 0) + 1 if text.startswith("(") else re.match(r"\S*", text).end()
+    call = re.match(r"\s*([\w\-]+)\(", text[end:])
+    if call is None:
+        return None
+    begin = end + call.end() - 1
+    stop = closing(text, begin)
+    operands = text[begin + 1 : stop]
+    names = re.findall(r"%([\w.\-]+)", operands) or re.findall(r"[\w.\-]+", operands)
+    return Instruction(name, call[1], text[:end], names, text[stop + 1 :])
+
+
+def closing(text: str, begin: int) -> int:
+    """Where the bracket that opens at `begin` is closed."""
+    depth = 0
+    for i in range(begin, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
+    return len(text)
+
+
+def arrays_of(shape: str) -> Iterator[tuple[int, bool]]:
+    """(bytes, whether it is in main memory) of every array of a shape."""
+    for dtype, extents, layout in ARRAY.findall(shape):
+        bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+        count = math.prod(int(extent) for extent in extents.split(",") if extent)
+        yield -(-count * bits // 8), not re.search(r"S\([1-9]\d*\)", layout)
+
+
+def array_bytes(shape: str) -> int:
+    return sum(size for size, _ in arrays_of(shape))
+
+
+def main_bytes(shape: str) -> int:
+    return sum(size for size, in_main in arrays_of(shape) if in_main)
+
+
+def first_parts(shape: str, count: int | None = None) -> list[str]:
+    """The first arrays of a tuple's shape, or all of them."""
+    return [match[0] for match in list(ARRAY.finditer(shape))[:count]]
+
+
+def is_updated(user: Instruction, array: Instruction) -> bool:
+    return user.opcode == "dynamic-update-slice" and user.operands[0] == array.name
+
+
+def is_for_next_run(each: Instruction, arrays: dict[str, Instruction]) -> bool:
+    """Whether a copy is made for the next run of the program: this run's own, which is counted, came first."""
+    prefetches = (other for other in arrays.values() if "cross_program_prefetch_index" in other.attributes)
+    same = any(other is not each and other.operands == each.operands for other in prefetches)
+    return each.opcode == "copy-start" and same
+
+
+def until_done(start: Instruction, following: list[Instruction]) -> Iterator[Instruction]:
+    """What runs between a start and the instruction that waits for it."""
+    for each in following:
+        if each.opcode.endswith("-done") and start.name in each.operands:
+            return
+        yield each
+
+
+def works(each: Instruction) -> bool:
+    """Whether an instruction takes time on the device by itself."""
+    return each.opcode in ("fusion", "custom-call", "dot", "convolution", "while", "call", "conditional", "copy")
