@@ -246,7 +246,7 @@ def test_a_pooling_model_is_planned_with_the_programs_that_pool_and_without_a_de
     cpu = toy(64 * MIB, "cpu", tuple(jax.devices()[:1]))
     own = Planner(config.resolve(facts_of(decoder, folder), "cpu"), pooling_model(model, "embed"), decoder, cpu)
     compiled = own.plan()
-    assert {program.kind for program in compiled.programs} == {"forward", "accumulate", "pool"}
+    assert {program.kind for program in compiled.programs} == {"zeros", "forward", "accumulate", "pool", "tables"}
     assert [program.error for program in compiled.programs if program.error] == []
     whole = own.blueprint.weight_bytes
     table = own.decoder.vocab_size * own.decoder.hidden_size * 4
