@@ -85,7 +85,7 @@ class Planner:
             concurrency={context: self.concurrency(context) for context in self.contexts(CONTEXTS)},
             programs=programs,
             decode=[] if self.pools else self.decode(programs),
-            prefill=[prefill_speed(self.work(programs), self.target.device, n) for n in self.contexts(SPEED_CONTEXTS)],
+            prefill=self.prefill(programs),
             assumptions=self.assumptions(programs),
             obstacles=self.obstacles(),
             advice=[],
@@ -241,6 +241,13 @@ class Planner:
             decode_speed(work, device, n, context, forward_bytes(programs, n) + head)
             for context in self.contexts(SPEED_CONTEXTS) for n in counts if n <= self.concurrency(context)
         ]  # fmt: skip
+
+    def prefill(self, programs: Sequence[PlannedProgram] = ()) -> list[Speed]:
+        """Bounds for one prompt, in as few steps as the engine can compute it."""
+        work, step_tokens = self.work(programs), self.config.scheduler.max_num_batched_tokens
+        return [
+            prefill_speed(work, self.target.device, n, -(-n // step_tokens)) for n in self.contexts(SPEED_CONTEXTS)
+        ]
 
     # ---- words ---------------------------------------------------------------------------------
 

@@ -65,18 +65,18 @@ def decode_speed(
     return speed(work, device, num_requests, context, num_requests, parts)
 
 
-def prefill_speed(work: Work, device: DeviceFacts, num_tokens: int) -> Speed:
-    """One prompt of `num_tokens` tokens, computed in as few steps as it likes; only its last token has logits."""
+def prefill_speed(work: Work, device: DeviceFacts, num_tokens: int, num_steps: int = 1) -> Speed:
+    """One prompt of `num_tokens` tokens, computed in `num_steps` steps; only its last token has logits."""
     pairs = 0.0
     for window, layers in work.attention_layers:
         width = min(window or num_tokens, num_tokens)
         pairs += layers * (width * (width + 1) / 2 + (num_tokens - width) * width)
     flops = 2 * (work.params - work.head_params) * num_tokens + 4 * pairs * work.heads + 2 * work.head_params
     parts = {
-        "memory": work.weight_bytes / device.bandwidth,
+        "memory": num_steps * work.weight_bytes / device.bandwidth,
         "matmul": flops / device.matmul_bf16,
-        "host": DISPATCH_SECONDS,
-        "kernels": work.kernels * KERNEL_SECONDS,
+        "host": num_steps * DISPATCH_SECONDS,
+        "kernels": num_steps * work.kernels * KERNEL_SECONDS,
     }
     return speed(work, device, 1, num_tokens, num_tokens, parts)
 

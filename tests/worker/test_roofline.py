@@ -71,6 +71,7 @@ def test_a_small_model_is_bound_by_the_host_or_by_kernels_that_wait_for_each_oth
     many = decode_speed(work(weight_bytes=1000, params=500, steps_per_program=32), fast, 256, 10)
     assert many.limit == "host" and many.tokens_per_second < 256 / (256 * 3.2e-6)
     assert prefill_speed(tiny, fast, 10).tokens_per_second == pytest.approx(10 / 110e-6)
+    assert prefill_speed(tiny, fast, 10, num_steps=3).tokens_per_second == pytest.approx(10 / 330e-6)
 
 
 def test_what_programs_move_counts_but_never_less_than_the_weights():
