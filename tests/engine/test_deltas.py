@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged import AsyncLLM, EngineConfig
+from jaxpaged import AsyncLLM
+from jaxpaged.config import EngineConfig
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine.fake_core import FACTORY, answer, llm_in_thread
 from tests.engine.fake_engine import make_engine
