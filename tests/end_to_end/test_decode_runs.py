@@ -166,3 +166,60 @@ def test_a_request_whose_logits_turn_bad_within_a_run_keeps_its_tokens_and_fails
     assert (tokens, end[0]) == ([40, 40, 40], "error")
     assert "no token can be drawn" in answers["bad"][-1].error
     assert joined(answers["good"])[:2] == alone(core_of(engine, 1), request_of("good", 20))[:2]
+
+
+class MixedPacer:
+    """A pacer that asks for any mix of single steps and runs."""
+
+    def __init__(self, seed: int):
+        self.draw = random.Random(seed)
+
+    @property
+    def num_steps(self) -> int:
+        return self.draw.choice([1, 1, 2, 3, LONGEST])
+
+    def observe(self, record) -> None:
+        """Whatever was measured."""
+
+
+def chats(core, draw: random.Random, turn: int):
+    """(prompt of the second turn, whether the stop token of the first answer completes a block) of some chats.
+
+    The allowed tokens include as many stop tokens as a row has room for, so answers are short.
+    """
+    stops = {"allowed_token_ids": list(range(20, 44)), "stop_token_ids": list(range(20, 28))}
+    requests = []
+    for i in range(3):
+        prompt = [draw.randrange(3, VOCAB) for _ in range(draw.randint(3, 12))]
+        params = SamplingParams(temperature=1.0, seed=draw.randrange(2**40), max_tokens=20, **stops)
+        requests.append(EngineCoreRequest(f"{turn}.{i}", prompt, params, arrival_time=0.0))
+    for request, outputs in zip(requests, answers_of(core, requests).values()):
+        tokens, end, _ = joined(outputs)
+        said = [*request.prompt_token_ids, *tokens]
+        yield [*said, 3, 5, 9], end[0] == "stop" and len(said) % OPTIONS["block_size"] == 0
+
+
+def test_second_turns_after_any_mix_of_steps_and_runs_have_the_log_probabilities_of_an_engine_without_cache(engine):
+    """What they find in the cache ends with a stop token, which a run does not compute."""
+    core, draw, num_whole = core_of(engine, 1), random.Random(1), 0
+    core._pacer = MixedPacer(2)
+    for turn in range(25):
+        prompts = list(chats(core, draw, turn))
+        num_whole += sum(whole for _, whole in prompts)
+        lines = []
+        for skips in (False, True):
+            params = SamplingParams(
+                temperature=0.0, seed=1, max_tokens=2, logprobs=3, skip_reading_prefix_cache=skips
+            )
+            requests = [
+                EngineCoreRequest(f"{turn}.{i} {skips}", prompt, params, arrival_time=0.0)
+                for i, (prompt, _) in enumerate(prompts)
+            ]
+            answers = answers_of(core, requests).values()
+            lines.append([line for outputs in answers for line in joined(outputs)[2]])
+        for cached, fresh in zip(*lines, strict=True):
+            assert cached.token_ids == fresh.token_ids
+            np.testing.assert_allclose(cached.logprobs, fresh.logprobs, atol=1e-4)
+    assert num_whole > 5, "hardly any stop token completes a block"
+    assert core._scheduler.make_stats().prefix_cache_hits > 100
+    assert sum(record.num_steps > 1 for record in core.step_log.read()[0]) > 10, "hardly any runs"
