@@ -13,6 +13,7 @@ from jaxpaged.sampling_limits import (
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
+    MAX_EXTRA_VALUES,
     MAX_LOGIT_BIAS_IDS,
 )
 from jaxpaged.structured_outputs import StructuredOutputsParams
@@ -83,8 +84,9 @@ def checked_ids(name: str, value: Any) -> list[int]:
     """`value` as a list of token ids, none of them negative."""
     if not isinstance(value, list | tuple):
         raise RequestError(f"{name} is {shown(value)}; it must be a list of token ids.", name)
-    for token_id in value:
-        check_token_id(name, token_id)
+    if set(map(type, value)) - {int} or (value and not 0 <= min(value) <= max(value) < 2**31):
+        for token_id in value:  # there is a bad one, or one of a kind of its own: say which
+            check_token_id(name, token_id)
     return list(value)
 
 
@@ -166,12 +168,15 @@ def checked_structured_outputs(value: Any) -> StructuredOutputsParams:
 
 
 def check_extra_args(value: Any) -> None:
-    """A dict with text keys, of values that every wire format can carry."""
+    """A dict with text keys, of values that every wire format can carry, and not too many."""
     if not isinstance(value, dict):
         raise RequestError(f"extra_args is {shown(value)}; it must map names to values.", "extra_args")
-    pending: list[Any] = [value]
+    pending, count = [value], 0
     while pending:
         item = pending.pop()
+        count += len(item) if isinstance(item, dict | list | tuple) else 0
+        if count > MAX_EXTRA_VALUES:
+            raise RequestError(f"extra_args has more than {MAX_EXTRA_VALUES} values. Send fewer.", "extra_args")
         if isinstance(item, dict):
             if not all(isinstance(key, str) for key in item):
                 raise RequestError(f"extra_args has keys {shown(list(item))}; they must be text.", "extra_args")

@@ -8,6 +8,8 @@ MAX_REPETITION_PENALTY = 1e6
 """Logits times or divided by this are float32 numbers yet; so they are with its inverse."""
 MAX_LENGTH_PENALTY = 50.0
 """A million tokens to this power, or its inverse, is a number yet."""
+MAX_EXTRA_VALUES = 4096
+"""Of `extra_args`, those inside lists and dicts included."""
 MAX_LOGIT_BIAS_IDS = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_MASKED_STOP_IDS = 128

@@ -21,8 +21,10 @@ from jaxpaged.engine.core_supervisor import FACTORY, CoreSupervisor
 from jaxpaged.engine.front_end import load_input_processor
 from jaxpaged.engine.grammar_checker import MOST_CHILDREN
 from jaxpaged.engine.input_processor import InputProcessor, Prompt, tokenization_options
+from jaxpaged.engine.logprobs import LatePromptLogprobs
+from jaxpaged.engine.long_work import takes_long
 from jaxpaged.engine.metrics import EngineMetrics, Metric
-from jaxpaged.engine.output_processor import OutputProcessor
+from jaxpaged.engine.output_processor import OutputProcessor, fan_out
 from jaxpaged.engine.output_stream import OutputStream
 from jaxpaged.engine.public_tokenizer import public_tokenizer
 from jaxpaged.engine.throughput_log import ThroughputLog
@@ -44,8 +46,8 @@ from jaxpaged.vllm_options import check_arguments
 
 logger = logging.getLogger(__name__)
 
-LONG_PROMPT = 2000
-"""Characters or token ids: longer prompts are processed in a thread, since they would hold up everybody's stream."""
+CHILDREN_AT_ONCE = 32
+"""Sequences of a prompt that are sent to the core between two looks at what others want."""
 PROMPT_THREADS = 4
 CONNECT_SECONDS = 60.0
 
@@ -65,7 +67,9 @@ class AsyncLLM:
         self.config = config
         self.input_processor = input_processor
         self.metrics = EngineMetrics(config.model.max_model_len)
-        self._output_processor = OutputProcessor(input_processor.tokenizer, self.metrics, input_processor.pooler)
+        self._output_processor = OutputProcessor(
+            input_processor.tokenizer, self.metrics, input_processor.pooler, late=True
+        )
         self._streams: dict[str, OutputStream] = {}
         self._numbers = itertools.count()
         self._executor_stats: dict[str, Any] | None = None  # of the core that serves now, once it has said them
@@ -145,18 +149,24 @@ class AsyncLLM:
         )
         await self._link.until_ready()  # it may have ended meanwhile
         # What the core still says of an aborted request must not be taken for a later one of the same name.
-        engine_id = f"{request_id}#{next(self._numbers)}"
-        children = self._output_processor.add_request(request, text, engine_id)
+        children = await self._expect(request, text, f"{request_id}#{next(self._numbers)}")
         stream = OutputStream(request.sampling_params.output_kind is RequestOutputKind.DELTA)
         self._streams[request_id] = stream
         self._throughput.wake()
         log_arrival(request, len(children))
         try:
-            self._link.add_requests(children)
+            for few in itertools.batched(children, CHILDREN_AT_ONCE):
+                if self._streams.get(request_id) is not stream:  # it was aborted, or the core has gone
+                    break
+                self._link.add_requests(few)
+                if len(children) > CHILDREN_AT_ONCE:
+                    await asyncio.sleep(0)
             finished = False
             while not finished:
                 output = await stream.get()
                 finished = output.finished
+                if isinstance(output.prompt_logprobs, LatePromptLogprobs):
+                    output.prompt_logprobs = await self._in_thread(output.prompt_logprobs.read)
                 yield output
         finally:
             if self._streams.get(request_id) is stream:
@@ -192,6 +202,16 @@ class AsyncLLM:
         self._link.abort_requests(engine_ids)
         return results
 
+    async def _expect(self, request: EngineCoreRequest, text: str | None, engine_id: str) -> list[EngineCoreRequest]:
+        """Expect the results of a request; what the core is to compute for it. Many sequences are made in a thread."""
+        if request.sampling_params.n <= CHILDREN_AT_ONCE:
+            return self._output_processor.add_request(request, text, engine_id)
+        children = await self._in_thread(fan_out, request, engine_id)
+        state = await self._in_thread(self._output_processor.state_of, request, text, children)
+        await self._link.until_ready()
+        self._output_processor.register(state, children)
+        return children
+
     async def _processed(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, **options: Any
     ) -> tuple[EngineCoreRequest, str | None]:
@@ -200,8 +220,7 @@ class AsyncLLM:
         work = functools.partial(self.input_processor.process, request_id, prompt, params, **options)
         if getattr(params, "structured_outputs", None) is not None:
             return await asyncio.get_running_loop().run_in_executor(self._grammar_threads, work)
-        parts = prompt.values() if isinstance(prompt, dict) else [prompt]
-        if any(hasattr(part, "__len__") and len(part) > LONG_PROMPT for part in parts):
+        if takes_long(prompt, params):
             return await self._in_thread(work)
         return work()
 

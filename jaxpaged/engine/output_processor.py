@@ -5,11 +5,11 @@ This module knows nothing of scheduling: it sees new tokens, and whether a seque
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from jaxpaged.engine.logprobs import prompt_logprob_dicts
+from jaxpaged.engine.logprobs import LatePromptLogprobs, prompt_logprob_dicts
 from jaxpaged.engine.metrics import EngineMetrics, FinishedSequence
 from jaxpaged.engine.pooled_state import PooledPrompt, PooledSequence
 from jaxpaged.engine.pooler import Pooler
@@ -30,8 +30,12 @@ class ProcessedOutputs(msgspec.Struct):
 class OutputProcessor:
     """The front end's record of every prompt that is under way."""
 
-    def __init__(self, tokenizer: Tokenizer, metrics: EngineMetrics, pooler: Pooler | None = None):
-        """`pooler` is there when the engine is for pooling."""
+    def __init__(
+        self, tokenizer: Tokenizer, metrics: EngineMetrics, pooler: Pooler | None = None, *, late: bool = False
+    ):
+        """`pooler` is there when the engine is for pooling. `late`: who gets a result makes its prompt log
+        probabilities by `LatePromptLogprobs.read`, where that holds up nobody."""
+        self._prompt_logprobs = LatePromptLogprobs if late else prompt_logprob_dicts
         self._tokenizer = tokenizer
         self._pooler = pooler
         self._metrics = metrics
@@ -55,17 +59,22 @@ class OutputProcessor:
         the id is in use.
         """
         children = fan_out(request, request.request_id if engine_id is None else engine_id)
-        for request_id in (request.request_id, *(child.request_id for child in children)):
-            if request_id in self._prompts or request_id in self._sequences:
-                raise RequestError(f"a request with id {request_id!r} is under way. Use another id.", "request_id")
-        prompt = self._prompts[request.request_id] = self._state(request, text, children)
-        for child, sequence in zip(children, prompt.sequences, strict=True):
-            self._sequences[child.request_id] = (prompt, sequence)
+        self.register(self.state_of(request, text, children), children)
         return children
 
-    def _state(
-        self, request: EngineCoreRequest, text: str | None, children: list[EngineCoreRequest]
+    def register(self, prompt: PromptState, children: Sequence[EngineCoreRequest]) -> None:
+        """Expect the results of a request whose state is known. Raises RequestError when an id is in use."""
+        for request_id in (prompt.request_id, *(child.request_id for child in children)):
+            if request_id in self._prompts or request_id in self._sequences:
+                raise RequestError(f"a request with id {request_id!r} is under way. Use another id.", "request_id")
+        self._prompts[prompt.request_id] = prompt
+        for child, sequence in zip(children, prompt.sequences, strict=True):
+            self._sequences[child.request_id] = (prompt, sequence)
+
+    def state_of(
+        self, request: EngineCoreRequest, text: str | None, children: Sequence[EngineCoreRequest]
     ) -> PromptState:
+        """What is known of a request before it has results. Any thread may make it."""
         if request.pooling_params is not None:
             return PooledPrompt(request, text, [PooledSequence(children[0], 0, self._tokenizer)], self._pooler)
         return PromptState(request, text, [SequenceState(each, i, self._tokenizer) for i, each in enumerate(children)])
@@ -159,7 +168,7 @@ class OutputProcessor:
             self._metrics.record_pooled(len(prompt.request.prompt_token_ids), output.num_cached_tokens)
         if output.prompt_logprobs is not None:
             request = prompt.request
-            prompt.prompt_logprobs = prompt_logprob_dicts(
+            prompt.prompt_logprobs = self._prompt_logprobs(
                 output.prompt_logprobs, self._tokenizer, request.prompt_token_ids, request.sampling_params
             )
         prompt.note(sequence.index, output, now)

@@ -79,7 +79,7 @@ class Inference:
 
     async def abort(self, generation: GenerationRequest) -> None:
         """End a request; what reads its results gets the last one."""
-        await self._service.engine.abort(generation.load().engine_ids)
+        await self._service.engine.abort(generation.load(self._service.model.max_model_len).engine_ids)
 
     async def Abort(self, request: pb.AbortRequest, caller: str) -> pb.AbortResponse:
         ids = self._service.traffic.engine_ids([f"{PREFIX}-{each}" for each in request.request_ids])

@@ -6,7 +6,8 @@ This module knows JSON and msgspec, and no endpoint.
 import asyncio
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
@@ -17,6 +18,13 @@ from jaxpaged.entrypoints.http.errors import HttpError
 
 BODY_TIMEOUT = 60.0
 """Seconds within which the whole body must have come."""
+SHORT_BODY = 4096
+"""Bytes up to which a body is not worth a thread."""
+BODY_BYTES: ContextVar[int] = ContextVar("body_bytes", default=SHORT_BODY + 1)
+"""Of the request that a task serves, as far as it was read here; what is not known counts as long."""
+MOST_OBJECTS = 2_000_000
+CONTAINER = 8
+"""An object or a list takes the decoder as long as so many numbers."""
 CLOSE = {"Connection": "close"}
 """When the rest of a body will not be read, the connection cannot serve another request."""
 MAX_DEPTH = 64
@@ -32,6 +40,7 @@ async def read_struct[T](request: Request, kind: type[T], max_body_bytes: int) -
     """
     check_media_type(request.headers.get("content-type", ""))
     body = await read_body(request, max_body_bytes)
+    BODY_BYTES.set(len(body))
     try:
         return decoder(kind).decode(body)
     except msgspec.ValidationError as error:
@@ -42,6 +51,14 @@ async def read_struct[T](request: Request, kind: type[T], max_body_bytes: int) -
         raise HttpError(400, f"The body is not valid UTF-8: {error.reason} in a text. Correct it.") from None
     except RecursionError:
         raise HttpError(400, f"The body is nested more than {MAX_DEPTH} levels deep. Flatten it.") from None
+
+
+async def off_loop[T](function: Callable[..., T], *arguments: Any) -> T:
+    """`function(*arguments)`, in a thread unless the body of the request that this task serves is short: what is done
+    with a body takes time that grows with it, and nobody else is to wait for that."""
+    if BODY_BYTES.get() <= SHORT_BODY:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
 
 
 @functools.cache
@@ -72,11 +89,16 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
 
 
 async def joined(request: Request, max_body_bytes: int) -> bytes:
-    pieces, length = [], 0
+    """Looks at every piece as it comes: a body that would be decoded into very many objects is refused before that,
+    since the decoder holds up everybody until it is done."""
+    pieces, length, objects = [], 0, 0
     async for piece in request.stream():
         length += len(piece)
         if length > max_body_bytes:
             raise too_large(max_body_bytes)
+        objects += piece.count(b",") + CONTAINER * (piece.count(b"{") + piece.count(b"["))
+        if objects > MOST_OBJECTS:
+            raise HttpError(413, f"The body has more than {MOST_OBJECTS} values. Send several requests.", headers=CLOSE)
         pieces.append(piece)
     return b"".join(pieces)
 

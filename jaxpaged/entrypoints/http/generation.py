@@ -15,8 +15,18 @@ from jaxpaged.entrypoints.http.errors import client_names, failed_request
 from jaxpaged.entrypoints.http.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.traffic import Load, Traffic
 from jaxpaged.messages import RequestOutput
-from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
+TOKEN_BYTES = 8
+"""Of text and id of a token in an answer, about."""
+LOGPROB_BYTES = 80
+"""Of one log probability, with the token that it is of."""
+CHOICE_BYTES = 200
+"""Of a sequence in an answer, besides its tokens."""
+MANY_PROMPTS = 200
+RESULTS_AT_ONCE = 64
+READERS_AT_ONCE = 8
+"""Prompts of a request that begin between two looks at what others want."""
 Numbered = tuple[int, RequestOutput]
 """The number of a prompt, and a result of it."""
 
@@ -34,18 +44,48 @@ class GenerationRequest:
     priority: int = 0
     names: Mapping[str, str] = MappingProxyType({})
     beams: BeamSearchParams | None = None
+    repeats_prompt: bool = False  # in the answer
     unique: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
 
     def engine_id(self, number: int) -> str:
         """The engine's id of prompt `number`: no two requests have the same, whatever ids clients choose."""
         return f"{self.request_id}-{number}-{self.unique}"
 
-    def load(self) -> Load:
+    def load(self, max_model_len: int) -> Load:
         """The engine completes every beam by itself."""
         num_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         width = 1 if self.beams is None else self.beams.beam_width
         ids = [self.engine_id(number) for number in range(len(self.prompts) * width)]
-        return Load(self.request_id, ids, len(ids) * self.params.n, num_tokens)
+        answer_bytes = sum(self._most_answer_bytes(len(prompt.token_ids), max_model_len) for prompt in self.prompts)
+        return Load(self.request_id, ids, len(ids) * self.params.n, num_tokens, answer_bytes * width)
+
+    def _most_answer_bytes(self, num_prompt_tokens: int, max_model_len: int) -> int:
+        """That are held for one prompt until its last sequence is done."""
+        if self.params.output_kind is RequestOutputKind.DELTA:
+            return 0
+        room = max(max_model_len - num_prompt_tokens, 1)
+        return self._answer_bytes(num_prompt_tokens, self.params.n * min(self.params.max_tokens or room, room))
+
+    def _answer_bytes(self, num_prompt_tokens: int, num_new_tokens: int) -> int:
+        params = self.params
+        in_prompt = 0 if params.prompt_logprobs is None else LOGPROB_BYTES * (1 + reported(params.prompt_logprobs))
+        in_prompt += TOKEN_BYTES * self.repeats_prompt
+        in_new = TOKEN_BYTES
+        in_new += 0 if params.logprobs is None else LOGPROB_BYTES * (1 + reported(params.logprobs))
+        return params.n * num_prompt_tokens * in_prompt + num_new_tokens * in_new
+
+    def size_of(self, outputs: Sequence[RequestOutput]) -> int:
+        """Bytes of the answer that these are, about; of many prompts, at least."""
+        choices = CHOICE_BYTES * len(outputs) * self.params.n
+        if len(outputs) > MANY_PROMPTS:  # to count them would be work itself
+            return choices
+        counts = [(len(each.prompt_token_ids), sum(len(one.token_ids) for one in each.outputs)) for each in outputs]
+        return choices + sum(self._answer_bytes(*each) for each in counts)
+
+
+def reported(count: int) -> int:
+    """-1, the whole vocabulary, is possible only where the engine allows as many, so its size is no attack."""
+    return max(count, 0)
 
 
 async def stream(engine: Engine, traffic: Traffic, request: GenerationRequest) -> AsyncGenerator[Numbered]:
@@ -53,7 +93,7 @@ async def stream(engine: Engine, traffic: Traffic, request: GenerationRequest) -
 
     Raises HttpError when there is no room or when a prompt fails, and what the engine raises.
     """
-    with client_names(request.names), traffic.admitted(request.load()):
+    with client_names(request.names), traffic.admitted(request.load(engine.input_processor.max_model_len)):
         async with contextlib.aclosing(all_results(engine, request)) as results:
             async for numbered in results:
                 yield numbered
@@ -61,7 +101,7 @@ async def stream(engine: Engine, traffic: Traffic, request: GenerationRequest) -
 
 async def collect(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[RequestOutput]:
     """The last result of every prompt, in order. Raises what `stream` does."""
-    with client_names(request.names), traffic.admitted(request.load()):
+    with client_names(request.names), traffic.admitted(request.load(engine.input_processor.max_model_len)):
         return await last_results(engine, request)
 
 
@@ -103,10 +143,17 @@ async def merged(engine: Engine, request: GenerationRequest) -> AsyncGenerator[N
         except Exception as error:
             arrived.put_nowait(error)
 
-    readers = [asyncio.ensure_future(read(number)) for number in range(len(request.prompts))]
+    readers: list[asyncio.Future[None]] = []
     try:
-        num_open = len(readers)
+        for number in range(len(request.prompts)):
+            readers.append(asyncio.ensure_future(read(number)))
+            if not len(readers) % READERS_AT_ONCE:
+                await asyncio.sleep(0)
+        num_open, num_taken = len(readers), 0
         while num_open:
+            num_taken += 1
+            if not num_taken % RESULTS_AT_ONCE:
+                await asyncio.sleep(0)
             item = await arrived.get()
             if isinstance(item, BaseException):
                 raise item
@@ -115,6 +162,7 @@ async def merged(engine: Engine, request: GenerationRequest) -> AsyncGenerator[N
             else:
                 yield item
     finally:
-        for reader in readers:
+        unfinished = [reader for reader in readers if not reader.done()]
+        for reader in unfinished:
             reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
+        await asyncio.gather(*unfinished, return_exceptions=True)

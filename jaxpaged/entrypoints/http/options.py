@@ -60,6 +60,11 @@ class ServerOptions:
     max_num_queued_tokens: int | None = option(
         None, "prompt tokens that may wait before requests get 429; unlimited by default", minimum=0
     )
+    max_sequences_per_request: int = option(2048, "sequences that one request may ask for: prompts times n", minimum=1)
+    max_answer_bytes: int = option(
+        256 * 2**20, "longest answer that one request may ask for, as far as max_tokens, n and log probabilities tell; "
+        "streams are not held, so they are not limited", minimum=1,
+    )  # fmt: skip
     shutdown_timeout: float = option(
         30.0, "seconds that requests under way get after SIGTERM; a second signal ends them at once", minimum=0
     )

@@ -27,6 +27,7 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams, Thinking
 
 CheckShape = Callable[[StructuredOutputsParams | None], Awaitable[None]]
+"""Waits until it is known whether a shape can be used, and raises RequestError if not."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +78,17 @@ class Prepared:
     reading: Reading
 
 
-async def prepare(
-    conversation: Conversation, params: SamplingParams, formats: AnswerFormats, prompts: PromptReader,
-    check_shape: CheckShape,
-) -> Prepared:  # fmt: skip
-    """`params` are those of the client, to which shape and special tokens are added. `check_shape` waits until it is
-    known whether the shape can be used, and raises RequestError if not.
+def prepare(
+    conversation: Conversation, params: SamplingParams, formats: AnswerFormats, prompts: PromptReader
+) -> Prepared:
+    """`params` are those of the client, to which shape and special tokens are added. Takes long for long conversations.
 
     Raises HttpError or RequestError 400; their parameters are "tool_choice" and "structured_outputs", and those of
     `PromptReader.read_chat`.
     """
     reading = reading_of(conversation, formats)
     shape = shape_of(conversation, reading.tool_parser)
-    prompt = await prompts.read_chat(
+    prompt = prompts.read_chat(
         conversation.messages, conversation.truncation, conversation.add_special_tokens, conversation.cache_salt,
         **conversation.template,
     )  # fmt: skip
@@ -98,7 +97,6 @@ async def prepare(
         params.skip_special_tokens = False
     if shape is not None:
         params.structured_outputs = after_thinking(shape, reading.reasoning_parser, prompt.text or "")
-    await check_shape(params.structured_outputs)
     return Prepared(prompt, params, reading)
 
 

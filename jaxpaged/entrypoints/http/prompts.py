@@ -1,17 +1,14 @@
 """What requests give as prompts, as token ids: texts, ids, and chats.
 
-Long texts are tokenised in a thread, so that other requests go on meanwhile, and no more of them than matters, see
-`engine/long_text.py`. This module knows no endpoint.
+What is called here can take long: endpoints call it by `body.off_loop`. This module knows no endpoint.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.engine.input_processor import InputProcessor
 from jaxpaged.engine.long_text import Truncation
-from jaxpaged.engine.tokenizer import LONG_TEXT
 from jaxpaged.entrypoints.http.errors import HttpError
 
 SALT_FORBIDDEN = "@/\\\0"
@@ -37,7 +34,7 @@ class PromptReader:
     def __init__(self, processor: InputProcessor):
         self._processor = processor
 
-    async def read(
+    def read(
         self,
         prompts: Sequence[str | list[int]],
         truncation: Truncation,
@@ -48,11 +45,7 @@ class PromptReader:
     ) -> list[TokenPrompt]:
         """Texts or token ids, of at most `most` tokens, as a rule what the model takes."""
         check_salt(cache_salt)
-
-        def read_all() -> list[TokenPrompt]:
-            return [self._read(each, truncation, add_special_tokens, cache_salt, most) for each in prompts]
-
-        return await in_thread_if_long(sum(map(len, prompts)), read_all)
+        return [self._read(each, truncation, add_special_tokens, cache_salt, most) for each in prompts]
 
     def _read(
         self, prompt: str | list[int], truncation: Truncation, add_special_tokens: bool, cache_salt: str | None,
@@ -63,7 +56,7 @@ class PromptReader:
         parsed = self._processor.parse(prompt, add_special_tokens, truncation, most)
         return TokenPrompt(parsed.token_ids, parsed.text, cache_salt)
 
-    async def read_chat(
+    def read_chat(
         self,
         messages: list[dict[str, Any]],
         truncation: Truncation,
@@ -78,14 +71,10 @@ class PromptReader:
         Templates write special tokens themselves; `add_special_tokens` adds the tokenizer's own to them.
         """
         check_salt(cache_salt)
-
-        def read() -> TokenPrompt:
-            prompt = self._processor.chat_prompt(
-                messages, add_special_tokens=add_special_tokens, truncation=truncation, most=most, **template
-            )
-            return TokenPrompt(prompt["prompt_token_ids"], prompt["prompt"], cache_salt)
-
-        return await in_thread_if_long(num_characters(messages, template.get("tools") or []), read)
+        prompt = self._processor.chat_prompt(
+            messages, add_special_tokens=add_special_tokens, truncation=truncation, most=most, **template
+        )
+        return TokenPrompt(prompt["prompt_token_ids"], prompt["prompt"], cache_salt)
 
     def _check_tokens(self, count: int) -> None:
         """Raise HttpError when so many ids can never fit, before each of them is looked at."""
@@ -96,26 +85,6 @@ class PromptReader:
                 f"{self._processor.max_model_len}. Shorten it.",
                 "prompt",
             )
-
-
-async def in_thread_if_long[T](length: int, function: Callable[..., T], *arguments: Any) -> T:
-    if length <= LONG_TEXT:
-        return function(*arguments)
-    return await asyncio.to_thread(function, *arguments)
-
-
-def num_characters(*values: Any) -> int:
-    """Characters of all texts inside lists and objects, counted until there are more than LONG_TEXT; each of these
-    counts as one, since it is work too."""
-    count, pending = 0, list(values)
-    while pending and count <= LONG_TEXT:
-        item = pending.pop()
-        count += len(item) if isinstance(item, str) else 1
-        if isinstance(item, dict | list):
-            if len(item) > LONG_TEXT:
-                return len(item)
-            pending += item.values() if isinstance(item, dict) else item
-    return count
 
 
 def check_salt(salt: str | None) -> None:

@@ -82,7 +82,10 @@ class Service:
         self.requests = RequestCounts()
         self.has_been_ready = False  # at some time since the start
         self.sources: list[Callable[[], list[Metric]]] = [self.requests.read]  # of metrics, besides the engine
-        self.traffic = Traffic(model.max_num_seqs, options.max_num_queued_reqs, options.max_num_queued_tokens)
+        self.traffic = Traffic(
+            model.max_num_seqs, options.max_num_queued_reqs, options.max_num_queued_tokens,
+            max_sequences=options.max_sequences_per_request, max_answer_bytes=options.max_answer_bytes,
+        )  # fmt: skip
 
     def check_shape_for(self, client: str) -> CheckShape:
         """Checks shapes in the turns of the client that asks."""

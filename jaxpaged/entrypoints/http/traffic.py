@@ -23,17 +23,24 @@ class Load:
     engine_ids: Sequence[str]
     num_sequences: int
     num_prompt_tokens: int
+    answer_bytes: int = 0  # that must be held until they can be sent, at most and about
 
 
 class Traffic:
     """Counts what is under way.
 
     What exceeds the `max_running` sequences that the engine computes at a time waits, newest last, and at most
-    `max_queued` sequences and `max_queued_tokens` prompt tokens may. None: any number.
+    `max_queued` sequences and `max_queued_tokens` prompt tokens may. None: any number. One request has at most
+    `max_sequences`, and an answer of about `max_answer_bytes` at most.
     """
 
-    def __init__(self, max_running: int, max_queued: int | None = None, max_queued_tokens: int | None = None):
+    def __init__(
+        self, max_running: int, max_queued: int | None = None, max_queued_tokens: int | None = None,
+        *, max_sequences: int = 2048, max_answer_bytes: int = 2**28,
+    ):  # fmt: skip
         self._max_running = max_running
+        self._max_sequences = max_sequences
+        self._max_answer_bytes = max_answer_bytes
         self._max_queued = max_queued
         self._max_queued_tokens = max_queued_tokens
         self._loads: dict[int, Load] = {}  # by number of the HTTP request, oldest first
@@ -50,8 +57,14 @@ class Traffic:
     def admitted(self, load: Load) -> Iterator[None]:
         """Count a request while the context lasts.
 
-        Raises HttpError: 503 while the server is draining, 429 when the queue is full.
+        Raises HttpError: 400 for more than one request may ask, 503 while the server is draining, 429 when the queue is
+        full.
         """
+        if load.answer_bytes > self._max_answer_bytes:
+            raise HttpError(
+                400, f"max_tokens, n and log probabilities make an answer of up to {load.answer_bytes} bytes; one "
+                f"request may ask for {self._max_answer_bytes}. Ask for less, or for a stream.", "max_tokens",
+            )  # fmt: skip
         self._check_room(load)
         number = next(self._numbers)
         self._loads[number] = load
@@ -62,6 +75,14 @@ class Traffic:
             del self._loads[number]
             if not self._loads:
                 self._idle.set()
+
+    def check_num_sequences(self, num_prompts: int, n: int) -> None:
+        """Raise HttpError 400 for more sequences than one request may ask for, before its prompts are looked at."""
+        if num_prompts * n > self._max_sequences:
+            raise HttpError(
+                400, f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences; one request may have "
+                f"{self._max_sequences}. Send several.", "n",
+            )  # fmt: skip
 
     def engine_ids(self, request_ids: Sequence[str] | None = None) -> list[str]:
         """What to abort in the engine to end these HTTP requests, or all of them. Unknown ids pass."""

@@ -28,7 +28,7 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     ToolUseBlock,
 )
 from jaxpaged.entrypoints.http.auth import client_of
-from jaxpaged.entrypoints.http.body import json_response, read_struct
+from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import client_names
 from jaxpaged.entrypoints.http.generation import GenerationRequest, collect, stream
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
@@ -68,18 +68,30 @@ class Messages:
         service = self._service
         wanted = await read_struct(request, CountTokensRequest, service.options.max_body_bytes)
         service.check_model(wanted.model)
+        return json_response(CountTokensResponse(await off_loop(self._count, wanted)))
+
+    def _count(self, wanted: CountTokensRequest) -> int:
+        service = self._service
         check_prompt_fields(wanted)
         asked = conversation(wanted)
         with client_names(engine_names(wanted)):
-            prompt = await service.prompts.read_chat(
+            prompt = service.prompts.read_chat(
                 asked.messages, asked.truncation, asked.add_special_tokens, None, most=service.most_counted,
                 **asked.template,
             )  # fmt: skip
-        return json_response(CountTokensResponse(len(prompt.token_ids)))
+        return len(prompt.token_ids)
 
     async def _asked(self, request: Request, wanted: MessagesRequest) -> Asked:
         service = self._service
         model = service.check_model(wanted.model)
+        request_id = service.request_id(request, "msg")
+        asked = await off_loop(self._checked, wanted, request_id, model)
+        with client_names(asked.generation.names):
+            await service.check_shape_for(client_of(request))(asked.generation.params.structured_outputs)
+        return asked
+
+    def _checked(self, wanted: MessagesRequest, request_id: str, model: str) -> Asked:
+        service = self._service
         check_prompt_fields(wanted)
         check_request_fields(wanted)
         check_calls_are_found(wanted, service.formats.tool_parser)
@@ -87,9 +99,7 @@ class Messages:
         with client_names(names):
             params = sampling_params(wanted, processor.defaults.sampling, processor.thinking_token_ids is not None)
             asked = conversation(wanted, wanted.cache_salt)
-            check_shape = service.check_shape_for(client_of(request))
-            prepared = await prepare(asked, params, service.formats, service.prompts, check_shape)
-        request_id = service.request_id(request, "msg")
+            prepared = prepare(asked, params, service.formats, service.prompts)
         reader = AnswerReader(prepared.reading, prepared.prompt.text)
         generation = GenerationRequest(request_id, [prepared.prompt], prepared.params, names=names)
         return Asked(wanted, generation, model, reader)

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from jaxpaged.entrypoints.http.answer import AnswerReader, Reading
 from jaxpaged.entrypoints.http.auth import client_of
 from jaxpaged.entrypoints.http.beams import collect_or_search
-from jaxpaged.entrypoints.http.body import json_response, read_struct
+from jaxpaged.entrypoints.http.big_answer import answer_of
+from jaxpaged.entrypoints.http.body import off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation import GenerationRequest, stream
 from jaxpaged.entrypoints.http.openai.beam_fields import beam_params, check_beams
@@ -43,7 +44,7 @@ from jaxpaged.entrypoints.http.openai.logprobs import chat_logprobs, prompt_logp
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.prepare import CheckShape, Conversation, prepare
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.messages import CompletionOutput
+from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.parsing.deltas import ParsedMessage
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 
@@ -88,12 +89,19 @@ class ChatCompletions:
         self, wanted: ChatCompletionRequest, request_id: str, model: str, check_shape: CheckShape
     ) -> Chat:
         """The request, checked. Raises HttpError and RequestError 400 for what cannot be."""
+        chat = await off_loop(self._checked, wanted, request_id, model)
+        with client_names(chat.generation.names):
+            await check_shape(chat.generation.params.structured_outputs)
+        return chat
+
+    def _checked(self, wanted: ChatCompletionRequest, request_id: str, model: str) -> Chat:
         service = self._service
         check(wanted)
         params, beams = self._params(wanted)
+        service.traffic.check_num_sequences(1, wanted.n or 1)
         conversation, names = self._conversation(wanted), names_of(wanted)
         with client_names(names):
-            prepared = await prepare(conversation, params, service.formats, service.prompts, check_shape)
+            prepared = prepare(conversation, params, service.formats, service.prompts)
         last = conversation.messages[-1]
         role = "assistant" if conversation.template["add_generation_prompt"] else last["role"]
         echo = text_of(last) if wanted.echo and last["role"] == role else ""
@@ -126,22 +134,24 @@ class ChatCompletions:
             return params, beam_params(wanted, limit)
 
     async def _complete(self, chat: Chat) -> Response:
+        service = self._service
+        [output] = await collect_or_search(service.engine, service.traffic, chat.generation)
+        return await answer_of(chat.generation.size_of([output]), lambda: self._answer(chat, output))
+
+    def _answer(self, chat: Chat, output: RequestOutput) -> ChatCompletionResponse:
         wanted = chat.wanted
-        [output] = await collect_or_search(self._service.engine, self._service.traffic, chat.generation)
         usage = UsageCounter(self._service.options.enable_prompt_tokens_details)
         usage.add(0, output)
         readers = [chat.new_reader() for _ in output.outputs]
-        return json_response(
-            ChatCompletionResponse(
-                id=chat.generation.request_id,
-                created=int(time.time()),
-                model=chat.model,
-                choices=[choice(chat, *each) for each in zip(output.outputs, readers)],
-                usage=usage.read(num_thinking=self._num_thinking(chat, readers)),
-                prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
-                prompt_token_ids=output.prompt_token_ids if wanted.return_token_ids else None,
-                prompt_text=output.prompt if wanted.return_prompt_text else None,
-            )
+        return ChatCompletionResponse(
+            id=chat.generation.request_id,
+            created=int(time.time()),
+            model=chat.model,
+            choices=[choice(chat, *each) for each in zip(output.outputs, readers)],
+            usage=usage.read(num_thinking=self._num_thinking(chat, readers)),
+            prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
+            prompt_token_ids=output.prompt_token_ids if wanted.return_token_ids else None,
+            prompt_text=output.prompt if wanted.return_prompt_text else None,
         )
 
     async def _events(self, chat: Chat) -> AsyncGenerator[bytes]:

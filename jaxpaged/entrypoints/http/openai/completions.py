@@ -1,7 +1,7 @@
 """`POST /v1/completions`: continue texts or token ids."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from starlette.requests import Request
@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.auth import client_of
 from jaxpaged.entrypoints.http.beams import collect_or_search
-from jaxpaged.entrypoints.http.body import json_response, read_struct
+from jaxpaged.entrypoints.http.big_answer import answer_of
+from jaxpaged.entrypoints.http.body import off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation import GenerationRequest, stream
 from jaxpaged.entrypoints.http.openai.beam_fields import beam_params, check_beams
@@ -24,7 +25,6 @@ from jaxpaged.entrypoints.http.openai.completion_text import CompletionStyle, Se
 from jaxpaged.entrypoints.http.openai.events import DONE, late_error
 from jaxpaged.entrypoints.http.openai.fields import (
     check_fields,
-    check_num_sequences,
     sampling_params,
     shape_name,
     shape_of,
@@ -61,15 +61,23 @@ class Completions:
         self, wanted: CompletionRequest, request_id: str, check_shape: CheckShape
     ) -> GenerationRequest:
         """What the engine is asked for. Raises HttpError and RequestError 400 for what cannot be."""
+        generation = await off_loop(self._generation, wanted, request_id)
+        with client_names(generation.names):
+            await check_shape(generation.params.structured_outputs)
+        return generation
+
+    def _generation(self, wanted: CompletionRequest, request_id: str) -> GenerationRequest:
+        service = self._service
         check(wanted)
         params, given = self._params(wanted), prompts_of(wanted.prompt)
         beams = beam_params(wanted, params.max_tokens)
-        check_num_sequences(len(given), wanted.n or 1)
+        service.traffic.check_num_sequences(len(given), wanted.n or 1)
         special = wanted.add_special_tokens is not False
-        with client_names(shape_name(wanted)):
-            await check_shape(params.structured_outputs)
-        prompts = await self._service.prompts.read(given, wanted.truncation, special, wanted.cache_salt)
-        return GenerationRequest(request_id, prompts, params, wanted.priority or 0, shape_name(wanted), beams)
+        prompts = service.prompts.read(given, wanted.truncation, special, wanted.cache_salt)
+        repeats = bool(wanted.echo or wanted.return_token_ids)
+        return GenerationRequest(
+            request_id, prompts, params, wanted.priority or 0, shape_name(wanted), beams, repeats_prompt=repeats
+        )
 
     def _params(self, wanted: CompletionRequest) -> SamplingParams:
         """With an echo, log probabilities are those of the prompt too; the engine computes at least one token."""
@@ -84,23 +92,27 @@ class Completions:
         return params
 
     async def _complete(self, wanted: CompletionRequest, generation: GenerationRequest, model: str) -> Response:
-        outputs = await collect_or_search(self._service.engine, self._service.traffic, generation)
+        service = self._service
+        outputs = await collect_or_search(service.engine, service.traffic, generation)
+        return await answer_of(generation.size_of(outputs), lambda: self._answer(wanted, generation, model, outputs))
+
+    def _answer(
+        self, wanted: CompletionRequest, generation: GenerationRequest, model: str, outputs: Sequence[RequestOutput]
+    ) -> CompletionResponse:
         style = style_of(wanted)
         usage = UsageCounter(self._service.options.enable_prompt_tokens_details)
         choices = []
         for number, output in enumerate(outputs):
             usage.add(number, output, num_dropped=style.num_dropped(output))
             choices += self._choices(wanted, style, number * (wanted.n or 1), output)
-        return json_response(
-            CompletionResponse(
-                id=generation.request_id, created=int(time.time()), model=model, choices=choices, usage=usage.read()
-            )
+        return CompletionResponse(
+            id=generation.request_id, created=int(time.time()), model=model, choices=choices, usage=usage.read()
         )
 
     def _choices(
         self, wanted: CompletionRequest, style: CompletionStyle, first_index: int, output: RequestOutput
     ) -> list[CompletionChoice]:
-        choices = []
+        choices, of_prompt = [], prompt_logprobs(output.prompt_logprobs)
         for each in output.outputs:
             shown = SequenceText(style, self._service.engine.input_processor.tokenizer).show(output, each)
             choices.append(
@@ -111,7 +123,7 @@ class Completions:
                     finish_reason="length" if style.only_echo else each.finish_reason,
                     stop_reason=None if style.only_echo else each.stop_reason,
                     token_ids=list(each.token_ids) if wanted.return_token_ids else None,
-                    prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
+                    prompt_logprobs=of_prompt,
                     prompt_token_ids=output.prompt_token_ids if wanted.return_token_ids else None,
                 )
             )
@@ -166,9 +178,10 @@ def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int
         return [prompt]
     if not prompt:
         raise HttpError(400, "prompt is an empty list. Give at least one prompt.", "prompt")
-    if all(isinstance(item, int) for item in prompt):
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
         return [prompt]
-    if any(isinstance(item, int) for item in prompt) or len({type(item) for item in prompt}) > 1:
+    if len(kinds) > 1:
         raise HttpError(400, "prompt mixes texts, ids and lists of ids. Give a list of one kind.", "prompt")
     if len(prompt) > MAX_PROMPTS:
         raise HttpError(400, f"prompt has {len(prompt)} prompts; one request may have {MAX_PROMPTS}.", "prompt")

@@ -25,8 +25,6 @@ from jaxpaged.structured_outputs import StructuredOutputsParams
 
 SHAPE_NAMES = {"structured_outputs": "response_format"}
 TAG_FIELDS = ("type", "format", "structures", "triggers")
-MAX_PROMPT_SEQUENCES = 16384
-"""Sequences of one HTTP request: prompts times n."""
 SAMPLING = (*SamplingFields.__struct_fields__, "n", "prompt_logprobs", "logprob_token_ids")
 """Fields that are sampling parameters under the same name."""
 
@@ -188,11 +186,3 @@ def usage_options(request: GenerationFields, force: bool) -> UsageOptions:
     options = request.stream_options or StreamOptions()
     at_end = force or bool(options.include_usage)
     return UsageOptions(at_end, force or (at_end and bool(options.continuous_usage_stats)))
-
-
-def check_num_sequences(num_prompts: int, n: int) -> None:
-    if num_prompts * n > MAX_PROMPT_SEQUENCES:
-        raise HttpError(
-            400, f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences; one request may have "
-            f"{MAX_PROMPT_SEQUENCES}. Send several.", "n",
-        )  # fmt: skip

@@ -14,9 +14,10 @@ from jaxpaged.engine.pooler import Pooler
 from jaxpaged.engine.pooling_prompts import check_keep, cut_ids, text_ids
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import HttpError, failed_request
+from jaxpaged.entrypoints.http.generation import READERS_AT_ONCE
 from jaxpaged.entrypoints.http.openai.usage import PromptTokensDetails, Usage
 from jaxpaged.entrypoints.http.pooling.protocol import PoolingFields
-from jaxpaged.entrypoints.http.prompts import TokenPrompt, check_salt, in_thread_if_long
+from jaxpaged.entrypoints.http.prompts import TokenPrompt, check_salt
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.traffic import Load
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
@@ -50,8 +51,12 @@ async def pool_all(service: Service, work: PoolingWork) -> list[PoolingRequestOu
     Raises HttpError when there is no room or when a prompt fails, and what the engine raises.
     """
     with service.traffic.admitted(work.load()):
-        running = [asyncio.ensure_future(pool_one(service.engine, work, i)) for i in range(len(work.prompts))]
+        running: list[asyncio.Future[PoolingRequestOutput]] = []
         try:
+            for number in range(len(work.prompts)):
+                running.append(asyncio.ensure_future(pool_one(service.engine, work, number)))
+                if not len(running) % READERS_AT_ONCE:
+                    await asyncio.sleep(0)
             return await asyncio.gather(*running)
         finally:
             for each in running:
@@ -112,10 +117,13 @@ def check_count(name: str, count: int) -> None:
         raise HttpError(400, f"{name} has {count} entries; one request may have {MAX_INPUTS}. Send several.", name)
 
 
-async def read_prompts(
+def read_prompts(
     service: Service, given: Sequence[str | list[int] | tuple[str, str]], wanted: PoolingFields, name: str
 ) -> list[TokenPrompt]:
-    """Texts, ids or pairs of texts as token ids, cut as the request says. Raises RequestError and HttpError."""
+    """Texts, ids or pairs of texts as token ids, cut as the request says. Takes long for long texts.
+
+    Raises RequestError and HttpError.
+    """
     check_salt(wanted.cache_salt)
     processor = service.engine.input_processor
     keep = check_keep(wanted.truncate_prompt_tokens, processor.max_model_len)
@@ -134,8 +142,7 @@ async def read_prompts(
             ids = text_ids(processor.tokenizer, texts, keep, special, from_left)
         return TokenPrompt(ids, None, wanted.cache_salt)
 
-    length = sum(sum(map(len, each)) if isinstance(each, tuple) else len(each) for each in given)
-    return await in_thread_if_long(length, lambda: [read(each) for each in given])
+    return [read(each) for each in given]
 
 
 def usage_of(service: Service, outputs: Sequence[PoolingRequestOutput]) -> Usage:

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.engine.scoring import cosine, paired
-from jaxpaged.entrypoints.http.body import json_response, read_struct
+from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.openai.usage import Usage
 from jaxpaged.entrypoints.http.pooling.protocol import (
@@ -88,8 +88,8 @@ class Scoring:
         service = self._service
         pooler = pooler_of(service)
         check_fields(wanted)
-        pairs = paired(first, second, names)
         check_count(names[1], len(second))
+        pairs = paired(first, second, names)
         classifies = pooler.convert == "classify"
         if classifies and pooler.width != 1:
             raise HttpError(
@@ -101,7 +101,7 @@ class Scoring:
         pooler.check(params)
         given = [(first[i], second[j]) for i, j in pairs] if classifies else [*first, *second]
         with client_names({"prompt": names[1]}):
-            prompts = await read_prompts(service, given, wanted, names[1])
+            prompts = await off_loop(read_prompts, service, given, wanted, names[1])
             outputs = await pool_all(service, PoolingWork(request_id, prompts, params, wanted.priority or 0))
         usage = usage_of(service, outputs)
         vectors = [output.outputs.data for output in outputs]

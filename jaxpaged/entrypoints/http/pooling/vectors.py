@@ -9,7 +9,8 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxpaged.entrypoints.http.body import json_response, read_struct
+from jaxpaged.entrypoints.http.big_answer import answer_of
+from jaxpaged.entrypoints.http.body import off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import client_names
 from jaxpaged.entrypoints.http.pooling.protocol import (
     ClassifyRequest,
@@ -32,6 +33,9 @@ from jaxpaged.entrypoints.http.pooling.running import (
 )
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.pooling import PoolingParams
+
+NUMBER_BYTES = 12
+"""Of a number in an answer, about."""
 
 
 class Kind(NamedTuple):
@@ -73,11 +77,13 @@ class Vectors:
         async def run() -> Response:
             with client_names({"prompt": "input"}):
                 outputs = await pool_all(service, work)
-                data = [kind.item(i, each.outputs.data, wanted, labels) for i, each in enumerate(outputs)]
-                usage, created = usage_of(service, outputs), int(time.time())
-                return json_response(
-                    kind.answer(id=work.request_id, created=created, model=model, data=data, usage=usage)
-                )
+
+                def answer() -> Any:
+                    data = [kind.item(i, each.outputs.data, wanted, labels) for i, each in enumerate(outputs)]
+                    usage, created = usage_of(service, outputs), int(time.time())
+                    return kind.answer(id=work.request_id, created=created, model=model, data=data, usage=usage)
+
+                return await answer_of(NUMBER_BYTES * sum(each.outputs.data.size for each in outputs), answer)
 
         return await service.answered(request, work.request_id, run())
 
@@ -85,6 +91,9 @@ class Vectors:
         self, wanted: EmbeddingRequest | ClassifyRequest, request_id: str, task: str | None
     ) -> PoolingWork:
         """What the engine is asked for. Raises HttpError and RequestError 400."""
+        return await off_loop(self._work, wanted, request_id, task)
+
+    def _work(self, wanted: EmbeddingRequest | ClassifyRequest, request_id: str, task: str | None) -> PoolingWork:
         service = self._service
         check_fields(wanted)
         params = PoolingParams(
@@ -93,7 +102,7 @@ class Vectors:
         )  # fmt: skip
         service.engine.input_processor.pooler.check(params)
         with client_names({"prompt": "input"}):
-            prompts = await read_prompts(service, inputs_of(wanted.input), wanted, "input")
+            prompts = read_prompts(service, inputs_of(wanted.input), wanted, "input")
         return PoolingWork(request_id, prompts, params, wanted.priority or 0)
 
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from jaxpaged.entrypoints.http.auth import client_of, digest, given_key
-from jaxpaged.entrypoints.http.body import json_response, read_struct
+from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation import Numbered, all_results, stream
 from jaxpaged.entrypoints.http.responses.events import EventLog
@@ -34,9 +34,9 @@ class Responses:
         """Answer an input with a response: at once, as a stream, or in the background."""
         service = self._service
         wanted = await read_struct(request, ResponsesRequest, service.options.max_body_bytes)
-        check(wanted)
+        await off_loop(check, wanted)
         request_id = service.request_id(request, "resp")
-        job = await self._jobs.make(wanted, owner_of(request), service.check_shape_for(client_of(request)))
+        job = await self._job(request, wanted)
         if wanted.background:
             stored = await self._begin_in_background(job, with_events=bool(wanted.stream))
             if wanted.stream:
@@ -45,6 +45,15 @@ class Responses:
         if wanted.stream:
             return self._streamed(request_id, job)
         return await service.answered(request, request_id, self._complete(job))
+
+    async def _job(self, request: Request, wanted: ResponsesRequest) -> Job:
+        owner = owner_of(request)
+        earlier = self._jobs.earlier_items(wanted, owner)
+        make = asyncio.to_thread if earlier else off_loop
+        job = await make(self._jobs.make, wanted, owner, earlier)
+        with client_names(job.generation.names):
+            await self._service.check_shape_for(client_of(request))(job.generation.params.structured_outputs)
+        return job
 
     async def retrieve(self, request: Request) -> HttpResponse:
         """A response that is kept; with stream=true the events of one that was made so in the background."""
@@ -112,7 +121,7 @@ class Responses:
             )  # fmt: skip
         self._store.check_room()
         with contextlib.ExitStack() as admission:
-            admission.enter_context(service.traffic.admitted(generation.load()))
+            admission.enter_context(service.traffic.admitted(generation.load(service.model.max_model_len)))
             run = ResponseRun(job, self._store, EventLog(silent=not with_events))
             return run.start(outputs_of(all_results(service.engine, generation)), admission.pop_all())
 

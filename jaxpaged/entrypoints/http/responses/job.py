@@ -13,7 +13,7 @@ import msgspec
 from jaxpaged.entrypoints.http.answer import Reading
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation import GenerationRequest
-from jaxpaged.entrypoints.http.prepare import CheckShape, Conversation, Prepared, prepare
+from jaxpaged.entrypoints.http.prepare import Conversation, Prepared, prepare
 from jaxpaged.entrypoints.http.responses.input_items import Item, Turns, input_items
 from jaxpaged.entrypoints.http.responses.request import ResponsesRequest
 from jaxpaged.entrypoints.http.responses.response import Response, new_id
@@ -52,15 +52,15 @@ class JobMaker:
         self._service = service
         self._store = store
 
-    async def make(self, wanted: ResponsesRequest, owner: bytes, check_shape: CheckShape) -> Job:
+    def make(self, wanted: ResponsesRequest, owner: bytes, earlier: list[Item]) -> Job:
+        """`earlier`: what `earlier_items` gives. Takes long for long conversations."""
         service = self._service
         model = service.check_model(wanted.model)
-        earlier = self._earlier_items(wanted, owner)
         items = [*earlier, *input_items(wanted.input)]
         shape_field = "text.format" if wanted.structured_outputs is None else "structured_outputs"
         names = {**ENGINE_NAMES, "structured_outputs": shape_field}
         with client_names(names):
-            prepared = await self._prepared(wanted, self._turns(wanted, earlier), check_shape)
+            prepared = self._prepared(wanted, self._turns(wanted, earlier))
         response = response_of(wanted, model, prepared.params, self._keeps(wanted))
         return Job(
             response, items, owner,
@@ -75,7 +75,7 @@ class JobMaker:
             raise HttpError(400, f"{field} is true, but this server keeps no responses. Leave it out.", field)
         return self._store.is_enabled and wanted.store is not False
 
-    def _earlier_items(self, wanted: ResponsesRequest, owner: bytes) -> list[Item]:
+    def earlier_items(self, wanted: ResponsesRequest, owner: bytes) -> list[Item]:
         """The conversation of the previous response, its own items included."""
         previous_id = wanted.previous_response_id
         if previous_id is None:
@@ -99,9 +99,7 @@ class JobMaker:
         turns.add_all(input_items(wanted.input), "input")
         return turns.messages
 
-    async def _prepared(
-        self, wanted: ResponsesRequest, messages: list[dict[str, Any]], check_shape: CheckShape
-    ) -> Prepared:
+    def _prepared(self, wanted: ResponsesRequest, messages: list[dict[str, Any]]) -> Prepared:
         service = self._service
         use = tool_use(wanted.tools, wanted.tool_choice, wanted.parallel_tool_calls is not False)
         variables = dict(wanted.chat_template_kwargs or {})
@@ -110,15 +108,15 @@ class JobMaker:
         template = {"template_variables": variables, "tools": None if use is None else list(use.tools)}
         shape, params = shape_of(wanted), self._params(wanted)
 
-        async def with_messages(kept: list[dict[str, Any]]) -> Prepared:
+        def with_messages(kept: list[dict[str, Any]]) -> Prepared:
             conversation = Conversation(kept, template, use, shape, cache_salt=wanted.cache_salt)
-            return await prepare(conversation, params, service.formats, service.prompts, check_shape)
+            return prepare(conversation, params, service.formats, service.prompts)
 
         if wanted.truncation != "auto":
-            return await with_messages(messages)
+            return with_messages(messages)
         length = service.model.max_model_len
         answer = min(params.max_tokens or 1, length // 2)
-        return await newest_that_fit(messages, with_messages, length - answer)
+        return newest_that_fit(messages, with_messages, length - answer)
 
     def _params(self, wanted: ResponsesRequest) -> SamplingParams:
         """Without a limit of its own a request gets the model's, or the rest of the context."""

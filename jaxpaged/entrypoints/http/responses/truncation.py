@@ -4,7 +4,7 @@ Instructions stay, and what is left begins with a user's message, since template
 does not know how messages become prompts.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from jaxpaged.engine.long_text import PromptTooLongError
@@ -13,7 +13,7 @@ from jaxpaged.entrypoints.http.prepare import Prepared
 Messages = list[dict[str, Any]]
 
 
-async def newest_that_fit(messages: Messages, make: Callable[[Messages], Awaitable[Prepared]], room: int) -> Prepared:
+def newest_that_fit(messages: Messages, make: Callable[[Messages], Prepared], room: int) -> Prepared:
     """What `make` makes of as many messages as have at most `room` prompt tokens.
 
     The last user's message is kept even when it alone is longer. Raises what `make` raises.
@@ -25,18 +25,18 @@ async def newest_that_fit(messages: Messages, make: Callable[[Messages], Awaitab
     best: Prepared | None = None
     while low < high:
         middle = (low + high) // 2 if best is not None or low else 0  # most conversations fit as they are
-        made = await within(room, make, messages[:num_system] + messages[beginnings[middle] :])
+        made = within(room, make, messages[:num_system] + messages[beginnings[middle] :])
         if made is None:
             low = middle + 1
         else:
             best, high = made, middle
-    return best or await make(messages[:num_system] + messages[beginnings[low] :])
+    return best or make(messages[:num_system] + messages[beginnings[low] :])
 
 
-async def within(room: int, make: Callable[[Messages], Awaitable[Prepared]], messages: Messages) -> Prepared | None:
+def within(room: int, make: Callable[[Messages], Prepared], messages: Messages) -> Prepared | None:
     """None for messages that are too long."""
     try:
-        made = await make(messages)
+        made = make(messages)
     except PromptTooLongError:
         return None
     return made if len(made.prompt.token_ids) <= room else None

@@ -1,6 +1,5 @@
 """Long conversations: the oldest messages go first, and only if they are asked to."""
 
-import asyncio
 
 import pytest
 
@@ -18,13 +17,13 @@ def kept(room, messages=MESSAGES, most=100):
     """Messages that are kept when each takes ten tokens; more than `most` of them have too many characters."""
     tries = []
 
-    async def make(part):
+    def make(part):
         tries.append(part)
         if len(part) > most:
             raise PromptTooLongError("too many tokens", "prompt")
         return Prepared(TokenPrompt([1] * 10 * len(part)), SamplingParams(), Reading())
 
-    prepared = asyncio.run(newest_that_fit(messages, make, room))
+    prepared = newest_that_fit(messages, make, room)
     return next(part for part in tries if len(part) * 10 == len(prepared.prompt.token_ids)), len(tries)
 
 
