@@ -27,7 +27,7 @@ from jaxpaged.engine.metrics import EngineMetrics, Metric
 from jaxpaged.engine.output_processor import OutputProcessor, fan_out
 from jaxpaged.engine.output_stream import OutputStream
 from jaxpaged.engine.public_tokenizer import public_tokenizer
-from jaxpaged.engine.throughput_log import ThroughputLog
+from jaxpaged.engine.throughput_log import ThroughputLog, log_arrival
 from jaxpaged.engine.wire import CoreFacts, CoreStats, Refusal
 from jaxpaged.engine.zmq_client import ZmqClient, ask_facts
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError
@@ -391,12 +391,6 @@ class AsyncLLM:
             stream.fail(type(error)(str(error)))  # each consumer adds its own traceback
 
 
-def log_arrival(request: EngineCoreRequest, num_sequences: int) -> None:
-    num_tokens, longest = len(request.prompt_token_ids), request.sampling_params.max_tokens
-    logger.debug(
-        "request %s: %d prompt tokens, %d sequences of at most %d tokens",
-        request.request_id, num_tokens, num_sequences, longest, extra={"request_id": request.request_id},
-    )  # fmt: skip
 
 
 def front_end(facts: CoreFacts) -> tuple[EngineConfig, InputProcessor]:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 
 from jaxpaged.engine.metrics import EngineMetrics
+from jaxpaged.messages import EngineCoreRequest
 
 logger = logging.getLogger(__name__)
 
@@ -68,4 +69,12 @@ def write_line(metrics: EngineMetrics, prompt_tokens: int, generation_tokens: in
             "kv_cache_usage": round(stats.kv_cache_usage, 5),
             "prefix_cache_hit_rate": round(hit_rate, 5),
         },
+    )  # fmt: skip
+
+
+def log_arrival(request: EngineCoreRequest, num_sequences: int) -> None:
+    num_tokens, longest = len(request.prompt_token_ids), request.sampling_params.max_tokens
+    logger.debug(
+        "request %s: %d prompt tokens, %d sequences of at most %d tokens",
+        request.request_id, num_tokens, num_sequences, longest, extra={"request_id": request.request_id},
     )  # fmt: skip
