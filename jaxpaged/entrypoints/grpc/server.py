@@ -6,6 +6,7 @@ This module knows grpcio's server and no method.
 import asyncio
 import contextlib
 import logging
+import os
 import ssl
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,6 +81,9 @@ class GrpcListener:
         """Serve. Raises UsageError for an address that cannot be had."""
         server = self._made()
         self.ports = [self._bound(server, address) for address in self._addresses]
+        paths = [each.removeprefix("unix:") for each in self._addresses if each.startswith("unix:")]
+        for path in paths:
+            os.chmod(path, 0o660)  # as the Unix socket of HTTP
         following = asyncio.ensure_future(self._follow_readiness())
         try:
             await server.start()
@@ -90,6 +94,9 @@ class GrpcListener:
                 await following
             await self._health.enter_graceful_shutdown()
             await server.stop(CLOSING_SECONDS)
+            for path in paths:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
 
     def _made(self) -> grpc.aio.Server:
         limit = self._service.options.max_body_bytes

@@ -47,7 +47,7 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
     return bound
 
 
-def bind_unix(path: str) -> socket.socket:
+def bind_unix(path: str, option: str = "--uds") -> socket.socket:
     """A Unix socket at `path`, for its owner and group, in place of one that nobody listens on any more.
 
     Raises UsageError when the path cannot be had.
@@ -59,7 +59,7 @@ def bind_unix(path: str) -> socket.socket:
         os.chmod(path, 0o660)
     except OSError as error:
         bound.close()
-        raise UsageError(f"cannot listen on {path}: {error.strerror or error}. Choose another --uds.") from None
+        raise UsageError(f"cannot listen on {path}: {error.strerror or error}. Choose another {option}.") from None
     return bound
 
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,18 +38,21 @@ class Sockets:
     """
 
     def __init__(self, options: ServerOptions):
-        self._grpc_path, self._path = options.grpc_uds, options.uds
+        self._path = options.uds
         self.tls = tls_settings(options)
         if not options.http and options.grpc_port is None and options.grpc_uds is None:
             raise UsageError("--no-http leaves nothing to serve. Add --grpc-port or --grpc-uds.")
-        self.public = self.admin = self.grpc = None
+        self.public = self.admin = None
+        self._grpc: list[socket.socket] = []
         try:
             if options.http:
                 self.public = bind_unix(options.uds) if options.uds else bind(options.host, options.port)
             if options.admin_port is not None:
                 self.admin = bind(LOOPBACK, options.admin_port, "--admin-port")
             if options.grpc_port is not None:
-                self.grpc = bind(options.host, options.grpc_port, "--grpc-port")
+                self._grpc.append(bind(options.host, options.grpc_port, "--grpc-port"))
+            if options.grpc_uds is not None:
+                self._grpc.append(bind_unix(options.grpc_uds, "--grpc-uds"))
         except UsageError:
             self.close()
             raise
@@ -60,11 +64,12 @@ class Sockets:
 
     def close(self) -> None:
         """Clients that connect are refused; a server that runs closes its sockets itself."""
-        for each in filter(None, (self.public, self.admin, self.grpc)):
+        for each in filter(None, (self.public, self.admin)):
             each.close()
         if self.public is not None and self._path is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
+        self.release_grpc()
 
     @property
     def urls(self) -> list[str]:
@@ -75,15 +80,17 @@ class Sockets:
     @property
     def grpc_addresses(self) -> list[str]:
         """Where the gRPC server listens, as gRPC's clients write it."""
-        port = [] if self.grpc is None else [url_of(self.grpc).partition("//")[2]]
-        return port + ([] if self._grpc_path is None else [f"unix:{self._grpc_path}"])
+        return [url_of(each).removeprefix("http://") for each in self._grpc]
 
     def release_grpc(self) -> list[str]:
         """`grpc_addresses`, free for gRPC's library to take: it opens its sockets itself."""
         addresses = self.grpc_addresses
-        if self.grpc is not None:
-            self.grpc.close()
-            self.grpc = None
+        for each, address in zip(self._grpc, addresses):
+            each.close()
+            if address.startswith("unix:"):
+                with contextlib.suppress(OSError):
+                    os.unlink(address.removeprefix("unix:"))
+        self._grpc.clear()
         return addresses
 
 

@@ -158,10 +158,14 @@ def test_reflection_describes_the_services(serving):
 
 
 def test_a_unix_socket(serving, tmp_path):
+    path = tmp_path / "jaxpaged.sock"
+
     async def scenario(server):
+        assert path.stat().st_mode & 0o777 == 0o660
         return await everything(server.stub.Generate(ASKED))
 
-    assert serving(scenario, address=f"unix:{tmp_path}/jaxpaged.sock")
+    assert serving(scenario, address=f"unix:{path}")
+    assert not path.exists()
 
 
 @pytest.fixture(scope="module")

@@ -290,12 +290,15 @@ def test_a_server_must_have_something_to_serve():
         server.Sockets(ServerOptions(http=False))
 
 
-def test_without_http_only_grpc_has_an_address():
-    sockets = server.Sockets(ServerOptions(http=False, grpc_port=0, grpc_uds="/tmp/x.sock"))
+def test_without_http_only_grpc_has_an_address(tmp_path):
+    file = str(tmp_path / "x.sock")
+    sockets = server.Sockets(ServerOptions(http=False, grpc_port=0, grpc_uds=file))
     assert sockets.public is None and sockets.urls == []
     [port, path] = sockets.grpc_addresses
-    assert port.startswith("127.0.0.1:") and path == "unix:/tmp/x.sock"
-    assert sockets.release_grpc() == [port, path]
+    assert port.startswith("127.0.0.1:") and path == f"unix:{file}"
+    with pytest.raises(UsageError, match="Choose another --grpc-uds"):
+        server.Sockets(ServerOptions(port=0, grpc_uds=__file__))
+    assert sockets.release_grpc() == [port, path] and not (tmp_path / "x.sock").exists()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", int(port.partition(":")[2])))  # nobody holds it any more
         with pytest.raises(UsageError, match="Choose another --grpc-port"):
