@@ -20,6 +20,7 @@ from jaxpaged.engine.step_log import StepLog
 from jaxpaged.engine.step_pacer import StepPacer
 from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.executor.base import Executor, PendingOutput
+from jaxpaged.interrupts import accepted_interrupts
 from jaxpaged.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -153,7 +154,8 @@ class EngineCore:
         for part in TAGS:
             if part in self._sleep.parts and (tags is None or part in tags):
                 if part not in PARTS[0]:
-                    self._executor.wake_up(part)
+                    with accepted_interrupts():
+                        self._executor.wake_up(part)
                 self._sleep.wake(part)
 
     def start_profile(self, folder: str | None = None) -> None:
@@ -191,7 +193,8 @@ class EngineCore:
             awaited = self._in_flight[0].scheduled
             self._await_oldest()
         if awaited is None and not self._outbox:
-            self._scheduler.preparation.wait(COMPILE_WAIT)
+            with accepted_interrupts():
+                self._scheduler.preparation.wait(COMPILE_WAIT)
         return awaited
 
     def _finish(self, request_ids: frozenset[str]) -> None:
@@ -260,7 +263,8 @@ class EngineCore:
                 return  # it failed
         begin = time.perf_counter()
         try:
-            result = step.pending.result()
+            with accepted_interrupts():
+                result = step.pending.result()
         except Exception as error:
             self._fail(error, step.scheduled)
             return

@@ -13,6 +13,7 @@ from jaxpaged.engine.metrics import EngineMetrics, Metric
 from jaxpaged.engine.output_processor import OutputProcessor
 from jaxpaged.engine.public_tokenizer import public_tokenizer
 from jaxpaged.errors import UsageError
+from jaxpaged.interrupts import held_interrupts, holding_interrupts, interrupt_is_kept
 from jaxpaged.messages import KVBlockMap, Progress, RequestOutput, StepRecord
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import SamplingParams
@@ -31,6 +32,7 @@ class LLMEngine:
         self.metrics = EngineMetrics(config.model.max_model_len)
         self._core = core
         self._output_processor = OutputProcessor(input_processor.tokenizer, self.metrics, input_processor.pooler)
+        self._unreturned: list[RequestOutput | PoolingRequestOutput] = []  # of a step that an interrupt ended
 
     @classmethod
     def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> "LLMEngine":
@@ -73,46 +75,57 @@ class LLMEngine:
             request_id, prompt, params, arrival_time=arrival_time, priority=priority,
             **tokenization_options(tokenization_kwargs),
         )  # fmt: skip
-        children = self._output_processor.add_request(request, text)
-        try:
-            for child in children:
-                self._core.add_request(child)
-        except Exception:
-            self._core.abort_requests(self._output_processor.discard(request_id))
-            raise
+        with held_interrupts():
+            children = self._output_processor.add_request(request, text)
+            try:
+                for child in children:
+                    self._core.add_request(child)
+            except Exception:
+                self._core.abort_requests(self._output_processor.discard(request_id))
+                raise
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Run one step and return the results that changed: none while the engine sleeps.
 
-        Raises EngineDeadError when the engine has stopped.
+        KeyboardInterrupt comes where the step waits, or at its end: the next step returns what this one cannot. Raises
+        EngineDeadError when the engine has stopped.
         """
-        core_outputs = self._core.get_output()
-        processed = self._output_processor.process(core_outputs.outputs)
-        self._core.abort_requests(processed.ids_to_abort)
-        self.metrics.record_step(core_outputs.stats, processed.num_tokens)
-        return processed.request_outputs
+        with held_interrupts():
+            core_outputs = self._core.get_output()
+            processed = self._output_processor.process(core_outputs.outputs)
+            self._core.abort_requests(processed.ids_to_abort)
+            self.metrics.record_step(core_outputs.stats, processed.num_tokens)
+            results, self._unreturned = [*self._unreturned, *processed.request_outputs], []
+            if interrupt_is_kept():
+                self._unreturned = results
+            return results
 
+    @holding_interrupts
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """Stop requests; returns what they had so far, with finish reason "abort". Unknown ids pass."""
-        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         engine_ids, results = self._output_processor.abort(ids)
         self._core.abort_requests(engine_ids)
+        self._unreturned = [output for output in self._unreturned if output.request_id not in ids]
         return results
 
     def has_unfinished_requests(self) -> bool:
-        return len(self._output_processor) > 0
+        return len(self._output_processor) > 0 or bool(self._unreturned)
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._output_processor)
 
+    @holding_interrupts
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt beginnings; False while requests are under way."""
         return self._core.reset_prefix_cache()
 
+    @holding_interrupts
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free memory until `wake_up`; see `EngineCore.sleep`. What it ended is returned by the next `step`."""
         self.metrics.stats = self._core.sleep(level, mode)
 
+    @holding_interrupts
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back, all of it or what `tags` name: weights, kv_cache, scheduling."""
         self.metrics.stats = self._core.wake_up(tags)

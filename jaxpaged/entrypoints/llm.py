@@ -24,6 +24,7 @@ from jaxpaged.entrypoints.notebook import markers_of, show_results_in_notebooks
 from jaxpaged.entrypoints.prompt_batches import batch_of, is_chat, is_conversation, naming, per_prompt, with_output_kind
 from jaxpaged.entrypoints.request_runner import RequestRunner
 from jaxpaged.errors import ConflictError, EngineDeadError, EngineError, RequestError
+from jaxpaged.interrupts import accepted_interrupts, held_interrupts, holding_interrupts
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -69,6 +70,7 @@ class LLM(ControlMethods, PoolingMethods):
         self._requests = RequestRunner(engine)
         self._enqueued: list[str] = []
 
+    @holding_interrupts
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -92,6 +94,7 @@ class LLM(ControlMethods, PoolingMethods):
             self._add_batch(prompts, sampling_params, lora_request, priority, tokenization_kwargs), use_tqdm
         )
 
+    @holding_interrupts
     def enqueue(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -110,6 +113,7 @@ class LLM(ControlMethods, PoolingMethods):
         self._enqueued += request_ids
         return request_ids
 
+    @holding_interrupts
     def wait_for_completion(self, output_type: type | None = None, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
         """Complete all that was enqueued since the last call; results in that order.
 
@@ -146,12 +150,14 @@ class LLM(ControlMethods, PoolingMethods):
         """
         prompt = self._stream_prompt(prompt, chat_options)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        (request_id,) = self._add_all([prompt], [with_output_kind(params, RequestOutputKind.DELTA)], [priority])
+        request_ids: list[str] = []
         finished = False
         try:
+            with held_interrupts():
+                request_ids += self._add_all([prompt], [with_output_kind(params, RequestOutputKind.DELTA)], [priority])
             while not finished:
                 self._requests.step()
-                output = self._requests.take(request_id)
+                output = self._requests.take(request_ids[0])
                 if output is None:
                     continue
                 finished = output.finished
@@ -160,7 +166,7 @@ class LLM(ControlMethods, PoolingMethods):
                 yield from (chunk for chunk in output.outputs if chunk.token_ids or chunk.text or chunk.finish_reason)
         finally:
             with contextlib.suppress(EngineDeadError):
-                self._requests.leave([request_id])
+                self._requests.leave(request_ids)
 
     def _stream_prompt(self, prompt: Any, chat_options: Mapping[str, Any]) -> Prompt:
         if is_chat(prompt):
@@ -294,7 +300,8 @@ class LLM(ControlMethods, PoolingMethods):
         request_ids: list[str] = []
         try:
             for index, (prompt, given, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
-                request_id = next(self._request_ids)
+                with accepted_interrupts():
+                    request_id = next(self._request_ids)
                 with naming("prompt", index, len(prompts)):
                     self.llm_engine.add_request(
                         request_id, prompt, given, priority=priority, tokenization_kwargs=tokenization_kwargs
@@ -307,6 +314,7 @@ class LLM(ControlMethods, PoolingMethods):
             raise
         return request_ids
 
+    @holding_interrupts
     def _run_prompts(
         self, prompts: Any, params: Any, use_tqdm: UseTqdm, tokenization_kwargs: Mapping[str, Any] | None = None
     ) -> list[PoolingRequestOutput]:

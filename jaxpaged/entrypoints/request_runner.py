@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.output_stream import joined
 from jaxpaged.errors import ConflictError
+from jaxpaged.interrupts import holding_interrupts
 from jaxpaged.messages import RequestOutput
 from jaxpaged.pooling import PoolingRequestOutput
 
@@ -31,6 +32,7 @@ class RequestRunner:
         if by_delta:
             self._deltas.add(request_id)
 
+    @holding_interrupts
     def step(self) -> list[Output]:
         """Step the engine. Raises ConflictError when it sleeps and has nothing to say; requests stay as they are."""
         self._abort_left()
@@ -62,6 +64,7 @@ class RequestRunner:
         found = (self._results[request_id] for request_id in request_ids)
         return [output for output in found if output is not None and output.finished]
 
+    @holding_interrupts
     def leave(self, request_ids: Sequence[str]) -> None:
         """Nobody waits for these any more: those under way are aborted.
 

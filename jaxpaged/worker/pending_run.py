@@ -42,9 +42,6 @@ class PendingRun:
     def _read(self) -> ModelRunnerOutput:
         tokens_RI = np.asarray(self.tokens).T[: len(self.request_ids)]
         computed_RI, good_RI = tokens_RI != NOT_COMPUTED, tokens_RI >= 0
-        for num_tokens in np.count_nonzero(computed_RI, axis=0):
-            if num_tokens:
-                self.count(int(num_tokens), self.buckets.token_bucket)
         output = ModelRunnerOutput(self.step_id, self.request_ids, [], buckets=self.buckets)
         output.token_runs = [run_I[good_I].tolist() for run_I, good_I in zip(tokens_RI, good_RI)]
         bad_R = (computed_RI & ~good_RI).any(axis=1)
@@ -52,4 +49,7 @@ class PendingRun:
         if self.logprobs is not None:
             lines = jax.tree.map(lambda array: np.asarray(array).swapaxes(0, 1)[: len(good_RI)][good_RI], self.logprobs)
             output.logprobs = SampledLogprobs(lines.token_ids_SJ, lines.logprobs_SJ, lines.ranks_S)
+        for num_tokens in np.count_nonzero(computed_RI, axis=0):  # at last: a wait may be interrupted, and begun again
+            if num_tokens:
+                self.count(int(num_tokens), self.buckets.token_bucket)
         return output

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from jaxpaged.interrupts import accepted_interrupts
 from jaxpaged.messages import Progress
 
 logger = logging.getLogger(__name__)
@@ -191,7 +192,8 @@ class Programs:
             while key not in self._done:
                 if self._stopped:
                     raise RuntimeError(f"program {key} was asked for after the engine was shut down")
-                self._changed.wait()
+                with accepted_interrupts():
+                    self._changed.wait()
             self.seconds_waited += time.perf_counter() - begin
             return self._done[key]
 

@@ -62,7 +62,7 @@ class Running:
             return error.code
 
     def engine_pid(self):
-        listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True)
+        listed = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True)
         [pid] = [line.split()[0] for line in listed.stdout.decode().splitlines() if "core_process" in line]
         return int(pid)
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from jaxpaged.engine.input_processor import TOKENIZATION_KEYS
 from jaxpaged.errors import RequestError
 from jaxpaged.sampling_params import FILLED_IN, SamplingParams
 from tests.engine.fake_engine import make_engine, run_to_end
@@ -107,6 +108,8 @@ def test_everything_else_of_a_request_is_refused_by_its_name_or_served(engine, n
     for value in ARGUMENTS[name]:
         if name in ("cache_salt", "priority"):  # of a dict
             given = {"prompt": {"prompt_token_ids": [5, 6, 7, 8, 9], name: value}}
+        elif name in TOKENIZATION_KEYS:
+            given = {"tokenization_kwargs": {name: value}}
         else:
             given = {name: value}
         error = serve(engine, **given)

@@ -1,0 +1,274 @@
+"""Ctrl-C at any line of the engine: the books are whole afterwards, no tokens are lost, and the engine goes on."""
+
+import contextlib
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxpaged.entrypoints.llm import LLM
+from jaxpaged.errors import EngineDeadError
+from jaxpaged.interrupts import Held, accepted_interrupts, held_interrupts
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from tests.engine.fake_engine import Done, FakeExecutor, counting_model, make_engine
+
+PACKAGE = str(Path(__file__).parents[2] / "jaxpaged")
+WAITING = str(Path(__file__).parent / "fake_engine.py")
+VOCAB = 300
+
+
+class LineCounter:
+    """Counts the lines that the package executes, and interrupts at one of them.
+
+    Those of `interrupts.py` are left out: it runs before anything has changed, or when everything is done.
+    """
+
+    def __init__(self, interrupt_at=None):
+        self.count, self.interrupt_at, self.where, self.was_held = 0, interrupt_at, None, False
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self.enter)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(self.before)
+
+    def enter(self, frame, event, argument):
+        path = frame.f_code.co_filename
+        ours = path.startswith(PACKAGE) and not path.endswith("interrupts.py")
+        return self.line if ours or (path == WAITING and frame.f_code.co_name == "result") else None
+
+    def line(self, frame, event, argument):
+        if event == "line":
+            self.count += 1
+            if self.count == self.interrupt_at:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                self.was_held = isinstance(signal.getsignal(signal.SIGINT), Held)
+                signal.raise_signal(signal.SIGINT)
+        return self.line
+
+
+@pytest.fixture(autouse=True)
+def usual_handler():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the user's handler is not back"
+    signal.signal(signal.SIGINT, before)
+
+
+def small_engine():
+    """Few blocks, so that requests are preempted and the prefix cache is used."""
+    return make_engine(FakeExecutor(counting_model(VOCAB), VOCAB, num_blocks=14), max_num_seqs=4)[0]
+
+
+def check_books(engine, where):
+    core = engine._core._core
+    for _ in range(3):  # what an abort left in flight comes back
+        engine.step()
+    core._scheduler.check_integrity()
+    pool = core._scheduler.kv_cache_manager.pool
+    assert not core._scheduler.requests and not engine.has_unfinished_requests(), where
+    assert pool.num_free_blocks == pool.num_usable_blocks, where
+
+
+PROMPTS = [[20 + i] * (6 + i) for i in range(5)]
+
+
+def check_generate(places, *, step):
+    """Interrupt one call of `generate` after the other, at every `step`-th line, on the same engine."""
+    engine = small_engine()
+    llm = LLM.from_engine(engine)
+    params = [SamplingParams(temperature=0.0, max_tokens=6 + 2 * i, n=1) for i in range(5)]
+    answers = lambda: [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    expected = [[21 + i + j for j in range(6 + 2 * i)] for i in range(5)]
+    with LineCounter() as lines:
+        assert answers() == expected
+    assert engine._core._core.stats().num_preemptions > 0, "the world is too easy"
+    for place in range(places, lines.count, step):
+        interrupted = True
+        with contextlib.suppress(KeyboardInterrupt), LineCounter(place) as counter:
+            answers()
+            interrupted = False
+        # With a filled prefix cache there are fewer lines than at first.
+        assert interrupted == (counter.where is not None)
+        check_books(engine, counter.where)
+    assert answers() == expected
+
+
+def test_generate_can_be_interrupted_anywhere():
+    check_generate(1, step=397)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1, 8))
+def test_generate_can_be_interrupted_at_every_line(first):
+    check_generate(first, step=23)
+
+
+def persistently(call):
+    """A user who calls again what was interrupted."""
+    try:
+        return call()
+    except KeyboardInterrupt:
+        return call()
+
+
+def drive(engine, heard):
+    """Step to the end, with everything between steps that an engine can be asked for."""
+    number = 0
+    while engine.has_unfinished_requests():
+        for output in persistently(engine.step):
+            heard.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+        number += 1
+        if number == 4:
+            persistently(lambda: engine.abort_request("gone"))
+        if number == 6:
+            persistently(engine.reset_prefix_cache)
+        if number == 8:
+            persistently(lambda: engine.sleep(1, "keep"))
+            persistently(engine.wake_up)
+        assert number < 200, "it does not come to an end"
+
+
+def check_steps(first, *, step):
+    delta = SamplingParams(temperature=0.0, max_tokens=12, output_kind=RequestOutputKind.DELTA)
+    engine, expected = small_engine(), {}
+
+    def add():
+        for i, prompt in enumerate(PROMPTS):
+            engine.add_request(str(i), prompt, delta)
+            expected[str(i)] = [21 + i + j for j in range(12)]
+        engine.add_request("gone", [5] * 9, delta)
+
+    add()
+    with LineCounter() as lines:
+        drive(engine, {})
+    for place in range(first, lines.count, step):
+        heard = {}
+        add()
+        with LineCounter(place) as counter:
+            drive(engine, heard)
+        heard.pop("gone", None)
+        if counter.was_held:  # else the interrupt hit between the engine's methods, where the caller answers for it
+            assert heard == expected, counter.where
+        check_books(engine, counter.where)
+
+
+def test_an_engine_that_is_stepped_loses_no_token_to_an_interrupt():
+    check_steps(3, step=401)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1, 8))
+def test_an_engine_that_is_stepped_loses_no_token_to_an_interrupt_at_any_line(first):
+    check_steps(first, step=29)
+
+
+def test_a_request_is_added_as_a_whole_or_not_at_all():
+    engine = small_engine()
+    core, add = engine._core._core, lambda: engine.add_request("r", PROMPTS[0], SamplingParams(n=3, seed=1))
+    with LineCounter() as lines:
+        add()
+    engine.abort_request("r")
+    for place in range(1, lines.count):
+        with contextlib.suppress(KeyboardInterrupt), LineCounter(place) as counter:
+            add()
+        assert len(core.unfinished()) in (0, 3), counter.where
+        assert engine.has_unfinished_requests() == bool(core.unfinished()), counter.where
+        engine.abort_request("r")
+    check_books(engine, "at the end")
+
+
+# ---- the holding itself
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_comes_at_the_end_of_the_block_or_where_it_is_accepted():
+    done = []
+    with pytest.raises(KeyboardInterrupt), held_interrupts():  # noqa: PT012
+        interrupt()
+        with held_interrupts():
+            done.append("inner")
+        done.append("outer")
+    with pytest.raises(KeyboardInterrupt), held_interrupts():  # noqa: PT012
+        interrupt()
+        with accepted_interrupts():
+            done.append("never")
+    with pytest.raises(KeyboardInterrupt), held_interrupts(), accepted_interrupts():  # noqa: PT012
+        interrupt()
+        done.append("never")
+    assert done == ["inner", "outer"]
+
+
+def test_a_second_interrupt_gets_out_at_once():
+    with pytest.raises(KeyboardInterrupt), held_interrupts():  # noqa: PT012
+        interrupt()
+        interrupt()
+        raise AssertionError("it was held twice")
+
+
+def test_the_users_own_handler_hears_of_it_once_and_stays():
+    heard = []
+    handler = lambda signum, frame: heard.append(signum)
+    signal.signal(signal.SIGINT, handler)
+    try:
+        with held_interrupts():
+            interrupt()
+            assert heard == []
+        assert heard == [signal.SIGINT]
+        assert signal.getsignal(signal.SIGINT) is handler
+        with held_interrupts():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # somebody's wish within the block
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        with held_interrupts():
+            interrupt()  # ignored as before
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_other_threads_and_code_that_nobody_holds_are_left_alone():
+    seen = []
+
+    def work():
+        with held_interrupts(), accepted_interrupts():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
+    with pytest.raises(KeyboardInterrupt), accepted_interrupts():
+        interrupt()
+
+
+def test_an_engine_whose_books_a_second_interrupt_tore_says_so(monkeypatch):
+    """It serves nobody with books that nobody can vouch for."""
+    engine = small_engine()
+    engine.add_request("r", PROMPTS[0], SamplingParams(max_tokens=3))
+    scheduler = engine._core._core._scheduler
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "schedule", lambda max_steps: [interrupt(), interrupt()])
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+        engine.step()
+
+
+def test_a_wait_is_where_an_interrupt_is_taken(monkeypatch):
+    engine = small_engine()
+    engine.add_request("r", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=3))
+    results = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Done, "result", lambda self: [interrupt(), results.append("after")])
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert results == []
+    while engine.has_unfinished_requests():
+        results += engine.step()
+    assert results[-1].outputs[0].token_ids == [21, 22, 23]
