@@ -92,9 +92,3 @@ def holding_interrupts[S, **P, R](method: Callable[Concatenate[S, P], R]) -> Cal
             return method(self, *args, **options)
 
     return held
-
-
-def interrupt_is_kept() -> bool:
-    """Whether an interrupt waits to be delivered."""
-    handler = signal.getsignal(signal.SIGINT)
-    return isinstance(handler, Held) and handler.pending is not None

@@ -13,7 +13,7 @@ from jaxpaged.engine.metrics import EngineMetrics, Metric
 from jaxpaged.engine.output_processor import OutputProcessor
 from jaxpaged.engine.public_tokenizer import public_tokenizer
 from jaxpaged.errors import UsageError
-from jaxpaged.interrupts import held_interrupts, holding_interrupts, interrupt_is_kept
+from jaxpaged.interrupts import held_interrupts, holding_interrupts
 from jaxpaged.messages import KVBlockMap, Progress, RequestOutput, StepRecord
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import SamplingParams
@@ -90,15 +90,18 @@ class LLMEngine:
         KeyboardInterrupt comes where the step waits, or at its end: the next step returns what this one cannot. Raises
         EngineDeadError when the engine has stopped.
         """
-        with held_interrupts():
-            core_outputs = self._core.get_output()
-            processed = self._output_processor.process(core_outputs.outputs)
-            self._core.abort_requests(processed.ids_to_abort)
-            self.metrics.record_step(core_outputs.stats, processed.num_tokens)
-            results, self._unreturned = [*self._unreturned, *processed.request_outputs], []
-            if interrupt_is_kept():
-                self._unreturned = results
-            return results
+        results: list[RequestOutput | PoolingRequestOutput] = []
+        try:
+            with held_interrupts():
+                core_outputs = self._core.get_output()
+                processed = self._output_processor.process(core_outputs.outputs)
+                self._core.abort_requests(processed.ids_to_abort)
+                self.metrics.record_step(core_outputs.stats, processed.num_tokens)
+                results, self._unreturned = [*self._unreturned, *processed.request_outputs], []
+                return results
+        except BaseException:
+            self._unreturned += results
+            raise
 
     @holding_interrupts
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:

@@ -119,7 +119,7 @@ def persistently(call):
 def drive(engine, heard):
     """Step to the end, with everything between steps that an engine can be asked for."""
     number = 0
-    while engine.has_unfinished_requests():
+    while persistently(engine.has_unfinished_requests):
         for output in persistently(engine.step):
             heard.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
         number += 1
@@ -269,6 +269,6 @@ def test_a_wait_is_where_an_interrupt_is_taken(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert results == []
-    while engine.has_unfinished_requests():
+    while persistently(engine.has_unfinished_requests):
         results += engine.step()
     assert results[-1].outputs[0].token_ids == [21, 22, 23]
