@@ -30,6 +30,7 @@ class ModelConfig:
 
     model: str = option(EMBEDDED_MODEL, "a folder in Hugging Face format, a hub id, or 'demo', the embedded model")
     tokenizer: str | None = option(None, "folder or hub id of the tokenizer, when it is not the model's")
+    skip_tokenizer_init: bool = option(False, "no tokenizer: prompts are token ids, and so are answers")
     revision: str | None = option(None, "branch, tag or commit of the model on the hub")
     dtype: str = option(
         "auto", "type of weights and activations", choices=("auto", "bfloat16", "float16", "float32"),

@@ -99,8 +99,10 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
     return LLMEngine(config, input_processor, InprocClient(EngineCore(config, executor, grammars)))
 
 
-def build_grammars(input_processor: InputProcessor, decoder: DecoderConfig) -> Grammars:
-    """What compiles structured outputs for a model's vocabulary."""
+def build_grammars(input_processor: InputProcessor, decoder: DecoderConfig) -> Grammars | None:
+    """What compiles structured outputs for a model's vocabulary; None without a tokenizer."""
+    if not input_processor.has_tokenizer:
+        return None
     tokenizer_json = input_processor.tokenizer.backend.to_str()
     return Grammars(tokenizer_json, decoder.vocab_size, input_processor.eos_token_ids)
 

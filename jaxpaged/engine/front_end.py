@@ -10,8 +10,10 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.chat_template import load_chat_templates
 from jaxpaged.engine.generation_config import load_generation_defaults
 from jaxpaged.engine.input_processor import InputProcessor
+from jaxpaged.engine.no_tokenizer import NoTokenizer
 from jaxpaged.engine.pooler import load_pooler
 from jaxpaged.engine.tokenizer import check_vocabulary, load_tokenizer
+from jaxpaged.errors import ConfigError
 
 
 def load_input_processor(
@@ -19,8 +21,14 @@ def load_input_processor(
 ) -> InputProcessor:
     """`config` is resolved; `vocab_size` is the model's. Raises CheckpointError or ConfigError."""
     options = config.model
-    tokenizer = load_tokenizer(tokenizer_folder)
-    check_vocabulary(tokenizer, vocab_size)
+    if options.skip_tokenizer_init:
+        if options.chat_template is not None:
+            raise ConfigError("skip_tokenizer_init and chat_template are given, but chats are text. Leave one out.")
+        tokenizer, templates = NoTokenizer(), None
+    else:
+        tokenizer = load_tokenizer(tokenizer_folder)
+        check_vocabulary(tokenizer, vocab_size)
+        templates = load_chat_templates(tokenizer_folder, tokenizer.config, options.chat_template)
     return InputProcessor(
         tokenizer,
         vocab_size=vocab_size,
@@ -30,5 +38,5 @@ def load_input_processor(
         allow_priority=config.scheduler.scheduling_policy == "priority",
         defaults=load_generation_defaults(model_folder, options.generation_config, options.override_generation_config),
         pooler=load_pooler(options, model_folder) if options.runner == "pooling" else None,
-        chat_templates=load_chat_templates(tokenizer_folder, tokenizer.config, options.chat_template),
+        chat_templates=templates,
     )

@@ -16,6 +16,7 @@ from jaxpaged.engine.chat_template import OWN_VARIABLES, ChatTemplates, Message
 from jaxpaged.engine.generation_config import GenerationDefaults
 from jaxpaged.engine.grammar_checker import GrammarChecker
 from jaxpaged.engine.long_text import Truncation, checked_length, enough_text
+from jaxpaged.engine.no_tokenizer import NoTokenizer, refuse
 from jaxpaged.engine.pooler import Pooler
 from jaxpaged.engine.pooling_prompts import check_keep, text_ids
 from jaxpaged.engine.thinking_markers import budget_tokens, thinking_token_ids
@@ -108,6 +109,11 @@ class InputProcessor:
         self.eos_token_id = tokenizer.eos_token_id
         if self.eos_token_id is None and self.eos_token_ids:
             self.eos_token_id = self.eos_token_ids[0]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether requests may have text."""
+        return not isinstance(self.tokenizer, NoTokenizer)
 
     def process(
         self,
@@ -212,6 +218,8 @@ class InputProcessor:
     def _encode(
         self, text: str, add_special_tokens: bool, truncation: Truncation = WHOLE, most: int | None = None
     ) -> list[int]:
+        if not self.has_tokenizer:
+            refuse("a prompt as text", "prompt")
         if not text:
             raise RequestError("the prompt is empty. Give it at least one character.", "prompt")
         keep = truncation.length(self.max_model_len - 1)
@@ -279,6 +287,8 @@ class InputProcessor:
 
         Raises RequestError when the messages or the template are at fault.
         """
+        if not self.has_tokenizer:
+            refuse("a chat", "messages")
         variables = dict(template_variables or {})
         if bad := [name for name in variables if not isinstance(name, str) or name in OWN_VARIABLES]:
             raise RequestError(
@@ -303,6 +313,9 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"the parameters are {shown(params)}; they must be SamplingParams.", "sampling_params")
         complete = params.clone()
+        if not self.has_tokenizer:
+            check_without_text(complete)
+            complete.detokenize = False
         room = max(self.max_model_len - prompt_length, 1)
         complete.max_tokens = room if complete.max_tokens is None else min(complete.max_tokens, room)
         complete.min_tokens = min(complete.min_tokens, complete.max_tokens)
@@ -347,6 +360,13 @@ def tokenization_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
                 "tokenization_kwargs",
             )
     return dict(given or {})
+
+
+def check_without_text(params: SamplingParams) -> None:
+    """Raise RequestError for a parameter that needs text, where there is none."""
+    for name in ("stop", "bad_words", "structured_outputs", "thinking_token_budget"):
+        if getattr(params, name) not in (None, []):
+            refuse(name, name)
 
 
 def one_token(params: PoolingParams) -> SamplingParams:

@@ -9,10 +9,13 @@ from typing import Any
 import tokenizers
 
 from jaxpaged.engine.input_processor import InputProcessor
+from jaxpaged.engine.no_tokenizer import refuse
 
 
 def public_tokenizer(processor: InputProcessor) -> Any:
     """A `transformers.PreTrainedTokenizerFast` of its own. Raises UsageError when the engine has no tokenizer."""
+    if not processor.has_tokenizer:
+        refuse("a tokenizer")
     own, templates = processor.tokenizer, processor.chat_templates.sources
     backend = tokenizers.Tokenizer.from_str(own.backend.to_str())
     padding = {"padding_side": own.config["padding_side"]} if "padding_side" in own.config else {}

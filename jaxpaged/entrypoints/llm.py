@@ -267,6 +267,8 @@ class LLM(ControlMethods, PoolingMethods):
 
     def _with_texts(self, outputs: list[BeamSearchOutput], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The ending token has no text unless it is asked for."""
+        if not self.llm_engine.input_processor.has_tokenizer:
+            return outputs
         decode = self.llm_engine.input_processor.tokenizer.decode
         for sequence in (sequence for output in outputs for sequence in output.sequences):
             hide_end = sequence.finish_reason == "stop" and not params.include_stop_str_in_output

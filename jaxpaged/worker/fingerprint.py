@@ -29,7 +29,7 @@ Fingerprint = dict[str, Any]
 
 NOT_COMPILED_IN = frozenset(
     """
-    model tokenizer revision seed generation_config override_generation_config chat_template
+    model tokenizer skip_tokenizer_init revision seed generation_config override_generation_config chat_template
     gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override enable_prefix_caching
     scheduling_policy enable_chunked_prefill long_prefill_token_threshold async_scheduling
     load_format download_dir compilation_cache_dir bundle profile_dir
