@@ -1,0 +1,77 @@
+"""Run example scripts of a vLLM checkout on jaxpaged: only their imports and their model are changed.
+
+    python scripts/run_vllm_examples.py ~/vllm/examples/basic/offline_inference
+    python scripts/run_vllm_examples.py FOLDER --model demo --only chat.py
+
+The files themselves stay as they are; changed copies run in a temporary folder, each in a process of its own.
+scripts/vllm_examples/README.md has the results.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jaxpaged
+
+IMPORT = re.compile(r"^from vllm(?:\.[\w.]+)? import (\((?:[^)]*)\)|[^\n]*)", re.MULTILINE)
+MODEL = re.compile(r"\bmodel=(\"[^\"]*\"|'[^']*')")
+STAND_INS = {"print_embeddings": "def print_embeddings(values, **_):\n    print(len(values), list(values[:4]))"}
+"""What only prints, and is no part of vLLM's interface: a replacement."""
+
+
+def changed(source: str, model: str) -> tuple[str, list[str]]:
+    """The script for jaxpaged, and the names that it imports from vLLM and that are not there."""
+    missing: list[str] = []
+
+    def new_import(match: re.Match) -> str:
+        names = [name.strip() for name in match[1].strip("()").split(",") if name.strip()]
+        stand_ins = [STAND_INS[name] for name in names if name in STAND_INS]
+        ours = [name for name in names if name.split(" as ")[0] in jaxpaged.__all__]
+        missing.extend(name for name in names if name not in ours and name not in STAND_INS)
+        return "\n".join([*([f"from jaxpaged import {', '.join(ours)}"] if ours else []), *stand_ins])
+
+    return MODEL.sub(f"model={model!r}", IMPORT.sub(new_import, source)), missing
+
+
+def verdict(path: Path, model: str, seconds: float) -> str:
+    """`unchanged`, or the reason why the script does not run."""
+    source, missing = changed(path.read_text(encoding="utf-8"), model)
+    if missing:
+        return f"imports {', '.join(missing)}"
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / path.name
+        copy.write_text(source, encoding="utf-8")
+        try:
+            done = subprocess.run(
+                [sys.executable, copy], cwd=folder, capture_output=True, text=True, timeout=seconds, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"not done after {seconds:g} seconds"
+    if done.returncode == 0:
+        return "unchanged"
+    return next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit status {done.returncode}")
+
+
+def main() -> int:
+    """Returns 1 when a script does not run, so that a checkout can be watched."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a folder of scripts")
+    parser.add_argument("--model", default="demo", help="the model that all of them use")
+    parser.add_argument("--only", action="append", help="the name of a script; may be repeated")
+    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for each")
+    args = parser.parse_args()
+    paths = [path for path in sorted(args.folder.glob("*.py")) if not args.only or path.name in args.only]
+    if not paths:
+        parser.error(f"{args.folder} has no such scripts.")
+    verdicts = []
+    for path in paths:
+        verdicts.append(verdict(path, args.model, args.timeout))
+        print(f"{path.name}: {verdicts[-1]}", flush=True)
+    return int(any(each != "unchanged" for each in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
