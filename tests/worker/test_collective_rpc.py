@@ -1,0 +1,38 @@
+"""Functions of callers reach the worker and the parameters; nothing is pickled."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jaxpaged.errors import ConflictError, UsageError
+from jaxpaged.executor.uniproc import UniProcExecutor
+from jaxpaged.worker.worker import Worker
+
+
+@pytest.fixture
+def executor():
+    executor = UniProcExecutor.__new__(UniProcExecutor)
+    executor.worker = Worker.__new__(Worker)
+    executor.worker.runner = SimpleNamespace(params={"weight": 3})
+    return executor
+
+
+def test_a_function_gets_the_worker_first(executor):
+    call = lambda worker, times, more: (worker is executor.worker, times, more)
+    assert executor.collective_rpc(call, (2,), {"more": 3}) == [(True, 2, 3)]
+
+
+def test_a_method_is_called_by_name(executor):
+    assert executor.collective_rpc("apply_model", (lambda params: params["weight"] + 1,), {}) == [4]
+
+
+@pytest.mark.parametrize("name", ["nonsense", "runner", "__init__", "_make_runner"])
+def test_what_is_no_public_method_is_refused(executor, name):
+    with pytest.raises(UsageError, match=f"no method {name!r}"):
+        executor.collective_rpc(name, (), {})
+
+
+def test_parameters_that_sleep_are_refused(executor):
+    executor.worker.runner.params = None
+    with pytest.raises(ConflictError, match="weights sleep"):
+        executor.collective_rpc("apply_model", (id,), {})
