@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpaged.engine.async_llm import AsyncLLM
     from jaxpaged.engine.async_llm import AsyncLLM as AsyncLLMEngine
-    from jaxpaged.engine.input_processor import Prompt as PromptType
-    from jaxpaged.engine.input_processor import TextPrompt, TokensPrompt
     from jaxpaged.engine.llm_engine import LLMEngine
     from jaxpaged.engine.metrics import Counter, Gauge, Histogram, Metric
+    from jaxpaged.engine.prompts import Prompt as PromptType
+    from jaxpaged.engine.prompts import TextPrompt, TokensPrompt
     from jaxpaged.entrypoints.beam_search import BeamSearchOutput, BeamSearchSequence
     from jaxpaged.entrypoints.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from jaxpaged.entrypoints.llm import LLM
@@ -39,9 +39,9 @@ __all__ = [
 
 _NAMES_OF = {
     "engine.async_llm": ["AsyncLLM"],
-    "engine.input_processor": ["TextPrompt", "TokensPrompt"],
     "engine.llm_engine": ["LLMEngine"],
     "engine.metrics": ["Counter", "Gauge", "Histogram", "Metric"],
+    "engine.prompts": ["TextPrompt", "TokensPrompt"],
     "entrypoints.beam_search": ["BeamSearchOutput", "BeamSearchSequence"],
     "entrypoints.engine_args": ["AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"],
     "entrypoints.llm": ["LLM"],
@@ -55,7 +55,7 @@ _NAMES_OF = {
 }  # fmt: skip
 _PLACES = {name: (module, name) for module, names in _NAMES_OF.items() for name in names} | {
     "AsyncLLMEngine": ("engine.async_llm", "AsyncLLM"),
-    "PromptType": ("engine.input_processor", "Prompt"),
+    "PromptType": ("engine.prompts", "Prompt"),
 }
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from jaxpaged.engine.chat_template import OWN_VARIABLES, ChatTemplates, Message
 from jaxpaged.engine.generation_config import GenerationDefaults
@@ -19,6 +19,7 @@ from jaxpaged.engine.long_text import Truncation, checked_length, enough_text
 from jaxpaged.engine.no_tokenizer import NoTokenizer, refuse
 from jaxpaged.engine.pooler import Pooler
 from jaxpaged.engine.pooling_prompts import check_keep, text_ids
+from jaxpaged.engine.prompts import Prompt
 from jaxpaged.engine.thinking_markers import budget_tokens, thinking_token_ids
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError, did_you_mean
@@ -28,30 +29,6 @@ from jaxpaged.sampling_checks import check_bool, check_int, checked_float
 from jaxpaged.sampling_limits import MAX_MASKED_STOP_IDS
 from jaxpaged.sampling_params import RANDOM_SEED, SamplingParams
 from jaxpaged.text_checks import check_unicode, shown
-
-
-class PromptOptions(TypedDict):
-    """What a prompt in a dict may carry besides."""
-
-    cache_salt: NotRequired[str]
-    priority: NotRequired[int]
-
-
-class TextPrompt(PromptOptions):
-    """A prompt as text."""
-
-    prompt: str
-
-
-class TokensPrompt(PromptOptions):
-    """A prompt as token ids, and perhaps the text that they stand for."""
-
-    prompt_token_ids: Sequence[int]
-    prompt: NotRequired[str]
-
-
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
-"""Text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps "cache_salt" and "priority"."""
 
 WHOLE = Truncation()
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority")
