@@ -86,6 +86,10 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = option(None, "bytes per device for KV blocks, in place of the share", minimum=1)
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, in place of any measurement", minimum=2)
     enable_prefix_caching: bool = option(True, "reuse KV blocks of equal prompt beginnings")
+    kv_events_config: dict[str, Any] = option(
+        {}, "tell routers over ZeroMQ what enters and leaves the prefix cache, as vLLM does: enable_kv_cache_events "
+        "true, and endpoint, replay_endpoint, topic, ..., see engine/kv_event_publisher.py"
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

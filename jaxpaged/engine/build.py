@@ -4,10 +4,12 @@ Options that contradict the model or each other, a missing tokenizer and a damag
 any weight is read.
 """
 
+import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.core.structured_output import Grammars
@@ -18,7 +20,7 @@ from jaxpaged.engine.input_processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.pooler import load_pooler_defaults
 from jaxpaged.engine.wire import CoreFacts
-from jaxpaged.errors import UsageError
+from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.executor.platform import platform
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import Progress
@@ -29,6 +31,9 @@ from jaxpaged.models.registry import model_for, task_of
 from jaxpaged.params.hub import resolve_model_folder
 from jaxpaged.plan import Plan
 from jaxpaged.pooling import resolved_pooling
+
+if TYPE_CHECKING:
+    from jaxpaged.engine.kv_event_publisher import KVEventPublisher
 
 
 def compile_bundle(config: EngineConfig, output: Path, progress: Progress | None = None) -> None:
@@ -94,9 +99,34 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
     """
     folder, model, decoder, config = resolve_model(config)
     input_processor = build_input_processor(config, decoder, folder)
-    executor = UniProcExecutor(config, model, decoder, folder, progress)
-    grammars = build_grammars(input_processor, decoder)
-    return LLMEngine(config, input_processor, InprocClient(EngineCore(config, executor, grammars)))
+    with event_publisher(config) as publisher:
+        executor = UniProcExecutor(config, model, decoder, folder, progress)
+        grammars = build_grammars(input_processor, decoder)
+        core = EngineCore(config, executor, grammars, publisher)
+    return LLMEngine(config, input_processor, InprocClient(core))
+
+
+@contextlib.contextmanager
+def event_publisher(config: EngineConfig) -> Iterator["KVEventPublisher | None"]:
+    """What publishes KV events, if the options ask for that; it is the caller's unless building the engine fails.
+
+    Raises ConfigError, and UsageError for a taken address, before any weight is read.
+    """
+    if not config.cache.kv_events_config:
+        yield None
+        return
+    from jaxpaged.engine.kv_event_publisher import KVEventPublisher, KVEventsConfig  # with ZeroMQ
+
+    wanted = KVEventsConfig.from_option(config.cache.kv_events_config)
+    if wanted is not None and not config.cache.enable_prefix_caching:
+        raise ConfigError("kv_events_config asks for events, but enable_prefix_caching is off: there would be none.")
+    publisher = None if wanted is None else KVEventPublisher(wanted)
+    try:
+        yield publisher
+    except BaseException:
+        if publisher is not None:
+            publisher.close()
+        raise
 
 
 def build_grammars(input_processor: InputProcessor, decoder: DecoderConfig) -> Grammars | None:
@@ -117,9 +147,10 @@ def build_core(
     folder, model, decoder, config = resolve_model(config)
     tokenizer_folder = find_tokenizer_folder(config, folder)
     announce(CoreFacts(config.options(), decoder.vocab_size, str(folder), str(tokenizer_folder)))
-    executor = UniProcExecutor(config, model, decoder, folder, progress)
-    input_processor = load_input_processor(config, decoder.vocab_size, folder, tokenizer_folder)
-    return EngineCore(config, executor, build_grammars(input_processor, decoder))
+    with event_publisher(config) as publisher:
+        executor = UniProcExecutor(config, model, decoder, folder, progress)
+        input_processor = load_input_processor(config, decoder.vocab_size, folder, tokenizer_folder)
+        return EngineCore(config, executor, build_grammars(input_processor, decoder), publisher)
 
 
 def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, EngineConfig]:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.scheduler import Scheduler
@@ -28,6 +28,9 @@ from jaxpaged.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
+
+if TYPE_CHECKING:
+    from jaxpaged.engine.kv_event_publisher import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +55,19 @@ class EngineCore:
     break, or the device does not recover, this and every further call raises EngineDeadError.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, grammars: Grammars | None = None):
-        """`grammars` None: requests with structured outputs are refused."""
+    def __init__(
+        self, config: EngineConfig, executor: Executor, grammars: Grammars | None = None,
+        publisher: "KVEventPublisher | None" = None,
+    ):  # fmt: skip
+        """`grammars` None: requests with structured outputs are refused. `publisher`: hears what the cache holds."""
         self._executor = executor
+        self._publisher = publisher
         self._scheduler = Scheduler(
             config.scheduler,
             executor.kv_cache_config,
             max_model_len=config.model.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
+            enable_kv_cache_events=publisher is not None,
             grammars=grammars,
             can_run=executor.can_run,
         )
@@ -90,6 +98,7 @@ class EngineCore:
         While the engine sleeps, a step only returns what is left from before.
         """
         awaited = self._advance() if self._sleep.level is None else None
+        self._publish_events()
         return EngineCoreOutputs(self._outbox.take(), self.stats(awaited))
 
     def has_work(self) -> bool:
@@ -114,7 +123,9 @@ class EngineCore:
         Steps in flight hold blocks of requests that ended meanwhile, so they are awaited first.
         """
         self._await_all()
-        return self._ask(self._scheduler.reset_prefix_cache)
+        done = self._ask(self._scheduler.reset_prefix_cache)
+        self._publish_events()
+        return done
 
     @property
     def sleep_level(self) -> int | None:
@@ -141,6 +152,7 @@ class EngineCore:
             self._ask(self._scheduler.reset_prefix_cache)
         self._sleep.deepen(level)  # also when the executor fails to: nobody knows how much of it is freed
         self._pacer.interrupt()
+        self._publish_events()
         if level > 0:
             self._executor.sleep(discard=level == 2)
 
@@ -184,6 +196,13 @@ class EngineCore:
     def shutdown(self) -> None:
         self._in_flight.clear()
         self._executor.shutdown()
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _publish_events(self) -> None:
+        """Tell routers what has entered and left the prefix cache."""
+        if self._publisher is not None:
+            self._publisher.publish(self._ask(self._scheduler.kv_cache_manager.take_events))
 
     def _advance(self) -> SchedulerOutput | None:
         """Put what the oldest step gives into the outbox; returns that step, if there was one."""
