@@ -250,8 +250,10 @@ def stacked(lines: list[tuple[list[int], list[float], int]]) -> SampledLogprobs 
 
 
 def make_config(**options) -> EngineConfig:
-    """A resolved configuration, small by default."""
-    options = {"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 16, "block_size": 4, **options}
+    """A resolved configuration, small by default. Programs run one decode step unless `num_scheduler_steps` says how
+    many: with None the engine measures times, and which steps there are would depend on the machine's load."""
+    small = {"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 16, "block_size": 4}
+    options = {**small, "num_scheduler_steps": 1, **options}
     facts = ModelFacts(max_position_embeddings=4096, dtype="float32", num_heads=1, vocab_size=300)
     return EngineConfig.from_options(**options).resolve(facts, "cpu")
 

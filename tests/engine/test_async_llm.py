@@ -7,12 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
 import jaxpaged
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import core_link, heartbeat, throughput_log
+from jaxpaged.engine import core_link, core_supervisor, heartbeat, throughput_log
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.tokenizer import load_tokenizer
 from jaxpaged.engine.wire import CoreStats
@@ -73,6 +74,18 @@ async def until(condition, seconds=20.0):
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+@contextlib.contextmanager
+def held_back(module, name, monkeypatch):
+    """Calls of a function of `module` from now on wait for the event that this gives."""
+    function, event = getattr(module, name), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, lambda *arguments: event.wait() and function(*arguments))
+        try:
+            yield event
+        finally:
+            event.set()
 
 
 def metric(llm, name, *labels):
@@ -276,6 +289,46 @@ def test_sleep_ends_awaits_or_keeps_what_is_under_way_and_what_comes_meanwhile_w
     assert metric(llm, "vllm:request_success", "abort") - aborted == (mode == "abort")
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_pause_ends_awaits_or_keeps_what_is_under_way_and_frees_nothing(llm, mode):
+    async def main():
+        under_way = asyncio.ensure_future(tokens_of(llm, "early", max_tokens=2000))
+        await until(lambda: metric(llm, "vllm:generation_tokens") > before)
+        await llm.pause_generation(mode)
+        assert await llm.is_sleeping() and llm.sleep_level == 0
+        states = ("weights_offloaded", "discard_all")
+        assert not any(metric(llm, "vllm:engine_sleep_state", state) for state in states), "its memory is there"
+        late = asyncio.ensure_future(tokens_of(llm, "late"))
+        await until(lambda: metric(llm, "vllm:num_requests_waiting") == 1)
+        computed = metric(llm, "vllm:generation_tokens")
+        assert await llm.is_sleeping() and not late.done() and under_way.done() == (mode != "keep")
+        assert metric(llm, "vllm:generation_tokens") == computed
+        await llm.resume_generation()
+        assert not await llm.is_sleeping()
+        assert await late == answer(len(PROMPT), 5)
+        return await under_way
+
+    before = metric(llm, "vllm:generation_tokens")
+    tokens, expected = asyncio.run(main()), answer(len(PROMPT), 2000)
+    assert tokens == expected[: len(tokens)]
+    assert (len(tokens) < 2000) == (mode == "abort")
+
+
+def test_resuming_wakes_nothing_whose_memory_sleeps_and_nothing_that_is_awake(llm):
+    async def main():
+        await llm.resume_generation()
+        assert await tokens_of(llm) == answer(len(PROMPT), 5)
+        await llm.sleep(1)
+        await llm.resume_generation()
+        assert llm.sleep_level == 1
+        await llm.pause_generation()
+        assert llm.sleep_level == 1, "it sleeps deeper"
+        await llm.wake_up()
+        assert await tokens_of(llm) == answer(len(PROMPT), 5)
+
+    asyncio.run(main())
+
+
 def test_what_cannot_be_is_said_by_name(llm):
     async def main():
         for wrong, name in ((llm.sleep(3), "level"), (llm.sleep(1, "never"), "mode"), (llm.wake_up(["beds"]), "tags")):
@@ -347,18 +400,20 @@ def test_a_step_that_fails_fails_its_requests_and_nothing_else(llm):
     ("fake", "reason"),
     [
         ("die", r"signal 9 \(SIGKILL"),
-        ("hang", "longer than step_timeout = 0.5 s"),
+        ("hang", "longer than step_timeout = 2 s"),
         ("break", "broke down: .*the device is gone"),
     ],
 )
-def test_when_the_core_dies_or_hangs_every_request_hears_of_it_and_another_core_comes(fake, reason, caplog):
+def test_when_the_core_dies_or_hangs_every_request_hears_of_it_and_another_core_comes(
+    fake, reason, caplog, monkeypatch
+):
     async def main(llm):
         first = (await llm.executor_stats())["pid"]
         slow = llm.generate(PROMPT, params(3000, fake="slow"), "slow")
         await anext(slow)
         waiting = [asyncio.ensure_future(outputs_of(llm, str(i), max_tokens=3000)) for i in range(50)]
         waiting.append(asyncio.ensure_future(anext(slow)))
-        await asyncio.sleep(0.05)
+        await until(lambda: llm.get_num_unfinished_requests() == 51)
         waiting.append(asyncio.ensure_future(outputs_of(llm, "bad", fake=fake)))
         results = await asyncio.gather(*waiting, return_exceptions=True)
         lost = [result for result in results if isinstance(result, EngineRestartError)]
@@ -375,13 +430,18 @@ def test_when_the_core_dies_or_hangs_every_request_hears_of_it_and_another_core_
         assert await tokens_of(llm) == answer(len(PROMPT), 5)
 
     async def both():
-        with llm_with_process(step_timeout=0.5 if fake == "hang" else 60.0) as llm:
+        with (
+            llm_with_process(step_timeout=2.0 if fake == "hang" else 60.0) as llm,
+            held_back(core_supervisor, "CoreChild", monkeypatch) as come,
+        ):
             first = await main(llm)
             assert llm.errored
             ends = {reason: metric(llm, "vllm:request_success", reason) for reason in ("abort", "error")}
-            assert ends == {"abort": 0, "error": 52} and metric(llm, "jaxpaged:engine_restarts") == 1
+            assert ends == {"abort": 0, "error": 52}
+            await until(lambda: metric(llm, "jaxpaged:engine_restarts") == 1)  # counted once the process has ended
             with pytest.raises(EngineDeadError, match=reason):
                 await llm.check_health()
+            come.set()
             await afterwards(llm, first)
 
     asyncio.run(both())
