@@ -1,6 +1,8 @@
 """The engine core with requests that need programs which are not there yet: who waits for whom. The fake executor
 refuses a step that would have to wait."""
 
+from unittest import mock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.errors import EngineError
 from jaxpaged.sampling_features import Extra, extras_of
-from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
+from jaxpaged.sampling_params import SamplingParams
+from tests.engine.fake_engine import FakeExecutor, counting_model, make_config, make_engine
 from tests.engine.test_core import request, run
 
 NEEDS = {
@@ -97,3 +100,30 @@ def test_whenever_programs_become_ready_each_request_runs_as_soon_as_its_own_are
         answered.setdefault(name, []).extend(tokens)
     assert answered == {str(i): [11, 12] for i in range(len(wanted))}
     core._scheduler.check_integrity()
+
+
+@given(
+    wanted=st.lists(KINDS, min_size=1, max_size=4),
+    seconds=st.lists(st.floats(0.1, 10), min_size=len(Extra), max_size=len(Extra)),
+    asynchronous=st.booleans(),
+)
+def test_a_script_that_does_nothing_but_step_leaves_the_processor_to_the_compiler(wanted, seconds, asynchronous):
+    """Programs are compiled only while a step sleeps: one that has nothing to compute does."""
+    engine, executor = make_engine(async_scheduling=asynchronous)
+    executor.programs = dict.fromkeys(Extra, False)
+    naps = []
+
+    def nap(duration):
+        naps.append(duration)
+        executor.programs.update((extra, sum(naps) >= needed) for extra, needed in zip(Extra, seconds))
+
+    for i, names in enumerate(wanted):
+        params = {"n": 1 + i % 2}
+        for name in names:
+            params |= NEEDS[name][0] if name in NEEDS else {}
+        engine.add_request(str(i), [9, 8, 7], SamplingParams(max_tokens=2, seed=1, **params))
+    num_empty = 0
+    with mock.patch("jaxpaged.core.preparation.time.sleep", nap):
+        while engine.has_unfinished_requests():
+            num_empty += not engine.step()
+            assert num_empty <= len(naps) + len(executor.executed), "it waits without sleeping"
