@@ -59,9 +59,10 @@ def usual_handler():
     signal.signal(signal.SIGINT, before)
 
 
-def small_engine():
-    """Few blocks, so that requests are preempted and the prefix cache is used."""
-    return make_engine(FakeExecutor(counting_model(VOCAB), VOCAB, num_blocks=14), max_num_seqs=4)[0]
+def small_engine(num_steps=1):
+    """Few blocks, so that requests are preempted and the prefix cache is used. A program runs `num_steps` steps."""
+    executor = FakeExecutor(counting_model(VOCAB), VOCAB, num_blocks=14)
+    return make_engine(executor, max_num_seqs=4, num_scheduler_steps=num_steps)[0]
 
 
 def check_books(engine, where):
@@ -77,9 +78,9 @@ def check_books(engine, where):
 PROMPTS = [[20 + i] * (6 + i) for i in range(5)]
 
 
-def check_generate(places, *, step):
+def check_generate(places, *, step, num_steps):
     """Interrupt one call of `generate` after the other, at every `step`-th line, on the same engine."""
-    engine = small_engine()
+    engine = small_engine(num_steps)
     llm = LLM.from_engine(engine)
     params = [SamplingParams(temperature=0.0, max_tokens=6 + 2 * i, n=1) for i in range(5)]
     answers = lambda: [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
@@ -98,14 +99,15 @@ def check_generate(places, *, step):
     assert answers() == expected
 
 
-def test_generate_can_be_interrupted_anywhere():
-    check_generate(1, step=397)
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_generate_can_be_interrupted_anywhere(num_steps):
+    check_generate(1, step=397, num_steps=num_steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1, 8))
 def test_generate_can_be_interrupted_at_every_line(first):
-    check_generate(first, step=23)
+    check_generate(first, step=23, num_steps=4 if first % 2 else 1)
 
 
 def persistently(call):
@@ -133,9 +135,9 @@ def drive(engine, heard):
         assert number < 200, "it does not come to an end"
 
 
-def check_steps(first, *, step):
+def check_steps(first, *, step, num_steps):
     delta = SamplingParams(temperature=0.0, max_tokens=12, output_kind=RequestOutputKind.DELTA)
-    engine, expected = small_engine(), {}
+    engine, expected = small_engine(num_steps), {}
 
     def add():
         for i, prompt in enumerate(PROMPTS):
@@ -157,14 +159,15 @@ def check_steps(first, *, step):
         check_books(engine, counter.where)
 
 
-def test_an_engine_that_is_stepped_loses_no_token_to_an_interrupt():
-    check_steps(3, step=401)
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_an_engine_that_is_stepped_loses_no_token_to_an_interrupt(num_steps):
+    check_steps(3, step=401, num_steps=num_steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1, 8))
 def test_an_engine_that_is_stepped_loses_no_token_to_an_interrupt_at_any_line(first):
-    check_steps(first, step=29)
+    check_steps(first, step=29, num_steps=4 if first % 2 else 1)
 
 
 def test_a_request_is_added_as_a_whole_or_not_at_all():
