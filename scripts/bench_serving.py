@@ -173,7 +173,7 @@ def wait_for_programs(url: str) -> None:
 
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process so far, without its children."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -315,9 +315,9 @@ def main() -> None:
         process.terminate()
         process.wait()
     if args.json:
-        args.json.write_text(json.dumps({"command": sys.argv[1:], "rows": rows}, indent=1))
+        args.json.write_text(json.dumps({"command": sys.argv[1:], "rows": rows}, indent=1), encoding="utf-8")
     if args.markdown:
-        args.markdown.write_text(markdown(rows))
+        args.markdown.write_text(markdown(rows), encoding="utf-8")
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:

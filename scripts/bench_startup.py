@@ -238,7 +238,7 @@ def draw(starts: dict[str, dict[str, Any]], path: Path) -> None:
 
 def write_results(starts: dict[str, dict[str, Any]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "startup.json").write_text(json.dumps(starts, indent=1) + "\n")
+    (folder / "startup.json").write_text(json.dumps(starts, indent=1) + "\n", encoding="utf-8")
     try:
         draw(starts, folder / "startup.png")
     except ImportError:

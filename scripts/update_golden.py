@@ -73,11 +73,11 @@ def record_all(names: list[str]) -> None:
 
     if not names or "pooling" in names:
         golden = record_pooling()
-        (GOLDEN / "pooling.json").write_text(json.dumps(golden) + "\n")
+        (GOLDEN / "pooling.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
     for name in [name for name in names if name != "pooling"] or (() if names else checkpoints.CONFIGS):
         with tempfile.TemporaryDirectory() as folder:
             golden = record(checkpoints, name, checkpoints.write_checkpoint(name, Path(folder)))
-        (GOLDEN / f"{name}.json").write_text(json.dumps(golden) + "\n")
+        (GOLDEN / f"{name}.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
         print(name, "margin", golden["margin"], flush=True)
 
 

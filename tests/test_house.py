@@ -186,6 +186,26 @@ def undeclared_problems(path: str, tree: ast.AST) -> Iterator[str]:
             yield f"{path} imports {module}, but pyproject.toml does not ask for {distribution}. Add it, or do without."
 
 
+def encoding_problems(path: str, tree: ast.AST) -> Iterator[str]:
+    """Files opened as text in whatever encoding the locale has."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and opens_text(node) and not {"encoding", None} & {k.arg for k in node.keywords}:
+            yield f'{path}:{node.lineno} opens text in the encoding of the locale. Add encoding="utf-8".'
+
+
+def opens_text(call: ast.Call) -> bool:
+    """`open(...)`, `x.open("r")`, `x.read_text()`, `x.write_text(...)`; a mode with a "b" is no text."""
+    modes = [word.value for word in call.keywords if word.arg == "mode"]
+    if isinstance(call.func, ast.Name) and call.func.id == "open":
+        modes = modes or call.args[1:2] or [ast.Constant("r")]
+    elif isinstance(call.func, ast.Attribute) and call.func.attr == "open":
+        modes += call.args[:1]  # without a mode it may be a method of ours
+    else:
+        return isinstance(call.func, ast.Attribute) and call.func.attr in ("read_text", "write_text")
+    words = [mode.value for mode in modes if isinstance(mode, ast.Constant)]
+    return any(isinstance(word, str) and "b" not in word for word in words)
+
+
 def broken_links(path: Path) -> Iterator[str]:
     """Relative links of a Markdown file that lead nowhere."""
     for target in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
@@ -210,12 +230,18 @@ def test_nothing_loads_pickles_evaluates_text_or_keeps_global_state():
 
 
 def test_files_and_functions_hold_one_idea_each():
-    counted = ((path, tree, len((ROOT / path).read_text().splitlines())) for path, tree in sources("jaxpaged"))
+    counted = (
+        (path, tree, len((ROOT / path).read_text(encoding="utf-8").splitlines())) for path, tree in sources("jaxpaged")
+    )
     report(p for path, tree, lines in counted for p in length_problems(path, tree, lines))
 
 
 def test_every_imported_package_is_declared():
     report(p for path, tree in sources("jaxpaged", "pallas_kernels") for p in undeclared_problems(path, tree))
+
+
+def test_text_is_read_and_written_in_one_encoding_wherever_it_runs():
+    report(p for path, tree in sources("jaxpaged", "pallas_kernels", "scripts") for p in encoding_problems(path, tree))
 
 
 def test_every_module_says_what_lives_in_it():
@@ -332,3 +358,19 @@ def test_a_long_function_is_found_but_its_docstring_does_not_count():
 
 def test_an_undeclared_package_is_found():
     assert list(undeclared_problems("x.py", ast.parse("import torch")))
+
+
+@pytest.mark.parametrize(
+    "source", ["open(path)", "open(path, 'w')", "open(path, mode='a')", "path.open('r')", "path.read_text()",
+               "path.write_text(text, errors='replace')"],
+)  # fmt: skip
+def test_text_in_the_encoding_of_the_locale_is_found(source):
+    assert list(encoding_problems("x.py", ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    "source", ["open(path, 'rb')", "open(path, encoding='utf-8')", "path.open('wb')", "link.open()", "os.open(path, 0)",
+               "path.read_text('utf-8', **more)", "path.read_text(encoding='ascii')", "path.read_bytes()"],
+)  # fmt: skip
+def test_bytes_and_text_of_a_named_encoding_are_fine(source):
+    assert not list(encoding_problems("x.py", ast.parse(source)))

@@ -82,7 +82,7 @@ class CoreChild:
     def stacks(self) -> str:
         """Where its threads were when it crashed; empty when it did not."""
         try:
-            return self._stacks.read_text(errors="replace").strip()
+            return self._stacks.read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return ""
 

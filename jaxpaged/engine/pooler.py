@@ -134,7 +134,8 @@ def load_pooler_defaults(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        modules = [(str(each["type"]).rpartition(".")[2], str(each["path"])) for each in json.loads(path.read_text())]
+        listed = json.loads(path.read_text(encoding="utf-8"))
+        modules = [(str(each["type"]).rpartition(".")[2], str(each["path"])) for each in listed]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} is not a list of modules: {error!r}. Fetch the file again.") from error
     for kind, _ in modules:

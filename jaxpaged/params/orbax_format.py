@@ -62,7 +62,8 @@ def copy_side_files(model_folder: Path, out_folder: Path, dtype: str) -> None:
             shutil.copyfile(path, out_folder / path.name)
     config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
     if config.get("dtype", config.get("torch_dtype")) != dtype:
-        (out_folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
+        text = json.dumps({**config, "dtype": dtype}, indent=2) + "\n"
+        (out_folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def load_orbax(

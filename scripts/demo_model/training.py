@@ -158,7 +158,7 @@ def train(
     rates = learning_rate(plan, plan.matrix_rate), learning_rate(plan, plan.other_rate)
     optimizer = make_optimizer(*rates, plan.weight_decay)
     params, state, start, spent = _resume(params, optimizer.init(params), folder)
-    (folder / "plan.json").write_text(json.dumps(asdict(plan), indent=1))
+    (folder / "plan.json").write_text(json.dumps(asdict(plan), indent=1), encoding="utf-8")
     run_step = make_step(shape, optimizer)
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))

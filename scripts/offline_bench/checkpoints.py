@@ -106,7 +106,7 @@ def make_checkpoint(shape: ModelShape, folder: Path) -> Path:
     target = folder / shape.name
     wanted = {"format": FORMAT} | dataclasses.asdict(shape)
     marker = target / MARKER
-    if marker.exists() and json.loads(marker.read_text()) == wanted:
+    if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == wanted:
         return target
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)

@@ -118,7 +118,7 @@ def make_environment(environment: Environment, folder: Path) -> None:
     """Install, or do nothing when the stamp says that it was done. Raises SetupError."""
     wanted = {"requirements": list(environment.requirements), "torch": TORCH if environment.torch else None}
     stamp = folder / STAMP
-    if stamp.exists() and json.loads(stamp.read_text()) == wanted:
+    if stamp.exists() and json.loads(stamp.read_text(encoding="utf-8")) == wanted:
         return
     stamp.unlink(missing_ok=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def make_environment(environment: Environment, folder: Path) -> None:
         if environment.remove:
             run_step([python, "-m", "pip", "uninstall", "-y", *environment.remove], log)
         run_step([python, "-c", f"import {environment.check}"], log)
-    stamp.write_text(json.dumps(wanted) + "\n")
+    stamp.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
 
 
 def install_torch(python: Path, log) -> None:
@@ -157,7 +157,8 @@ def run_step(command: list, log, variables: tuple[tuple[str, str], ...] = ()) ->
     done = subprocess.run(words, stdout=log, stderr=log, env=os.environ | dict(variables))
     if done.returncode == 0:
         return
-    lines = [line.strip() for line in Path(log.name).read_text(errors="replace").splitlines() if line.strip()]
+    text = Path(log.name).read_text(encoding="utf-8", errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "rror" in line] or lines
     raise SetupError(f"{' '.join(words[1:5])} failed: {errors[-1][:300]} The whole log is in {log.name}.")
 

@@ -89,7 +89,8 @@ def end_group(process_id: int) -> None:
 
 def why(status: int, log: Path) -> str:
     """The last line of the log that names an error, or how the process ended."""
-    lines = [PREFIX.sub("", line).strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [PREFIX.sub("", line).strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if ERROR_LINE.match(line)]
     if status < 0:
         by_signal = f"killed by signal {-status} ({signal.Signals(-status).name})"

@@ -15,7 +15,7 @@ def host_memory_bytes() -> int:
     """Memory that this process may use: that of the machine, or of its container if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        limit = CGROUP_LIMIT.read_text().strip()
+        limit = CGROUP_LIMIT.read_text(encoding="utf-8").strip()
     except OSError:
         return total
     return min(total, int(limit)) if limit.isdigit() else total

@@ -135,7 +135,7 @@ def children() -> list[int]:
 
 def peak_of_process(process: int) -> int:
     try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))

@@ -72,7 +72,7 @@ def add_config(writer: gguf.GGUFWriter, config: dict) -> None:
 
 
 def write(folder: Path, target: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     writer = gguf.GGUFWriter(target, config["model_type"], use_temp_file=False)
     add_config(writer, config)
