@@ -61,7 +61,7 @@ class Plan(msgspec.Struct):
     options: dict[str, str | int | float]
     usable_bytes: int
     weight_bytes: int
-    state_bytes: int  # of requests, besides KV blocks: block tables and what sampling needs
+    state_bytes: int  # what lives from step to step besides KV blocks: block tables, what sampling needs, hidden states
     temporary_bytes: int  # the most that the compiled programs take at a time, or an estimate if none was compiled
     reserved_bytes: int  # that the engine sets aside for temporaries before it counts KV blocks
     code_bytes: int

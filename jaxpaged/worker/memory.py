@@ -28,7 +28,7 @@ def reserve_of(blueprint: Blueprint) -> Reserve:
 
 
 def state_bytes(blueprint: Blueprint) -> int:
-    """What is kept for each request besides KV blocks: block tables, last tokens, and what sampling has seen or pooling
-    has added up. It does not depend on the number of KV blocks."""
-    shapes = programs_for(blueprint, KVCacheConfig(1, blueprint.kv_groups)).shapes
-    return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves((shapes.tables, shapes.last_token, shapes.sampling)))
+    """What is kept from step to step besides KV blocks: block tables, last tokens, what sampling has seen or
+    pooling has added up, and the hidden states of the last step. It does not depend on the number of KV blocks."""
+    _, *state = programs_for(blueprint, KVCacheConfig(1, blueprint.kv_groups)).shapes.state
+    return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(state))

@@ -191,6 +191,12 @@ class Shapes:
         self.sampling = jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), sampling.abstract())
         self.head = functions.model.head(params)
 
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """All that lives on the devices from step to step, in the order of `DeviceState`: the KV cache, then the rest,
+        whose size does not depend on the number of blocks."""
+        return self.kv, self.tables, self.last_token, self.sampling, self.all_hidden
+
     def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.functions.replicated)
 
@@ -251,11 +257,10 @@ class Shapes:
         return step.lower(self.head, self.all_hidden, self.packed(2, PROMPT_LOGPROB_TILE))
 
     def lower_zeros(self) -> jax.stages.Lowered:
-        """The device state of an engine that has computed nothing, in the order of `DeviceState`."""
-        state = (self.kv, self.tables, self.last_token, self.sampling, self.all_hidden)
+        """The device state of an engine that has computed nothing."""
         step = jax.jit(
-            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state),
-            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, state),
+            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.state),
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.state),
         )
         return step.lower()
 
