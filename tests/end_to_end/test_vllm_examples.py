@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxpaged import LLM, EngineArgs, SamplingParams
+from jaxpaged import LLM, EngineArgs, FlexibleArgumentParser, LLMEngine, SamplingParams
 
 PROMPTS = ["Once upon a time", "The little fox"]
 
@@ -30,3 +30,26 @@ def test_chats_with_the_models_own_parameters(llm):
     assert {output.outputs[0].text for output in outputs} == {"The capital of Kenya is Nairobi."}
     streamed = llm.stream(conversation, params)
     assert "".join(chunk.text for chunk in streamed) == "The capital of Kenya is Nairobi."
+
+
+@pytest.mark.slow
+def test_an_engine_that_a_script_steps_itself_while_another_lives(llm):
+    """Nothing but steps is asked for, and programs for log probabilities and penalties are compiled meanwhile."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(description="steps an engine"))
+    args = parser.parse_args(["--max_model_len", "128", "--max-num-seqs", "4"])
+    waiting = [
+        ("Once", SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)),
+        ("The", SamplingParams(n=2, temperature=0.8, frequency_penalty=0.1)),
+    ]
+    with LLMEngine.from_engine_args(EngineArgs.from_cli_args(args)) as engine:
+        assert engine.model_config.max_model_len == 128
+        finished = {}
+        while waiting or engine.has_unfinished_requests():
+            if waiting:
+                engine.add_request(waiting[0][0], *waiting.pop(0))
+            finished |= {output.prompt: output for output in engine.step() if output.finished}
+    once, the = finished["Once"], finished["The"]
+    assert len(once.outputs) == 1 and len(the.outputs) == 2
+    assert [line is None for line in once.prompt_logprobs] == [True] + [False] * (len(once.prompt_token_ids) - 1)
+    assert len(once.outputs[0].logprobs) == len(once.outputs[0].token_ids) and the.outputs[0].logprobs is None
+    assert llm.generate("Once", SamplingParams(temperature=0.0))[0].outputs[0].text == once.outputs[0].text
