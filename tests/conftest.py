@@ -5,6 +5,8 @@ between runs in `.cache/`: compiling is most of the suite's time.
 """
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 CACHE = Path(__file__).parent.parent / ".cache"
@@ -21,8 +23,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the netw
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import hypothesis  # noqa: E402
+import pytest  # noqa: E402
 
 hypothesis.settings.register_profile("fast", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("ci", max_examples=300, deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "fast")
 hypothesis.configuration.set_hypothesis_home_dir(CACHE / "hypothesis")
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """An empty folder for sockets, whose paths have 107 bytes at most, however long those of `tmp_path` are."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)

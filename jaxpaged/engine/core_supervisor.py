@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 FACTORY = "jaxpaged.engine.build:build_core"
 LONGEST_SOCKET_PATH = 100
 """Bytes: operating systems allow 104 to 108."""
+SHORT_FOLDER = "/tmp"
 LOADING_PATIENCE = 60.0
 """Seconds without a sign of life that a process is always given while it loads."""
 RESTARTS_COUNT_FOR = 3600.0
@@ -238,17 +239,24 @@ class CoreSupervisor:
 
 
 def private_directory() -> Path:
-    """A new directory that nobody else may enter. Raises ConfigError when its path is too long for a socket."""
-    directory = Path(tempfile.mkdtemp(prefix="jaxpaged-"))  # mode 700
-    length = len(os.fsencode(directory / SOCKET))
-    if length > LONGEST_SOCKET_PATH:
+    """A new directory that nobody else may enter: in the folder for temporary files, or in /tmp where the path of a
+    socket would be too long there. Raises ConfigError when it would be too long in both."""
+    for folder in (None, SHORT_FOLDER):
+        try:
+            directory = Path(tempfile.mkdtemp(prefix="jaxpaged-", dir=folder))  # mode 700
+        except OSError:
+            if folder is None:
+                raise
+            continue  # the words below are of the folder that TMPDIR names
+        length = len(os.fsencode(directory / SOCKET))
+        if length <= LONGEST_SOCKET_PATH:
+            return directory
         with contextlib.suppress(OSError):
             directory.rmdir()
-        raise ConfigError(
-            f"the socket {directory / SOCKET} would have a path of {length} bytes, more than the "
-            f"{LONGEST_SOCKET_PATH} that are safe. Set TMPDIR to a shorter folder."
-        )
-    return directory
+    raise ConfigError(
+        f"a socket in {tempfile.gettempdir()} would have a path of more than the {LONGEST_SOCKET_PATH} bytes that are "
+        f"safe, and nothing can be written to {SHORT_FOLDER}. Set TMPDIR to a shorter folder."
+    )
 
 
 def sendable_options(config: EngineConfig) -> dict[str, Any]:

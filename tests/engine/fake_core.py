@@ -159,7 +159,7 @@ def build_and_stop(config: EngineConfig, announce: Callable[[CoreFacts], None], 
 def core_in_thread(**options) -> Iterator[str]:
     """The address of a fake core that a thread of this process serves: real messages, and nothing to start."""
     config, facts = resolved(EngineConfig.from_options(**options))
-    with tempfile.TemporaryDirectory(prefix="jaxpaged-") as folder:
+    with tempfile.TemporaryDirectory(prefix="jaxpaged-", dir="/tmp") as folder:
         heartbeat = Heartbeat(Path(folder) / "heartbeat")
         server = CoreServer(make_core(config), facts, f"ipc://{folder}/core.sock", heartbeat)
         thread = threading.Thread(target=server.run, daemon=True)

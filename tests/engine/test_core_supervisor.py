@@ -139,6 +139,10 @@ def test_a_socket_needs_a_short_path(monkeypatch, tmp_path):
     long = tmp_path / ("x" * 90)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
+    short = private_directory()
+    short.rmdir()
+    assert short.parent == Path("/tmp")
+    monkeypatch.setattr("jaxpaged.engine.core_supervisor.SHORT_FOLDER", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="Set TMPDIR to a shorter folder"):
         private_directory()
     assert not list(long.iterdir())

@@ -75,6 +75,8 @@ def test_engine_flags_reach_the_engine_and_server_flags_the_server(served):
 
 
 def test_grpc_has_an_address_and_admin_keys_of_its_own(served, tmp_path):
+    for module in ("grpc", "grpc_health", "grpc_reflection"):
+        pytest.importorskip(module, reason="needs the extra grpc")
     (tmp_path / "keys").write_text("operator\n")
     _, seen, err = served("--grpc-port", "0", "--grpc-admin-key-file", str(tmp_path / "keys"))
     assert seen["grpc_admin_keys"] == ["operator"] and "http://127.0.0.1:" in err and "over gRPC at 127.0.0.1:" in err

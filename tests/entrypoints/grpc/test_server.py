@@ -157,8 +157,8 @@ def test_reflection_describes_the_services(serving):
 # ---- where it listens
 
 
-def test_a_unix_socket(serving, tmp_path):
-    path = tmp_path / "jaxpaged.sock"
+def test_a_unix_socket(serving, short_path):
+    path = short_path / "jaxpaged.sock"
 
     async def scenario(server):
         assert path.stat().st_mode & 0o777 == 0o660

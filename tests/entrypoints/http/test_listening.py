@@ -118,8 +118,8 @@ def loops():
 
 
 @pytest.mark.parametrize("loop_factory", list(loops()))
-def test_a_unix_socket_serves_and_goes_with_the_server(tmp_path, loop_factory):
-    path = tmp_path / "s"
+def test_a_unix_socket_serves_and_goes_with_the_server(short_path, loop_factory):
+    path = short_path / "s"
     with listening(loop_factory, uds=str(path)) as sockets:
         assert sockets.urls == [f"unix:{path}"]
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
@@ -133,18 +133,18 @@ def test_a_unix_socket_serves_and_goes_with_the_server(tmp_path, loop_factory):
     assert not path.exists()
 
 
-def test_a_socket_that_nobody_listens_on_is_replaced_and_nothing_else_is(tmp_path):
-    path = str(tmp_path / "s")
+def test_a_socket_that_nobody_listens_on_is_replaced_and_nothing_else_is(short_path):
+    path = str(short_path / "s")
     with bind_unix(path):
         pass
     assert os.path.exists(path), "as a server leaves it that was killed"
     bind_unix(path).close()
-    (tmp_path / "file").write_text("precious")
+    (short_path / "file").write_text("precious")
     with pytest.raises(UsageError, match="is no socket"):
-        bind_unix(str(tmp_path / "file"))
-    assert (tmp_path / "file").read_text() == "precious"
+        bind_unix(str(short_path / "file"))
+    assert (short_path / "file").read_text() == "precious"
     with pytest.raises(UsageError, match="No such file.*--uds"):
-        bind_unix(str(tmp_path / "no folder" / "s"))
+        bind_unix(str(short_path / "no folder" / "s"))
 
 
 @pytest.mark.parametrize("below", ["", "/llm"])
