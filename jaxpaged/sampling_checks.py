@@ -9,7 +9,6 @@ from typing import Any
 
 from jaxpaged.errors import RequestError
 from jaxpaged.sampling_limits import (
-    MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -71,13 +70,11 @@ def checked_texts(name: str, value: Any) -> list[str]:
     return list(texts)
 
 
-def check_word_lengths(words: list[str]) -> None:
-    """No word is so long that to cut it into tokens would be work."""
-    longest = max(map(len, words), default=0)
-    if longest > MAX_BAD_WORD_CHARACTERS:
-        raise RequestError(
-            f"one of bad_words has {longest} characters; it must have at most {MAX_BAD_WORD_CHARACTERS}.", "bad_words"
-        )
+def check_text_lengths(name: str, texts: list[str], maximum: int) -> None:
+    """No text is so long that to cut it into tokens, or to look for it, would be work."""
+    longest = max(map(len, texts), default=0)
+    if longest > maximum:
+        raise RequestError(f"one of {name} has {longest} characters; it must have at most {maximum}.", name)
 
 
 def checked_ids(name: str, value: Any) -> list[int]:

@@ -14,6 +14,9 @@ MAX_LOGIT_BIAS_IDS = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_MASKED_STOP_IDS = 128
 """Most stop ids, the end-of-sequence id included, of a request with `min_tokens`."""
+MAX_STOPS = 128
+MAX_STOP_CHARACTERS = 1024
+"""Of one stop text: new text is searched for all of them, and as much of it is held back."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 128
 MAX_BAD_WORD_CHARACTERS = 1024

@@ -22,7 +22,7 @@ from jaxpaged.sampling_checks import (
     check_ids_in_vocabulary,
     check_int,
     check_logprobs_limit,
-    check_word_lengths,
+    check_text_lengths,
     checked_bias,
     checked_float,
     checked_ids,
@@ -30,12 +30,15 @@ from jaxpaged.sampling_checks import (
     checked_texts,
 )
 from jaxpaged.sampling_limits import (
+    MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
     MAX_LENGTH_PENALTY,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_MASKED_STOP_IDS,
     MAX_N,
     MAX_REPETITION_PENALTY,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
 )
 from jaxpaged.structured_outputs import StructuredOutputsParams
 from jaxpaged.text_checks import shown
@@ -86,7 +89,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     min_p: in [0, 1]; drops tokens less likely than min_p times the most likely one.
     seed: a draw depends on (seed, position) only. None: the engine draws one, and its own option `seed` says which, so
         runs repeat; -1: a random one, which never repeats.
-    stop: text that ends the output, one or several; needs `detokenize`.
+    stop: text that ends the output, one or up to 128 of 1024 characters each; needs `detokenize`.
     stop_token_ids: tokens that end the output.
     bad_words: texts that the output must not contain, with and without a space before them.
     include_stop_str_in_output, ignore_eos: as they say.
@@ -244,9 +247,11 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
 
     def _check_texts(self) -> None:
         self.stop = checked_texts("stop", self.stop)
+        check_count("stop", len(self.stop), 0, MAX_STOPS)
+        check_text_lengths("stop", self.stop, MAX_STOP_CHARACTERS)
         self.bad_words = checked_texts("bad_words", self.bad_words)
         check_count("bad_words", len(self.bad_words), 0, MAX_BAD_WORDS)
-        check_word_lengths(self.bad_words)
+        check_text_lengths("bad_words", self.bad_words, MAX_BAD_WORD_CHARACTERS)
         if self.stop and self.detokenize is False:
             raise RequestError(
                 f"stop is {self.stop!r}, but detokenize is False, so there is no text to find it in. "
