@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from jaxpaged import AsyncLLM, EngineConfig, SamplingParams
+from jaxpaged import AsyncLLM, SamplingParams
+from jaxpaged.config import EngineConfig
 from jaxpaged.errors import CheckpointError, UsageError
 from jaxpaged.sampling_params import RequestOutputKind
 from tests.end_to_end.conftest import OPTIONS

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpaged import LLM, AsyncLLM, EngineConfig, SamplingParams
+from jaxpaged import LLM, AsyncLLM, SamplingParams
+from jaxpaged.config import EngineConfig
 from jaxpaged.errors import CapacityError, CheckpointError
 from tests.end_to_end.test_async_llm import SENDABLE
 from tests.models import pooling_checkpoints

@@ -123,7 +123,7 @@ def serve(llm, num_blocks, **scheduler_options):
     scheduler = dataclasses.replace(config.scheduler, **scheduler_options)
     executor = engine._core._core._executor
     executor.recover()
-    tokenizer = engine.get_tokenizer()
+    tokenizer = engine.input_processor.tokenizer
     grammars = Grammars(tokenizer.backend.to_str(), engine.input_processor.vocab_size, [tokenizer.eos_token_id])
     core = EngineCore(dataclasses.replace(config, scheduler=scheduler), FewBlocks(executor, num_blocks), grammars)
     for i in range(8):
