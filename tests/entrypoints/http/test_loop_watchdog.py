@@ -74,6 +74,7 @@ ATTACKS = {
         {"messages": [USER], "max_tokens": 1, "stop_sequences": ["a"] * 50_000},
         {"messages": [USER], "max_tokens": 1,
          "tools": [{"name": f"f{i}", "input_schema": {"type": "object"}} for i in range(5000)]},
+        {"messages": [USER], "max_tokens": 4000, "ignore_eos": True},
     ],
     "/v1/messages/count_tokens": [{"messages": [USER] * 40_000}],
     "/v1/responses": [
@@ -81,6 +82,8 @@ ATTACKS = {
         {"input": [USER] * 3000, "truncation": "auto"},
         {"tools": [{"type": "function", **FUNCTION, "name": f"f{i}"} for i in range(5000)], "tool_choice": "none"},
         {"metadata": {f"k{i}": "a" for i in range(50_000)}},
+        {"max_output_tokens": 4000, "top_logprobs": 20, "include": ["message.output_text.logprobs"], "ignore_eos": True,
+         "store": True},
     ],
     "/tokenize": [
         {"prompt": WORDS * 5000}, {"prompt": WORDS * 2000, "return_token_strs": True}, {"messages": [USER] * 40_000}

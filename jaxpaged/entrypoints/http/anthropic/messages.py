@@ -28,6 +28,7 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     ToolUseBlock,
 )
 from jaxpaged.entrypoints.http.auth import client_of
+from jaxpaged.entrypoints.http.big_answer import answer_of
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import client_names
 from jaxpaged.entrypoints.http.generation import GenerationRequest, collect, stream
@@ -107,12 +108,15 @@ class Messages:
     async def _complete(self, asked: Asked) -> Response:
         service = self._service
         [output] = await collect(service.engine, service.traffic, asked.generation)
+        return await answer_of(asked.generation.size_of([output]), lambda: self._answer(asked, output))
+
+    def _answer(self, asked: Asked, output: RequestOutput) -> MessagesResponse:
         counter = self._counter()
         counter.add(0, output)
         part = asked.reader.read(output.outputs[0])
         content = content_of(part.deltas)
         has_calls = any(isinstance(block, ToolUseBlock) for block in content)
-        return json_response(message(asked, counter, content, ending(asked, part, counter, has_calls)))
+        return message(asked, counter, content, ending(asked, part, counter, has_calls))
 
     async def _frames(self, asked: Asked) -> AsyncGenerator[bytes]:
         service = self._service

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from jaxpaged.entrypoints.http.auth import client_of, digest, given_key
+from jaxpaged.entrypoints.http.big_answer import answer_of
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation import Numbered, all_results, stream
@@ -96,7 +97,7 @@ class Responses:
         run = ResponseRun(job, self._store, EventLog(silent=True))
         async for _ in run.events(self._results(job)):
             pass
-        return json_response(job.response)
+        return await answer_of(run.answer_bytes, lambda: job.response)
 
     def _streamed(self, request_id: str, job: Job) -> HttpResponse:
         log = EventLog()

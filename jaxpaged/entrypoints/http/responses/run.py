@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from jaxpaged.entrypoints.http.answer import AnswerReader
+from jaxpaged.entrypoints.http.big_answer import SMALL_ANSWER, encoded
 from jaxpaged.entrypoints.http.errors import as_http_error
 from jaxpaged.entrypoints.http.openai.logprobs import TokenLogprob, chat_logprobs
 from jaxpaged.entrypoints.http.responses.events import EventLog
@@ -23,6 +24,7 @@ from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredRespo
 from jaxpaged.entrypoints.http.responses.text_logprobs import TextLogprobs, by_token
 from jaxpaged.entrypoints.http.responses.writer import ResponseWriter
 from jaxpaged.messages import CompletionOutput, RequestOutput
+from jaxpaged.sampling_params import RequestOutputKind
 
 
 class ResponseRun:
@@ -37,6 +39,7 @@ class ResponseRun:
         self._reader = AnswerReader(job.reading, job.generation.prompts[0].text)
         self._logprobs = TextLogprobs(job.reading.is_plain)
         self._num_output_tokens = 0
+        self.answer_bytes = 0  # of an answer that comes whole, about
         self._admission = contextlib.ExitStack()
 
     async def events(self, results: AsyncGenerator[RequestOutput]) -> AsyncGenerator[list[bytes]]:
@@ -51,7 +54,7 @@ class ResponseRun:
                     if not begun:
                         self._writer.begin()
                         begun = True
-                    self._read(output)
+                    await self._take(output)
                     yield self._log.take()
         except Exception as error:
             if not begun:
@@ -88,8 +91,27 @@ class ResponseRun:
         self._stored.end()
         self._keep()
 
+    async def _take(self, output: RequestOutput) -> None:
+        """Read a result; the last one ends the response, which is kept before anybody hears of that.
+
+        A whole answer that is large is read in a thread, since everybody else waits meanwhile. Pieces are small.
+        """
+        generation, size = self._job.generation, None
+        if generation.params.output_kind is RequestOutputKind.FINAL_ONLY:
+            self.answer_bytes = generation.size_of([output])
+        if self.answer_bytes > SMALL_ANSWER:
+            size = await asyncio.to_thread(self._read_and_measure, output)
+        else:
+            self._read(output)
+        if output.outputs[0].finish_reason is not None:
+            self._keep(size)
+
+    def _read_and_measure(self, output: RequestOutput) -> int:
+        self._read(output)
+        return self._stored.measure(encoded)
+
     def _read(self, output: RequestOutput) -> None:
-        """Write what a result adds; the last one ends the response, which is kept before anybody hears of that."""
+        """Write what a result adds."""
         completion = output.outputs[0]
         self._num_output_tokens += len(completion.token_ids)
         for piece in [completion] if self._job.reading.is_plain else by_token(completion):
@@ -98,7 +120,6 @@ class ResponseRun:
         if part.finish_reason is not None:
             self._admission.close()
             self._writer.finish(part.finish_reason, self._usage(output), self._logprobs.rest())
-            self._keep()
 
     def _entries(self, completion: CompletionOutput) -> list[TokenLogprob]:
         if not completion.logprobs:
@@ -123,6 +144,6 @@ class ResponseRun:
         count = sum(self._job.count_tokens(part.text) for item in items for part in item.content)
         return min(count, self._num_output_tokens)
 
-    def _keep(self) -> None:
+    def _keep(self, size: int | None = None) -> None:
         if self._job.response.store:
-            self._store.put(self._stored)
+            self._store.put(self._stored, size)

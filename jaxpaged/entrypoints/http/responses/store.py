@@ -6,7 +6,7 @@ module knows nothing of how responses are made.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -65,9 +65,9 @@ class StoredResponse:
                 return
             await changed.wait()
 
-    def measure(self) -> int:
+    def measure(self, encode: Callable[[Any], bytes] = msgspec.json.encode) -> int:
         """Bytes, as JSON."""
-        return len(msgspec.json.encode([self.response, self.items])) + sum(map(len, self._frames))
+        return len(encode([self.response, self.items])) + sum(map(len, self._frames))
 
     def _wake(self) -> None:
         self._changed.set()
@@ -102,10 +102,10 @@ class ResponseStore:
                 headers=RETRY_AFTER,
             )  # fmt: skip
 
-    def put(self, stored: StoredResponse) -> None:
-        """Keep a response, or measure again one that is kept."""
+    def put(self, stored: StoredResponse, size: int | None = None) -> None:
+        """Keep a response, or measure again one that is kept. `size`: it has been measured."""
         self._kept[stored.response.id] = stored
-        size = stored.measure()
+        size = stored.measure() if size is None else size
         self.num_bytes += size - stored.num_bytes
         stored.num_bytes = size
         self._drop_oldest()
