@@ -220,7 +220,7 @@ async def attack(port: int, pid: int, name: str, scale: float) -> Row:
 def memory(pid: int) -> float:
     """MiB that the server's process holds, the engine core not counted; 0 where the system does not tell."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
         return 0.0
     return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024

@@ -82,8 +82,7 @@ ATTACKS = {
         {"input": [USER] * 3000, "truncation": "auto"},
         {"tools": [{"type": "function", **FUNCTION, "name": f"f{i}"} for i in range(5000)], "tool_choice": "none"},
         {"metadata": {f"k{i}": "a" for i in range(50_000)}},
-        {"max_output_tokens": 4000, "top_logprobs": 20, "include": ["message.output_text.logprobs"], "ignore_eos": True,
-         "store": True},
+        {"max_output_tokens": 4000, "ignore_eos": True, "store": True},
     ],
     "/tokenize": [
         {"prompt": WORDS * 5000}, {"prompt": WORDS * 2000, "return_token_strs": True}, {"messages": [USER] * 40_000}
