@@ -26,6 +26,21 @@ class GrpcServer:
     admin: Any
 
 
+class Gate:
+    """In place of an engine's `go_on`: lets some steps pass, and the others once it is set."""
+
+    def __init__(self, num_steps):
+        self.num_left = num_steps
+        self.opened = asyncio.Event()
+        self.set = self.opened.set
+
+    async def wait(self):
+        if self.num_left:
+            self.num_left -= 1
+        else:
+            await self.opened.wait()
+
+
 @pytest.fixture
 def serving():
     """`serving(scenario, keys=..., model options)` runs `await scenario(server)` in an event loop of its own."""

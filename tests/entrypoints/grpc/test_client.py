@@ -12,6 +12,7 @@ from jaxpaged.client import calls as client_calls
 from jaxpaged.client.messages import generate_request
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.proto.jaxpaged_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from tests.entrypoints.grpc.conftest import Gate
 
 GREEDY = {"max_tokens": 5, "temperature": 0}
 
@@ -96,9 +97,9 @@ def test_closing_the_generator_ends_the_request(serving):
         def use(client):
             responses = client.generate("ab", max_tokens=50, temperature=0)
             next(responses)
-            server.engine.go_on.clear()
             responses.close()
 
+        server.engine.go_on = Gate(1)
         await sync_client(server, use)
         while not server.engine.aborted:
             await asyncio.sleep(0.01)

@@ -10,6 +10,7 @@ from jaxpaged.entrypoints.grpc.requests import generation_request
 from jaxpaged.entrypoints.http.app import create_app
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.sampling_params import SamplingParams
+from tests.entrypoints.grpc.conftest import Gate
 from tests.entrypoints.http.asgi_client import Client
 
 
@@ -235,9 +236,9 @@ async def until(condition):
 
 def test_cancelling_a_call_ends_the_request_in_the_engine(serving):
     async def scenario(server):
+        server.engine.go_on = Gate(1)
         call = server.stub.Generate(pb.GenerateRequest(text="ab", sampling_params=pb.SamplingParams(max_tokens=40)))
         await call.read()
-        server.engine.go_on.clear()
         call.cancel()
         await until(lambda: server.engine.aborted)
         server.engine.go_on.set()
@@ -263,11 +264,11 @@ def test_a_deadline_ends_the_request_in_the_engine(serving):
 
 def test_a_request_is_aborted_by_its_id(serving):
     async def scenario(server):
+        server.engine.go_on = Gate(1)
         params = pb.SamplingParams(max_tokens=40, temperature=0)
         call = server.stub.Generate(pb.GenerateRequest(text="ab", request_id="mine", sampling_params=params))
         rest = aiter(call)
         await anext(rest)
-        server.engine.go_on.clear()
         assert (await server.stub.Abort(pb.AbortRequest(request_ids=["other"]))).num_aborted == 0
         assert (await server.stub.Abort(pb.AbortRequest(request_ids=["mine"]))).num_aborted == 1
         last = await everything(rest)

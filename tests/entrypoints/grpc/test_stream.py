@@ -7,6 +7,7 @@ import pytest
 
 from jaxpaged.entrypoints.grpc import multiplexer
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from tests.entrypoints.grpc.conftest import Gate
 
 
 def wanted(request_id, text="ab", **params):
@@ -78,10 +79,10 @@ def test_an_id_may_be_used_again_when_its_request_is_done(serving):
 
 def test_one_request_is_aborted_and_the_others_go_on(serving):
     async def scenario(server):
+        server.engine.go_on = Gate(1)
         call = server.stub.GenerateStream()
         await call.write(wanted("long", max_tokens=40))
         first = await call.read()
-        server.engine.go_on.clear()
         await call.write(wanted("other"))
         await call.write(pb.GenerateStreamRequest(abort="long"))
         await call.write(pb.GenerateStreamRequest(abort="nobody"))
@@ -128,11 +129,12 @@ async def reading(call):
 
 def test_a_client_that_leaves_ends_all_its_requests(serving):
     async def scenario(server):
+        server.engine.go_on = Gate(0)
         call = server.stub.GenerateStream()
         await call.write(wanted("a", max_tokens=40))
         await call.write(wanted("b", max_tokens=40))
-        await call.read()
-        server.engine.go_on.clear()
+        while len(server.engine.seen) < 2:
+            await asyncio.sleep(0.01)
         call.cancel()
         while len(server.engine.aborted) < 2:
             await asyncio.sleep(0.01)
