@@ -32,7 +32,7 @@ SECTIONS = {"sampling_params": pb.SamplingParams, "chat": pb.Chat}
 """Fields of a request that hold most of what can be wrong, and their messages."""
 
 
-def told(error: BaseException) -> tuple[HttpError, pb.Error]:
+def told(error: BaseException) -> tuple[grpc.StatusCode, pb.Error]:
     """What a client is told of an exception."""
     as_http = as_http_error(error)
     if as_http.parameter in NAMES:
@@ -42,13 +42,12 @@ def told(error: BaseException) -> tuple[HttpError, pb.Error]:
     message = pb.Error(code=code.value[0], message=error_message(as_http), retry_after_seconds=retry)
     if as_http.parameter is not None:
         message.field = field_path(as_http.parameter)
-    return as_http, message
+    return code, message
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
     """Code, message and trailing metadata of an answer that is this error."""
-    as_http, message = told(error)
-    code = CODES.get(as_http.status, grpc.StatusCode.INTERNAL)
+    code, message = told(error)
     status = status_pb2.Status(code=message.code, message=message.message, details=details_of(message))
     return code, message.message, ((DETAILS, status.SerializeToString()),)
 
