@@ -44,7 +44,9 @@ class ModelConfig:
         aliases={"auto": None, -1: None},
     )  # fmt: skip
     seed: int = option(
-        0, "the seeds of requests that bring none are drawn from this one, and dummy weights", minimum=0,
+        0,
+        "the seeds of requests that bring none are drawn from this one, and dummy weights",
+        minimum=0,
         maximum=2**63 - 1,
     )
     max_logprobs: int = option(20, "most log probabilities per token that a request may ask for; -1: all", minimum=-1)
@@ -54,7 +56,8 @@ class ModelConfig:
         choices=("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
     )
     generation_config: str = option(
-        "auto", "where default sampling parameters come from: the model's own file, or vLLM's defaults",
+        "auto",
+        "where default sampling parameters come from: the model's own file, or vLLM's defaults",
         choices=("auto", "vllm"),
     )
     override_generation_config: dict[str, Any] = option({}, "sampling defaults that override generation_config.json")
@@ -77,7 +80,8 @@ class CacheConfig:
 
     block_size: int | None = option(None, "tokens per KV block; what the device's kernel likes by default", minimum=1)
     kv_cache_dtype: str = option(
-        "auto", "type of cached keys and values; 'auto' is the model's",
+        "auto",
+        "type of cached keys and values; 'auto' is the model's",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     gpu_memory_utilization: float = option(
@@ -105,9 +109,7 @@ class SchedulerConfig:
 
     max_num_batched_tokens: int | None = option(None, "most tokens in one step", minimum=1)
     max_num_seqs: int | None = option(None, "most requests running at a time", minimum=1)
-    scheduling_policy: str = option(
-        "fcfs", "order of waiting requests", choices=("fcfs", "priority")
-    )
+    scheduling_policy: str = option("fcfs", "order of waiting requests", choices=("fcfs", "priority"))
     enable_chunked_prefill: bool = option(True, "let a long prompt take several steps")
     long_prefill_token_threshold: int = option(
         0, "most tokens of one prompt in a step while others run; 0: no such limit", minimum=0
@@ -143,9 +145,17 @@ class CompileConfig:
         None, "padded step sizes in tokens that get a program", minimum=2, not_empty=True
     )
     attention_backend: str = option(
-        "auto", "which attention kernel; those that end in -interpret simulate a device, very slowly, for tests",
+        "auto",
+        "which attention kernel; those that end in -interpret simulate a device, very slowly, for tests",
         choices=(
-            "auto", "reference", "tpu", "gpu", "gpu-triton", "tpu-interpret", "gpu-interpret", "gpu-triton-interpret",
+            "auto",
+            "reference",
+            "tpu",
+            "gpu",
+            "gpu-triton",
+            "tpu-interpret",
+            "gpu-interpret",
+            "gpu-triton-interpret",
         ),
     )
     deterministic: bool = option(

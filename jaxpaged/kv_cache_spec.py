@@ -59,9 +59,7 @@ class KVCacheConfig:
 
     def place_of_layer(self) -> dict[int, tuple[int, int]]:
         """layer index -> (group index, tensor index)."""
-        return {
-            layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layer_idxs)
-        }
+        return {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layer_idxs)}
 
 
 def group_layers(specs: Sequence[AttentionSpec]) -> tuple[KVCacheGroup, ...]:

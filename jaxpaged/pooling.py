@@ -150,9 +150,7 @@ def checked_pooler(pooler: Mapping[str, Any]) -> dict[str, Any]:
             near = did_you_mean(str(name), POOLER_KEYS)
             raise ConfigError(f"pooler_config has the unknown key {name!r}.{near} Known: {', '.join(POOLER_KEYS)}.")
         if name == "pooling_type" and value not in POOLING_TYPES:
-            raise ConfigError(
-                f"pooler_config.pooling_type is {value!r}; it must be one of {', '.join(POOLING_TYPES)}."
-            )
+            raise ConfigError(f"pooler_config.pooling_type is {value!r}; it must be one of {', '.join(POOLING_TYPES)}.")
         if name != "pooling_type" and not isinstance(value, bool):
             raise ConfigError(f"pooler_config.{name} is {value!r}; it must be true or false.")
     result = dict(pooler)

@@ -114,9 +114,7 @@ def layer_of(
     S, dtype, scales = shape.block_size, shape.kv_dtype, shape.kv_scales
 
     def layer(kv, q_TNH, k_TKH, v_TKH, sinks_N, *where):
-        metadata = rpa.make_metadata(
-            *where, num_tokens=T, block_size=S, window=shape.window, backend=backend
-        )
+        metadata = rpa.make_metadata(*where, num_tokens=T, block_size=S, window=shape.window, backend=backend)
         return rpa.ragged_paged_attention(
             q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N=sinks_N if shape.sinks else None,
             scale=H**-0.5, window=shape.window, soft_cap=shape.soft_cap, backend=backend,

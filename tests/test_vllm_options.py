@@ -96,7 +96,7 @@ def test_a_flag_of_vllm_is_not_in_the_help():
         "--dtype half --max-model-len auto --enforce-eager --swap-space 8 --disable-log-stats",
         "--max-model-len -1 --no-trust-remote-code --tokenizer-mode auto --pipeline-parallel-size 1",
         "--hf-overrides {} --kv-cache-dtype auto --config-format hf",
-        "--limit-mm-per-prompt {\"image\":0} --load-format auto --distributed-executor-backend uni",
+        '--limit-mm-per-prompt {"image":0} --load-format auto --distributed-executor-backend uni',
     ],
 )
 def test_command_lines_for_vllm_parse(line):

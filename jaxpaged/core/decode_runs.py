@@ -46,9 +46,7 @@ def plan_run(
     return True
 
 
-def take_runs(
-    requests: Mapping[str, Request], output: ModelRunnerOutput
-) -> Iterator[tuple[Request, EngineCoreOutput]]:
+def take_runs(requests: Mapping[str, Request], output: ModelRunnerOutput) -> Iterator[tuple[Request, EngineCoreOutput]]:
     """Append each run's tokens to its request, up to the one that ends it; what the clients are told comes with it.
 
     A finish reason says that the request has ended, or failed; to end it is the caller's.

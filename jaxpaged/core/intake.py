@@ -38,9 +38,7 @@ def check_request(
             "prompt",
         )
     if max_tokens is None or max_tokens < 1:
-        raise RequestError(
-            f"request {name!r} asks for max_tokens {max_tokens}. Ask for at least 1.", "max_tokens"
-        )
+        raise RequestError(f"request {name!r} asks for max_tokens {max_tokens}. Ask for at least 1.", "max_tokens")
     if max_prompt_step is not None and num_prompt > max_prompt_step:
         raise RequestError(
             f"the prompt of request {name!r} has {num_prompt} tokens, but chunked prefill is off and a step holds "

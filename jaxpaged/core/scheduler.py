@@ -176,9 +176,7 @@ class Scheduler:
     def _set_decode_limit(self, request: Request) -> None:
         request.decode_limit = min(self.kv_cache_manager.num_slots(request), request.max_total_tokens - 1)
 
-    def _allocate_or_preempt(
-        self, request: Request, num_tokens: int, plan: StepPlan
-    ) -> tuple[list[int], ...] | None:
+    def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> tuple[list[int], ...] | None:
         """Slots for a running request, taken from less important ones if need be. None: it was preempted itself."""
         while (block_ids := self.kv_cache_manager.allocate_slots(request, num_tokens)) is None:
             victim = max(self.running, key=priority_order) if self._by_priority else self.running[-1]
@@ -267,7 +265,7 @@ class Scheduler:
         scheduled = SchedulerOutput(
             self._last_step_id, plan.new_requests, removed, request_ids, num_tokens, num_computed, samples,
             new_block_ids, self._num_scheduled_tokens, plan.num_steps, self.constrained.need_masks(requests, samples),
-        )
+        )  # fmt: skip
         if requests:
             self._steps.add(scheduled)
         return scheduled

@@ -391,8 +391,6 @@ class AsyncLLM:
             stream.fail(type(error)(str(error)))  # each consumer adds its own traceback
 
 
-
-
 def front_end(facts: CoreFacts) -> tuple[EngineConfig, InputProcessor]:
     """The resolved options of a core, and what makes requests for it."""
     config = EngineConfig.from_options(**facts.options)

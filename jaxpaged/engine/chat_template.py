@@ -118,9 +118,7 @@ class ChatTemplates:
         return self._compiled[source]
 
 
-def load_chat_templates(
-    folder: Path, tokenizer_config: Mapping[str, Any], option: str | None = None
-) -> ChatTemplates:
+def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any], option: str | None = None) -> ChatTemplates:
     """Templates of a model's folder; the option, where given, replaces the default one.
 
     `chat_template.jinja` wins over `chat_template.json`, which wins over `tokenizer_config.json`. Raises ConfigError

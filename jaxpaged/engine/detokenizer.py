@@ -141,9 +141,7 @@ class Detokenizer(Protocol):
 
 def make_detokenizer(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
     """The detokenizer that a request needs."""
-    stream = TextStream(
-        tokenizer, prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
-    )
+    stream = TextStream(tokenizer, prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens)
     keep_stop = params.include_stop_str_in_output
     if params.stop:
         return StopDetokenizer(stream, params.stop, keep_stop, params.min_tokens)

@@ -173,9 +173,7 @@ class InputProcessor:
         first = self.parse(prompt, add_special_tokens, Truncation(1, from_right=True))
         return replace(first, token_ids=text_ids(self.tokenizer, (text,), keep, add_special_tokens))
 
-    def _parse_dict(
-        self, prompt: Mapping[str, Any], add_special_tokens: bool, truncation: Truncation
-    ) -> ParsedPrompt:
+    def _parse_dict(self, prompt: Mapping[str, Any], add_special_tokens: bool, truncation: Truncation) -> ParsedPrompt:
         for key in prompt:
             if key not in PROMPT_KEYS:
                 near = did_you_mean(str(key), PROMPT_KEYS)

@@ -32,7 +32,10 @@ def cut_ids(token_ids: Sequence[int], keep: int | None, from_left: bool = False)
 
 
 def text_ids(
-    tokenizer: Tokenizer, texts: Sequence[str], keep: int | None, add_special_tokens: bool = True,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    keep: int | None,
+    add_special_tokens: bool = True,
     from_left: bool = False,
 ) -> list[int]:
     """The ids of a text, or of a pair of texts, of which at most `keep` are left, special tokens included.

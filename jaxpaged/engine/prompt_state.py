@@ -36,9 +36,7 @@ class SequenceState:
         self.times: tuple[float, float] | None = None  # when the core queued it and first scheduled it
         self.first_token_time: float | None = None  # or of the vector
         self.last_token_time = request.arrival_time
-        self.detokenizer = (
-            make_detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
-        )
+        self.detokenizer = make_detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
         self._logprobs = (
             None if params.logprobs is None else SequenceLogprobs(tokenizer, request.prompt_token_ids, params)
         )

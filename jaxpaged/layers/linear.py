@@ -41,6 +41,4 @@ def matrix_product(x_TI: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
     """x_TI times the weight, whose axes are merged to [O, I] -> [T, O] in `dtype`."""
     num_in = x_TI.shape[1]
     precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None
-    return jnp.einsum(
-        "ti,oi->to", x_TI, weight.reshape(-1, num_in), preferred_element_type=dtype, precision=precision
-    )
+    return jnp.einsum("ti,oi->to", x_TI, weight.reshape(-1, num_in), preferred_element_type=dtype, precision=precision)

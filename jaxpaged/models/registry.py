@@ -34,8 +34,7 @@ def model_for(hf: dict[str, Any]) -> Model:
     model = MODELS.get(generating_name(name))
     if model is None:
         raise CheckpointError(
-            f"config.json: the architecture {name!r} is not supported. "
-            f"Supported: {', '.join(MODELS)}."
+            f"config.json: the architecture {name!r} is not supported. Supported: {', '.join(MODELS)}."
         )
     if task_of(name) == "classify":
         return replace(model, config_from_hf=partial(classifier_config, model.config_from_hf))

@@ -1,6 +1,6 @@
 """Gemma's own call format: gemma4, functiongemma.
 
-    <|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>
+<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>
 """
 
 from collections.abc import Mapping

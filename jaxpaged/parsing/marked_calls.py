@@ -1,6 +1,6 @@
 """Formats that mark the parts of a call by special tokens: deepseek_v3, deepseek_v31, kimi_k2.
 
-    <section> <call> header <arguments> {...} <end of call> <call> ... <end of section>
+<section> <call> header <arguments> {...} <end of call> <call> ... <end of section>
 """
 
 from collections.abc import Callable

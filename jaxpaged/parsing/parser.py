@@ -127,9 +127,7 @@ def reasoning_format_named(name: str) -> ReasoningFormat | Harmony:
 
 def find[T](kind: str, name: str, known: Mapping[str, T]) -> T:
     if name not in known:
-        raise ConfigError(
-            f"unknown {kind} {name!r}.{did_you_mean(name, known)} Known are {', '.join(sorted(known))}."
-        )
+        raise ConfigError(f"unknown {kind} {name!r}.{did_you_mean(name, known)} Known are {', '.join(sorted(known))}.")
     return known[name]
 
 

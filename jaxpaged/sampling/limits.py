@@ -107,7 +107,5 @@ def search_if(
     wanted_S: jax.Array, known_S: jax.Array, logits_SV: jax.Array, weights_SV: jax.Array, need_S: jax.Array
 ) -> jax.Array:
     """`known_S`, replaced by a search in the rows that want it; no work when none does."""
-    found_S = jax.lax.cond(
-        jnp.any(wanted_S), largest_threshold, lambda *_: known_S, logits_SV, weights_SV, need_S
-    )
+    found_S = jax.lax.cond(jnp.any(wanted_S), largest_threshold, lambda *_: known_S, logits_SV, weights_SV, need_S)
     return jnp.where(wanted_S, found_S, known_S)

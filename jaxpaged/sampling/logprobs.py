@@ -66,9 +66,7 @@ def prompt_logprobs(
     return values_of(logits_CV, target_ids_C, top_ids_CK, logprobs_mode)
 
 
-def values_of(
-    logits_SV: jax.Array, tokens_S: jax.Array, ids_SK: jax.Array, logprobs_mode: str
-) -> LogprobOutput:
+def values_of(logits_SV: jax.Array, tokens_S: jax.Array, ids_SK: jax.Array, logprobs_mode: str) -> LogprobOutput:
     """Values of the tokens and of `ids_SK` beside them, normalised unless the mode says logits."""
     ids_SJ = jnp.concatenate([tokens_S[:, None], ids_SK], axis=1)
     values_SJ = jnp.take_along_axis(logits_SV, ids_SJ, axis=1)

@@ -31,9 +31,7 @@ class SampleOutput:
     logprobs: LogprobOutput | None = None
 
 
-def sample_plain(
-    logits_SV: jax.Array, packed_SF: jax.Array, num_candidates: int = NUM_CANDIDATES
-) -> SampleOutput:
+def sample_plain(logits_SV: jax.Array, packed_SF: jax.Array, num_candidates: int = NUM_CANDIDATES) -> SampleOutput:
     """One token per row, from float32 logits whose padding columns are -inf; `packed_SF` from `SamplingRows.pack`."""
     rows = unpack_rows(packed_SF)
     bad_S = not_a_distribution(logits_SV)

@@ -159,9 +159,7 @@ class ModelRunner:
     def _new_pending(self, step_id: int) -> "PendingStep":
         return PendingStep(step_id)
 
-    def _admit(
-        self, request: NewRequestData, updates: list[tuple[int, int, int]], pending: "PendingStep"
-    ) -> None:
+    def _admit(self, request: NewRequestData, updates: list[tuple[int, int, int]], pending: "PendingStep") -> None:
         row = self.rows.add(request)
         self.rows.append_blocks(row, request.block_ids, updates)
         try:
@@ -254,9 +252,7 @@ class ModelRunner:
             scheduled.step_id, request_ids, start_copy(tokens), start_copy(logprobs), buckets, self.counts.add
         )
 
-    def _prompt_logprobs(
-        self, scheduled: SchedulerOutput, requests: StepRequests, pending: "PendingStep"
-    ) -> None:
+    def _prompt_logprobs(self, scheduled: SchedulerOutput, requests: StepRequests, pending: "PendingStep") -> None:
         """Log probabilities of the prompt tokens that follow those computed in this step, a tile at a time."""
         if not self.rows.prompt_logprobs_R.any():
             return

@@ -146,15 +146,19 @@ class Planner:
         config = self.config
         attention = {"attention_backend": self.blueprint.attention.backend} if self.target.compiles else {}
         pooling = {"runner": "pooling", "convert": config.model.convert} if self.pools else {}
-        return pooling | {
-            "dtype": config.model.dtype,
-            "kv_cache_dtype": config.cache.kv_cache_dtype,
-            "max_model_len": config.model.max_model_len,
-            "max_num_seqs": config.scheduler.max_num_seqs,
-            "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
-            "block_size": config.cache.block_size,
-            "gpu_memory_utilization": config.cache.gpu_memory_utilization,
-        } | attention
+        return (
+            pooling
+            | {
+                "dtype": config.model.dtype,
+                "kv_cache_dtype": config.cache.kv_cache_dtype,
+                "max_model_len": config.model.max_model_len,
+                "max_num_seqs": config.scheduler.max_num_seqs,
+                "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+                "block_size": config.cache.block_size,
+                "gpu_memory_utilization": config.cache.gpu_memory_utilization,
+            }
+            | attention
+        )
 
     # ---- programs ------------------------------------------------------------------------------
 
@@ -245,9 +249,7 @@ class Planner:
     def prefill(self, programs: Sequence[PlannedProgram] = ()) -> list[Speed]:
         """Bounds for one prompt, in as few steps as the engine can compute it."""
         work, step_tokens = self.work(programs), self.config.scheduler.max_num_batched_tokens
-        return [
-            prefill_speed(work, self.target.device, n, -(-n // step_tokens)) for n in self.contexts(SPEED_CONTEXTS)
-        ]
+        return [prefill_speed(work, self.target.device, n, -(-n // step_tokens)) for n in self.contexts(SPEED_CONTEXTS)]
 
     # ---- words ---------------------------------------------------------------------------------
 
@@ -264,9 +266,7 @@ class Planner:
             f"{self.config.cache.gpu_memory_utilization:.0%}",
         ]
         if self.target.platform == "gpu":
-            lines.append(
-                "the engine lets jax have that share of a GPU, unless XLA_CLIENT_MEM_FRACTION there is less"
-            )
+            lines.append("the engine lets jax have that share of a GPU, unless XLA_CLIENT_MEM_FRACTION there is less")
         if shards > 1:
             lines.append(
                 f"devices exchange {device.links / 1e9:,.0f} GB/s each, and latency is left out; "

@@ -131,8 +131,10 @@ class ProgramText:
                 if kind not in COLLECTIVES:
                     continue
                 found.counts[kind] = found.counts.get(kind, 0) + 1
-                overlaps = name in in_fusions or name in started or (
-                    each.opcode != kind and any(works(other) for other in until_done(each, instructions[i + 1 :]))
+                overlaps = (
+                    name in in_fusions
+                    or name in started
+                    or (each.opcode != kind and any(works(other) for other in until_done(each, instructions[i + 1 :])))
                 )
                 size = array_bytes(each.result if each.opcode == kind else first_parts(each.result, 2)[-1])
                 found.hidden_bytes += size * overlaps

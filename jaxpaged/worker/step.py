@@ -233,9 +233,7 @@ class Shapes:
         def sample_full(head, hidden, last_token, state, packed):
             return self.functions.sample_full(size, head, hidden, last_token, state, packed)
 
-        step = jax.jit(
-            sample_full, donate_argnames=("last_token", "state"), out_shardings=self.functions.replicated
-        )
+        step = jax.jit(sample_full, donate_argnames=("last_token", "state"), out_shardings=self.functions.replicated)
         packed = self._array((size, NUM_COLUMNS), jnp.float32)
         hidden = self.hidden(self.functions.num_hidden)
         return step.lower(self.head, hidden, self.last_token, self.sampling, packed)
@@ -244,9 +242,7 @@ class Shapes:
         def sample_masked(head, hidden, last_token, state, packed, masks):
             return self.functions.sample_full(size, head, hidden, last_token, state, packed, masks)
 
-        step = jax.jit(
-            sample_masked, donate_argnames=("last_token", "state"), out_shardings=self.functions.replicated
-        )
+        step = jax.jit(sample_masked, donate_argnames=("last_token", "state"), out_shardings=self.functions.replicated)
         packed = self._array((size, NUM_COLUMNS), jnp.float32)
         masks = self._array((size, -(-self.sampling.seen_RV.shape[1] // 32)), jnp.uint32)
         hidden = self.hidden(self.functions.num_hidden)

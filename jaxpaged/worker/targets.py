@@ -188,5 +188,3 @@ def open_topology(name: str, bounds: tuple[int, ...], num_hosts: int) -> tuple[j
             ) from error
         raise ConfigError(f"there is no topology {name}: {text.splitlines()[0]}") from error
     return tuple(np.array(topology.devices, dtype=object).ravel())
-
-

@@ -39,9 +39,7 @@ def test_the_longest_beginning_that_every_group_can_read_is_found(windows, cache
     for g in range(len(windows)):
         cache(pool, g, cached[g])
     tables = coordinator.find_longest_hit(HASHES, max_blocks)
-    lengths = [
-        n for n in range(max_blocks + 1) if all(readable(w, cached[g], n) for g, w in enumerate(windows))
-    ]
+    lengths = [n for n in range(max_blocks + 1) if all(readable(w, cached[g], n) for g, w in enumerate(windows))]
     assert [len(table) for table in tables] == [max(lengths)] * len(windows)
     for g, (window, table) in enumerate(zip(windows, tables)):
         first = 0 if window is None else max(max(lengths) * BLOCK_SIZE - window + 1, 0)

@@ -127,8 +127,12 @@ class TestIntake:
 
     def test_what_never_fits_is_refused_with_the_numbers(self):
         engine = Engine(num_blocks=6)
-        self.refuse(engine, "may need 6 KV blocks of 4 tokens for 10 prompt tokens and max_tokens 12, but there are 5",
-                    prompt_of(10), max_tokens=12)
+        self.refuse(
+            engine,
+            "may need 6 KV blocks of 4 tokens for 10 prompt tokens and max_tokens 12, but there are 5",
+            prompt_of(10),
+            max_tokens=12,
+        )
 
     def test_what_just_fits_runs_to_its_end(self):
         engine = Engine(num_blocks=6)

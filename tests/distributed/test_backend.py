@@ -63,9 +63,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(
-    ("platforms", "extra"), [("cuda", "jaxpaged[gpu]"), ("tpu", "jaxpaged[tpu]")]
-)
+@pytest.mark.parametrize(("platforms", "extra"), [("cuda", "jaxpaged[gpu]"), ("tpu", "jaxpaged[tpu]")])
 def test_a_platform_whose_extra_is_missing_is_a_line_that_names_it(platforms, extra):
     run = command(platforms, "generate", "hello", "--max-tokens", "1")
     assert run.returncode == 2

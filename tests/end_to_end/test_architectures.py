@@ -30,9 +30,7 @@ def start(folder, num_devices, **options):
     facts = ModelFacts(decoder.max_position_embeddings, decoder.dtype, decoder.num_heads, decoder.vocab_size)
     config = EngineConfig.from_options(**OPTIONS, **options, tensor_parallel_size=num_devices).resolve(facts, "cpu")
     executor = UniProcExecutor(config, model, decoder, folder)
-    scheduler = Scheduler(
-        config.scheduler, executor.kv_cache_config, max_model_len=64, enable_prefix_caching=True
-    )
+    scheduler = Scheduler(config.scheduler, executor.kv_cache_config, max_model_len=64, enable_prefix_caching=True)
     return scheduler, executor
 
 

@@ -208,9 +208,7 @@ def test_second_turns_after_any_mix_of_steps_and_runs_have_the_log_probabilities
         num_whole += sum(whole for _, whole in prompts)
         lines = []
         for skips in (False, True):
-            params = SamplingParams(
-                temperature=0.0, seed=1, max_tokens=2, logprobs=3, skip_reading_prefix_cache=skips
-            )
+            params = SamplingParams(temperature=0.0, seed=1, max_tokens=2, logprobs=3, skip_reading_prefix_cache=skips)
             requests = [
                 EngineCoreRequest(f"{turn}.{i} {skips}", prompt, params, arrival_time=0.0)
                 for i, (prompt, _) in enumerate(prompts)

@@ -77,9 +77,7 @@ def plain_requests():
 
 def masked_requests():
     shape = StructuredOutputsParams(choice=["20 30 40 50 60 70 80"])
-    return [
-        request(f"r{i}", [20 + i] * (3 + i), 12, structured_outputs=shape if i % 2 else None) for i in range(5)
-    ]
+    return [request(f"r{i}", [20 + i] * (3 + i), 12, structured_outputs=shape if i % 2 else None) for i in range(5)]
 
 
 def pooled_requests():

@@ -44,9 +44,7 @@ def test_scheduler_and_executor_numbers_are_passed_on():
     assert (tokens.count, tokens.sum) == (1, 7)
 
 
-@pytest.mark.parametrize(
-    ("level", "state"), [(None, "awake"), (0, None), (1, "weights_offloaded"), (2, "discard_all")]
-)
+@pytest.mark.parametrize(("level", "state"), [(None, "awake"), (0, None), (1, "weights_offloaded"), (2, "discard_all")])
 def test_one_gauge_says_how_an_engine_sleeps_and_none_that_it_only_pauses(level, state):
     metrics = EngineMetrics(100)
     metrics.stats = SchedulerStats(sleep_level=level)

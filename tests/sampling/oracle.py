@@ -7,9 +7,7 @@ from jaxpaged.sampling_params import SamplingParams
 NINF = np.float32(-np.inf)
 
 
-def edited_logits(
-    logits_V: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]
-) -> np.ndarray:
+def edited_logits(logits_V: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
     """Logits before the temperature, step by step in the order of vLLM's second model runner."""
     logits = logits_V.astype(np.float32).copy()
     if params.allowed_token_ids is not None:

@@ -57,9 +57,7 @@ class Engine:
     def add(self, row: int, request: Request) -> None:
         bits, numbers = self.custom.of(request.params)
         self.table.set(row, request.params, bits)
-        packed = pack_row(
-            self.layout, row, request.params, output_token_ids=request.output, custom_params=numbers
-        )
+        packed = pack_row(self.layout, row, request.params, output_token_ids=request.output, custom_params=numbers)
         self.state = write_row(self.state, packed)
         for tokens in pack_tokens(row, request.prompt + request.output, len(request.prompt)):
             self.state = write_tokens(self.state, tokens)

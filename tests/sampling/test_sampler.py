@@ -151,9 +151,7 @@ def test_a_draw_does_not_depend_on_row_place_bucket_or_company(limits):
 def test_a_draw_does_not_depend_on_the_padding_of_the_vocabulary(limits):
     requests = [Request(params(seed=seed, **limits), prompt=[0] * seed) for seed in range(4)]
     wider = np.pad(LOGITS, ((0, 0), (0, 64 - V)), constant_values=-np.inf)
-    np.testing.assert_array_equal(
-        sample_plainly(LOGITS, requests).tokens_S, sample_plainly(wider, requests).tokens_S
-    )
+    np.testing.assert_array_equal(sample_plainly(LOGITS, requests).tokens_S, sample_plainly(wider, requests).tokens_S)
 
 
 def test_the_full_program_draws_what_the_plain_one_draws():

@@ -39,9 +39,7 @@ class Answers(Protocol):
 
     default_max_tokens: int | None  # that holds when nothing else was said
 
-    def ask(
-        self, messages: list[dict[str, Any]], given: Mapping[str, Any], show: Callable[[str], None]
-    ) -> Answer:
+    def ask(self, messages: list[dict[str, Any]], given: Mapping[str, Any], show: Callable[[str], None]) -> Answer:
         """Stream an answer's text to `show`. `given` are sampling parameters. Raises JaxpagedError."""
 
 

@@ -50,7 +50,7 @@ SAMPLING_HELP = {
     "skip_special_tokens": "leave special tokens out of the text; on by default",
     "spaces_between_special_tokens": "write spaces between special tokens; on by default",
     "skip_reading_prefix_cache": "compute the whole prompt; on by default with --prompt-logprobs",
-    "structured_outputs": "shape of the output: '{\"regex\": \"[0-9]+\"}'; or json, choice, grammar, ...",
+    "structured_outputs": 'shape of the output: \'{"regex": "[0-9]+"}\'; or json, choice, grammar, ...',
     "thinking_token_budget": "longest thinking in tokens, for models with tokens around it; -1: any length",
     "extra_args": "for custom logits processors",
 }

@@ -34,9 +34,7 @@ class PromptSource:
         return f"{len(self.token_ids)} token ids" if self.token_ids is not None else self.text or ""
 
 
-def collect_prompts(
-    arguments: Sequence[str], file: str | None, prompt_files: Sequence[str] = ()
-) -> list[PromptSource]:
+def collect_prompts(arguments: Sequence[str], file: str | None, prompt_files: Sequence[str] = ()) -> list[PromptSource]:
     """All prompts: arguments, then whole files, then lines. Without any, those of standard input are read.
 
     Raises UsageError when there are none.

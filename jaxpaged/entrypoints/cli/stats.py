@@ -21,9 +21,7 @@ def print_stats(
         print(styled(f"{name:<9} {value}", "dim", stream), file=stream)
 
 
-def request_lines(
-    outputs: Sequence[RequestOutput], started: float, ended: float, waits: ProgramWaits
-) -> list[Line]:
+def request_lines(outputs: Sequence[RequestOutput], started: float, ended: float, waits: ProgramWaits) -> list[Line]:
     """Rates of the whole command, without the time in which it waited for programs to be compiled.
 
     Prefill is timed from the start to the last request's first token, decode from the earliest first token to the

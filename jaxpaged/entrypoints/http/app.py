@@ -178,9 +178,7 @@ def application(
 
     routes = [*(endpoint.route() for endpoint in endpoints), Route("/openapi.json", openapi)]
     handlers = {route.endpoint: route.path for route in routes}
-    counted = Middleware(
-        CountRequests, counts=service.requests, handlers=handlers, logged=service.options.access_log
-    )
+    counted = Middleware(CountRequests, counts=service.requests, handlers=handlers, logged=service.options.access_log)
     every = ["*"]
     cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every)]
     cors = cors if origins else []

@@ -32,9 +32,7 @@ async def search(engine: Engine, traffic: Traffic, request: GenerationRequest) -
     searching = BeamSearch(prompts, beams, processor.max_model_len, processor.eos_token_ids)
     params = one_token(beams, request.params.logprobs or 0)
     num_cached: list[int | None] = []
-    with client_names({**request.names, "beam_width": "n"}), traffic.admitted(
-        request.load(processor.max_model_len)
-    ):
+    with client_names({**request.names, "beam_width": "n"}), traffic.admitted(request.load(processor.max_model_len)):
         check_beam_width(beams, processor.max_logprobs)
         while step := searching.next_step():
             grown = [TokenPrompt(tokens, None, request.prompts[number].cache_salt) for number, tokens in step]

@@ -21,9 +21,7 @@ def tls_settings(options: ServerOptions) -> dict[str, Any]:
             raise UsageError(f"--{flag} is given without a certificate. Add --ssl-certfile, or leave it out.")
         return {}
     if options.ssl_cert_reqs and authorities is None:
-        raise UsageError(
-            f"--ssl-cert-reqs {options.ssl_cert_reqs} asks clients for certificates. Add --ssl-ca-certs."
-        )
+        raise UsageError(f"--ssl-cert-reqs {options.ssl_cert_reqs} asks clients for certificates. Add --ssl-ca-certs.")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     for name, file in (("ssl-certfile", certificate), ("ssl-keyfile", key), ("ssl-ca-certs", authorities)):
         if file is not None:

@@ -90,7 +90,8 @@ def draw_legend(figure: Any, blocks: BlockMap) -> None:
     edge = {FREE: canvas.GREY}
     patches = [
         Patch(
-            facecolor=color_of(kind), edgecolor=edge.get(kind, color_of(kind)),
+            facecolor=color_of(kind),
+            edgecolor=edge.get(kind, color_of(kind)),
             label=f"{character_of(kind)}   {label}",
         )
         for kind, label in blocks.legend()

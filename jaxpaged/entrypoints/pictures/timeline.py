@@ -147,9 +147,7 @@ def part(seconds: Sequence[float]) -> Part:
 class Timeline:
     """Steps of an engine, oldest first. A slice of it is a timeline too."""
 
-    def __init__(
-        self, records: Sequence[StepRecord], num_dropped: int = 0, token_buckets: Sequence[int] = ()
-    ):
+    def __init__(self, records: Sequence[StepRecord], num_dropped: int = 0, token_buckets: Sequence[int] = ()):
         self.records = list(records)
         self.num_dropped = num_dropped
         self.token_buckets = tuple(token_buckets)

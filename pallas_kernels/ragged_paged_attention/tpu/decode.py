@@ -38,9 +38,7 @@ class DecodeShape:
     rows_per_block: int
 
 
-def decode_attention(
-    operands: Operands, shape: DecodeShape, *, vmem_limit_bytes: int, interpret: Any
-) -> jax.Array:
+def decode_attention(operands: Operands, shape: DecodeShape, *, vmem_limit_bytes: int, interpret: Any) -> jax.Array:
     """out_ZKXD in q's dtype: attention of each segment's query, q_ZKXD, over its whole context, from the cache."""
     Z, K, X, D = operands.q.shape
     rows, heads = shape.rows_per_block, shape.fetch.num_heads

@@ -40,9 +40,7 @@ class PrefillShape:
     groups_at_once: int
 
 
-def prefill_attention(
-    operands: Operands, shape: PrefillShape, *, vmem_limit_bytes: int, interpret: Any
-) -> jax.Array:
+def prefill_attention(operands: Operands, shape: PrefillShape, *, vmem_limit_bytes: int, interpret: Any) -> jax.Array:
     """out_KGYD in q's dtype: attention of the queries of all segments, q_KGYD, zeros for other tokens."""
     K, G, Y, D = operands.q.shape
     heads, Q = shape.fetch.num_heads, shape.query_tile

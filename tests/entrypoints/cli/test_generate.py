@@ -162,9 +162,7 @@ def test_a_refused_prompt_is_named_and_the_others_finish(run):
     finished = run("generate", "--raw", "one", "refuse me", "three")
     assert finished.status == 1
     assert finished.out == "> one\none\n\n> three\nthree\n"
-    assert finished.err == (
-        "jaxpaged generate: prompt 1 ('refuse me'): the prompt 'refuse me' is refused.\n"
-    )
+    assert finished.err == ("jaxpaged generate: prompt 1 ('refuse me'): the prompt 'refuse me' is refused.\n")
 
 
 def test_a_prompt_that_fails_while_running_is_named_and_the_others_finish(run):

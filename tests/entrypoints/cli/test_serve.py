@@ -39,6 +39,7 @@ def served(monkeypatch, capsys):
             await asyncio.sleep(0)
 
         monkeypatch.setattr(serve_command, "open_async_engine", open_engine)
+
         def bound(*address):
             seen["sockets"].append(bind(*address))
             return seen["sockets"][-1]

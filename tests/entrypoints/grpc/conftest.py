@@ -59,9 +59,7 @@ def serving():
         async def run():
             engine = FakeAsyncEngine(**engine_options)
             service = Service(engine, served_model(engine.config, ("fake",)), ServerOptions.from_options(options or {}))
-            listener = GrpcListener(
-                service, [address], keys=keys, admin_keys=admin_keys, credentials=credentials
-            )
+            listener = GrpcListener(service, [address], keys=keys, admin_keys=admin_keys, credentials=credentials)
             running = asyncio.ensure_future(listener.run_until_stopped())
             while not listener.ports and not running.done():
                 await asyncio.sleep(0)

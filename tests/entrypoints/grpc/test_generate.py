@@ -191,9 +191,7 @@ def test_another_model_is_not_found(serving):
 
 def test_a_full_queue_says_when_to_try_again(serving):
     params = pb.SamplingParams(n=9, temperature=1)
-    error = refused(
-        serving, pb.GenerateRequest(text="a", sampling_params=params), options={"max_num_queued_reqs": 0}
-    )
+    error = refused(serving, pb.GenerateRequest(text="a", sampling_params=params), options={"max_num_queued_reqs": 0})
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     [detail] = details_of(error)
     assert detail.retry_delay.seconds == 1

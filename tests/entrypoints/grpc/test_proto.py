@@ -39,9 +39,9 @@ def test_the_guides_commands_work_with_nothing_but_reflection(serving):
         for data, service, method in commands:
             found = pool.FindServiceByName(service).FindMethodByName(method)
             asked, given = map(message_factory.GetMessageClass, (found.input_type, found.output_type))
-            call = server.channel.unary_stream(
-                f"/{service}/{method}", asked.SerializeToString, given.FromString
-            )(json_format.Parse(data, asked()))
+            call = server.channel.unary_stream(f"/{service}/{method}", asked.SerializeToString, given.FromString)(
+                json_format.Parse(data, asked())
+            )
             answers.append([json.loads(json_format.MessageToJson(each)) async for each in call])
         return answers
 

@@ -20,8 +20,7 @@ TOOL = {
 }
 INPUT = {"city": "Lisbon"}
 TALK = (
-    "<think>it is day</think>Let me see."
-    f'<tool_call>{json.dumps({"name": "weather", "arguments": INPUT})}</tool_call>'
+    f"<think>it is day</think>Let me see.<tool_call>{json.dumps({'name': 'weather', 'arguments': INPUT})}</tool_call>"
 )
 
 

@@ -87,9 +87,7 @@ class Vectors:
 
         return await service.answered(request, work.request_id, run())
 
-    async def work(
-        self, wanted: EmbeddingRequest | ClassifyRequest, request_id: str, task: str | None
-    ) -> PoolingWork:
+    async def work(self, wanted: EmbeddingRequest | ClassifyRequest, request_id: str, task: str | None) -> PoolingWork:
         """What the engine is asked for. Raises HttpError and RequestError 400."""
         return await off_loop(self._work, wanted, request_id, task)
 

@@ -53,9 +53,7 @@ def test_turns_of_one_role_after_each_other_are_one():
 
 
 def test_calls_and_their_results_are_messages_of_their_own():
-    told = messages_of(
-        user(text("weather?")), assistant(text("Let me see."), USE), user(RESULT, text("and tomorrow?"))
-    )
+    told = messages_of(user(text("weather?")), assistant(text("Let me see."), USE), user(RESULT, text("and tomorrow?")))
     assert told == [
         {"role": "user", "content": "weather?"},
         {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]},

@@ -1,6 +1,5 @@
 """Long conversations: the oldest messages go first, and only if they are asked to."""
 
-
 import pytest
 
 from jaxpaged.engine.long_text import PromptTooLongError

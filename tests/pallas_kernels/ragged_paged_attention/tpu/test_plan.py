@@ -26,9 +26,7 @@ QUICK = (
     "window of one token", "long tail", "chunk that continues a context, window", "rows with no new token",
     "padded far beyond the total", "nothing at all",
 )  # fmt: skip
-SOME_CASES = [
-    pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES
-]
+SOME_CASES = [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES]
 
 
 @functools.cache
