@@ -46,6 +46,7 @@ def params_for(shape, seed, **options):
 
 
 def test_every_answer_has_its_shape_and_plain_requests_beside_it_are_not_changed(llm):
+    recompiles = llm.llm_engine.executor_stats()["recompiles"]  # the session's engine counts what other files compile
     plain = SamplingParams(max_tokens=12, seed=5, temperature=1.0)
     alone = llm.generate(["Once upon a time"], plain)[0].outputs[0].token_ids
     shapes = [shape for shape in SHAPES for _ in range(3)]
@@ -57,7 +58,7 @@ def test_every_answer_has_its_shape_and_plain_requests_beside_it_are_not_changed
         assert answer.error is None and sequence.finish_reason == "stop", (shape, answer)
         assert fits(sequence.text), (shape, sequence.text)
     assert answers[-1].outputs[0].token_ids == alone
-    assert llm.llm_engine.executor_stats()["recompiles"] == 0
+    assert llm.llm_engine.executor_stats()["recompiles"] == recompiles
 
 
 def test_sequences_of_one_prompt_and_stop_strings_keep_to_the_grammar(llm):

@@ -28,7 +28,12 @@ def ids_of(messages, request_id):
 
 def test_requests_are_answered_interleaved_and_each_as_alone(serving):
     async def scenario(server):
-        together = await talk(server, [wanted("a"), wanted("b", "xyz"), wanted("c", max_tokens=9)])
+        server.engine.go_on = Gate(0)
+        together = asyncio.ensure_future(talk(server, [wanted("a"), wanted("b", "xyz"), wanted("c", max_tokens=9)]))
+        while len(server.engine.seen) < 3:
+            await asyncio.sleep(0)
+        server.engine.go_on.set()
+        together = await together
         alone = [await talk(server, [wanted("a")]), await talk(server, [wanted("b", "xyz")])]
         return together, alone
 
