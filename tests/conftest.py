@@ -26,7 +26,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
 hypothesis.settings.register_profile("fast", max_examples=50, deadline=None, derandomize=True)
-hypothesis.settings.register_profile("ci", max_examples=300, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=100, deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "fast")
 hypothesis.configuration.set_hypothesis_home_dir(CACHE / "hypothesis")
 

@@ -9,10 +9,7 @@ import numpy as np
 
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.cases import Case
-from pallas_kernels.testing import Step, expected, make_step, tolerance
-
-# Half of a suite's time would be LLVM's, for programs that run once.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+from pallas_kernels.testing import QUICK_COMPILE, Step, expected, make_step, tolerance
 
 
 def run(case: Case, step: Step, dtype: Any, backend: str, **changes: Any) -> tuple[np.ndarray, rpa.KVTensor]:

@@ -14,13 +14,10 @@ import pytest
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention import numerics, reference
 from pallas_kernels.ragged_paged_attention.cases import CASES, Case
-from pallas_kernels.testing import Step, expected, make_step, tolerance
+from pallas_kernels.testing import QUICK_COMPILE, Step, expected, make_step, tolerance
 
 CASE = {case.name: case for case in CASES}
 MIXED = CASE["decodes and prompts in any order"]
-# Half of the suite's time would be LLVM's, for programs that run once.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
 
 def run(case: Case, step: Step, dtype, **changes) -> tuple[np.ndarray, rpa.KVTensor]:
     """(out_TNH, cache after the step). `changes` lets mutants pass other settings than the case's."""
@@ -56,8 +53,14 @@ def case_tolerance(case: Case, dtype) -> float:
     return tolerance(dtype, max((sum(row) for row in case.rows), default=1))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+# What bfloat16 changes does not depend on the case: one of each kind is enough, and every case takes a compilation.
+IN_BFLOAT16 = ("one decode", "one prompt", MIXED.name, "window, soft cap and sinks", "long tail", "nothing at all")
+CASES_AND_TYPES = [(case, jnp.float32) for case in CASES] + [(CASE[name], jnp.bfloat16) for name in IN_BFLOAT16]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), CASES_AND_TYPES, ids=[f"{case.name}-{dtype.__name__}" for case, dtype in CASES_AND_TYPES]
+)
 def test_a_case_equals_dense_attention_and_changes_only_the_slots_of_its_new_tokens(case, dtype):
     step = make_step(case, dtype)
     out_TNH, kv = run(case, step, dtype)

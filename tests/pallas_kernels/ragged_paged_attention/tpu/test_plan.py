@@ -18,8 +18,7 @@ from pallas_kernels.ragged_paged_attention.tpu.plan import (
     rows_per_block,
     write_group_of,
 )
-from pallas_kernels.testing import make_step
-from tests.pallas_kernels.ragged_paged_attention.one_step import QUICK_COMPILE
+from pallas_kernels.testing import QUICK_COMPILE, make_step
 
 QUICK = (
     "decodes and prompts in any order", "block_size 48, which divides no tile", "window, no multiple of the block",
