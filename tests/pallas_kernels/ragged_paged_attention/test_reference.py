@@ -19,6 +19,7 @@ from pallas_kernels.testing import QUICK_COMPILE, Step, expected, make_step, tol
 CASE = {case.name: case for case in CASES}
 MIXED = CASE["decodes and prompts in any order"]
 
+
 def run(case: Case, step: Step, dtype, **changes) -> tuple[np.ndarray, rpa.KVTensor]:
     """(out_TNH, cache after the step). `changes` lets mutants pass other settings than the case's."""
     settings = {"window": case.window, "soft_cap": case.soft_cap, "scale": case.head_dim**-0.5} | changes
