@@ -171,6 +171,16 @@ class ProfilerConfig:
 
 
 @dataclass(frozen=True)
+class ObservabilityConfig:
+    """What is told of requests, besides metrics."""
+
+    otlp_traces_endpoint: str | None = option(
+        None, "send a trace of every request to this OpenTelemetry collector (extra otel): http://HOST:4317 over gRPC, "
+        "http://HOST:4318/v1/traces over HTTP", not_empty=True,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """What checking the options needs to know of the model."""
 
@@ -202,6 +212,7 @@ class EngineConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":

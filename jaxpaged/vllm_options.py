@@ -72,7 +72,7 @@ NO_LORA = "there are no LoRA adapters"
 NO_GRAPHS = "there are no CUDA graphs: XLA compiles a program for every step size (option token_buckets)"
 NO_OFFLOAD = "weights and KV cache stay on the devices"
 NO_EXTERNAL_KV = "KV blocks do not leave the engine"
-NO_TRACES = "there are no such traces; metrics and start_profile are what there is"
+NO_DETAILED_TRACES = "a trace shows queue, prefill and decode; what the devices do in them is recorded by start_profile"
 
 FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
     # ---- model and tokenizer
@@ -159,8 +159,7 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
     ForeignOption("structured_outputs_config", {}, asks_for_llguidance, "grammars are compiled by llguidance"),
     absent("guided_decoding_backend", "auto", "guidance", why="grammars are compiled by llguidance"),
     absent("logits_processor_pattern", None, why="requests bring no code"),
-    absent("otlp_traces_endpoint", None, why=NO_TRACES),
-    absent("collect_detailed_traces", [], None, why=NO_TRACES),
+    absent("collect_detailed_traces", [], None, why=NO_DETAILED_TRACES),
     absent("show_hidden_metrics_for_version", None, why="there are no hidden metrics"),
     absent("profiler_config", {}, why="recordings have the option profile_dir"),
     pointless("disable_log_stats", False, bool),  # statistics are always kept, and read by get_metrics
@@ -184,7 +183,6 @@ ARGUMENTS = {
     "lora_request": NO_LORA,
     "prompt_adapter_request": "there are no prompt adapters",
     "mm_processor_kwargs": NO_MEDIA,
-    "trace_headers": NO_TRACES,
     "data_parallel_rank": "one engine serves",
     "concurrency_limit": "all beams of a step are computed together",
     "chat_template_content_format": "a chat template shows by itself whether it takes parts of a content",

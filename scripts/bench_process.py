@@ -20,9 +20,10 @@ from typing import Any
 
 import jaxpaged
 from jaxpaged.config import EngineConfig, ModelFacts
-from jaxpaged.engine.async_llm import AsyncLLM, front_end
+from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_client import InprocClient
+from jaxpaged.engine.front_end import front_end
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.wire import CoreFacts
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup

@@ -72,8 +72,8 @@ LONG: dict[str, str] = {
 # What pip calls a distribution, where it is not the name of the module.
 DISTRIBUTIONS = {
     "google": "protobuf", "grpc": "grpcio", "grpc_health": "grpcio-health-checking",
-    "grpc_reflection": "grpcio-reflection", "jax_triton": "jax-triton", "orbax": "orbax-checkpoint", "yaml": "pyyaml",
-    "zmq": "pyzmq",
+    "grpc_reflection": "grpcio-reflection", "jax_triton": "jax-triton", "opentelemetry": "opentelemetry-sdk",
+    "orbax": "orbax-checkpoint", "yaml": "pyyaml", "zmq": "pyzmq",
 }  # fmt: skip
 
 
@@ -281,7 +281,8 @@ def test_the_top_level_shows_exactly_what_it_should():
 
 def test_links_between_documents_lead_somewhere():
     documents = [ROOT / "README.md", *ROOT.glob("jaxpaged/**/*.md"), *ROOT.glob("pallas_kernels/**/*.md")]
-    report(p for path in [*documents, *ROOT.glob("tests/*.md")] for p in broken_links(path))
+    documents += [*ROOT.glob("configs/**/*.md"), *ROOT.glob("tests/*.md")]
+    report(p for path in documents for p in broken_links(path))
 
 
 def test_the_architecture_page_stays_a_page():

@@ -11,14 +11,13 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from jaxpaged.config import EngineConfig, ModelConfig
 from jaxpaged.engine import wire
 from jaxpaged.engine.core_link import CoreLink
 from jaxpaged.engine.core_supervisor import FACTORY, CoreSupervisor
-from jaxpaged.engine.front_end import load_input_processor
+from jaxpaged.engine.front_end import front_end
 from jaxpaged.engine.grammar_checker import MOST_CHILDREN
 from jaxpaged.engine.input_processor import InputProcessor, Prompt, tokenization_options
 from jaxpaged.engine.logprobs import LatePromptLogprobs
@@ -28,7 +27,8 @@ from jaxpaged.engine.output_processor import OutputProcessor, fan_out
 from jaxpaged.engine.output_stream import OutputStream
 from jaxpaged.engine.public_tokenizer import public_tokenizer
 from jaxpaged.engine.throughput_log import ThroughputLog, log_arrival
-from jaxpaged.engine.wire import CoreFacts, CoreStats, Refusal
+from jaxpaged.engine.tracing import request_tracer
+from jaxpaged.engine.wire import CoreStats, Refusal
 from jaxpaged.engine.zmq_client import ZmqClient, ask_facts
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError
 from jaxpaged.messages import (
@@ -68,7 +68,7 @@ class AsyncLLM:
         self.input_processor = input_processor
         self.metrics = EngineMetrics(config.model.max_model_len)
         self._output_processor = OutputProcessor(
-            input_processor.tokenizer, self.metrics, input_processor.pooler, late=True
+            input_processor.tokenizer, self.metrics, input_processor.pooler, request_tracer(config), late=True
         )
         self._streams: dict[str, OutputStream] = {}
         self._numbers = itertools.count()
@@ -126,7 +126,7 @@ class AsyncLLM:
         *,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        trace_headers: None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: None = None,
         arrival_time: float | None = None,
@@ -138,7 +138,7 @@ class AsyncLLM:
         Closing the iterator, or cancelling who waits for it, aborts the request. A consumer slower than the engine gets
         several results in one. Raises RequestError, EngineRestartError or EngineDeadError.
         """
-        check_arguments(lora_request=lora_request, trace_headers=trace_headers, data_parallel_rank=data_parallel_rank)
+        check_arguments(lora_request=lora_request, data_parallel_rank=data_parallel_rank)
         tokenization = {
             "truncate_prompt_tokens": truncate_prompt_tokens, "add_special_tokens": add_special_tokens,
             **tokenization_options(tokenization_kwargs),
@@ -149,7 +149,7 @@ class AsyncLLM:
         )
         await self._link.until_ready()  # it may have ended meanwhile
         # What the core still says of an aborted request must not be taken for a later one of the same name.
-        children = await self._expect(request, text, f"{request_id}#{next(self._numbers)}")
+        children = await self._expect(request, text, f"{request_id}#{next(self._numbers)}", trace_headers)
         stream = OutputStream(request.sampling_params.output_kind is RequestOutputKind.DELTA)
         self._streams[request_id] = stream
         self._throughput.wake()
@@ -202,14 +202,16 @@ class AsyncLLM:
         self._link.abort_requests(engine_ids)
         return results
 
-    async def _expect(self, request: EngineCoreRequest, text: str | None, engine_id: str) -> list[EngineCoreRequest]:
+    async def _expect(
+        self, request: EngineCoreRequest, text: str | None, engine_id: str, trace_headers: Mapping[str, str] | None
+    ) -> list[EngineCoreRequest]:
         """Expect the results of a request; what the core is to compute for it. Many sequences are made in a thread."""
         if request.sampling_params.n <= CHILDREN_AT_ONCE:
-            return self._output_processor.add_request(request, text, engine_id)
+            return self._output_processor.add_request(request, text, engine_id, trace_headers)
         children = await self._in_thread(fan_out, request, engine_id)
         state = await self._in_thread(self._output_processor.state_of, request, text, children)
         await self._link.until_ready()
-        self._output_processor.register(state, children)
+        self._output_processor.register(state, children, trace_headers)
         return children
 
     async def _processed(
@@ -351,6 +353,7 @@ class AsyncLLM:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         self._link.close()
+        self._output_processor.shutdown()
 
     # ---- what the core says
 
@@ -389,10 +392,3 @@ class AsyncLLM:
         self._stop(list(streams), "error")
         for stream in streams.values():
             stream.fail(type(error)(str(error)))  # each consumer adds its own traceback
-
-
-def front_end(facts: CoreFacts) -> tuple[EngineConfig, InputProcessor]:
-    """The resolved options of a core, and what makes requests for it."""
-    config = EngineConfig.from_options(**facts.options)
-    folders = Path(facts.model_folder), Path(facts.tokenizer_folder)
-    return config, load_input_processor(config, facts.vocab_size, *folders)

@@ -19,6 +19,7 @@ from jaxpaged.engine.front_end import load_input_processor
 from jaxpaged.engine.input_processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.pooler import load_pooler_defaults
+from jaxpaged.engine.tracing import check_tracing
 from jaxpaged.engine.wire import CoreFacts
 from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.executor.platform import platform
@@ -155,6 +156,7 @@ def build_core(
 
 def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, EngineConfig]:
     """Find and read the model: its folder, its functions, its description, and the options settled for it."""
+    check_tracing(config)
     folder = resolve_model_folder(config.model.model, config.model.revision, config.load.download_dir)
     model, decoder = read_model(folder)
     config = config.resolve(facts_of(decoder, folder), platform(config.cache.gpu_memory_utilization))

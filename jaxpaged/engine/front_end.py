@@ -13,7 +13,15 @@ from jaxpaged.engine.input_processor import InputProcessor
 from jaxpaged.engine.no_tokenizer import NoTokenizer
 from jaxpaged.engine.pooler import load_pooler
 from jaxpaged.engine.tokenizer import check_vocabulary, load_tokenizer
+from jaxpaged.engine.wire import CoreFacts
 from jaxpaged.errors import ConfigError
+
+
+def front_end(facts: CoreFacts) -> tuple[EngineConfig, InputProcessor]:
+    """The resolved options of a core in another process, and what makes requests for it."""
+    config = EngineConfig.from_options(**facts.options)
+    folders = Path(facts.model_folder), Path(facts.tokenizer_folder)
+    return config, load_input_processor(config, facts.vocab_size, *folders)
 
 
 def load_input_processor(

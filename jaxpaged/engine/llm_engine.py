@@ -12,6 +12,7 @@ from jaxpaged.engine.input_processor import InputProcessor, Prompt, tokenization
 from jaxpaged.engine.metrics import EngineMetrics, Metric
 from jaxpaged.engine.output_processor import OutputProcessor
 from jaxpaged.engine.public_tokenizer import public_tokenizer
+from jaxpaged.engine.tracing import request_tracer
 from jaxpaged.errors import UsageError
 from jaxpaged.interrupts import held_interrupts, holding_interrupts
 from jaxpaged.messages import KVBlockMap, Progress, RequestOutput, StepRecord
@@ -31,7 +32,9 @@ class LLMEngine:
         self.input_processor = input_processor
         self.metrics = EngineMetrics(config.model.max_model_len)
         self._core = core
-        self._output_processor = OutputProcessor(input_processor.tokenizer, self.metrics, input_processor.pooler)
+        self._output_processor = OutputProcessor(
+            input_processor.tokenizer, self.metrics, input_processor.pooler, request_tracer(config)
+        )
         self._unreturned: list[RequestOutput | PoolingRequestOutput] = []  # of a step that an interrupt ended
 
     @classmethod
@@ -62,21 +65,22 @@ class LLMEngine:
         arrival_time: float | None = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        trace_headers: None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> None:
         """Queue a prompt. Results come from `step`. `params` None: the model's own defaults.
 
-        `tokenization_kwargs` may hold `add_special_tokens` and `truncate_prompt_tokens`, see `InputProcessor.process`.
+        `tokenization_kwargs` may hold `add_special_tokens` and `truncate_prompt_tokens`, see `InputProcessor.process`;
+        `trace_headers` "traceparent" and "tracestate" where requests are traced.
         Raises RequestError when the request is at fault; others are not touched.
         """
-        check_arguments(lora_request=lora_request, trace_headers=trace_headers)
+        check_arguments(lora_request=lora_request)
         request, text = self.input_processor.process(
             request_id, prompt, params, arrival_time=arrival_time, priority=priority,
             **tokenization_options(tokenization_kwargs),
         )  # fmt: skip
         with held_interrupts():
-            children = self._output_processor.add_request(request, text)
+            children = self._output_processor.add_request(request, text, trace_headers=trace_headers)
             try:
                 for child in children:
                     self._core.add_request(child)
@@ -186,6 +190,7 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Release the devices. Requests under way are lost."""
         self._core.shutdown()
+        self._output_processor.shutdown()
 
     def __enter__(self) -> Self:
         return self

@@ -5,7 +5,7 @@ This module knows nothing of scheduling: it sees new tokens, and whether a seque
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -15,6 +15,7 @@ from jaxpaged.engine.pooled_state import PooledPrompt, PooledSequence
 from jaxpaged.engine.pooler import Pooler
 from jaxpaged.engine.prompt_state import PromptState, SequenceState
 from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.engine.tracing import RequestTracer, checked_headers
 from jaxpaged.errors import RequestError
 from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, RequestOutput
 
@@ -31,14 +32,16 @@ class OutputProcessor:
     """The front end's record of every prompt that is under way."""
 
     def __init__(
-        self, tokenizer: Tokenizer, metrics: EngineMetrics, pooler: Pooler | None = None, *, late: bool = False
-    ):
-        """`pooler` is there when the engine is for pooling. `late`: who gets a result makes its prompt log
-        probabilities by `LatePromptLogprobs.read`, where that holds up nobody."""
+        self, tokenizer: Tokenizer, metrics: EngineMetrics, pooler: Pooler | None = None,
+        tracer: RequestTracer | None = None, *, late: bool = False,
+    ):  # fmt: skip
+        """`pooler` is there when the engine is for pooling, `tracer` when prompts are traced. `late`: who gets a result
+        makes its prompt log probabilities by `LatePromptLogprobs.read`, where that holds up nobody."""
         self._prompt_logprobs = LatePromptLogprobs if late else prompt_logprob_dicts
         self._tokenizer = tokenizer
         self._pooler = pooler
         self._metrics = metrics
+        self._tracer = tracer
         self._prompts: dict[str, PromptState] = {}
         self._sequences: dict[str, tuple[PromptState, SequenceState]] = {}  # by engine request id
         self._last_time = 0.0  # of the last step
@@ -51,19 +54,23 @@ class OutputProcessor:
         return request_id in self._prompts
 
     def add_request(
-        self, request: EngineCoreRequest, text: str | None, engine_id: str | None = None
-    ) -> list[EngineCoreRequest]:
+        self, request: EngineCoreRequest, text: str | None, engine_id: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> list[EngineCoreRequest]:  # fmt: skip
         """Expect the results of a request; returns what the engine is to compute for it, a request per sequence.
 
-        `engine_id` is what the engine is to call it, if that is not the request's own id. Raises RequestError when
-        the id is in use.
+        `engine_id` is what the engine is to call it, if that is not the request's own id; `trace_headers` put its spans
+        into a trace. Raises RequestError for headers that cannot be used, and when the id is in use.
         """
         children = fan_out(request, request.request_id if engine_id is None else engine_id)
-        self.register(self.state_of(request, text, children), children)
+        self.register(self.state_of(request, text, children), children, trace_headers)
         return children
 
-    def register(self, prompt: PromptState, children: Sequence[EngineCoreRequest]) -> None:
-        """Expect the results of a request whose state is known. Raises RequestError when an id is in use."""
+    def register(
+        self, prompt: PromptState, children: Sequence[EngineCoreRequest], trace_headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Expect the results of a request whose state is known. Raises RequestError as `add_request` does."""
+        prompt.trace_headers = checked_headers(trace_headers, self._tracer)
         for request_id in (prompt.request_id, *(child.request_id for child in children)):
             if request_id in self._prompts or request_id in self._sequences:
                 raise RequestError(f"a request with id {request_id!r} is under way. Use another id.", "request_id")
@@ -78,6 +85,11 @@ class OutputProcessor:
         if request.pooling_params is not None:
             return PooledPrompt(request, text, [PooledSequence(children[0], 0, self._tokenizer)], self._pooler)
         return PromptState(request, text, [SequenceState(each, i, self._tokenizer) for i, each in enumerate(children)])
+
+    def shutdown(self) -> None:
+        """Send the spans that are left; prompts under way get none."""
+        if self._tracer is not None:
+            self._tracer.shutdown()
 
     def prompt_of(self, engine_id: str) -> str | None:
         """The prompt's request id of an engine request; None when it has ended."""
@@ -202,6 +214,8 @@ class OutputProcessor:
         if prompt.finished:
             prompt.update_metrics(finished_time=now)
             self._metrics.record_finished_prompt([len(each.token_ids) for each in prompt.sequences])
+            if self._tracer is not None:
+                self._tracer.record(prompt, now)
 
     def _result(self, prompt: PromptState, changed: list[int]) -> RequestOutput | None:
         if prompt.finished:

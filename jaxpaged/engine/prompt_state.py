@@ -3,7 +3,7 @@
 This module knows nothing of engine steps, nor of which other prompts there are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -118,6 +118,7 @@ class PromptState:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
+        self.trace_headers: Mapping[str, str] | None = None
         self.num_unfinished = len(sequences)
         self._by_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
         self._at_end = request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY

@@ -21,6 +21,7 @@ from jaxpaged.engine.metrics import Counter, Metric, Tally
 from jaxpaged.entrypoints.grpc.errors import status_of
 from jaxpaged.entrypoints.http.auth import KeyRing, digest
 from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.trace_context import enter_trace
 
 SECONDS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)  # fmt: skip
 CLIENT_LEFT = "CANCELLED"
@@ -76,29 +77,37 @@ class Access:
 
 
 def handlers(
-    service: ServiceDescriptor, implementation: object, access: Access, counts: CallCounts
+    service: ServiceDescriptor, implementation: object, access: Access, counts: CallCounts, traced: bool = False
 ) -> grpc.GenericRpcHandler:
-    """The methods of `service`, each answered by the method of that name of `implementation`."""
-    made = {each.name: handler(each, getattr(implementation, each.name), access, counts) for each in service.methods}
+    """The methods of `service`, each answered by the method of that name of `implementation`. `traced`: calls may be
+    part of a trace."""
+    made = {
+        each.name: handler(each, getattr(implementation, each.name), access, counts, traced) for each in service.methods
+    }
     return grpc.method_handlers_generic_handler(service.full_name, made)
 
 
 def handler(
-    method: MethodDescriptor, function: Callable[..., Any], access: Access, counts: CallCounts
+    method: MethodDescriptor, function: Callable[..., Any], access: Access, counts: CallCounts, traced: bool
 ) -> grpc.RpcMethodHandler:
     """`function(request, caller)` gives a message or, for a method that streams, an asynchronous generator of them; a
     method whose requests are a stream gets their iterator."""
 
     kind, asked = kind_of(method), GetMessageClass(method.input_type)
 
+    def caller_of(context: grpc.aio.ServicerContext) -> str:
+        if traced:
+            enter_trace((name, str(value)) for name, value in context.invocation_metadata() or ())
+        return access.caller(context)
+
     async def unary(data: bytes, context: grpc.aio.ServicerContext) -> Any:
         async with Counted(method, counts, context):
-            caller = access.caller(context)
+            caller = caller_of(context)
             return await function(parsed(asked, data), caller)
 
     async def stream(data: bytes | AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         async with Counted(method, counts, context):
-            caller = access.caller(context)
+            caller = caller_of(context)
             request = parsed(asked, data) if kind == "server_stream" else (parsed(asked, each) async for each in data)
             async with contextlib.aclosing(function(request, caller)) as responses:  # closed with the call
                 async for response in responses:

@@ -101,11 +101,11 @@ class GrpcListener:
     def _made(self) -> grpc.aio.Server:
         limit = self._service.options.max_body_bytes
         options = {**OPTIONS, "grpc.max_receive_message_length": limit, "grpc.max_send_message_length": -1}
-        counts = CallCounts()
+        counts, traced = CallCounts(), self._service.is_tracing
         self._service.sources.append(counts.read)
         server = grpc.aio.server(
             handlers=[
-                handlers(INFERENCE, Inference(self._service), Access(self._keys), counts),
+                handlers(INFERENCE, Inference(self._service), Access(self._keys), counts, traced),
                 handlers(ADMIN, Administration(self._service), Access(self._admin_keys, NO_ADMIN), counts),
             ],
             options=list(options.items()),

@@ -62,6 +62,7 @@ from jaxpaged.entrypoints.http.responses.request import ResponsesRequest
 from jaxpaged.entrypoints.http.responses.response import DeletedResponse
 from jaxpaged.entrypoints.http.responses.response import Response as ResponseObject
 from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.trace_context import TraceContext
 
 
 def public_endpoints(service: Service) -> list[Endpoint]:
@@ -184,9 +185,10 @@ def application(
     cors = cors if origins else []
     below = [Middleware(BelowRoot, root_path=root)] if root else []
     guarded = Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)
+    traced = [Middleware(TraceContext)] if service.is_tracing else []
     return Starlette(
         routes=routes,
-        middleware=[*below, counted, *cors, Middleware(MessagesErrors), guarded],
+        middleware=[*below, counted, *cors, Middleware(MessagesErrors), guarded, *traced],
         exception_handlers={HTTPException: answer_with_error},
     )
 

@@ -1,8 +1,9 @@
 """What the HTTP server asks of an engine. `AsyncLLM` gives it; tests put an engine without a model in its place."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.metrics import Metric
 from jaxpaged.messages import RequestOutput
@@ -13,6 +14,7 @@ from jaxpaged.sampling_params import SamplingParams
 class Engine(Protocol):
     """An engine that serves many requests at a time on one event loop."""
 
+    config: EngineConfig
     input_processor: InputProcessor
 
     @property
@@ -37,6 +39,7 @@ class Engine(Protocol):
         arrival_time: float | None = None,
         truncate_prompt_tokens: int | None = None,
         add_special_tokens: bool = True,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Results of one prompt as they come. Closing the generator, or cancelling who reads it, aborts the request.
 
@@ -46,8 +49,9 @@ class Engine(Protocol):
         ...
 
     def encode(
-        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
-    ) -> AsyncGenerator[PoolingRequestOutput]:
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput]:  # fmt: skip
         """The one result of a prompt, with the behaviour of `generate`."""
         ...
 

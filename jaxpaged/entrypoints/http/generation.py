@@ -13,6 +13,7 @@ from types import MappingProxyType
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import client_names, failed_request
 from jaxpaged.entrypoints.http.prompts import TokenPrompt
+from jaxpaged.entrypoints.http.trace_context import trace_headers
 from jaxpaged.entrypoints.http.traffic import Load, Traffic
 from jaxpaged.messages import RequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -122,7 +123,10 @@ def all_results(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Nu
 async def results_of(engine: Engine, request: GenerationRequest, number: int) -> AsyncGenerator[Numbered]:
     """Results of one prompt. Raises HttpError when it fails while it is computed."""
     prompt = request.prompts[number].for_engine()
-    generated = engine.generate(prompt, request.params, request.engine_id(number), priority=request.priority)
+    generated = engine.generate(
+        prompt, request.params, request.engine_id(number), priority=request.priority,
+        trace_headers=trace_headers(request.request_id),
+    )  # fmt: skip
     async with contextlib.aclosing(generated) as outputs:
         async for output in outputs:
             if output.error is not None or "error" in [each.finish_reason for each in output.outputs]:

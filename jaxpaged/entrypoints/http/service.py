@@ -87,6 +87,11 @@ class Service:
             max_sequences=options.max_sequences_per_request, max_answer_bytes=options.max_answer_bytes,
         )  # fmt: skip
 
+    @property
+    def is_tracing(self) -> bool:
+        """Whether requests are traced: only then does the engine take trace headers."""
+        return self.engine.config.observability.otlp_traces_endpoint is not None
+
     def check_shape_for(self, client: str) -> CheckShape:
         """Checks shapes in the turns of the client that asks."""
         return functools.partial(self._grammars.check, client=client)

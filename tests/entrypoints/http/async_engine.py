@@ -40,12 +40,13 @@ class FakeAsyncEngine:
 
     async def generate(
         self, prompt, sampling_params, request_id, *, priority=0, arrival_time=None, truncate_prompt_tokens=None,
-        add_special_tokens=True,
+        add_special_tokens=True, trace_headers=None,
     ):  # fmt: skip
         if self.is_dead:
             raise EngineDeadError("the engine core at 0x7f0012345678 died: /srv/engine/core.py. Restart it.")
         self.engine.add_request(
             request_id, prompt, sampling_params, priority=priority, arrival_time=arrival_time,
+            trace_headers=trace_headers,
             tokenization_kwargs={
                 "add_special_tokens": add_special_tokens, "truncate_prompt_tokens": truncate_prompt_tokens
             },
@@ -68,8 +69,8 @@ class FakeAsyncEngine:
                 self.aborted.append(request_id)
                 self.engine.abort_request(request_id)
 
-    async def encode(self, prompt, pooling_params, request_id, *, priority=0):
-        async with contextlib.aclosing(self.generate(prompt, pooling_params, request_id, priority=priority)) as results:
+    async def encode(self, prompt, pooling_params, request_id, **options):
+        async with contextlib.aclosing(self.generate(prompt, pooling_params, request_id, **options)) as results:
             async for output in results:
                 yield output
 

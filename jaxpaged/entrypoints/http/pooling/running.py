@@ -19,6 +19,7 @@ from jaxpaged.entrypoints.http.openai.usage import PromptTokensDetails, Usage
 from jaxpaged.entrypoints.http.pooling.protocol import PoolingFields
 from jaxpaged.entrypoints.http.prompts import TokenPrompt, check_salt
 from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.trace_context import trace_headers
 from jaxpaged.entrypoints.http.traffic import Load
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 
@@ -67,7 +68,8 @@ async def pool_all(service: Service, work: PoolingWork) -> list[PoolingRequestOu
 async def pool_one(engine: Engine, work: PoolingWork, number: int) -> PoolingRequestOutput:
     prompt, engine_id = work.prompts[number].for_engine(), work.engine_id(number)
     result = None
-    async for output in engine.encode(prompt, work.params, engine_id, priority=work.priority):
+    headers = trace_headers(work.request_id)
+    async for output in engine.encode(prompt, work.params, engine_id, priority=work.priority, trace_headers=headers):
         result = output
     if result is None or result.error is not None:
         raise failed_request(None if result is None else result.error)
