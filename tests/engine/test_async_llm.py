@@ -13,7 +13,7 @@ import pytest
 
 import jaxpaged
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import async_llm, core_link, core_supervisor, heartbeat, throughput_log
+from jaxpaged.engine import core_link, core_supervisor, heartbeat, throughput_log
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.tokenizer import load_tokenizer
 from jaxpaged.engine.wire import CoreStats
@@ -29,7 +29,6 @@ from jaxpaged.errors import (
 from jaxpaged.messages import SchedulerStats
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine import fake_core
-from tests.engine.collector import PARENT_ID, TRACEPARENT, http_collector
 from tests.engine.fake_core import DEMO, answer, llm_in_thread
 
 PROMPT = [7, 8, 9, 10]
@@ -585,20 +584,3 @@ def test_the_front_end_imports_no_jax():
     program = "import sys; from jaxpaged import AsyncLLM; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-
-
-def test_requests_are_traced_from_their_arrival_on_however_many_sequences_they_have():
-    with http_collector() as collector:
-        with llm_in_thread(otlp_traces_endpoint=collector.endpoint) as llm:
-
-            async def scenario():
-                headers = {"traceparent": TRACEPARENT}
-                for name, n in (("few", 1), ("many", async_llm.CHILDREN_AT_ONCE + 1)):
-                    async for _ in llm.generate(PROMPT, params(3, n=n), name, trace_headers=headers):
-                        pass
-
-            asyncio.run(scenario())
-        spans = {span.attributes["gen_ai.request.id"]: span for span in collector.wait_for(2)}
-    assert {span.parent_id for span in spans.values()} == {PARENT_ID}
-    assert [list(collector.below(span)) for span in spans.values()] == [["queue", "prefill", "decode"]] * 2
-    assert spans["many"].attributes["gen_ai.usage.completion_tokens"] == 3 * (async_llm.CHILDREN_AT_ONCE + 1)

@@ -1,5 +1,6 @@
 """Spans of prompts as a collector gets them: times are those of the metrics, parents those of the headers."""
 
+import asyncio
 import logging
 import sys
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.engine import trace_export
+from jaxpaged.engine.async_llm import CHILDREN_AT_ONCE
 from jaxpaged.engine.metrics import Histogram
 from jaxpaged.engine.prompt_state import PromptState
 from jaxpaged.engine.trace_export import check_endpoint
@@ -24,6 +26,7 @@ from tests.engine.collector import (
     grpc_collector,
     http_collector,
 )
+from tests.engine.fake_core import llm_in_thread
 from tests.engine.fake_engine import make_engine, run_to_end
 from tests.engine.fake_pooling import make_pooling_engine
 
@@ -138,6 +141,23 @@ def test_what_was_refused_leaves_no_span(engine, collector):
     run(engine, [5])
     collector.wait_for(1)
     assert [span.attributes["gen_ai.request.id"] for span in collector.wait_for(1)] == ["r0"]
+
+
+def test_requests_are_traced_from_their_arrival_on_however_many_sequences_they_have():
+    with http_collector() as collector:
+        with llm_in_thread(otlp_traces_endpoint=collector.endpoint) as llm:
+
+            async def scenario():
+                for name, n in (("few", 1), ("many", CHILDREN_AT_ONCE + 1)):
+                    params = SamplingParams(max_tokens=3, n=n, seed=1, ignore_eos=True)
+                    async for _ in llm.generate([7, 8, 9], params, name, trace_headers={"traceparent": TRACEPARENT}):
+                        pass
+
+            asyncio.run(scenario())
+        spans = {span.attributes["gen_ai.request.id"]: span for span in collector.wait_for(2)}
+    assert {span.parent_id for span in spans.values()} == {PARENT_ID}
+    assert [list(collector.below(span)) for span in spans.values()] == [["queue", "prefill", "decode"]] * 2
+    assert spans["many"].attributes["gen_ai.usage.completion_tokens"] == 3 * (CHILDREN_AT_ONCE + 1)
 
 
 # ---- whose trace it is
