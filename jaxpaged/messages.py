@@ -65,12 +65,12 @@ class NewRequestData(msgspec.Struct):
 
 
 class SchedulerOutput(msgspec.Struct):
-    """One step: which requests compute how many tokens. The four lists run in parallel, one entry a request.
+    """One step: which requests compute how many tokens. The five lists run in parallel, one entry a request.
 
-    A request samples a token in this step exactly when `samples[i]`: its last known token is computed here.
-    With asynchronous scheduling that token may still be on the device, sampled by the step before.
-    With `num_steps` above 1 this is a run of decode steps: a request computes its last known token and those that it
-    samples, one a step, `num_scheduled_tokens[i]` in all (at most `num_steps`), or fewer if a stop token ends it.
+    A request gets at most `max_new_tokens[i]` tokens from this step: none while more of its prompt is to be computed,
+    otherwise one, or several in a run of `num_steps` decode steps, where each token but the last is computed too and
+    gives the next one. It computes `num_scheduled_tokens[i]` tokens at most. With asynchronous scheduling the first of
+    them may still be on the device, drawn by the step before.
     `removed_request_ids` finished, were aborted, or were preempted since the last step: their rows are free.
     They are removed before `new_requests` are added. For requests in `new_requests` the entry of
     `new_block_ids` is None, since the whole table is in `NewRequestData`.
@@ -84,7 +84,7 @@ class SchedulerOutput(msgspec.Struct):
     request_ids: list[str]
     num_scheduled_tokens: list[int]
     num_computed_tokens: list[int]  # before this step
-    samples: list[bool]
+    max_new_tokens: list[int]
     new_block_ids: list[tuple[list[int], ...] | None]  # to append, per KV group
     total_num_scheduled_tokens: int = 0
     num_steps: int = 1
@@ -131,26 +131,24 @@ class StepBuckets(msgspec.Struct, array_like=True):
 
 
 class ModelRunnerOutput(msgspec.Struct):
-    """What one step produced. `request_ids` are those that sampled, in the order of `sampled_token_ids` [n].
+    """What one step produced. `request_ids` are those that could get tokens, in the order of the step.
 
-    After a run of decode steps `token_runs` holds each one's tokens in place of `sampled_token_ids`, and `logprobs`
-    has a line for every token, run after run.
+    `sampled_token_ids[i]` are the tokens that each got, up to the `max_new_tokens` that it could get. `logprobs` has a
+    line for every token, request after request.
 
     `failed` maps a request to the reason why its own computation failed (for example logits that are not a
-    number); its token is not to be used, while those of its run before it are good. Other requests of the step are
-    unharmed.
+    number); the tokens that it got before are good. Other requests of the step are unharmed.
 
     A pooling engine gives `pooled`, a float32 line per request, in place of tokens.
     """
 
     step_id: int
     request_ids: list[str]
-    sampled_token_ids: list[int]
+    sampled_token_ids: list[list[int]] = []
     logprobs: SampledLogprobs | None = None
     prompt_logprobs: dict[str, PromptLogprobs] = {}
     failed: dict[str, str] = {}
     buckets: StepBuckets | None = None  # None where nothing is padded
-    token_runs: list[list[int]] | None = None
     pooled: np.ndarray | None = None
 
 

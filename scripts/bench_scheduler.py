@@ -66,8 +66,8 @@ def add_requests(scheduler: Scheduler, case: Case, steps: int) -> float:
 
 
 def output_of(scheduled: SchedulerOutput) -> ModelRunnerOutput:
-    sampled = [request_id for request_id, samples in zip(scheduled.request_ids, scheduled.samples) if samples]
-    return ModelRunnerOutput(scheduled.step_id, sampled, [1000] * len(sampled))
+    sampled = [request_id for request_id, most in zip(scheduled.request_ids, scheduled.max_new_tokens) if most]
+    return ModelRunnerOutput(scheduled.step_id, sampled, [[1000] for _ in sampled])
 
 
 def step_times(scheduler: Scheduler, num_running: int, steps: int) -> Iterator[tuple[float, float]]:

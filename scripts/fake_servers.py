@@ -63,8 +63,8 @@ class FreeExecutor:
         self.kv_cache_config = KVCacheConfig(num_blocks, (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),))
 
     def execute(self, scheduled: Any) -> Ready:
-        ids = [each for each, samples in zip(scheduled.request_ids, scheduled.samples, strict=True) if samples]
-        return Ready(ModelRunnerOutput(scheduled.step_id, ids, [500] * len(ids)))
+        ids = [each for each, most in zip(scheduled.request_ids, scheduled.max_new_tokens, strict=True) if most]
+        return Ready(ModelRunnerOutput(scheduled.step_id, ids, [[500] for _ in ids]))
 
     def max_decode_steps(self) -> int:
         return 1

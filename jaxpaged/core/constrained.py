@@ -63,11 +63,12 @@ class ConstrainedRequests:
         """A request has ended."""
         self._following.discard(request)
 
-    def need_masks(self, requests: Iterable[Request], samples: Iterable[bool]) -> bool:
-        """Whether a request that may be bound then samples in this step, whose placeholders are counted already."""
+    def need_masks(self, requests: Iterable[Request], max_new_tokens: Iterable[int]) -> bool:
+        """Whether a request that may be bound then gets tokens in this step, whose placeholders are counted already."""
         return bool(self._following) and any(
-            request.matcher is not None and not request.matcher.num_free(request.num_output_placeholders - 1)
-            for request in compress(requests, samples)
+            request.matcher is not None and request.matcher.num_free(request.num_output_placeholders - most) < most
+            for request, most in zip(requests, max_new_tokens)
+            if most
         )
 
     def masks(self, scheduled: SchedulerOutput, requests: Mapping[str, Request]) -> np.ndarray:
@@ -76,8 +77,9 @@ class ConstrainedRequests:
 
         The tokens of all steps before it must be known. `requests` are those that are unfinished.
         """
-        masks_SW = np.full((sum(scheduled.samples), self._grammars.num_words), EVERY_TOKEN)
-        for mask_W, request_id in zip(masks_SW, compress(scheduled.request_ids, scheduled.samples)):
+        sampling = list(compress(scheduled.request_ids, scheduled.max_new_tokens))
+        masks_SW = np.full((len(sampling), self._grammars.num_words), EVERY_TOKEN)
+        for mask_W, request_id in zip(masks_SW, sampling):
             request = requests.get(request_id)
             if request is not None and request.matcher is not None and not request.matcher.fill(mask_W):
                 mask_W[:] = 0

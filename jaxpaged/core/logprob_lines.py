@@ -11,22 +11,23 @@ from jaxpaged.errors import EngineError
 from jaxpaged.messages import EngineCoreOutput, ModelRunnerOutput, PromptLogprobs, SampledLogprobs, TokenLogprobs
 
 
+def add_logprobs(result: EngineCoreOutput, request: Request, output: ModelRunnerOutput, first_line: int) -> None:
+    """What a request's new tokens bring besides themselves, if it was asked for. Their lines follow one another."""
+    if request.sampling_params.logprobs is not None:
+        lines = range(first_line, first_line + len(result.new_token_ids))
+        result.new_logprobs = [sampled_logprobs(request, output, line) for line in lines]
+    if request.prompt_logprobs is not None and result.new_token_ids:
+        result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+
+
 def sampled_logprobs(request: Request, output: ModelRunnerOutput, line: int) -> TokenLogprobs:
-    """Candidates of the token that a request sampled in a step. Raises EngineError when the step has none."""
+    """Candidates of a token that a request sampled in a step. Raises EngineError when the step has none."""
     if output.logprobs is None:
         raise EngineError(
             f"request {request.request_id!r} asks for {request.sampling_params.logprobs} logprobs, but the output of "
             f"step {output.step_id} has none."
         )
     return _cut_line(output.logprobs, line, request.sampling_params.logprobs)
-
-
-def add_logprobs(result: EngineCoreOutput, request: Request, output: ModelRunnerOutput, line: int) -> None:
-    """What a request's new token brings besides itself, if it was asked for."""
-    if request.sampling_params.logprobs is not None:
-        result.new_logprobs = [sampled_logprobs(request, output, line)]
-    if request.prompt_logprobs is not None:
-        result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
 
 
 def collect_prompt_logprobs(output: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:

@@ -1,55 +1,113 @@
-"""The tokens of a single step: appended to their requests, and told to the clients. The way of most tokens there are.
+"""Tokens that a step gives: how many it may, where that is more than one, and what becomes of them when they come.
 
-Those of runs of decode steps are in `decode_runs.py`. Ending a request is the scheduler's; here it is only seen.
+Several come from a run of decode steps in one program, while every running request decodes and nobody waits. It is
+scheduled like a step in which a request computes several tokens, of which it knows the first: slots for all are taken
+beforehand, without preempting anybody, and as many placeholders are added. Why a run is as long as it is, is not known
+here. What ends a request is decided when its tokens are known, and those behind its end are dropped; to end it is the
+scheduler's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, repeat
 
+from jaxpaged.core.kv_cache_manager import KVCacheManager
 from jaxpaged.core.logprob_lines import add_logprobs
 from jaxpaged.core.request import Request
+from jaxpaged.core.step_plan import Share, StepPlan
 from jaxpaged.messages import EngineCoreOutput, ModelRunnerOutput
 
+Ended = list[tuple[Request, EngineCoreOutput]]
+"""Requests, and the outputs whose finish reason says that they have ended, or failed."""
 
-def take_tokens(
-    requests: Mapping[str, Request], output: ModelRunnerOutput
-) -> tuple[list[EngineCoreOutput], list[tuple[Request, EngineCoreOutput]]]:
-    """(What the clients are told, and what of it ends a request). Requests that ended before are passed over."""
+
+def plan_run(
+    plan: StepPlan, running: Sequence[Request], max_steps: int, manager: KVCacheManager, last_step_id: int
+) -> bool:
+    """Fill an empty plan with a run of at most `max_steps`. False, and nothing changed, when it must be one step.
+
+    It must when somebody still computes a prompt, or needs a mask, which comes from the host; when blocks are too few,
+    and when nobody has two tokens to go.
+    """
+    if max_steps < 2:
+        return False
+    runs = []
+    for request in running:
+        num_known = request.num_tokens_with_placeholders
+        num_left = request.max_total_tokens - num_known
+        if num_left <= 0:
+            continue  # its last token is being sampled
+        num_free = num_left if request.matcher is None else request.matcher.num_free(request.num_output_placeholders)
+        if num_known != request.num_computed_tokens + 1 or not num_free:
+            return False
+        runs.append((request, min(max_steps, num_left, num_free)))
+    num_steps = max((num_tokens for _, num_tokens in runs), default=0)
+    num_blocks = sum(sum(manager.num_new_blocks(request, num_tokens)) for request, num_tokens in runs)
+    if num_steps < 2 or num_blocks > manager.pool.num_free_blocks:
+        return False
+    plan.num_steps = num_steps
+    for request, num_tokens in runs:
+        manager.cache_blocks(request, last_step_id)
+        block_ids = manager.allocate_slots(request, num_tokens)
+        plan.add(request, Share(num_tokens, num_tokens, block_ids if any(block_ids) else None))
+    return True
+
+
+def take_tokens(requests: Mapping[str, Request], output: ModelRunnerOutput) -> tuple[list[EngineCoreOutput], Ended]:
+    """Append to each request the tokens that it got -> (what the clients are told, what of it ends a request).
+
+    Requests that ended before are passed over.
+    """
     if output.pooled is not None:
         return take_pooled(requests, output)
-    results: list[EngineCoreOutput] = []
-    ended: list[tuple[Request, EngineCoreOutput]] = []
-    append = results.append
-    for line, (request_id, token_id) in enumerate(zip(output.request_ids, output.sampled_token_ids)):
+    failed, results = output.failed, []
+    ended: Ended = []
+    append, token_ids = results.append, output.sampled_token_ids
+    first_lines = repeat(0) if output.logprobs is None else accumulate(map(len, token_ids), initial=0)
+    for request_id, new, first_line in zip(output.request_ids, token_ids, first_lines):
         request = requests[request_id]
         if request.finish_reason is not None:
             continue
         tokens = request.all_token_ids
-        tokens.append(token_id)
-        result = EngineCoreOutput(request_id, [token_id], request.num_cached_tokens, request.num_preemptions)
+        result = EngineCoreOutput(request_id, new, request.num_cached_tokens, request.num_preemptions)
         if request.times is not None:
             result.times, request.times = request.times, None
-        if request.reports_logprobs:
-            add_logprobs(result, request, output, line)
-        if token_id in request.stop_ids or len(tokens) >= request.max_total_tokens or request.matcher is not None:
-            check_end(request, token_id, result)
+        may_end = len(tokens) + len(new) >= request.max_total_tokens or not request.stop_ids.isdisjoint(new)
+        if not (may_end or failed) and request.matcher is None:
+            tokens += new
+        else:
+            result.new_token_ids = []
+            append_until_end(request, new, result, failed.get(request_id))
             if result.finish_reason is not None:
                 ended.append((request, result))
+        if request.reports_logprobs:
+            add_logprobs(result, request, output, first_line)
         append(result)
     return results, ended
 
 
-def take_pooled(
-    requests: Mapping[str, Request], output: ModelRunnerOutput
-) -> tuple[list[EngineCoreOutput], list[tuple[Request, EngineCoreOutput]]]:
+def take_pooled(requests: Mapping[str, Request], output: ModelRunnerOutput) -> tuple[list[EngineCoreOutput], Ended]:
     """The same for requests that end with a vector in place of tokens."""
-    ended = []
+    ended: Ended = []
     for request_id, pooled in zip(output.request_ids, output.pooled, strict=True):
         request = requests[request_id]
-        if request.finish_reason is None:
+        if request.finish_reason is None and request_id not in output.failed:
             result = request.to_last_output()
             result.finish_reason, result.pooled = "stop", pooled
             ended.append((request, result))
     return [result for _, result in ended], ended
+
+
+def append_until_end(request: Request, token_ids: list[int], result: EngineCoreOutput, failure: str | None) -> None:
+    """Append tokens up to the one that ends the request, if one does; otherwise a failure after the last one does."""
+    for token_id in token_ids:
+        request.all_token_ids.append(token_id)
+        result.new_token_ids.append(token_id)
+        check_end(request, token_id, result)
+        if result.finish_reason is not None:
+            return
+    if failure is not None:
+        result.finish_reason = "error"
+        result.error, result.error_parameter = fault_of(request, failure)
 
 
 def check_end(request: Request, token_id: int, result: EngineCoreOutput) -> None:
@@ -57,6 +115,8 @@ def check_end(request: Request, token_id: int, result: EngineCoreOutput) -> None
     end = request.check_stop(token_id)
     if end is not None:
         result.finish_reason, result.stop_reason = end
+    elif request.matcher is None:
+        return
     elif not request.matcher.accept([token_id]):
         result.finish_reason = "error"
         result.error, result.error_parameter = fault_of(request, "a token did not fit its grammar")

@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterable
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.constrained import ConstrainedRequests
 from jaxpaged.core.counters import Counters
-from jaxpaged.core.decode_runs import plan_run, take_runs
 from jaxpaged.core.intake import check_request
 from jaxpaged.core.integrity import check_books
 from jaxpaged.core.kv_cache_manager import CacheHit, KVCacheManager
 from jaxpaged.core.logprob_lines import collect_prompt_logprobs
-from jaxpaged.core.new_tokens import fault_of, take_tokens
+from jaxpaged.core.new_tokens import fault_of, plan_run, take_tokens
 from jaxpaged.core.preparation import Preparation
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.request_queue import QUEUES, priority_order
-from jaxpaged.core.step_plan import InFlightStep, Share, StepPlan, StepsInFlight
+from jaxpaged.core.step_plan import Share, StepPlan, StepsInFlight
 from jaxpaged.core.structured_output import Grammars
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import KVCacheConfig
@@ -125,7 +124,7 @@ class Scheduler:
         later, or under the priority policy the least important. Waiting requests are admitted when nothing was
         preempted, each only if all of its tokens would get blocks. A step without tokens carries nothing, and
         need not be executed; what the runner must know waits for the next one. When nobody waits and all decode,
-        it may be a run of up to `max_steps` steps (`decode_runs.py`).
+        it may be a run of up to `max_steps` steps (`new_tokens.py`).
         """
         plan = StepPlan(self._max_num_batched_tokens)
         if self.waiting or not plan_run(plan, self.running, max_steps, self.kv_cache_manager, self._last_step_id):
@@ -162,7 +161,7 @@ class Scheduler:
         if new_block_ids is None:
             return
         block_ids = new_block_ids if any(new_block_ids) else None
-        plan.add(request, Share(num_tokens, num_tokens == wanted, block_ids))
+        plan.add(request, Share(num_tokens, int(num_tokens == wanted), block_ids))
         self._set_decode_limit(request)
         if num_tokens < wanted:
             plan.num_reserved_blocks += manager.num_blocks_to_finish(request)
@@ -222,7 +221,7 @@ class Scheduler:
                 break
             if not manager.fits_whole(request, hit, plan.num_reserved_blocks):
                 break
-            if not self._admit(request, hit, Share(num_tokens, num_tokens == wanted, None), plan):
+            if not self._admit(request, hit, Share(num_tokens, int(num_tokens == wanted), None), plan):
                 break
 
     def _admit(self, request: Request, hit: CacheHit, share: Share, plan: StepPlan) -> bool:
@@ -240,7 +239,7 @@ class Scheduler:
         self._counters.count_hit(request, hit.num_tokens)
         plan.add(request, share)
         plan.new_requests.append(request.to_new_request_data())
-        if not share.samples:
+        if not share.max_new_tokens:
             plan.num_reserved_blocks += manager.num_blocks_to_finish(request)
         return True
 
@@ -248,14 +247,14 @@ class Scheduler:
         """Turn the plan into a message, and advance the requests as if the step were done."""
         self._last_step_id += 1
         requests, num_requests = plan.requests, len(plan.requests)
-        num_tokens, samples = [1] * num_requests, [True] * num_requests
+        num_tokens, max_new_tokens = [1] * num_requests, [1] * num_requests
         new_block_ids: list[tuple[list[int], ...] | None] = [None] * num_requests
         for i, share in plan.shares.items():
-            num_tokens[i], samples[i], new_block_ids[i] = share
+            num_tokens[i], max_new_tokens[i], new_block_ids[i] = share
         num_computed = [request.num_computed_tokens for request in requests]
-        for request, n, s in zip(requests, num_tokens, samples if plan.num_steps == 1 else num_tokens):
+        for request, n, most in zip(requests, num_tokens, max_new_tokens):
             request.num_computed_tokens += n
-            request.num_tokens_with_placeholders += s
+            request.num_tokens_with_placeholders += most
         for i, share in plan.shares.items():
             if share.num_tokens > 1:  # a single token fills a block that its next step, needing another, enters
                 self.kv_cache_manager.cache_blocks(requests[i], self._last_step_id)
@@ -263,9 +262,18 @@ class Scheduler:
         request_ids = self._steps.ids_of(requests)
         self._num_scheduled_tokens = self._max_num_batched_tokens - plan.budget
         scheduled = SchedulerOutput(
-            self._last_step_id, plan.new_requests, removed, request_ids, num_tokens, num_computed, samples,
-            new_block_ids, self._num_scheduled_tokens, plan.num_steps, self.constrained.need_masks(requests, samples),
-        )  # fmt: skip
+            self._last_step_id,
+            plan.new_requests,
+            removed,
+            request_ids,
+            num_tokens,
+            num_computed,
+            max_new_tokens,
+            new_block_ids,
+            self._num_scheduled_tokens,
+            plan.num_steps,
+            self.constrained.need_masks(requests, max_new_tokens),
+        )
         if requests:
             self._steps.add(scheduled)
         return scheduled
@@ -289,31 +297,16 @@ class Scheduler:
         if step is None:
             return []
         self.kv_cache_manager.confirm(scheduled.step_id)
-        if output.token_runs is not None:
-            return self._take_runs(step, output)
-        failed = [(step.requests[request_id], reason) for request_id, reason in output.failed.items()]
-        outputs = [self._fail(each, *fault_of(each, reason)) for each, reason in failed if not each.is_finished]
         if output.prompt_logprobs:
             collect_prompt_logprobs(output, step.requests)
         results, ended = take_tokens(step.requests, output)
         for request, result in ended:
-            self._end(request, result)
-        return outputs + results
-
-    def _take_runs(self, step: InFlightStep, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """The same after a run of decode steps."""
-        results = list(take_runs(step.requests, output))
-        for request, result in results:
-            if result.finish_reason is not None:
-                self._end(request, result)
-        return [result for _, result in results]
-
-    def _end(self, request: Request, result: EngineCoreOutput) -> None:
-        """End a request as its last result says."""
-        if result.error is not None:
-            self._fail(request, result.error)
-        else:
-            self._finish(request, result.finish_reason)
+            if result.error is not None:
+                self._fail(request, result.error)
+            else:
+                self._finish(request, result.finish_reason)
+        failed = [(step.requests[request_id], reason) for request_id, reason in output.failed.items()]
+        return results + [self._fail(each, *fault_of(each, reason)) for each, reason in failed if not each.is_finished]
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request, whatever it is doing. Its results in flight will be dropped."""
@@ -356,7 +349,7 @@ class Scheduler:
         requests: dict[Request, None] = {}
         for step in self._steps.revoke(first_step_id):
             requests.update(dict.fromkeys(step.requests.values()))
-            self._removed_request_ids += step.removed_request_ids  # the runner may not have got that far
+            self._removed_request_ids += step.scheduled.removed_request_ids  # the runner may not have got that far
         return list(requests)
 
     def forget_steps(self) -> None:

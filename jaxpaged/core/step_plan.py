@@ -3,9 +3,10 @@
 Which requests get what is the scheduler's decision; this is where it keeps the record of it.
 """
 
+from itertools import compress
 from typing import NamedTuple
 
-from jaxpaged.core.request import Request
+from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.errors import EngineError
 from jaxpaged.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
@@ -14,7 +15,7 @@ class Share(NamedTuple):
     """What a request gets of a step, where it is not one decoded token in a slot that it has."""
 
     num_tokens: int
-    samples: bool
+    max_new_tokens: int
     new_block_ids: tuple[list[int], ...] | None
 
 
@@ -52,8 +53,7 @@ class InFlightStep(NamedTuple):
     """What must be known of a step when its output comes. Requests are kept as objects: an id may be used again."""
 
     requests: dict[str, Request]
-    num_samples: int
-    removed_request_ids: list[str]
+    scheduled: SchedulerOutput
 
 
 class StepsInFlight:
@@ -75,8 +75,7 @@ class StepsInFlight:
 
     def add(self, scheduled: SchedulerOutput) -> None:
         """A step of the requests that `ids_of` was last asked for."""
-        num_samples = scheduled.samples.count(True)
-        self._steps[scheduled.step_id] = InFlightStep(self._last_by_id, num_samples, scheduled.removed_request_ids)
+        self._steps[scheduled.step_id] = InFlightStep(self._last_by_id, scheduled)
 
     def take(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> InFlightStep | None:
         """The record of a step whose output is here; None when the step was empty, or revoked.
@@ -93,8 +92,11 @@ class StepsInFlight:
         while self._steps and (oldest := next(iter(self._steps))) < step_id:
             self._drop_failed_step(oldest)
         step = self._steps.pop(step_id, None)
-        if step is not None and len(output.request_ids) != step.num_samples:
+        num_given = sum(map(len, output.sampled_token_ids)) if output.pooled is None else len(output.pooled)
+        if step is not None and num_given != sum(scheduled.max_new_tokens):
             check_sampled(scheduled, output)
+            if output.pooled is None:
+                take_back(step, output)
         return step
 
     def _drop_failed_step(self, step_id: int) -> None:
@@ -113,11 +115,21 @@ class StepsInFlight:
 
 
 def check_sampled(scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
-    """Raise EngineError unless every request that samples has a token in `output`, or has failed."""
-    sampled = {request_id for request_id, samples in zip(scheduled.request_ids, scheduled.samples) if samples}
+    """Raise EngineError unless every request that could get tokens is in `output`, or has failed."""
+    sampled = set(compress(scheduled.request_ids, scheduled.max_new_tokens))
     missing, unasked = sampled - set(output.request_ids) - set(output.failed), set(output.request_ids) - sampled
     if missing or unasked:
         raise EngineError(
             f"step {scheduled.step_id} was to sample for {len(sampled)} requests, but its output has "
-            f"{len(output.request_ids)} tokens; missing {sorted(missing)[:5]}, not asked for {sorted(unasked)[:5]}."
+            f"{len(output.request_ids)}; missing {sorted(missing)[:5]}, not asked for {sorted(unasked)[:5]}."
         )
+
+
+def take_back(step: InFlightStep, output: ModelRunnerOutput) -> None:
+    """Whoever got fewer tokens than it might have has computed fewer, too, and waits for fewer."""
+    tokens = dict(zip(output.request_ids, output.sampled_token_ids, strict=True))
+    for request_id, most in zip(step.scheduled.request_ids, step.scheduled.max_new_tokens):
+        request, num_missing = step.requests[request_id], most - len(tokens.get(request_id, ()))
+        request.num_tokens_with_placeholders -= num_missing
+        if request.status is RequestStatus.RUNNING:  # a preempted one has computed nothing
+            request.num_computed_tokens -= num_missing

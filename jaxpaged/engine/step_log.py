@@ -28,8 +28,8 @@ class StepLog:
     ) -> StepRecord:
         """Note a step whose result has just been processed, now being its `update_end`, and return the record."""
         num_tokens, num_sampled, num_steps = scheduled.total_num_scheduled_tokens, len(output.request_ids), 1
-        if output.token_runs is not None:  # which may be shorter than they were scheduled
-            lengths = [len(run) for run in output.token_runs]
+        if scheduled.num_steps > 1:  # and perhaps less than that, if its requests ended
+            lengths = [len(tokens) for tokens in output.sampled_token_ids]
             num_tokens = num_sampled = sum(lengths)
             num_steps = max(lengths, default=0)
         buckets = output.buckets or StepBuckets(num_tokens, num_sampled)

@@ -32,11 +32,11 @@ class StepReader:
 
     def __init__(self, rows: RequestRows):
         self._rows = rows
-        self._shares: tuple[list[int], list[bool]] = [], []  # tokens and samples of the last step, and its arrays
+        self._shares: tuple[list[int], list[int]] = [], []  # tokens in and out of the last step, and its arrays
         self._arrays = share_arrays(*self._shares)
 
     def read(self, scheduled: SchedulerOutput) -> StepRequests:
-        shares = scheduled.num_scheduled_tokens, scheduled.samples
+        shares = scheduled.num_scheduled_tokens, scheduled.max_new_tokens
         if shares != self._shares:
             self._shares, self._arrays = shares, share_arrays(*shares)
         num_scheduled, ends, samples = self._arrays
@@ -45,10 +45,12 @@ class StepReader:
         return StepRequests(rows, num_scheduled, num_computed, seq_lens, ends, samples)
 
 
-def share_arrays(num_scheduled_tokens: list[int], samples: list[bool]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def share_arrays(
+    num_scheduled_tokens: list[int], max_new_tokens: list[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens, where they end in the step, who samples) of the requests of a step."""
-    num_scheduled = int32_array(num_scheduled_tokens)
-    return num_scheduled, num_scheduled.cumsum(dtype=np.int32), np.frombuffer(bytes(samples), bool)
+    num_scheduled, samples = int32_array(num_scheduled_tokens), int32_array(max_new_tokens) > 0
+    return num_scheduled, num_scheduled.cumsum(dtype=np.int32), samples
 
 
 def int32_array(numbers: list[int]) -> np.ndarray:

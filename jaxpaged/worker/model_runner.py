@@ -206,7 +206,7 @@ class ModelRunner:
         rows, positions, pending.request_ids = requests.rows, requests.seq_lens, scheduled.request_ids
         if not requests.samples.all():
             rows, positions = rows[requests.samples], positions[requests.samples]
-            pending.request_ids = list(itertools.compress(scheduled.request_ids, scheduled.samples))
+            pending.request_ids = list(itertools.compress(scheduled.request_ids, scheduled.max_new_tokens))
         state, full = self.state, masks_SW is not None or self.sampling_rows.any_full(rows)
         kind = "sample" if not full else "sample_full" if masks_SW is None else MASKED_KIND
         if full:
@@ -305,17 +305,22 @@ class PendingStep:
             raise EngineError(f"step {self.step_id} failed on the device: {error}") from error
 
     def _read(self) -> ModelRunnerOutput:
-        output = ModelRunnerOutput(self.step_id, self.request_ids, [], failed=self.refused, buckets=self.buckets)
+        output = ModelRunnerOutput(self.step_id, self.request_ids, failed=self.refused, buckets=self.buckets)
         output.prompt_logprobs = self._read_prompt_logprobs()
         n = len(self.request_ids)
         if n:
             tokens = np.asarray(self.tokens)[:n]
-            output.sampled_token_ids = tokens.tolist()
-            if tokens.min() < 0:
-                output.failed.update((self.request_ids[i], NOTHING_TO_DRAW) for i in np.flatnonzero(tokens < 0))
+            good = tokens >= 0
+            if not good.all():
+                output.failed.update((self.request_ids[i], NOTHING_TO_DRAW) for i in np.flatnonzero(~good))
+            if self.refused:
+                good &= [request_id not in self.refused for request_id in self.request_ids]
+            output.sampled_token_ids = tokens[:, None].tolist()
+            if not good.all():
+                output.sampled_token_ids = [line if ok else [] for line, ok in zip(output.sampled_token_ids, good)]
         if self.logprobs is not None:
-            lines = jax.device_get(self.logprobs)
-            output.logprobs = SampledLogprobs(lines.token_ids_SJ[:n], lines.logprobs_SJ[:n], lines.ranks_S[:n])
+            lines = jax.tree.map(lambda array: np.asarray(array)[:n][good], self.logprobs)
+            output.logprobs = SampledLogprobs(lines.token_ids_SJ, lines.logprobs_SJ, lines.ranks_S)
         return output
 
     def _read_prompt_logprobs(self) -> dict[str, PromptLogprobs]:

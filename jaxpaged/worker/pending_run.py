@@ -42,8 +42,8 @@ class PendingRun:
     def _read(self) -> ModelRunnerOutput:
         tokens_RI = np.asarray(self.tokens).T[: len(self.request_ids)]
         computed_RI, good_RI = tokens_RI != NOT_COMPUTED, tokens_RI >= 0
-        output = ModelRunnerOutput(self.step_id, self.request_ids, [], buckets=self.buckets)
-        output.token_runs = [run_I[good_I].tolist() for run_I, good_I in zip(tokens_RI, good_RI)]
+        output = ModelRunnerOutput(self.step_id, self.request_ids, buckets=self.buckets)
+        output.sampled_token_ids = [tokens_I[good_I].tolist() for tokens_I, good_I in zip(tokens_RI, good_RI)]
         bad_R = (computed_RI & ~good_RI).any(axis=1)
         output.failed = {self.request_ids[r]: NOTHING_TO_DRAW for r in np.flatnonzero(bad_R)}
         if self.logprobs is not None:

@@ -39,7 +39,7 @@ class PoolingRunner(ModelRunner):
         self, scheduled: SchedulerOutput, requests: StepRequests, hidden_SD: Any, pending: "PendingPooling",
         masks_SW: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        pending.request_ids = list(itertools.compress(scheduled.request_ids, scheduled.samples))
+        pending.request_ids = list(itertools.compress(scheduled.request_ids, scheduled.max_new_tokens))
         bucket = self.programs.smallest_ready("pool", len(pending.request_ids), self.sample_buckets)
         pending.buckets.sample_bucket = bucket
         pending.pooled = self._call(ProgramKey("pool", bucket), self.head, hidden_SD)
@@ -53,7 +53,7 @@ class PendingPooling(PendingStep):
     pooled: Any = None
 
     def _read(self) -> ModelRunnerOutput:
-        output = ModelRunnerOutput(self.step_id, self.request_ids, [], buckets=self.buckets)
+        output = ModelRunnerOutput(self.step_id, self.request_ids, buckets=self.buckets)
         n = len(self.request_ids)
         if n:
             output.pooled = np.asarray(self.pooled)[:n]

@@ -154,21 +154,22 @@ class SimulatedRunner:
 
     def _sample(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         output = ModelRunnerOutput(scheduled.step_id, [], [])
-        for request_id, computed, n, samples in zip(
-            scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens, scheduled.samples
-        ):
+        for request_id, computed, n, most in zip(
+            scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens,
+            scheduled.max_new_tokens,
+        ):  # fmt: skip
             row = self.rows[request_id]
             if row.is_astray(computed):
                 row.strayed = computed % VOCAB_SIZE  # any token
                 output.request_ids.append(request_id)
-                output.sampled_token_ids.append(row.strayed)
+                output.sampled_token_ids.append([row.strayed])
                 continue
-            assert samples == (computed + n == len(row.token_ids))
-            if samples:
+            assert most == (computed + n == len(row.token_ids))
+            if most:
                 row.token_ids.append(next_token(row.token_ids))
                 row.num_sampled += 1
                 output.request_ids.append(request_id)
-                output.sampled_token_ids.append(row.token_ids[-1])
+                output.sampled_token_ids.append([row.token_ids[-1]])
         return output
 
     def _run(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
@@ -176,21 +177,21 @@ class SimulatedRunner:
 
         The runner knows the stop tokens only, so an end-of-sequence token that is none of them does not end a run.
         """
-        assert not scheduled.new_requests and all(scheduled.samples)
-        assert max(scheduled.num_scheduled_tokens) == scheduled.num_steps
+        assert not scheduled.new_requests and scheduled.max_new_tokens == scheduled.num_scheduled_tokens
+        assert max(scheduled.max_new_tokens) == scheduled.num_steps
         runs: dict[str, list[int]] = {request_id: [] for request_id in scheduled.request_ids}
         places = [*zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens)]
         for i in range(scheduled.num_steps):
             going = [(name, first + i) for name, first, n in places if i < n and not self.rows[name].ended]
             names, computed, ones = [name for name, _ in going], [position for _, position in going], [1] * len(going)
-            step = SchedulerOutput(scheduled.step_id, [], [], names, ones, computed, [True] * len(going), [])
+            step = SchedulerOutput(scheduled.step_id, [], [], names, ones, computed, ones, [])
             for name, position in going:
                 if not self.rows[name].is_astray(position):
                     self._check_reads(name, position)
             self._write(step)
-            for name, token in zip(names, self._sample(step).sampled_token_ids):
-                runs[name].append(token)
-        return ModelRunnerOutput(scheduled.step_id, list(runs), [], token_runs=list(runs.values()))
+            for name, tokens in zip(names, self._sample(step).sampled_token_ids):
+                runs[name] += tokens
+        return ModelRunnerOutput(scheduled.step_id, list(runs), list(runs.values()))
 
 
 class Engine:

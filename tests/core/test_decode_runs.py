@@ -19,7 +19,7 @@ def engine_of(*prompts, max_tokens=20, depth=1, **options):
 
 
 def answer(scheduled, *runs, **fields):
-    return ModelRunnerOutput(scheduled.step_id, list(scheduled.request_ids), [], token_runs=list(runs), **fields)
+    return ModelRunnerOutput(scheduled.step_id, list(scheduled.request_ids), list(runs), **fields)
 
 
 def test_a_run_has_slots_and_placeholders_for_all_its_tokens():

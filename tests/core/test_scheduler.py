@@ -18,8 +18,8 @@ def scheduled_tokens(scheduled) -> dict[str, int]:
 
 def answer(scheduled, token: int) -> ModelRunnerOutput:
     """An output in which everybody sampled `token`."""
-    ids = [request_id for request_id, samples in zip(scheduled.request_ids, scheduled.samples) if samples]
-    return ModelRunnerOutput(scheduled.step_id, ids, [token] * len(ids))
+    ids = [request_id for request_id, most in zip(scheduled.request_ids, scheduled.max_new_tokens) if most]
+    return ModelRunnerOutput(scheduled.step_id, ids, [[token]] * len(ids))
 
 
 class TestBudget:
@@ -29,7 +29,7 @@ class TestBudget:
         steps = [engine.dispatch() for _ in range(3)]
         assert [step.num_scheduled_tokens for step in steps] == [[4], [4], [2]]
         assert [step.num_computed_tokens for step in steps] == [[0], [4], [8]]
-        assert [step.samples for step in steps] == [[False], [False], [True]]
+        assert [step.max_new_tokens for step in steps] == [[0], [0], [1]]
 
     def test_running_requests_go_first_and_prompts_fill_what_is_left(self):
         engine = Engine(max_num_batched_tokens=8)
@@ -197,7 +197,11 @@ class TestAsynchronousScheduling:
         engine.add("a", prompt_of(5))
         engine.dispatch()
         following = engine.dispatch()
-        assert (following.num_computed_tokens, following.num_scheduled_tokens, following.samples) == ([5], [1], [True])
+        assert (following.num_computed_tokens, following.num_scheduled_tokens, following.max_new_tokens) == (
+            [5],
+            [1],
+            [1],
+        )
         assert engine.scheduler.requests["a"].num_output_placeholders == 2
 
     @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -342,7 +346,7 @@ class TestPreemption:
         self.run_until_preempted(engine)
         scheduled, output = engine.in_flight.popleft()
         request = engine.scheduler.requests["b"]
-        request.stop_ids = frozenset(output.sampled_token_ids)
+        request.stop_ids = frozenset(token for tokens in output.sampled_token_ids for token in tokens)
         outputs = engine.scheduler.update_from_output(scheduled, output)
         assert [o.finish_reason for o in outputs if o.request_id == "b"] == ["stop"]
         assert not list(engine.scheduler.waiting)

@@ -22,7 +22,7 @@ def test_shares_stay_with_their_requests_and_tokens_come_back(tokens, discarded)
             plan.requests.append(each)
             plan.budget -= 1
         else:
-            plan.add(each, Share(num_tokens, True, None))
+            plan.add(each, Share(num_tokens, 1, None))
         expected[each] = num_tokens
     for number in discarded:
         plan.discard(requests[number])

@@ -70,10 +70,10 @@ class CountingExecutor:
             time.sleep(0.02)
         output = ModelRunnerOutput(scheduled.step_id, [], [])
         rows = zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens)
-        for (request_id, computed, count), samples in zip(rows, scheduled.samples):
-            if samples:
+        for (request_id, computed, count), most in zip(rows, scheduled.max_new_tokens):
+            if most:
                 output.request_ids.append(request_id)
-                output.sampled_token_ids.append(token_at(computed + count))
+                output.sampled_token_ids.append([token_at(computed + count)])
         return Done(output)
 
     def _obey(self, order: str | None) -> None:

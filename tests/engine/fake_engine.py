@@ -120,7 +120,7 @@ class FakeExecutor:
 
     def execute(self, scheduled: SchedulerOutput) -> Done:
         assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens) > 0
-        assert scheduled.num_steps == 1 or max(scheduled.num_scheduled_tokens) == scheduled.num_steps
+        assert max(scheduled.max_new_tokens) in {0, scheduled.num_steps}
         assert self.parts == {"weights", "kv_cache"}, "it sleeps"
         number = len(self.executed)
         self.executed.append(scheduled)
@@ -134,12 +134,8 @@ class FakeExecutor:
             self._add(new)
         output = ModelRunnerOutput(scheduled.step_id, [], [], prompt_logprobs={})
         lines = []
-        if scheduled.num_steps > 1:
-            output.request_ids, output.token_runs = list(scheduled.request_ids), []
-            for request_id, count in zip(scheduled.request_ids, scheduled.num_scheduled_tokens):
-                output.token_runs.append(self._run(request_id, count, lines))
-        for i, request_id in enumerate(scheduled.request_ids if scheduled.num_steps == 1 else []):
-            self._compute(request_id, scheduled, i, output, lines)
+        for i, request_id in enumerate(scheduled.request_ids):
+            (self._compute if scheduled.num_steps == 1 else self._run)(request_id, scheduled, i, output, lines)
         output.logprobs = stacked(lines)
         if self.fail_at.get(number) == "result":
             return Done(RuntimeError("the device is on fire"))
@@ -154,8 +150,7 @@ class FakeExecutor:
         start, count = scheduled.num_computed_tokens[i], scheduled.num_scheduled_tokens[i]
         end = start + count
         if row.ended and start >= len(row.token_ids):  # in a run before this step, so this means nothing
-            output.request_ids.append(request_id)
-            output.sampled_token_ids.append(0)
+            self._give(output, request_id, [0])
             lines.append(([0], [0.0], 1))
             return
         assert end <= len(row.token_ids), f"{request_id}: {end} tokens scheduled, {len(row.token_ids)} known"
@@ -166,27 +161,39 @@ class FakeExecutor:
             output.prompt_logprobs[request_id] = PromptLogprobs(
                 start + 1, sampled.token_ids, sampled.logprobs, sampled.ranks
             )
-        if not scheduled.samples[i]:
+        if not scheduled.max_new_tokens[i]:
             return
         assert end == len(row.token_ids)
+        fault = self._fault(request_id)
+        if fault is not None:
+            output.failed[request_id] = fault
+            self._draw(row, [])
+            self._give(output, request_id, [])
+        else:
+            self._give(output, request_id, [self._draw(row, lines)])
+
+    def _fault(self, request_id: str) -> str | None:
+        """Why a request gets no token."""
+        return self.bad_requests.get(request_id)
+
+    def _run(self, request_id: str, scheduled: SchedulerOutput, i: int, output: ModelRunnerOutput, lines) -> None:
+        """The tokens of a run of decode steps, up to a stop token."""
+        row, run = self.rows[request_id], []
+        while len(run) < scheduled.max_new_tokens[i] and not row.ended:
+            run.append(self._draw(row, lines))
+        self._give(output, request_id, run)
+
+    def _draw(self, row: Row, lines) -> int:
         token_id = self._sample(row)
         lines.append(self._line(row.token_ids, token_id, row.params.logprobs or 0))
         row.token_ids.append(token_id)
         row.num_sampled += 1
-        output.request_ids.append(request_id)
-        output.sampled_token_ids.append(token_id)
-        if request_id in self.bad_requests:
-            output.failed[request_id] = self.bad_requests[request_id]
+        return token_id
 
-    def _run(self, request_id: str, count: int, lines) -> list[int]:
-        """The tokens of a run of decode steps, up to a stop token."""
-        row, run = self.rows[request_id], []
-        while len(run) < count and not row.ended:
-            run.append(self._sample(row))
-            lines.append(self._line(row.token_ids, run[-1], row.params.logprobs or 0))
-            row.token_ids.append(run[-1])
-            row.num_sampled += 1
-        return run
+    @staticmethod
+    def _give(output: ModelRunnerOutput, request_id: str, token_ids: list[int]) -> None:
+        output.request_ids.append(request_id)
+        output.sampled_token_ids.append(token_ids)
 
     def _sample(self, row: Row) -> int:
         logprobs = self.model(row.token_ids)

@@ -76,7 +76,7 @@ class HalfStep:
     def draw(self, masks_SW):
         self.executor.note("draw", self.scheduled)
         self.executor.undrawn = None
-        sampling = [name for name, samples in zip(self.scheduled.request_ids, self.scheduled.samples) if samples]
+        sampling = [name for name, most in zip(self.scheduled.request_ids, self.scheduled.max_new_tokens) if most]
         assert masks_SW.shape == (len(sampling), ScriptGrammars.num_words) and masks_SW.dtype == np.uint32
         self.executor.masks = dict(zip(sampling, masks_SW))
         self.done = FakeExecutor.execute(self.executor, self.scheduled)
@@ -122,8 +122,10 @@ class MaskedExecutor(FakeExecutor):
     def _compute(self, request_id, scheduled, i, output, lines):
         self.mask_W = self.masks.get(request_id)
         super()._compute(request_id, scheduled, i, output, lines)
-        if request_id in output.request_ids and self.mask_W is not None and not self.mask_W.any():
-            output.failed[request_id] = "no token can be drawn"
+
+    def _fault(self, request_id):
+        nothing_to_draw = self.mask_W is not None and not self.mask_W.any()
+        return "no token can be drawn" if nothing_to_draw else super()._fault(request_id)
 
     def _sample(self, row):
         if self.mask_W is None or not self.mask_W.any():
@@ -173,7 +175,7 @@ def test_only_steps_in_which_such_a_request_samples_are_masked():
     run(core)
     by_step = {step.step_id: step for step in executor.executed}
     for step in by_step.values():
-        samples = [name for name, s in zip(step.request_ids, step.samples) if s]
+        samples = [name for name, most in zip(step.request_ids, step.max_new_tokens) if most]
         assert step.masked == ("a" in samples)
         assert step.num_steps == 1 or not step.masked
     assert {step.masked for step in by_step.values()} == {True, False}

@@ -30,7 +30,7 @@ def test_every_step_leaves_a_record_of_what_it_held(asynchronous):
     records, num_dropped = core.step_log.read()
     assert num_dropped == 0
     assert [(r.step_id, r.num_tokens, r.num_requests, r.num_sampled) for r in records] == [
-        (s.step_id, s.total_num_scheduled_tokens, len(s.request_ids), sum(s.samples)) for s in executor.executed
+        (s.step_id, s.total_num_scheduled_tokens, len(s.request_ids), sum(s.max_new_tokens)) for s in executor.executed
     ]
     assert [r.num_unfinished for r in records][-1] == 0
     for record in records:
@@ -61,8 +61,8 @@ def test_a_failed_step_leaves_no_record():
 
 def test_what_the_executor_padded_to_is_noted_and_without_padding_the_sizes_are():
     log = StepLog()
-    log.add(scheduled(1), ModelRunnerOutput(1, ["r"], [5], buckets=StepBuckets(8, 16, True)), 1, (0.0,) * 5)
-    log.add(scheduled(2), ModelRunnerOutput(2, ["r"], [5]), 1, (0.0,) * 5)
+    log.add(scheduled(1), ModelRunnerOutput(1, ["r"], [[5]], buckets=StepBuckets(8, 16, True)), 1, (0.0,) * 5)
+    log.add(scheduled(2), ModelRunnerOutput(2, ["r"], [[5]]), 1, (0.0,) * 5)
     padded, exact = log.read()[0]
     assert (padded.token_bucket, padded.sample_bucket, padded.full_sampler) == (8, 16, True)
     assert (exact.token_bucket, exact.sample_bucket, exact.full_sampler) == (3, 1, False)
