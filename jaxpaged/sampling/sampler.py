@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged.sampling.custom import NO_PROCESSORS, CustomProcessors
-from jaxpaged.sampling.limits import NUM_CANDIDATES, Limits, sampling_limits
+from jaxpaged.sampling.limits import Limits, LimitsMethod, least_by_kernel, sampling_limits
 from jaxpaged.sampling.logits import apply_bitmask, change_logits
 from jaxpaged.sampling.logprobs import LogprobOutput, row_logprobs
 from jaxpaged.sampling.noise import exponential_noise, position_keys
 from jaxpaged.sampling.rows import RowParams, unpack_rows
 from jaxpaged.sampling.state import SamplingState, record_tokens
+
+BY_CANDIDATES = LimitsMethod()
 
 
 @flax.struct.dataclass
@@ -31,11 +33,11 @@ class SampleOutput:
     logprobs: LogprobOutput | None = None
 
 
-def sample_plain(logits_SV: jax.Array, packed_SF: jax.Array, num_candidates: int = NUM_CANDIDATES) -> SampleOutput:
+def sample_plain(logits_SV: jax.Array, packed_SF: jax.Array, method: LimitsMethod = BY_CANDIDATES) -> SampleOutput:
     """One token per row, from float32 logits whose padding columns are -inf; `packed_SF` from `SamplingRows.pack`."""
     rows = unpack_rows(packed_SF)
     bad_S = not_a_distribution(logits_SV)
-    tokens_S, _ = draw(logits_SV, rows, num_candidates)
+    tokens_S, _ = draw(logits_SV, rows, method)
     return SampleOutput(jnp.where(bad_S, 0, tokens_S), bad_S)
 
 
@@ -48,7 +50,7 @@ def sample_full(
     max_logprobs: int,
     mask_bits_SW: jax.Array | None = None,
     custom: CustomProcessors = NO_PROCESSORS,
-    num_candidates: int = NUM_CANDIDATES,
+    method: LimitsMethod = BY_CANDIDATES,
 ) -> tuple[SamplingState, SampleOutput]:
     """As `sample_plain`, with everything that a request may ask for, in vLLM's order.
 
@@ -63,7 +65,7 @@ def sample_full(
     processed_SV = custom.apply(processed_SV, state.custom_RP[rows.row_S], rows)
     bad_S = not_a_distribution(logits_SV) | not_a_distribution(processed_SV)
 
-    tokens_S, least_S = draw(processed_SV, rows, num_candidates)
+    tokens_S, least_S = draw(processed_SV, rows, method)
     tokens_S = jnp.where(bad_S, 0, tokens_S)
     shown_SV = logits_SV
     if logprobs_mode.startswith("processed"):
@@ -73,22 +75,25 @@ def sample_full(
     return record_tokens(state, rows, tokens_S), SampleOutput(tokens_S, bad_S, logprobs)
 
 
-def draw(logits_SV: jax.Array, rows: RowParams, num_candidates: int) -> tuple[jax.Array, jax.Array]:
+def draw(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod) -> tuple[jax.Array, jax.Array]:
     """A token per row, and the least logit (after temperature) that the row could have drawn; -inf without limits.
 
-    Rows limited to their candidates need noise for those only.
+    Rows limited to their candidates need noise for those only. Where a kernel finds the limits there are none, and
+    every row that draws gets noise for all tokens.
     """
     greedy_S = first_argmax(logits_SV)
     key_S2 = position_keys(rows.seed_S2, rows.position_S)
-    no_limit_S = jnp.full(greedy_S.shape, -jnp.inf, jnp.float32)
+    no_limit_S, nothing_S = jnp.full(greedy_S.shape, -jnp.inf, jnp.float32), jnp.zeros(greedy_S.shape, bool)
 
-    def from_candidates() -> tuple[jax.Array, jax.Array, jax.Array]:
-        limits = sampling_limits(by_temperature(logits_SV, rows), rows, num_candidates)
+    def find_limits() -> tuple[jax.Array, jax.Array, jax.Array]:
+        if method.kernel:
+            return greedy_S, least_by_kernel(by_temperature(logits_SV, rows), rows, method), nothing_S
+        limits = sampling_limits(by_temperature(logits_SV, rows), rows, method.num_candidates)
         least_S = jnp.where(rows.limited_S, limits.least_S, -jnp.inf)
         return draw_narrow(limits, key_S2), least_S, limits.narrow_S & rows.limited_S
 
     narrow_tokens_S, least_S, narrow_S = jax.lax.cond(
-        jnp.any(rows.limited_S), from_candidates, lambda: (greedy_S, no_limit_S, jnp.zeros(greedy_S.shape, bool))
+        jnp.any(rows.limited_S), find_limits, lambda: (greedy_S, no_limit_S, nothing_S)
     )
     tokens_S = jax.lax.cond(
         jnp.any(rows.random_S & ~narrow_S),

@@ -22,6 +22,7 @@ from jaxpaged.models.interface import Model
 from jaxpaged.params.quantized import quantized_specs
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
+from jaxpaged.sampling.limits import LimitsMethod, choose_method
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
 from jaxpaged.worker.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
 from jaxpaged.worker.compiler_options import Options, compiler_options
@@ -120,6 +121,12 @@ class Blueprint:
         return StateLayout(self.config.scheduler.max_num_seqs, head.shape[0], self.custom.num_params)
 
     @cached_property
+    def limits(self) -> LimitsMethod:
+        """How the sampler finds what top_k, top_p and min_p leave; simulated where attention is."""
+        simulated = self.attention.backend == "tpu-interpret"
+        return choose_method(self.platform, self.mesh, self.sampling_layout.vocab_size, simulated=simulated)
+
+    @cached_property
     def kv_groups(self) -> tuple[KVCacheGroup, ...]:
         """Layers that cache alike, with the bytes that the kernel's layout takes."""
         stored_dim = kv_layout(self.attention.backend).stored_dim
@@ -207,6 +214,7 @@ class StepPrograms:
             logprobs_mode=config.model.logprobs_mode,
             max_logprobs=min(config.model.max_logprobs, blueprint.decoder.vocab_size),
             custom=blueprint.custom,
+            limits=blueprint.limits,
         )
 
     @property

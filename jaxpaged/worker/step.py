@@ -29,6 +29,7 @@ from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.sampling.custom import CustomProcessors
+from jaxpaged.sampling.limits import LimitsMethod
 from jaxpaged.sampling.logprobs import LogprobOutput, prompt_logprobs
 from jaxpaged.sampling.rows import NUM_COLUMNS, unpack_rows
 from jaxpaged.sampling.sampler import SampleOutput, sample_full, sample_plain
@@ -60,6 +61,7 @@ class StepFunctions:
     logprobs_mode: str
     max_logprobs: int
     custom: CustomProcessors
+    limits: LimitsMethod
 
     @property
     def replicated(self) -> NamedSharding:
@@ -108,7 +110,7 @@ class StepFunctions:
     def sample(self, size: int, head: Any, hidden_SD: Any, last_token_R: Any, packed_SF: Any):
         """Draw a token for the first `size` rows -> (last_token_R, tokens_S); -1 where the logits are not numbers."""
         logits_SV = self.model.compute_logits(head, self.config, hidden_SD[:size])
-        return record_sample(last_token_R, packed_SF, sample_plain(logits_SV, packed_SF))
+        return record_sample(last_token_R, packed_SF, sample_plain(logits_SV, packed_SF, self.limits))
 
     def sample_full(
         self, size: int, head: Any, hidden_SD: Any, last_token_R: Any, state: SamplingState, packed_SF: Any,
@@ -122,7 +124,7 @@ class StepFunctions:
         state, output = sample_full(
             logits_SV, state, packed_SF,
             logprobs_mode=self.logprobs_mode, max_logprobs=self.max_logprobs, mask_bits_SW=masks_SW,
-            custom=self.custom,
+            custom=self.custom, method=self.limits,
         )  # fmt: skip
         return *record_sample(last_token_R, packed_SF, output), state, output.logprobs
 

@@ -77,7 +77,9 @@ MUTANTS = (
     *_of(
         "top_k_top_p/tpu.py",
         "tpu",
-        ("the rest of a vocabulary is not read", "if V % width:", "if not V:"),
+        ("the rest of a vocabulary is not read", "if V % LANES:", "if not V:"),
+        ("registers beyond the loop are not read", "* UNROLL, num_whole):", "* UNROLL, 0):"),
+        ("the rest has no weights", "range(num_whole // UNROLL * UNROLL * LANES, V,", "range(V, V,"),
         ("top_p is searched where top_k is wanted", "wanted_2I[1, tile]", "wanted_2I[0, tile]"),
         ("the nucleus forgets the floor", "jnp.maximum(floor_S1, nucleus_S1)", "nucleus_S1"),
     ),

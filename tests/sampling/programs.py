@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.sampling.custom import NO_PROCESSORS, CustomProcessors
+from jaxpaged.sampling.limits import LimitsMethod
 from jaxpaged.sampling.rows import SamplingRows
 from jaxpaged.sampling.sampler import SampleOutput, sample_full, sample_plain
 from jaxpaged.sampling.state import SamplingState, StateLayout, load_row, load_tokens, pack_row, pack_tokens
@@ -16,9 +17,11 @@ from jaxpaged.sampling_params import SamplingParams
 
 NUM_CANDIDATES = 8  # less than the vocabularies here, so that both ways to draw are taken
 
-plain = jax.jit(functools.partial(sample_plain, num_candidates=NUM_CANDIDATES))
+BY_CANDIDATES = LimitsMethod(num_candidates=NUM_CANDIDATES)
+
+plain = jax.jit(functools.partial(sample_plain, method=BY_CANDIDATES))
 full = jax.jit(
-    functools.partial(sample_full, num_candidates=NUM_CANDIDATES),
+    functools.partial(sample_full, method=BY_CANDIDATES),
     static_argnames=("logprobs_mode", "max_logprobs", "custom"),
 )
 write_row = jax.jit(load_row)

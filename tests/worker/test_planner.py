@@ -279,10 +279,18 @@ def test_targets_without_a_compiler_are_planned_from_shapes(folder):
 
 @pytest.mark.aot_tpu
 @pytest.mark.skipif(tpu_targets.why_not() is not None, reason=str(tpu_targets.why_not()))
-def test_on_a_tpu_heads_are_split_and_no_program_copies_the_cache(folder):
+@pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
+def test_on_a_tpu_heads_are_split_and_no_program_copies_the_cache(folder, target):
     options = {"block_size": 16, "dtype": "bfloat16", "tensor_parallel_size": 2, "num_gpu_blocks_override": 50_000}
-    plan = planner(folder, parse_target("v6e:2x2"), **options).plan()
+    own = planner(folder, parse_target(target), **options)
+    plan = own.plan()
     assert plan.options["attention_backend"] == "tpu"
     assert plan.programs and [program.error for program in plan.programs if program.error] == []
     assert plan.block_bytes == 2 * 16 * 64 * 2 * 2  # keys and values of 12 numbers in 64 lanes, one head, two layers
     assert max(program.temporary_bytes for program in plan.programs) < plan.kv_bytes / 10
+    by_kind = {program.kind: program for program in plan.programs}
+    assert {"sample", "sample_full", "sample_masked", "prompt_logprobs", "decode", "decode_full"} <= by_kind.keys()
+    assert all(program.memory_bytes > 0 for kind, program in by_kind.items() if kind != "zeros")
+    assert plan.temporary_bytes > max(program.temporary_bytes for program in plan.programs)
+    drawing = [key for key in own.compiled if key.kind.startswith(("sample", "decode"))]
+    assert all("top_k_top_p" in own.compiled[key].as_text() for key in drawing)  # the kernel, on both devices

@@ -1,0 +1,67 @@
+"""The sampler with the TPU's kernel for limits, simulated: the draws are those of the candidates' way."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.sampling.limits import LimitsMethod, choose_method
+from jaxpaged.sampling.rows import SamplingRows
+from jaxpaged.sampling.sampler import sample_plain
+from jaxpaged.sampling_params import SamplingParams
+from tests.sampling.programs import Request, pack, padded, sample_plainly
+
+V = 37
+LOGITS = np.random.default_rng(7).normal(size=(12, V)).astype(np.float32) * 2
+LIMITS = (
+    {}, {"top_k": 1}, {"top_k": 5}, {"top_k": 20}, {"top_p": 0.3}, {"top_p": 0.9}, {"top_p": 0.99}, {"min_p": 0.1},
+    {"top_k": 12, "top_p": 0.8, "min_p": 0.01}, {"temperature": 0}, {"temperature": 0.4, "top_p": 0.95},
+    {"temperature": 2.0, "top_k": 30},
+)  # fmt: skip
+REQUESTS = [Request(SamplingParams(seed=11 + i, **limits), prompt=[0] * i) for i, limits in enumerate(LIMITS)]
+
+
+@functools.cache
+def kernel_program(num_devices=1):
+    method = choose_method("cpu", make_mesh(num_devices), V, simulated=True)
+    assert method.kernel == "tpu-interpret"
+    return jax.jit(functools.partial(sample_plain, method=method))
+
+
+def draw(logits_SV, requests, bucket, num_devices=1):
+    table = SamplingRows(16)
+    for row, request in enumerate(requests):
+        table.set(row, request.params)
+    packed = pack(table, range(len(requests)), requests, bucket)
+    return kernel_program(num_devices)(padded(logits_SV, bucket), packed).tokens_S[: len(requests)].tolist()
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a_kernel_draws_what_candidates_draw_for_every_limit_in_any_company(num_devices):
+    expected = [
+        int(sample_plainly(LOGITS[line : line + 1], [request]).tokens_S[0]) for line, request in enumerate(REQUESTS)
+    ]
+    assert len(set(expected)) > 5
+    assert draw(LOGITS, REQUESTS, 14, num_devices) == expected  # 14 rows: neither tiles nor devices divide them
+    assert draw(LOGITS[::-1], REQUESTS[::-1], 14, num_devices) == expected[::-1]
+    for line in (4, 8):
+        assert draw(LOGITS[line : line + 1], [REQUESTS[line]], 2, num_devices) == [expected[line]]
+
+
+def test_a_row_without_a_distribution_is_reported_and_harms_no_other():
+    broken = LOGITS.copy()
+    broken[5, 3], broken[8] = np.nan, -np.inf
+    seen, clean = draw(broken, REQUESTS, 14), draw(LOGITS, REQUESTS, 14)
+    assert [seen[5], seen[8]] == [0, 0]
+    assert [token for i, token in enumerate(seen) if i not in (5, 8)] == [
+        token for i, token in enumerate(clean) if i not in (5, 8)
+    ]
+
+
+def test_only_a_tpu_has_the_kernel_and_only_for_vocabularies_that_it_takes():
+    mesh = make_mesh(1)
+    assert choose_method("tpu", mesh, 128_256) == LimitsMethod("tpu", mesh)
+    assert choose_method("tpu", mesh, 2**20) == choose_method("cpu", mesh, V) == choose_method("gpu", mesh, V)
+    assert choose_method("gpu", mesh, V).kernel == ""
