@@ -1,16 +1,20 @@
 """Ctrl-C at any line of the engine: the books are whole afterwards, no tokens are lost, and the engine goes on."""
 
 import contextlib
+import select
 import signal
+import socket
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from jaxpaged import interrupts
 from jaxpaged.entrypoints.llm import LLM
 from jaxpaged.errors import EngineDeadError
-from jaxpaged.interrupts import Held, accepted_interrupts, held_interrupts
+from jaxpaged.interrupts import Held, Watcher, accepted_interrupts, held_interrupts
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine.fake_engine import Done, FakeExecutor, counting_model, make_engine
 
@@ -275,3 +279,70 @@ def test_a_wait_is_where_an_interrupt_is_taken(monkeypatch):
     while persistently(engine.has_unfinished_requests):
         results += engine.step()
     assert results[-1].outputs[0].token_ids == [21, 22, 23]
+
+
+# ---- a device that never answers -------------------------------------------------------------------
+
+STUCK = """
+import ctypes, signal, sys
+from jaxpaged import interrupts
+
+interrupts.watcher = lambda watcher=interrupts.Watcher(patience=0.2, reaction=0.2): watcher
+libc = ctypes.CDLL(None)
+lock = ctypes.create_string_buffer(256)  # a mutex of zeros is one that is free
+libc.pthread_mutex_lock(lock)
+signal.signal(signal.SIGINT, lambda *_: None)
+with interrupts.held_interrupts():
+    with interrupts.accepted_interrupts():
+        print("waiting", flush=True)
+        libc.pthread_mutex_lock(lock)  # in C, and no signal ends it
+"""
+
+
+def test_ctrl_c_ends_a_process_whose_device_never_answers():
+    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "waiting\n"
+        while not select.select([process.stderr], [], [], 0.3)[0]:
+            process.send_signal(signal.SIGINT)  # before anything is said, more of them mean nothing else
+            process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == "\n"
+        assert "Press Ctrl-C again" in process.stderr.readline() and process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert "the process ends" in process.stderr.read()
+        assert process.wait() == 130
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_an_interrupt_that_is_taken_late_ends_nothing(capfd):
+    def wait():
+        with held_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            while "Press Ctrl-C again" not in "".join(told):
+                told.append(capfd.readouterr().err)
+            with accepted_interrupts():
+                pytest.fail("the interrupt was not delivered")
+
+    told = []
+    quick = Watcher(patience=0.1, reaction=30.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interrupts, "watcher", lambda: quick)
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    assert not quick.is_watching and signal.set_wakeup_fd(-1) == -1
+
+
+def test_an_event_loop_keeps_its_file_descriptor():
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno())
+    try:
+        with held_interrupts():
+            assert not interrupts.watcher().is_watching
+            assert signal.set_wakeup_fd(theirs.fileno()) == theirs.fileno()
+    finally:
+        assert signal.set_wakeup_fd(before) == theirs.fileno()
+        ours.close()
+        theirs.close()
