@@ -6,10 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.cases import Case
 from pallas_kernels.testing import QUICK_COMPILE, Step, expected, make_step, tolerance
+
+
+def marks(number: int, is_quick: bool) -> Any:
+    """Of the tests that are not quick, every third is part of CI; the others are the same code with other sizes."""
+    return () if is_quick else pytest.mark.exhaustive if number % 3 else pytest.mark.slow
 
 
 def run(case: Case, step: Step, dtype: Any, backend: str, **changes: Any) -> tuple[np.ndarray, rpa.KVTensor]:

@@ -13,7 +13,7 @@ from pallas_kernels.ragged_paged_attention.cases import Case
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, quantize, token_scales, why_not
 from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 from pallas_kernels.testing import Step, make_step
-from tests.pallas_kernels.ragged_paged_attention.one_step import attend_step, case_tolerance, error
+from tests.pallas_kernels.ragged_paged_attention.one_step import attend_step, case_tolerance, error, marks
 
 CASE = Case("quantised", ((300, 1), (20, 40), (37, 1), (0, 1), (130, 3)), group_size=3, window=150)
 INT8, FP8 = jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)
@@ -99,7 +99,7 @@ QUICK = [*CASES[:3], CASES[3], CASES[7]]
 
 @pytest.mark.parametrize(
     ("backend", "case", "dtype", "kv_dtype", "kind"),
-    [pytest.param(*x, id=f"{x[0]}, {x[3]}, {x[4]}", marks=() if x in QUICK else pytest.mark.slow) for x in CASES],
+    [pytest.param(*x, id=f"{x[0]}, {x[3]}, {x[4]}", marks=marks(i, x in QUICK)) for i, x in enumerate(CASES)],
 )
 def test_attention_over_a_quantised_cache_equals_attention_over_what_it_means(
     monkeypatch, backend, case, dtype, kv_dtype, kind

@@ -16,7 +16,15 @@ from pallas_kernels.ragged_paged_attention import gpu
 from pallas_kernels.ragged_paged_attention.cases import CASES
 from pallas_kernels.ragged_paged_attention.gpu import calls, items, kernels, pieces, tiles
 from pallas_kernels.testing import make_step
-from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, check_case, error, packed, run
+from tests.pallas_kernels.ragged_paged_attention.one_step import (
+    after,
+    case_tolerance,
+    check_case,
+    error,
+    marks,
+    packed,
+    run,
+)
 
 CASE = {case.name: case for case in CASES}
 BACKEND = "gpu-interpret"
@@ -32,10 +40,10 @@ QUICK = (
 
 
 def all_cases():
-    for case, dtype in zip(CASES, itertools.cycle((jnp.bfloat16, jnp.float32, jnp.float16))):
+    for number, (case, dtype) in enumerate(zip(CASES, itertools.cycle((jnp.bfloat16, jnp.float32, jnp.float16)))):
         quick = dict(QUICK).get(case.name)
-        marks = pytest.mark.slow if quick is None else ()
-        yield pytest.param(case, quick or dtype, id=f"{case.name}, {jnp.dtype(quick or dtype)}", marks=marks)
+        name = f"{case.name}, {jnp.dtype(quick or dtype)}"
+        yield pytest.param(case, quick or dtype, id=name, marks=marks(number, quick is not None))
 
 
 @pytest.mark.parametrize(("case", "dtype"), list(all_cases()))
@@ -79,8 +87,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", [pytest.param(x, marks=marks(i, False)) for i, x in enumerate(MUTANTS)])
 def test_a_mutant_of_the_kernels_is_noticed(monkeypatch, mutant):
     name, module, original, wrong = MUTANTS[mutant]
     text = inspect.getsource(module)

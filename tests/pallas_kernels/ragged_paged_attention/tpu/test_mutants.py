@@ -14,7 +14,7 @@ from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.cases import Case
 from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 from pallas_kernels.testing import make_step
-from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, error, packed, run
+from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, error, marks, packed, run
 
 PACKAGE = "pallas_kernels.ragged_paged_attention.tpu"
 BACKEND = "tpu-interpret"
@@ -92,13 +92,13 @@ def is_right(case: Case) -> bool:
     return same and error(case, out_TNH, step) <= 10 * case_tolerance(case, jnp.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [CASE, SINKS, WINDOW], ids=["mixed", "sinks", "window"])
 def test_without_a_mutation_the_cases_pass(case):
     assert is_right(case)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MUTANTS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=marks(i, n in QUICK)) for i, n in enumerate(MUTANTS)])
 def test_a_mutant_is_noticed(monkeypatch, name):
     case, module, original, wrong = MUTANTS[name]
     apply_mutant(monkeypatch, module, original, wrong)

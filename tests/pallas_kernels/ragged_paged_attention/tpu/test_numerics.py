@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.cases import CASES, Case
 from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
-from tests.pallas_kernels.ragged_paged_attention.one_step import check_case
+from tests.pallas_kernels.ragged_paged_attention.one_step import check_case, marks
 
 CASE = {case.name: case for case in CASES}
 BACKEND = "tpu-interpret"
@@ -35,12 +35,12 @@ def is_taken(case: Case, dtype) -> bool:
 
 
 def all_cases():
-    for case, dtype in zip(CASES, itertools.cycle((jnp.float32, jnp.bfloat16))):
+    for number, (case, dtype) in enumerate(zip(CASES, itertools.cycle((jnp.float32, jnp.bfloat16)))):
         quick = dict(QUICK).get(case.name)
         dtype = quick or (dtype if is_taken(case, dtype) else jnp.float32)
         if is_taken(case, dtype):
-            marks = pytest.mark.slow if quick is None else ()
-            yield pytest.param(case, dtype, id=f"{case.name}, {jnp.dtype(dtype)}", marks=marks)
+            name = f"{case.name}, {jnp.dtype(dtype)}"
+            yield pytest.param(case, dtype, id=name, marks=marks(number, quick is not None))
 
 
 @pytest.mark.parametrize(("case", "dtype"), list(all_cases()))

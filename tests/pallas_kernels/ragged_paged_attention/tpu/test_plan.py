@@ -19,13 +19,14 @@ from pallas_kernels.ragged_paged_attention.tpu.plan import (
     write_group_of,
 )
 from pallas_kernels.testing import QUICK_COMPILE, make_step
+from tests.pallas_kernels.ragged_paged_attention.one_step import marks
 
 QUICK = (
     "decodes and prompts in any order", "block_size 48, which divides no tile", "window, no multiple of the block",
     "window of one token", "long tail", "chunk that continues a context, window", "rows with no new token",
     "padded far beyond the total", "nothing at all",
 )  # fmt: skip
-SOME_CASES = [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES]
+SOME_CASES = [pytest.param(case, id=case.name, marks=marks(i, case.name in QUICK)) for i, case in enumerate(CASES)]
 
 
 @functools.cache
