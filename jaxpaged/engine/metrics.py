@@ -5,7 +5,7 @@ This module knows no exposition format and no HTTP: `EngineMetrics.read` returns
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +98,7 @@ class EngineMetrics:
     generation_tokens: int = 0
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
     stats: SchedulerStats = field(default_factory=SchedulerStats)
+    spans_lost: Callable[[], int] | None = None  # of traces, where there are any
 
     def __post_init__(self) -> None:
         lengths = length_buckets(self.max_model_len)
@@ -192,6 +193,7 @@ class EngineMetrics:
             Counter("vllm:num_preemptions", {}, stats.num_preemptions),
             *(Counter("vllm:request_success", {"finished_reason": r}, n) for r, n in self.finished.items()),
             Counter("jaxpaged:engine_restarts", {}, num_restarts),
+            *([] if self.spans_lost is None else [Counter("jaxpaged:trace_spans_lost", {}, self.spans_lost())]),
             *(tally.read(name) for name, tally in self.tallies.items()),
             *(Gauge(f"jaxpaged:{name}", {}, value) for name, value in own.items()),
         ]

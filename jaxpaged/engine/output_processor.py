@@ -42,6 +42,8 @@ class OutputProcessor:
         self._pooler = pooler
         self._metrics = metrics
         self._tracer = tracer
+        if tracer is not None:
+            metrics.spans_lost = tracer.num_lost
         self._prompts: dict[str, PromptState] = {}
         self._sequences: dict[str, tuple[PromptState, SequenceState]] = {}  # by engine request id
         self._last_time = 0.0  # of the last step

@@ -89,6 +89,9 @@ class TraceExport:
         )
         self._provider.add_span_processor(BatchSpanProcessor(self._sender, max_queue_size=MAX_WAITING))
         self.tracer = self._provider.get_tracer("jaxpaged", __version__)
+        self._closing, self._closed = threading.Event(), threading.Event()
+        # It waits from now on, since an interpreter that ends starts no threads.
+        threading.Thread(target=self._close_when_told, name="traces-closing", daemon=True).start()
         atexit.register(self.shutdown)
 
     def room_for(self, count: int) -> bool:
@@ -109,9 +112,13 @@ class TraceExport:
     def shutdown(self) -> None:
         """Send what is left, for a few seconds at most; what comes later is dropped."""
         atexit.unregister(self.shutdown)
-        closing = threading.Thread(target=self._provider.shutdown, name="traces-closing", daemon=True)
-        closing.start()
-        closing.join(CLOSING_SECONDS)
+        self._closing.set()
+        self._closed.wait(CLOSING_SECONDS)
+
+    def _close_when_told(self) -> None:
+        self._closing.wait()
+        self._provider.shutdown()
+        self._closed.set()
 
 
 class Sender:

@@ -42,7 +42,6 @@ class RequestTracer:
         self._has_failed = False
         self.shutdown = self._export.shutdown
 
-    @property
     def num_lost(self) -> int:
         """Spans that no collector got."""
         return self._export.num_lost

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxpaged.engine import trace_export
 from jaxpaged.engine.async_llm import CHILDREN_AT_ONCE
-from jaxpaged.engine.metrics import Histogram
+from jaxpaged.engine.metrics import Counter, Histogram
 from jaxpaged.engine.prompt_state import PromptState
 from jaxpaged.engine.trace_export import check_endpoint
 from jaxpaged.engine.tracing import times_of
@@ -30,7 +32,8 @@ from tests.engine.fake_core import llm_in_thread
 from tests.engine.fake_engine import make_engine, run_to_end
 from tests.engine.fake_pooling import make_pooling_engine
 
-SERVER, INTERNAL, ERROR = 2, 1, 2  # of the protocol
+ROOT = Path(__file__).parents[2]
+SERVER, ERROR = 2, 2  # of the protocol
 ASKED = SamplingParams(max_tokens=6, temperature=0.5, top_p=0.9, seed=1, ignore_eos=True)
 
 
@@ -271,10 +274,12 @@ def test_nobody_waits_for_a_collector_and_what_waits_for_it_is_bounded(collector
     for number in range(30):
         engine.add_request(f"r{number}", [5, 6], ASKED)
     assert len(run_to_end(engine)) == 30
-    tracer = engine._output_processor._tracer
-    assert 30 * 4 - 40 - 8 <= tracer.num_lost < 30 * 4
+    num_lost = {each.name: each.value for each in engine.get_metrics() if isinstance(each, Counter)}[
+        "jaxpaged:trace_spans_lost"
+    ]
+    assert 30 * 4 - 40 - 8 <= num_lost < 30 * 4
     collector.answers.set()
-    wait_until(lambda: len(collector.spans) == 30 * 4 - tracer.num_lost)
+    wait_until(lambda: len(collector.spans) == 30 * 4 - num_lost)
     engine.add_request("after", [5, 6], ASKED)
     run_to_end(engine)
     engine.shutdown()
@@ -289,6 +294,17 @@ def test_an_engine_ends_though_the_collector_says_nothing(collector, monkeypatch
     engine, _ = make_engine(otlp_traces_endpoint=collector.endpoint)
     run(engine, [5, 6])  # it shuts the engine down
     assert collector.spans == []
+
+
+def test_what_is_left_is_sent_when_the_interpreter_ends(collector):
+    program = f"""
+from tests.engine.fake_engine import make_engine, run_to_end
+engine, _ = make_engine(otlp_traces_endpoint={collector.endpoint!r})
+engine.add_request("r", [5, 6])
+run_to_end(engine)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and len(collector.spans) == 4
 
 
 def test_a_library_that_fails_costs_the_trace_and_not_the_request(engine, collector, caplog, monkeypatch):
