@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,17 +13,50 @@ from pathlib import Path
 
 import pytest
 
+from jaxpaged.engine.trace_export import is_installed
+
 openai = pytest.importorskip("openai", reason="comes with the extra test")
 pytest.importorskip("uvicorn", reason="comes with the extra test")
 pytest.importorskip("jaxpaged.engine.async_llm", reason="serving needs AsyncLLM")
 
 ROOT = Path(__file__).parents[2]
+TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+OF_ENGINE = {"model_name"}
+HISTOGRAMS = (
+    "e2e_request_latency_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+    "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+    "request_max_num_generation_tokens",
+)  # fmt: skip
+VLLM_DASHBOARD = {
+    **{f"vllm:{name}_bucket": {"le", *OF_ENGINE} for name in HISTOGRAMS},
+    **{f"vllm:{name}_{suffix}": OF_ENGINE for name in HISTOGRAMS for suffix in ("sum", "count")},
+    **{f"vllm:{name}": OF_ENGINE for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")},
+    "vllm:prompt_tokens_total": OF_ENGINE, "vllm:generation_tokens_total": OF_ENGINE,
+    "vllm:request_success_total": {"finished_reason", *OF_ENGINE},
+}  # fmt: skip
+"""Samples, and their labels, that the dashboard which vLLM ships with asks for."""
 QUESTION = [{"role": "user", "content": "What is the capital of Portugal?"}]
 
 
 @pytest.fixture(scope="module")
-def process():
-    command = [sys.executable, "-m", "jaxpaged", "serve", "--port", "0", "--max-num-seqs", "8"]
+def collector():
+    """Where the server sends its traces; None without the libraries for that."""
+    if not is_installed("opentelemetry.sdk"):
+        yield None
+        return
+    from tests.engine.collector import http_collector
+
+    with http_collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def process(collector):
+    command = [
+        sys.executable, "-m", "jaxpaged", "serve", "--port", "0", "--grpc-port", "0", "--max-num-seqs", "8",
+        *(["--otlp-traces-endpoint", collector.endpoint] if collector else []),
+    ]  # fmt: skip
     started = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
     )
@@ -32,14 +66,19 @@ def process():
 
 
 @pytest.fixture(scope="module")
-def client(process):
+def addresses(process):
+    """Of HTTP and of gRPC."""
     lines = []
     for line in process.stderr:
         lines.append(line)
-        if "http://" in line:
-            url = "http://" + line.partition("http://")[2].split()[0]
-            return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+        if found := re.search(r"is served at (\S+) and over gRPC at (\S+) ", line):
+            return found.groups()
     raise AssertionError("".join(lines))
+
+
+@pytest.fixture(scope="module")
+def client(addresses):
+    return openai.OpenAI(base_url=f"{addresses[0]}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 def test_the_embedded_model_answers_over_http(client):
@@ -97,6 +136,33 @@ def test_ready_means_that_every_program_of_ordinary_requests_is_compiled(client)
         assert "programs that ordinary requests need are compiled" in said
         time.sleep(0.1)
     assert compiled == needed and float(needed) > 5
+
+
+def test_the_dashboard_the_alerts_and_those_of_vllm_find_what_they_ask_for(client, addresses):
+    for name in ("opentelemetry.sdk", "promql_parser"):
+        pytest.importorskip(name, reason="comes with the extra test")
+    from jaxpaged.client import Client
+    from jaxpaged.entrypoints.http.metric_help import HELP
+    from tests.configs.queries import exposed, problems
+
+    client.completions.create(model="demo", prompt="Once", max_tokens=2)
+    with Client(addresses[1]) as over_grpc:
+        assert over_grpc.answer("Once", max_tokens=2).text
+    text = ask(f"{addresses[0]}/metrics")[1]
+    assert problems(text) == []
+    there = exposed(text)
+    assert {name for name, labels in VLLM_DASHBOARD.items() if not labels <= there.get(name, set())} == set()
+    told = set(re.findall(r"^# HELP (\S+)", text, re.M))
+    assert told == set(re.findall(r"^# TYPE (\S+)", text, re.M)), "a metric without a line in metric_help.py"
+    assert {name.removesuffix("_total") for name in told} <= {name.removesuffix("_total") for name in HELP}
+
+
+def test_requests_are_traced_from_one_process_to_the_other(client, collector):
+    pytest.importorskip("opentelemetry.sdk", reason="comes with the extra test")
+    client.completions.create(model="demo", prompt="Once", max_tokens=2, extra_headers={"traceparent": TRACEPARENT})
+    while not (found := [span for span in collector.spans if span.parent_id == TRACEPARENT.split("-")[2]]):
+        time.sleep(0.1)
+    assert list(collector.below(found[0])) == ["queue", "prefill", "decode"]
 
 
 def ask(url):

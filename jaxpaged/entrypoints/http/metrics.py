@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.engine.metrics import Counter, Gauge, Histogram, Metric
+from jaxpaged.entrypoints.http.health import Health
+from jaxpaged.entrypoints.http.metric_help import HELP
 from jaxpaged.entrypoints.http.request_counts import Summary
 from jaxpaged.entrypoints.http.service import Service
 
@@ -27,25 +29,34 @@ class Metrics:
         """All metrics."""
         service = self._service
         labels = {"model_name": service.model.names[0], "engine": "0"}
-        metrics = [*service.engine.get_metrics(), *self._of_server()]
+        of_engine = service.engine.get_metrics()
+        metrics = [*of_engine, *self._of_server(of_engine)]
         own = [metric for read in service.sources for metric in read()]
         text = "".join([*exposition(metrics, labels), *exposition(own, {})])
         return Response(text, media_type=CONTENT_TYPE)
 
-    def _of_server(self) -> list[Metric]:
+    def _of_server(self, of_engine: Iterable[Metric]) -> list[Metric]:
+        """`vllm:cache_config_info` tells routers how many KV blocks there are, which the engine says once it runs."""
         service = self._service
+        labels = dict(service.model.cache_labels)
+        for metric in of_engine:
+            if metric.name == "jaxpaged:num_kv_blocks":
+                labels["num_gpu_blocks"] = f"{metric.value:.0f}"
         return [
-            Gauge("vllm:cache_config_info", service.model.cache_labels, 1),
+            Gauge("vllm:cache_config_info", labels, 1),
+            Gauge("jaxpaged:ready", {}, float(Health(service).obstacle() is None)),
             Gauge("jaxpaged:http_requests_under_way", {}, len(service.traffic)),
         ]
 
 
 def exposition(metrics: Iterable[Metric], labels: Mapping[str, str]) -> Iterator[str]:
-    """Lines of text; those of one name stand together under its type. `labels` come before a metric's own."""
+    """Lines of text; those of one name stand together under help and type. `labels` come before a metric's own."""
     by_name: dict[str, list[Metric]] = {}
     for metric in metrics:
         by_name.setdefault(metric.name, []).append(metric)
-    for group in by_name.values():
+    for name, group in by_name.items():
+        if name in HELP:
+            yield f"# HELP {exposed_name(group[0])} {HELP[name]}\n"
         yield f"# TYPE {exposed_name(group[0])} {KINDS[type(group[0])]}\n"
         for metric in group:
             yield from samples(metric, {**labels, **metric.labels})

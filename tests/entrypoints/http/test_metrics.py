@@ -6,6 +6,7 @@ import json
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpaged.engine.metrics import Counter, Gauge, Histogram
+from jaxpaged.entrypoints.http.metric_help import HELP
 from jaxpaged.entrypoints.http.metrics import exposition
 
 DASHBOARD = {
@@ -76,6 +77,41 @@ def test_counts_are_those_of_the_answers(serving):
     ends = {reason: values["vllm:request_success_total", reason] for reason in ("stop", "length", "abort", "error")}
     assert sum(ends.values()) == 9 and (ends["abort"], ends["error"]) == (1, 1)
     assert values["vllm:request_max_num_generation_tokens_count", None] == 6
+
+
+def test_every_metric_says_what_it_is_and_in_which_unit(serving):
+    async def scenario(server):
+        await server.client.post("/v1/completions", {"prompt": [7, 8, 9], "max_tokens": 5})
+        return await server.client.get("/metrics")
+
+    found = families(serving(scenario).body.decode())
+    for name, family in found.items():
+        assert family.documentation.endswith("."), f"{name} has no help in metric_help.py"
+        assert family.type != "unknown"
+    for name, text in HELP.items():
+        assert name.endswith("_seconds") == text.startswith(("From", "The mean", "The same", "Seconds")), name
+        assert name.endswith("_bytes") == text.startswith("Bytes"), name
+
+
+def test_routers_are_told_how_many_blocks_there_are(serving):
+    async def scenario(server):
+        before = families((await server.client.get("/metrics")).body.decode())
+        server.engine.executor.stats = lambda: {"num_kv_blocks": 64}
+        return before, families((await server.client.get("/metrics")).body.decode())
+
+    before, after = (each["vllm:cache_config_info"].samples[0].labels for each in serving(scenario))
+    assert (before["num_gpu_blocks"], after["num_gpu_blocks"]) == ("None", "64")
+
+
+def test_readiness_is_a_metric_too(serving):
+    async def scenario(server):
+        values = []
+        for server.engine.cold in (True, False):
+            found = families((await server.client.get("/metrics")).body.decode())
+            values.append((found["jaxpaged:ready"].samples[0].value, (await server.client.get("/ready")).status))
+        return values
+
+    assert serving(scenario) == [(0, 503), (1, 200)]
 
 
 def test_histograms_have_buckets_sum_and_count():

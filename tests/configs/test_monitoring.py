@@ -1,0 +1,91 @@
+"""The dashboard and the alert rules; `end_to_end/test_serve.py` asks whether a real server has what they ask for."""
+
+import itertools
+import re
+
+import promql_parser
+import pytest
+
+from jaxpaged.engine.metrics import Histogram
+from jaxpaged.entrypoints.http.metric_help import HELP
+from jaxpaged.entrypoints.http.metrics import exposition
+from tests.configs.queries import missing_of, needs, panels, problems, queries, rules
+
+NOT_SHOWN = {
+    "vllm:cache_config_info": "routers read it",
+    "vllm:request_inference_time_seconds": "it is prefill and decode together",
+    "jaxpaged:programs_from_bundle": "it does not change",
+    "jaxpaged:num_devices": "it does not change",
+    "jaxpaged:weight_bytes": "it does not change",
+    "jaxpaged:state_bytes": "it does not change",
+    "jaxpaged:kv_cache_bytes": "it does not change",
+}
+SUFFIXES = re.compile(r"_(total|bucket|sum|count)$")
+
+
+def test_every_query_is_one():
+    for where, query in queries():
+        promql_parser.parse(query)
+        assert list(needs(query)), f"{where} asks for nothing"
+
+
+def test_every_metric_of_the_server_is_on_the_dashboard():
+    asked = {name for where, query in queries() if where.startswith("panel") for name, _ in needs(query)}
+    shown = asked | {SUFFIXES.sub("", name) for name in asked}
+    assert set(HELP) - shown == set(NOT_SHOWN)
+
+
+def test_panels_lie_beside_one_another_and_say_what_they_show():
+    boxes = {}
+    for panel in panels():
+        place = panel["gridPos"]
+        assert place["x"] >= 0 and place["x"] + place["w"] <= 24
+        for cell in itertools.product(range(place["w"]), range(place["h"])):
+            where = place["x"] + cell[0], place["y"] + cell[1]
+            assert where not in boxes, f"{panel['title']} lies on {boxes[where]}"
+            boxes[where] = panel["title"]
+        if panel["type"] != "row":
+            assert panel["description"].endswith(".") and panel["fieldConfig"]["defaults"].get("unit", "heatmap")
+            assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+    ids = [panel["id"] for panel in panels()]
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_curve_by_a_label_has_that_label_in_its_name():
+    """Else curves of several servers could not be told apart."""
+    for panel in panels():
+        for target in panel.get("targets", ()):
+            for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
+                kept = re.search(r"by \(([^)]*)\)", target["expr"])
+                assert kept is None or label in kept[1].split(", "), target
+
+
+def test_rules_say_what_happened_and_what_to_do():
+    names = [rule["alert"] for rule in rules()]
+    assert len(set(names)) == len(names)
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert set(rule["annotations"]) == {"summary", "description"}
+
+
+def test_bounds_of_latencies_are_between_buckets_that_exist():
+    """A quantile is never above the last bucket but one, so a bound beyond it would never be exceeded."""
+    for rule in rules():
+        if "histogram_quantile" in rule["expr"]:
+            bound = float(rule["expr"].split(">")[-1])
+            assert 0 < bound <= 80
+
+
+@pytest.mark.parametrize(("query", "problem"), [
+    ("sum(rate(h_bucket[5m]))", None),
+    ('histogram_quantile(0.9, sum by (le, instance) (rate(h_bucket{job="x"}[5m])))', None),
+    ("sum(rate(h[5m]))", "asks for h, which is not there"),
+    ("rate(h_sum[5m]) / (1 + rate(h_cuont[5m]))", "asks for h_cuont, which is not there"),
+    ('h_bucket{model="m"}', "asks for model of h_bucket, which it has not"),
+    ("sum by (handler) (rate(h_count[5m])) > 1 and up == 1", "asks for handler of h_count, which it has not"),
+])  # fmt: skip
+def test_what_is_missing_is_found(query, problem):
+    text = "".join(exposition([Histogram("h", {"a": "b"}, 1, 1.0, {"+Inf": 1})], {}))
+    there = {"h_bucket": {"a", "le", "job", "instance"}, "h_sum": {"a", "job"}, "h_count": {"a", "job"}, "up": {"job"}}
+    assert list(missing_of("it", query, there)) == ([] if problem is None else [f"it {problem}"])
+    assert len(problems(text)) > 80, "that text has nothing that the dashboard asks for"
