@@ -29,10 +29,12 @@ class Responses:
         self._usage = UsageCounter(with_cached_tokens)
         self._begun = False
 
-    def of(self, output: RequestOutput) -> pb.GenerateResponse | None:
-        """The response that a result makes, or None when it brings nothing that a client sees."""
+    def write(self, output: RequestOutput, response: pb.GenerateResponse) -> bool:
+        """Write what a result says into an empty response; False when that is nothing that a client sees.
+
+        Fields are set one by one: messages that are made of values, or copied, take twice the time, for every token.
+        """
         self._usage.add(0, output)
-        response = pb.GenerateResponse(request_id=self._request_id)
         for completion in output.outputs:
             self._add(response, completion)
         if not self._begun and self._with_prompt:
@@ -42,16 +44,18 @@ class Responses:
         if output.finished:
             response.usage.CopyFrom(usage_message(self._usage.read(in_stream=True)))
         elif not response.sequences and (self._begun or not self._with_prompt):
-            return None
+            return False
+        response.request_id = self._request_id
         self._begun = True
-        return response
+        return True
 
     def _add(self, response: pb.GenerateResponse, completion: CompletionOutput) -> None:
         text, finish_reason, stop_reason = completion.text, completion.finish_reason, completion.stop_reason
         if self._new_reader is None:
             if not (text or completion.token_ids or finish_reason):
                 return
-            sequence = response.sequences.add(index=completion.index, text=text, token_ids=completion.token_ids)
+            sequence = response.sequences.add()
+            sequence.text = text
         else:
             reader = self._readers.get(completion.index)
             if reader is None:
@@ -60,13 +64,15 @@ class Responses:
             finish_reason = part.finish_reason
             if not (part.deltas or completion.token_ids or finish_reason):
                 return
-            sequence = response.sequences.add(index=completion.index, token_ids=completion.token_ids)
+            sequence = response.sequences.add()
             sequence.text = "".join(delta.content or "" for delta in part.deltas)
             sequence.reasoning = "".join(delta.reasoning or "" for delta in part.deltas)
             for call in filter(None, (delta.tool_call for delta in part.deltas)):
                 sequence.tool_calls.add(
                     index=call.index, id=call.id or "", name=call.name or "", arguments=call.arguments
                 )
+        sequence.index = completion.index
+        sequence.token_ids.extend(completion.token_ids)
         if completion.logprobs:
             sequence.logprobs.extend(candidates(each) for each in completion.logprobs)
         if finish_reason is not None:

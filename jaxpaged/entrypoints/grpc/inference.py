@@ -8,7 +8,7 @@ from jaxpaged.entrypoints.grpc import requests
 from jaxpaged.entrypoints.grpc.answers import Responses, usage_message, vectors
 from jaxpaged.entrypoints.grpc.multiplexer import Multiplexer
 from jaxpaged.entrypoints.http.errors import client_names
-from jaxpaged.entrypoints.http.generation import GenerationRequest, stream
+from jaxpaged.entrypoints.http.generation import GenerationRequest, Numbered, stream
 from jaxpaged.entrypoints.http.health import Health
 from jaxpaged.entrypoints.http.openai.chat import ChatCompletions
 from jaxpaged.entrypoints.http.openai.completions import Completions
@@ -37,9 +37,11 @@ class Inference:
 
     async def Generate(self, request: pb.GenerateRequest, caller: str) -> AsyncGenerator[pb.GenerateResponse]:
         generation, responses = await self.prepared(request, caller)
-        async with aclosing(self.generated(generation, responses)) as messages:
-            async for message in messages:
-                yield message
+        async with aclosing(self.results(generation)) as results:
+            async for _, output in results:
+                response = pb.GenerateResponse()
+                if responses.write(output, response):
+                    yield response
 
     async def GenerateStream(
         self, given: AsyncIterator[pb.GenerateStreamRequest], caller: str
@@ -67,15 +69,9 @@ class Inference:
             with_cached_tokens=service.options.enable_prompt_tokens_details,
         )
 
-    async def generated(
-        self, generation: GenerationRequest, responses: Responses
-    ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Responses as they come. Closing the generator ends the request."""
-        async with aclosing(stream(self._service.engine, self._service.traffic, generation)) as results:
-            async for _, output in results:
-                message = responses.of(output)
-                if message is not None:
-                    yield message
+    def results(self, generation: GenerationRequest) -> AsyncGenerator[Numbered]:
+        """Results as they come. Closing the generator ends the request."""
+        return stream(self._service.engine, self._service.traffic, generation)
 
     async def abort(self, generation: GenerationRequest) -> None:
         """End a request; what reads its results gets the last one."""

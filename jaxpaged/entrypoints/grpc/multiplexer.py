@@ -1,23 +1,28 @@
 """Many requests on one stream of messages: `GenerateStream`.
 
-Every request is a task; what they have to say goes through one queue of a few messages. A client that reads slowly
-fills it, and then the tasks wait: the engine goes on, and joins what is new of each sequence into one result meanwhile.
-So a slow client costs memory for its texts alone, and holds up nobody else.
+Every request is a task. What they have to say is gathered in one message until the one before is written, so a step of
+the engine costs one message, however many requests it serves: writing takes longer than making a dozen events. In the
+gathered message a request has one response at most; its task waits before the next. The engine goes on, and joins what
+is new of each sequence into one result meanwhile. So a slow client costs memory for its texts alone, and holds up
+nobody else.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Protocol
 
 from jaxpaged.entrypoints.grpc.answers import Responses
 from jaxpaged.entrypoints.grpc.errors import told
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.generation import GenerationRequest
+from jaxpaged.entrypoints.http.generation import GenerationRequest, Numbered
+from jaxpaged.messages import RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
 
 MAX_OPEN = 1024
 """Requests under way on one stream."""
-QUEUE_LENGTH = 16
+MAX_MESSAGE_BYTES = 2**20
+"""A longer message has one event only. Clients take four times as much unless told otherwise."""
 
 
 class Generator(Protocol):
@@ -25,7 +30,7 @@ class Generator(Protocol):
 
     async def prepared(self, request: pb.GenerateRequest, caller: str) -> tuple[GenerationRequest, Responses]: ...
 
-    def generated(self, generation: GenerationRequest, responses: Responses) -> AsyncGenerator[pb.GenerateResponse]: ...
+    def results(self, generation: GenerationRequest) -> AsyncGenerator[Numbered]: ...
 
     async def abort(self, generation: GenerationRequest) -> None: ...
 
@@ -34,9 +39,16 @@ class Call:
     """A request under way."""
 
     def __init__(self) -> None:
-        self.task: asyncio.Task | None = None
         self.generation: GenerationRequest | None = None  # None: it is being prepared
         self.aborted = False
+
+
+class Gathered:
+    """What was said since the last message."""
+
+    def __init__(self) -> None:
+        self.message = pb.GenerateStreamResponse()
+        self.taken = asyncio.Event()
 
 
 class Multiplexer:
@@ -45,8 +57,12 @@ class Multiplexer:
     def __init__(self, generator: Generator, caller: str):
         self._generator = generator
         self._caller = caller
-        self._calls: dict[str, Call] = {}
-        self._queue: asyncio.Queue[pb.GenerateStreamResponse | Exception | None] = asyncio.Queue(QUEUE_LENGTH)
+        self._calls: dict[str, Call] = {}  # whose ids are in use
+        self._tasks: set[asyncio.Task] = set()  # of these, and of those whose last words are not taken yet
+        self._gathered = Gathered()
+        self._news = asyncio.Event()
+        self._ended = False  # nothing more will be said
+        self._error: Exception | None = None  # for which the whole stream ends
 
     async def responses(
         self, given: AsyncIterator[pb.GenerateStreamRequest]
@@ -54,26 +70,31 @@ class Multiplexer:
         """What all requests say, until the client has closed its side and all are done. Raises what reading raises."""
         reading = asyncio.ensure_future(self._read(given))
         try:
-            while (item := await self._queue.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
+            while not self._ended:
+                await self._news.wait()
+                self._news.clear()
+                gathered, self._gathered = self._gathered, Gathered()
+                gathered.taken.set()
+                for message in in_parts(gathered.message):
+                    yield message
+            if self._error is not None:
+                raise self._error
         finally:
-            tasks = [reading, *(call.task for call in self._calls.values())]
+            tasks = [reading, *self._tasks]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, given: AsyncIterator[pb.GenerateStreamRequest]) -> None:
-        last: Exception | None = None
         try:
             async for message in given:
                 await self._take(message)
         except Exception as error:
-            last = error
+            self._error = error
         else:
-            await asyncio.gather(*(call.task for call in self._calls.values()))
-        await self._queue.put(last)
+            await asyncio.gather(*self._tasks)
+        self._ended = True
+        self._news.set()
 
     async def _take(self, message: pb.GenerateStreamRequest) -> None:
         match message.WhichOneof("action"):
@@ -90,14 +111,16 @@ class Multiplexer:
             raise HttpError(400, "request_id is missing, so nobody could tell its answer. Give one.", "request_id")
         if request_id in self._calls:
             raise HttpError(400, f"request_id {request_id!r} is in use on this stream. Choose another.", "request_id")
-        if len(self._calls) >= MAX_OPEN:
-            await self._put_error(request_id, HttpError(
+        if len(self._tasks) >= MAX_OPEN:
+            await self._say_last(request_id, error=told(HttpError(
                 429, f"{MAX_OPEN} requests are under way on this stream. Wait until one is done.",
                 headers={"Retry-After": "1"},
-            ))  # fmt: skip
+            ))[1])  # fmt: skip
             return
         call = self._calls[request_id] = Call()
-        call.task = asyncio.ensure_future(self._run(request, call))
+        task = asyncio.ensure_future(self._run(request, call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _abort(self, request_id: str) -> None:
         """Unknown ids pass: the request may have ended meanwhile."""
@@ -108,25 +131,63 @@ class Multiplexer:
                 await self._generator.abort(call.generation)
 
     async def _run(self, request: pb.GenerateRequest, call: Call) -> None:
-        request_id = request.request_id
+        last: dict[str, pb.Done | pb.Error] = {"done": pb.Done()}
         try:
             generation, responses = await self._generator.prepared(request, self._caller)
             if call.aborted:
-                sequences = [pb.SequenceDelta(index=i, finish_reason="abort") for i in range(generation.params.n)]
-                await self._put(request_id, pb.GenerateResponse(request_id=request_id, sequences=sequences))
+                self._say_aborted(request.request_id, generation.params.n)
             else:
                 call.generation = generation
-                async for response in self._generator.generated(generation, responses):
-                    await self._put(request_id, response)
+                await self._say_results(request.request_id, generation, responses)
         except Exception as error:
-            del self._calls[request_id]
-            await self._put_error(request_id, error)
-        else:
-            del self._calls[request_id]
-            await self._queue.put(pb.GenerateStreamResponse(request_id=request_id, done=pb.Done()))
+            last = {"error": told(error)[1]}
+        del self._calls[request.request_id]
+        await self._say_last(request.request_id, **last)
 
-    async def _put(self, request_id: str, response: pb.GenerateResponse) -> None:
-        await self._queue.put(pb.GenerateStreamResponse(request_id=request_id, response=response))
+    async def _say_results(self, request_id: str, generation: GenerationRequest, responses: Responses) -> None:
+        said = None  # where the last response was written
+        async with aclosing(self._generator.results(generation)) as results:
+            async for _, output in results:
+                while said is self._gathered:
+                    await said.taken.wait()
+                said = self._say(request_id, output, responses) or said
 
-    async def _put_error(self, request_id: str, error: Exception) -> None:
-        await self._queue.put(pb.GenerateStreamResponse(request_id=request_id, error=told(error)[1]))
+    def _say(self, request_id: str, output: RequestOutput, responses: Responses) -> Gathered | None:
+        """Where a result was written; None when it says nothing."""
+        events = self._gathered.message.events
+        event = events.add()
+        if not responses.write(output, event.response):
+            del events[-1]
+            return None
+        event.request_id = request_id
+        self._news.set()
+        return self._gathered
+
+    def _say_aborted(self, request_id: str, n: int) -> None:
+        """That a request was aborted before it began."""
+        response = self._gathered.message.events.add(request_id=request_id).response
+        response.request_id = request_id
+        response.sequences.extend(pb.SequenceDelta(index=i, finish_reason="abort") for i in range(n))
+        self._news.set()
+
+    async def _say_last(self, request_id: str, **event: pb.Done | pb.Error) -> None:
+        """How a request ended. Returns when that was taken."""
+        gathered = self._gathered
+        gathered.message.events.add(request_id=request_id, **event)
+        self._news.set()
+        await gathered.taken.wait()
+
+
+def in_parts(message: pb.GenerateStreamResponse) -> list[pb.GenerateStreamResponse]:
+    """The events in as many messages as it takes for none to be very long; no message without events."""
+    if message.ByteSize() <= MAX_MESSAGE_BYTES:
+        return [message] if message.events else []
+    parts, size = [pb.GenerateStreamResponse()], 0
+    for event in message.events:
+        num_bytes = event.ByteSize()
+        if size and size + num_bytes > MAX_MESSAGE_BYTES:
+            parts.append(pb.GenerateStreamResponse())
+            size = 0
+        parts[-1].events.append(event)
+        size += num_bytes
+    return parts

@@ -1,11 +1,13 @@
 """`GenerateStream`: many requests on one stream."""
 
 import asyncio
+import contextlib
 
 import grpc
 import pytest
 
 from jaxpaged.entrypoints.grpc import multiplexer
+from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from tests.entrypoints.grpc.conftest import Gate
 
@@ -17,12 +19,20 @@ def wanted(request_id, text="ab", **params):
 
 
 async def talk(server, messages):
-    """All that comes back when the client says this and closes its side."""
-    return [message async for message in server.stub.GenerateStream(iter(messages))]
+    """All events that come back when the client says this and closes its side."""
+    return [event async for event in reading(server.stub.GenerateStream(iter(messages)))]
 
 
-def ids_of(messages, request_id):
-    own = [each.response for each in messages if each.request_id == request_id and each.HasField("response")]
+async def reading(call):
+    """The events of a call."""
+    while (message := await call.read()) is not grpc.aio.EOF:
+        assert message.events
+        for event in message.events:
+            yield event
+
+
+def ids_of(events, request_id):
+    own = [each.response for each in events if each.request_id == request_id and each.HasField("response")]
     return [token for response in own for sequence in response.sequences for token in sequence.token_ids]
 
 
@@ -72,8 +82,11 @@ def test_an_id_may_be_used_again_when_its_request_is_done(serving):
         ids = []
         for _ in range(2):
             await call.write(wanted("again"))
-            while not (message := await call.read()).HasField("done"):
-                ids += [token for each in message.response.sequences for token in each.token_ids]
+            done = False
+            while not done:
+                for event in (await call.read()).events:
+                    done = event.HasField("done")
+                    ids += [token for each in event.response.sequences for token in each.token_ids]
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
         return ids
@@ -87,7 +100,7 @@ def test_one_request_is_aborted_and_the_others_go_on(serving):
         server.engine.go_on = Gate(1)
         call = server.stub.GenerateStream()
         await call.write(wanted("long", max_tokens=40))
-        first = await call.read()
+        [first] = (await call.read()).events
         await call.write(wanted("other"))
         await call.write(pb.GenerateStreamRequest(abort="long"))
         await call.write(pb.GenerateStreamRequest(abort="nobody"))
@@ -95,10 +108,7 @@ def test_one_request_is_aborted_and_the_others_go_on(serving):
         while not server.engine.aborted:
             await asyncio.sleep(0.01)
         server.engine.go_on.set()
-        messages = [first]
-        while (message := await call.read()) is not grpc.aio.EOF:
-            messages.append(message)
-        return messages
+        return [first, *[event async for event in reading(call)]]
 
     messages = serving(scenario)
     last = [each.response for each in messages if each.request_id == "long" and each.HasField("response")][-1]
@@ -114,7 +124,7 @@ def test_too_many_at_a_time_are_told_to_wait(serving, monkeypatch):
         call = server.stub.GenerateStream()
         for name in "abc":
             await call.write(wanted(name))
-        refusal = await call.read()
+        [refusal] = (await call.read()).events
         server.engine.go_on.set()
         await call.done_writing()
         rest = [message async for message in reading(call)]
@@ -125,11 +135,6 @@ def test_too_many_at_a_time_are_told_to_wait(serving, monkeypatch):
     assert refusal.error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
     assert refusal.error.retry_after_seconds > 0
     assert {message.request_id for message in rest} == {"a", "b"}
-
-
-async def reading(call):
-    while (message := await call.read()) is not grpc.aio.EOF:
-        yield message
 
 
 def test_a_client_that_leaves_ends_all_its_requests(serving):
@@ -150,34 +155,84 @@ def test_a_client_that_leaves_ends_all_its_requests(serving):
     serving(scenario)
 
 
-def test_a_slow_reader_is_held_by_a_bounded_queue_and_holds_nobody_else():
-    """The tasks wait at the queue when nobody reads: what is made meanwhile stays with the engine."""
-    made = []
+class Endless:
+    """Three requests, or as many as `given` brings, of which each has a result whenever it is asked for one."""
 
-    class Endless:
-        async def prepared(self, request, caller):
-            return None, None
+    def __init__(self, length=None):
+        self.num_made = 0
+        self._length = length  # of the text of a response
 
-        async def generated(self, generation, responses):
-            while True:
-                made.append(1)
-                yield pb.GenerateResponse()
+    async def prepared(self, request, caller):
+        return None, self
+
+    async def results(self, generation):
+        while True:
+            self.num_made += 1
+            yield 0, None
+            await asyncio.sleep(0)
+
+    def write(self, output, response):
+        response.sequences.add(text="x" * (self._length or 1))
+        return True
+
+    async def abort(self, generation):
+        raise AssertionError
+
+
+async def messages_of(engine, names, num_messages):
+    """The first messages of a stream with these requests, when the client reads one and then does something else."""
+
+    async def given():
+        for name in names:
+            yield wanted(name)
+        await asyncio.Event().wait()
+
+    messages = []
+    async with contextlib.aclosing(multiplexer.Multiplexer(engine, "me").responses(given())) as responses:
+        for _ in range(num_messages):
+            messages.append(await anext(responses))
+            for _ in range(100):
                 await asyncio.sleep(0)
+    return messages
 
-        async def abort(self, generation):
-            raise AssertionError
+
+def test_a_slow_reader_gets_one_response_of_each_request_at_a_time():
+    """The tasks wait when nobody reads: what is made meanwhile stays with the engine."""
+    engine = Endless()
+    messages = asyncio.run(messages_of(engine, "abc", 4))
+    for message in messages[1:]:
+        assert sorted(event.request_id for event in message.events) == ["a", "b", "c"]
+    assert engine.num_made <= 3 * (len(messages) + 2)  # one waits in the next message, and one in its task
+
+
+def test_no_message_is_longer_than_clients_take():
+    messages = asyncio.run(messages_of(Endless(multiplexer.MAX_MESSAGE_BYTES // 2 - 100), "abcde", 8))
+    assert max(message.ByteSize() for message in messages) <= multiplexer.MAX_MESSAGE_BYTES
+    assert max(len(message.events) for message in messages) == 2
+
+
+def test_requests_that_end_while_nobody_reads_are_bounded(monkeypatch):
+    """Their last words wait, and count as under way until they are read: a client that asks and never reads is told
+    to wait, and then its requests are not even looked at."""
+    monkeypatch.setattr(multiplexer, "MAX_OPEN", 4)
+    refused = []
+
+    class Refusing(Endless):
+        async def prepared(self, request, caller):
+            refused.append(request.request_id)
+            raise HttpError(400, "no")
 
     async def run():
         async def given():
-            for name in "abc":
-                yield wanted(name)
-            await asyncio.Event().wait()
+            for number in range(100):
+                yield wanted(str(number))
 
-        responses = multiplexer.Multiplexer(Endless(), "me").responses(given())
-        await anext(responses)
-        for _ in range(1000):
-            await asyncio.sleep(0)
-        await responses.aclose()
+        async with contextlib.aclosing(multiplexer.Multiplexer(Refusing(), "me").responses(given())) as responses:
+            await anext(responses)
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert len(refused) < 20
+            events = [event async for message in responses for event in message.events]
+            return len(events)
 
-    asyncio.run(run())
-    assert len(made) <= multiplexer.QUEUE_LENGTH + 3 + 1
+    assert asyncio.run(run()) > 80
