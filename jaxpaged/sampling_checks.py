@@ -23,6 +23,8 @@ def checked_float(
     name: str, value: Any, minimum: float = -math.inf, maximum: float = math.inf, above: float = -math.inf
 ) -> float:
     """`value` as a float, or RequestError."""
+    if type(value) is float and minimum <= value <= maximum and above < value < math.inf:  # as nearly always
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} is {shown(value)}; it must be a number.", name)
     try:
@@ -40,6 +42,8 @@ def checked_float(
 
 
 def check_int(name: str, value: Any, minimum: int, maximum: int, hint: str = "") -> None:
+    if type(value) is int and minimum <= value <= maximum:
+        return
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} is {shown(value)}; it must be a whole number.", name)
     if not minimum <= value <= maximum:
@@ -60,6 +64,8 @@ def check_count(name: str, count: int, minimum: int, maximum: int) -> None:
 
 def checked_texts(name: str, value: Any) -> list[str]:
     """`value` as a list of non-empty texts."""
+    if value is None or (type(value) is list and not value):
+        return []
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise RequestError(f"{name} is {shown(value)}; it must be a text or a list of texts.", name)

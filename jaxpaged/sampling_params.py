@@ -54,6 +54,7 @@ LEAST_TEMPERATURE = 0.01
 RANDOM_SEED = -1
 """What `seed` is for another result in every run."""
 
+CONTAINERS = (list, dict)
 FILLED_IN = ("bad_words_token_ids", "thinking_token_ids")
 """Fields that no request sets."""
 
@@ -68,6 +69,8 @@ class RequestOutputKind(enum.IntEnum):
 
 def checked_output_kind(value: Any) -> RequestOutputKind:
     """A member, or its number or name."""
+    if type(value) is RequestOutputKind:
+        return value
     if isinstance(value, str) and value.upper() in RequestOutputKind.__members__:
         return RequestOutputKind[value.upper()]
     if isinstance(value, int) and not isinstance(value, bool) and value in list(RequestOutputKind):
@@ -163,7 +166,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
         containers = {
             name: value.copy()
             for name in self.__struct_fields__
-            if isinstance(value := getattr(self, name), list | dict)
+            if isinstance(value := getattr(self, name), CONTAINERS)
         }
         return msgspec.structs.replace(self, **containers)
 

@@ -217,6 +217,8 @@ class InputProcessor:
         if not ids:
             raise RequestError("the prompt has no token ids. Give it at least one.", "prompt")
         ids = truncation.cut(ids, self.max_model_len - 1)
+        if set(map(type, ids)) == {int} and 0 <= min(ids) <= max(ids) < self.vocab_size:
+            return list(ids)
         for position, token_id in enumerate(ids):
             whole = isinstance(token_id, Integral) and not isinstance(token_id, bool)
             if not whole or not 0 <= token_id < self.vocab_size:

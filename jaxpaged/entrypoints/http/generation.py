@@ -5,7 +5,7 @@ This module knows neither what the prompts are nor what the results become.
 
 import asyncio
 import contextlib
-import uuid
+import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -46,7 +46,7 @@ class GenerationRequest:
     names: Mapping[str, str] = MappingProxyType({})
     beams: BeamSearchParams | None = None
     repeats_prompt: bool = False  # in the answer
-    unique: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    unique: str = field(default_factory=lambda: os.urandom(4).hex())
 
     def engine_id(self, number: int) -> str:
         """The engine's id of prompt `number`: no two requests have the same, whatever ids clients choose."""

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpaged.engine.metrics import Counter, Metric, Tally
 from jaxpaged.entrypoints.http.access_log import log_request
+from jaxpaged.entrypoints.http.sse import SEND_PIECE
 
 FINE_BUCKETS = (.01, .025, .05, .075, .1, .25, .5, .75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)  # fmt: skip
 COARSE_BUCKETS = (.1, .5, 1)  # fmt: skip
@@ -132,6 +133,7 @@ class CountRequests:
                 status = message["status"]
             return send(message)
 
+        scope[SEND_PIECE] = sent
         try:
             await self._app(scope, received, sent)
         finally:

@@ -15,6 +15,9 @@ from jaxpaged.entrypoints.http.errors import HttpError, as_http_error, error_res
 
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+SEND_PIECE = "jaxpaged.send_piece"
+"""Where a scope has the `send` of the outermost layer. Layers between look at how an answer begins; pieces of one that
+has begun go by them, since streams have one for every token."""
 CLIENT_CLOSED_REQUEST = 499
 """What logs show for a request whose client did not wait for the answer; nobody receives it."""
 
@@ -56,7 +59,8 @@ class EventStream(Response):
             except Exception as error:
                 await error_response(as_http_error(error))(scope, receive, send)
             else:
-                await self._send_all(first, send)
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await self._send_all(first, scope.get(SEND_PIECE, send))
 
         try:
             await until_disconnect(receive, answer())
@@ -64,7 +68,6 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _send_all(self, first: bytes, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send_piece(send, first)
         try:
             if self._interval:
@@ -111,7 +114,7 @@ async def until_disconnect[T](receive: Receive, work: Coroutine[Any, Any, T]) ->
         leaving.cancel()
         if not working.done():
             working.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+            await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def disconnected(receive: Receive) -> None:

@@ -44,6 +44,7 @@ class Traffic:
         self._max_queued = max_queued
         self._max_queued_tokens = max_queued_tokens
         self._loads: dict[int, Load] = {}  # by number of the HTTP request, oldest first
+        self._num_sequences = 0  # of all of them
         self._numbers = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -68,11 +69,13 @@ class Traffic:
         self._check_room(load)
         number = next(self._numbers)
         self._loads[number] = load
+        self._num_sequences += load.num_sequences
         self._idle.clear()
         try:
             yield
         finally:
             del self._loads[number]
+            self._num_sequences -= load.num_sequences
             if not self._loads:
                 self._idle.set()
 
@@ -100,6 +103,8 @@ class Traffic:
     def _check_room(self, load: Load) -> None:
         if self.draining:
             raise HttpError(503, "The server is shutting down. Send the request to another one.", headers=RETRY_AFTER)
+        if self._max_queued is None and self._max_queued_tokens is None:
+            return
         sequences, tokens = self._queued_with(load)
         if self._max_queued is not None and sequences > self._max_queued:
             raise self._full(f"{sequences} sequences would wait, but at most {self._max_queued} may")
@@ -108,6 +113,8 @@ class Traffic:
 
     def _queued_with(self, load: Load) -> tuple[int, int]:
         """Sequences and prompt tokens that wait once `load` is in: what the oldest leave no place for."""
+        if self._num_sequences + load.num_sequences <= self._max_running:
+            return 0, 0
         places, sequences, tokens = self._max_running, 0, 0
         for each in itertools.chain(self._loads.values(), [load]):
             waiting = max(each.num_sequences - places, 0)
