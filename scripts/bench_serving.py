@@ -6,8 +6,9 @@
     python scripts/bench_serving.py --grpc ...                         # over gRPC too, in turn with HTTP
 
 Every stream is a connection that asks `--requests` times, one after the other, for `--tokens` tokens of a prompt of its
-own. The client is this process, the server another one. "tokens/CPU-s" are tokens per second of CPU time of the
-server's process, so other programs on the machine, and this client, do not count in it.
+own; "gRPC stream" asks for all of them by one call of `GenerateStream`. The client is this process, the server another
+one. "tokens/CPU-s" are tokens per second of CPU time of the server's process, so other programs on the machine, and
+this client, do not count in it.
 
 With `--free` scheduler, detokeniser, HTTP and events are the real ones, in one thread; the executor returns the same
 token for ever. Without it `jaxpaged serve` is started, and for each number of streams the same prompts go through an
@@ -21,137 +22,26 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from serving_clients import Load, Place, load, prompt_ids
 
 ME = Path(__file__).resolve()
 COLUMNS = {
-    "over": "s", "streams": "d", "requests/s": ".1f", "tokens/s": ".0f", "TTFT p50 ms": ".1f", "TTFT p99 ms": ".1f",
+    "over": ">11s", "streams": "d", "requests/s": ".1f", "tokens/s": ".0f", "TTFT p50 ms": ".1f", "TTFT p99 ms": ".1f",
     "chunk gap p50 ms": ".2f", "chunk gap p99 ms": ".2f", "tokens/chunk": ".2f", "tokens/CPU-s": ".0f",
     "offline tokens/s": ".0f", "overhead": ".1%",
 }  # fmt: skip
 """What is measured, and how it is written."""
+
 Row = dict[str, float | str | None]
-
-
-@dataclass
-class Stream:
-    """When what came of one request. Times are seconds."""
-
-    first: float  # from the request to its first token
-    gaps: list[float]  # between chunks
-    num_tokens: int
-
-    @property
-    def num_chunks(self) -> int:
-        """At most the number of tokens: to a client that is slower than the engine several come in one."""
-        return 1 + len(self.gaps)
-
-
-@dataclass
-class Load:
-    """All requests of one measurement."""
-
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    streams: list[Stream] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(stream.num_tokens for stream in self.streams)
-
-
-# ---- the client
-
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-def prompt_ids(stream: int, request: int, length: int) -> list[int]:
-    """Ids that no other request begins with, so that the prefix cache is of no help."""
-    return [300 + stream % 997, 300 + request % 997, *(300 + (stream + i) % 997 for i in range(length - 2))]
-
-
-async def ask(connection: Connection, host: str, prompt: list[int], num_tokens: int) -> Stream:
-    """One request over a connection that is kept."""
-    reader, writer = connection
-    body = json.dumps(
-        {
-            "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()  # fmt: skip
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    begin = time.perf_counter()
-    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    times, usage = [], b""
-    async for line in reader:
-        if line.startswith(b"data: {"):
-            if b'"usage"' in line:
-                usage = line
-            else:
-                times.append(time.perf_counter())
-        elif line == b"0\r\n":  # the last piece of the answer
-            await reader.readline()
-            break
-    if not usage:
-        raise SystemExit("the server did not answer as expected. Run it by hand to see why.")
-    counted = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
-    return Stream(times[0] - begin, np.diff(times).tolist(), counted)
-
-
-async def ask_grpc(stub: Any, prompt: list[int], num_tokens: int) -> Stream:
-    """One call of `Generate`."""
-    from jaxpaged.proto import jaxpaged_pb2 as pb
-
-    params = pb.SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0)
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling_params=params)
-    begin, times = time.perf_counter(), []
-    counted = 0
-    async for response in stub.Generate(request):
-        times.append(time.perf_counter())
-        counted += sum(len(each.token_ids) for each in response.sequences)
-    return Stream(times[0] - begin, np.diff(times).tolist(), counted)
-
-
-async def load(place: str, pid: int, args: argparse.Namespace, num_streams: int) -> Load:
-    """Ask over `num_streams` connections at a time: HTTP at a URL, gRPC at any other place."""
-    result = Load()
-
-    def prompt_of(number: int, request: int) -> list[int]:
-        return prompt_ids(number, request, args.prompt_tokens)
-
-    async def connection(number: int) -> None:
-        host, _, port = place.removeprefix("http://").partition(":")
-        opened = await asyncio.open_connection(host, int(port), limit=2**20)
-        for request in range(args.requests):
-            result.streams.append(await ask(opened, host, prompt_of(number, request), args.tokens))
-        opened[1].close()
-
-    async def channel(number: int) -> None:
-        import grpc
-
-        from jaxpaged.proto.jaxpaged_pb2_grpc import InferenceStub
-
-        own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
-        async with grpc.aio.insecure_channel(place, own) as opened:
-            stub = InferenceStub(opened)
-            for request in range(args.requests):
-                result.streams.append(await ask_grpc(stub, prompt_of(number, request), args.tokens))
-
-    connection = connection if place.startswith("http://") else channel
-    cpu, begin = cpu_seconds(pid), time.perf_counter()
-    await asyncio.gather(*(connection(number) for number in range(num_streams)))
-    result.seconds, result.cpu_seconds = time.perf_counter() - begin, cpu_seconds(pid) - cpu
-    return result
 
 
 def wait_for_programs(url: str) -> None:
@@ -171,17 +61,11 @@ def wait_for_programs(url: str) -> None:
         time.sleep(1)
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far, without its children."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def measured(place: str, num_streams: int, result: Load, offline: float | None) -> Row:
+def measured(place: Place, num_streams: int, result: Load, offline: float | None) -> Row:
     """The columns of one measurement; None for what was not measured."""
     rate, num_chunks = result.num_tokens / result.seconds, sum(stream.num_chunks for stream in result.streams)
     values = (
-        "HTTP" if place.startswith("http://") else "gRPC",
+        place.over,
         num_streams,
         len(result.streams) / result.seconds,
         rate,
@@ -300,12 +184,13 @@ def main() -> None:
     own = [sys.executable, str(ME), "--serve-own", *sys.argv[1:]]
     real = [sys.executable, "-m", "jaxpaged", "serve", args.model, "--port", "0", *of_server]
     real += ["--grpc-port", "0"] if args.grpc else []
-    process, places = start(own if args.free or args.device_ms is not None else real)
+    process, (url, *grpc) = start(own if args.free or args.device_ms is not None else real)
+    places = [Place("HTTP", url), *(Place(over, each) for each in grpc for over in ("gRPC", "gRPC stream"))]
     try:
         print("  ".join(COLUMNS))
         for place in places:
             asyncio.run(load(place, process.pid, args, max(args.streams)))  # warms up
-        wait_for_programs(places[0])
+        wait_for_programs(url)
         rows = []
         for count, rate in zip(args.streams, rates, strict=True):
             for place in places:

@@ -26,7 +26,7 @@ from jaxpaged.params.hub import resolve_model_folder
 def serve_free(max_num_seqs: int, grpc_port: int | None) -> None:
     """This process as a server whose model costs nothing."""
     engine = FreeAsyncEngine(max_num_seqs)
-    serve_engine(engine, engine.engine.config, "free", grpc_port)
+    serve_engine(engine, engine.config, "free", grpc_port)
 
 
 def serve_counting(max_num_seqs: int, device_ms: float, grpc_port: int | None) -> None:
@@ -87,6 +87,7 @@ class FreeAsyncEngine:
         sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 8192, "block_size": 16}
         config = EngineConfig.from_options(**sizes).resolve(facts, "cpu")
         self.input_processor = InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=4096)
+        self.config = config
         core = EngineCore(config, FreeExecutor(max_num_seqs * 256 + 1, 16))
         self.engine = LLMEngine(config, self.input_processor, InprocClient(core))
         self._streams: dict[str, Any] = {}
@@ -95,8 +96,8 @@ class FreeAsyncEngine:
     def obstacle(self, when_compiled: bool = True) -> None:
         return None
 
-    async def generate(self, prompt: Any, params: Any, request_id: str, *, priority: int = 0):
-        self.engine.add_request(request_id, prompt, params, priority=priority)
+    async def generate(self, prompt: Any, params: Any, request_id: str, **others: Any):
+        self.engine.add_request(request_id, prompt, params, **others)
         results = self._streams[request_id] = OutputStream(by_delta=True)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.ensure_future(self._step())
