@@ -115,6 +115,10 @@ class SchedulerConfig:
         0, "most tokens of one prompt in a step while others run; 0: no such limit", minimum=0
     )
     async_scheduling: bool = option(True, "prepare the next step while this one runs")
+    stream_interval: int = option(
+        1, "tokens of a stream that are handed out together, for less work per token; the first comes at once",
+        minimum=1,
+    )  # fmt: skip
     num_scheduler_steps: int | None = option(
         None, "most decode steps in one program while nobody waits; by default what measured times suggest, 1: always "
         "one. Tokens are streamed, and new requests start, between programs", minimum=1, maximum=256,

@@ -103,6 +103,8 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     logit_bias: token id -> what is added to its logit, clamped to [-100, 100].
     allowed_token_ids: the only tokens that may be drawn.
     output_kind: see `RequestOutputKind`.
+    stream_interval: how many tokens of a sequence a result waits for, but for the first and the last one; at least the
+        engine's own `stream_interval`.
     extra_args: for custom logits processors and connectors.
     skip_reading_prefix_cache: compute the whole prompt; set when prompt log probabilities are asked for.
     structured_outputs: what shape the output must have, see `StructuredOutputsParams`; a dict of its fields will do.
@@ -143,6 +145,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
     thinking_token_ids: tuple[int, int] | None = None
+    stream_interval: int | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
@@ -218,6 +221,8 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
         if self.thinking_token_budget is not None:
             check_int("thinking_token_budget", self.thinking_token_budget, -1, 2**31 - 1, "-1 means no limit")
             self.thinking_token_budget = None if self.thinking_token_budget == -1 else self.thinking_token_budget
+        if self.stream_interval is not None:
+            check_int("stream_interval", self.stream_interval, 1, 2**31 - 1)
         if self.max_tokens is None:
             return
         check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, "None fills the context")

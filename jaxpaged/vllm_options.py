@@ -142,7 +142,6 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
     absent("max_num_partial_prefills", 1, why="prompts are computed in their order"),
     absent("max_long_partial_prefills", 1, why="prompts are computed in their order"),
     absent("scheduler_cls", None, why="there is one scheduler"),
-    absent("stream_interval", 1, why="tokens are handed out as they come"),
     pointless("disable_cascade_attn", False, bool),
     pointless("enable_sleep_mode", False, bool),  # sleep is always possible
     # ---- LoRA, drafts

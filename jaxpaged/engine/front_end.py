@@ -43,6 +43,7 @@ def load_input_processor(
         max_model_len=options.max_model_len,
         max_logprobs=options.max_logprobs,
         seed=options.seed,
+        stream_interval=config.scheduler.stream_interval,
         allow_priority=config.scheduler.scheduling_policy == "priority",
         defaults=load_generation_defaults(model_folder, options.generation_config, options.override_generation_config),
         pooler=load_pooler(options, model_folder) if options.runner == "pooling" else None,

@@ -51,7 +51,8 @@ class ParsedPrompt:
 class InputProcessor:
     """Tokenises and completes requests for one model.
 
-    `vocab_size` is the model's. `allow_priority`: the scheduler orders requests by priority.
+    `vocab_size` is the model's. `allow_priority`: the scheduler orders requests by priority. `stream_interval`: that of
+    requests which say less.
     Requests without a seed get one drawn from a generator seeded with `seed`, so that runs can be repeated; those with
     seed -1 get one from the system.
     """
@@ -65,6 +66,7 @@ class InputProcessor:
         max_logprobs: int = 20,
         seed: int = 0,
         allow_priority: bool = False,
+        stream_interval: int = 1,
         defaults: GenerationDefaults | None = None,
         chat_templates: ChatTemplates | None = None,
         grammar_checker: GrammarChecker | None = None,
@@ -75,6 +77,7 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.max_logprobs = max_logprobs
         self.allow_priority = allow_priority
+        self.stream_interval = stream_interval
         self.defaults = defaults or GenerationDefaults({})
         self.chat_templates = chat_templates or ChatTemplates({})
         self.grammar_checker = grammar_checker or GrammarChecker()
@@ -296,6 +299,7 @@ class InputProcessor:
         room = max(self.max_model_len - prompt_length, 1)
         complete.max_tokens = room if complete.max_tokens is None else min(complete.max_tokens, room)
         complete.min_tokens = min(complete.min_tokens, complete.max_tokens)
+        complete.stream_interval = max(complete.stream_interval or 1, self.stream_interval)
         if complete.seed is None:
             complete.seed = self._seeds.getrandbits(64)
         elif complete.seed == RANDOM_SEED:

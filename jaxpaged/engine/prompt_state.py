@@ -42,7 +42,8 @@ class SequenceState:
         )
         # A sequence may also stop without such a token, when its grammar allows nothing more.
         self._stop_ids = {*(params.stop_token_ids or ()), request.eos_token_id}
-        self._num_new = 0  # tokens that no DELTA output had
+        self._interval = params.stream_interval or 1
+        self._num_new = 0  # tokens that no output had
         self.num_dropped = 0  # tokens that came behind the one that completed a stop string
 
     @property
@@ -75,8 +76,13 @@ class SequenceState:
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens, but for the first and the last, bring nothing but more ids and more text."""
-        return self._logprobs is None and not isinstance(self.detokenizer, StopDetokenizer)
+        """Whether tokens, but for the first and the last, bring nothing but more ids and more text, each at once."""
+        return self._logprobs is None and self._interval == 1 and not isinstance(self.detokenizer, StopDetokenizer)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether an output shows this sequence now: its first tokens, its end, and `stream_interval` new tokens."""
+        return self.finished or self._num_new >= self._interval or self._num_new == len(self.token_ids)
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
@@ -85,6 +91,7 @@ class SequenceState:
 
     def whole(self) -> CompletionOutput:
         """Everything so far."""
+        self._num_new = 0
         text = "" if self.detokenizer is None else self.detokenizer.text
         return self._completion(text, self.token_ids[:], 0)
 
@@ -151,9 +158,12 @@ class PromptState:
         finished = not self.num_unfinished
         if self._at_end and not finished:
             return None
+        due = [index for index in sorted(changed) if self.sequences[index].is_due]
+        if not (due or finished):
+            return None
         prompt_logprobs = self.prompt_logprobs
         if self._by_delta:
-            completions = [self.sequences[index].take_new() for index in sorted(changed)]
+            completions = [self.sequences[index].take_new() for index in due]
             self.prompt_logprobs = None  # once is enough
         else:
             completions = [sequence.whole() for sequence in self.sequences]
@@ -188,11 +198,11 @@ class PromptState:
         )  # fmt: skip
 
     def _grow_with_more(self, sequence: SequenceState, output: EngineCoreOutput) -> RequestOutput | None:
-        """The same with log probabilities, or where stop strings are looked for."""
+        """The same with log probabilities, with stop strings to look for, and where several tokens come together."""
         stop = sequence.extend(output, False)
         if stop is not None:
             sequence.finish("stop", stop)
-        if stop is not None or self._at_end:
+        if stop is not None or self._at_end or not sequence.is_due:
             return None
         completion = sequence.take_new() if self._by_delta else sequence.whole()
         prompt_logprobs = None if self._by_delta else self.prompt_logprobs

@@ -205,3 +205,10 @@ def test_a_chat_can_bring_its_own_template_and_variables():
         template_variables={"mood": "calm"},
     )
     assert prompt["prompt"] == "calm <eos>"
+
+
+@pytest.mark.parametrize(("own", "of_request", "used"), [(1, None, 1), (1, 4, 4), (3, None, 3), (3, 2, 3), (3, 5, 5)])
+def test_a_request_may_only_ask_for_longer_intervals_than_the_engine_has(own, of_request, used):
+    processor = make(stream_interval=own)
+    request, _ = processor.process("r", "the cat", SamplingParams(stream_interval=of_request))
+    assert request.sampling_params.stream_interval == used

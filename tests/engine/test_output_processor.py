@@ -53,6 +53,51 @@ def test_delta_outputs_add_up():
     assert [i for r in results for i in r.outputs[0].token_ids] == ids_of(" sat on the mat and")
 
 
+@pytest.mark.parametrize("asked", [{}, {"stop": ["never this"]}, {"logprobs": 0}, {"detokenize": False}])
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_tokens_come_in_intervals_but_the_first_and_the_last_at_once(kind, asked):
+    processor, _ = start(output_kind=kind, stream_interval=3, **asked)
+    ids = ids_of(" sat on the mat and the cat sat on the mat")
+    assert len(ids) >= 8
+    ids = ids[:8]
+    results = []
+    for number, token_id in enumerate(ids, 1):
+        lines = [TokenLogprobs([token_id], [-1.0], 1)]
+        end = "length" if number == len(ids) else None
+        results.append(feed(processor, [token_id], new_logprobs=lines, finish_reason=end)[0])
+    shown = [number for number, result in enumerate(results, 1) if result is not None]
+    assert shown == [1, 4, 7, 8]
+    parts = [result.outputs[0] for result in results if result is not None]
+    if kind is RequestOutputKind.DELTA:
+        assert [i for part in parts for i in part.token_ids] == ids
+        assert "".join(part.text for part in parts) == ("" if asked == {"detokenize": False} else TOKENIZER.decode(ids))
+        assert all(len(part.logprobs) == len(part.token_ids) for part in parts if "logprobs" in asked)
+    else:
+        assert [part.token_ids for part in parts] == [ids[:number] for number in shown]
+
+
+def test_each_of_n_sequences_has_intervals_of_its_own():
+    processor, _ = start(output_kind=RequestOutputKind.DELTA, stream_interval=2, n=2)
+    token, shown = ids_of(" sat"), []
+    for request_id in ("0_r", "1_r", "1_r", "0_r", "1_r", "0_r"):
+        result, _ = feed(processor, token, request_id)
+        shown.append(result and [(each.index, len(each.token_ids)) for each in result.outputs])
+    assert shown == [[(0, 1)], [(1, 1)], None, None, [(1, 2)], [(0, 2)]]
+    feed(processor, token, "0_r", finish_reason="length")
+    assert processor.abort(["r"])[1][0].outputs[0].finish_reason == "abort"
+
+
+def test_what_an_interval_holds_back_comes_with_an_abort_and_a_stop_string():
+    processor, _ = start(output_kind=RequestOutputKind.DELTA, stream_interval=9)
+    feed(processor, ids_of(" sat"))
+    feed(processor, ids_of(" on"))
+    assert processor.abort(["r"])[1][0].outputs[0].text == " on"
+    processor, _ = start(output_kind=RequestOutputKind.DELTA, stream_interval=9, stop=["mat"])
+    feed(processor, ids_of(" sat"))
+    results = [feed(processor, [token_id])[0] for token_id in ids_of(" on the mat")]
+    assert "".join(result.outputs[0].text for result in results if result is not None).endswith(" on the ")
+
+
 def test_final_only_outputs_come_once():
     processor, _ = start(output_kind=RequestOutputKind.FINAL_ONLY)
     assert feed(processor, ids_of(" sat"))[0] is None

@@ -23,7 +23,8 @@ SHORT_FLAGS = {
     "pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"], "decode_context_parallel_size": ["-dcp"],
     "prefill_context_parallel_size": ["-pcp"], "enable_expert_parallel": ["-ep"], "optimization_level": ["-O"],
 }  # fmt: skip
-# Every sampling parameter but `output_kind`, which the command decides, and those that the engine fills in.
+# Every sampling parameter but `output_kind`, which the command decides, `stream_interval`, which is the engine's flag,
+# and those that the engine fills in.
 SAMPLING_HELP = {
     "temperature": "in [0, 2]; 0 takes the most likely token",
     "top_p": "keep the smallest set of tokens whose probability reaches this",

@@ -28,7 +28,7 @@ SIDES = {pb.TRUNCATION_SIDE_UNSPECIFIED: None, pb.TRUNCATION_SIDE_LEFT: "left", 
 PLAIN = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "include_stop_str_in_output", "ignore_eos", "prompt_logprobs",
-    "skip_special_tokens", "spaces_between_special_tokens", "thinking_token_budget",
+    "skip_special_tokens", "spaces_between_special_tokens", "thinking_token_budget", "stream_interval",
 )  # fmt: skip
 LISTS = ("stop", "stop_token_ids", "bad_words", "logprob_token_ids", "allowed_token_ids")
 

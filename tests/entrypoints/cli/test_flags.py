@@ -48,7 +48,7 @@ def test_every_option_reaches_the_engine_from_its_flag_whatever_else_is_there(pa
 
 def test_every_sampling_parameter_has_its_flag_and_help():
     fields = set(SamplingParams.__struct_fields__)
-    assert set(flags.SAMPLING_HELP) == fields - {"output_kind", *FILLED_IN}
+    assert set(flags.SAMPLING_HELP) == fields - {"output_kind", "stream_interval", *FILLED_IN}
 
 
 def test_flags_that_are_not_given_leave_no_trace(parser):

@@ -140,7 +140,7 @@ def test_every_sampling_field_reaches_the_request_of_the_http_server():
         "logprobs": 2, "prompt_logprobs": 2, "logprob_token_ids": [3], "skip_special_tokens": False,
         "spaces_between_special_tokens": False, "logit_bias": {5: 1.0}, "allowed_token_ids": [5],
         "structured_outputs": pb.StructuredOutputs(regex="a+"), "thinking_token_budget": 3,
-        "extra_args": {"key": "value"},
+        "extra_args": {"key": "value"}, "stream_interval": 4,
     }  # fmt: skip
     fields = pb.SamplingParams.DESCRIPTOR.fields_by_name
     assert set(values) == set(fields)
@@ -274,3 +274,18 @@ def test_a_request_is_aborted_by_its_id(serving):
         return last
 
     assert serving(scenario)[-1].sequences[0].finish_reason == "abort"
+
+
+def test_an_interval_makes_fewer_responses_of_the_same_tokens(serving):
+    async def scenario(server):
+        answers = []
+        for interval in (1, 4):
+            params = pb.SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, stream_interval=interval)
+            request = pb.GenerateRequest(text="ab", sampling_params=params)
+            answers.append(await everything(server.stub.Generate(request)))
+        return answers
+
+    each, fewer = serving(scenario)
+    assert ids_of(fewer) == ids_of(each)
+    assert text_of(fewer) == text_of(each)
+    assert [len(sequence.token_ids) for response in fewer for sequence in response.sequences] == [1, 4, 4]

@@ -67,7 +67,7 @@ COMPLETION = {"prompt": "the cat", "max_tokens": 2}
         ({"prompt": "a", "truncation_side": "middle"}, "truncation_side"),
         ({"prompt": "a", "request_id": "no spaces"}, "request_id"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"prompt": "a", "stream_interval": 5}, "stream_interval"),
+        ({"prompt": "a", "stream_interval": 0}, "stream_interval"),
         ({"prompt": "a", "suffix": "end"}, "suffix"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "vllm_xargs": {"a": 2**70}}, "vllm_xargs"),

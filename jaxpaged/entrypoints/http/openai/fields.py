@@ -25,7 +25,7 @@ from jaxpaged.structured_outputs import StructuredOutputsParams
 
 SHAPE_NAMES = {"structured_outputs": "response_format"}
 TAG_FIELDS = ("type", "format", "structures", "triggers")
-SAMPLING = (*SamplingFields.__struct_fields__, "n", "prompt_logprobs", "logprob_token_ids")
+SAMPLING = (*SamplingFields.__struct_fields__, "n", "prompt_logprobs", "logprob_token_ids", "stream_interval")
 """Fields that are sampling parameters under the same name."""
 
 KEPT_WITH_BEAMS = (
@@ -113,11 +113,6 @@ def check_fields(request: GenerationFields) -> None:
         raise HttpError(
             400, f"prompt_logprobs is {request.prompt_logprobs}, but a stream has none. Set stream to false.",
             "prompt_logprobs",
-        )  # fmt: skip
-    if request.stream_interval not in (None, 1):
-        raise HttpError(
-            400, f"stream_interval is {request.stream_interval}, but tokens are sent as they come. Leave it out.",
-            "stream_interval",
         )  # fmt: skip
     check_stop("stop", request.stop)
 
