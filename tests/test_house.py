@@ -46,11 +46,13 @@ LAYERS = {
 # The worker prepares once per step what all layers hand to a kernel; sampling searches the vocabulary.
 USES_KERNELS = {"layers", "sampling", "worker"}
 # (file, beginning of the module): why this one import may cross the layers.
+CLIENT_TEXT = "jaxpaged/entrypoints/cli/bench/client_text.py"
 CONVERT = "jaxpaged/entrypoints/cli/convert.py"
 BUILD = "jaxpaged/engine/build.py"
 CROSSINGS: dict[tuple[str, str], str] = {
     (BUILD, "jaxpaged.models."): "it reads a model's config.json and puts the parts of an engine together",
     (BUILD, "jaxpaged.params."): "the same",
+    (CLIENT_TEXT, "jaxpaged.params.hub"): "a benchmark finds the tokenizer of another process's model by its name",
     (CONVERT, "jaxpaged.distributed."): "it reads and writes weights, and no engine runs",
     (CONVERT, "jaxpaged.models."): "the same",
     (CONVERT, "jaxpaged.params."): "the same",
@@ -290,7 +292,10 @@ def test_the_architecture_page_stays_a_page():
     assert len(lines) <= 150, "Shorten jaxpaged/ARCHITECTURE.md: what is in the code need not be said twice."
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["chat", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["generate", "--help"], ["chat", "--help"], ["bench", "serve", "--help"]],
+)
 def test_the_command_answers_for_help_without_heavy_imports(arguments):
     program = f"""
 import json, sys

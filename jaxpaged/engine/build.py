@@ -29,7 +29,7 @@ from jaxpaged.models.config import DecoderConfig, load_hf_config
 from jaxpaged.models.interface import Model
 from jaxpaged.models.pooling import pooling_model
 from jaxpaged.models.registry import model_for, task_of
-from jaxpaged.params.hub import resolve_model_folder
+from jaxpaged.params.hub import DESCRIPTION_FILES, resolve_model_folder
 from jaxpaged.plan import Plan
 from jaxpaged.pooling import resolved_pooling
 
@@ -80,7 +80,8 @@ def plan_engine(
     if output is not None:
         make_output_folder(output)
     model_config = config.model
-    folder = resolve_model_folder(model_config.model, model_config.revision, config.load.download_dir, weights=False)
+    where = (model_config.revision, config.load.download_dir)
+    folder = resolve_model_folder(model_config.model, *where, wanted=DESCRIPTION_FILES)
     model, decoder = read_model(folder)
     facts = facts_of(decoder, folder)
     asked = (model_config.runner, model_config.convert, model_config.pooler_config)

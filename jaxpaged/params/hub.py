@@ -4,6 +4,7 @@ Only weights in safetensors format, configuration and tokenizer are downloaded. 
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpaged.config import EMBEDDED_MODEL
@@ -14,18 +15,19 @@ EMBEDDED_FOLDER = Path(__file__).parent.parent / "assets" / "demo"
 
 WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "vocab.txt", "merges.txt"]
 DESCRIPTION_FILES = ["config.json", "model_index.json"]
+TOKENIZER_FILES = [name for name in WANTED_FILES if not name.endswith(".safetensors")]
 UNWANTED_FILES = ["consolidated*", "original/*", "onnx/*", "*/*"]
 """Second copies of the weights in other layouts, and whatever lies in sub-folders."""
 
 
 def resolve_model_folder(
-    name: str, revision: str | None = None, download_dir: str | None = None, *, weights: bool = True
+    name: str, revision: str | None = None, download_dir: str | None = None, *, wanted: Sequence[str] = WANTED_FILES
 ) -> Path:
     """The folder of model `name`: "demo", an existing folder, or a hub id such as "Qwen/Qwen3-0.6B".
 
-    `revision` is a branch, tag or commit and `download_dir` the cache, both for the hub only. Without `weights` only
-    the model's description is downloaded. Raises CheckpointError when there is no such folder and the hub cannot
-    give it, and for what is recognised as no checkpoint.
+    `revision` is a branch, tag or commit and `download_dir` the cache, both for the hub only, as are the files that are
+    `wanted` from it. Raises CheckpointError when there is no such folder and the hub cannot give it, and for what is
+    recognised as no checkpoint.
     """
     if name == EMBEDDED_MODEL:
         return EMBEDDED_FOLDER
@@ -42,7 +44,7 @@ def resolve_model_folder(
             f"there is no folder {name}, and it cannot be a hub id (owner/name). "
             f"Name a folder, a hub id, or {EMBEDDED_MODEL!r} for the embedded model."
         )
-    folder = download(name, revision, download_dir, WANTED_FILES if weights else DESCRIPTION_FILES)
+    folder = download(name, revision, download_dir, wanted)
     if not (folder / "config.json").exists():
         refuse_gguf_name(name)
     return folder
@@ -53,7 +55,7 @@ def looks_like_hub_id(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name) is not None
 
 
-def download(name: str, revision: str | None, download_dir: str | None, wanted: list[str]) -> Path:
+def download(name: str, revision: str | None, download_dir: str | None, wanted: Sequence[str]) -> Path:
     """The hub's copy in the local cache; files that are there already are not downloaded again."""
     from huggingface_hub import snapshot_download  # slow to import, and a local folder never needs it
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -63,7 +65,7 @@ def download(name: str, revision: str | None, download_dir: str | None, wanted: 
         return Path(
             snapshot_download(
                 name, revision=revision, cache_dir=download_dir,
-                allow_patterns=wanted, ignore_patterns=UNWANTED_FILES,
+                allow_patterns=list(wanted), ignore_patterns=UNWANTED_FILES,
             )
         )  # fmt: skip
     except LocalEntryNotFoundError as error:

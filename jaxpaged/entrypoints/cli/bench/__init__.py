@@ -1,0 +1,15 @@
+"""`jaxpaged bench`: how fast a server, an engine and its start are. The guide is README.md beside this file."""
+
+from typing import Any
+
+from jaxpaged.entrypoints.cli.bench import latency, serve, startup, throughput
+from jaxpaged.entrypoints.cli.flags import Parser
+
+KINDS = (serve, throughput, latency, startup)
+
+
+def add_parser(commands: Any) -> None:
+    group: Parser = commands.add_parser("bench", help="measure a server under load, an engine, or its start")
+    kinds = group.add_subparsers(dest="kind", metavar="KIND", required=True)
+    for kind in KINDS:
+        kind.add_parser(kinds)

@@ -1,0 +1,132 @@
+"""`jaxpaged bench serve`: latency and throughput of a server under a load.
+
+This module knows flags; what is done with them is in `serving.py`.
+"""
+
+import argparse
+from typing import Any
+
+from jaxpaged.entrypoints.cli.bench.dataset_flags import add_dataset_flags, add_tokenizer_flags
+from jaxpaged.entrypoints.cli.flags import Parser
+from jaxpaged.entrypoints.cli.values import json_object, number, whole_number
+
+HTTP_ENDPOINTS = {
+    "openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions",
+}  # fmt: skip
+BACKENDS = (*HTTP_ENDPOINTS, "grpc", "grpc-chat")
+SAMPLING = {
+    "temperature": number, "top_p": number, "top_k": whole_number, "min_p": number, "frequency_penalty": number,
+    "presence_penalty": number, "repetition_penalty": number,
+}  # fmt: skip
+
+EPILOG = """\
+Requests are sent when they are due, whether or not earlier ones have been answered; --max-concurrency holds them back.
+Latencies count from the sending of a request. Names, definitions and results are those of vLLM's `bench serve`.
+The guide is jaxpaged/entrypoints/cli/bench/README.md.
+
+exit status: 0 every request was answered; 1 some failed, or the server did not answer; 2 wrong usage; 130 interrupted
+
+examples:
+  jaxpaged bench serve --num-prompts 100 --input-len 128 --output-len 32
+  jaxpaged bench serve --backend openai-chat --dataset-name custom --dataset-path prompts.jsonl --request-rate 4
+  jaxpaged bench serve --backend grpc --port 50051 --max-concurrency 16 --goodput ttft:500 tpot:50
+  jaxpaged bench serve --request-rate 8 --burstiness 0.5 --save-result --result-dir results --metadata machine=a
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser: Parser = commands.add_parser("serve", help="latency and throughput of a server under a load", epilog=EPILOG)
+    add_server_flags(parser)
+    load = parser.add_argument_group("load")
+    load.add_argument("--request-rate", type=number, default=float("inf"), metavar="X",
+                      help="requests a second; inf: all at once (default: inf)")  # fmt: skip
+    load.add_argument("--max-concurrency", type=whole_number, metavar="N",
+                      help="requests under way at most; the others wait here")  # fmt: skip
+    load.add_argument("--ramp-up-strategy", choices=("linear", "exponential"),
+                      help="raise the rate from request to request, in place of --request-rate")  # fmt: skip
+    load.add_argument("--ramp-up-start-rps", type=number, metavar="X", help="requests a second of the first request")
+    load.add_argument("--ramp-up-end-rps", type=number, metavar="X", help="requests a second of the last request")
+    load.add_argument("--self-timed", action=argparse.BooleanOptionalAction, default=None,
+                      help="timed_trace: send at the times of the file (default: on)")  # fmt: skip
+    add_load_flags(load)
+    add_dataset_flags(parser)
+    add_tokenizer_flags(parser)
+    add_request_flags(parser)
+    report = parser.add_argument_group("results")
+    add_statistics_flags(report)
+    report.add_argument("--save-result", action="store_true", help="write the result as JSON")
+    report.add_argument("--append-result", action="store_true", help="add the result to the file, as a line of JSON")
+    report.add_argument("--save-detailed", action="store_true", help="with the figures and the text of every request")
+    report.add_argument("--result-dir", metavar="FOLDER", help="where to (default: the current folder)")
+    report.add_argument("--result-filename", metavar="NAME", help="default: from label, rate, model and time")
+    parser.set_defaults(run=run, command_parser=parser)
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Which server is measured, and how it is reached."""
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
+    group = parser.add_argument_group("server")
+    group.add_argument("--backend", choices=BACKENDS, default="openai",
+                       help="openai (or vllm): completions; openai-chat: chats; grpc, grpc-chat: the same over "
+                       "jaxpaged's gRPC (default: openai)")  # fmt: skip
+    group.add_argument("--base-url", metavar="URL", help="http://host:port or https://...; for gRPC host:port or "
+                       "unix:/path. In place of --host and --port")  # fmt: skip
+    group.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
+    group.add_argument("--port", type=whole_number, metavar="N", help="default: 8000, for gRPC 50051")
+    group.add_argument("--endpoint", metavar="PATH", help="default: /v1/completions or /v1/chat/completions")
+    group.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE", help="HTTP headers of every request")
+    group.add_argument("--api-key", metavar="KEY", help="default: the environment's OPENAI_API_KEY")
+    group.add_argument("--insecure", action="store_true", help="do not check the certificate of https://")
+    group.add_argument("--ca-certificate", metavar="FILE",
+                       help="authorities (PEM) to check the certificate with; for gRPC it switches TLS on")  # fmt: skip
+    group.add_argument("-m", "--model", metavar="NAME", help="default: the first model that the server names")
+    group.add_argument("--served-model-name", metavar="NAME",
+                       help="the model's name in requests, when --model is a folder or hub id")  # fmt: skip
+    group.add_argument("--ready-check-timeout-sec", type=number, default=0.0, metavar="X",
+                       help="wait so long for the server to be ready (default: 0, do not wait)")  # fmt: skip
+
+
+def add_load_flags(load: Any) -> None:
+    """How the load is, whatever its rate."""
+    load.add_argument("--burstiness", type=number, default=1.0, metavar="X",
+                      help="1: a Poisson process; less: burstier; more: evener; inf: even (default: 1)")  # fmt: skip
+    load.add_argument("--num-warmups", type=whole_number, default=0, metavar="N",
+                      help="send the first request so often before, unmeasured (default: 0)")  # fmt: skip
+    load.add_argument("--disable-tqdm", action="store_true", help="no progress bar; there is none without a terminal")
+
+
+def add_request_flags(parser: argparse.ArgumentParser) -> None:
+    """What every request asks for."""
+    group = parser.add_argument_group("requests", "sampling parameters are the server's unless given")
+    group.add_argument("--ignore-eos", action="store_true",
+                       help="answers as long as asked for; always so for random and timed_trace")  # fmt: skip
+    group.add_argument("--logprobs", type=whole_number, metavar="N", help="ask for log probabilities")
+    for name, convert in SAMPLING.items():
+        metavar = "N" if convert is whole_number else "X"
+        group.add_argument(f"--{name.replace('_', '-')}", type=convert, metavar=metavar, help="sampling parameter")
+    group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON",
+                       help="further fields of every request: '{\"seed\": 1}'")  # fmt: skip
+    group.add_argument(
+        "--request-id-prefix", metavar="TEXT", help="of request ids (default: bench- and something random)"
+    )
+
+
+def add_statistics_flags(group: Any) -> None:
+    """What is computed of what was measured."""
+    group.add_argument("--percentile-metrics", metavar="A,B,...", default="ttft,tpot,itl",
+                       help="ttft, tpot, itl, e2el, client_queue_time, e2el_including_client_queue "
+                       "(default: ttft,tpot,itl)")  # fmt: skip
+    group.add_argument("--metric-percentiles", metavar="A,B,...", default="99", help="which ones (default: 99)")
+    group.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS",
+                       help="count requests that keep these limits of ttft, tpot and e2el, in ms")  # fmt: skip
+    group.add_argument("--label", metavar="TEXT", help="a name for the result (default: the backend)")
+    group.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="further fields of the result")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and report. Returns the exit status."""
+    from jaxpaged.entrypoints.cli.bench.serving import bench_serve, check_backend_extra
+    from jaxpaged.entrypoints.cli.serve import run_loop
+
+    check_backend_extra(args.backend)
+    return run_loop(bench_serve(args))
