@@ -226,6 +226,8 @@ class KVBlockMap(msgspec.Struct):
 
     `owner` is an index into `request_ids`: the oldest request that holds the block; -1 when nobody does. `num_owners`
     above 1 is a shared beginning. `cached` blocks hold content that a later request can reuse.
+    With a `stride` above 1 only the null block and blocks 1, 1 + stride, 1 + 2 * stride, ... are in the arrays. Blocks
+    at the end that were never used may be left out.
     """
 
     block_size: int
@@ -233,6 +235,38 @@ class KVBlockMap(msgspec.Struct):
     owner: np.ndarray
     num_owners: np.ndarray
     cached: np.ndarray
+    stride: int = 1
+
+
+class RequestState(msgspec.Struct, array_like=True):
+    """How far one unfinished request is. `num_cached_tokens` is -1 before it was first admitted."""
+
+    request_id: str
+    arrival_time: float
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+class EngineSnapshot(msgspec.Struct):
+    """What an engine core does at one moment, as much of it as was asked for: for whoever watches.
+
+    `steps` are the newest finished ones, oldest first, and `num_steps_before` came before them since the start.
+    `running` are the oldest requests that run, `waiting` some of those that wait, those at the front first.
+    `seconds` is the processor's time that it took the core.
+    """
+
+    stats: SchedulerStats
+    executor: dict[str, Any]
+    steps: list[StepRecord]
+    num_steps_before: int
+    blocks: KVBlockMap
+    num_blocks: int
+    running: list[RequestState]
+    waiting: list[RequestState]
+    seconds: float
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True):

@@ -82,6 +82,7 @@ class BlockPool:
         self._free = FreeBlockList(self.blocks[1:])
         self._cached: dict[bytes, KVCacheBlock] = {}
         self._duplicates: dict[bytes, list[KVCacheBlock]] = {}
+        self.last_given = 0  # the largest id that was ever given out: blocks after it are as new
         self.record_events = record_events
         self.events: list[KVCacheEvent] = []
 
@@ -112,6 +113,8 @@ class BlockPool:
                 self.uncache(block)
             block.ref_cnt = 1
             new_blocks.append(block)
+        if new_blocks:  # those never used come in the order of their ids, after all others
+            self.last_given = max(self.last_given, new_blocks[-1].block_id)
         return new_blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:

@@ -231,19 +231,29 @@ class KVCacheManager:
         events, self.pool.events = self.pool.events, []
         return events
 
-    def block_map(self, requests: Sequence[Request]) -> KVBlockMap:
-        """Who holds which block now. `requests` are all that hold any, the oldest first."""
+    def block_map(self, requests: Sequence[Request], most: int | None = None) -> KVBlockMap:
+        """Who holds which block now. `requests` are all that hold any, the oldest first.
+
+        With `most` the beginning, at least an eighth of `most` and all blocks that were ever used, and if these are
+        still more, evenly spaced ones of them.
+        """
+        num_shown, stride = self.pool.num_usable_blocks, 1
+        if most is not None:
+            num_shown = min(num_shown, max(self.pool.last_given, most // 8))
+            stride = max(-(-num_shown // most), 1)
         owner_B = np.full(len(self.pool.blocks), -1, np.int32)
         for i in reversed(range(len(requests))):
             for table in requests[i].blocks:
                 owner_B[[block.block_id for block in table]] = i
         owner_B[self.pool.null_block.block_id] = -1
+        shown = [self.pool.null_block, *self.pool.blocks[1 : num_shown + 1 : stride]]
         return KVBlockMap(
             block_size=self.block_size,
             request_ids=[request.request_id for request in requests],
-            owner=owner_B,
-            num_owners=np.array([block.ref_cnt for block in self.pool.blocks], np.int32),
-            cached=np.array([block.cache_key is not None for block in self.pool.blocks]),
+            owner=np.concatenate([owner_B[:1], owner_B[1 : num_shown + 1 : stride]]),
+            num_owners=np.array([block.ref_cnt for block in shown], np.int32),
+            cached=np.array([block.cache_key is not None for block in shown]),
+            stride=stride,
         )
 
     def check_integrity(self, requests: Iterable[Request]) -> None:

@@ -34,6 +34,7 @@ from jaxpaged.errors import EngineDeadError, EngineError, RequestError
 from jaxpaged.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
+    EngineSnapshot,
     KVBlockMap,
     Progress,
     RequestOutput,
@@ -289,6 +290,10 @@ class AsyncLLM:
     async def block_map(self) -> KVBlockMap:
         """Who holds which KV block now."""
         return await self._link.call("block_map")
+
+    async def snapshot(self, since_step: int = 0) -> EngineSnapshot:
+        """Queues, blocks and newest steps at this moment, see `engine/snapshot.py`."""
+        return await self._link.call("snapshot", since_step=since_step)
 
     async def wait_for_programs(self) -> None:
         """Wait until every program is compiled: for tests and benchmarks; serving does not need it."""

@@ -16,6 +16,7 @@ from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.core.structured_output import Grammars
 from jaxpaged.engine.outbox import Outbox
 from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_tags
+from jaxpaged.engine.snapshot import take_snapshot
 from jaxpaged.engine.step_log import StepLog
 from jaxpaged.engine.step_pacer import StepPacer
 from jaxpaged.errors import EngineDeadError, RequestError
@@ -24,6 +25,7 @@ from jaxpaged.interrupts import accepted_interrupts
 from jaxpaged.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
+    EngineSnapshot,
     KVBlockMap,
     SchedulerOutput,
     SchedulerStats,
@@ -181,6 +183,10 @@ class EngineCore:
     def block_map(self) -> KVBlockMap:
         """Who holds which KV block now."""
         return self._ask(self._scheduler.kv_cache_manager.block_map, self._scheduler.running)
+
+    def snapshot(self, since_step: int = 0) -> EngineSnapshot:
+        """What the engine does now, with the steps after the first `since_step`. See `snapshot.py` for its bounds."""
+        return take_snapshot(self._scheduler, self.step_log, self._executor, self.stats(), since_step)
 
     def executor_stats(self) -> dict[str, Any]:
         return self._executor.stats()

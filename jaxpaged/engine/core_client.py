@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, KVBlockMap, SchedulerStats, StepRecord
+from jaxpaged.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineSnapshot,
+    KVBlockMap,
+    SchedulerStats,
+    StepRecord,
+)
 
 
 class EngineCoreClient(Protocol):
@@ -39,6 +46,10 @@ class EngineCoreClient(Protocol):
 
     def block_map(self) -> KVBlockMap:
         """Who holds which KV block now."""
+        ...
+
+    def snapshot(self, since_step: int = 0) -> EngineSnapshot:
+        """`EngineCore.snapshot`."""
         ...
 
     def wait_for_programs(self) -> None:
@@ -101,6 +112,9 @@ class InprocClient:
 
     def block_map(self) -> KVBlockMap:
         return self._core.block_map()
+
+    def snapshot(self, since_step: int = 0) -> EngineSnapshot:
+        return self._core.snapshot(since_step)
 
     def wait_for_programs(self) -> None:
         self._core.wait_for_programs()

@@ -15,7 +15,7 @@ from jaxpaged.engine.public_tokenizer import public_tokenizer
 from jaxpaged.engine.tracing import request_tracer
 from jaxpaged.errors import UsageError
 from jaxpaged.interrupts import held_interrupts, holding_interrupts
-from jaxpaged.messages import KVBlockMap, Progress, RequestOutput, StepRecord
+from jaxpaged.messages import EngineSnapshot, KVBlockMap, Progress, RequestOutput, StepRecord
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.vllm_options import check_arguments
@@ -162,6 +162,10 @@ class LLMEngine:
     def block_map(self) -> KVBlockMap:
         """Who holds which KV block now."""
         return self._core.block_map()
+
+    def snapshot(self, since_step: int = 0) -> EngineSnapshot:
+        """Queues, blocks and newest steps at this moment, see `engine/snapshot.py`."""
+        return self._core.snapshot(since_step)
 
     def wait_for_programs(self) -> None:
         """Block until every program is compiled: for tests and benchmarks; serving does not need it."""

@@ -4,6 +4,7 @@ It is always on, since a record costs a few microseconds and its memory is bound
 `messages.StepRecord`; how they are drawn or fitted is not known here.
 """
 
+import itertools
 import time
 from collections import deque
 
@@ -42,6 +43,10 @@ class StepLog:
         self._records.append(record)
         return record
 
-    def read(self) -> tuple[list[StepRecord], int]:
-        """The records, oldest first, and how many before them are forgotten."""
-        return list(self._records), self._num_added - len(self._records)
+    def read(self, since: int = 0, most: int = CAPACITY) -> tuple[list[StepRecord], int]:
+        """The newest records, oldest first, and how many came before them: those that are forgotten, and with `since`
+        as many as that. At most `most`: it takes time for these only, however many are kept."""
+        kept = range(self._num_added - len(self._records), self._num_added)
+        first = max(kept.start, self._num_added - most, since if since <= self._num_added else 0)
+        newest = itertools.islice(reversed(self._records), self._num_added - first)
+        return list(newest)[::-1], first

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpaged import errors
 from jaxpaged.errors import EngineError, JaxpagedError
-from jaxpaged.messages import KVBlockMap, SchedulerStats, StepRecord
+from jaxpaged.messages import EngineSnapshot, KVBlockMap, SchedulerStats, StepRecord
 
 # Kinds that a front end sends: its arrival, then requests, ids of requests to stop, and questions.
 HELLO, ADD, ABORT, CALL = b"hello", b"add", b"abort", b"call"
@@ -26,6 +26,7 @@ CALLS: dict[str, Any] = {
     "is_sleeping": bool,
     "reset_prefix_cache": bool,
     "sleep": SchedulerStats,
+    "snapshot": EngineSnapshot,
     "start_profile": None,
     "stop_profile": None,
     "step_records": tuple[list[StepRecord], int],

@@ -169,6 +169,21 @@ class Programs:
         return len(self.builders) - len(self._unwanted)
 
     @property
+    def states(self) -> list[tuple[str, int, str]]:
+        """Kind, size and state of every program that is wanted: "ready", "failed", "compiling" or "queued"."""
+        begun = frozenset(tuple(self._begun))
+        states = []
+        for key in self.builders:
+            if key in self._done:
+                state = "failed" if isinstance(self._done[key], BaseException) else "ready"
+            elif key in self._unwanted:
+                continue
+            else:
+                state = "compiling" if key in begun else "queued"
+            states.append((*key, state))
+        return states
+
+    @property
     def num_ready(self) -> int:
         return len(self._done)
 

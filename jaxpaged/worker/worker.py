@@ -72,6 +72,7 @@ class Worker:
             raise
         seconds = time.monotonic() - begin
         self.counter = CompileCounter()
+        self.memory = planned_memory(self.blueprint, self.kv_cache_config)
         log_start(self.blueprint, self.kv_cache_config, seconds)
 
     def _size_kv_cache(self) -> KVCacheConfig:
@@ -188,10 +189,12 @@ class Worker:
             "programs_ready": programs.num_ready,
             "ordinary_programs": len(programs.ordinary),
             "ordinary_programs_ready": programs.num_ordinary_ready,
+            "program_states": programs.states,
             "compile_seconds": sum(programs.seconds.values()),
             "programs_from_bundle": len(programs.stored),
             "recompiles": self.counter.count,
             "num_kv_blocks": self.kv_cache_config.num_blocks,
+            **self.memory,
         }
 
     def shutdown(self) -> None:
@@ -204,6 +207,17 @@ def free_state(runner: ModelRunner) -> None:
     """Free KV cache and sampling state before new ones are made, or none."""
     free(vars(runner.state) if runner.state else None)
     runner.state = None
+
+
+def planned_memory(blueprint: Blueprint, kv_cache: KVCacheConfig) -> dict[str, int]:
+    """Bytes of each device that an engine which is awake takes, by what for, and how many devices there are."""
+    reserve = reserve_of(blueprint)
+    return {
+        "weight_bytes": reserve.weights,
+        "state_bytes": reserve.state,
+        "kv_cache_bytes": kv_cache.num_blocks * bytes_per_block(kv_cache.groups, blueprint.num_shards),
+        "num_devices": blueprint.mesh.devices.size,
+    }
 
 
 def log_start(blueprint: Blueprint, kv_cache: KVCacheConfig, seconds: float) -> None:

@@ -63,3 +63,45 @@ def test_owners_are_those_of_the_tables(traffic, num_steps):
     blocks = core.block_map()
     assert blocks.owner.tolist() == [min(holders[b], default=-1) for b in range(64)]
     assert np.array_equal(blocks.num_owners, [len(holders[b]) for b in range(64)])
+
+
+def test_of_too_many_blocks_evenly_spaced_ones_are_shown_and_none_that_were_never_used():
+    core = make_core()
+    for i in range(4):
+        core.add_request(request(f"r{i}", prompt=[20 + i] * 21, max_tokens=8))
+    core.step()
+    core.step()
+    manager, running = core._scheduler.kv_cache_manager, core._scheduler.running
+    last = max(block.block_id for request in running for block in request.blocks[0])
+    assert manager.pool.last_given == last > 8
+    whole = manager.block_map(running)
+    assert whole.stride == 1
+    for most, stride in [(63, 1), (last, 1), (last - 1, 2), (last // 3 + 1, 3), (1, last)]:
+        some = manager.block_map(running, most)
+        assert some.stride == stride
+        shown = [0, *range(1, last + 1, stride)]
+        assert len(shown) <= most + 1
+        for name in ("owner", "num_owners", "cached"):
+            assert np.array_equal(getattr(some, name), getattr(whole, name)[shown]), name
+
+
+def test_of_a_new_cache_an_eighth_of_what_may_be_shown_is():
+    core = make_core()
+    manager = core._scheduler.kv_cache_manager
+    assert len(manager.block_map([], 80).owner) == 1 + 10
+    assert len(manager.block_map([], 4096).owner) == 1 + 63
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 8)), min_size=1, max_size=8))
+def test_no_block_that_was_ever_used_lies_behind_those_that_are_shown(traffic):
+    core = make_core()
+    manager, used = core._scheduler.kv_cache_manager, set()
+    for i, (length, max_tokens) in enumerate(traffic):
+        core.add_request(request(f"r{i}", prompt=[20 + i % 3] * length, max_tokens=max_tokens))
+        core.step()
+        used |= {block.block_id for live in core._scheduler.running for block in live.blocks[0]}
+    while core.has_work():
+        core.step()
+        used |= {block.block_id for live in core._scheduler.running for block in live.blocks[0]}
+    assert max(used, default=0) <= manager.pool.last_given
+    assert all(block.cache_key is None for block in manager.pool.blocks[manager.pool.last_given + 1 :])

@@ -255,6 +255,8 @@ def test_questions_are_answered(llm):
         assert (await llm.executor_stats())["pid"] == os.getpid()
         assert (await llm.block_map()).block_size == 16
         assert (await llm.step_records())[0][-1].num_requests >= 1
+        seen = await llm.snapshot(since_step=1)
+        assert seen.executor["pid"] == os.getpid() and seen.num_steps_before >= 1 and not seen.running
         await llm.wait_for_programs()
         await llm.check_health()
 

@@ -75,3 +75,17 @@ def test_old_steps_are_forgotten_and_counted():
     records, num_dropped = log.read()
     assert [record.step_id for record in records] == [3, 4, 5]
     assert num_dropped == 2
+
+
+@pytest.mark.parametrize(
+    ("since", "most", "shown"),
+    [(0, 9, [3, 4, 5]), (4, 9, [5]), (5, 9, []), (0, 2, [4, 5]), (3, 1, [5]), (6, 9, [3, 4, 5]), (0, 0, [])],
+)
+def test_who_watches_gets_the_newest_steps_and_the_number_of_those_before(since, most, shown):
+    """`since` above what there was is of an earlier engine."""
+    log = StepLog(capacity=3)
+    for step_id in range(1, 6):
+        log.add(scheduled(step_id), ModelRunnerOutput(step_id, [], []), 0, (0.0,) * 5)
+    records, num_before = log.read(since, most)
+    assert [record.step_id for record in records] == shown
+    assert num_before == 5 - len(shown)

@@ -87,6 +87,25 @@ def test_a_failed_compilation_is_raised_where_the_program_is_needed():
         programs[ProgramKey("forward", 8)]
 
 
+def test_the_states_of_programs_say_what_there_is_and_what_is_missing():
+    gate = threading.Event()
+    broken = lambda: (_ for _ in ()).throw(ValueError("no"))
+    keys = [ProgramKey("forward", size) for size in (8, 16, 32, 64)]
+    builders = dict(zip(keys, [builder("a"), broken, builder("c", gate), builder("d")]))
+    programs = Programs(builders | {ProgramKey("rare"): builder("e")}, 1, on_demand=[ProgramKey("rare")])
+    assert [state for *_, state in programs.states] == ["queued"] * 4
+    programs.start()
+    with pytest.raises(ValueError):
+        programs[keys[1]]
+    while len(programs._begun) < 3:
+        pass
+    assert programs.states == [
+        ("forward", 8, "ready"), ("forward", 16, "failed"), ("forward", 32, "compiling"), ("forward", 64, "queued"),
+    ]  # fmt: skip
+    gate.set()
+    assert programs[keys[3]] == "d"
+
+
 def test_after_stop_nothing_more_is_compiled():
     programs = Programs({ProgramKey("forward", 8): builder("small")}, num_threads=1)
     programs.stop()

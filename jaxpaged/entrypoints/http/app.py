@@ -43,6 +43,9 @@ from jaxpaged.entrypoints.http.openai.tokens import (
     Tokens,
 )
 from jaxpaged.entrypoints.http.openapi import description
+from jaxpaged.entrypoints.http.origins import LOOPBACK_NAMES, CheckOrigins
+from jaxpaged.entrypoints.http.page.files import page_routes
+from jaxpaged.entrypoints.http.page.live import PATHS, Live
 from jaxpaged.entrypoints.http.pooling.protocol import (
     ClassifyRequest,
     ClassifyResponse,
@@ -157,19 +160,27 @@ def admin_endpoints(service: Service) -> list[Endpoint]:
 
 
 def create_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
-    """The public application. With `keys`, requests must show one of them."""
-    return application(public_endpoints(service), service, keys, service.options.allowed_origins)
+    """The public application. With `keys`, requests must show one of them, but for probes and the page's files."""
+    options = service.options
+    live = Live(service).endpoints() if options.page else []
+    pages = page_routes(options.root_path) if options.page else []
+    local = options.host in LOOPBACK_NAMES and not (keys or options.uds or options.root_path)
+    return application(
+        [*public_endpoints(service), *live], service, keys, origins=options.allowed_origins, local=local, pages=pages
+    )
 
 
 def create_admin_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
     """The operator's application."""
-    return application(admin_endpoints(service), service, keys)
+    return application(admin_endpoints(service), service, keys, local=not keys)
 
 
 def application(
-    endpoints: Sequence[Endpoint], service: Service, keys: Sequence[str], origins: Sequence[str] = ()
-) -> Starlette:
-    """`origins`: web pages that may ask. A browser's question whether it may needs no key, so it is answered first."""
+    endpoints: Sequence[Endpoint], service: Service, keys: Sequence[str], *, local: bool,
+    origins: Sequence[str] = (), pages: Sequence[Route] = (),
+) -> Starlette:  # fmt: skip
+    """`origins`: web pages that may ask. A browser's question whether it may needs no key, so it is answered first.
+    `local`: see `CheckOrigins`. `pages` need no key either."""
     root = service.options.root_path
     servers = {"servers": [{"url": root}]} if root else {}
     document = json_response({**description(endpoints, with_keys=bool(keys)), **servers}).body
@@ -177,18 +188,19 @@ def application(
     async def openapi(request: Request) -> Response:
         return Response(document, media_type="application/json")
 
-    routes = [*(endpoint.route() for endpoint in endpoints), Route("/openapi.json", openapi)]
+    routes = [*(endpoint.route() for endpoint in endpoints), Route("/openapi.json", openapi), *pages]
     handlers = {route.endpoint: route.path for route in routes}
     counted = Middleware(CountRequests, counts=service.requests, handlers=handlers, logged=service.options.access_log)
     every = ["*"]
     cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every)]
     cors = cors if origins else []
     below = [Middleware(BelowRoot, root_path=root)] if root else []
-    guarded = Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)
+    guarded = Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS.union(page.path for page in pages))
+    known = Middleware(CheckOrigins, allowed=origins, local=local, own_paths=PATHS)
     traced = [Middleware(TraceContext)] if service.is_tracing else []
     return Starlette(
         routes=routes,
-        middleware=[*below, counted, *cors, Middleware(MessagesErrors), guarded, *traced],
+        middleware=[*below, counted, *cors, Middleware(MessagesErrors), guarded, known, *traced],
         exception_handlers={HTTPException: answer_with_error},
     )
 

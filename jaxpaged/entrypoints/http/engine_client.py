@@ -6,7 +6,7 @@ from typing import Protocol
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.metrics import Metric
-from jaxpaged.messages import RequestOutput
+from jaxpaged.messages import EngineSnapshot, RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
@@ -86,6 +86,10 @@ class Engine(Protocol):
 
     async def stop_profile(self) -> None:
         """Write what was recorded. Raises ConflictError when nothing is."""
+        ...
+
+    async def snapshot(self, since_step: int = 0) -> EngineSnapshot:
+        """What the engine does now, see `engine/snapshot.py`."""
         ...
 
     def get_metrics(self) -> list[Metric]: ...

@@ -43,6 +43,7 @@ class ServerOptions:
     grpc_admin_key_file: str | None = option(
         None, "file with the keys, one a line, that may call the gRPC service Admin; without it nobody may"
     )
+    page: bool = option(True, "serve a page at / for people: a playground, and the engine at work")
     served_model_name: tuple[str, ...] | None = option(
         None, "names by which requests may call the model, the first being its own", not_empty=True
     )

@@ -20,7 +20,7 @@ from jaxpaged.entrypoints.http.sse import SEND_PIECE
 FINE_BUCKETS = (.01, .025, .05, .075, .1, .25, .5, .75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)  # fmt: skip
 COARSE_BUCKETS = (.1, .5, 1)  # fmt: skip
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
-UNCOUNTED = frozenset({"/metrics", "/health", "/ready", "/startup", "/load", "/ping", "/version"})
+UNCOUNTED = frozenset({"/metrics", "/health", "/ready", "/startup", "/load", "/ping", "/version", "/engine/state"})
 """Paths that machines ask all the time."""
 NOWHERE = "none"
 """What paths are called that lead nowhere, and those of requests that were refused before they got anywhere."""

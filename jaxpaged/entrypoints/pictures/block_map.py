@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxpaged.entrypoints.pictures import canvas
 from jaxpaged.messages import KVBlockMap
 
@@ -47,8 +49,7 @@ class BlockMap:
     def __init__(self, blocks: KVBlockMap):
         self.block_size = blocks.block_size
         self.request_ids = list(blocks.request_ids)
-        rows = zip(blocks.owner.tolist(), blocks.num_owners.tolist(), blocks.cached.tolist())
-        self.kinds = [block_kind(*row) for row in rows][1:]  # without the null block
+        self.kinds = block_kinds(blocks).tolist()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -111,12 +112,10 @@ class BlockMap:
         return NAMES[kind] if kind < 0 else f"request {self.request_ids[kind]}"
 
 
-def block_kind(owner: int, num_owners: int, cached: bool) -> int:
-    if num_owners > 1:
-        return SHARED
-    if owner >= 0:
-        return owner
-    return CACHED if cached else FREE
+def block_kinds(blocks: KVBlockMap) -> np.ndarray:
+    """What every block is, but the null block."""
+    held = np.where(blocks.owner >= 0, blocks.owner, np.where(blocks.cached, CACHED, FREE))
+    return np.where(blocks.num_owners > 1, SHARED, held)[1:]
 
 
 def grouped(kinds: Sequence[int], group: int) -> list[int]:

@@ -24,6 +24,9 @@ class FakeAsyncEngine:
         self.seen = []  # (prompt, params, request id) in order of arrival
         self.go_on = asyncio.Event()
         self.go_on.set()
+        self.num_snapshots = 0
+        self.answers = asyncio.Event()  # whether it says anything of itself
+        self.answers.set()
         self._results = {}
         self._stepper = None
 
@@ -114,6 +117,13 @@ class FakeAsyncEngine:
 
     async def stop_profile(self):
         self.engine.stop_profile()
+
+    async def snapshot(self, since_step=0):
+        if self.is_dead:
+            raise EngineDeadError("the engine has stopped. Start a new one.")
+        self.num_snapshots += 1
+        await self.answers.wait()
+        return self.engine.snapshot(since_step)
 
     def get_metrics(self):
         return self.engine.get_metrics()

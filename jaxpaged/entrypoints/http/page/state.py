@@ -1,0 +1,175 @@
+"""What the page is told of the engine: sizes, counts and times. Nothing here has text of anybody's prompt or answer.
+
+Requests are called by labels that tell neither their ids nor who asks.
+"""
+
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxpaged.engine.metrics import Histogram, Metric
+from jaxpaged.entrypoints.pictures.block_map import block_kinds
+from jaxpaged.entrypoints.pictures.timeline import MILLISECONDS, StepTimes, step_times
+from jaxpaged.entrypoints.step_sizes import padding
+from jaxpaged.messages import EngineSnapshot, KVBlockMap, RequestState, StepRecord
+
+ENGINE_ID = re.compile(r"(?:\d+_)?([^#]*)(?:#.*)?", re.DOTALL)
+"""The core's name of a sequence: its number among several, the request as the front end calls it, and a count."""
+COUNTED = (
+    "prompt_tokens", "prompt_tokens_cached", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits",
+    "num_preemptions",
+)  # fmt: skip
+TIMED = {"first_token": "time_to_first_token", "next_token": "inter_token_latency", "whole": "e2e_request_latency"}
+
+
+class ShownRequest(msgspec.Struct, array_like=True):
+    """A sequence under way. `cached` is the part of the prompt that was found in the prefix cache; -1: not looked for
+    yet."""
+
+    label: str
+    is_running: bool
+    seconds: float  # since it came
+    prompt: int
+    cached: int
+    computed: int
+    generated: int
+    preemptions: int
+
+
+class ShownStep(msgspec.Struct, array_like=True):
+    """A finished step, or a run of `steps`. Times are milliseconds; `bucket` is what each one was padded to."""
+
+    number: int
+    tokens: int
+    bucket: int
+    padding: int
+    requests: int
+    sampled: int
+    steps: int
+    device: float
+    host: float
+    compile: float
+
+
+class ShownBlocks(msgspec.Struct):
+    """The KV cache as runs of equal blocks: what they are, and how many. What a block is: the place of its owner in
+    `owners`, -1 free, -2 free with content that can be reused, -3 shared by several requests.
+
+    `stride` above 1: one of so many blocks is shown.
+    """
+
+    size: int
+    count: int
+    stride: int
+    owners: list[str]
+    runs: list[tuple[int, int]]
+
+
+class EngineState(msgspec.Struct, kw_only=True):
+    """The engine at one moment. `time` is in seconds of the server's own clock; `wait` says after how many there may
+    be something newer. `obstacle`: why new requests should go elsewhere. `silent`: for how long the engine has not
+    answered; the rest is as old as that.
+    """
+
+    time: float
+    wait: float
+    obstacle: str | None
+    sleep_level: int | None = None
+    silent: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    http: int = 0
+    restarts: int = 0
+    counts: dict[str, float] = {}
+    times: dict[str, tuple[int, float]] = {}
+    finished: dict[str, int] = {}
+    requests: list[ShownRequest] = []
+    blocks: ShownBlocks | None = None
+    steps: list[ShownStep] = []
+    executor: dict[str, Any] = {}
+
+
+class EngineInfo(msgspec.Struct, kw_only=True):
+    """What does not change while the server runs. `defaults` are sampling parameters that the model brings along."""
+
+    version: str
+    models: list[str]
+    max_model_len: int
+    max_num_seqs: int
+    max_logprobs: int
+    task: str
+    chats: bool
+    defaults: dict[str, Any]
+    grpc_port: int | None
+    finds_tool_calls: bool
+    reports_cached_tokens: bool
+
+
+class Labels:
+    """Names for requests: the same for all sequences of one, and for as long as the server runs."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(16)
+
+    def of(self, engine_id: str) -> str:
+        request_id = ENGINE_ID.fullmatch(engine_id)[1]
+        return hashlib.blake2s(request_id.encode("utf-8", "replace"), key=self._key, digest_size=3).hexdigest()[:5]
+
+
+def shown_blocks(blocks: KVBlockMap, count: int, labels: Labels) -> ShownBlocks:
+    kinds = block_kinds(blocks)
+    ends = np.append(np.flatnonzero(np.diff(kinds)) + 1, len(kinds))
+    lengths = np.diff(ends, prepend=0)
+    runs = list(zip(kinds[ends - 1].tolist(), lengths.tolist())) if len(kinds) else []
+    return ShownBlocks(blocks.block_size, count, blocks.stride, [labels.of(each) for each in blocks.request_ids], runs)
+
+
+def shown_steps(before: StepRecord | None, records: Sequence[StepRecord], first: int) -> list[ShownStep]:
+    """`before` came right before the records, the first of which has the number `first`."""
+    times = step_times([before, *records] if before else records)[before is not None :]
+    return [shown_step(first + place, *pair) for place, pair in enumerate(zip(records, times))]
+
+
+def shown_step(number: int, record: StepRecord, times: StepTimes) -> ShownStep:
+    milliseconds = [round(each * MILLISECONDS, 3) for each in (times.device, times.host, times.compile)]
+    return ShownStep(
+        number, record.num_tokens, record.token_bucket, padding(record), record.num_requests, record.num_sampled,
+        record.num_steps, *milliseconds,
+    )  # fmt: skip
+
+
+def shown_requests(snapshot: EngineSnapshot, labels: Labels, now: float) -> list[ShownRequest]:
+    """`now` is in seconds since the epoch, as arrival times are."""
+
+    def shown(state: RequestState, is_running: bool) -> ShownRequest:
+        return ShownRequest(
+            labels.of(state.request_id), is_running, round(max(now - state.arrival_time, 0.0), 2),
+            state.num_prompt_tokens, state.num_cached_tokens, state.num_computed_tokens, state.num_output_tokens,
+            state.num_preemptions,
+        )  # fmt: skip
+
+    running = [shown(state, True) for state in snapshot.running]
+    return running + [shown(state, False) for state in snapshot.waiting]
+
+
+def numbers_of(metrics: Sequence[Metric]) -> dict[str, Any]:
+    """Fields of `EngineState` that are counted in the front end."""
+    by_name: Mapping[str, Any] = {metric.name: metric for metric in metrics if not metric.labels}
+    finished = {m.labels["finished_reason"]: m.value for m in metrics if m.name == "vllm:request_success"}
+
+    def time_of(name: str) -> tuple[int, float]:
+        tally: Histogram = by_name[f"vllm:{name}_seconds"]
+        return tally.count, tally.sum
+
+    return {
+        "counts": {name: by_name[f"vllm:{name}"].value for name in COUNTED},
+        "times": {short: time_of(name) for short, name in TIMED.items()},
+        "finished": finished,
+        "restarts": by_name["jaxpaged:engine_restarts"].value,
+    }

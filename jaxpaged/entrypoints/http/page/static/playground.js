@@ -1,0 +1,304 @@
+// Chats and raw text: what is sent, what comes back, and how to stop it.
+
+import { Answer } from "./answer.js";
+import { mine, newId, stream } from "./api.js";
+import { $, chosen, make } from "./dom.js";
+import { Settings } from "./settings.js";
+
+const ALTERNATIVES = 5;
+const ASK = { chat: "Ask something", text: "Text that the model continues" };
+const HINTS = { chat: "Enter sends, Shift+Enter begins a line", text: "Ctrl+Enter continues the text" };
+const IDEAS = {
+  chat: ["What is the capital of Portugal?", "Spell the word lantern.", "Tell me a story about a fox.", "What is 27 + 45?"],
+  text: ["Once upon a time", "The little fox"],
+};
+
+export class Playground {
+  constructor() {
+    this.messages = [];
+    this.info = null;
+    this.request = null; // the last one, for the dialog with code
+    this.controller = null;
+    this.settings = new Settings($("settings"), (count) => {
+      $("changed").hidden = count === 0;
+      $("changed").textContent = count;
+      $("changed").setAttribute("aria-label", `, ${count} changed`);
+    });
+    $("composer").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.send();
+    });
+    $("prompt").addEventListener("keydown", (event) => this.#onKey(event));
+    $("prompt").addEventListener("input", () => this.#fit());
+    addEventListener("resize", () => this.#fit());
+    $("stop").addEventListener("click", () => this.stop());
+    $("clear").addEventListener("click", () => this.clear());
+    $("settings-open").addEventListener("click", () => this.#toggleSettings());
+    $("mode").addEventListener("change", () => this.#setMode());
+    $("view").addEventListener("change", () => this.#explainView());
+    addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.controller && !document.querySelector("dialog[open]")) this.stop();
+    });
+    this.#setMode();
+  }
+
+  get mode() {
+    return chosen("mode");
+  }
+
+  /** What the server offers: nothing can be sent before. */
+  setInfo(info) {
+    this.info = info;
+    this.settings.findsToolCalls = info.finds_tool_calls;
+    this.settings.setDefaults(info.defaults);
+    const generates = info.task === "generate";
+    $("prompt").disabled = $("send").disabled = !generates;
+    if (!info.chats && this.mode === "chat") {
+      document.querySelector('input[name="mode"][value="text"]').checked = true;
+      document.querySelector('input[name="mode"][value="chat"]').disabled = true;
+    }
+    this.#setMode();
+    if (!generates) {
+      $("log").replaceChildren(make("p", { class: "empty" }, `${info.models[0]} gives vectors or scores, and no text. Ask it at /v1/embeddings, /classify, /score or /rerank; the engine can be watched here.`));
+    }
+  }
+
+  /** The body that would be sent now: with what is typed, or else the last one. */
+  draft() {
+    const typed = $("prompt").value.trim() !== "";
+    if (!typed && this.request) return this.request;
+    const given = typed ? $("prompt").value : IDEAS[this.mode][0];
+    return this.mode === "chat" ? this.#chatRequest([...this.messages, { role: "user", content: given }]) : this.#textRequest(given);
+  }
+
+  send() {
+    if (this.controller || $("prompt").disabled) return;
+    const text = $("prompt").value;
+    if (!text.trim()) {
+      $("prompt").focus();
+      return;
+    }
+    const mode = this.mode;
+    let request;
+    try {
+      request = mode === "chat" ? this.#chatRequest([...this.messages, { role: "user", content: text.trim() }]) : this.#textRequest(text);
+    } catch (error) {
+      this.#complain(error.message);
+      return;
+    }
+    if (mode === "chat") {
+      this.messages.push({ role: "user", content: text.trim() });
+      this.#append(make("article", { class: "question", "aria-label": "You" }, text.trim()));
+      $("prompt").value = "";
+      this.#fit();
+    }
+    this.#run(request, mode === "text" ? text : "");
+  }
+
+  /** What the engine does with the request under way, as long as nothing has come of it. */
+  setProgress(words) {
+    if (this.controller && !this.answer.first) this.answer.facts.textContent = words;
+  }
+
+  stop() {
+    this.controller?.abort();
+  }
+
+  clear() {
+    this.stop();
+    this.messages = [];
+    this.#showIdeas();
+    $("prompt").focus();
+  }
+
+  #chatRequest(messages) {
+    const system = this.settings.system;
+    const all = system ? [{ role: "system", content: system }, ...messages] : messages;
+    return { path: "v1/chat/completions", body: this.#body({ messages: all }, { logprobs: true, top_logprobs: ALTERNATIVES }) };
+  }
+
+  #textRequest(prompt) {
+    return { path: "v1/completions", body: this.#body({ prompt }, { logprobs: ALTERNATIVES }) };
+  }
+
+  #body(given, chances) {
+    const most = this.info?.max_logprobs ?? ALTERNATIVES;
+    const wanted = chosen("view") === "text" ? {} : chances;
+    for (const name of ["logprobs", "top_logprobs"]) {
+      if (typeof wanted[name] === "number") wanted[name] = Math.min(wanted[name], most);
+    }
+    const model = this.info ? { model: this.info.models[0] } : {};
+    return { ...model, ...given, ...this.settings.fields(), ...wanted, stream: true, stream_options: { include_usage: true } };
+  }
+
+  async #run(request, before) {
+    const controller = (this.controller = new AbortController());
+    this.request = request;
+    const answer = new Answer(chosen("view"), before);
+    answer.onGrow = () => this.#follow();
+    this.#append(answer.element);
+    this.#setBusy(true);
+    $("said").textContent = "The answer comes.";
+    const { id, answerId } = newId(request.path);
+    mine.add(answerId);
+    this.answer = answer;
+    try {
+      for await (const event of stream(request.path, request.body, controller.signal, id)) answer.take(event);
+      answer.end("stop");
+    } catch (error) {
+      if (error.name === "AbortError") answer.end("abort");
+      else answer.fail(error);
+    }
+    setTimeout(() => mine.delete(answerId), 3000);
+    const isCurrent = this.controller === controller;
+    if (isCurrent) this.controller = null;
+    if (!answer.element.isConnected) return;
+    if (isCurrent) this.#setBusy(false);
+    this.#finish(answer, request, before);
+  }
+
+  #finish(answer, request, before) {
+    const { messages, tools, prompt } = request.body;
+    answer.addPrompt(messages ? { messages, tools } : { prompt });
+    answer.element.append(this.#actions(answer, request, before));
+    const failed = answer.ending === "error";
+    $("said").textContent = failed ? "" : `Answer: ${answer.text || answer.calls.map((call) => `calls ${call.name}`).join(", ") || "empty"}`;
+    if (messages && !failed) {
+      const calls = answer.calls.map(({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } }));
+      const message = { role: "assistant", content: answer.text };
+      this.messages.push(calls.length ? { ...message, tool_calls: calls } : message);
+      if (calls.length && answer.ending !== "length") answer.extra.append(this.#results(answer));
+    }
+    if (failed && messages) this.messages.pop(); // the question: it can be sent again
+    this.#follow();
+  }
+
+  /** What can be done with an answer. */
+  #actions(answer, request, before) {
+    const again = () => {
+      if (this.controller) return;
+      if (request.body.messages) this.messages = request.body.messages.filter((each) => each.role !== "system");
+      while (answer.element.nextSibling) answer.element.nextSibling.remove();
+      answer.element.remove();
+      this.#run(request, before);
+    };
+    const copy = async (event) => {
+      const button = event.target;
+      button.textContent = (await copyText(answer.text)) ? "Copied" : "The browser did not let me copy";
+      setTimeout(() => (button.textContent = "Copy"), 1500);
+    };
+    const goOn = () => {
+      $("prompt").value = before + answer.text;
+      this.#fit();
+      $("prompt").focus();
+    };
+    return make("p", { class: "actions" },
+      make("button", { type: "button", class: "plain", onclick: again }, "Again"),
+      make("button", { type: "button", class: "plain", onclick: copy }, "Copy"),
+      before ? make("button", { type: "button", class: "plain", onclick: goOn }, "Continue from here") : null);
+  }
+
+  /** Where results of called tools are given back. */
+  #results(answer) {
+    const fields = answer.calls.map((call) => make("textarea", { rows: 2, "aria-label": `Result of ${call.name}`, placeholder: `What ${call.name} gave back` }));
+    const give = make("button", { type: "submit" }, "Give it to the model");
+    const form = make("form", { class: "results" }, ...fields, give);
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (this.controller) return;
+      answer.calls.forEach((call, place) => this.messages.push({ role: "tool", tool_call_id: call.id, content: fields[place].value }));
+      for (const each of [...fields, give]) each.disabled = true;
+      try {
+        const request = this.#chatRequest(this.messages);
+        delete request.body.tool_choice; // it was for the question
+        this.#run(request, "");
+      } catch (error) {
+        this.#complain(error.message);
+      }
+    });
+    return form;
+  }
+
+  #onKey(event) {
+    if (event.key !== "Enter" || event.isComposing) return;
+    const sends = this.mode === "chat" ? !event.shiftKey : event.ctrlKey || event.metaKey;
+    if (!sends) return;
+    event.preventDefault();
+    this.send();
+  }
+
+  #setMode() {
+    const mode = this.mode;
+    this.settings.setMode(mode);
+    $("prompt").placeholder = ASK[mode];
+    $("hint").textContent = HINTS[mode];
+    $("composer").dataset.mode = mode;
+    if (!this.messages.length && !$("log").querySelector("article")) this.#showIdeas();
+    this.#fit();
+  }
+
+  #showIdeas() {
+    const lead = this.mode === "chat" ? "Ask the model something." : "Begin a text, and the model goes on with it.";
+    const pick = (idea) => () => {
+      $("prompt").value = idea;
+      this.#fit();
+      this.send();
+    };
+    const buttons = IDEAS[this.mode].map((idea) => make("button", { type: "button", class: "idea", onclick: pick(idea) }, idea));
+    $("log").replaceChildren(make("div", { class: "empty" }, make("p", {}, lead), make("p", { class: "quiet" }, "Watch its blocks light up in the engine's KV cache."), make("div", { class: "ideas" }, ...buttons)));
+  }
+
+  #explainView() {
+    if (chosen("view") !== "text") $("said").textContent = "The next answer shows its tokens.";
+  }
+
+  #toggleSettings() {
+    const opens = $("settings").hidden;
+    $("settings").hidden = !opens;
+    $("settings-open").setAttribute("aria-expanded", opens);
+  }
+
+  #setBusy(busy) {
+    $("send").hidden = busy;
+    $("stop").hidden = !busy;
+    if (!busy && document.activeElement === document.body) $("prompt").focus();
+  }
+
+  #append(element) {
+    $("log").querySelector(".empty")?.remove();
+    $("log").append(element);
+    $("log").scrollTop = $("log").scrollHeight;
+  }
+
+  /** Stay at the end, unless somebody reads further up. */
+  #follow() {
+    const log = $("log");
+    if (log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
+  }
+
+  #fit() {
+    const area = $("prompt");
+    area.style.height = "auto";
+    area.style.height = `${Math.min(area.scrollHeight + 2, innerHeight * 0.35)}px`; // with its border
+  }
+
+  #complain(message) {
+    $("hint").textContent = message;
+    $("hint").classList.add("problem");
+    $("said").textContent = message;
+    setTimeout(() => {
+      $("hint").classList.remove("problem");
+      $("hint").textContent = HINTS[this.mode];
+    }, 6000);
+  }
+}
+
+/** Whether the browser let us. */
+export async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    return false; // pages that did not come over HTTPS or from this machine may not
+  }
+}
