@@ -102,7 +102,7 @@ def engine(request, tmp_path_factory):
     engine.executor.shutdown()
 
 
-@settings(max_examples=8 if settings.default.max_examples < 100 else 60, phases=[Phase.generate])
+@settings(max_examples=8, phases=[Phase.generate])  # each serves 24 requests in a second or more
 @given(
     company=st.permutations(range(len(REQUESTS))),
     seed=st.integers(0, 1000),

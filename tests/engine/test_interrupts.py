@@ -111,7 +111,7 @@ def test_generate_can_be_interrupted_anywhere(num_steps):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [1, 2])
 def test_generate_can_be_interrupted_at_many_lines(first):
-    check_generate(first, step=101, num_steps=4 if first % 2 else 1)
+    check_generate(first, step=211, num_steps=4 if first % 2 else 1)
 
 
 def persistently(call):
@@ -171,7 +171,7 @@ def test_an_engine_that_is_stepped_loses_no_token_to_an_interrupt(num_steps):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [1, 2])
 def test_an_engine_that_is_stepped_loses_no_token_to_an_interrupt_at_many_lines(first):
-    check_steps(first, step=103, num_steps=4 if first % 2 else 1)
+    check_steps(first, step=223, num_steps=4 if first % 2 else 1)
 
 
 def test_a_request_is_added_as_a_whole_or_not_at_all():
