@@ -123,6 +123,8 @@ class Blueprint:
     @cached_property
     def limits(self) -> LimitsMethod:
         """How the sampler finds what top_k, top_p and min_p leave; simulated where attention is."""
+        if self.model.head(self.param_shapes) is None:
+            return LimitsMethod()  # an embedding model draws nothing
         simulated = self.attention.backend == "tpu-interpret"
         return choose_method(self.platform, self.mesh, self.sampling_layout.vocab_size, simulated=simulated)
 

@@ -29,7 +29,7 @@ PER_MODEL = {
     "phi3_partial": {"dtype": "bfloat16", "num_gpu_blocks_override": 32, "quantization": "int8"},
     "llama_mqa_bias_tied": {"dtype": "float32", "num_gpu_blocks_override": 32},
 }
-FAST = "gemma3_new_spelling"
+MARKS = {"gemma3_new_spelling": (), "qwen3": pytest.mark.exhaustive, "llama_mqa_bias_tied": pytest.mark.exhaustive}
 CHOICES = {
     "top_p": 0.8, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.5, "repetition_penalty": 1.3, "logprobs": 3,
     "prompt_logprobs": 2, "logit_bias": {5: 4.0},
@@ -93,7 +93,7 @@ def joined(outputs):
 
 
 @pytest.fixture(scope="module", params=[
-    pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in PER_MODEL
+    pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in PER_MODEL
 ])  # fmt: skip
 def engine(request, tmp_path_factory):
     name = request.param
