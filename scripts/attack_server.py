@@ -20,24 +20,19 @@ times mean something on a quiet machine only: `--no-times` prints and does not j
 
 import argparse
 import asyncio
-import contextlib
 import json
-import re
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TextIO
 
-LOOPBACK, OTHER_CLIENT = "127.0.0.1", "127.0.0.2"
+from server_process import LOOPBACK, READY_SECONDS, memory, serve_command, server
+
+OTHER_CLIENT = "127.0.0.2"
 SECONDS, LEAST_SECONDS = 60.0, 2.0
 """A request ends after the former; an attack is watched for the latter at least."""
-READY_SECONDS, STOP_SECONDS = 600.0, 60.0
 QUICK_SCALE, QUICK_OPTIONS = 0.1, ["--ready-when", "serving", "--max-num-seqs", "4", "--max-model-len", "512"]
 PAUSE = 0.02
 """Seconds between two questions of the clients that are not attackers."""
@@ -217,52 +212,6 @@ async def attack(port: int, pid: int, name: str, scale: float) -> Row:
     return row
 
 
-def memory(pid: int) -> float:
-    """MiB that the server's process holds, the engine core not counted; 0 where the system does not tell."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    except OSError:
-        return 0.0
-    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
-
-
-@contextlib.contextmanager
-def server(options: list[str]) -> Iterator[tuple[int, int]]:
-    """(port, process id) of a server that is ready; it is stopped afterwards. What it logs goes to a file."""
-    command = [sys.executable, "-m", "jaxpaged", "serve", "--host", LOOPBACK, "--port", "0", *options]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            port = port_in(log, process)
-            asyncio.run(ready(port))
-            yield port, process.pid
-            if process.poll() is not None:
-                sys.exit(f"the server ended by itself, with status {process.returncode}:\n{end_of(log)}")
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def port_in(log: TextIO, process: subprocess.Popen) -> int:
-    """The port that the server says it has."""
-    end = time.monotonic() + READY_SECONDS
-    while process.poll() is None and time.monotonic() < end:
-        log.seek(0)
-        if found := re.search(rf"http://{re.escape(LOOPBACK)}:(\d+)", log.read()):
-            return int(found[1])
-        time.sleep(0.1)
-    sys.exit(f"the server did not start:\n{end_of(log)}")
-
-
-def end_of(log: TextIO) -> str:
-    log.seek(0)
-    return log.read()[-3000:]
-
-
 async def ready(port: int) -> None:
     """Wait until the server says that it is ready, and a chat is answered."""
     end = time.monotonic() + READY_SECONDS
@@ -298,7 +247,9 @@ def main() -> int:
     arguments, options = parser.parse_known_args()
     scale, rows = QUICK_SCALE if arguments.quick else 1.0, []
     few = QUICK_OPTIONS if arguments.quick else []
-    with server([arguments.model, *few, *options]) as (port, pid):
+    with server(serve_command(arguments.model, *few, *options)) as started:
+        port, pid = started.port, started.pid
+        asyncio.run(ready(port))
         for name in arguments.only:
             asyncio.run(attack(port, pid, name, scale / 10))
         first_memory = memory(pid)

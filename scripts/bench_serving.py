@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from server_process import serve_command, server
 from serving_clients import Load, Place, load, prompt_ids
 
 ME = Path(__file__).resolve()
@@ -91,21 +92,6 @@ def markdown(rows: Sequence[Row]) -> str:
     """The rows as a table."""
     lines = [list(COLUMNS), ["--:"] * len(COLUMNS), *map(cells, rows)]
     return "".join(f"| {' | '.join(each)} |\n" for each in lines)
-
-
-# ---- the server
-
-
-def start(command: Sequence[str]) -> tuple[subprocess.Popen, list[str]]:
-    """A server as a process, and where it serves, which it prints to standard error: a URL, and a place for gRPC."""
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    for line in process.stderr:
-        if "http://" in line:
-            words = line.split()
-            grpc = [place for over, _, place in zip(words, words[1:], words[2:]) if over == "gRPC"]
-            return process, [next(word for word in words if word.startswith("http://")), *grpc]
-        sys.stderr.write(line)
-    raise SystemExit(f"the server ended with status {process.wait()}.")
 
 
 # ---- the same work without HTTP
@@ -182,23 +168,19 @@ def main() -> None:
         return run_offline(args, args.streams, of_server)
     rates = offline_rates(args)
     own = [sys.executable, str(ME), "--serve-own", *sys.argv[1:]]
-    real = [sys.executable, "-m", "jaxpaged", "serve", args.model, "--port", "0", *of_server]
-    real += ["--grpc-port", "0"] if args.grpc else []
-    process, (url, *grpc) = start(own if args.free or args.device_ms is not None else real)
-    places = [Place("HTTP", url), *(Place(over, each) for each in grpc for over in ("gRPC", "gRPC stream"))]
-    try:
+    real = serve_command(args.model, *of_server, *(["--grpc-port", "0"] if args.grpc else []))
+    with server(own if args.free or args.device_ms is not None else real) as started:
+        places = [Place("HTTP", started.url)]
+        places += [Place(over, started.grpc) for over in ("gRPC", "gRPC stream") if started.grpc]
         print("  ".join(COLUMNS))
         for place in places:
-            asyncio.run(load(place, process.pid, args, max(args.streams)))  # warms up
-        wait_for_programs(url)
+            asyncio.run(load(place, started.pid, args, max(args.streams)))  # warms up
+        wait_for_programs(started.url)
         rows = []
         for count, rate in zip(args.streams, rates, strict=True):
             for place in places:
-                rows.append(measured(place, count, asyncio.run(load(place, process.pid, args, count)), rate))
+                rows.append(measured(place, count, asyncio.run(load(place, started.pid, args, count)), rate))
                 print(line(rows[-1]), flush=True)
-    finally:
-        process.terminate()
-        process.wait()
     if args.json:
         args.json.write_text(json.dumps({"command": sys.argv[1:], "rows": rows}, indent=1), encoding="utf-8")
     if args.markdown:

@@ -26,20 +26,24 @@ from jaxpaged.params.hub import resolve_model_folder
 def serve_free(max_num_seqs: int, grpc_port: int | None) -> None:
     """This process as a server whose model costs nothing."""
     engine = FreeAsyncEngine(max_num_seqs)
-    serve_engine(engine, engine.config, "free", grpc_port)
+    serve_engine(engine, engine.config, "free", ServerOptions(port=0, grpc_port=grpc_port))
 
 
-def serve_counting(max_num_seqs: int, device_ms: float, grpc_port: int | None) -> None:
-    """This process as a server, and another one as its engine core, whose steps take `device_ms`."""
-    engine = AsyncLLM.from_config(counting_config(max_num_seqs, device_ms), factory=FACTORY)
+def serve_counting(max_num_seqs: int, device_ms: float, grpc_port: int | None, **server: Any) -> None:
+    """This process as a server, and another one as its engine core, whose steps take `device_ms`. `server`: its
+    options."""
+    options = ServerOptions(port=0, grpc_port=grpc_port, **server)
+    engine = AsyncLLM.from_config(
+        counting_config(max_num_seqs, device_ms), factory=FACTORY, step_timeout=options.step_timeout,
+        max_restarts=options.max_restarts,
+    )  # fmt: skip
     try:
-        serve_engine(engine, engine.config, "counting", grpc_port)
+        serve_engine(engine, engine.config, "counting", options)
     finally:
         engine.shutdown()
 
 
-def serve_engine(engine: Any, config: Any, name: str, grpc_port: int | None) -> None:
-    options = ServerOptions(port=0, grpc_port=grpc_port)
+def serve_engine(engine: Any, config: Any, name: str, options: ServerOptions) -> None:
     sockets = Sockets(options)
     sockets.listen()
     announce(name, sockets, guarded=False)

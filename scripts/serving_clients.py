@@ -4,14 +4,13 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from server_process import cpu_seconds
 
 
 class Place(NamedTuple):
@@ -184,9 +183,3 @@ async def load(place: Place, pid: int, args: argparse.Namespace, num_streams: in
         await asyncio.gather(*(ask_all(number) for number in range(num_streams)))
     result.seconds, result.cpu_seconds = time.perf_counter() - begin, cpu_seconds(pid) - cpu
     return result
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far, without its children."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -5,6 +5,7 @@ Commands and the engine core's process set this up. A library does not: who impo
 of prompts or answers. This module knows no event.
 """
 
+import copy
 import datetime
 import json
 import logging
@@ -16,6 +17,38 @@ FORMATS = ("text", "json")
 STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 ERASE_LINE = "\r\x1b[2K"
 """In a terminal a progress line may stand where the event goes."""
+
+
+REPEATED = ("asyncio", "jaxpaged.engine.core_server", "jaxpaged.engine.kv_event_publisher",
+            "jaxpaged.entrypoints.http.connections", "uvicorn.error")  # fmt: skip
+"""Loggers that whoever reaches a socket can make say the same as often as it likes."""
+REPEAT_SECONDS = 60.0
+
+
+class Seldom(logging.Filter):
+    """Lets a message of the loggers in `REPEATED` pass once in `REPEAT_SECONDS`, then with how often it was not told.
+
+    Messages are the same that have the same words and the same kind of exception, whatever values they tell.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: dict[tuple, tuple[float, int]] = {}  # when, and how often it was not since
+
+    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+        if record.name not in REPEATED:
+            return True
+        key = (record.name, str(record.msg), record.exc_info and record.exc_info[0])
+        when, untold = self._told.get(key, (float("-inf"), 0))
+        if record.created - when < REPEAT_SECONDS:
+            self._told[key] = when, untold + 1
+            return False
+        self._told[key] = record.created, 0
+        if not untold:
+            return True
+        told = copy.copy(record)
+        told.msg, told.args = f"{record.getMessage()} ({untold} more like this were not told)", ()
+        return told
 
 
 class StandardError(logging.Handler):
@@ -73,6 +106,7 @@ def set_up_logging(level: str | int, format: str = "text", process: str = "") ->
     """Write events of jaxpaged from `level` on, and warnings of everybody else, to standard error. May be repeated."""
     handler = StandardError()
     handler.setFormatter(FORMATTERS[format](process))
+    handler.addFilter(Seldom())
     root = logging.getLogger()
     for other in [each for each in root.handlers if isinstance(each, StandardError)]:
         root.removeHandler(other)

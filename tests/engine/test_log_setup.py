@@ -97,3 +97,31 @@ def test_a_library_sets_up_nothing():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "something\n")
+
+
+def test_what_strangers_can_make_it_say_is_said_once_a_minute_and_counted(capsys, monkeypatch):
+    """Before, every piece of garbage on a port was a line."""
+    set_up_logging("info")
+    ports, ours, now = logging.getLogger("uvicorn.error"), logging.getLogger("jaxpaged.x"), [1000.0]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    monkeypatch.setattr("time.time_ns", lambda: int(now[0] * 1e9))
+    for number in range(500):
+        ports.warning("Invalid HTTP request received.")
+        logging.getLogger("jaxpaged.engine.core_server").warning("dropped a message of kind %r", number)
+        ours.warning("whatever it is")
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        ports.exception("Invalid HTTP request received.")
+    now[0] += 61
+    ports.warning("Invalid HTTP request received.")
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines() if " ours" not in line]
+    assert [line for line in lines if "Invalid" in line] == [
+        "WARNING uvicorn.error: Invalid HTTP request received.",
+        "ERROR uvicorn.error: Invalid HTTP request received.",
+        "WARNING uvicorn.error: Invalid HTTP request received. (499 more like this were not told)",
+    ]
+    assert [line for line in lines if "dropped" in line] == [
+        "WARNING jaxpaged.engine.core_server: dropped a message of kind 0"
+    ]
+    assert sum("whatever" in line for line in lines) == 500

@@ -48,7 +48,7 @@ def test_a_small_part_runs_to_its_end_and_stops_its_server(monkeypatch, capsys):
         started.append(start(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr(attack_server.subprocess, "Popen", recorded)
+    monkeypatch.setattr(subprocess, "Popen", recorded)
     words = ["attack_server.py", "--quick", "--no-times", "--only", "none", "nonsense"]
     monkeypatch.setattr(sys, "argv", words)
     assert attack_server.main() == 0, capsys.readouterr().out

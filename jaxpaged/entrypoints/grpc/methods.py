@@ -28,6 +28,10 @@ SECONDS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)  # fmt
 CLIENT_LEFT = "CANCELLED"
 JSON_SIZE = 3
 """A request is so many times as long in JSON, about: token ids take two bytes here. By that it is known for long."""
+MESSAGE_SECONDS = 60.0
+"""Within which the request of a call must have come, where it is one."""
+WRITE_SECONDS = 300.0
+"""Within which a client must take a response: between so many and twice as many."""
 
 
 class CallCounts:
@@ -94,8 +98,11 @@ def handler(
     method: MethodDescriptor, function: Callable[..., Any], access: Access, counts: CallCounts, traced: bool
 ) -> grpc.RpcMethodHandler:
     """`function(request, caller)` gives a message or, for a method that streams, an asynchronous generator of them; a
-    method whose requests are a stream gets their iterator."""
+    method whose requests are a stream gets their iterator.
 
+    To grpcio the requests of every method are a stream: so who may not call is told before anything is read, and what
+    does not come, or is not taken, holds the call only for so long.
+    """
     kind, asked = kind_of(method), GetMessageClass(method.input_type)
 
     def caller_of(context: grpc.aio.ServicerContext) -> str:
@@ -103,26 +110,72 @@ def handler(
             enter_trace((name, str(value)) for name, value in context.invocation_metadata() or ())
         return access.caller(context)
 
-    async def unary(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+    async def unary(given: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
         async with Counted(method, counts, context):
             caller = caller_of(context)
-            return await function(parsed(asked, data), caller)
+            return await function(parsed(asked, await first_of(given)), caller)
 
-    async def stream(data: bytes | AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+    async def stream(given: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         async with Counted(method, counts, context):
             caller = caller_of(context)
-            request = parsed(asked, data) if kind == "server_stream" else (parsed(asked, each) async for each in data)
-            async with contextlib.aclosing(function(request, caller)) as responses:  # closed with the call
+            one = kind == "server_stream"
+            request = parsed(asked, await first_of(given)) if one else (parsed(asked, each) async for each in given)
+            async with (
+                Writing() as writing,
+                contextlib.aclosing(function(request, caller)) as responses,  # closed with the call
+            ):
                 async for response in responses:
+                    writing.number += 1
                     await context.write(response)
+                    writing.number += 1
 
-    makers = {
-        "unary": grpc.unary_unary_rpc_method_handler,
-        "server_stream": grpc.unary_stream_rpc_method_handler,
-        "bidi_stream": grpc.stream_stream_rpc_method_handler,
-    }
     serializer = GetMessageClass(method.output_type).SerializeToString
-    return makers[kind](unary if kind == "unary" else stream, response_serializer=serializer)
+    if kind == "unary":
+        return grpc.stream_unary_rpc_method_handler(unary, response_serializer=serializer)
+    return grpc.stream_stream_rpc_method_handler(stream, response_serializer=serializer)
+
+
+async def first_of(given: AsyncIterator[bytes]) -> bytes:
+    """The message of a call that has one. Raises HttpError when it does not come."""
+    try:
+        async with asyncio.timeout(MESSAGE_SECONDS):
+            async for data in given:
+                return data
+    except TimeoutError:
+        raise HttpError(408, f"The request did not come within {MESSAGE_SECONDS:g} s. Send it faster.") from None
+    raise HttpError(400, "The call has no request. Send one.")
+
+
+class Writing:
+    """Ends a call whose client has long not taken a response; it costs two additions a response.
+
+    `number` is odd while a response is being written. Raises HttpError in the context that it is.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._last = 0
+        self._limit = asyncio.timeout(None)
+
+    async def __aenter__(self) -> "Writing":
+        await self._limit.__aenter__()
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(WRITE_SECONDS, self._look)
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._timer.cancel()
+        try:
+            await self._limit.__aexit__(*error)
+        except TimeoutError:
+            raise HttpError(408, f"No response was taken for {WRITE_SECONDS:g} s. Read them faster.") from None
+
+    def _look(self) -> None:
+        if self.number % 2 and self.number == self._last:
+            self._limit.reschedule(self._loop.time())
+        else:
+            self._last = self.number
+            self._timer = self._loop.call_later(WRITE_SECONDS, self._look)
 
 
 def parsed(kind: type[Message], data: bytes) -> Message:

@@ -23,6 +23,8 @@ MAX_OPEN = 1024
 """Requests under way on one stream."""
 MAX_MESSAGE_BYTES = 2**20
 """A longer message has one event only. Clients take four times as much unless told otherwise."""
+IDLE_SECONDS = 600.0
+"""After which a stream without a request is ended: between so many and twice as many."""
 
 
 class Generator(Protocol):
@@ -59,6 +61,8 @@ class Multiplexer:
         self._caller = caller
         self._calls: dict[str, Call] = {}  # whose ids are in use
         self._tasks: set[asyncio.Task] = set()  # of these, and of those whose last words are not taken yet
+        self._num_taken = 0
+        self._idle = False  # when it was last looked at
         self._gathered = Gathered()
         self._news = asyncio.Event()
         self._ended = False  # nothing more will be said
@@ -69,6 +73,7 @@ class Multiplexer:
     ) -> AsyncGenerator[pb.GenerateStreamResponse]:
         """What all requests say, until the client has closed its side and all are done. Raises what reading raises."""
         reading = asyncio.ensure_future(self._read(given))
+        self._look(0)
         try:
             while not self._ended:
                 await self._news.wait()
@@ -80,10 +85,20 @@ class Multiplexer:
             if self._error is not None:
                 raise self._error
         finally:
+            self._timer.cancel()
             tasks = [reading, *self._tasks]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _look(self, last_taken: int) -> None:
+        """End the stream if nothing was asked for since the look before, and nothing is under way."""
+        if self._num_taken == last_taken and self._idle and not self._tasks:
+            self._error = HttpError(408, f"The stream had no request for {IDLE_SECONDS:g} s. Open another.")
+            self._ended = True
+            self._news.set()
+        self._idle = not self._tasks
+        self._timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._look, self._num_taken)
 
     async def _read(self, given: AsyncIterator[pb.GenerateStreamRequest]) -> None:
         try:
@@ -97,6 +112,7 @@ class Multiplexer:
         self._news.set()
 
     async def _take(self, message: pb.GenerateStreamRequest) -> None:
+        self._num_taken += 1
         match message.WhichOneof("action"):
             case "generate":
                 await self._begin(message.generate)

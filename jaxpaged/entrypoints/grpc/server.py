@@ -1,11 +1,10 @@
-"""The gRPC server: where it listens, its limits, health, reflection, and how it comes to rest.
+"""The gRPC server: where it listens, its limits, and how it comes to rest.
 
 This module knows grpcio's server and no method.
 """
 
 import asyncio
 import contextlib
-import logging
 import os
 import ssl
 from collections.abc import Mapping, Sequence
@@ -13,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from jaxpaged.entrypoints.grpc.admin import Administration
 from jaxpaged.entrypoints.grpc.inference import Inference
 from jaxpaged.entrypoints.grpc.methods import Access, CallCounts, handlers
+from jaxpaged.entrypoints.grpc.open_calls import HealthChecks, Reflection
 from jaxpaged.entrypoints.http.health import Health
+from jaxpaged.entrypoints.http.listener import MAX_CONNECTIONS
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.errors import UsageError
 from jaxpaged.proto import jaxpaged_pb2 as pb
 
-logger = logging.getLogger(__name__)
-
 INFERENCE, ADMIN = (pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Admin"))
-HEALTH_SECONDS = 1.0
-"""How often health follows readiness."""
 CLOSING_SECONDS = 5.0
 """What calls get when nothing is under way any more, to receive their last messages."""
 MAX_STREAMS = 1024
@@ -43,6 +40,8 @@ OPTIONS = {
     "grpc.keepalive_timeout_ms": 20_000,
     "grpc.keepalive_permit_without_calls": 1,
     "grpc.http2.min_ping_interval_without_data_ms": 10_000,
+    "grpc.server_handshake_timeout_ms": 20_000,  # for TLS, and for the first frame of HTTP/2
+    "grpc.max_connection_idle_ms": 300_000,  # without a call; clients connect again by themselves
     "grpc.max_metadata_size": 16 * 2**10,
     "grpc.absolute_max_metadata_size": 64 * 2**10,
 }
@@ -59,13 +58,14 @@ class GrpcListener:
         keys: Sequence[str] = (),
         admin_keys: Sequence[str] = (),
         credentials: grpc.ServerCredentials | None = None,
+        max_connections: int = MAX_CONNECTIONS,
     ):
         self._service = service
+        self._max_connections = max_connections
         self._addresses = addresses
         self._keys, self._admin_keys = keys, admin_keys
         self._credentials = credentials
         self._stop = asyncio.Event()
-        self._health = health.aio.HealthServicer()
         self.ports: list[int] = []
 
     @property
@@ -84,23 +84,21 @@ class GrpcListener:
         paths = [each.removeprefix("unix:") for each in self._addresses if each.startswith("unix:")]
         for path in paths:
             os.chmod(path, 0o660)  # as the Unix socket of HTTP
-        following = asyncio.ensure_future(self._follow_readiness())
         try:
             await server.start()
             await self._stop.wait()
         finally:
-            following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await following
-            await self._health.enter_graceful_shutdown()
             await server.stop(CLOSING_SECONDS)
             for path in paths:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
 
     def _made(self) -> grpc.aio.Server:
-        limit = self._service.options.max_body_bytes
-        options = {**OPTIONS, "grpc.max_receive_message_length": limit, "grpc.max_send_message_length": -1}
+        limits = {
+            "grpc.max_receive_message_length": self._service.options.max_body_bytes,
+            "grpc.max_send_message_length": -1,
+            "grpc.max_allowed_incoming_connections": self._max_connections,
+        }
         counts, traced = CallCounts(), self._service.is_tracing
         self._service.sources.append(counts.read)
         server = grpc.aio.server(
@@ -108,13 +106,14 @@ class GrpcListener:
                 handlers(INFERENCE, Inference(self._service), Access(self._keys), counts, traced),
                 handlers(ADMIN, Administration(self._service), Access(self._admin_keys, NO_ADMIN), counts),
             ],
-            options=list(options.items()),
+            options=list({**OPTIONS, **limits}.items()),
             maximum_concurrent_rpcs=MAX_CALLS,
             compression=grpc.Compression.NoCompression,
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = [INFERENCE.full_name, ADMIN.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(names, server)
+        own = [INFERENCE.full_name, ADMIN.full_name]
+        health_pb2_grpc.add_HealthServicer_to_server(HealthChecks(Health(self._service), own), server)
+        names = [*own, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(names), server)
         return server
 
     def _bound(self, server: grpc.aio.Server, address: str) -> int:
@@ -124,15 +123,6 @@ class GrpcListener:
             return server.add_secure_port(address, self._credentials)
         except RuntimeError as error:
             raise UsageError(f"cannot listen on {address} for gRPC: {error}. Choose another --grpc-port.") from None
-
-    async def _follow_readiness(self) -> None:
-        """Health says what `/ready` says: of the whole server, and of each service."""
-        readiness, status = Health(self._service), health_pb2.HealthCheckResponse
-        while True:
-            serving = readiness.obstacle() is None
-            for name in ("", INFERENCE.full_name, ADMIN.full_name):
-                await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
-            await asyncio.sleep(HEALTH_SECONDS)
 
 
 def grpc_credentials(tls: Mapping[str, Any]) -> Any:

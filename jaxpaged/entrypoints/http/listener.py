@@ -19,14 +19,18 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from jaxpaged.entrypoints.http.connections import Connections
 from jaxpaged.entrypoints.http.errors import HttpError, error_body
 from jaxpaged.errors import UsageError
 
 HEADER_TIMEOUT = 30.0
-"""Seconds within which the headers of a request must have come."""
+"""Seconds within which the headers of a request must have come, or the rest of a body after its answer."""
+WRITE_TIMEOUT = 300.0
+"""Seconds within which a client must take something of what waits for it."""
 CLOSING_TIMEOUT = 5
 """Seconds that connections get to close when nothing is under way any more."""
 BACKLOG = 2048
+MAX_CONNECTIONS = 4096
 HOST = re.compile(rb"[\w.~!$&'()*+;=%:\[\]-]*")
 """What may stand in the header Host: a name or an address, and a port. It may be empty."""
 
@@ -87,12 +91,16 @@ def url_of(bound: socket.socket, scheme: str = "http") -> str:
 
 
 class Listener(uvicorn.Server):
-    """Serves one application on one socket. Signals are left to who runs it. `tls`: see `tls.tls_settings`."""
+    """Serves one application on one socket, over `max_connections` at a time at most.
+
+    Signals are left to who runs it. `tls`: see `tls.tls_settings`.
+    """
 
     def __init__(
-        self, app: ASGIApp, bound: socket.socket, *, max_header_bytes: int, tls: Mapping[str, Any] | None = None
-    ):
-        protocol: Any = functools.partial(LimitedProtocol, max_header_bytes)
+        self, app: ASGIApp, bound: socket.socket, *, max_header_bytes: int, max_connections: int = MAX_CONNECTIONS,
+        tls: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
+        protocol: Any = functools.partial(LimitedProtocol, max_header_bytes, Connections(max_connections))
         super().__init__(
             uvicorn.Config(
                 app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False,
@@ -112,47 +120,90 @@ class Listener(uvicorn.Server):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 whose headers must be short, come soon, and name one host."""
+    """HTTP/1.1 whose headers must be short, come soon, and name one host; who neither asks nor reads is left."""
 
-    def __init__(self, max_header_bytes: int, *args: Any, **settings: Any):
+    def __init__(self, max_header_bytes: int, connections: Connections, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
         self._max_header_bytes = max_header_bytes
-        self._num_header_bytes = 0
+        self._connections = connections
+        self._num_bare_bytes = 0  # that came since there was a part of a body
         self._in_headers = True
+        self._had_body = False  # in the data that came last
         self._refused = False
         self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._expect_headers()
+        self._connections.opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end_timer()
+        self._end_write_timer()
+        self._connections.closed(self)
         super().connection_lost(error)
+
+    def end(self) -> None:
+        """Leave the client at once."""
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        self._had_body = False
         super().data_received(data)
-        if self._in_headers:  # the library collects what is not complete
-            self._num_header_bytes += len(data)
-            if self._num_header_bytes > self._max_header_bytes:
+        # The library collects headers that are not complete, and those after a body.
+        if self._refused or self._had_body:
+            return
+        if self._in_headers or self.cycle.more_body:
+            self._num_bare_bytes += len(data)
+            if self._num_bare_bytes > self._max_header_bytes:
                 self._refuse(self._too_long())
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._expect_headers()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # what follows a body is none of what the request was let in for
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._in_headers = False
+        self._in_headers, self._num_bare_bytes = False, 0
         self._end_timer()
+        self._connections.asks(self)
         problem = None if self._refused else self._headers_problem()
         if problem is not None:
             self._refuse(problem)
         if not self._refused:
             super().on_headers_complete()
 
+    def on_response_complete(self) -> None:
+        last = not self.pipeline
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._close()
+        elif last:
+            self._connections.waits(self)
+            self._start_timer()
+            if not self.cycle.more_body:
+                self._in_headers, self._num_bare_bytes = True, 0
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._end_write_timer()
+        self._write_timer = self.loop.call_later(WRITE_TIMEOUT, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._end_write_timer()
+        super().resume_writing()
+
     def on_body(self, body: bytes) -> None:
+        self._had_body, self._num_bare_bytes = True, 0
         if not self._refused:
             super().on_body(body)
 
@@ -178,15 +229,31 @@ class LimitedProtocol(HttpToolsProtocol):
         return None
 
     def _expect_headers(self) -> None:
-        self._in_headers, self._num_header_bytes = True, 0
+        self._in_headers, self._num_bare_bytes = True, 0
+        self._start_timer()
+
+    def _start_timer(self) -> None:
         self._end_timer()
         if not self._refused:
-            self._timer = self.loop.call_later(HEADER_TIMEOUT, self.transport.close)
+            self._timer = self.loop.call_later(HEADER_TIMEOUT, self._close)
 
     def _end_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _end_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _close(self) -> None:
+        """Close the connection, at the latest when the client has long not taken what was written for it."""
+        self._end_timer()
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self._end_write_timer()
+            self._write_timer = self.loop.call_later(WRITE_TIMEOUT, self.transport.abort)
 
     def _too_long(self) -> HttpError:
         return HttpError(431, f"The headers have more than {self._max_header_bytes} bytes. Shorten them.")
@@ -202,4 +269,4 @@ class LimitedProtocol(HttpToolsProtocol):
         )
         if not self.transport.is_closing():
             self.transport.write(head.encode() + body)
-            self.transport.close()
+            self._close()

@@ -54,6 +54,10 @@ class ServerOptions:
     api_key_file: str | None = option(None, "file with a key a line: unlike --api-key, not in the list of processes")
     max_body_bytes: int = option(16 * 2**20, "longest request body", minimum=1)
     max_header_bytes: int = option(64 * 2**10, "longest request headers, with the request line", minimum=1024)
+    max_connections: int = option(
+        4096, "HTTP connections at a time, and so many of gRPC; of more, those go that wait longest without a request",
+        minimum=1,
+    )  # fmt: skip
     max_num_queued_reqs: int | None = option(
         None, "sequences that may wait for a place in the engine before requests get 429; unlimited by default",
         minimum=0,

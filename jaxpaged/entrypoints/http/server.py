@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.entrypoints.http.app import create_admin_app, create_app
+from jaxpaged.entrypoints.http.connections import allowed_connections
 from jaxpaged.entrypoints.http.listener import BACKLOG, Listener, bind, bind_unix, url_of
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.service import Service
@@ -154,7 +155,8 @@ def make_listeners(
     service: Service, sockets: Sockets, keys: Sequence[str], grpc_admin_keys: Sequence[str]
 ) -> list[Any]:
     """What serves: each has `run_until_stopped()`, and ends when its `should_exit` is set."""
-    settings = {"max_header_bytes": service.options.max_header_bytes}
+    most = allowed_connections(service.options.max_connections)
+    settings = {"max_header_bytes": service.options.max_header_bytes, "max_connections": most}
     listeners: list[Any] = []
     if sockets.public is not None:
         listeners.append(Listener(create_app(service, keys), sockets.public, tls=sockets.tls, **settings))
@@ -165,9 +167,9 @@ def make_listeners(
         from jaxpaged.entrypoints.grpc.server import GrpcListener, grpc_credentials  # an extra
 
         credentials = grpc_credentials(sockets.tls)
-        listeners.append(
-            GrpcListener(service, addresses, keys=keys, admin_keys=grpc_admin_keys, credentials=credentials)
-        )
+        listeners.append(GrpcListener(
+            service, addresses, keys=keys, admin_keys=grpc_admin_keys, credentials=credentials, max_connections=most
+        ))  # fmt: skip
     return listeners
 
 

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jaxpaged import __version__
+from jaxpaged.entrypoints.grpc import open_calls
 from jaxpaged.entrypoints.grpc import server as grpc_server
 from jaxpaged.entrypoints.http.app import create_app
 from jaxpaged.proto import jaxpaged_pb2 as pb
@@ -120,7 +121,7 @@ def test_a_model_that_generates_does_not_embed(serving):
 
 
 def test_health_follows_readiness_of_every_service(serving, monkeypatch):
-    monkeypatch.setattr(grpc_server, "HEALTH_SECONDS", 0.02)
+    monkeypatch.setattr(open_calls, "HEALTH_SECONDS", 0.02)
 
     async def scenario(server):
         stub = health_pb2_grpc.HealthStub(server.channel)

@@ -1,6 +1,13 @@
 """API keys: who is let in, and how the others are told."""
 
+import random
+
 import pytest
+
+from jaxpaged.entrypoints.http import auth
+from jaxpaged.entrypoints.http.app import admin_endpoints, public_endpoints
+from jaxpaged.entrypoints.http.health import OPEN_PATHS
+from tests.entrypoints.http.live_server import make_service
 
 KEYS = ("first-key", "schlüssel")
 
@@ -41,6 +48,47 @@ def test_a_request_without_a_known_key_gets_401_and_the_error_object(ask, header
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/version", "/load", "/openapi.json", "/tokenize", "/nope"])
 def test_every_path_but_the_probes_is_guarded(ask, path):
     assert ask(path, keys=KEYS).status == 401
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer first-ke"}, {"x_api_key": "\xff"}])
+@pytest.mark.parametrize("listener", ["client", "admin"])
+def test_every_route_refuses_who_has_no_key_before_it_looks_at_the_body(serving, listener, headers):
+    """Every method of every route that there is, with every name for a path that leads there."""
+    endpoints = (public_endpoints if listener == "client" else admin_endpoints)(make_service())
+    routes = {(each.method, each.path.replace("{id:path}", "a").replace("{id}", "a")) for each in endpoints}
+    guarded = {(method, path) for method, path in routes if path not in OPEN_PATHS} | {("GET", "/openapi.json")}
+    assert {path for _, path in routes - guarded} == set(OPEN_PATHS)
+    draw = random.Random(1)
+
+    async def scenario(server):
+        client, statuses = getattr(server, listener), {}
+        for method, path in sorted(guarded):
+            for spelling in (path, f"{path}/", f"/{path}", f"{path}?key=first-key", path.upper(), f"/health/..{path}"):
+                for verb in (method, "HEAD", "OPTIONS", "PUT", "PATCH"):
+                    answer = await client.ask(verb, spelling, draw.randbytes(50), headers)
+                    statuses[verb, spelling] = answer.status
+        return {asked: status for asked, status in statuses.items() if status != 401}
+
+    assert serving(scenario, keys=KEYS) == {}
+
+
+def test_keys_are_compared_in_constant_time_with_all_that_there_are(serving, monkeypatch):
+    compared = []
+
+    def compare(given, known):
+        compared.append((len(given), len(known)))
+        return given == known
+
+    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+
+    async def scenario(server):
+        for client in (server.client, server.admin):
+            for key in ("first-key", "schlüssel", "f", "", "first-key2", "a" * 5000):
+                compared.clear()
+                await client.get("/metrics", x_api_key=key)
+                assert compared == [(32, 32)] * len(KEYS), "digests, of one length whatever was given"
+
+    serving(scenario, keys=KEYS)
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
