@@ -100,7 +100,8 @@ class Listener(uvicorn.Server):
         self, app: ASGIApp, bound: socket.socket, *, max_header_bytes: int, max_connections: int = MAX_CONNECTIONS,
         tls: Mapping[str, Any] | None = None,
     ):  # fmt: skip
-        protocol: Any = functools.partial(LimitedProtocol, max_header_bytes, Connections(max_connections))
+        self.connections = Connections(max_connections)
+        protocol: Any = functools.partial(LimitedProtocol, max_header_bytes, self.connections)
         super().__init__(
             uvicorn.Config(
                 app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False,

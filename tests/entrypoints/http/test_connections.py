@@ -37,7 +37,7 @@ async def app(scope, receive, send):
 
 @contextlib.contextmanager
 def listening(**settings):
-    """Connects to a server of the application above; it has ended afterwards, whoever is still connected."""
+    """`connect` to a server of the application above; it has ended afterwards, whoever is still connected."""
     bound = bind("127.0.0.1", 0)
     bound.listen(2048)
     made = Listener(app, bound, max_header_bytes=2000, **settings)
@@ -46,9 +46,9 @@ def listening(**settings):
     with contextlib.ExitStack() as stack:
 
         def connect():
-            client = stack.enter_context(socket.create_connection(bound.getsockname()[:2], timeout=20))
-            return client
+            return stack.enter_context(socket.create_connection(bound.getsockname()[:2], timeout=20))
 
+        connect.connections = made.connections
         try:
             yield connect
         finally:
@@ -185,7 +185,10 @@ def test_who_reads_nothing_is_left_and_the_answer_forgotten():
         clients = [connect() for _ in range(3)]
         for client in clients:
             client.sendall(ASKED.replace(b"/ ", b"/big "))
-        time.sleep(1)
+        while not len(connect.connections):
+            time.sleep(0.01)
+        while len(connect.connections):
+            time.sleep(0.01)
         for client in clients:
             received = 0
             with contextlib.suppress(ConnectionError):
