@@ -68,12 +68,12 @@ def measure_start(origin: float, model: str, options: dict[str, Any]) -> dict[st
     recorder = Recorder(origin)
     recorder.spans.append(Span(MAIN, "python", 0.0, recorder.now()))
     with recorder.span("import"):
-        from jaxpaged import SamplingParams
         from jaxpaged.config import EngineConfig
         from jaxpaged.engine import build
         from jaxpaged.engine.core import EngineCore
         from jaxpaged.engine.core_client import InprocClient
         from jaxpaged.engine.llm_engine import LLMEngine
+        from jaxpaged.entrypoints.cli.bench.startup_child import first_token
     watch_programs(recorder)
     watch_weights(recorder)
     with recorder.span("config"):
@@ -84,10 +84,7 @@ def measure_start(origin: float, model: str, options: dict[str, Any]) -> dict[st
     executor = build.UniProcExecutor(config, functions, decoder, folder)
     engine = LLMEngine(config, input_processor, InprocClient(EngineCore(config, executor)))
     with recorder.span("first step"):
-        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-        engine.add_request("first", {"prompt_token_ids": list(range(5, 25))}, params)
-        while not any(output.outputs[0].token_ids for output in engine.step()):
-            pass
+        first_token(engine)
     stats = engine.executor_stats()
     return {
         "seconds": recorder.now(),
@@ -158,9 +155,9 @@ def watch_weights(recorder: Recorder) -> None:
 
 def run_child(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """`measure_start` in a fresh process."""
-    child = json.dumps({"origin": time.time(), "model": model, "options": options})
-    done = subprocess.run([sys.executable, __file__, "--child", child], stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    from jaxpaged.entrypoints.cli.bench.startup import answer_of_child
+
+    return answer_of_child([sys.executable, __file__, "--child"], {"model": model, "options": options})
 
 
 def measure_all(model: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -258,10 +255,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write startup.json and startup.png there")
     parser.add_argument("--option", type=parsed_option, action="append", default=[], metavar="NAME=VALUE",
                         help="an engine option, such as max_num_seqs=8; may be repeated")  # fmt: skip
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(measure_start(**json.loads(args.child))), flush=True)
+        print(json.dumps(measure_start(**json.load(sys.stdin))), flush=True)
         os._exit(0)  # as the command does: programs that nobody waits for are still being compiled
     starts = measure_all(args.model, dict(args.option))
     for name, start in starts.items():

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from jaxpaged.entrypoints.cli.bench import latency, serve, startup, throughput
+from jaxpaged.entrypoints.cli.bench import latency, serve, startup, sweep, throughput
 from jaxpaged.entrypoints.cli.flags import Parser
 
-KINDS = (serve, throughput, latency, startup)
+KINDS = (serve, sweep, throughput, latency, startup)
 
 
 def add_parser(commands: Any) -> None:

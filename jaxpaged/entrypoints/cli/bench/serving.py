@@ -284,10 +284,10 @@ def result_of(
     result: dict[str, Any] = {
         "date": report.now(), "endpoint_type": args.backend, "backend": args.backend, "label": args.label,
         "model_id": server.model_id, "tokenizer_id": server.tokenizer_id, "num_prompts": len(requests), **metadata,
-        "request_rate": report.rate_in_result(traffic.request_rate), "burstiness": traffic.burstiness,
+        "request_rate": report.rate_in_result(traffic.request_rate),
+        "burstiness": report.rate_in_result(traffic.burstiness),
         "max_concurrency": load.max_concurrency,
     }  # fmt: skip
-    result["burstiness"] = report.rate_in_result(traffic.burstiness)
     if traffic.strategy is not None:
         result |= {"ramp_up_strategy": traffic.strategy, "ramp_up_start_rps": traffic.start_rps,
                    "ramp_up_end_rps": traffic.end_rps}  # fmt: skip
