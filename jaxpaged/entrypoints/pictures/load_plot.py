@@ -27,11 +27,11 @@ def draw_load(rows: Sequence[Mapping[str, Any]], percentile: float, limits: Mapp
     draw_throughput(panels[0], rows, levels)
     for axes, (name, title) in zip(list(panels)[1:], PANELS, strict=True):
         draw_latency(axes, rows, levels, name, percentile)
-        axes.set_title(title, fontsize=11, loc="left", color=canvas.INK)
-        if name in limits:
-            axes.axhline(limits[name], color=canvas.RED, linewidth=1.0, linestyle="--", zorder=1)
-            axes.annotate(f"limit {limits[name]:g} ms", (0.01, limits[name]), xycoords=("axes fraction", "data"),
-                          fontsize=8, color=canvas.RED, va="bottom")  # fmt: skip
+        limit = limits.get(name)
+        axes.set_title(title if limit is None else f"{title}, limit {limit:g} ms", fontsize=11, loc="left",
+                       color=canvas.INK)  # fmt: skip
+        if limit is not None and limit <= axes.get_ylim()[1]:
+            axes.axhline(limit, color=canvas.RED, linewidth=1.0, linestyle="--", zorder=1)
     first = rows[0]
     figure.suptitle(f"{first['model_id']}, {first['backend']}: {first['num_prompts']} requests a run",
                     fontsize=13, color=canvas.INK)  # fmt: skip

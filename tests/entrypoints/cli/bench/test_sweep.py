@@ -139,9 +139,12 @@ def test_every_load_is_in_the_picture():
     assert [label.get_text() for label in throughput.get_xticklabels()] == ["1", "8", "64"]
     median, worst = ttft.lines[:2]
     assert median.get_xdata().tolist() == [2.0, 9.0, 11.0] and worst.get_ydata().tolist() == [10.0, 60.0, 1200.0]
-    assert [text.get_text() for text in ttft.texts] == ["1", "8", "64", "limit 500 ms"]
+    assert [text.get_text() for text in ttft.texts] == ["1", "8", "64"]
+    assert ttft.lines[2].get_ydata() == [500.0, 500.0] and "limit 500 ms" in ttft.get_title(loc="left")
     assert ttft.get_yscale() == "log" and len(tpot.texts) == len(e2el.texts) == 3
     assert "demo" in figure.get_suptitle()
+    beyond = draw_load(MANY, 99.0, {"ttft": 1e9}).axes[1]
+    assert len(beyond.lines) == 2 and beyond.get_ylim()[1] < 1e4
 
 
 @pytest.mark.parametrize(
