@@ -4,6 +4,7 @@
     python scripts/bench_serving.py --device-ms 5                      # steps take that long on a device elsewhere
     python scripts/bench_serving.py [--streams 1,8,64,256] [--model demo] [engine options]
     python scripts/bench_serving.py --grpc ...                         # over gRPC too, in turn with HTTP
+    python scripts/bench_serving.py --watched ...                      # every time again with the server's page open
 
 Every stream is a connection that asks `--requests` times, one after the other, for `--tokens` tokens of a prompt of its
 own; "gRPC stream" asks for all of them by one call of `GenerateStream`. The client is this process, the server another
@@ -24,6 +25,7 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -36,7 +38,7 @@ from serving_clients import Load, Place, load, prompt_ids
 
 ME = Path(__file__).resolve()
 COLUMNS = {
-    "over": ">11s", "streams": "d", "requests/s": ".1f", "tokens/s": ".0f", "TTFT p50 ms": ".1f", "TTFT p99 ms": ".1f",
+    "over": ">13s", "streams": "d", "requests/s": ".1f", "tokens/s": ".0f", "TTFT p50 ms": ".1f", "TTFT p99 ms": ".1f",
     "chunk gap p50 ms": ".2f", "chunk gap p99 ms": ".2f", "tokens/chunk": ".2f", "tokens/CPU-s": ".0f",
     "offline tokens/s": ".0f", "overhead": ".1%",
 }  # fmt: skip
@@ -92,6 +94,26 @@ def markdown(rows: Sequence[Row]) -> str:
     """The rows as a table."""
     lines = [list(COLUMNS), ["--:"] * len(COLUMNS), *map(cells, rows)]
     return "".join(f"| {' | '.join(each)} |\n" for each in lines)
+
+
+@contextlib.contextmanager
+def open_page(url: str) -> Iterator[None]:
+    """Ask the server what its page asks, as often as the page does."""
+    closed = threading.Event()
+
+    def watch() -> None:
+        wait = 0.0
+        while not closed.wait(wait):
+            with urllib.request.urlopen(f"{url}/engine/state") as answer:
+                wait = json.load(answer)["wait"]
+
+    viewer = threading.Thread(target=watch)
+    viewer.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        viewer.join()
 
 
 # ---- the same work without HTTP
@@ -178,8 +200,10 @@ def main() -> None:
         wait_for_programs(started.url)
         rows = []
         for count, rate in zip(args.streams, rates, strict=True):
-            for place in places:
-                rows.append(measured(place, count, asyncio.run(load(place, started.pid, args, count)), rate))
+            for place, watched in itertools.product(places, (False, True) if args.watched else (False,)):
+                with open_page(started.url) if watched else contextlib.nullcontext():
+                    rows.append(measured(place, count, asyncio.run(load(place, started.pid, args, count)), rate))
+                rows[-1]["over"] += ", watched" * watched
                 print(line(rows[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"command": sys.argv[1:], "rows": rows}, indent=1), encoding="utf-8")
@@ -196,6 +220,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--requests", type=int, default=2, help="requests per stream")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--grpc", action="store_true", help="ask over gRPC too (extra grpc)")
+    parser.add_argument("--watched", action="store_true", help="measure everything again with the page open")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
     instead = parser.add_mutually_exclusive_group()

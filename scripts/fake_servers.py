@@ -121,6 +121,9 @@ class FreeAsyncEngine:
                 self._streams[output.request_id].put(output)
             await asyncio.sleep(0)
 
+    async def snapshot(self, since_step: int = 0) -> Any:
+        return self.engine.snapshot(since_step)
+
     async def check_health(self) -> None:
         pass
 

@@ -220,6 +220,8 @@ def test_an_error_of_the_server_is_told_where_the_answer_would_be(page):
     window, _ = page
     ask(window, "hello " * 200)
     assert "128" in window.wait_for("document.querySelector('.problem')?.textContent")
+    assert "hello hello" in window.run("return document.getElementById('prompt').value"), "it can be sent again"
+    assert all("400" in each for each in window.complaints())
 
 
 @pytest.mark.parametrize("show", ["play", "engine"])

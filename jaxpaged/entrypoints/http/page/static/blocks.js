@@ -18,7 +18,7 @@ export class BlockMap {
     this.owners = [];
     this.mine = new Set();
     this.cursor = null;
-    new ResizeObserver(() => this.#draw(1)).observe(this.canvas.parentElement);
+    new ResizeObserver(() => requestAnimationFrame(() => this.#draw(1))).observe(this.canvas.parentElement);
     onNewColors(() => {
       this.#draw(1);
       this.#legend();

@@ -28,7 +28,7 @@ export class Figures {
       this.lines[figure.name] = { canvas, value, unit, points: [] };
       $("figures").append(make("div", {}, make("dt", {}, figure.label), make("dd", {}, value, " ", unit), canvas));
     }
-    new ResizeObserver(() => this.#draw()).observe($("figures"));
+    new ResizeObserver(() => requestAnimationFrame(() => this.#draw())).observe($("figures"));
     onNewColors(() => this.#draw());
   }
 

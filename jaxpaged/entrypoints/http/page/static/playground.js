@@ -152,9 +152,8 @@ export class Playground {
     setTimeout(() => mine.delete(answerId), 3000);
     const isCurrent = this.controller === controller;
     if (isCurrent) this.controller = null;
-    if (!answer.element.isConnected) return;
     if (isCurrent) this.#setBusy(false);
-    this.#finish(answer, request, before);
+    if (answer.element.isConnected) this.#finish(answer, request, before);
   }
 
   #finish(answer, request, before) {
@@ -169,8 +168,15 @@ export class Playground {
       this.messages.push(calls.length ? { ...message, tool_calls: calls } : message);
       if (calls.length && answer.ending !== "length") answer.extra.append(this.#results(answer));
     }
-    if (failed && messages) this.messages.pop(); // the question: it can be sent again
+    if (failed && this.messages.at(-1)?.role === "user") this.#takeBack();
     this.#follow();
+  }
+
+  /** The last question was not answered: it can be sent again, or changed. */
+  #takeBack() {
+    const { content } = this.messages.pop();
+    if (!$("prompt").value) $("prompt").value = content;
+    this.#fit();
   }
 
   /** What can be done with an answer. */

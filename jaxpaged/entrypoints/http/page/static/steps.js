@@ -14,7 +14,7 @@ export class Steps {
     this.canvas = $("steps");
     this.steps = [];
     this.cursor = null; // the number of a step
-    new ResizeObserver(() => this.#draw()).observe(this.canvas.parentElement);
+    new ResizeObserver(() => requestAnimationFrame(() => this.#draw())).observe(this.canvas.parentElement);
     onNewColors(() => this.#draw());
     this.canvas.addEventListener("pointermove", (event) => this.#point(event));
     this.canvas.addEventListener("pointerleave", () => this.#leave());
