@@ -17,6 +17,7 @@ FLAGS = (
 )  # fmt: skip
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # how WebDriver calls the id of an element
 KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Escape": "\ue00c", "Left": "\ue012", "Right": "\ue014", "Down": "\ue015"}
+LOOK = "return arguments[0].checkVisibility() && arguments[0].outerHTML.slice(0, 80)"
 PATIENCE = 60.0
 
 
@@ -64,12 +65,9 @@ class Browser:
         self._call(f"/element/{self._find(selector)[0]}/click", {})
 
     def labels(self, selector):
-        """(what is there in HTML, what a screen reader calls it) of elements."""
-        return [
-            (self.run("return arguments[0].outerHTML.slice(0, 80)", {ELEMENT: each}),
-             self._call(f"/element/{each}/computedlabel"))
-            for each in self._find(selector)
-        ]  # fmt: skip
+        """(what is there in HTML, what a screen reader calls it) of elements that can be seen."""
+        found = [(each, self.run(LOOK, {ELEMENT: each})) for each in self._find(selector)]
+        return [(html, self._call(f"/element/{each}/computedlabel")) for each, html in found if html]
 
     def _find(self, selector):
         found = self._call("/elements", {"using": "css selector", "value": selector})
