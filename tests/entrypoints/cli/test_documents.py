@@ -1,5 +1,6 @@
-"""Every `jaxpaged` command that a document, a help text or a recipe shows is one that the command line takes."""
+"""Every command, option and file that a document, a help text or a recipe names is one that is there."""
 
+import argparse
 import re
 import shlex
 from pathlib import Path
@@ -10,16 +11,19 @@ from jaxpaged.entrypoints.cli import bench, chat_commands, command_line, generat
 
 ROOT = Path(__file__).parents[3]
 COMMAND = re.compile(r"^(?:.*\| |#\s+)?\s*(jaxpaged (?:generate|chat|convert|serve|bench)\b[^|\n]*)", re.MULTILINE)
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+FILE = re.compile(r"`(\w[\w./-]*\.(?:py|ipynb|md|proto|yaml))`")
+DOCUMENTS = [
+    ROOT / "README.md",
+    *(path for folder in ("configs", "jaxpaged", "pallas_kernels") for path in sorted((ROOT / folder).rglob("*.md"))),
+    *sorted((ROOT / "tests").glob("*.md")),
+]
+TEXT = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 
 
 def shown_commands():
     recipes = [path.read_text(encoding="utf-8") for path in (ROOT / "configs").glob("*.yaml")]
-    guides = [ROOT / "README.md", ROOT / "jaxpaged/entrypoints/cli/bench/README.md"]
-    blocks = [
-        block
-        for guide in guides
-        for block in re.findall(r"```\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
-    ]
+    blocks = [block for text in TEXT.values() for block in re.findall(r"```\n(.*?)```", text, re.DOTALL)]
     lines = COMMAND.findall("\n".join([*recipes, *blocks, *(each.EPILOG for each in (generate, serve, *bench.KINDS))]))
     return [part.strip() for line in lines for part in re.split(r"&&|>", line)]
 
@@ -40,3 +44,30 @@ def test_the_help_of_chat_names_its_commands(capsys):
         command_line().parse_args(["chat", "--help"])
     shown = capsys.readouterr().out
     assert all(name in shown for name in chat_commands.COMMANDS)
+
+
+def options_of(parser):
+    """Of a command and of those below it."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from options_of(command)
+
+
+def test_every_option_that_a_document_names_exists():
+    scripts = [path for path in (ROOT / "scripts").rglob("*") if path.suffix in ("", ".py") and path.is_file()]
+    theirs = {option for path in scripts for option in OPTION.findall(path.read_text(encoding="utf-8"))}
+    known = {*options_of(command_line()), *theirs}
+    assert [(path.name, option) for path, text in TEXT.items() for option in OPTION.findall(text)
+            if option not in known] == []  # fmt: skip
+
+
+def test_every_file_that_a_document_names_exists():
+    """By its whole path, or by the end of one, as in `core/scheduler.py`."""
+    folders = [ROOT / name for name in ("configs", "jaxpaged", "pallas_kernels", "scripts", "tests")]
+    files = [path for folder in folders for path in folder.rglob("*.*")]
+    ends = {"/".join(path.parts[-count:]) for path in files for count in range(1, 6)}
+    named = [(path.name, name) for path, text in TEXT.items() for name in FILE.findall(text)]
+    assert len(named) > 50
+    assert [pair for pair in named if pair[1] not in ends] == []
