@@ -8,12 +8,13 @@ from jaxpaged import LLM, SamplingParams
 COUNTRIES = ("Kenya", "Portugal", "Japan", "Peru", "Egypt", "Cuba")
 QUESTIONS = [f"What is the capital of {country}?" for country in COUNTRIES]
 QUESTIONS += [f"What is {a} + {b}?" for a, b in ((27, 45), (11, 13), (60, 8), (35, 36), (19, 70), (52, 21))]
+OPTIONS = {"max_num_seqs": 12, "max_num_batched_tokens": 128, "max_model_len": 256, "block_size": 4}
 
 
 @pytest.mark.slow
 def test_second_turns_after_a_stop_token_have_the_log_probabilities_of_a_fresh_computation():
     """In float32, where rounding does not hide what is wrong. Blocks of 4 slots, so that stop tokens complete some."""
-    with LLM(dtype="float32", max_num_seqs=12, max_model_len=512, block_size=4) as llm:
+    with LLM(dtype="float32", token_buckets=(12, 128), **OPTIONS) as llm:
         llm.wait_for_programs()  # only then do steps become runs
         first = llm.chat([[{"role": "user", "content": text}] for text in QUESTIONS],
                          SamplingParams(temperature=0, max_tokens=60))  # fmt: skip

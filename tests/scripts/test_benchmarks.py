@@ -8,13 +8,15 @@ import pytest
 
 pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+FEW_PROGRAMS = ["max_num_seqs=2", "max_model_len=128", "max_num_batched_tokens=16", "num_scheduler_steps=1"]
+STARTS = ["bench_startup.py", *(part for option in FEW_PROGRAMS for part in ("--option", option))]
 SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
 
 
 @pytest.mark.parametrize(
     ("command", "printed"),
     [
-        (["bench_startup.py", "--option", "max_num_seqs=2", "--option", "max_model_len=128"], "**first token**"),
+        pytest.param(STARTS, "**first token**", marks=pytest.mark.exhaustive),  # compiles everything three times
         (["bench_host.py", "--running", "8", "--steps", "20"], "whole step"),
         (["bench_host.py", "--running", "8", "--steps", "20", "--device-ms", "1"], "idle"),
         (["bench_process.py", "--streams", "4", "--tokens", "8", "--rounds", "1"], "two processes give"),
