@@ -97,7 +97,8 @@ export class BlockMap {
     let size = LARGEST;
     while (size > SMALLEST && Math.ceil(count / Math.floor((width + 1) / size)) * size > MOST_HEIGHT) size -= 1;
     const columns = Math.max(Math.floor((width + 1) / size), 1), gap = size >= 9 ? 2 : 1;
-    return { size: (width + gap) / columns, columns, rows: Math.ceil(count / columns), gap };
+    // Small cells stand better side by side than spread over the whole width.
+    return { size: size >= 9 ? (width + gap) / columns : size, columns, rows: Math.ceil(count / columns), gap };
   }
 
   #fade() {
