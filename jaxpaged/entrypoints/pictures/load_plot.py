@@ -32,6 +32,8 @@ def draw_load(rows: Sequence[Mapping[str, Any]], percentile: float, limits: Mapp
                        color=canvas.INK)  # fmt: skip
         if limit is not None and limit <= axes.get_ylim()[1]:
             axes.axhline(limit, color=canvas.RED, linewidth=1.0, linestyle="--", zorder=1)
+    figure.legend(*figure.axes[1].get_legend_handles_labels(), loc="outside upper right", ncols=2, frameon=False,
+                  fontsize=9)  # fmt: skip
     first = rows[0]
     figure.suptitle(f"{first['model_id']}, {first['backend']}: {first['num_prompts']} requests a run",
                     fontsize=13, color=canvas.INK)  # fmt: skip
@@ -84,7 +86,6 @@ def draw_latency(
     axes.set_xlim(left=0)
     axes.set_xlabel("answered requests/s; numbers: the load", fontsize=9, color=canvas.INK)
     axes.set_ylabel("ms", fontsize=9, color=canvas.INK)
-    axes.legend(loc="upper left", frameon=False, fontsize=9)
     canvas.plain_axes(axes)
 
 

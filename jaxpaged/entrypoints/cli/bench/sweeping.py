@@ -143,7 +143,8 @@ async def explore(sweep: Sweep) -> None:
     """One at a time and all at once show what the server can do; the other loads lie evenly between."""
     variable = sweep.args.workload_var
     slow = await sweep.measure(Level("max_concurrency", 1))
-    fast = await sweep.measure(Level("max_concurrency", len(sweep.requests)))
+    everything = len(sweep.requests) if variable == "max_concurrency" else math.inf
+    fast = await sweep.measure(Level(variable, everything))
     if not slow or not fast:
         return
     ends = [mean_and_median.mean(reached(result, variable) for result in results) for results in (slow, fast)]
