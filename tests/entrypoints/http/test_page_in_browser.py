@@ -248,6 +248,17 @@ def test_everything_fits_and_nothing_lies_on_anything_else(page, width, show):
         assert right <= left2 or right2 <= left or bottom <= top2 or bottom2 <= top, f"{name} lies on {other}"
 
 
+def test_the_dialog_with_code_fits_a_phone(page):
+    window, _ = page
+    window.resize(360, 740)
+    window.click("#code-open")
+    for selector in ("#code", "#language"):
+        assert window.run(
+            "const e = document.querySelector(arguments[0]); return e.scrollWidth <= e.clientWidth", selector
+        )
+    window.press("Escape")
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_can_be_read_in_both_themes_and_the_theme_can_be_chosen(page, dark):
     window, _ = page
