@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
         model = llm.llm_engine.config.model.model
         seconds = measure(batch(llm, args), args.num_iters_warmup, args.num_iters)
     result = latency_result(seconds, model)
-    print(f"Avg latency: {result['avg_latency']} seconds")
-    print(f"Std latency: {result['std_latency']} seconds")
+    print(f"Avg latency: {result['avg_latency']:.6g} seconds")
+    print(f"Std latency: {result['std_latency']:.6g} seconds")
     for percentile, value in result["percentiles"].items():
-        print(f"{percentile}% percentile latency: {value} seconds")
+        print(f"{percentile}% percentile latency: {value:.6g} seconds")
     write_json(args.output_json, result)
     return 0
 
