@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 END = (-1).to_bytes(8, "big", signed=True)
 POLL_MS = 50
 PUBLISHERS = ("zmq", "null")
+MAX_QUESTION_BYTES = 4096
+"""Of a question, or of a topic that a follower asks for. Who sends more is disconnected."""
+QUESTIONS_AT_ONCE = 16
+"""Between two batches."""
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +126,7 @@ class KVEventPublisher:
         socket = self._context.socket(kind)
         socket.set(zmq.SNDHWM, self._config.hwm)
         socket.set(zmq.LINGER, 1000)
+        socket.set(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -142,10 +147,12 @@ class KVEventPublisher:
             self._followers.send_multipart([topic, *frames])
 
     def _answer_replays(self) -> None:
-        """Answer all questions that have come. Wrong ones are passed over."""
-        while self._replays is not None and self._replays.poll(0):
+        """Answer questions that have come. Wrong ones are passed over."""
+        for _ in range(QUESTIONS_AT_ONCE):
+            if self._replays is None or not self._replays.poll(0):
+                return
             client, *rest = self._replays.recv_multipart()
-            if not rest or len(rest[-1]) != 8:
+            if len(rest) not in (1, 2) or len(rest[-1]) != 8:
                 continue
             first = int.from_bytes(rest[-1], "big")
             envelope = [client, *rest[:-1]]  # with the empty frame that a REQ socket puts there

@@ -1,5 +1,9 @@
 """KV events over ZeroMQ, read as vLLM's own followers read them."""
 
+import contextlib
+import random
+import socket
+
 import msgspec
 import pytest
 import zmq
@@ -146,6 +150,52 @@ def test_what_was_missed_can_be_asked_for(publishing):
             question.close(linger=0)
     finally:
         context.destroy(linger=0)
+
+
+ZMTP = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 48
+GARBAGE = {
+    "noise": random.Random(3).randbytes(5000),
+    "http": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+    "half a greeting": ZMTP[:20],
+    "a frame of 2**62 bytes": ZMTP + b"\4\x0e\5READY\0\0\0\0\0\0\0\0" + b"\2\x40\0\0\0\0\0\0\0" + b"a" * 3000,
+    "commands": ZMTP + b"\4\4\3ABC" * 3000,
+    "silence": b"",
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage_on_both_ports_is_survived_and_not_logged(publishing, kind, caplog, capfd):
+    publisher, follower = publishing()
+    with contextlib.ExitStack() as stack:
+        for endpoint in publisher.endpoints * 20:
+            host, _, port = endpoint.removeprefix("tcp://").partition(":")
+            made = stack.enter_context(socket.create_connection((host, int(port))))
+            with contextlib.suppress(OSError):
+                made.sendall(GARBAGE[kind])
+        before = follower.numbers[-1]
+        publisher.publish([EVENT])
+        follower.read()
+        assert follower.numbers[-1] == before + 1
+    assert not caplog.records and not capfd.readouterr().err
+
+
+def test_who_asks_a_thousand_times_and_reads_nothing_delays_no_batch(publishing):
+    publisher, follower = publishing()
+    for _ in range(50):
+        publisher.publish([EVENT])
+        follower.read()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asks:
+        asks.set(zmq.LINGER, 0)
+        asks.connect(publisher.endpoints[1])
+        for _ in range(1000):
+            asks.send((0).to_bytes(8, "big"))
+            asks.send_multipart([b"a"] * 50)  # is no question
+            with contextlib.suppress(zmq.Again):
+                asks.send(b"a" * 5000, zmq.NOBLOCK)  # ends the connection
+        for _ in range(20):
+            publisher.publish([EVENT])
+            follower.read()
+    assert publisher.num_dropped == 0
 
 
 def test_a_full_queue_drops_batches_leaves_a_gap_and_never_waits(publishing):

@@ -26,6 +26,8 @@ CHOICE_BYTES = 200
 """Of a sequence in an answer, besides its tokens."""
 MANY_PROMPTS = 200
 RESULTS_AT_ONCE = 64
+MOST_ARRIVED = 256
+"""Results of many prompts that wait for a client that reads slowly; the engine joins what comes meanwhile."""
 READERS_AT_ONCE = 8
 """Prompts of a request that begin between two looks at what others want."""
 Numbered = tuple[int, RequestOutput]
@@ -136,16 +138,16 @@ async def results_of(engine: Engine, request: GenerationRequest, number: int) ->
 
 async def merged(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Numbered]:
     """Results of several prompts in the order in which they come. The first failure ends them all."""
-    arrived: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue()
+    arrived: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(MOST_ARRIVED)
 
     async def read(number: int) -> None:
         try:
             async with contextlib.aclosing(results_of(engine, request, number)) as results:
                 async for numbered in results:
-                    arrived.put_nowait(numbered)
-            arrived.put_nowait(None)
+                    await arrived.put(numbered)
+            await arrived.put(None)
         except Exception as error:
-            arrived.put_nowait(error)
+            await arrived.put(error)
 
     readers: list[asyncio.Future[None]] = []
     try:

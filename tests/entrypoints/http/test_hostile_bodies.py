@@ -3,11 +3,14 @@
 import asyncio
 import json
 import random
+from typing import ClassVar
 
 import pytest
 
 from jaxpaged.core import new_tokens
 from jaxpaged.entrypoints.http.app import create_app, public_endpoints
+from jaxpaged.entrypoints.http.body import read_body
+from jaxpaged.entrypoints.http.errors import HttpError
 from tests.engine.fake_pooling import CLASSES, EMBEDS, FakePoolingExecutor
 from tests.entrypoints.http.asgi_client import Client
 from tests.entrypoints.http.live_server import make_service
@@ -83,6 +86,60 @@ def test_invalid_utf8_in_a_text_is_400(asked, path, bad):
     """Before, what the JSON library raised for it was a 500 with a traceback in the log."""
     [answer] = asked(path, [json.dumps(BODIES[path], ensure_ascii=False).encode().replace("ü".encode(), bad)])
     assert answer.status == 400 and b"UTF-8" in answer.body, answer.body
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_invalid_utf8_in_a_name_that_nobody_knows_is_400(asked, path):
+    """Before, it passed: the JSON library skips what it does not know, and looks at none of it."""
+    whole = json.dumps(BODIES[path], ensure_ascii=False).encode()
+    bodies = [b'{"x%b": 1, ' % bad + whole[1:] for bad in (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xe2\x82")]
+    bodies.append(b'{"x": {"y": ["\xff"]}, ' + whole[1:])
+    for body, answer in zip(bodies, asked(path, bodies)):
+        assert answer.status == 400 and b"UTF-8" in answer.body, body
+
+
+def test_a_character_may_come_in_pieces():
+    """And its second half may be missing, or be another's."""
+
+    class Request:
+        headers: ClassVar = {}
+
+        def __init__(self, *pieces):
+            self.pieces = pieces
+
+        async def stream(self):
+            for piece in self.pieces:
+                yield piece
+
+    euro = "€".encode()
+    for pieces in ((euro[:1], euro[1:]), (euro[:2], euro[2:] + b"a"), (b"a", euro, b"b"), (euro[:1], b"", euro[1:])):
+        assert asyncio.run(read_body(Request(*pieces), 100)) == b"".join(pieces)
+    for pieces in ((euro[:1], b"a"), (euro[:2],), (euro[1:],), (b"a", b"\xff")):
+        with pytest.raises(HttpError, match="UTF-8") as caught:
+            asyncio.run(read_body(Request(*pieces), 100))
+        assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(("unit", "few", "many"), [
+    (b"7,", 1_900_000, 2_100_000), (b'"a",', 600_000, 700_000), (b'"abc":7,', 150_000, 200_000),
+    (b"{},", 140_000, 160_000), (b"[7],", 140_000, 160_000),
+])  # fmt: skip
+def test_what_takes_the_decoder_long_is_refused_before_it_begins(unit, few, many):
+    """Names of an object above all: 900,000 of them took 0.7 s, in which nobody else was served."""
+
+    class Request:
+        headers: ClassVar = {}
+
+        def __init__(self, count):
+            self.count = count
+
+        async def stream(self):
+            yield unit * self.count
+
+    asyncio.run(read_body(Request(few), 2**25))
+    with pytest.raises(HttpError, match="Send several requests") as caught:
+        asyncio.run(read_body(Request(many), 2**25))
+    assert caught.value.status == 413
 
 
 @pytest.mark.parametrize("path", BODIES)
