@@ -19,7 +19,8 @@ It held, and the exit status is 0, when
     no process of the core ended that was not killed on purpose, and the log has no traceback
 
 The first table has what every kind of client got, with its number; the second one how long each fault was felt: from
-the moment it was done until a client that comes then is answered over HTTP and over gRPC.
+the moment it was done until a client that comes then is answered over HTTP and over gRPC. Ctrl-C ends the run early,
+with the tables so far.
 """
 
 import argparse
@@ -163,7 +164,7 @@ class Soak:
             lines.append(f"{name:<24}{sum(self.seen[name].values()):>9}{self.longest[name]:>11.1f}  {got}")
         lines += ["", f"{'fault':<24}{'times':>9}{'median s':>11}{'longest s':>11}"]
         for name in self.faults.kinds:
-            seconds = [fault.seconds for fault in self.faults.done if fault.name == name]
+            seconds = [fault.seconds for fault in self.faults.done if fault.name == name] or [0.0]
             lines.append(f"{name:<24}{len(seconds):>9}{statistics.median(seconds):>11.2f}{max(seconds):>11.2f}")
         return "\n".join(lines)
 
@@ -217,10 +218,14 @@ async def run(started: Server, folder: Path, args: argparse.Namespace) -> list[s
         with tqdm(total=args.requests, unit=" requests", smoothing=0.05) as bar:
             soak = Soak(faults, draw, sorts(grpc_port, with_grammars=not args.quick), bar, args.quick)
             early = round(args.requests * WARM_UP)
-            await at_rest(started, faults)
-            await soak.phase(early, args.clients, 0.5)
-            first = await at_rest(started, faults)
-            await soak.phase(args.requests - early, args.clients, args.fault_seconds)
+            try:
+                await at_rest(started, faults)
+                await soak.phase(early, args.clients, 0.5)
+                first = await at_rest(started, faults)
+                await soak.phase(args.requests - early, args.clients, args.fault_seconds)
+            except asyncio.CancelledError:  # by Ctrl-C
+                print(soak.tables(), *sorted(soak.problems), *faults.problems, sep="\n")
+                raise
         try:
             last = await at_rest(started, faults)
         except TimeoutError:
