@@ -7,6 +7,7 @@
     │   └── RequestError      one request: its prompt or its sampling parameters; others go on
     ├── CheckpointError       files of a model: missing, truncated, misnamed, or not supported
     ├── CapacityError         the device has too little memory for what was asked
+    ├── ServerError           a server that a command asks cannot be reached, or does not answer as it should
     └── EngineError           the engine itself: a failed step, a broken invariant
         ├── EngineRestartError  it was replaced while a request was under way; the same request may succeed now
         └── EngineDeadError   nothing can be served
@@ -48,6 +49,10 @@ class CheckpointError(JaxpagedError):
 
 class CapacityError(JaxpagedError):
     """Device memory is too small for the weights, or for one request of `max_model_len`."""
+
+
+class ServerError(JaxpagedError):
+    """A server cannot be reached, or does not answer as its API says."""
 
 
 class EngineError(JaxpagedError):

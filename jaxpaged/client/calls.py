@@ -65,21 +65,23 @@ class Calls:
         target: str,
         *,
         api_key: str | None = None,
+        tls: bool = False,
         ca_certificate: str | Path | None = None,
         certificate: str | Path | None = None,
         private_key: str | Path | None = None,
         timeout: float | None = None,
         retries: int = 3,
     ):
-        """`target`: "host:port" or "unix:/path". `ca_certificate` (PEM) switches TLS on, `certificate` and
-        `private_key` are the client's own. `timeout`: seconds for a whole call; None: any time. `retries`: how often a
-        call is tried again that the server cannot take now.
+        """`target`: "host:port" or "unix:/path". `tls`: with the certificate authorities that gRPC knows, or those of
+        `ca_certificate` (PEM), which switches it on, too; `certificate` and `private_key` are the client's own.
+        `timeout`: seconds for a whole call; None: any time. `retries`: how often a call is tried again that the server
+        cannot take now.
         """
         self._timeout = timeout
         self._retries = retries
         self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self._credentials = None
-        if ca_certificate is not None or certificate is not None:
+        if tls or ca_certificate is not None or certificate is not None:
             read = lambda path: None if path is None else Path(path).read_bytes()
             self._credentials = grpc.ssl_channel_credentials(read(ca_certificate), read(private_key), read(certificate))
         self._channel = self._open(target)

@@ -247,7 +247,8 @@ class LLM(ControlMethods, PoolingMethods):
         starts = self._beam_prompts(batch_of(prompts))
         token_ids = [start["prompt_token_ids"] for start in starts]
         search = BeamSearch(token_ids, params, processor.max_model_len, processor.eos_token_ids)
-        with BatchProgress(params.max_tokens, use_tqdm, unit="step") as progress:
+        records = self.llm_engine.step_records
+        with BatchProgress(params.max_tokens, use_tqdm, unit="step", step_records=records) as progress:
             while step := search.next_step():
                 beams = [{**starts[number], "prompt_token_ids": tokens} for number, tokens in step]
                 outputs = self.generate(beams, one_token(params), use_tqdm=False)
@@ -328,7 +329,7 @@ class LLM(ControlMethods, PoolingMethods):
         """Step the engine until these requests are done; results that came already count."""
         waited_for = set(request_ids)
         try:
-            with BatchProgress(len(waited_for), use_tqdm) as progress:
+            with BatchProgress(len(waited_for), use_tqdm, step_records=self.llm_engine.step_records) as progress:
                 new: Sequence[RequestOutput] = self._requests.finished(request_ids)
                 while True:
                     for output in new:

@@ -7,6 +7,7 @@ import pytest
 
 from jaxpaged.entrypoints import batch_progress
 from jaxpaged.entrypoints.batch_progress import BatchProgress, in_notebook
+from jaxpaged.messages import CompletionOutput, RequestOutput, StepRecord
 
 
 class Bar:
@@ -16,6 +17,12 @@ class Bar:
         Bar.made.append(options)
 
     def close(self):
+        pass
+
+    def set_postfix_str(self, text, refresh):
+        Bar.said = text
+
+    def update(self, count):
         pass
 
 
@@ -44,6 +51,25 @@ def test_ipython_without_a_kernel_is_no_notebook(bars, monkeypatch, shell):
     with BatchProgress(3, True):
         pass
     assert bars == []
+
+
+def test_rates_leave_out_waits_for_programs(bars, monkeypatch):
+    """Eight of the ten seconds of a batch are a wait: the rates are those of the other two."""
+    pretend(monkeypatch, types.SimpleNamespace(kernel=object()))
+    now = [1000.0]
+    monkeypatch.setattr(batch_progress.time, "time", lambda: now[0])
+    monkeypatch.setattr(batch_progress.time, "perf_counter", lambda: now[0] - 900.0)  # a clock of its own
+    waiting = step_record(program_wait=8.0, schedule_end=101.0)
+    with BatchProgress(1, True, step_records=lambda: ([waiting], 0)) as progress:
+        now[0] += 10.0
+        sequence = CompletionOutput(0, "", [1] * 20, None, None, "length")
+        progress.advance(RequestOutput("0", None, [1] * 30, None, [sequence], True))
+    assert Bar.said == "in 15 tok/s, out 10 tok/s"
+
+
+def step_record(**fields):
+    values = dict.fromkeys(StepRecord.__struct_fields__, 0)
+    return StepRecord(**{**values, **fields})
 
 
 def test_false_asks_for_none_in_a_notebook_too(bars, monkeypatch):

@@ -4,10 +4,10 @@ This module knows neither flags' origins nor how results are printed.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxpaged.entrypoints.cli.engine import Engine, has_chat_template, request_params
+from jaxpaged.entrypoints.cli.engine import Engine, default_max_tokens, has_chat_template
 from jaxpaged.entrypoints.cli.flags import sampling_options
 from jaxpaged.entrypoints.cli.prompts import PromptSource
 from jaxpaged.entrypoints.cli.terminal import ProgressLine, complain
@@ -27,23 +27,34 @@ class Results(Protocol):
 class Batch:
     """The prompts of one command. A request's id is the index of its prompt."""
 
-    def __init__(self, engine: Engine, results: Results, progress: ProgressLine):
+    def __init__(
+        self, engine: Engine, results: Results, progress: ProgressLine,
+        params_of: Callable[[Mapping[str, Any], bool], Any],
+    ):  # fmt: skip
+        """`params_of` makes of the given sampling parameters what the engine takes, for a chat or for a text."""
         self.engine = engine
         self.results = results
         self.progress = progress
+        self.params_of = params_of
         self.sources: Sequence[PromptSource] = ()
         self.finished: list[RequestOutput] = []
         self.num_failed = 0
+        self.limits: dict[int, int] = {}  # prompt -> tokens after which its answer ends because nothing else was said
+        self.num_cut = 0  # answers that ended there
 
     def submit(self, sources: Sequence[PromptSource], args: argparse.Namespace) -> None:
         """Hand every prompt to the engine; those that it refuses are reported, and the others go on."""
         self.sources = sources
         chat = has_chat_template(self.engine) and not args.raw
         given = sampling_options(args)
+        is_limited = "max_tokens" not in {**self.engine.input_processor.defaults.sampling, **given}
         for index, source in enumerate(sources):
             try:
                 prompt = self._engine_prompt(source, chat, args.system)
-                params = request_params(self.engine, given, chat or source.messages is not None)
+                is_chat = chat or source.messages is not None
+                params = self.params_of(given, is_chat)
+                if is_limited:
+                    self.limits[index] = default_max_tokens(is_chat)
                 self.engine.add_request(str(index), prompt, params)
             except RequestError as error:
                 self._fail(index, str(error))
@@ -71,6 +82,7 @@ class Batch:
             while self.engine.has_unfinished_requests():
                 for output in self.engine.step():
                     self._take(output)
+            self._remark_on_cuts()
         except KeyboardInterrupt:
             self.engine.abort_request([str(index) for index in range(len(self.sources))])
             raise
@@ -81,8 +93,20 @@ class Batch:
         self.results.update(index, output)
         if output.finished:
             self.finished.append(output)
+            limit = self.limits.get(index)
+            self.num_cut += sum(
+                each.finish_reason == "length" and len(each.token_ids) == limit for each in output.outputs
+            )
             if output.error is not None:
                 self._complain(index, output.error)
+
+    def _remark_on_cuts(self) -> None:
+        """Say once that answers ended at a length that nobody asked for."""
+        if self.num_cut:
+            limits = " or ".join(map(str, sorted(set(self.limits.values()))))
+            were = "1 answer was" if self.num_cut == 1 else f"{self.num_cut} answers were"
+            complain("jaxpaged generate", f"{were} cut after {limits} tokens. For longer ones: --max-tokens N, or none "
+                     "for as many as the context holds.")  # fmt: skip
 
     def _fail(self, index: int, error: str) -> None:
         self.progress.close()

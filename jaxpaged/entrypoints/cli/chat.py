@@ -18,8 +18,13 @@ from jaxpaged.entrypoints.cli.flags import (
     add_model_argument,
     add_sampling_flags,
     chosen_model,
-    engine_options,
     sampling_options,
+)
+from jaxpaged.entrypoints.cli.remote import (
+    add_server_flags,
+    asking,
+    check_server_flags,
+    refuse_engine_options,
 )
 
 HISTORY_LINES = 1000
@@ -37,15 +42,17 @@ def add_parser(commands: Any) -> None:
         "Piped in, every line is one turn, and only the answers are printed.\n"
         "What was typed in a terminal is kept in ~/.local/state/jaxpaged.\n\n"
         "examples:\n  jaxpaged chat\n  jaxpaged chat Qwen/Qwen3-0.6B --temperature 0.7\n"
-        "  jaxpaged chat --url http://127.0.0.1:8000",
+        "  jaxpaged chat --url http://127.0.0.1:8000\n  jaxpaged chat --server localhost:50051",
     )
     add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message for the conversation")
     parser.add_argument("--url", metavar="URL", help="talk to a server with OpenAI's API; MODEL is then a name that it "
                         "knows, by default its first")  # fmt: skip
-    parser.add_argument("--api-key", metavar="KEY", help="for --url (default: the environment's OPENAI_API_KEY)")
+    parser.add_argument("--api-key", metavar="KEY", help="for --url (default: the environment's OPENAI_API_KEY) and "
+                        "--server")  # fmt: skip
     parser.add_argument("--no-history", action="store_true", help="do not keep what was typed for the next time")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
+    add_server_flags(parser)
     add_sampling_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run, command_parser=parser)
@@ -61,7 +68,11 @@ def run(args: argparse.Namespace) -> int:
     SamplingParams(**given)
     if given.get("n", 1) != 1:
         raise UsageError(f"-n is {given['n']}, but a conversation goes on from one answer. Leave it out.")
-    with server_answers(args) if args.url is not None else local_answers(args) as answers:
+    check_server_flags(args)
+    if args.url is not None and args.server is not None:
+        raise UsageError("--url and --server are given. Leave one of them out.")
+    place = server_answers if args.url is not None else remote_answers if args.server is not None else local_answers
+    with place(args) as answers:
         conversation = Conversation(answers, given, args.system)
         try:
             if sys.stdin.isatty():
@@ -83,7 +94,7 @@ def local_answers(args: argparse.Namespace) -> Iterator[Any]:
     from jaxpaged.errors import UsageError
 
     if args.api_key is not None:
-        raise UsageError("--api-key is for --url, which is not given. Leave it out.")
+        raise UsageError("--api-key is for --url or --server, and none is given. Leave it out.")
     engine, progress = start(args)
     try:
         progress.close()
@@ -98,14 +109,23 @@ def local_answers(args: argparse.Namespace) -> Iterator[Any]:
 def server_answers(args: argparse.Namespace) -> Iterator[Any]:
     """A server. Raises UsageError for options of an engine, of which there is none."""
     from jaxpaged.entrypoints.cli.server_answers import ServerAnswers
+
+    refuse_engine_options(args, "--url")
+    yield ServerAnswers(args.url, chosen_model(args), args.api_key or os.environ.get("OPENAI_API_KEY"))
+
+
+@contextlib.contextmanager
+def remote_answers(args: argparse.Namespace) -> Iterator[Any]:
+    """A server over gRPC. Raises UsageError as `server_answers` does, and for a model that cannot chat."""
     from jaxpaged.errors import UsageError
 
-    model = chosen_model(args)
-    ours = [name for name in engine_options(args, {}) if name != "model"] + (["config"] if args.config else [])
-    if ours:
-        flag = "--" + ours[0].replace("_", "-")
-        raise UsageError(f"{flag} is an option of an engine, and with --url the server has its own. Leave it out.")
-    yield ServerAnswers(args.url, model, args.api_key or os.environ.get("OPENAI_API_KEY"))
+    refuse_engine_options(args, "--server")
+    with asking(args) as (client, model):
+        from jaxpaged.entrypoints.cli.remote_engine import RemoteAnswers  # it imports grpcio
+
+        if not model.chats:
+            raise UsageError("the server's model has no chat template. Use generate.")
+        yield RemoteAnswers(client, args.server, chosen_model(args))
 
 
 @contextlib.contextmanager

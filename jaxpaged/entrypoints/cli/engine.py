@@ -58,8 +58,12 @@ def has_chat_template(engine: Engine) -> bool:
     return "default" in engine.input_processor.chat_templates.sources
 
 
+def default_max_tokens(chat: bool) -> int:
+    return CHAT_MAX_TOKENS if chat else RAW_MAX_TOKENS
+
+
 def request_params(engine: Engine, given: Mapping[str, Any], chat: bool) -> SamplingParams:
     """What was given, then the model's own defaults, then a length that a person can wait for."""
-    length = {"max_tokens": CHAT_MAX_TOKENS if chat else RAW_MAX_TOKENS}
+    length = {"max_tokens": default_max_tokens(chat)}
     defaults = engine.input_processor.defaults.sampling
     return SamplingParams(**{**length, **defaults, **given}, output_kind=RequestOutputKind.CUMULATIVE)

@@ -4,13 +4,32 @@ This module knows the engine as something that takes requests and steps; it comp
 """
 
 import argparse
+import functools
+import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, add_sampling_flags
+from jaxpaged.entrypoints.cli.flags import (
+    Parser,
+    add_engine_flags,
+    add_sampling_flags,
+    chosen_model,
+    sampling_options,
+)
 from jaxpaged.entrypoints.cli.recordings import add_recording_flags, check_recordings, write_recordings
+from jaxpaged.entrypoints.cli.remote import (
+    add_server_flags,
+    asking,
+    check_server_flags,
+    refuse_engine_options,
+)
+
+if TYPE_CHECKING:
+    from jaxpaged.entrypoints.cli.batch import Batch
+    from jaxpaged.entrypoints.cli.prompts import PromptSource
 
 EPILOG = """\
 A model with a chat template gets every prompt as a user's message; --raw continues the text as it is.
@@ -28,6 +47,7 @@ examples:
   jaxpaged generate --file prompts.txt --json > answers.jsonl
   jaxpaged generate --json-schema person.json "Invent a person."
   jaxpaged generate --model Qwen/Qwen3-0.6B --max-model-len 4K --raw "Once upon a time"
+  jaxpaged generate --server localhost:50051 "What is 27 + 45?"
 """
 
 
@@ -51,6 +71,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--stats", action="store_true", help="print rates and counters to standard error at the end")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     add_recording_flags(parser)
+    add_server_flags(parser)
     add_sampling_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run, command_parser=parser)
@@ -58,25 +79,23 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer all prompts. Returns the exit status."""
-    from jaxpaged.entrypoints.cli.batch import Batch
-    from jaxpaged.entrypoints.cli.engine import start
-    from jaxpaged.entrypoints.cli.program_waits import ProgramWaits
     from jaxpaged.entrypoints.cli.prompts import collect_prompts
-    from jaxpaged.entrypoints.cli.results import JsonResults, TextResults
     from jaxpaged.entrypoints.cli.stats import print_stats
+    from jaxpaged.entrypoints.program_waits import ProgramWaits
 
     check_combination(args)
     read_schema(args)
     check_recordings(args)
     sources = collect_prompts(args.prompts, args.file, args.prompt_file)
     remark_on_models(args)
+    if args.server is not None:
+        return run_remotely(args, sources)
+    from jaxpaged.entrypoints.cli.engine import request_params, start
+
     engine, progress = start(args)
     started = time.time()
     try:
-        results = JsonResults(sources) if args.json else TextResults(sources)
-        batch = Batch(engine, results, progress)
-        batch.submit(sources, args)
-        batch.finish()
+        batch = answered(args, sources, engine, functools.partial(request_params, engine), progress)
         if args.stats:
             waits = ProgramWaits(engine.step_records()[0])
             print_stats(batch.finished, started, time.time(), engine.executor_stats(), waits)
@@ -87,10 +106,42 @@ def run(args: argparse.Namespace) -> int:
     return 1 if batch.num_failed else 0
 
 
+def run_remotely(args: argparse.Namespace, sources: Sequence["PromptSource"]) -> int:
+    """The same by a server."""
+    from jaxpaged.entrypoints.cli.terminal import ProgressLine
+    from jaxpaged.sampling_params import SamplingParams
+
+    refuse_engine_options(args, "--server", "stats", "timeline", "trace", "step_log")
+    SamplingParams(**sampling_options(args))  # wrong values are found before anybody is asked
+    with asking(args) as (client, model):
+        from jaxpaged.entrypoints.cli.remote_engine import RemoteEngine, request_values  # it imports grpcio
+
+        engine = RemoteEngine(client, args.server, model.chats, chosen_model(args))
+        try:
+            return 1 if answered(args, sources, engine, request_values, ProgressLine()).num_failed else 0
+        finally:
+            engine.shutdown()
+
+
+def answered(
+    args: argparse.Namespace, sources: Sequence["PromptSource"], engine: Any, params_of: Any, progress: Any
+) -> "Batch":
+    """All prompts, once they are answered and shown."""
+    from jaxpaged.entrypoints.cli.batch import Batch
+    from jaxpaged.entrypoints.cli.results import JsonResults, TextResults
+
+    results = JsonResults(sources) if args.json else TextResults(sources)
+    batch = Batch(engine, results, progress, params_of)
+    batch.submit(sources, args)
+    batch.finish()
+    return batch
+
+
 def check_combination(args: argparse.Namespace) -> None:
     """Raise UsageError for flags that contradict each other."""
     from jaxpaged.errors import UsageError
 
+    check_server_flags(args)
     if args.raw and args.system is not None:
         raise UsageError("--system needs the chat template that --raw switches off. Leave one of them out.")
     if args.json_schema is not None and hasattr(args, "structured_outputs"):
@@ -102,7 +153,7 @@ def remark_on_models(args: argparse.Namespace) -> None:
     from jaxpaged.entrypoints.cli.terminal import complain
 
     word = args.prompts[0] if args.prompts else ""
-    is_folder = bool(word) and not set(word) & set(" \n") and (Path(word) / "config.json").is_file()
+    is_folder = bool(word) and not set(word) & set(" \n") and os.path.isfile(os.path.join(word, "config.json"))
     if (is_folder or re.fullmatch(r"[\w.-]+/[\w.-]+", word)) and not hasattr(args, "model") and not args.config:
         complain("jaxpaged generate", f"{word} is taken as a prompt; a model is given with -m {word}")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxpaged.entrypoints.cli.conversation import Answer
 from jaxpaged.entrypoints.cli.engine import CHAT_MAX_TOKENS, Engine, request_params
-from jaxpaged.entrypoints.cli.program_waits import ProgramWaits
+from jaxpaged.entrypoints.program_waits import ProgramWaits
 from jaxpaged.errors import EngineError
 from jaxpaged.messages import RequestOutput
 

@@ -12,13 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxpaged.entrypoints.cli.conversation import Answer
-from jaxpaged.errors import JaxpagedError, RequestError, UsageError
+from jaxpaged.errors import RequestError, ServerError, UsageError
 
 MAX_ERROR_BYTES = 4096
-
-
-class ServerError(JaxpagedError):
-    """The server cannot be reached, or does not answer as the API says."""
 
 
 class ServerAnswers:

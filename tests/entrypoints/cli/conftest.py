@@ -85,7 +85,8 @@ class EchoEngine:
         length = min(len(request.prompt), request.params.max_tokens or 10**9)
         request.shown = min(request.shown + CHARACTERS_PER_STEP, length)
         failed = "fail" in request.prompt
-        reason = "error" if failed else "stop" if request.shown == length else None
+        end = "length" if length < len(request.prompt) else "stop"
+        reason = "error" if failed else end if request.shown == length else None
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,

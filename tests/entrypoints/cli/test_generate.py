@@ -149,6 +149,19 @@ def test_an_answer_has_a_length_that_one_can_wait_for_and_raw_text_ends_after_a_
     assert run("generate", "--raw", "abcdef", "--max-tokens", "2").out == "ab\n"
 
 
+def test_answers_that_were_cut_at_a_length_that_nobody_asked_for_are_remarked_on_once(run):
+    long = "x" * 3000
+    finished = run("generate", long, "short", long)
+    assert finished.status == 0
+    assert finished.err == (
+        "jaxpaged generate: 2 answers were cut after 2048 tokens. For longer ones: --max-tokens N, or none for as many "
+        "as the context holds.\n"
+    )
+    assert "1 answer was cut after 256 tokens" in run("generate", "--raw", "--json", "x" * 300).err
+    assert run("generate", "--max-tokens", "7", long).err == ""
+    assert run("generate", long, inputs=EchoInputs(defaults={"max_tokens": 50})).err == ""
+
+
 def test_the_seed_is_that_of_the_requests(run):
     finished = run("generate", "Hi", "--seed", "5")
     assert finished.options == {}

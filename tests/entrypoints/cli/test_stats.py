@@ -2,8 +2,8 @@
 
 import time
 
-from jaxpaged.entrypoints.cli.program_waits import ProgramWaits
 from jaxpaged.entrypoints.cli.stats import request_lines
+from jaxpaged.entrypoints.program_waits import ProgramWaits
 from jaxpaged.messages import CompletionOutput, RequestMetrics, RequestOutput
 from tests.entrypoints.pictures.records import record
 
