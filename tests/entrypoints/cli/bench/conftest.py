@@ -86,7 +86,9 @@ def live_grpc(keys=(), **settings):
         running = asyncio.ensure_future(listener.run_until_stopped())
         while not listener.ports and not running.done():
             await asyncio.sleep(0)
-        place.extend([listener, f"127.0.0.1:{listener.ports[0]}"])
+        loop = asyncio.get_running_loop()  # another thread must wake it
+        stop = lambda: loop.call_soon_threadsafe(setattr, listener, "should_exit", True)
+        place.extend([stop, f"127.0.0.1:{listener.ports[0]}"])
         started.set()
         await running
 
@@ -96,7 +98,7 @@ def live_grpc(keys=(), **settings):
     try:
         yield place[1]
     finally:
-        place[0].should_exit = True
+        place[0]()
         thread.join()
 
 

@@ -52,7 +52,7 @@ def test_every_backend_gives_the_same_kind_of_result(over, bench, questions, tmp
         status, out, err = bench(
             "serve", *where(over, served), *questions, "--num-prompts", "4", "--num-warmups", "2", "--temperature", "0",
             "--save-result", "--save-detailed", "--result-dir", str(tmp_path / "r"), "--metadata", "machine=a",
-            "b=c=d",             "--goodput", "e2el:100000", "--max-concurrency", "2",
+            "b=c=d", "--goodput", "e2el:100000", "--max-concurrency", "2",
         )  # fmt: skip
     assert status == 0, err
     name, found = saved(tmp_path / "r")
