@@ -9,7 +9,7 @@ token are `gc=False`: they cannot be part of a cycle, and the garbage collector 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -49,6 +49,13 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
 # ---- Scheduler -> ModelRunner ------------------------------------------------------------------
 
 
+class ProgramKey(NamedTuple):
+    """Which compiled program: its kind, and its bucket (0 for programs of a single size)."""
+
+    kind: str
+    size: int = 0
+
+
 class NewRequestData(msgspec.Struct):
     """What the runner must know of a request that it sees for the first time, or again after preemption.
 
@@ -69,13 +76,15 @@ class SchedulerOutput(msgspec.Struct):
 
     A request gets at most `max_new_tokens[i]` tokens from this step: none while more of its prompt is to be computed,
     otherwise one, or several in a run of `num_steps` decode steps, where each token but the last is computed too and
-    gives the next one. It computes `num_scheduled_tokens[i]` tokens at most. With asynchronous scheduling the first of
-    them may still be on the device, drawn by the step before.
+    gives the next one. It computes `num_scheduled_tokens[i]` tokens at most, behind those that are computed. While
+    steps before this one are in flight, both their number and the newest token may be known to the device alone.
     `removed_request_ids` finished, were aborted, or were preempted since the last step: their rows are free.
     They are removed before `new_requests` are added. For requests in `new_requests` the entry of
     `new_block_ids` is None, since the whole table is in `NewRequestData`.
     With `masked`, some request that samples follows a grammar: the step draws when it is given masks, and these follow
     from the tokens of all steps before it.
+    `programs` are the forward pass and what finishes it, if anybody gets a token, or the one program of a run. The
+    executor chooses them, once for all workers: every one of them must launch the same.
     """
 
     step_id: int
@@ -83,12 +92,13 @@ class SchedulerOutput(msgspec.Struct):
     removed_request_ids: list[str]
     request_ids: list[str]
     num_scheduled_tokens: list[int]
-    num_computed_tokens: list[int]  # before this step
+    num_computed_tokens: list[int]  # before this step, if those in flight give all that they may
     max_new_tokens: list[int]
     new_block_ids: list[tuple[list[int], ...] | None]  # to append, per KV group
     total_num_scheduled_tokens: int = 0
     num_steps: int = 1
     masked: bool = False
+    programs: tuple[ProgramKey, ...] = ()
 
 
 # ---- ModelRunner -> Scheduler ------------------------------------------------------------------

@@ -32,16 +32,22 @@ from jaxpaged.engine.build import build_input_processor
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.executor.program_choice import ProgramChoice, StepSizes
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxpaged.messages import SchedulerOutput
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.hub import resolve_model_folder
 from jaxpaged.sampling.custom import NO_PROCESSORS
 from jaxpaged.sampling.logprobs import LogprobOutput
 from jaxpaged.sampling.state import StateLayout
+from jaxpaged.sampling_features import features_of
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.worker.buckets import doubling_buckets
-from jaxpaged.worker.model_runner import DeviceState, ModelRunner
+from jaxpaged.worker.device import Device as RealDevice
+from jaxpaged.worker.device import DeviceState
+from jaxpaged.worker.finishers import PromptScorer, Sampler
+from jaxpaged.worker.model_runner import ModelRunner, PendingStep
 from jaxpaged.worker.packed import step_layout
 from jaxpaged.worker.request_rows import RequestRows
 
@@ -66,7 +72,7 @@ class FreePrograms:
     def __init__(self, token_id: int, device: "Device | None"):
         self.state = jax.device_put(np.zeros(2, np.int32))
         sizes = doubling_buckets(4096, "cpu")
-        self.tokens = {size: jax.device_put(np.full(size, token_id, np.int32)) for size in sizes}
+        self.tokens = {size: jax.device_put(np.full((1, size), token_id, np.int32)) for size in sizes}
         self.logprobs = {size: jax.device_put(made_up_logprobs(size, token_id)) for size in sizes}
         self.device = device
 
@@ -79,7 +85,7 @@ class FreePrograms:
     def __getitem__(self, key: Any) -> Any:
         state = self.state
         if key.kind == "forward":
-            return lambda *_: (state, state, state, state)
+            return lambda *_: (state, state, state, state, state)
         if key.kind == "sample":
             tokens = self.tokens[key.size]
             return lambda *_: (state, tokens if self.device is None else self.device.compute(tokens))
@@ -91,8 +97,8 @@ class FreePrograms:
 
 def made_up_logprobs(size: int, token_id: int) -> LogprobOutput:
     """As many candidates as an engine's programs give."""
-    ids_SJ = np.tile(token_id + np.arange(NUM_CANDIDATES, dtype=np.int32), (size, 1))
-    return LogprobOutput(ids_SJ, np.full(ids_SJ.shape, -1.5, np.float32), np.ones(size, np.int32))
+    ids_ISJ = np.tile(token_id + np.arange(NUM_CANDIDATES, dtype=np.int32), (1, size, 1))
+    return LogprobOutput(ids_ISJ, np.full(ids_ISJ.shape, -1.5, np.float32), np.ones((1, size), np.int32))
 
 
 class Device:
@@ -135,18 +141,17 @@ class FreeExecutor:
         self.kv_cache_config = KVCacheConfig(scheduler.max_num_seqs * (MAX_MODEL_LEN // block_size) + 1, groups)
         buckets = doubling_buckets(scheduler.max_num_batched_tokens, "cpu")
         programs: Any = FreePrograms(token_id=500, device=device)
-        self.runner = ModelRunner(
-            programs=programs,
-            params=None,
-            head=None,
-            state=DeviceState(None, None, None, None, None),
-            rows=RequestRows(scheduler.max_num_seqs, len(groups)),
-            sampling=StateLayout(scheduler.max_num_seqs, vocab_size),
-            custom=NO_PROCESSORS,
-            layouts={size: step_layout(size, scheduler.max_num_seqs, len(groups), block_size) for size in buckets},
-            sample_buckets=doubling_buckets(scheduler.max_num_seqs, "cpu"),
-        )
-        self.execute = self.runner.execute
+        rows = RequestRows(scheduler.max_num_seqs, len(groups))
+        layouts = {size: step_layout(size, scheduler.max_num_seqs, len(groups), block_size) for size in buckets}
+        sampler = Sampler(rows, StateLayout(scheduler.max_num_seqs, vocab_size), NO_PROCESSORS, runs={})
+        nothing = RealDevice(programs, None, None, DeviceState(None, None, None, None, None))
+        self.runner = ModelRunner(nothing, rows, layouts, (PromptScorer(rows), sampler))
+        sample_buckets = doubling_buckets(scheduler.max_num_seqs, "cpu")
+        self.choice = ProgramChoice(programs, StepSizes("sample", buckets, sample_buckets, {}, features_of))
+
+    def execute(self, scheduled: SchedulerOutput) -> PendingStep:
+        scheduled.programs = self.choice.choose(scheduled)
+        return self.runner.execute(scheduled)
 
     def max_decode_steps(self) -> int:
         return 1

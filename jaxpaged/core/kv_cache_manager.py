@@ -2,18 +2,23 @@
 
 Which fence asynchronous scheduling needs, and why no other
 -----------------------------------------------------------
-A step is scheduled while steps before it are still in flight. Every step takes the KV arrays that the step before
+A step is scheduled while steps before it are still in flight, and these may give fewer tokens than they could: the
+count of computed tokens then comes back smaller, and the steps after them compute earlier positions than was supposed
+when they were scheduled, since the device begins where a row is. Every step takes the KV arrays that the step before
 it returns, so the device computes steps in the order in which they were scheduled. Therefore
 
+* A request has slots for the most that it may get. Wherever it stands, it stands within them.
 * A block may be given out again at once. Steps in flight that still read or write it come before the step that
-  overwrites it. This holds for finished, aborted and preempted requests, and for blocks that slid out of a window:
-  they lie before the window of every token of the step being scheduled, since they are judged by the tokens given
-  to earlier steps, and computed tokens never become uncomputed but by preemption, which gives up all blocks.
+  overwrites it. This holds for finished, aborted and preempted requests. A block that slid out of a window must lie
+  before the window of every token of the step being scheduled and of all later ones, so it is judged by the tokens
+  that are computed however few come back (`Request.num_confirmed_tokens`), not by those that may be.
 * A block may enter the prefix cache before its content is computed: whoever finds it reads in a later step. Two
   conditions remain. Its tokens must be known and certain to be computed, so neither a token that is still being
-  sampled is hashed nor the stop token that ended a request (`Request.num_cacheable_tokens`). And it may be found
-  only by later steps, not by the one that writes it, since kernels promise no order between requests of a step. So
-  a step's blocks enter when its schedule is complete.
+  sampled is hashed nor the stop token that ended a request (`Request.num_cacheable_tokens`): of the known tokens only
+  the newest is not computed, and the next step that is scheduled computes it first, whatever it gives. What a row
+  wrote behind its known tokens, where it got fewer than it might have, is written anew when a token is known there.
+  And a block may be found only by later steps, not by the one that writes it, since kernels promise no order between
+  requests of a step. So a step's blocks enter when its schedule is complete.
 * What a failed step was to write must leave the cache. That is the one fence by step number: blocks entered since
   a step was scheduled stay on record until that step is confirmed, and are taken out when it is revoked.
 
@@ -124,7 +129,7 @@ class KVCacheManager:
 
     def _free_skipped_blocks(self, request: Request) -> None:
         for g, group in self._window_groups:
-            first, end = request.num_skipped_blocks[g], group.num_skipped_blocks(request.num_computed_tokens)
+            first, end = request.num_skipped_blocks[g], group.num_skipped_blocks(request.num_confirmed_tokens)
             if first < end:
                 table = request.blocks[g]
                 self.pool.free_blocks(table[first:end])

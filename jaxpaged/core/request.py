@@ -25,9 +25,9 @@ class RequestStatus(enum.Enum):
 class Request:
     """One request from intake to its end.
 
-    Token counts, smallest first: `num_computed_tokens` have been given to a step; `num_tokens` are known;
-    `num_tokens_with_placeholders` adds those that steps in flight are sampling; `max_total_tokens` is where
-    the request ends at the latest. The last of them all is never computed.
+    Token counts: `num_tokens` are known; `num_tokens_with_placeholders` adds those that steps in flight may sample;
+    `num_computed_tokens` are computed if they sample all of these, `num_confirmed_tokens` whatever they sample;
+    `max_total_tokens` is where the request ends at the latest. The last of them all is never computed.
 
     Positions below `decode_limit` have a slot and may still sample: a decode below it needs no decision.
     `blocks[g]` is the block table of KV group g, `num_skipped_blocks[g]` of them at its front are the null
@@ -118,6 +118,11 @@ class Request:
     def num_output_placeholders(self) -> int:
         """Tokens that steps in flight are sampling for this request."""
         return self.num_tokens_with_placeholders - len(self.all_token_ids)
+
+    @property
+    def num_confirmed_tokens(self) -> int:
+        """Tokens that are computed, or will be by steps in flight, however few tokens these give."""
+        return min(self.num_computed_tokens, len(self.all_token_ids) - 1)
 
     @property
     def num_cacheable_tokens(self) -> int:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STEPS_IN_FLIGHT = 2
+"""With asynchronous scheduling: one that is computed, and one that waits for the device. Nothing depends on this number
+but how late a new request begins and how much is computed in vain behind a request's end."""
 COMPILE_WAIT = 0.05
 """Seconds that a step sleeps at most with nothing to do but to wait for a grammar or a program."""
 
@@ -73,7 +76,7 @@ class EngineCore:
             grammars=grammars,
             can_run=executor.can_run,
         )
-        self._depth = 2 if config.scheduler.async_scheduling else 1
+        self._depth = STEPS_IN_FLIGHT if config.scheduler.async_scheduling else 1
         self._in_flight: deque[Step] = deque()
         self._outbox = Outbox()  # what `step` has not returned yet
         self._death: BaseException | None = None

@@ -34,7 +34,7 @@ class Executor(Protocol):
     kv_cache_config: KVCacheConfig
 
     def execute(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        """Dispatch one step and return at once; at most one earlier step may still be pending."""
+        """Dispatch one step and return at once, however many earlier ones are pending."""
         ...
 
     def max_decode_steps(self) -> int:

@@ -7,11 +7,25 @@ from typing import Any
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import UsageError
 from jaxpaged.executor.base import PendingOutput
+from jaxpaged.executor.program_choice import ProgramChoice, StepSizes
 from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.sampling_features import Extra
+from jaxpaged.worker.blueprint import DECODE_KINDS
 from jaxpaged.worker.worker import Worker
+
+
+def sizes_of(worker: Worker) -> StepSizes:
+    """What there is to choose from."""
+    blueprint, runs = worker.blueprint, worker.step_programs.runs
+    return StepSizes(
+        finisher="pool" if worker.pools else "sample",
+        tokens=blueprint.token_buckets,
+        samples=blueprint.sample_buckets,
+        run_steps={key: runs[key.size].max_steps for key in worker.programs.builders if key.kind in DECODE_KINDS},
+        needs_full=blueprint.needs_full,
+    )
 
 
 class UniProcExecutor:
@@ -23,17 +37,20 @@ class UniProcExecutor:
     ):  # fmt: skip
         self.worker = Worker(config, model, decoder, folder, progress)
         self.kv_cache_config = self.worker.kv_cache_config
+        self.choice = ProgramChoice(self.worker.programs, sizes_of(self.worker))
 
     def execute(self, scheduler_output: SchedulerOutput) -> PendingOutput:
+        scheduler_output.programs = self.choice.choose(scheduler_output)
         return self.worker.runner.execute(scheduler_output)
 
     def max_decode_steps(self) -> int:
-        return self.worker.runner.max_decode_steps()
+        return self.choice.max_decode_steps()
 
     def can_run(self, extra: Extra) -> bool:
-        return self.worker.runner.can_run(extra)
+        return self.choice.can_run(extra)
 
     def recover(self) -> None:
+        self.choice.forget_requests()
         self.worker.recover()
 
     def sleep(self, discard: bool) -> None:

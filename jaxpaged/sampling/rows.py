@@ -73,10 +73,12 @@ def padding_line(row: int) -> np.ndarray:
     return line
 
 
-def later_lines(bits_SF: jax.Array, num_later: jax.Array, active_S: jax.Array, null_row: int) -> jax.Array:
-    """The lines of rows that have drawn `num_later` tokens more, as int32; padding where a row is not active."""
-    counts_F = jnp.zeros(NUM_COLUMNS, jnp.int32).at[jnp.array([POSITION, NUM_OUTPUT])].set(num_later)
-    return jnp.where(active_S[:, None], bits_SF + counts_F, padding_line(null_row))
+def placed_lines(packed_SF: jax.Array, num_computed_R: jax.Array) -> jax.Array:
+    """Lines that were packed for position 0, at the positions where their rows draw next."""
+    bits_SF = jax.lax.bitcast_convert_type(packed_SF, jnp.int32)
+    moves_F = jnp.zeros(NUM_COLUMNS, jnp.int32).at[jnp.array([POSITION, NUM_OUTPUT])].set(1)
+    placed_SF = bits_SF + num_computed_R[bits_SF[:, ROW], None] * moves_F
+    return jax.lax.bitcast_convert_type(placed_SF, jnp.float32)
 
 
 class RowParams:

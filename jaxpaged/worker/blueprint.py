@@ -24,13 +24,14 @@ from jaxpaged.params.sharding import param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.limits import LimitsMethod, choose_method
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
+from jaxpaged.sampling_features import features_of
+from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.worker.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
 from jaxpaged.worker.compiler_options import Options, compiler_options
-from jaxpaged.worker.decode_batch import DecodeLayout, decode_layout
 from jaxpaged.worker.decode_loop import lower_decode
 from jaxpaged.worker.fingerprint import Fingerprint, fingerprint
 from jaxpaged.worker.kv_blocks import Demand
-from jaxpaged.worker.packed import StepLayout, step_layout
+from jaxpaged.worker.packed import RunLayout, StepLayout, step_layout
 from jaxpaged.worker.programs import ProgramKey
 from jaxpaged.worker.row_uploads import TOKENS_UPLOAD_SIZE
 from jaxpaged.worker.step import Shapes, StepFunctions
@@ -92,6 +93,10 @@ class Blueprint:
     @cached_property
     def custom(self) -> CustomProcessors:
         return load_processors(self.config.model.logits_processors)
+
+    def needs_full(self, params: SamplingParams) -> bool:
+        """Whether a request needs the full sampler. Raises RequestError when a custom logits processor refuses it."""
+        return bool(features_of(params) or self.custom.of(params)[0])
 
     @cached_property
     def attention(self) -> AttentionContext:
@@ -183,18 +188,18 @@ class StepPrograms:
         }
 
     @cached_property
-    def decode_layouts(self) -> dict[int, DecodeLayout]:
+    def runs(self) -> dict[int, RunLayout]:
         """Buckets of runs of decode steps, as far as all requests can fill them: with those of single steps, so that
         a token is computed in the same shapes either way."""
-        blueprint, cache, scheduler = self.blueprint, self.kv_cache, self.blueprint.config.scheduler
+        blueprint, scheduler = self.blueprint, self.blueprint.config.scheduler
         max_steps = scheduler.num_scheduler_steps or MAX_STEPS
         if max_steps == 1:
             return {}
         largest = next(size for size in blueprint.token_buckets if size >= scheduler.max_num_seqs)
-        rows = (scheduler.max_num_seqs, blueprint.sample_buckets)
+        num_lines = lambda layout: next(size for size in blueprint.sample_buckets if size >= layout.num_rows)
         return {
-            size: decode_layout(size, *rows, max_steps, len(cache.groups), cache.block_size)
-            for size in blueprint.token_buckets
+            size: RunLayout(layout, num_lines(layout), max_steps)
+            for size, layout in self.layouts.items()
             if size <= largest
         }
 
@@ -258,9 +263,9 @@ class StepPrograms:
         builders[ProgramKey("load_row")] = partial(shapes.lower_load, load_row, packed_size)
         builders[ProgramKey("load_tokens")] = partial(shapes.lower_load, load_tokens, TOKENS_UPLOAD_SIZE)
         for size in sample_buckets:
-            builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample_full, size)
+            builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample_full, size, masked=False)
         for size in sample_buckets:
-            builders[ProgramKey(MASKED_KIND, size)] = partial(shapes.lower_sample_masked, size)
+            builders[ProgramKey(MASKED_KIND, size)] = partial(shapes.lower_sample_full, size, masked=True)
         builders[ProgramKey("prompt_logprobs")] = shapes.lower_prompt_logprobs
         return builders | self._decode_builders()
 
@@ -271,7 +276,7 @@ class StepPrograms:
         return {
             ProgramKey(kind, size): partial(lower_decode, self.shapes, layout, kind == "decode_full")
             for kind in kinds
-            for size, layout in self.decode_layouts.items()
+            for size, layout in self.runs.items()
         }
 
 

@@ -1,5 +1,8 @@
 """SchedulerOutput + rows -> the packed int32 array of one step, padded to a bucket.
 
+Where a request's tokens stand is told to the device only as far as the host has the tokens themselves: the others are
+drawn there, and how many there are is known there first.
+
 The hot path is one pass of numpy over the requests of the step; only requests in prefill, whose tokens the host
 must upload, are visited one by one. The array is made afresh for every step, since on a CPU the device may read
 it in place.
@@ -7,17 +10,17 @@ it in place.
 
 import itertools
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxpaged.messages import SchedulerOutput
-from jaxpaged.worker.packed import StepLayout
-from jaxpaged.worker.request_rows import RequestRows
+from jaxpaged.worker.packed import StepLayout, StepParts
+from jaxpaged.worker.request_rows import NUM_STOP_IDS, RequestRows
 
 
 class StepRequests(NamedTuple):
-    """The requests of one step as arrays, in the order of the scheduler's lists."""
+    """The requests of one step as arrays, in the order of the scheduler's lists; of the first step of a run."""
 
     rows: np.ndarray
     num_scheduled: np.ndarray
@@ -48,9 +51,11 @@ class StepReader:
 def share_arrays(
     num_scheduled_tokens: list[int], max_new_tokens: list[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, where they end in the step, who samples) of the requests of a step."""
-    num_scheduled, samples = int32_array(num_scheduled_tokens), int32_array(max_new_tokens) > 0
-    return num_scheduled, num_scheduled.cumsum(dtype=np.int32), samples
+    """(tokens, where they end in the step, who samples) of the requests of a step. All that a request may get are
+    computed in its later steps, but the last."""
+    num_new = int32_array(max_new_tokens)
+    num_scheduled = int32_array(num_scheduled_tokens) - np.maximum(num_new - 1, 0)
+    return num_scheduled, num_scheduled.cumsum(dtype=np.int32), num_new > 0
 
 
 def int32_array(numbers: list[int]) -> np.ndarray:
@@ -70,15 +75,25 @@ def pack_step(
     parts.rows_R[n:] = rows.null_row
     parts.query_start_loc_R1[1 : n + 1] = ends
     parts.query_start_loc_R1[n + 1 :] = ends[-1]
-    parts.seq_lens_R[:n] = requests.seq_lens
+    num_uploaded = rows.num_known_R[requests.rows] - requests.num_computed
+    parts.seq_lens_R[:n] = np.where(num_uploaded > 0, requests.seq_lens, -1)
     sample_ends = ends[requests.samples]
     parts.sample_idxs_R[: len(sample_ends)] = sample_ends - 1
-    fill_token_ids(parts.token_ids_T, requests, rows)
+    fill_token_ids(parts.token_ids_T, requests, rows, num_uploaded)
     write_updates(parts, rows, updates)
     return packed
 
 
-def write_updates(parts: Any, rows: RequestRows, updates: list[tuple[int, int, int]]) -> None:
+def run_lines(lines_SF: np.ndarray, limits: list[int], stop_ids_RJ: np.ndarray) -> np.ndarray:
+    """What a run takes besides a step: the bits of the sampling lines, and behind them when their rows end."""
+    ends_SJ = np.full((len(lines_SF), 1 + NUM_STOP_IDS), -1, np.int32)
+    ends_SJ[:, 0] = 0
+    ends_SJ[: len(limits), 0] = limits
+    ends_SJ[: len(limits), 1:] = stop_ids_RJ
+    return np.concatenate([lines_SF.view(np.int32), ends_SJ], axis=1)
+
+
+def write_updates(parts: StepParts, rows: RequestRows, updates: list[tuple[int, int, int]]) -> None:
     """Fill the block table entries of a packed array's parts, which are zero."""
     parts.table_place_U[len(updates) :] = rows.null_row
     if updates:
@@ -88,12 +103,13 @@ def write_updates(parts: Any, rows: RequestRows, updates: list[tuple[int, int, i
         parts.table_block_U[: len(table)] = table[:, 2]
 
 
-def fill_token_ids(token_ids_T: np.ndarray, requests: StepRequests, rows: RequestRows) -> None:
+def fill_token_ids(
+    token_ids_T: np.ndarray, requests: StepRequests, rows: RequestRows, num_uploaded: np.ndarray
+) -> None:
     """Write the tokens that the host knows. Every other one is the row's last sampled token, which only the
     device knows: -1."""
     token_ids_T[: requests.ends[-1]] = -1
-    known = rows.num_known_R[requests.rows] - requests.num_computed
-    for i in (known > 0).nonzero()[0]:
-        computed, count = int(requests.num_computed[i]), min(int(known[i]), int(requests.num_scheduled[i]))
+    for i in (num_uploaded > 0).nonzero()[0]:
+        computed, count = int(requests.num_computed[i]), min(int(num_uploaded[i]), int(requests.num_scheduled[i]))
         start = int(requests.ends[i]) - int(requests.num_scheduled[i])
         token_ids_T[start : start + count] = rows.token_ids[requests.rows[i]][computed : computed + count]

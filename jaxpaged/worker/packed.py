@@ -15,7 +15,8 @@ class StepParts(NamedTuple):
     """The parts of a step, all int32. Unused entries are zero, unused rows the null row.
 
     rows_R: the row of each request. query_start_loc_R1: where each request's tokens start, then the total.
-    seq_lens_R: tokens of each request once this step is done. token_ids_T: -1 means the row's last sampled token.
+    seq_lens_R: tokens of each request once this step is done; -1: its new tokens follow those that are computed.
+    token_ids_T: -1 means the row's last sampled token.
     sample_idxs_R: position in the step of the token whose logits are sampled, for the requests that sample.
     table_place_U, table_idx_U, table_block_U: block table entries to write; a place is group * (rows + 1) + row.
     """
@@ -56,6 +57,16 @@ class StepLayout:
         return StepParts(*[packed[part] for part in self.slices])
 
 
+@dataclass(frozen=True)
+class RunLayout:
+    """The sizes of a run of decode steps: up to `max_steps` steps of `step`, in each of which `num_lines` rows are
+    sampled."""
+
+    step: StepLayout
+    num_lines: int
+    max_steps: int
+
+
 def slices_of(sizes: Iterable[int]) -> tuple[slice, ...]:
     """Slices of the given sizes, one after the other."""
     sizes = tuple(sizes)
@@ -67,7 +78,7 @@ def step_layout(num_tokens: int, max_num_seqs: int, num_groups: int, block_size:
     """The layout of the forward bucket of `num_tokens`.
 
     A request gets at most one block more than its tokens fill, so the updates of ordinary steps fit; what an
-    admission with a long prefix hit adds beyond goes through the table program first.
+    admission with a long prefix hit adds beyond, or a long run, goes through the table program first.
     """
     num_rows = min(num_tokens, max_num_seqs)
     return StepLayout(num_tokens, num_rows, num_groups * (num_tokens // block_size + num_rows))

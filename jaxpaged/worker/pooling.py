@@ -1,4 +1,4 @@
-"""The programs of a pooling engine: those of a step, with `pool` in place of `sample`.
+"""The programs of a pooling engine, with `pool` in place of `sample`, and the finisher that calls them.
 
     forward[T]     as it is
     accumulate[T]  hidden, sums, packed -> sums, hidden of the prompts that are complete; not for LAST
@@ -14,12 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey
 from jaxpaged.worker.blueprint import SMALL_PROMPT, Blueprint, Builders, StepPrograms
-from jaxpaged.worker.decode_batch import DecodeLayout
-from jaxpaged.worker.packed import StepLayout
-from jaxpaged.worker.programs import ProgramKey
+from jaxpaged.worker.device import Device, start_copy
+from jaxpaged.worker.model_runner import PendingStep, Step
+from jaxpaged.worker.packed import RunLayout, StepLayout
 from jaxpaged.worker.step import Shapes, locate_places
 
 
@@ -96,7 +98,7 @@ class PoolingPrograms(StepPrograms):
     shapes_type = PoolingShapes
 
     @cached_property
-    def decode_layouts(self) -> dict[int, DecodeLayout]:
+    def runs(self) -> dict[int, RunLayout]:
         """None: nothing is generated."""
         return {}
 
@@ -124,3 +126,39 @@ class PoolingPrograms(StepPrograms):
             builders |= pools
         builders[ProgramKey("tables")] = shapes.lower_tables
         return builders
+
+
+NOT_NUMBERS = "its hidden states are not finite numbers"
+
+
+class PoolFinisher:
+    """A prompt that is complete gives its vector, not a token. Which tokens count is compiled into the programs.
+
+    `DeviceState.finisher` holds the sums of rows whose prompt takes several steps; None where there are none.
+    """
+
+    def admit(self, device: Device, row: int, request: NewRequestData) -> None:
+        """Sums begin at zero where a prompt begins."""
+
+    def finish(self, device: Device, step: Step, pending: PendingStep) -> None:
+        (forward, *pool), state, hidden_SD = step.scheduled.programs, device.state, step.hidden_SD
+        if state.finisher is not None:
+            key = ProgramKey("accumulate", forward.size)
+            state.finisher, hidden_SD = device.call(key, state.hidden, state.finisher, step.packed)
+        for key in pool:
+            request_ids, _ = step.sampling()
+            pending.buckets.sample_bucket = key.size
+            pending.readings.append(PooledLines(request_ids, start_copy(device.call(key, device.head, hidden_SD))))
+
+
+@dataclass
+class PooledLines:
+    """`pooled` is `[S, ...]`; the requests are the first lines."""
+
+    request_ids: list[str]
+    pooled: Any
+
+    def read(self, output: ModelRunnerOutput) -> None:
+        output.request_ids, output.pooled = self.request_ids, np.asarray(self.pooled)[: len(self.request_ids)]
+        is_finite = np.isfinite(output.pooled).all(axis=1)
+        output.failed.update((self.request_ids[i], NOT_NUMBERS) for i in np.flatnonzero(~is_finite))

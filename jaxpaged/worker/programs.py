@@ -15,24 +15,17 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxpaged.interrupts import accepted_interrupts
-from jaxpaged.messages import Progress
+from jaxpaged.messages import ProgramKey, Progress
 
 logger = logging.getLogger(__name__)
 
 THREAD_NAME = "jaxpaged-compile"
-
-
-class ProgramKey(NamedTuple):
-    """Which program: its kind, and its bucket (0 for programs of a single size)."""
-
-    kind: str
-    size: int = 0
 
 
 class CompileCounter:

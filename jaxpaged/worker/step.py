@@ -2,13 +2,16 @@
 
 A step is two programs, dispatched back to back without waiting:
 
-    forward[T]: params, kv, tables, last_token, hidden, packed -> kv, tables, hidden, hidden of those that sample
-    sample[S]:  head, hidden of those that sample, last_token, packed -> last_token, tokens
+    forward[T]: params, kv, tables, rows, hidden, packed -> kv, tables, rows, hidden, hidden of those that sample
+    sample[S]:  head, hidden of those that sample, rows, packed -> rows, tokens
 
-The sampled token stays on the device in `last_token[row]` and feeds the next step. `sample_full` does the same with
+The sampled token stays on the device in `RowTokens` and feeds the next step, which begins where the row is: the host
+need not know how many tokens a step gave to schedule the next one. `sample_full` does the same with
 penalties, bias, masks and log probabilities, for steps in which some request uses them; `sample_masked` takes masks
 of grammars besides. The logits are computed in
 the sampling program, so that a long prefill pays for the rows that sample and not for its token bucket.
+Tokens and log probabilities are `[I, S]`, one line for each of the steps that a program runs: one here, several in
+`decode_loop.py`.
 
 `hidden` has a line for every token of the largest bucket, whatever the step's: a smaller step writes the first ones, in
 place. So what follows on all tokens of a step, `prompt_logprobs`, is one program and not one per bucket.
@@ -18,7 +21,7 @@ place. So what follows on all tokens of a step, `prompt_logprobs`, is one progra
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +34,7 @@ from jaxpaged.models.interface import Model
 from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.limits import LimitsMethod
 from jaxpaged.sampling.logprobs import LogprobOutput, prompt_logprobs
-from jaxpaged.sampling.rows import NUM_COLUMNS, unpack_rows
+from jaxpaged.sampling.rows import NUM_COLUMNS, placed_lines, unpack_rows
 from jaxpaged.sampling.sampler import SampleOutput, sample_full, sample_plain
 from jaxpaged.sampling.state import SamplingState, StateLayout, load_row, load_tokens
 from jaxpaged.worker.compiler_options import Options
@@ -41,7 +44,19 @@ from pallas_kernels.ragged_paged_attention import AttentionMetadata, KVTensor, m
 TABLE_CHUNK = 1024
 """Block table entries that one call of the table program writes."""
 
-RESULT_TYPES = (KVTensor, SamplingState, LogprobOutput)
+
+class RowTokens(NamedTuple):
+    """What the device knows of each row; the null row comes last and means nothing.
+
+    last_token_R: the newest token, if it was drawn here. num_computed_R: how many tokens are computed. A token that
+    the host does not know is the newest one, and stands behind them.
+    """
+
+    last_token_R: Any
+    num_computed_R: Any
+
+
+RESULT_TYPES = (KVTensor, SamplingState, LogprobOutput, RowTokens)
 """What programs return besides arrays, tuples and lists."""
 
 PROMPT_LOGPROB_TILE = 32
@@ -68,28 +83,30 @@ class StepFunctions:
         return NamedSharding(self.attention.mesh, PartitionSpec())
 
     def forward(
-        self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, last_token_R: Any, hidden_LD: Any, packed: Any
+        self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, hidden_LD: Any, packed: Any
     ):  # fmt: skip
-        """One pass over the tokens of a step -> (kv, tables_GRM, hidden_LD, hidden_SD of the tokens that sample).
+        """One pass over the tokens of a step -> (kv, tables_GRM, rows, hidden_LD, hidden_SD of the tokens that sample).
 
         `hidden_LD` keeps the hidden states of a step of any size: this one's are its first T lines.
         """
         parts = layout.split(packed)
         tables_GRM = write_tables(tables_GRM, parts.table_place_U, parts.table_idx_U, parts.table_block_U)
-        hidden_TD, kv = self.hidden_states(layout, params, kv, tables_GRM, last_token_R, parts)
+        hidden_TD, kv, rows = self.hidden_states(layout, params, kv, tables_GRM, rows, parts)
         sampled_RD = hidden_TD[parts.sample_idxs_R]
         hidden_SD = jnp.pad(sampled_RD, ((0, self.num_hidden - layout.num_rows), (0, 0)))
-        return kv, tables_GRM, jax.lax.dynamic_update_slice(hidden_LD, hidden_TD, (0, 0)), hidden_SD
+        return kv, tables_GRM, rows, jax.lax.dynamic_update_slice(hidden_LD, hidden_TD, (0, 0)), hidden_SD
 
     def hidden_states(
-        self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, last_token_R: Any, parts: StepParts
-    ) -> tuple[Any, Any]:
-        """The model on the tokens of a step -> (hidden_TD, kv)."""
-        tokens_T, positions_T = locate_tokens(layout, parts, last_token_R)
-        return self.model.forward(
+        self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, parts: StepParts
+    ) -> tuple[Any, Any, RowTokens]:
+        """The model on the tokens of a step -> (hidden_TD, kv, rows with these tokens computed)."""
+        parts, rows = place_rows(parts, rows)
+        tokens_T, positions_T = locate_tokens(layout, parts, rows)
+        hidden_TD, kv = self.model.forward(
             params, self.config, self.attention, self.places, tokens_T, positions_T,
             self.group_metadata(layout, parts, tables_GRM), kv,
         )  # fmt: skip
+        return hidden_TD, kv, rows
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
@@ -107,26 +124,28 @@ class StepFunctions:
             for g, group in enumerate(self.kv_cache.groups)
         )  # fmt: skip
 
-    def sample(self, size: int, head: Any, hidden_SD: Any, last_token_R: Any, packed_SF: Any):
-        """Draw a token for the first `size` rows -> (last_token_R, tokens_S); -1 where the logits are not numbers."""
+    def sample(self, size: int, head: Any, hidden_SD: Any, rows: RowTokens, packed_SF: Any):
+        """Draw a token for the first `size` rows -> (rows, tokens_S); -1 where the logits are not numbers."""
         logits_SV = self.model.compute_logits(head, self.config, hidden_SD[:size])
-        return record_sample(last_token_R, packed_SF, sample_plain(logits_SV, packed_SF, self.limits))
+        lines_SF = placed_lines(packed_SF, rows.num_computed_R)
+        return record_sample(rows, lines_SF, sample_plain(logits_SV, lines_SF, self.limits))
 
     def sample_full(
-        self, size: int, head: Any, hidden_SD: Any, last_token_R: Any, state: SamplingState, packed_SF: Any,
+        self, size: int, head: Any, hidden_SD: Any, rows: RowTokens, state: SamplingState, packed_SF: Any,
         masks_SW: Any = None,
     ):  # fmt: skip
-        """The same with everything that a request can ask for -> (last_token_R, tokens_S, state, log probabilities).
+        """The same with everything that a request can ask for -> (rows, tokens_S, state, log probabilities).
 
         `masks_SW`: the tokens that grammars allow, in the order of the rows; None: no row has a grammar.
         """
         logits_SV = self.model.compute_logits(head, self.config, hidden_SD[:size])
+        lines_SF = placed_lines(packed_SF, rows.num_computed_R)
         state, output = sample_full(
-            logits_SV, state, packed_SF,
+            logits_SV, state, lines_SF,
             logprobs_mode=self.logprobs_mode, max_logprobs=self.max_logprobs, mask_bits_SW=masks_SW,
             custom=self.custom, method=self.limits,
         )  # fmt: skip
-        return *record_sample(last_token_R, packed_SF, output), state, output.logprobs
+        return *record_sample(rows, lines_SF, output), state, output.logprobs
 
     def no_logprobs(self, *shape: int) -> LogprobOutput:
         """Room for log probabilities, `shape` in front."""
@@ -141,16 +160,26 @@ class StepFunctions:
         )
 
 
-def record_sample(last_token_R: Any, packed_SF: Any, output: SampleOutput) -> tuple[Any, Any]:
+def record_sample(rows: RowTokens, lines_SF: Any, output: SampleOutput) -> tuple[RowTokens, Any]:
     """Keep the drawn tokens for the next step, and mark those that mean nothing by -1."""
-    last_token_R = last_token_R.at[unpack_rows(packed_SF).row_S].set(output.tokens_S)
-    return last_token_R, jnp.where(output.bad_S, -1, output.tokens_S)
+    last_token_R = rows.last_token_R.at[unpack_rows(lines_SF).row_S].set(output.tokens_S)
+    return rows._replace(last_token_R=last_token_R), jnp.where(output.bad_S, -1, output.tokens_S)
 
 
-def locate_tokens(layout: StepLayout, parts: StepParts, last_token_R: Any) -> tuple[Any, Any]:
+def place_rows(parts: StepParts, rows: RowTokens) -> tuple[StepParts, RowTokens]:
+    """Where the tokens of a step stand: behind those that are computed, unless the host says where -> (parts that
+    say so of all rows, rows with these tokens computed)."""
+    num_new_R = parts.query_start_loc_R1[1:] - parts.query_start_loc_R1[:-1]
+    own_R = rows.num_computed_R[parts.rows_R] + num_new_R
+    seq_lens_R = jnp.where(parts.seq_lens_R < 0, own_R, parts.seq_lens_R)
+    num_computed_R = rows.num_computed_R.at[parts.rows_R].set(seq_lens_R)
+    return parts._replace(seq_lens_R=seq_lens_R), rows._replace(num_computed_R=num_computed_R)
+
+
+def locate_tokens(layout: StepLayout, parts: StepParts, rows: RowTokens) -> tuple[Any, Any]:
     """(tokens_T, positions_T): which token each place of the step holds and where it stands in its request."""
     seq_T, positions_T, is_padding_T = locate_places(layout, parts)
-    tokens_T = jnp.where(parts.token_ids_T >= 0, parts.token_ids_T, last_token_R[parts.rows_R[seq_T]])
+    tokens_T = jnp.where(parts.token_ids_T >= 0, parts.token_ids_T, rows.last_token_R[parts.rows_R[seq_T]])
     return jnp.where(is_padding_T, 0, tokens_T), jnp.where(is_padding_T, 0, positions_T)
 
 
@@ -189,7 +218,7 @@ class Shapes:
         self.all_hidden = self.hidden(max_tokens)
         rows = functions.max_num_seqs + 1
         self.tables = self._array((len(functions.kv_cache.groups), rows, max_blocks), jnp.int32)
-        self.last_token = self._array((rows,), jnp.int32)
+        self.rows = RowTokens(self._array((rows,), jnp.int32), self._array((rows,), jnp.int32))
         self.sampling = jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), sampling.abstract())
         self.head = functions.model.head(params)
 
@@ -197,13 +226,17 @@ class Shapes:
     def state(self) -> tuple[Any, ...]:
         """All that lives on the devices from step to step, in the order of `DeviceState`: the KV cache, then the rest,
         whose size does not depend on the number of blocks."""
-        return self.kv, self.tables, self.last_token, self.sampling, self.all_hidden
+        return self.kv, self.tables, self.rows, self.sampling, self.all_hidden
 
     def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.functions.replicated)
 
     def packed(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._array(shape, jnp.int32)
+
+    def lines(self, size: int) -> jax.ShapeDtypeStruct:
+        """What `SamplingRows.pack` makes."""
+        return self._array((size, NUM_COLUMNS), jnp.float32)
 
     def hidden(self, size: int) -> jax.ShapeDtypeStruct:
         return self._array((size, self.functions.config.hidden_size), jnp.dtype(self.functions.config.dtype))
@@ -212,43 +245,38 @@ class Shapes:
         f, whole = self.functions, self.functions.replicated
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.kv)
 
-        def forward(params, kv, tables, last_token, hidden, packed):
-            return f.forward(layout, params, kv, tables, last_token, hidden, packed)
+        def forward(params, kv, tables, rows, hidden, packed):
+            return f.forward(layout, params, kv, tables, rows, hidden, packed)
 
-        donated = ("kv", "tables", "hidden")
+        donated = ("kv", "tables", "rows", "hidden")
         step = jax.jit(
-            forward, donate_argnames=donated, out_shardings=(shardings, whole, whole, whole),
+            forward, donate_argnames=donated, out_shardings=(shardings, whole, whole, whole, whole),
             compiler_options=self.options.get("forward"),
         )  # fmt: skip
-        state = (self.kv, self.tables, self.last_token, self.all_hidden)
+        state = (self.kv, self.tables, self.rows, self.all_hidden)
         return step.lower(self.params, *state, self.packed(layout.size))
 
     def lower_sample(self, size: int) -> jax.stages.Lowered:
-        def sample(head, hidden, last_token, packed):
-            return self.functions.sample(size, head, hidden, last_token, packed)
+        def sample(head, hidden, rows, packed):
+            rows, tokens_S = self.functions.sample(size, head, hidden, rows, packed)
+            return rows, tokens_S[None]
 
-        step = jax.jit(sample, donate_argnames=("last_token",), out_shardings=self.functions.replicated)
-        packed = self._array((size, NUM_COLUMNS), jnp.float32)
-        return step.lower(self.head, self.hidden(self.functions.num_hidden), self.last_token, packed)
+        step = jax.jit(sample, donate_argnames=("rows",), out_shardings=self.functions.replicated)
+        return step.lower(self.head, self.hidden(self.functions.num_hidden), self.rows, self.lines(size))
 
-    def lower_sample_full(self, size: int) -> jax.stages.Lowered:
-        def sample_full(head, hidden, last_token, state, packed):
-            return self.functions.sample_full(size, head, hidden, last_token, state, packed)
+    def lower_sample_full(self, size: int, masked: bool) -> jax.stages.Lowered:
+        """With everything that a request can ask for; `masked`: grammars too."""
 
-        step = jax.jit(sample_full, donate_argnames=("last_token", "state"), out_shardings=self.functions.replicated)
-        packed = self._array((size, NUM_COLUMNS), jnp.float32)
-        hidden = self.hidden(self.functions.num_hidden)
-        return step.lower(self.head, hidden, self.last_token, self.sampling, packed)
+        def sample_full(head, hidden, rows, state, packed, masks=None):
+            sampled = self.functions.sample_full(size, head, hidden, rows, state, packed, masks)
+            rows, tokens_S, state, logprobs = sampled
+            return rows, tokens_S[None], state, jax.tree.map(lambda lines: lines[None], logprobs)
 
-    def lower_sample_masked(self, size: int) -> jax.stages.Lowered:
-        def sample_masked(head, hidden, last_token, state, packed, masks):
-            return self.functions.sample_full(size, head, hidden, last_token, state, packed, masks)
-
-        step = jax.jit(sample_masked, donate_argnames=("last_token", "state"), out_shardings=self.functions.replicated)
-        packed = self._array((size, NUM_COLUMNS), jnp.float32)
+        step = jax.jit(sample_full, donate_argnames=("rows", "state"), out_shardings=self.functions.replicated)
         masks = self._array((size, -(-self.sampling.seen_RV.shape[1] // 32)), jnp.uint32)
         hidden = self.hidden(self.functions.num_hidden)
-        return step.lower(self.head, hidden, self.last_token, self.sampling, packed, masks)
+        arguments = (self.head, hidden, self.rows, self.sampling, self.lines(size))
+        return step.lower(*arguments, masks) if masked else step.lower(*arguments)
 
     def lower_prompt_logprobs(self) -> jax.stages.Lowered:
         step = jax.jit(self.functions.prompt_logprobs, out_shardings=self.functions.replicated)

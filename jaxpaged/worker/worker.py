@@ -17,19 +17,20 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import ConflictError
 from jaxpaged.kv_cache_spec import KVCacheConfig, max_blocks_per_request
-from jaxpaged.messages import Progress
+from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import DummyParams, load_params
 from jaxpaged.worker.blueprint import DECODE_KINDS, Blueprint
 from jaxpaged.worker.bundles import Bundle, save_bundle
+from jaxpaged.worker.device import Device, DeviceState
+from jaxpaged.worker.finishers import PromptScorer, Sampler
 from jaxpaged.worker.kv_blocks import bytes_per_block, compiled_kv_cache, memory_for, size_kv_cache
 from jaxpaged.worker.memory import reserve_of
-from jaxpaged.worker.model_runner import DeviceState, ModelRunner
-from jaxpaged.worker.pooling import programs_for
-from jaxpaged.worker.pooling_runner import PoolingRunner
+from jaxpaged.worker.model_runner import Finisher, ModelRunner
+from jaxpaged.worker.pooling import PoolFinisher, programs_for
 from jaxpaged.worker.profiler import Profiler
-from jaxpaged.worker.programs import CompileCounter, ProgramKey, Programs, enable_compilation_cache
+from jaxpaged.worker.programs import CompileCounter, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step import RESULT_TYPES
 from jaxpaged.worker.weights import Weights, free, return_freed_pages
@@ -66,7 +67,8 @@ class Worker:
             with memory_for("weights", "Split the model over more devices (tensor_parallel_size), or quantize it."):
                 params = self.weights.bring_back()
             with memory_for("KV cache", "Lower gpu_memory_utilization, or whatever option sets its size."):
-                self.runner = self._make_runner(params)
+                self.device = Device(self.programs, params, self.blueprint.model.head(params), self.new_state())
+            self.runner = self._make_runner()
         except BaseException:
             self.programs.stop()
             raise
@@ -118,20 +120,14 @@ class Worker:
             load_params, blueprint.specs, blueprint.decoder, folder, *target, progress, config.load.load_format
         )
 
-    def _make_runner(self, params: Any) -> ModelRunner:
-        blueprint, scheduler = self.blueprint, self.config.scheduler
-        return (PoolingRunner if self.pools else ModelRunner)(
-            programs=self.programs,
-            params=params,
-            head=blueprint.model.head(params),
-            state=self.new_state(),
-            rows=RequestRows(scheduler.max_num_seqs, len(self.kv_cache_config.groups)),
-            sampling=self.step_programs.row_state,
-            custom=blueprint.custom,
-            layouts=self.step_programs.layouts,
-            sample_buckets=blueprint.sample_buckets,
-            decode_layouts=self.step_programs.decode_layouts,
-        )
+    def _make_runner(self) -> ModelRunner:
+        programs, num_groups = self.step_programs, len(self.kv_cache_config.groups)
+        rows = RequestRows(self.config.scheduler.max_num_seqs, num_groups)
+        finishers: tuple[Finisher, ...] = (PoolFinisher(),)
+        if not self.pools:
+            sampler = Sampler(rows, programs.row_state, self.blueprint.custom, programs.runs)
+            finishers = PromptScorer(rows), sampler
+        return ModelRunner(self.device, rows, programs.layouts, finishers)
 
     def new_state(self) -> DeviceState:
         """Device state of an engine that has computed nothing: all zeros."""
@@ -142,43 +138,42 @@ class Worker:
 
         The old KV cache goes first: there is no memory for two.
         """
-        runner = self.runner
-        free_state(runner)
-        self.runner = self._make_runner(runner.params)
-        self.runner.counts = runner.counts
+        free_state(self.device)
+        self.device.state = self.new_state()
+        self.runner = self._make_runner()
 
     def sleep(self, discard: bool) -> None:
         """Free KV cache and weights on the devices; `discard`: and on the host. No request may have a row afterwards.
 
         Rows, counters and programs stay, so waking compiles nothing.
         """
-        runner = self.runner
-        self.weights.put_aside(runner.params, discard)
-        free(runner.head)
-        runner.params = runner.head = None
-        free_state(runner)
+        device = self.device
+        self.weights.put_aside(device.params, discard)
+        free(device.head)
+        device.params = device.head = None
+        free_state(device)
         return_freed_pages()
 
     def wake_up(self, part: str) -> None:
         """Take "weights" or "kv_cache" back. Raises CheckpointError, and CapacityError when the memory is not free."""
-        runner = self.runner
+        device = self.device
         with memory_for(part, "Free memory, and wake the engine again."):
             if part == "weights":
-                free((runner.params, runner.head))  # there only if falling asleep failed half way
-                runner.params = self.weights.bring_back()
-                runner.head = self.blueprint.model.head(runner.params)
+                free((device.params, device.head))  # there only if falling asleep failed half way
+                device.params = self.weights.bring_back()
+                device.head = self.blueprint.model.head(device.params)
             else:
-                free_state(runner)
-                runner.state = self.new_state()
+                free_state(device)
+                device.state = self.new_state()
 
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
         """What a function makes of the parameters. Raises ConflictError while they sleep."""
-        if self.runner.params is None:
+        if self.device.params is None:
             raise ConflictError("the weights sleep. Call wake_up() first.")
-        return func(self.runner.params)
+        return func(self.device.params)
 
     def stats(self) -> dict[str, Any]:
-        counts, programs = self.runner.counts, self.programs
+        counts, programs = self.device.counts, self.programs
         return {
             "steps": counts.steps,
             "scheduled_tokens": counts.scheduled_tokens,
@@ -203,10 +198,10 @@ class Worker:
         self.counter.close()
 
 
-def free_state(runner: ModelRunner) -> None:
+def free_state(device: Device) -> None:
     """Free KV cache and sampling state before new ones are made, or none."""
-    free(vars(runner.state) if runner.state else None)
-    runner.state = None
+    free(vars(device.state) if device.state else None)
+    device.state = None
 
 
 def planned_memory(blueprint: Blueprint, kv_cache: KVCacheConfig) -> dict[str, int]:

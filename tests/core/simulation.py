@@ -5,8 +5,10 @@ token is a hash of all tokens before it, so a token in the wrong place changes e
 cache has must be what a computation token by token would have left there.
 """
 
+import random
 import zlib
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxpaged.config import SchedulerConfig
@@ -21,7 +23,7 @@ VOCAB_SIZE = 30
 EOS = 1
 STOP = 2
 GARBAGE = -1
-"""What a row writes that goes on after its end, in place of a hash."""
+"""What a row writes where it computes more tokens than it gets, in place of a hash."""
 
 
 def extend_hash(state: int, token_id: int) -> int:
@@ -60,34 +62,40 @@ def expected_output(request: EngineCoreRequest, max_model_len: int) -> tuple[lis
 
 @dataclass
 class Row:
-    """What the runner knows of a request: its tokens, the sampled ones included, and its tables.
+    """What the runner knows of a request: its tokens, the sampled ones included, how many are computed, its tables.
 
     A stop token ends a row within a run, and at the beginning of one. A single step knows nothing of it, nor does the
-    scheduler, and computes at whatever position it is told: what such a row writes and draws means nothing from then
-    on, `strayed` being the last token that it drew.
+    scheduler: it computes the stop token, and goes on.
     """
 
     token_ids: list[int]
     tables: tuple[list[int], ...]
     stop_ids: frozenset[int]
+    num_computed: int
+    num_uploaded: int
     num_sampled: int = 0
-    strayed: int | None = None
 
     @property
     def ended(self) -> bool:
         """Whether a run finds that it has ended."""
-        last = self.token_ids[-1] if self.strayed is None else self.strayed
-        return self.num_sampled > 0 and last in self.stop_ids
-
-    def is_astray(self, computed: int) -> bool:
-        """Whether a step that computes from position `computed` on is told of tokens that do not exist."""
-        return self.strayed is not None or (self.ended and computed >= len(self.token_ids))
+        return self.num_sampled > 0 and self.token_ids[-1] in self.stop_ids
 
 
 class SimulatedRunner:
-    """Executes steps in the order in which they come, as a device does."""
+    """Executes steps in the order in which they come, as a device does, beginning where each row is.
 
-    def __init__(self, windows: tuple[int | None, ...], max_num_seqs: int, max_num_batched_tokens: int):
+    With `stingy` a run may give a row fewer tokens than it might, as one does that rejects what was drafted; the row
+    has written keys for the others.
+    """
+
+    def __init__(
+        self,
+        windows: tuple[int | None, ...],
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        stingy: random.Random | None = None,
+    ):
+        self.stingy = stingy
         self.windows = windows
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -104,13 +112,31 @@ class SimulatedRunner:
         self._update_rows(scheduled)
         if scheduled.num_steps > 1:
             return self._run(scheduled)
+        names, ones = scheduled.request_ids, [min(most, 1) for most in scheduled.max_new_tokens]
+        given = self._step(names, self._places(scheduled), ones)
+        return ModelRunnerOutput(scheduled.step_id, [n for n, most in zip(names, ones) if most], [[t] for t in given])
+
+    def _places(self, scheduled: SchedulerOutput) -> list[range]:
+        """The positions that each request of a single step computes: those of uploaded tokens as they are told."""
+        places = []
+        for request_id, computed, n in zip(
+            scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens
+        ):
+            row = self.rows[request_id]
+            if computed < row.num_uploaded:
+                assert computed == row.num_computed, f"{request_id}: uploaded tokens are left out"
+            assert row.num_computed <= computed, f"{request_id}: more is computed than the scheduler thinks possible"
+            places.append(range(row.num_computed, row.num_computed + n))
+        return places
+
+    def _step(self, names: list[str], places: list[range], samples: list[int]) -> list[int]:
+        """Compute these positions; returns the tokens of those that sample."""
         for read_before_write in (True, False):  # kernels promise no order between the requests of a step
-            for request_id, computed in zip(scheduled.request_ids, scheduled.num_computed_tokens):
-                if not self.rows[request_id].is_astray(computed):
-                    self._check_reads(request_id, computed)
+            for name, place in zip(names, places):
+                self._check_reads(name, place.start)
             if read_before_write:
-                self._write(scheduled)
-        return self._sample(scheduled)
+                self._write(names, places)
+        return [self._sample(name) for name, most in zip(names, samples) if most]
 
     def _update_rows(self, scheduled: SchedulerOutput) -> None:
         for request_id in scheduled.removed_request_ids:
@@ -119,7 +145,8 @@ class SimulatedRunner:
         for new in scheduled.new_requests:
             assert new.request_id not in self.rows
             stop_ids = frozenset(new.sampling_params.stop_token_ids)
-            self.rows[new.request_id] = Row(list(new.token_ids), tuple(map(list, new.block_ids)), stop_ids)
+            tables, tokens = tuple(map(list, new.block_ids)), list(new.token_ids)
+            self.rows[new.request_id] = Row(tokens, tables, stop_ids, new.num_computed_tokens, len(tokens))
         assert len(self.rows) <= self.max_num_seqs
         for request_id, new_block_ids in zip(scheduled.request_ids, scheduled.new_block_ids):
             for table, block_ids in zip(self.rows[request_id].tables, new_block_ids or ()):
@@ -134,43 +161,31 @@ class SimulatedRunner:
                 place = table[position // BLOCK_SIZE], position % BLOCK_SIZE
                 assert self.memory.get(place) == (group, hashes[position]), (request_id, group, position, place)
 
-    def _write(self, scheduled: SchedulerOutput) -> None:
+    def _write(self, names: list[str], places: list[range]) -> None:
         written: set[tuple[int, int]] = set()
-        for request_id, computed, n in zip(
-            scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens
-        ):
-            row = self.rows[request_id]
-            hashes = dict.fromkeys(range(computed, computed + n), GARBAGE)
-            if not row.is_astray(computed):
-                assert computed + n <= len(row.token_ids), f"{request_id}: tokens scheduled that nobody has sampled"
-                hashes = prefix_hashes(row.token_ids)
-            for group, table in enumerate(row.tables):
-                for position in range(computed, computed + n):
-                    place = table[position // BLOCK_SIZE], position % BLOCK_SIZE
-                    assert place[0] != 0, "the null block is written"
-                    assert place not in written, f"{request_id}: {place} is written twice in a step"
-                    written.add(place)
-                    self.memory[place] = group, hashes[position]
+        for name, place in zip(names, places):
+            row = self.rows[name]
+            assert place.stop <= len(row.token_ids), f"{name}: tokens scheduled that nobody has sampled"
+            hashes = prefix_hashes(row.token_ids)
+            for group, position, slot in self._slots(name, place):
+                assert slot not in written, f"{name}: {slot} is written twice in a step"
+                written.add(slot)
+                self.memory[slot] = group, hashes[position]
+            row.num_computed = place.stop
 
-    def _sample(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        output = ModelRunnerOutput(scheduled.step_id, [], [])
-        for request_id, computed, n, most in zip(
-            scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens,
-            scheduled.max_new_tokens,
-        ):  # fmt: skip
-            row = self.rows[request_id]
-            if row.is_astray(computed):
-                row.strayed = computed % VOCAB_SIZE  # any token
-                output.request_ids.append(request_id)
-                output.sampled_token_ids.append([row.strayed])
-                continue
-            assert most == (computed + n == len(row.token_ids))
-            if most:
-                row.token_ids.append(next_token(row.token_ids))
-                row.num_sampled += 1
-                output.request_ids.append(request_id)
-                output.sampled_token_ids.append([row.token_ids[-1]])
-        return output
+    def _slots(self, name: str, place: range) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """(KV group, position, slot) of all that is written there."""
+        for group, table in enumerate(self.rows[name].tables):
+            for position in place:
+                assert table[position // BLOCK_SIZE] != 0, "the null block is written"
+                yield group, position, (table[position // BLOCK_SIZE], position % BLOCK_SIZE)
+
+    def _sample(self, name: str) -> int:
+        row = self.rows[name]
+        assert row.num_computed == len(row.token_ids), f"{name} samples before all is computed"
+        row.token_ids.append(next_token(row.token_ids))
+        row.num_sampled += 1
+        return row.token_ids[-1]
 
     def _run(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """A run of decode steps: single ones, in which a request has no part any more once a stop token is its last.
@@ -180,17 +195,19 @@ class SimulatedRunner:
         assert not scheduled.new_requests and scheduled.max_new_tokens == scheduled.num_scheduled_tokens
         assert max(scheduled.max_new_tokens) == scheduled.num_steps
         runs: dict[str, list[int]] = {request_id: [] for request_id in scheduled.request_ids}
-        places = [*zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens)]
+        limits = {}
+        for request_id, computed, most in zip(runs, scheduled.num_computed_tokens, scheduled.max_new_tokens):
+            assert self.rows[request_id].num_computed <= computed
+            limits[request_id] = most if self.stingy is None else self.stingy.randint(1, most)
         for i in range(scheduled.num_steps):
-            going = [(name, first + i) for name, first, n in places if i < n and not self.rows[name].ended]
-            names, computed, ones = [name for name, _ in going], [position for _, position in going], [1] * len(going)
-            step = SchedulerOutput(scheduled.step_id, [], [], names, ones, computed, ones, [])
-            for name, position in going:
-                if not self.rows[name].is_astray(position):
-                    self._check_reads(name, position)
-            self._write(step)
-            for name, tokens in zip(names, self._sample(step).sampled_token_ids):
-                runs[name] += tokens
+            names = [name for name, limit in limits.items() if i < limit and not self.rows[name].ended]
+            places = [range(self.rows[name].num_computed, self.rows[name].num_computed + 1) for name in names]
+            for name, token in zip(names, self._step(names, places, [1] * len(names))):
+                runs[name].append(token)
+        for (name, run), most in zip(runs.items(), scheduled.max_new_tokens):
+            first = self.rows[name].num_computed
+            for group, _, slot in self._slots(name, range(first, first + most - len(run))):
+                self.memory[slot] = group, GARBAGE
         return ModelRunnerOutput(scheduled.step_id, list(runs), list(runs.values()))
 
 
@@ -209,6 +226,7 @@ class Engine:
         enable_kv_cache_events: bool = False,
         depth: int = 1,
         max_steps: int = 1,
+        stingy: random.Random | None = None,
         **scheduler_options,
     ):
         groups = tuple(KVCacheGroup(AttentionSpec(BLOCK_SIZE, 1, 8, 4, w), (g,)) for g, w in enumerate(windows))
@@ -222,7 +240,7 @@ class Engine:
             enable_prefix_caching=enable_prefix_caching,
             enable_kv_cache_events=enable_kv_cache_events,
         )
-        self.runner = SimulatedRunner(windows, max_num_seqs, max_num_batched_tokens)
+        self.runner = SimulatedRunner(windows, max_num_seqs, max_num_batched_tokens, stingy)
         self.depth = depth
         self.max_steps = max_steps
         self.num_runs = 0

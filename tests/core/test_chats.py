@@ -58,11 +58,12 @@ def engine_for_chats(windows: tuple[int | None, ...], depth: int, num_blocks: in
     depth=st.integers(1, 3),
     lengths=st.lists(st.sampled_from([1, 2, 3, 9]), min_size=1, max_size=8),
     num_chats=st.integers(1, 4),
+    stingy=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_an_answer_is_right_after_any_mix_of_single_steps_and_runs(windows, depth, lengths, num_chats, seed):
+def test_an_answer_is_right_after_any_mix_of_single_steps_and_runs(windows, depth, lengths, num_chats, stingy, seed):
     draw = random.Random(seed)
-    engine = engine_for_chats(windows, depth)
+    engine = engine_for_chats(windows, depth, stingy=random.Random(seed) if stingy else None)
     talk(engine, [Chat(f"c{i}", draw.choice(STOPS)) for i in range(num_chats)], draw, 5, lengths)
 
 

@@ -1,5 +1,6 @@
 """Runs of decode steps in the scheduler: when there is one, what it takes, and what becomes of its tokens."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -128,3 +129,47 @@ def test_a_request_that_follows_a_grammar_makes_every_step_a_single_one():
     engine.receive()
     engine.scheduler.requests["r1"].matcher = SimpleNamespace(num_free=lambda num_unknown: 0)
     assert engine.dispatch().num_steps == 1
+
+
+def test_what_a_run_could_have_given_and_did_not_is_taken_back():
+    engine = engine_of(prompt_of(3), prompt_of(5))
+    first, second = engine.scheduler.schedule(6), engine.scheduler.schedule(6)
+    assert second.num_computed_tokens == [9, 11]
+    assert engine.scheduler.update_from_output(first, answer(first, [7, 8], [7] * 6))[0].new_token_ids == [7, 8]
+    one, other = engine.scheduler.running
+    assert (one.num_computed_tokens, one.num_output_placeholders, one.num_tokens) == (3 + 2 + 6, 6, 3 + 1 + 2)
+    assert (other.num_computed_tokens, other.num_output_placeholders) == (5 + 12, 6)
+    engine.scheduler.update_from_output(second, answer(second, [9], [9] * 6))
+    assert (one.num_computed_tokens, one.num_output_placeholders, one.num_tokens) == (3 + 3, 0, 3 + 1 + 3)
+    assert engine.scheduler.schedule(6).num_computed_tokens == [6, 17]
+    engine.scheduler.check_integrity()
+
+
+def test_a_preempted_request_waits_for_no_token_that_did_not_come():
+    engine = engine_of(prompt_of(3))
+    scheduled = engine.scheduler.schedule(6)
+    engine.scheduler.preempt_all()
+    engine.scheduler.update_from_output(scheduled, answer(scheduled, [7, 8]))
+    (request,) = engine.scheduler.waiting
+    assert (request.num_computed_tokens, request.num_output_placeholders) == (0, 0)
+    assert engine.scheduler.schedule().new_requests[0].token_ids == [*request.all_token_ids]
+
+
+def test_a_block_leaves_a_window_when_no_count_that_may_come_back_can_need_it():
+    """The window of 4 tokens slides over a block in a run; what if that gives one token, and not six?"""
+    engine = engine_of(prompt_of(8), windows=(4,))
+    engine.scheduler.schedule(6), engine.scheduler.schedule(6)
+    (request,), null = engine.scheduler.running, engine.scheduler.kv_cache_manager.pool.null_block
+    assert request.num_computed_tokens == 8 + 12 and request.num_confirmed_tokens == 8
+    assert [block is null for block in request.blocks[0][:4]] == [True, False, False, False], "it may be at position 8"
+
+
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 6)], ids=str)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_answers_are_right_whatever_part_of_its_tokens_a_run_gives(windows, depth):
+    engine = Engine(windows=windows, depth=depth, max_steps=7, stingy=random.Random(1), num_blocks=100)
+    for i in range(4):
+        engine.add(f"r{i}", prompt_of(3 + i, i % 2), max_tokens=30, ignore_eos=True, stop_token_ids=[])
+    engine.run()
+    assert engine.num_runs > 30 // 7 + 1, "every run gave all that it could"
+    assert {len(tokens) for tokens in engine.tokens.values()} == {30}

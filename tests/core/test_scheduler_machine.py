@@ -36,8 +36,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 0, 5]),
         prefix_caching=st.sampled_from([True, True, False]),
         max_steps=st.sampled_from([1, 2, 7]),
+        stingy=st.sampled_from([None, 1]),
     )
-    def start(self, windows, spare_blocks, budget, depth, policy, threshold, prefix_caching, max_steps):
+    def start(self, windows, spare_blocks, budget, depth, policy, threshold, prefix_caching, max_steps, stingy):
         self.engine = Engine(
             num_blocks=1 + blocks_of_longest(windows, budget) // 2 + spare_blocks,
             windows=windows,
@@ -47,6 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=prefix_caching,
             depth=depth,
             max_steps=max_steps,
+            stingy=stingy and random.Random(stingy),
             scheduling_policy=policy,
             long_prefill_token_threshold=threshold,
         )
@@ -142,6 +144,7 @@ def test_crowds_that_share_prompts_get_the_right_answers(windows, depth, policy)
             max_model_len=MAX_MODEL_LEN,
             depth=depth,
             max_steps=(1, 3, 5, 8)[seed],
+            stingy=random.Random(seed) if seed % 2 else None,
             scheduling_policy=policy,
             long_prefill_token_threshold=draw.choice([0, 5]),
         )

@@ -38,7 +38,7 @@ def live_bytes():
 
 def test_the_old_kv_cache_is_gone_before_a_new_one_is_made(llm, monkeypatch):
     worker = llm.llm_engine._core._core._executor.worker
-    size = sum(array.nbytes for array in jax.tree.leaves(worker.runner.state.kv))
+    size = sum(array.nbytes for array in jax.tree.leaves(worker.device.state.kv))
     before, seen, make = live_bytes(), [], worker.new_state
 
     def new_state():
@@ -71,9 +71,9 @@ def test_a_recovery_that_is_cut_short_can_be_made_again(llm, monkeypatch):
 
 
 def test_logits_that_are_not_numbers_fail_the_request_with_the_reason(llm, runner, monkeypatch):
-    runner = llm.llm_engine._core._core._executor.worker.runner  # recovery made a new one
+    device = llm.llm_engine._core._core._executor.worker.device
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "head", jnp.full_like(runner.head, jnp.nan))
+        patch.setattr(device, "head", jnp.full_like(device.head, jnp.nan))
         ((reason, error),) = texts(llm, ["Hello"])
     assert reason == "error"
     assert "no token can be drawn" in error

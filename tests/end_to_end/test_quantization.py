@@ -16,7 +16,7 @@ def test_the_engine_runs_the_rounded_model_and_counts_its_smaller_weights(tmp_pa
     worker = executor.worker
     assert generate(scheduler, executor, [prompt, prompt], 4) == [expected, expected]
     assert executor.stats()["recompiles"] == 0
-    params = jax.tree.leaves(worker.runner.params)
+    params = jax.tree.leaves(worker.device.params)
     assert worker.blueprint.weight_bytes == sum(array.nbytes for array in params)
     assert worker.blueprint.weight_bytes < 1.5 * sum(array.size for array in params)  # vectors and scales have four
     executor.shutdown()

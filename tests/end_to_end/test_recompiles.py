@@ -69,17 +69,17 @@ def test_a_request_that_is_refused_compiles_nothing_and_harms_nobody(llm):
 
 
 def test_a_decode_step_moves_two_arrays_to_the_device_and_none_by_accident(llm, monkeypatch):
-    engine, runner = llm.llm_engine, llm.llm_engine._core._core._executor.worker.runner
-    moved, call = [], runner._call
+    engine, device = llm.llm_engine, llm.llm_engine._core._core._executor.worker.device
+    moved, call = [], device.call
 
     def counting(key, *arguments):
         moved.extend(array for array in arguments if isinstance(array, np.ndarray))
         return call(key, *arguments)
 
-    monkeypatch.setattr(runner, "_call", counting)
+    monkeypatch.setattr(device, "call", counting)
     engine.add_request("a", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=12, ignore_eos=True))
-    before = runner.counts.steps
+    before = device.counts.steps
     with jax.transfer_guard("disallow"):
         while engine.has_unfinished_requests():
             engine.step()
-    assert 0 < len(moved) <= 2 * (runner.counts.steps - before)  # steps that run together move less
+    assert 0 < len(moved) <= 2 * (device.counts.steps - before)  # steps that run together move less

@@ -36,8 +36,8 @@ def worker_of(llm):
 
 
 def buffers_of(worker):
-    runner = worker.runner
-    return jax.tree.leaves((runner.params, runner.head, vars(runner.state)))
+    device = worker.device
+    return jax.tree.leaves((device.params, device.head, vars(device.state)))
 
 
 def tokens_of(llm):
@@ -98,7 +98,7 @@ def test_what_cannot_be_taken_back_now_can_be_later(tmp_path, monkeypatch):
     model = write(tmp_path)
     files = {path: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
     with LLM(model, **SMALL) as llm:
-        before = [np.array(leaf) for leaf in jax.tree.leaves(worker_of(llm).runner.params)]
+        before = [np.array(leaf) for leaf in jax.tree.leaves(worker_of(llm).device.params)]
         llm.sleep(2)
         for path in files:
             path.unlink()
@@ -113,7 +113,7 @@ def test_what_cannot_be_taken_back_now_can_be_later(tmp_path, monkeypatch):
                 llm.wake_up()
         assert llm.is_sleeping(), "the weights are back, but not the KV cache"
         llm.wake_up()
-        after = jax.tree.leaves(worker_of(llm).runner.params)
+        after = jax.tree.leaves(worker_of(llm).device.params)
         assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
 
 

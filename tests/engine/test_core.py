@@ -56,6 +56,21 @@ def test_the_next_step_is_dispatched_before_the_last_one_is_awaited():
             assert len(executor.executed) == step + ahead
 
 
+@pytest.mark.parametrize("depth", [3, 6])
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_any_number_of_steps_may_be_in_flight(depth, num_steps):
+    core, executor = make(num_scheduler_steps=num_steps, max_num_seqs=2)
+    core._depth, execute, pending = depth, executor.execute, []
+    executor.execute = lambda scheduled: pending.append(len(core._in_flight)) or execute(scheduled)
+    expected = {}
+    for i, max_tokens in enumerate((4, 30, 23)):
+        core.add_request(request(f"r{i}", [20 + i] * 5, max_tokens, stop_token_ids=[40]))
+        expected[f"r{i}"] = list(range(21 + i, 41))[:max_tokens]
+    assert run(core)[0] == expected
+    assert max(pending) == depth - 1
+    core._scheduler.check_integrity()
+
+
 def test_a_stop_token_ends_a_request_though_the_next_step_is_under_way():
     core, executor = make()
     core.add_request(request("r", max_tokens=50, stop_token_ids=[13]))

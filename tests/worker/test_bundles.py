@@ -107,7 +107,7 @@ def test_a_bundle_of_a_sharded_engine_loads_onto_the_same_mesh(model, tmp_path):
 
 def test_donated_arguments_stay_donated(model, bundle):
     config, executor = start(model, bundle=str(bundle))
-    before = executor.worker.runner.state.kv[0].arrays[0]
+    before = executor.worker.device.state.kv[0].arrays[0]
     answers(config, executor)
     assert before.is_deleted()
     executor.shutdown()

@@ -33,6 +33,6 @@ def test_what_is_no_public_method_is_refused(executor, name):
 
 
 def test_parameters_that_sleep_are_refused(executor):
-    executor.worker.runner.params = None
+    executor.worker.device.params = None
     with pytest.raises(ConflictError, match="weights sleep"):
         executor.collective_rpc("apply_model", (id,), {})

@@ -32,7 +32,7 @@ def test_a_mixed_step_uploads_prompt_tokens_and_leaves_sampled_ones_to_the_devic
     assert parts.num_seqs[0] == 2
     assert parts.rows_R.tolist() == [rows.row_of["a"], rows.row_of["b"], 4, 4]
     assert parts.query_start_loc_R1.tolist() == [0, 3, 4, 4, 4]
-    assert parts.seq_lens_R.tolist() == [4, 4, 0, 0]
+    assert parts.seq_lens_R.tolist() == [4, -1, 0, 0], "where the sampled one stands is known to the device"
     assert parts.token_ids_T.tolist() == [6, 7, 8, -1, 0, 0, 0, 0]
     assert parts.sample_idxs_R.tolist() == [3, 0, 0, 0]
 

@@ -1,0 +1,125 @@
+"""Which programs a step calls: chosen once, where steps are scheduled, so that every worker launches the same ones.
+
+The choice is the smallest bucket that is compiled; what is compiled is asked of `Readiness`, a worker's own table, or
+what several workers have reported. This module calls no program.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from jaxpaged.errors import EngineError, RequestError
+from jaxpaged.messages import ProgramKey, SchedulerOutput
+from jaxpaged.sampling_features import Extra
+from jaxpaged.sampling_params import SamplingParams
+
+
+class Readiness(Protocol):
+    """What is known of the compiled programs; `worker.programs.Programs` is one."""
+
+    def is_ready(self, key: ProgramKey) -> bool:
+        """Whether a program can be called without waiting. One that is kept on demand is wanted from now on. Raises
+        KeyError when there is no such program."""
+        ...
+
+    def prepare(self, key: ProgramKey) -> bool:
+        """The same for a program that somebody waits for. Raises what its compilation raised."""
+        ...
+
+    def smallest_ready(self, kind: str, size: int, buckets: Sequence[int]) -> int:
+        """The bucket to use for `size`: the smallest that is compiled, or will be soonest."""
+        ...
+
+
+class StepSizes(NamedTuple):
+    """The buckets of an engine's programs, sorted. `run_steps`: how many steps the runs of each bucket take at most.
+
+    `finisher` is the kind of program that finishes an ordinary step. `needs_full` says whether a request needs the full
+    sampler; it raises RequestError when the request will be refused.
+    """
+
+    finisher: str  # "sample" or "pool"
+    tokens: Sequence[int]
+    samples: Sequence[int]
+    run_steps: Mapping[ProgramKey, int]
+    needs_full: Callable[[SamplingParams], bool]
+
+
+class ProgramChoice:
+    """Follows which requests have a row, and what they need."""
+
+    def __init__(self, programs: Readiness, sizes: StepSizes):
+        self._programs, self._sizes = programs, sizes
+        self._run_buckets = sorted({key.size for key in sizes.run_steps})
+        self.forget_requests()
+
+    def forget_requests(self) -> None:
+        """Nobody has a row."""
+        self._live: set[str] = set()
+        self._full: set[str] = set()  # of them, those that need the full sampler
+
+    def choose(self, scheduled: SchedulerOutput) -> tuple[ProgramKey, ...]:
+        """The programs of the next step; none for a step without requests."""
+        self._live.difference_update(scheduled.removed_request_ids)
+        self._full.difference_update(scheduled.removed_request_ids)
+        for request in scheduled.new_requests:
+            self._live.add(request.request_id)
+            if self._needs_full(request.sampling_params):
+                self._full.add(request.request_id)
+        if not scheduled.request_ids:
+            return ()
+        num_sampling = len(scheduled.max_new_tokens) - scheduled.max_new_tokens.count(0)
+        if scheduled.num_steps > 1:
+            return (self._smallest(self._run_kind(scheduled.request_ids), num_sampling, self._run_buckets),)
+        forward = self._smallest("forward", scheduled.total_num_scheduled_tokens, self._sizes.tokens)
+        if not num_sampling:
+            return (forward,)
+        return forward, self._finisher(scheduled, num_sampling)
+
+    def max_decode_steps(self) -> int:
+        """See `Executor`."""
+        bucket = next((size for size in self._run_buckets if size >= len(self._live)), 0)
+        key = ProgramKey(self._run_kind(self._live), bucket)
+        return self._sizes.run_steps[key] if key in self._sizes.run_steps and self._programs.is_ready(key) else 1
+
+    def can_run(self, extra: Extra) -> bool:
+        """See `Executor`. Programs for any number of requests are compiled next; narrower ones are, once a step could
+        use them."""
+        try:
+            ready = [self._programs.prepare(key) for key in self._programs_of(extra)]  # each of them hurries
+            return all(ready)
+        except Exception as error:
+            raise EngineError(f"{extra.value} could not be compiled; the engine's log says why.") from error
+
+    def _programs_of(self, extra: Extra) -> tuple[ProgramKey, ...]:
+        """What steps with `extra` call, whatever their size."""
+        widest = self._sizes.samples[-1]
+        if extra is Extra.MASKS:
+            return (ProgramKey("sample_masked", widest),)
+        if extra is Extra.PROMPT_LOGPROBS:
+            return (ProgramKey("prompt_logprobs"),)
+        return ProgramKey("load_row"), ProgramKey("load_tokens"), ProgramKey("sample_full", widest)
+
+    def _needs_full(self, params: SamplingParams) -> bool:
+        try:
+            return self._sizes.needs_full(params)
+        except RequestError:
+            return False  # the worker refuses it, and then it is a plain one
+
+    def _run_kind(self, request_ids: Sequence[str] | set[str]) -> str:
+        return "decode" if self._full.isdisjoint(request_ids) else "decode_full"
+
+    def _finisher(self, scheduled: SchedulerOutput, num_sampling: int) -> ProgramKey:
+        kind, buckets = self._sizes.finisher, self._sizes.samples
+        if scheduled.masked:
+            kind = "sample_masked"
+        elif self._full and any(
+            most and request_id in self._full
+            for request_id, most in zip(scheduled.request_ids, scheduled.max_new_tokens)
+        ):
+            kind = "sample_full"
+        if kind != self._sizes.finisher:  # one of this size is wanted from now on
+            self._programs.is_ready(ProgramKey(kind, next(size for size in buckets if size >= num_sampling)))
+        return self._smallest(kind, num_sampling, buckets)
+
+    def _smallest(self, kind: str, size: int, buckets: Sequence[int]) -> ProgramKey:
+        return ProgramKey(kind, self._programs.smallest_ready(kind, size, buckets))

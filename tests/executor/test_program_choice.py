@@ -1,0 +1,128 @@
+"""Which programs are chosen for a step; that they are launched is tested end to end."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jaxpaged.errors import EngineError, RequestError
+from jaxpaged.executor.program_choice import ProgramChoice, StepSizes
+from jaxpaged.messages import NewRequestData, ProgramKey, SchedulerOutput
+from jaxpaged.sampling_features import Extra, features_of
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.worker.programs import Programs
+
+SIZES = (2, 8, 16)
+RUNS = {ProgramKey(kind, size): 32 for kind in ("decode", "decode_full") for size in SIZES[:2]}
+EVERY = [
+    *(ProgramKey(kind, size) for kind in ("forward", "sample", "sample_masked", "sample_full") for size in SIZES),
+    ProgramKey("prompt_logprobs"), ProgramKey("load_row"), ProgramKey("load_tokens"), *RUNS,
+]  # fmt: skip
+NEEDED = {
+    Extra.MASKS: {("sample_masked", 16)},
+    Extra.PROMPT_LOGPROBS: {("prompt_logprobs", 0)},
+    Extra.FULL_SAMPLER: {("sample_full", 16), ("load_row", 0), ("load_tokens", 0)},
+}
+
+
+def choice_with(builders, finisher="sample", needs_full=features_of):
+    programs = Programs(builders, num_threads=1, on_demand=list(builders))
+    return programs, ProgramChoice(programs, StepSizes(finisher, SIZES, SIZES, RUNS, needs_full))
+
+
+def compiled(keys=EVERY, **options):
+    """A choice among programs of which `keys` are compiled."""
+    builders = {key: lambda key=key: SimpleNamespace(compile=lambda: key) for key in EVERY}
+    programs, choice = choice_with(builders, **options)
+    for key in keys:
+        assert programs[key] == key
+    return programs, choice
+
+
+def step(ids, tokens, most, new=(), removed=(), num_steps=1, masked=False):
+    requests = [NewRequestData(name, [1], 1, 0, ([],), params) for name, params in new]
+    scheduled = SchedulerOutput(1, requests, list(removed), ids, tokens, [0] * len(ids), most, [None] * len(ids))
+    scheduled.total_num_scheduled_tokens, scheduled.num_steps, scheduled.masked = sum(tokens), num_steps, masked
+    return scheduled
+
+
+PLAIN, FULL = SamplingParams(), SamplingParams(logprobs=1)
+
+
+@pytest.mark.parametrize("extra", Extra)
+def test_steps_can_run_once_the_programs_for_any_number_of_requests_are_there(extra):
+    programs, choice = choice_with({key: lambda key=key: SimpleNamespace(compile=lambda: key) for key in EVERY})
+    while not choice.can_run(extra):
+        pass
+    assert set(programs.wait_all()) == NEEDED[extra], "others, and narrower ones, wait until a step could use them"
+    for kind, size in NEEDED[extra]:
+        assert not size or programs.smallest_ready(kind, 1, SIZES) == 16
+
+
+@pytest.mark.parametrize("extra", Extra)
+def test_a_program_that_cannot_be_compiled_is_told_without_its_innards(extra):
+    def fail():
+        raise ValueError("at /srv/model.py:7")
+
+    programs, choice = choice_with(dict.fromkeys(EVERY, fail))
+    assert not choice.can_run(extra)
+    while not programs.num_ready:
+        pass
+    with pytest.raises(EngineError, match="could not be compiled; the engine's log says why") as caught:
+        choice.can_run(extra)
+    assert "srv" not in str(caught.value)
+
+
+def test_a_step_is_a_forward_pass_and_what_finishes_it_where_somebody_gets_a_token():
+    _, choice = compiled()
+    assert choice.choose(step([], [], [])) == ()
+    assert choice.choose(step(["a"], [7], [0], [("a", PLAIN)])) == (("forward", 8),)
+    assert choice.choose(step(["a", "b"], [9, 1], [0, 1], [("b", PLAIN)])) == (("forward", 16), ("sample", 2))
+    assert choice.choose(step(["a", "b"], [1, 1], [1, 1], masked=True)) == (("forward", 2), ("sample_masked", 2))
+
+
+def test_only_steps_in_which_somebody_needs_the_full_sampler_get_it():
+    _, choice = compiled()
+    full = step(["a", "b"], [1, 1], [1, 1], [("a", PLAIN), ("b", FULL)])
+    assert choice.choose(full)[1] == ("sample_full", 2)
+    assert choice.choose(step(["a", "b"], [1, 1], [1, 0]))[1] == ("sample", 2), "who needs it gets no token"
+    assert choice.choose(step(["a", "b"], [4, 4], [4, 4], num_steps=4)) == (("decode_full", 2),)
+    assert choice.choose(step(["a"], [4], [4], removed=["b"], num_steps=4)) == (("decode", 2),)
+    assert choice.choose(step(["b"], [1], [1], [("b", PLAIN)]))[1] == ("sample", 2), "another request of that name"
+    choice.choose(step(["c"], [1], [1], [("c", FULL)]))
+    choice.forget_requests()
+    assert choice.choose(step(["c"], [1], [1], [("c", PLAIN)]))[1] == ("sample", 2)
+
+
+def test_a_request_that_the_worker_will_refuse_is_a_plain_one():
+    def refuse(params):
+        raise RequestError("no", "extra_args")
+
+    _, choice = compiled(needs_full=refuse)
+    assert choice.choose(step(["a"], [1], [1], [("a", FULL)]))[1] == ("sample", 2)
+
+
+def test_a_pooling_engine_has_a_finisher_of_its_own():
+    _, choice = compiled([ProgramKey("forward", 16)], finisher="pool", needs_full=lambda params: False)
+    chosen = choice.choose(step(["a", "b"], [9, 1], [0, 1], [("a", PLAIN), ("b", PLAIN)]))
+    assert chosen == (("forward", 16), ("pool", 2))
+
+
+def test_a_narrower_program_is_wanted_once_a_step_could_use_it():
+    programs, choice = compiled([ProgramKey("forward", 2), ProgramKey("sample_full", 16)])
+    scheduled = step(["a"], [1], [1], [("a", FULL)])
+    assert choice.choose(scheduled)[1] == ("sample_full", 16)
+    assert programs[ProgramKey("sample_full", 2)] == ("sample_full", 2)
+    assert choice.choose(step(["a"], [1], [1]))[1] == ("sample_full", 2)
+
+
+def test_runs_are_as_long_as_the_program_that_all_requests_fit_once_it_is_compiled():
+    programs, choice = compiled([])
+    choice.choose(step(["a", "b", "c"], [1, 1, 1], [1, 1, 1], [(name, PLAIN) for name in "abc"]))
+    assert choice.max_decode_steps() == 1
+    assert programs[ProgramKey("decode", 8)] == ("decode", 8), "who asks wants it"
+    assert choice.max_decode_steps() == 32
+    choice.choose(step(["d"], [1], [1], [("d", FULL)], removed=["a"]))
+    assert choice.max_decode_steps() == 1, "somebody needs the full one"
+    nine = [(f"n{i}", PLAIN) for i in range(9)]
+    choice.choose(step([name for name, _ in nine], [1] * 9, [1] * 9, nine))
+    assert choice.max_decode_steps() == 1, "there are none so wide"
