@@ -13,7 +13,7 @@ from jaxpaged.worker.worker import Worker
 def executor():
     executor = UniProcExecutor.__new__(UniProcExecutor)
     executor.worker = Worker.__new__(Worker)
-    executor.worker.runner = SimpleNamespace(params={"weight": 3})
+    executor.worker.device = SimpleNamespace(params={"weight": 3})
     return executor
 
 
