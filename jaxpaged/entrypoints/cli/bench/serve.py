@@ -48,18 +48,24 @@ def add_parser(commands: Any) -> None:
     load.add_argument("--ramp-up-end-rps", type=number, metavar="X", help="requests a second of the last request")
     load.add_argument("--self-timed", action=argparse.BooleanOptionalAction, default=None,
                       help="timed_trace: send at the times of the file (default: on)")  # fmt: skip
-    add_load_flags(load)
-    add_dataset_flags(parser)
-    add_tokenizer_flags(parser)
-    add_request_flags(parser)
-    report = parser.add_argument_group("results")
-    add_statistics_flags(report)
+    report = add_run_flags(parser, load)
     report.add_argument("--save-result", action="store_true", help="write the result as JSON")
     report.add_argument("--append-result", action="store_true", help="add the result to the file, as a line of JSON")
     report.add_argument("--save-detailed", action="store_true", help="with the figures and the text of every request")
     report.add_argument("--result-dir", metavar="FOLDER", help="where to (default: the current folder)")
     report.add_argument("--result-filename", metavar="NAME", help="default: from label, rate, model and time")
     parser.set_defaults(run=run, command_parser=parser)
+
+
+def add_run_flags(parser: argparse.ArgumentParser, load: Any) -> Any:
+    """What every run against a server takes, at one load or at several -> the group of flags for results."""
+    add_load_flags(load)
+    add_dataset_flags(parser)
+    add_tokenizer_flags(parser)
+    add_request_flags(parser)
+    report = parser.add_argument_group("results")
+    add_statistics_flags(report)
+    return report
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:

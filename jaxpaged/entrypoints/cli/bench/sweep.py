@@ -6,13 +6,7 @@ This module knows flags; what is done with them is in `sweeping.py`.
 import argparse
 from typing import Any
 
-from jaxpaged.entrypoints.cli.bench.dataset_flags import add_dataset_flags, add_tokenizer_flags
-from jaxpaged.entrypoints.cli.bench.serve import (
-    add_load_flags,
-    add_request_flags,
-    add_server_flags,
-    add_statistics_flags,
-)
+from jaxpaged.entrypoints.cli.bench.serve import add_run_flags, add_server_flags
 from jaxpaged.entrypoints.cli.flags import Parser
 from jaxpaged.entrypoints.cli.values import comma_separated, number, whole_number
 
@@ -46,12 +40,7 @@ def add_parser(commands: Any) -> None:
     load.add_argument("--num-runs", type=whole_number, default=1, metavar="N", help="runs at every load (default: 1)")
     load.add_argument("--no-cache-salt", action="store_true",
                       help="send no cache_salt, for servers that refuse it")  # fmt: skip
-    add_load_flags(load)
-    add_dataset_flags(parser)
-    add_tokenizer_flags(parser)
-    add_request_flags(parser)
-    report = parser.add_argument_group("results")
-    add_statistics_flags(report)
+    report = add_run_flags(parser, load)
     report.add_argument("-o", "--output-dir", default="results", metavar="FOLDER", help="default: results")
     report.add_argument("--experiment-name", metavar="NAME",
                         help="the new folder in it that holds everything (default: the time)")  # fmt: skip
