@@ -5,11 +5,12 @@ from jaxpaged import SamplingParams
 
 def records_of(llm, prompts, params):
     """The steps of these prompts, and by how much the executor's counters grew."""
+    llm.reset_prefix_cache()  # awaits the step in vain that other tests may have left in flight
     before, known = llm.llm_engine.executor_stats(), len(llm.timeline())
     llm.generate(prompts, params, use_tqdm=False)
+    llm.reset_prefix_cache()
     after = llm.llm_engine.executor_stats()
     grown = {name: after[name] - before[name] for name in ("steps", "scheduled_tokens", "padded_tokens")}
-    # A step in vain, whose requests had all ended, may still be in flight.
     return llm.timeline().records[known:], grown
 
 
