@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpaged.engine.async_llm import AsyncLLM
     from jaxpaged.engine.async_llm import AsyncLLM as AsyncLLMEngine
+    from jaxpaged.engine.input.prompts import Prompt as PromptType
+    from jaxpaged.engine.input.prompts import TextPrompt, TokensPrompt
     from jaxpaged.engine.llm_engine import LLMEngine
-    from jaxpaged.engine.metrics import Counter, Gauge, Histogram, Metric
-    from jaxpaged.engine.prompts import Prompt as PromptType
-    from jaxpaged.engine.prompts import TextPrompt, TokensPrompt
+    from jaxpaged.engine.observability.metrics import Counter, Gauge, Histogram, Metric
     from jaxpaged.entrypoints.beam_search import BeamSearchOutput, BeamSearchSequence
     from jaxpaged.entrypoints.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from jaxpaged.entrypoints.llm import LLM
@@ -40,8 +40,8 @@ __all__ = [
 _NAMES_OF = {
     "engine.async_llm": ["AsyncLLM"],
     "engine.llm_engine": ["LLMEngine"],
-    "engine.metrics": ["Counter", "Gauge", "Histogram", "Metric"],
-    "engine.prompts": ["TextPrompt", "TokensPrompt"],
+    "engine.observability.metrics": ["Counter", "Gauge", "Histogram", "Metric"],
+    "engine.input.prompts": ["TextPrompt", "TokensPrompt"],
     "entrypoints.beam_search": ["BeamSearchOutput", "BeamSearchSequence"],
     "entrypoints.engine_args": ["AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"],
     "entrypoints.llm": ["LLM"],
@@ -55,7 +55,7 @@ _NAMES_OF = {
 }  # fmt: skip
 _PLACES = {name: (module, name) for module, names in _NAMES_OF.items() for name in names} | {
     "AsyncLLMEngine": ("engine.async_llm", "AsyncLLM"),
-    "PromptType": ("engine.prompts", "Prompt"),
+    "PromptType": ("engine.input.prompts", "Prompt"),
 }
 
 

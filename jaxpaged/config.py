@@ -92,7 +92,7 @@ class CacheConfig:
     enable_prefix_caching: bool = option(True, "reuse KV blocks of equal prompt beginnings")
     kv_events_config: dict[str, Any] = option(
         {}, "tell routers over ZeroMQ what enters and leaves the prefix cache, as vLLM does: enable_kv_cache_events "
-        "true, and endpoint, replay_endpoint, topic, ..., see engine/kv_event_publisher.py"
+        "true, and endpoint, replay_endpoint, topic, ..., see engine/observability/kv_event_publisher.py"
     )  # fmt: skip
 
 

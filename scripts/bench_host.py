@@ -43,13 +43,13 @@ from jaxpaged.sampling.logprobs import LogprobOutput
 from jaxpaged.sampling.state import StateLayout
 from jaxpaged.sampling_features import features_of
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
-from jaxpaged.worker.buckets import doubling_buckets
 from jaxpaged.worker.device import Device as RealDevice
 from jaxpaged.worker.device import DeviceState
-from jaxpaged.worker.finishers import PromptScorer, Sampler
 from jaxpaged.worker.model_runner import ModelRunner, PendingStep
-from jaxpaged.worker.packed import step_layout
+from jaxpaged.worker.programs.buckets import doubling_buckets
 from jaxpaged.worker.request_rows import RequestRows
+from jaxpaged.worker.step.finishers import PromptScorer, Sampler
+from jaxpaged.worker.step.packed import step_layout
 
 SHORTEST_PROMPT = 40
 MAX_MODEL_LEN = 4096

@@ -25,7 +25,7 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.front_end import front_end
 from jaxpaged.engine.llm_engine import LLMEngine
-from jaxpaged.engine.wire import CoreFacts
+from jaxpaged.engine.process.wire import CoreFacts
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import ModelRunnerOutput, Progress, SchedulerOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams

@@ -10,10 +10,10 @@ from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_client import InprocClient
-from jaxpaged.engine.input_processor import InputProcessor
+from jaxpaged.engine.input.processor import InputProcessor
+from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.engine.llm_engine import LLMEngine
-from jaxpaged.engine.output_stream import OutputStream
-from jaxpaged.engine.tokenizer import load_tokenizer
+from jaxpaged.engine.output.stream import OutputStream
 from jaxpaged.entrypoints.cli.serve import announce, run_loop
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.server import Sockets, serve

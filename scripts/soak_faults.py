@@ -38,9 +38,9 @@ from soak_clients import (
     request_bytes,
 )
 
-from jaxpaged.engine import wire
-from jaxpaged.engine.core_process import SOCKET
-from jaxpaged.engine.zmq_client import dealer
+from jaxpaged.engine.process import wire
+from jaxpaged.engine.process.core_process import SOCKET
+from jaxpaged.engine.process.zmq_client import dealer
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 

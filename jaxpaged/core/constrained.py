@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxpaged.core.grammar.matcher import Grammars, Matcher
+from jaxpaged.core.grammar.thinking_budget import BudgetMatcher
 from jaxpaged.core.request import Request
-from jaxpaged.core.structured_output import Grammars, Matcher
-from jaxpaged.core.thinking_budget import BudgetMatcher
 from jaxpaged.errors import RequestError
 from jaxpaged.messages import EngineCoreRequest, SchedulerOutput
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Container
 
-from jaxpaged.core.kv_cache_manager import KVCacheManager
+from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.errors import RequestError
 from jaxpaged.messages import EngineCoreRequest
 

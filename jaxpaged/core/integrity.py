@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
-from jaxpaged.core.kv_cache_manager import KVCacheManager
+from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.request import Request, RequestStatus
 
 

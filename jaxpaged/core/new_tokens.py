@@ -10,7 +10,7 @@ scheduler's.
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, repeat
 
-from jaxpaged.core.kv_cache_manager import KVCacheManager
+from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.logprob_lines import add_logprobs
 from jaxpaged.core.request import Request
 from jaxpaged.core.step_plan import Share, StepPlan

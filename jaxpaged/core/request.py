@@ -8,8 +8,8 @@ import enum
 import math
 import time
 
-from jaxpaged.core.structured_output import Matcher
-from jaxpaged.core.thinking_budget import BudgetMatcher
+from jaxpaged.core.grammar.matcher import Matcher
+from jaxpaged.core.grammar.thinking_budget import BudgetMatcher
 from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, NewRequestData, TokenLogprobs
 
 

@@ -3,7 +3,7 @@
 There is no prefill phase and no decode phase: a request has tokens and computed tokens, a step moves the second
 number towards the first. Scheduling is asynchronous by nature: `schedule` may be called while steps are in flight.
 A request that samples gets a placeholder for the unknown token and may be scheduled again at once to compute it.
-Why blocks need almost no fence for that is told in `kv_cache_manager.py`.
+Why blocks need almost no fence for that is told in `kv_cache/manager.py`.
 
 This module knows no model, no device and no text.
 """
@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.constrained import ConstrainedRequests
 from jaxpaged.core.counters import Counters
+from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.intake import check_request
 from jaxpaged.core.integrity import check_books
-from jaxpaged.core.kv_cache_manager import CacheHit, KVCacheManager
+from jaxpaged.core.kv_cache.manager import CacheHit, KVCacheManager
 from jaxpaged.core.logprob_lines import collect_prompt_logprobs
 from jaxpaged.core.new_tokens import fault_of, plan_run, take_tokens
 from jaxpaged.core.preparation import Preparation
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.request_queue import QUEUES, priority_order
 from jaxpaged.core.step_plan import Share, StepPlan, StepsInFlight
-from jaxpaged.core.structured_output import Grammars
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import (

@@ -14,22 +14,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxpaged.config import EngineConfig, ModelConfig
-from jaxpaged.engine import wire
-from jaxpaged.engine.core_link import CoreLink
-from jaxpaged.engine.core_supervisor import FACTORY, CoreSupervisor
 from jaxpaged.engine.front_end import front_end
-from jaxpaged.engine.grammar_checker import MOST_CHILDREN
-from jaxpaged.engine.input_processor import InputProcessor, Prompt, tokenization_options
-from jaxpaged.engine.logprobs import LatePromptLogprobs
-from jaxpaged.engine.long_work import takes_long
-from jaxpaged.engine.metrics import EngineMetrics, Metric
-from jaxpaged.engine.output_processor import OutputProcessor, fan_out
-from jaxpaged.engine.output_stream import OutputStream
-from jaxpaged.engine.public_tokenizer import public_tokenizer
-from jaxpaged.engine.throughput_log import ThroughputLog, log_arrival
-from jaxpaged.engine.tracing import request_tracer
-from jaxpaged.engine.wire import CoreStats, Refusal
-from jaxpaged.engine.zmq_client import ZmqClient, ask_facts
+from jaxpaged.engine.input.grammar_checker import MOST_CHILDREN
+from jaxpaged.engine.input.long_work import takes_long
+from jaxpaged.engine.input.processor import InputProcessor, Prompt, tokenization_options
+from jaxpaged.engine.input.public_tokenizer import public_tokenizer
+from jaxpaged.engine.observability.metrics import EngineMetrics, Metric
+from jaxpaged.engine.observability.throughput_log import ThroughputLog, log_arrival
+from jaxpaged.engine.observability.tracing import request_tracer
+from jaxpaged.engine.output.logprobs import LatePromptLogprobs
+from jaxpaged.engine.output.processor import OutputProcessor, fan_out
+from jaxpaged.engine.output.stream import OutputStream
+from jaxpaged.engine.process import wire
+from jaxpaged.engine.process.core_link import CoreLink
+from jaxpaged.engine.process.core_supervisor import FACTORY, CoreSupervisor
+from jaxpaged.engine.process.wire import CoreStats, Refusal
+from jaxpaged.engine.process.zmq_client import ZmqClient, ask_facts
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError
 from jaxpaged.messages import (
     EngineCoreOutputs,
@@ -292,7 +292,7 @@ class AsyncLLM:
         return await self._link.call("block_map")
 
     async def snapshot(self, since_step: int = 0) -> EngineSnapshot:
-        """Queues, blocks and newest steps at this moment, see `engine/snapshot.py`."""
+        """Queues, blocks and newest steps at this moment, see `engine/observability/snapshot.py`."""
         return await self._link.call("snapshot", since_step=since_step)
 
     async def wait_for_programs(self) -> None:

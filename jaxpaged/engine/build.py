@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpaged.config import EngineConfig, ModelFacts
-from jaxpaged.core.structured_output import Grammars
+from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.front_end import load_input_processor
-from jaxpaged.engine.input_processor import InputProcessor
+from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
-from jaxpaged.engine.pooler import load_pooler_defaults
-from jaxpaged.engine.tracing import check_tracing
-from jaxpaged.engine.wire import CoreFacts
+from jaxpaged.engine.observability.tracing import check_tracing
+from jaxpaged.engine.pooling.pooler import load_pooler_defaults
+from jaxpaged.engine.process.wire import CoreFacts
 from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.executor.platform import platform
 from jaxpaged.executor.uniproc import UniProcExecutor
@@ -34,7 +34,7 @@ from jaxpaged.plan import Plan
 from jaxpaged.pooling import resolved_pooling
 
 if TYPE_CHECKING:
-    from jaxpaged.engine.kv_event_publisher import KVEventPublisher
+    from jaxpaged.engine.observability.kv_event_publisher import KVEventPublisher
 
 
 def compile_bundle(config: EngineConfig, output: Path, progress: Progress | None = None) -> None:
@@ -117,7 +117,7 @@ def event_publisher(config: EngineConfig) -> Iterator["KVEventPublisher | None"]
     if not config.cache.kv_events_config:
         yield None
         return
-    from jaxpaged.engine.kv_event_publisher import KVEventPublisher, KVEventsConfig  # with ZeroMQ
+    from jaxpaged.engine.observability.kv_event_publisher import KVEventPublisher, KVEventsConfig  # with ZeroMQ
 
     wanted = KVEventsConfig.from_option(config.cache.kv_events_config)
     if wanted is not None and not config.cache.enable_prefix_caching:

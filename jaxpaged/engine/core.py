@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.scheduler import Scheduler
-from jaxpaged.core.structured_output import Grammars
+from jaxpaged.engine.observability.snapshot import take_snapshot
+from jaxpaged.engine.observability.step_log import StepLog
 from jaxpaged.engine.outbox import Outbox
 from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_tags
-from jaxpaged.engine.snapshot import take_snapshot
-from jaxpaged.engine.step_log import StepLog
 from jaxpaged.engine.step_pacer import StepPacer
 from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.executor.base import Executor, PendingOutput
@@ -32,7 +32,7 @@ from jaxpaged.messages import (
 )
 
 if TYPE_CHECKING:
-    from jaxpaged.engine.kv_event_publisher import KVEventPublisher
+    from jaxpaged.engine.observability.kv_event_publisher import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ not know how a model's name becomes a folder.
 from pathlib import Path
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.chat_template import load_chat_templates
-from jaxpaged.engine.generation_config import load_generation_defaults
-from jaxpaged.engine.input_processor import InputProcessor
-from jaxpaged.engine.no_tokenizer import NoTokenizer
-from jaxpaged.engine.pooler import load_pooler
-from jaxpaged.engine.tokenizer import check_vocabulary, load_tokenizer
-from jaxpaged.engine.wire import CoreFacts
+from jaxpaged.engine.input.chat_template import load_chat_templates
+from jaxpaged.engine.input.generation_config import load_generation_defaults
+from jaxpaged.engine.input.no_tokenizer import NoTokenizer
+from jaxpaged.engine.input.processor import InputProcessor
+from jaxpaged.engine.input.tokenizer import check_vocabulary, load_tokenizer
+from jaxpaged.engine.pooling.pooler import load_pooler
+from jaxpaged.engine.process.wire import CoreFacts
 from jaxpaged.errors import ConfigError
 
 

@@ -8,11 +8,11 @@ from typing import Any, Self
 
 from jaxpaged.config import EngineConfig, ModelConfig
 from jaxpaged.engine.core_client import EngineCoreClient
-from jaxpaged.engine.input_processor import InputProcessor, Prompt, tokenization_options
-from jaxpaged.engine.metrics import EngineMetrics, Metric
-from jaxpaged.engine.output_processor import OutputProcessor
-from jaxpaged.engine.public_tokenizer import public_tokenizer
-from jaxpaged.engine.tracing import request_tracer
+from jaxpaged.engine.input.processor import InputProcessor, Prompt, tokenization_options
+from jaxpaged.engine.input.public_tokenizer import public_tokenizer
+from jaxpaged.engine.observability.metrics import EngineMetrics, Metric
+from jaxpaged.engine.observability.tracing import request_tracer
+from jaxpaged.engine.output.processor import OutputProcessor
 from jaxpaged.errors import UsageError
 from jaxpaged.interrupts import held_interrupts, holding_interrupts
 from jaxpaged.messages import EngineSnapshot, KVBlockMap, Progress, RequestOutput, StepRecord
@@ -164,7 +164,7 @@ class LLMEngine:
         return self._core.block_map()
 
     def snapshot(self, since_step: int = 0) -> EngineSnapshot:
-        """Queues, blocks and newest steps at this moment, see `engine/snapshot.py`."""
+        """Queues, blocks and newest steps at this moment, see `engine/observability/snapshot.py`."""
         return self._core.snapshot(since_step)
 
     def wait_for_programs(self) -> None:

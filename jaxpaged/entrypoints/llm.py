@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpaged.config import EMBEDDED_MODEL, EngineConfig
-from jaxpaged.engine.chat_template import Message
-from jaxpaged.engine.input_processor import Prompt
+from jaxpaged.engine.input.chat_template import Message
+from jaxpaged.engine.input.processor import Prompt
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.entrypoints.batch_progress import BatchProgress
 from jaxpaged.entrypoints.beam_search import BeamSearch, BeamSearchOutput, check_beam_width, one_token

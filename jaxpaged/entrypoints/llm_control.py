@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from jaxpaged.engine.llm_engine import LLMEngine
-from jaxpaged.engine.metrics import Metric
+from jaxpaged.engine.observability.metrics import Metric
 from jaxpaged.entrypoints.pictures.block_map import BlockMap
 from jaxpaged.entrypoints.pictures.engine_stats import EngineStats
 from jaxpaged.entrypoints.pictures.timeline import Timeline

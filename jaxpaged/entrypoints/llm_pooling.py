@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.engine.input_processor import Prompt, tokenization_options
-from jaxpaged.engine.pooler import Pooler
-from jaxpaged.engine.pooling_prompts import check_keep, text_ids
-from jaxpaged.engine.scoring import cosine, paired
+from jaxpaged.engine.input.processor import Prompt, tokenization_options
+from jaxpaged.engine.pooling.pooler import Pooler
+from jaxpaged.engine.pooling.prompts import check_keep, text_ids
+from jaxpaged.engine.pooling.scoring import cosine, paired
 from jaxpaged.errors import RequestError
 from jaxpaged.pooling import (
     ClassificationOutput,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.messages import CompletionOutput, RequestOutput
 
 MAX_PROMPT_LENGTH = 400

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxpaged.engine.input_processor import Prompt
+from jaxpaged.engine.input.processor import Prompt
 from jaxpaged.errors import RequestError
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 

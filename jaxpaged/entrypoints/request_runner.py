@@ -7,7 +7,7 @@ two streams side by side. This module knows no prompts and no text.
 from collections.abc import Iterable, Sequence
 
 from jaxpaged.engine.llm_engine import LLMEngine
-from jaxpaged.engine.output_stream import joined
+from jaxpaged.engine.output.stream import joined
 from jaxpaged.errors import ConflictError
 from jaxpaged.interrupts import holding_interrupts
 from jaxpaged.messages import RequestOutput

@@ -8,8 +8,8 @@ from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.plan import Plan
-from jaxpaged.worker.planner import Planner, largest_split
-from jaxpaged.worker.targets import parse_target
+from jaxpaged.worker.planning.planner import Planner, largest_split
+from jaxpaged.worker.planning.targets import parse_target
 
 
 def plan_on_target(

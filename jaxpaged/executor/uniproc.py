@@ -12,7 +12,7 @@ from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.sampling_features import Extra
-from jaxpaged.worker.blueprint import DECODE_KINDS
+from jaxpaged.worker.programs.blueprint import DECODE_KINDS
 from jaxpaged.worker.worker import Worker
 
 

@@ -1,4 +1,4 @@
-"""From logits to tokens: pure functions of fixed shapes, traced inside the compiled programs of `worker/step.py`.
+"""From logits to tokens: pure functions of fixed shapes, traced inside the programs of `worker/step/functions.py`.
 
     rows.py      what a step must know of each row that samples: one packed float32 array, host and device side
     state.py     what stays on the device per row: counts, biases, masks; only the full program reads it

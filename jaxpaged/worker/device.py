@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxpaged.messages import ProgramKey
-from jaxpaged.worker.programs import Programs
+from jaxpaged.worker.programs.table import Programs
 
 
 @dataclass

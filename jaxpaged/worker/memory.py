@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import jax
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
-from jaxpaged.worker.blueprint import Blueprint, bytes_on_device
-from jaxpaged.worker.pooling import programs_for
+from jaxpaged.worker.programs.blueprint import Blueprint, bytes_on_device
+from jaxpaged.worker.step.pooling import programs_for
 
 
 @dataclass(frozen=True)

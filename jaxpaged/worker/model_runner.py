@@ -16,10 +16,10 @@ import numpy as np
 from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey, SchedulerOutput, StepBuckets
 from jaxpaged.worker.device import Device
-from jaxpaged.worker.input_batch import StepReader, StepRequests, pack_step
-from jaxpaged.worker.packed import StepLayout
 from jaxpaged.worker.request_rows import RequestRows
-from jaxpaged.worker.step import TABLE_CHUNK
+from jaxpaged.worker.step.functions import TABLE_CHUNK
+from jaxpaged.worker.step.input_batch import StepReader, StepRequests, pack_step
+from jaxpaged.worker.step.packed import StepLayout
 
 
 class Step(NamedTuple):

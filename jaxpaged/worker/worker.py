@@ -21,18 +21,18 @@ from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import DummyParams, load_params
-from jaxpaged.worker.blueprint import DECODE_KINDS, Blueprint
-from jaxpaged.worker.bundles import Bundle, save_bundle
 from jaxpaged.worker.device import Device, DeviceState
-from jaxpaged.worker.finishers import PromptScorer, Sampler
 from jaxpaged.worker.kv_blocks import bytes_per_block, compiled_kv_cache, memory_for, size_kv_cache
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.model_runner import Finisher, ModelRunner
-from jaxpaged.worker.pooling import PoolFinisher, programs_for
 from jaxpaged.worker.profiler import Profiler
-from jaxpaged.worker.programs import CompileCounter, Programs, enable_compilation_cache
+from jaxpaged.worker.programs.blueprint import DECODE_KINDS, Blueprint
+from jaxpaged.worker.programs.bundles import Bundle, save_bundle
+from jaxpaged.worker.programs.table import CompileCounter, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
-from jaxpaged.worker.step import RESULT_TYPES
+from jaxpaged.worker.step.finishers import PromptScorer, Sampler
+from jaxpaged.worker.step.functions import RESULT_TYPES
+from jaxpaged.worker.step.pooling import PoolFinisher, programs_for
 from jaxpaged.worker.weights import Weights, free, return_freed_pages
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import re
 import promql_parser
 import pytest
 
-from jaxpaged.engine.metrics import Histogram
+from jaxpaged.engine.observability.metrics import Histogram
 from jaxpaged.entrypoints.http.metric_help import HELP
 from jaxpaged.entrypoints.http.metrics import exposition
 from tests.configs.queries import missing_of, needs, panels, problems, queries, rules

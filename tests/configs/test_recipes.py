@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.core_child import SECONDS_TO_END
-from jaxpaged.engine.core_process import LAST_STEP_SECONDS
-from jaxpaged.engine.trace_export import CLOSING_SECONDS
+from jaxpaged.engine.observability.trace_export import CLOSING_SECONDS
+from jaxpaged.engine.process.core_child import SECONDS_TO_END
+from jaxpaged.engine.process.core_process import LAST_STEP_SECONDS
 from jaxpaged.entrypoints.cli import command_line
 from jaxpaged.entrypoints.cli.serve import split_options
 from jaxpaged.entrypoints.http.health import OPEN_PATHS

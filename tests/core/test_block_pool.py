@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from jaxpaged.core.block_pool import BlockPool
-from jaxpaged.core.kv_events import AllBlocksCleared, BlockRemoved
+from jaxpaged.core.kv_cache.block_pool import BlockPool
+from jaxpaged.core.kv_cache.events import AllBlocksCleared, BlockRemoved
 
 
 def key(name: str, group: int = 0) -> bytes:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from jaxpaged.core.closed_schema import close_objects
+from jaxpaged.core.grammar.closed_schema import close_objects
 
 A, B = {"properties": {"a": {}}}, {"properties": {"b": {}}}
 

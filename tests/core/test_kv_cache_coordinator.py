@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.core.block_pool import BlockPool
-from jaxpaged.core.kv_cache_coordinator import KVCacheCoordinator, SlidingWindowGroup
+from jaxpaged.core.kv_cache.block_pool import BlockPool
+from jaxpaged.core.kv_cache.coordinator import KVCacheCoordinator, SlidingWindowGroup
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheGroup
 
 BLOCK_SIZE = 4

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from jaxpaged.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from jaxpaged.core.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from tests.core.simulation import Engine, prompt_of
 
 ENDLESS = {"ignore_eos": True, "stop_token_ids": []}

@@ -5,7 +5,7 @@ import json
 import pytest
 from tokenizers import AddedToken
 
-from jaxpaged.core.grammar_text import grammar_text
+from jaxpaged.core.grammar.text import grammar_text
 from jaxpaged.structured_outputs import StructuredOutputsParams, Thinking
 from tests.engine.small_tokenizer import make_backend
 

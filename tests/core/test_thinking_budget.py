@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.core.thinking_budget import BudgetMatcher
+from jaxpaged.core.grammar.thinking_budget import BudgetMatcher
 
 START, END, WORDS = 40, 41, 2
 EVERYTHING = np.full(WORDS, 0xFFFFFFFF, np.uint32)

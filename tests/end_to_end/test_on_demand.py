@@ -12,7 +12,7 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.worker.programs import ProgramKey
+from jaxpaged.worker.programs.table import ProgramKey
 from tests.models.checkpoints import write_checkpoint
 
 OPTIONS = {

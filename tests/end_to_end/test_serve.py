@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpaged.engine.trace_export import is_installed
+from jaxpaged.engine.observability.trace_export import is_installed
 
 openai = pytest.importorskip("openai", reason="comes with the extra test")
 pytest.importorskip("uvicorn", reason="comes with the extra test")

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from jaxpaged import SamplingParams
-from jaxpaged.core.structured_output import Grammars
+from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.errors import RequestError
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.engine.core_server import CoreServer
-from jaxpaged.engine.heartbeat import Heartbeat
-from jaxpaged.engine.wire import CoreFacts
+from jaxpaged.engine.process.core_server import CoreServer
+from jaxpaged.engine.process.heartbeat import Heartbeat
+from jaxpaged.engine.process.wire import CoreFacts
 from jaxpaged.errors import CapacityError, ConflictError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import ModelRunnerOutput, Progress, SchedulerOutput

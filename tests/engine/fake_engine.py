@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpaged.config import EngineConfig, ModelFacts
-from jaxpaged.core.structured_output import Grammars
-from jaxpaged.engine.chat_template import ChatTemplates
+from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_client import InprocClient
-from jaxpaged.engine.generation_config import GenerationDefaults
-from jaxpaged.engine.grammar_checker import GrammarChecker
-from jaxpaged.engine.input_processor import InputProcessor
+from jaxpaged.engine.input.chat_template import ChatTemplates
+from jaxpaged.engine.input.generation_config import GenerationDefaults
+from jaxpaged.engine.input.grammar_checker import GrammarChecker
+from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
-from jaxpaged.engine.pooler import Pooler
+from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.errors import ConflictError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import (

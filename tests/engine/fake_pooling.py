@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxpaged.engine.pooler import Pooler
+from jaxpaged.engine.pooling.pooler import Pooler
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_engine
 from tests.engine.small_tokenizer import make_tokenizer
 

@@ -13,10 +13,11 @@ import pytest
 
 import jaxpaged
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import core_link, core_supervisor, heartbeat, throughput_log
 from jaxpaged.engine.async_llm import AsyncLLM
-from jaxpaged.engine.tokenizer import load_tokenizer
-from jaxpaged.engine.wire import CoreStats
+from jaxpaged.engine.input.tokenizer import load_tokenizer
+from jaxpaged.engine.observability import throughput_log
+from jaxpaged.engine.process import core_link, core_supervisor, heartbeat
+from jaxpaged.engine.process.wire import CoreStats
 from jaxpaged.errors import (
     CapacityError,
     ConflictError,

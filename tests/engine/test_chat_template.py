@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from jaxpaged.engine.chat_template import ChatTemplate, ChatTemplates, load_chat_templates, template_option
+from jaxpaged.engine.input.chat_template import ChatTemplate, ChatTemplates, load_chat_templates, template_option
 from jaxpaged.errors import CheckpointError, ConfigError, RequestError
 from tests.engine.small_tokenizer import CHAT
 

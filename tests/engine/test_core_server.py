@@ -6,8 +6,8 @@ import random
 import pytest
 import zmq
 
-from jaxpaged.engine import wire
-from jaxpaged.engine.zmq_client import TYPES, ask_facts, dealer
+from jaxpaged.engine.process import wire
+from jaxpaged.engine.process.zmq_client import TYPES, ask_facts, dealer
 from jaxpaged.errors import EngineDeadError
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
@@ -224,7 +224,7 @@ def test_senseless_arguments_are_answered_with_an_error(connect, arguments):
 
 def test_an_idle_core_tells_when_a_program_is_compiled(monkeypatch):
     stats = {"programs": 2, "programs_ready": 1}
-    monkeypatch.setattr("jaxpaged.engine.core_server.STATS_INTERVAL", 0.02)
+    monkeypatch.setattr("jaxpaged.engine.process.core_server.STATS_INTERVAL", 0.02)
     monkeypatch.setattr(CountingExecutor, "stats", lambda self: dict(stats))
     with core_in_thread(max_num_seqs=8, max_model_len=64) as address, zmq.Context() as context:
         front_end = FrontEnd(context, address)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import core_child, core_supervisor, heartbeat
-from jaxpaged.engine.core_supervisor import CoreSupervisor, private_directory
+from jaxpaged.engine.process import core_child, core_supervisor, heartbeat
+from jaxpaged.engine.process.core_supervisor import CoreSupervisor, private_directory
 from jaxpaged.errors import CapacityError, ConfigError, EngineDeadError
 from tests.engine import fake_core
 
@@ -142,7 +142,7 @@ def test_a_socket_needs_a_short_path(monkeypatch, tmp_path):
     short = private_directory()
     short.rmdir()
     assert short.parent == Path("/tmp")
-    monkeypatch.setattr("jaxpaged.engine.core_supervisor.SHORT_FOLDER", str(tmp_path / "nowhere"))
+    monkeypatch.setattr("jaxpaged.engine.process.core_supervisor.SHORT_FOLDER", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="Set TMPDIR to a shorter folder"):
         private_directory()
     assert not list(long.iterdir())
@@ -151,7 +151,7 @@ def test_a_socket_needs_a_short_path(monkeypatch, tmp_path):
 PARENT = """
 import os, sys
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.core_supervisor import CoreSupervisor
+from jaxpaged.engine.process.core_supervisor import CoreSupervisor
 supervisor = CoreSupervisor(EngineConfig(), step_timeout=60.0, max_restarts=5, factory=sys.argv[1])
 supervisor.start()
 supervisor.wait_until_serving()

@@ -3,9 +3,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from jaxpaged.engine.detokenizer import TextStream, make_detokenizer
-from jaxpaged.engine.plain_pieces import INCOMPLETE
-from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.engine.input.tokenizer import Tokenizer
+from jaxpaged.engine.output.detokenizer import TextStream, make_detokenizer
+from jaxpaged.engine.output.plain_pieces import INCOMPLETE
 from jaxpaged.sampling_params import SamplingParams
 from tests.engine.small_tokenizer import make_tokenizer
 

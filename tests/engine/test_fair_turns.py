@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from jaxpaged.engine.fair_turns import FairTurns
+from jaxpaged.engine.input.fair_turns import FairTurns
 
 
 class Askers:

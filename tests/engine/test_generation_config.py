@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from jaxpaged.engine.generation_config import load_generation_defaults
+from jaxpaged.engine.input.generation_config import load_generation_defaults
 from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.sampling_params import SamplingParams
 

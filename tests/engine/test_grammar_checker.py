@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from jaxpaged.core import grammar_probe
-from jaxpaged.engine.grammar_checker import PATIENCE, Child, GrammarChecker
+from jaxpaged.core.grammar import probe as grammar_probe
+from jaxpaged.engine.input.grammar_checker import PATIENCE, Child, GrammarChecker
 from jaxpaged.errors import RequestError
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
@@ -103,7 +103,7 @@ def test_one_that_is_too_hard_is_refused_at_once_the_next_time(checker, monkeypa
 
 
 def test_what_is_remembered_is_bounded_and_holds_no_grammars(monkeypatch):
-    monkeypatch.setattr("jaxpaged.engine.grammar_checker.MOST_REMEMBERED", 3)
+    monkeypatch.setattr("jaxpaged.engine.input.grammar_checker.MOST_REMEMBERED", 3)
     checker = GrammarChecker()
     for number in range(5):
         checker.check(StructuredOutputsParams(choice=["a" * 1000, str(number)]))
@@ -134,7 +134,7 @@ def test_computing_is_limited_and_waiting_is_not(monkeypatch, capfd):
 
 
 def test_a_checker_whose_process_cannot_start_says_so(monkeypatch):
-    monkeypatch.setattr("jaxpaged.engine.grammar_checker.sys.executable", "/bin/false")
+    monkeypatch.setattr("jaxpaged.engine.input.grammar_checker.sys.executable", "/bin/false")
     with pytest.raises(RequestError, match="did not start"):
         GrammarChecker().check(GOOD)
 

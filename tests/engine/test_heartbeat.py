@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jaxpaged.engine.heartbeat import LEAST_PATIENCE, Heartbeat, Patience
+from jaxpaged.engine.process.heartbeat import LEAST_PATIENCE, Heartbeat, Patience
 
 
 def looks(patience, num):

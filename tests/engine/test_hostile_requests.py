@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxpaged.engine.input_processor import TOKENIZATION_KEYS
+from jaxpaged.engine.input.processor import TOKENIZATION_KEYS
 from jaxpaged.errors import RequestError
 from jaxpaged.sampling_params import FILLED_IN, SamplingParams
 from tests.engine.fake_engine import make_engine, run_to_end

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from jaxpaged.engine.chat_template import ChatTemplates
-from jaxpaged.engine.generation_config import GenerationDefaults
-from jaxpaged.engine.input_processor import InputProcessor
+from jaxpaged.engine.input.chat_template import ChatTemplates
+from jaxpaged.engine.input.generation_config import GenerationDefaults
+from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.errors import RequestError
 from jaxpaged.sampling_params import SamplingParams
 from tests.engine.small_tokenizer import CHAT, make_tokenizer

@@ -9,10 +9,10 @@ import pytest
 import zmq
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.core.kv_events import AllBlocksCleared
+from jaxpaged.core.kv_cache.events import AllBlocksCleared
 from jaxpaged.engine.build import event_publisher
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.engine.kv_event_publisher import END, KVEventPublisher, KVEventsConfig
+from jaxpaged.engine.observability.kv_event_publisher import END, KVEventPublisher, KVEventsConfig
 from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.engine.metrics import Counter, Gauge
+from jaxpaged.engine.observability.metrics import Counter, Gauge
 from jaxpaged.errors import RequestError
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_engine, run_to_end, scripted_model

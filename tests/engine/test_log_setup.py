@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.core_supervisor import CoreSupervisor
-from jaxpaged.engine.log_setup import LEVELS, format_in_use, set_up_logging
+from jaxpaged.engine.observability.log_setup import LEVELS, format_in_use, set_up_logging
+from jaxpaged.engine.process.core_supervisor import CoreSupervisor
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00"
 
@@ -107,7 +107,7 @@ def test_what_strangers_can_make_it_say_is_said_once_a_minute_and_counted(capsys
     monkeypatch.setattr("time.time_ns", lambda: int(now[0] * 1e9))
     for number in range(500):
         ports.warning("Invalid HTTP request received.")
-        logging.getLogger("jaxpaged.engine.core_server").warning("dropped a message of kind %r", number)
+        logging.getLogger("jaxpaged.engine.process.core_server").warning("dropped a message of kind %r", number)
         ours.warning("whatever it is")
     try:
         raise ZeroDivisionError
@@ -122,6 +122,6 @@ def test_what_strangers_can_make_it_say_is_said_once_a_minute_and_counted(capsys
         "WARNING uvicorn.error: Invalid HTTP request received. (499 more like this were not told)",
     ]
     assert [line for line in lines if "dropped" in line] == [
-        "WARNING jaxpaged.engine.core_server: dropped a message of kind 0"
+        "WARNING jaxpaged.engine.process.core_server: dropped a message of kind 0"
     ]
     assert sum("whatever" in line for line in lines) == 500

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
 
-from jaxpaged.engine import long_text
-from jaxpaged.engine.long_text import PromptTooLongError, Truncation, checked_length, enough_text, pieces
-from jaxpaged.engine.tokenizer import LONG_TEXT, Tokenizer
+from jaxpaged.engine.input import long_text
+from jaxpaged.engine.input.long_text import PromptTooLongError, Truncation, checked_length, enough_text, pieces
+from jaxpaged.engine.input.tokenizer import LONG_TEXT, Tokenizer
 from jaxpaged.errors import RequestError
 from tests.engine.small_tokenizer import make_tokenizer
 

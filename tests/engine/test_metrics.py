@@ -1,6 +1,6 @@
 import pytest
 
-from jaxpaged.engine.metrics import Counter, EngineMetrics, FinishedSequence, Gauge, Tally, length_buckets
+from jaxpaged.engine.observability.metrics import Counter, EngineMetrics, FinishedSequence, Gauge, Tally, length_buckets
 from jaxpaged.messages import SchedulerStats
 
 TIMES = ("queue", "prefill", "decode", "inference")

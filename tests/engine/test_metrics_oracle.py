@@ -5,7 +5,7 @@ from collections import Counter as Count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.engine.metrics import Counter
+from jaxpaged.engine.observability.metrics import Counter
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_engine
 from tests.engine.small_tokenizer import make_tokenizer

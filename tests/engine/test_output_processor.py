@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpaged.engine.metrics import EngineMetrics
-from jaxpaged.engine.output_processor import OutputProcessor
+from jaxpaged.engine.observability.metrics import EngineMetrics
+from jaxpaged.engine.output.processor import OutputProcessor
 from jaxpaged.errors import RequestError
 from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, TokenLogprobs
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams

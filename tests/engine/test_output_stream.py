@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.engine.output_stream import OutputStream
+from jaxpaged.engine.output.stream import OutputStream
 from jaxpaged.errors import EngineDeadError
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
 

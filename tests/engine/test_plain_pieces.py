@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from jaxpaged.engine.detokenizer import TextStream
-from jaxpaged.engine.plain_pieces import INCOMPLETE
-from jaxpaged.engine.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.engine.input.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.engine.output.detokenizer import TextStream
+from jaxpaged.engine.output.plain_pieces import INCOMPLETE
 from jaxpaged.params.hub import resolve_model_folder
 from tests.engine.small_tokenizer import make_tokenizer
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.config import ModelConfig
-from jaxpaged.engine.pooler import Pooler, load_pooler, load_pooler_defaults
+from jaxpaged.engine.pooling.pooler import Pooler, load_pooler, load_pooler_defaults
 from jaxpaged.errors import CheckpointError, RequestError
 from jaxpaged.pooling import PoolingParams
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import PoolingParams, SamplingParams
-from jaxpaged.engine.wire import FrameDecoder, FrameEncoder
+from jaxpaged.engine.process.wire import FrameDecoder, FrameEncoder
 from jaxpaged.errors import RequestError
 from jaxpaged.messages import EngineCoreOutput
 from tests.engine.fake_engine import make_engine, run_to_end

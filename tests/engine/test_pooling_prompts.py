@@ -3,8 +3,8 @@
 import pytest
 from tokenizers import processors
 
-from jaxpaged.engine.pooling_prompts import check_keep, cut_ids, lengths_within, text_ids
-from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.engine.input.tokenizer import Tokenizer
+from jaxpaged.engine.pooling.prompts import check_keep, cut_ids, lengths_within, text_ids
 from jaxpaged.errors import RequestError
 from tests.engine.small_tokenizer import CONFIG, make_backend
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 import jaxpaged
-from jaxpaged.engine.chat_template import load_chat_templates
-from jaxpaged.engine.input_processor import InputProcessor
-from jaxpaged.engine.public_tokenizer import public_tokenizer
-from jaxpaged.engine.tokenizer import load_tokenizer
+from jaxpaged.engine.input.chat_template import load_chat_templates
+from jaxpaged.engine.input.processor import InputProcessor
+from jaxpaged.engine.input.public_tokenizer import public_tokenizer
+from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.entrypoints.llm import LLM
 from tests.engine.fake_engine import make_engine
 from tests.engine.small_tokenizer import CHAT

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxpaged.engine.scoring import cosine, paired
+from jaxpaged.engine.pooling.scoring import cosine, paired
 from jaxpaged.errors import RequestError
 
 NAMES = ("queries", "documents")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxpaged.engine import snapshot
 from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.observability import snapshot
 from jaxpaged.messages import EngineSnapshot
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
 from tests.engine.test_core import VOCAB, request

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.engine.step_log import StepLog
+from jaxpaged.engine.observability.step_log import StepLog
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput, StepBuckets
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
 from tests.engine.test_core import VOCAB, request, run

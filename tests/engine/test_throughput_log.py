@@ -1,7 +1,7 @@
 """What a line says; when there is one is tested with `AsyncLLM`."""
 
-from jaxpaged.engine.metrics import EngineMetrics
-from jaxpaged.engine.throughput_log import write_line
+from jaxpaged.engine.observability.metrics import EngineMetrics
+from jaxpaged.engine.observability.throughput_log import write_line
 from jaxpaged.messages import SchedulerStats
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from jaxpaged.engine.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jaxpaged.engine.input.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jaxpaged.errors import CheckpointError
 from tests.engine.small_tokenizer import CONFIG, make_backend, make_tokenizer
 

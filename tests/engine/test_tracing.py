@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.engine import trace_export
 from jaxpaged.engine.async_llm import CHILDREN_AT_ONCE
-from jaxpaged.engine.metrics import Counter, Histogram
-from jaxpaged.engine.prompt_state import PromptState
-from jaxpaged.engine.trace_export import check_endpoint
-from jaxpaged.engine.tracing import times_of
+from jaxpaged.engine.observability import trace_export
+from jaxpaged.engine.observability.metrics import Counter, Histogram
+from jaxpaged.engine.observability.trace_export import check_endpoint
+from jaxpaged.engine.observability.tracing import times_of
+from jaxpaged.engine.output.prompt_state import PromptState
 from jaxpaged.errors import ConfigError, RequestError
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.pooling import PoolingParams

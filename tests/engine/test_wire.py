@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.engine import wire
+from jaxpaged.engine.process import wire
 from jaxpaged.errors import CapacityError, EngineError, RequestError
 from jaxpaged.messages import (
     EngineCoreOutput,

@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxpaged.engine.generation_config import GenerationDefaults
+from jaxpaged.engine.input.generation_config import GenerationDefaults
 from jaxpaged.entrypoints.llm import LLM
 from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams

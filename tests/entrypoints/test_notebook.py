@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from jaxpaged.engine.tokenizer import load_tokenizer
+from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.entrypoints import notebook
 from jaxpaged.params.hub import EMBEDDED_FOLDER
 from tests.entrypoints.pictures.records import llm_after

@@ -9,7 +9,7 @@ from jaxpaged.executor.program_choice import ProgramChoice, StepSizes
 from jaxpaged.messages import NewRequestData, ProgramKey, SchedulerOutput
 from jaxpaged.sampling_features import Extra, features_of
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.worker.programs import Programs
+from jaxpaged.worker.programs.table import Programs
 
 SIZES = (2, 8, 16)
 RUNS = {ProgramKey(kind, size): 32 for kind in ("decode", "decode_full") for size in SIZES[:2]}

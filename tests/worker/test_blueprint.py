@@ -10,7 +10,7 @@ from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.engine.build import facts_of, read_model
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.attention import kv_struct
-from jaxpaged.worker.blueprint import Blueprint
+from jaxpaged.worker.programs.blueprint import Blueprint
 from tests.models.checkpoints import write_checkpoint
 
 

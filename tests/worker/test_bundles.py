@@ -13,7 +13,7 @@ from jaxpaged.errors import CapacityError, ConfigError, UsageError
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.worker import bundles
+from jaxpaged.worker.programs import bundles
 from tests.models.checkpoints import prompt_of, write_checkpoint
 
 OPTIONS = {
@@ -158,7 +158,7 @@ def test_another_model_is_refused_by_the_field_that_differs(model, bundle, tmp_p
 
 @pytest.mark.parametrize(
     "field", ["versions.jax", "versions.jaxlib", "device.kind", "device.runtime", "device.mesh", "parameters",
-              "source.jaxpaged/worker/step.py", "source.jaxpaged/models/llama.py", "jax.xla_flags"]
+              "source.jaxpaged/worker/step/functions.py", "source.jaxpaged/models/llama.py", "jax.xla_flags"]
 )  # fmt: skip
 def test_every_field_of_the_fingerprint_counts(model, copy, field):
     path = copy / bundles.FINGERPRINT

@@ -10,11 +10,11 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.engine.build import facts_of, read_model
 from jaxpaged.kv_cache_spec import KVCacheConfig
-from jaxpaged.worker import compiler_options
-from jaxpaged.worker.blueprint import Blueprint, StepPrograms
-from jaxpaged.worker.compiler_options import LAYER_KINDS, LAYER_OPTIONS, is_known
-from jaxpaged.worker.programs import ProgramKey
-from jaxpaged.worker.targets import parse_target, shapes_mesh
+from jaxpaged.worker.planning.targets import parse_target, shapes_mesh
+from jaxpaged.worker.programs import compiler_options
+from jaxpaged.worker.programs.blueprint import Blueprint, StepPrograms
+from jaxpaged.worker.programs.compiler_options import LAYER_KINDS, LAYER_OPTIONS, is_known
+from jaxpaged.worker.programs.table import ProgramKey
 from pallas_kernels import tpu_targets
 from tests.models.checkpoints import write_checkpoint
 

@@ -4,9 +4,9 @@ import numpy as np
 
 from jaxpaged.messages import NewRequestData, SchedulerOutput
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.worker.input_batch import StepReader, pack_step
-from jaxpaged.worker.packed import step_layout
 from jaxpaged.worker.request_rows import RequestRows
+from jaxpaged.worker.step.input_batch import StepReader, pack_step
+from jaxpaged.worker.step.packed import step_layout
 
 
 def new_request(request_id, token_ids, blocks, computed=0):

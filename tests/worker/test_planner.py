@@ -14,10 +14,10 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.models.pooling import pooling_model
 from jaxpaged.plan import DeviceFacts, PlannedProgram
-from jaxpaged.worker.blueprint import StepPrograms
-from jaxpaged.worker.bundles import Bundle
-from jaxpaged.worker.planner import Planner, largest_split, worst_bytes
-from jaxpaged.worker.targets import GPUS, Target, parse_target
+from jaxpaged.worker.planning.planner import Planner, largest_split, worst_bytes
+from jaxpaged.worker.planning.targets import GPUS, Target, parse_target
+from jaxpaged.worker.programs.blueprint import StepPrograms
+from jaxpaged.worker.programs.bundles import Bundle
 from pallas_kernels import tpu_targets
 from tests.models import pooling_checkpoints
 from tests.models.checkpoints import write_checkpoint

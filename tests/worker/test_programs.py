@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.worker.buckets import default_token_buckets, doubling_buckets
-from jaxpaged.worker.programs import CompileCounter, ProgramKey, Programs, enable_compilation_cache
+from jaxpaged.worker.programs.buckets import default_token_buckets, doubling_buckets
+from jaxpaged.worker.programs.table import CompileCounter, ProgramKey, Programs, enable_compilation_cache
 
 
 class FakeLowered:

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpaged.plan import DeviceFacts
-from jaxpaged.worker.roofline import Work, decode_speed, link_seconds, prefill_speed
+from jaxpaged.worker.planning.roofline import Work, decode_speed, link_seconds, prefill_speed
 
 HOST = 110e-6 + 3.2e-6  # for one request
 DEVICE = DeviceFacts("toy", memory=10**9, bandwidth=1e9, matmul_bf16=1e12, links=1e8)

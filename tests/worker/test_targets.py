@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.worker.targets import CHIPS, GPUS, parse_target, shapes_mesh
+from jaxpaged.worker.planning.targets import CHIPS, GPUS, parse_target, shapes_mesh
 from pallas_kernels import tpu_targets
 
 NEEDS_TPU_COMPILER = pytest.mark.skipif(tpu_targets.why_not() is not None, reason=str(tpu_targets.why_not()))

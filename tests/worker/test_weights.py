@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.params.quantized import QuantizedArray
-from jaxpaged.worker.programs import CompileCounter
+from jaxpaged.worker.programs.table import CompileCounter
 from jaxpaged.worker.weights import Weights, free
 
 MESH = make_mesh(2)

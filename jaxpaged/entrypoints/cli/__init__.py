@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxpaged import __version__
-from jaxpaged.engine.log_setup import set_up_logging
+from jaxpaged.engine.observability.log_setup import set_up_logging
 from jaxpaged.entrypoints.cli import bench, buckets, chat, collect_env, convert, generate, models, plan, serve
 from jaxpaged.entrypoints.cli import compile as compile_command
 from jaxpaged.entrypoints.cli.flags import Parser

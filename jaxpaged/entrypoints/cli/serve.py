@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxpaged.engine.log_setup import set_up_logging
+from jaxpaged.engine.observability.log_setup import set_up_logging
 from jaxpaged.entrypoints.cli.flags import (
     Parser,
     add_engine_flags,

@@ -17,7 +17,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from jaxpaged.engine.metrics import Counter, Metric, Tally
+from jaxpaged.engine.observability.metrics import Counter, Metric, Tally
 from jaxpaged.entrypoints.grpc.errors import status_of
 from jaxpaged.entrypoints.http.auth import KeyRing, digest
 from jaxpaged.entrypoints.http.body import BODY_BYTES

@@ -5,8 +5,8 @@ The request is under way as one, however many steps it takes. This module knows 
 
 import dataclasses
 
-from jaxpaged.engine.detokenizer import make_detokenizer
-from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.engine.input.tokenizer import Tokenizer
+from jaxpaged.engine.output.detokenizer import make_detokenizer
 from jaxpaged.entrypoints.beam_search import BeamSearch, BeamSearchSequence, check_beam_width, one_token
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import client_names

@@ -4,8 +4,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.input_processor import InputProcessor, Prompt
-from jaxpaged.engine.metrics import Metric
+from jaxpaged.engine.input.processor import InputProcessor, Prompt
+from jaxpaged.engine.observability.metrics import Metric
 from jaxpaged.messages import EngineSnapshot, RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import SamplingParams
@@ -89,7 +89,7 @@ class Engine(Protocol):
         ...
 
     async def snapshot(self, since_step: int = 0) -> EngineSnapshot:
-        """What the engine does now, see `engine/snapshot.py`."""
+        """What the engine does now, see `engine/observability/snapshot.py`."""
         ...
 
     def get_metrics(self) -> list[Metric]: ...

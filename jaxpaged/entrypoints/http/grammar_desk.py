@@ -8,8 +8,8 @@ This module knows no grammar.
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from jaxpaged.engine.fair_turns import FairTurns
-from jaxpaged.engine.grammar_checker import MOST_CHILDREN, GrammarChecker, GrammarRefused
+from jaxpaged.engine.input.fair_turns import FairTurns
+from jaxpaged.engine.input.grammar_checker import MOST_CHILDREN, GrammarChecker, GrammarRefused
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxpaged.engine.metrics import Counter, Gauge, Histogram, Metric
+from jaxpaged.engine.observability.metrics import Counter, Gauge, Histogram, Metric
 from jaxpaged.entrypoints.http.health import Health
 from jaxpaged.entrypoints.http.metric_help import HELP
 from jaxpaged.entrypoints.http.request_counts import Summary

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpaged.engine.log_setup import FORMATS, LEVELS
+from jaxpaged.engine.observability.log_setup import FORMATS, LEVELS
 from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
 from jaxpaged.errors import ConfigError
 from jaxpaged.option_checks import checked, option

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.engine.chat_template import ChatTemplates
-from jaxpaged.engine.long_text import Truncation
+from jaxpaged.engine.input.chat_template import ChatTemplates
+from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.entrypoints.http.answer import ANY_CALLS, Reading
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.options import ServerOptions

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpaged.engine.input_processor import InputProcessor
-from jaxpaged.engine.long_text import Truncation
+from jaxpaged.engine.input.long_text import Truncation
+from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.entrypoints.http.errors import HttpError
 
 SALT_FORBIDDEN = "@/\\\0"

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxpaged.engine.metrics import Counter, Metric, Tally
+from jaxpaged.engine.observability.metrics import Counter, Metric, Tally
 from jaxpaged.entrypoints.http.access_log import log_request
 from jaxpaged.entrypoints.http.sse import SEND_PIECE
 

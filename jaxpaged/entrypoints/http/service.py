@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from jaxpaged import __version__
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.metrics import Metric
+from jaxpaged.engine.observability.metrics import Metric
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.grammar_desk import GrammarDesk

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxpaged.engine.tracing import CONTEXT_HEADERS, ID_HEADER
+from jaxpaged.engine.observability.tracing import CONTEXT_HEADERS, ID_HEADER
 
 CONTEXT: ContextVar[dict[str, str] | None] = ContextVar("trace_context", default=None)
 

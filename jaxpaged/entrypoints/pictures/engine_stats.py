@@ -6,7 +6,7 @@ All of it comes from the engine's metrics and the executor's counters; `LLM.get_
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpaged.engine.metrics import Histogram, Metric
+from jaxpaged.engine.observability.metrics import Histogram, Metric
 from jaxpaged.entrypoints.pictures.tables import Line, html_table, text_table
 
 

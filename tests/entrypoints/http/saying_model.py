@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from jaxpaged.core.structured_output import Grammars
-from jaxpaged.engine.grammar_checker import GrammarChecker
+from jaxpaged.core.grammar.matcher import Grammars
+from jaxpaged.engine.input.grammar_checker import GrammarChecker
 from tests.engine.fake_engine import FakeExecutor, counting_model
 from tests.engine.small_tokenizer import make_tokenizer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpaged.engine.chat_template import ChatTemplates
+from jaxpaged.engine.input.chat_template import ChatTemplates
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.prepare import AnswerFormats, answer_formats
 from jaxpaged.errors import ConfigError

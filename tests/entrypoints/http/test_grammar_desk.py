@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxpaged.engine.grammar_checker import GrammarRefused
+from jaxpaged.engine.input.grammar_checker import GrammarRefused
 from jaxpaged.entrypoints.http.app import create_app
 from jaxpaged.entrypoints.http.grammar_desk import GrammarDesk
 from jaxpaged.errors import RequestError

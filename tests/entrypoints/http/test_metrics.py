@@ -5,7 +5,7 @@ import json
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxpaged.engine.metrics import Counter, Gauge, Histogram
+from jaxpaged.engine.observability.metrics import Counter, Gauge, Histogram
 from jaxpaged.entrypoints.http.metric_help import HELP
 from jaxpaged.entrypoints.http.metrics import exposition
 

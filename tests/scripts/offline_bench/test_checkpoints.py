@@ -7,7 +7,7 @@ from offline_bench.workloads import WORKLOADS, make_requests
 from safetensors.numpy import load_file
 
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.engine.tokenizer import load_tokenizer
+from jaxpaged.engine.input.tokenizer import load_tokenizer
 
 TINY = checkpoints.MODELS["tiny"]
 VOCABULARY = TINY.vocab_size

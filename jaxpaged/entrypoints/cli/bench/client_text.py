@@ -6,8 +6,8 @@ This module knows how a model's name becomes a tokenizer; nothing of datasets.
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpaged.engine.chat_template import ChatTemplates, load_chat_templates
-from jaxpaged.engine.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.engine.input.chat_template import ChatTemplates, load_chat_templates
+from jaxpaged.engine.input.tokenizer import Tokenizer, load_tokenizer
 from jaxpaged.errors import CheckpointError, UsageError
 from jaxpaged.params.hub import TOKENIZER_FILES, resolve_model_folder
 

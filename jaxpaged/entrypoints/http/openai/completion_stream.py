@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.entrypoints.http.openai.completion_protocol import CompletionStreamChoice
 from jaxpaged.entrypoints.http.openai.completion_text import CompletionStyle, SequenceText, Shown
 from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, Chunk, ChunkWriter, TextEvents

@@ -7,7 +7,7 @@ This module knows neither HTTP nor streams; it is given new tokens, or all of th
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.entrypoints.http.openai.logprobs import Candidates, CompletionLogprobs, completion_logprobs
 from jaxpaged.messages import CompletionOutput, RequestOutput
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxpaged.engine.long_text import Truncation
+from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.sampling_fields import (

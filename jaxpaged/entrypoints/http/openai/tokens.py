@@ -7,7 +7,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxpaged.engine.long_text import Truncation
+from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.entrypoints.http.big_answer import ITEMS_AT_ONCE, BigAnswer, encoded
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxpaged.engine.metrics import Histogram, Metric
+from jaxpaged.engine.observability.metrics import Histogram, Metric
 from jaxpaged.entrypoints.pictures.block_map import block_kinds
 from jaxpaged.entrypoints.pictures.timeline import MILLISECONDS, StepTimes, step_times
 from jaxpaged.entrypoints.step_sizes import padding

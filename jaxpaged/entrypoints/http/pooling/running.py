@@ -8,10 +8,10 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxpaged.engine.input_processor import NO_POOLING
-from jaxpaged.engine.long_text import checked_length
-from jaxpaged.engine.pooler import Pooler
-from jaxpaged.engine.pooling_prompts import check_keep, cut_ids, text_ids
+from jaxpaged.engine.input.long_text import checked_length
+from jaxpaged.engine.input.processor import NO_POOLING
+from jaxpaged.engine.pooling.pooler import Pooler
+from jaxpaged.engine.pooling.prompts import check_keep, cut_ids, text_ids
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import HttpError, failed_request
 from jaxpaged.entrypoints.http.generation import READERS_AT_ONCE

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxpaged.engine.scoring import cosine, paired
+from jaxpaged.engine.pooling.scoring import cosine, paired
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.openai.usage import Usage

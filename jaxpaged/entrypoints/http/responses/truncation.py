@@ -7,7 +7,7 @@ does not know how messages become prompts.
 from collections.abc import Callable
 from typing import Any
 
-from jaxpaged.engine.long_text import PromptTooLongError
+from jaxpaged.engine.input.long_text import PromptTooLongError
 from jaxpaged.entrypoints.http.prepare import Prepared
 
 Messages = list[dict[str, Any]]

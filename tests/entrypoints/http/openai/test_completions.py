@@ -243,7 +243,7 @@ def test_every_sampling_parameter_reaches_the_engine(serving):
 
 
 def test_the_models_own_defaults_fill_what_a_request_leaves_open(serving):
-    from jaxpaged.engine.generation_config import GenerationDefaults
+    from jaxpaged.engine.input.generation_config import GenerationDefaults
 
     async def scenario(server):
         await server.client.post("/v1/completions", {"prompt": PROMPT, "top_k": 3})

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxpaged.engine.pooler import Pooler
+from jaxpaged.engine.pooling.pooler import Pooler
 from tests.engine.fake_pooling import CLASSES, vector_of
 from tests.engine.small_tokenizer import make_tokenizer
 

@@ -6,7 +6,7 @@ import numpy as np
 import openai
 import pytest
 
-from jaxpaged.engine.pooler import Pooler
+from jaxpaged.engine.pooling.pooler import Pooler
 from tests.engine.fake_pooling import CLASSES, EMBEDS, normalized, vector_of
 from tests.engine.small_tokenizer import make_tokenizer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpaged.engine.long_text import PromptTooLongError
+from jaxpaged.engine.input.long_text import PromptTooLongError
 from jaxpaged.entrypoints.http.answer import Reading
 from jaxpaged.entrypoints.http.prepare import Prepared
 from jaxpaged.entrypoints.http.prompts import TokenPrompt

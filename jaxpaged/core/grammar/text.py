@@ -1,0 +1,103 @@
+"""From what a request asks of its answer to the text of a grammar, as llguidance takes it, and its limits.
+
+llguidance is imported where it is used: only requests with structured outputs need it. This module compiles nothing.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from jaxpaged.core.grammar.closed_schema import close_objects
+from jaxpaged.core.grammar.tags import TagGrammar
+from jaxpaged.core.grammar.thinking import after_thinking
+from jaxpaged.errors import RequestError
+from jaxpaged.structural_tags import read_structural_tag
+from jaxpaged.structured_outputs import StructuredOutputsParams
+
+WHITESPACE = r"([ \t]{1,2}|\r?\n[ \t]{0,40})"
+"""White space between the parts of JSON unless the request says otherwise: a space or two, or a new line and its
+indentation. Without a bound, a model that is made to write JSON can write spaces for ever."""
+
+MOST_ERROR_TEXT = 400
+MOST_LEXER_STATES = 50_000
+"""1 to 2 kB each, in every matcher."""
+
+
+def grammar_text(params: StructuredOutputsParams, added_tokens: Mapping[str, int] = MappingProxyType({})) -> str:
+    """The grammar of an answer, and of the thinking before it. `added_tokens` are those outside the vocabulary's model,
+    by text: a model writes a marker that is one of them with that token.
+
+    Raises RequestError when it cannot be written as a grammar, or when llguidance is not installed.
+    """
+    answer = answer_grammar(params, added_tokens)
+    return answer if params.thinking is None else after_thinking(answer, params.thinking, added_tokens)
+
+
+def answer_grammar(params: StructuredOutputsParams, added_tokens: Mapping[str, int]) -> str:
+    llguidance = import_llguidance()
+    try:
+        match params.kind:
+            case "structural_tag":
+                tag = read_structural_tag(as_object(params.structural_tag))
+                return TagGrammar(partial(grammar_of, params), added_tokens).write(tag)
+            case "json_object":
+                return grammar_of(params, "json", {"type": "object", "additionalProperties": True})
+            case "choice":
+                return llguidance.grammar_from("choice", json.dumps(params.choice))
+            case kind:
+                return grammar_of(params, kind, getattr(params, kind))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs cannot be used: {error}.", "structured_outputs") from error
+
+
+def grammar_of(params: StructuredOutputsParams, kind: str, value: Any) -> str:
+    """The grammar of a schema, a regular expression or a grammar, with what `params` says of JSON."""
+    llguidance = import_llguidance()
+    if kind != "json":
+        return llguidance.grammar_from(kind, value)
+    options = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+    if params.disable_any_whitespace:
+        options = {"whitespace_flexible": False}
+    schema = json.dumps(schema_of(params, value))
+    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+def as_object(value: str | dict[str, Any]) -> dict[str, Any]:
+    """A JSON object that may be given as its text; a copy."""
+    return json.loads(value if isinstance(value, str) else json.dumps(value))
+
+
+def schema_of(params: StructuredOutputsParams, value: str | dict[str, Any]) -> dict[str, Any]:
+    schema = as_object(value)
+    # What a schema says to the compiler itself is not for requests to set.
+    schema.pop("x-guidance", None)
+    close_objects(schema, unnamed=params.disable_additional_properties)
+    return schema
+
+
+def error_of(matcher: Any) -> str | None:
+    """What is wrong with a matcher of llguidance, on one line; None: nothing."""
+    if not matcher.is_error():
+        return None
+    words = matcher.get_error().replace("<non-verbose/>", "").split()
+    if words and words[0].startswith("NoExtension"):
+        return "no text fits the grammar."
+    return " ".join(words)[:MOST_ERROR_TEXT] or "the grammar cannot be followed."
+
+
+def limits() -> Any:
+    """What one grammar may cost: what is beyond fails the one request that asked for it."""
+    return import_llguidance().LLParserLimits(max_lexer_states=MOST_LEXER_STATES, verbose_errors=False)
+
+
+def import_llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise RequestError(
+            "structured_outputs need the package llguidance, which is missing. Install it: pip install llguidance",
+            "structured_outputs",
+        ) from error
+    return llguidance

@@ -1,0 +1,67 @@
+"""Thinking that may not be longer than a request allows: after so many tokens the one that ends it is drawn.
+
+Whether that is due follows from tokens, which come back later than steps are scheduled. So a step gets a mask as soon
+as it might be due, and what the mask allows is decided when all tokens before it are known. Steps, and runs of them,
+in which it cannot be due have none. This module knows no grammar and no device.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxpaged.core.grammar.matcher import Matcher
+
+
+class BudgetMatcher:
+    """Where one request stands in its thinking, and in its grammar if it has one: what that allows is all there is.
+
+    `start_id` and `end_id` are the tokens around thinking, of which an answer may have several parts. What the prompt
+    leaves open goes on, but only tokens of the answer count.
+    """
+
+    def __init__(
+        self, budget: int, start_id: int, end_id: int, prompt_token_ids: Sequence[int], inner: Matcher | None = None
+    ):
+        self._budget, self._start_id, self._end_id, self._inner = budget, start_id, end_id, inner
+        self._num_thought: int | None = None  # tokens of the part that is being thought; None: it is not thinking
+        markers = (token_id for token_id in reversed(prompt_token_ids) if token_id in (start_id, end_id))
+        if next(markers, end_id) == start_id:
+            self._num_thought = 0
+
+    @property
+    def error(self) -> str | None:
+        return None if self._inner is None else self._inner.error
+
+    @property
+    def is_complete(self) -> bool:
+        return self._inner is not None and self._inner.is_complete
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Move on. False: a token did not fit the grammar."""
+        for token_id in token_ids:
+            if token_id == self._end_id:
+                self._num_thought = None
+            elif self._num_thought is not None:
+                self._num_thought += 1
+            elif token_id == self._start_id:
+                self._num_thought = 0
+        return self._inner is None or self._inner.accept(token_ids)
+
+    def num_free(self, num_unknown: int) -> int:
+        """How many tokens certainly need no mask after `num_unknown` that were drawn and are not known yet."""
+        if self._inner is not None:
+            return self._inner.num_free(num_unknown)
+        thought = -1 if self._num_thought is None else self._num_thought  # the next one may begin to think
+        return max(self._budget - thought - num_unknown, 0)
+
+    def fill(self, bits_W: np.ndarray) -> bool:
+        """Write which tokens may come next, as `Matcher.fill` does."""
+        if self._inner is None:
+            bits_W[:] = np.uint32(0xFFFFFFFF)
+        elif not self._inner.fill(bits_W):
+            return False
+        word, bit = self._end_id // 32, np.uint32(1 << (self._end_id % 32))
+        if self._num_thought is not None and self._num_thought >= self._budget and bits_W[word] & bit:
+            bits_W[:] = 0
+            bits_W[word] = bit
+        return True

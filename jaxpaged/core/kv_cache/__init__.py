@@ -1,0 +1,1 @@
+"""Which KV blocks exist, who holds them, and what is found in them again."""

@@ -1,0 +1,177 @@
+"""Text to token ids and back: a thin layer over the `tokenizers` library and `tokenizer_config.json`.
+
+`load_tokenizer` reads a Hugging Face folder. transformers is imported only for folders without `tokenizer.json`,
+since it costs more than a second. This module knows nothing of chats (see `chat_template`) or of streams of
+text (see `detokenizer`).
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxpaged.engine.output.plain_pieces import INCOMPLETE, PlainPieces
+from jaxpaged.errors import CheckpointError, RequestError
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+CHARACTER_TOKENS = 4
+"""A character has at most four bytes, hence at most four tokens."""
+LONG_TEXT = 2048
+"""Characters above which a text is worth a thread: about a millisecond of work."""
+
+
+class Tokenizer:
+    """Encodes and decodes with one `tokenizers.Tokenizer`.
+
+    `named_tokens` maps "bos_token", "eos_token", ... to their text, as chat templates use them.
+    `vocab_size` is the largest id plus one. Which tokens go around a text is what `tokenizer.json` says: as in
+    transformers 5, `add_bos_token` and `add_eos_token` of the config count only for older formats.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None):
+        config = config or {}
+        self.backend = backend
+        self.config = dict(config)
+        self.named_tokens = {name: token_text(config[name]) for name in NAMED_TOKENS if config.get(name)}
+        mark_special(backend, self.named_tokens.values())
+        added = backend.get_added_tokens_decoder()
+        self.added_tokens = {token_id: token.content for token_id, token in added.items()}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size = max([backend.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added)])
+        self.bos_token_id = self._named_id("bos_token")
+        self.eos_token_id = self._named_id("eos_token")
+        self.plain_pieces = PlainPieces(backend, self.added_tokens)
+        self._pieces: dict[int, str] = {}
+        backend.no_truncation()
+        backend.no_padding()
+
+    def _named_id(self, name: str) -> int | None:
+        text = self.named_tokens.get(name)
+        return None if text is None else self.backend.token_to_id(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; `add_special_tokens` puts the model's beginning (and end) tokens around it.
+
+        Raises RequestError for text that is not valid Unicode.
+        """
+        return self.encoding(text, add_special_tokens).ids
+
+    def encoding(self, text: str, add_special_tokens: bool = True) -> tokenizers.Encoding:
+        """The same in the library's form, which can be cut and joined.
+
+        A long text is a batch of one: only for batches does the library let go of the interpreter's lock, and without
+        offsets it takes less than half the time and memory.
+        """
+        try:
+            if len(text) <= LONG_TEXT:
+                return self.backend.encode(text, add_special_tokens=add_special_tokens)
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except TypeError as error:  # what the library makes of half a surrogate pair
+            raise RequestError(
+                f"{text[:40]!r} is not valid Unicode: it holds half of a surrogate pair. Replace it."
+            ) from error
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Ids outside the vocabulary have no text."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def piece(self, token_id: int, previous_ids: Sequence[int] = ()) -> str:
+        """The text of one token, special tokens included.
+
+        A token that ends inside a character gives the empty text; the one that completes it, with the
+        ids before it at hand, gives the whole character.
+        """
+        text = self._pieces.get(token_id)
+        if text is None:
+            text = self._pieces[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text if INCOMPLETE not in text else self._completed(token_id, previous_ids)
+
+    def _completed(self, token_id: int, previous_ids: Sequence[int]) -> str:
+        """Text of a token that is part of a character begun by up to four tokens before it."""
+        tail = list(previous_ids[-CHARACTER_TOKENS:])
+        for start in range(len(tail) - 1, -1, -1):
+            if INCOMPLETE not in self.decode([tail[start]], skip_special_tokens=False):
+                break
+            text = self.decode([*tail[start:], token_id], skip_special_tokens=False)
+            if INCOMPLETE not in text:
+                return text
+        return ""
+
+
+def load_tokenizer(folder: Path | str) -> Tokenizer:
+    """Read the tokenizer of a Hugging Face folder.
+
+    Raises CheckpointError when there is none, or when its files cannot be read.
+    """
+    folder = Path(folder)
+    config = read_json(folder / "tokenizer_config.json")
+    named = read_json(folder / "special_tokens_map.json")
+    config = {**{name: named[name] for name in NAMED_TOKENS if name in named}, **config}
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        return convert_tokenizer(folder, config)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{file} is not a readable tokenizer: {error}. Fetch the file again.") from error
+    return Tokenizer(backend, config)
+
+
+def convert_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """Let transformers convert an older format, such as a sentencepiece model without `tokenizer.json`."""
+    files = sorted(path.name for path in folder.glob("*")) if folder.is_dir() else []
+    if not any(name.endswith((".model", ".tiktoken")) or name.startswith("vocab.") for name in files):
+        raise CheckpointError(
+            f"{folder} has no tokenizer: neither tokenizer.json nor an older format. Add tokenizer.json, "
+            "or name another folder with the option tokenizer."
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        backend = converted.backend_tokenizer
+    except Exception as error:  # many kinds, by format and by missing library
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, and transformers could not convert its older format: {error}. "
+            "Save the tokenizer as tokenizer.json."
+        ) from error
+    named = {name: str(token) for name in NAMED_TOKENS if (token := getattr(converted, name, None))}
+    return Tokenizer(backend, {**config, **named})
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise CheckpointError when the tokenizer has ids for which the model has no embedding."""
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocabulary has {vocab_size}. "
+            "Tokenizer and model do not belong together; check the option tokenizer."
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, empty when the file does not exist. Raises CheckpointError when it is damaged."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}. Fetch the file again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}, not a JSON object. Fetch the file again.")
+    return value
+
+
+def token_text(token: Any) -> str:
+    """The text of a token in `tokenizer_config.json`, which may be a text or an object with `content`."""
+    return token["content"] if isinstance(token, Mapping) else str(token)
+
+
+def mark_special(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
+    """Make named tokens special where `tokenizer.json` does not. Those without an id stay unknown: a padding
+    token that nobody uses must not grow the vocabulary beyond the model's."""
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    backend.add_special_tokens(
+        [text for text in texts if text not in special and backend.token_to_id(text) is not None]
+    )

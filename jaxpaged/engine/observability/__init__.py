@@ -1,0 +1,1 @@
+"""What the engine tells of itself: metrics, logs, traces, records of steps, KV events."""

@@ -1,0 +1,50 @@
+"""What an engine core does at one moment, for whoever watches: queues, blocks and steps, never more than fits a screen.
+
+It is taken between two steps, so it must be short; who asks is told how long it took. This module knows no text.
+"""
+
+import itertools
+import time
+
+from jaxpaged.core.request import Request
+from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.engine.observability.step_log import StepLog
+from jaxpaged.executor.base import Executor
+from jaxpaged.messages import EngineSnapshot, RequestState, SchedulerStats
+
+MOST_STEPS = 256
+MOST_BLOCKS = 4096
+"""Of a larger cache, evenly spaced blocks are shown."""
+MOST_REQUESTS = 64
+
+
+def take_snapshot(
+    scheduler: Scheduler, step_log: StepLog, executor: Executor, stats: SchedulerStats, since_step: int
+) -> EngineSnapshot:
+    """The state of all these now. `since_step`: how many steps since the start need not be told again."""
+    begin = time.thread_time()
+    steps, num_before = step_log.read(since_step, MOST_STEPS)
+    manager, waiting = scheduler.kv_cache_manager, itertools.chain(scheduler.preparation.requests, scheduler.waiting)
+    return EngineSnapshot(
+        stats=stats,
+        executor=executor.stats(),
+        steps=steps,
+        num_steps_before=num_before,
+        blocks=manager.block_map(scheduler.running, MOST_BLOCKS),
+        num_blocks=manager.pool.num_usable_blocks,
+        running=[state_of(request) for request in scheduler.running[:MOST_REQUESTS]],
+        waiting=[state_of(request) for request in itertools.islice(waiting, MOST_REQUESTS)],
+        seconds=time.thread_time() - begin,
+    )
+
+
+def state_of(request: Request) -> RequestState:
+    return RequestState(
+        request_id=request.request_id,
+        arrival_time=request.arrival_time,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        num_output_tokens=request.num_tokens - request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
+    )

@@ -1,0 +1,1 @@
+"""From tokens to what a client gets: text, stop strings, log probabilities, deltas."""

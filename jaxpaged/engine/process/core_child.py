@@ -1,0 +1,128 @@
+"""One process of an engine core as seen by the process that starts it: start, reports, stacks, end.
+
+The program is started anew, not forked, and not through `multiprocessing`: what it is to do is plain data, the caller's
+main module is not run again, and no library's threads or locks are inherited. This module does not know when a
+process should be replaced.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from jaxpaged.engine.process import wire
+from jaxpaged.engine.process.core_process import LAST_STEP_SECONDS, LENGTH, STACKS
+from jaxpaged.errors import EngineDeadError
+
+PROGRAM = "from jaxpaged.engine.process.core_process import main; main()"
+LONGEST_DUMP_SECONDS = 1.0
+"""How long a process that hangs may take to write down where its threads are."""
+SECONDS_AFTER_KILL = 60.0
+"""How long the system may take to end a process that was killed: with a device involved that may take long."""
+SECONDS_TO_END = 2.0
+"""How long a process that has closed its pipe may take to be gone."""
+
+
+class CoreChild:
+    """A process that serves `start`. Reports are read from the file descriptor `reports`."""
+
+    def __init__(self, start: wire.Start):
+        self._stacks = Path(start.directory) / STACKS
+        self.reports, reports_end = os.pipe()
+        self._unread = b""
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, str(reports_end)],
+                stdin=subprocess.PIPE,
+                stdout=2,  # standard output belongs to the front end
+                pass_fds=[reports_end],
+                process_group=0,  # a terminal's Ctrl-C is for the front end, which has requests to finish
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            )
+        except BaseException:
+            os.close(self.reports)
+            raise
+        finally:
+            os.close(reports_end)
+        self.pid = self._process.pid
+        data = msgspec.msgpack.encode(start)
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, and the reports will say so
+            self._process.stdin.write(LENGTH.pack(len(data)) + data)
+            self._process.stdin.flush()
+
+    def read(self) -> list[wire.Status] | None:
+        """Reports that have come, once `reports` is readable; None when there will be no more."""
+        data = os.read(self.reports, 1 << 16)
+        if not data:
+            return None
+        self._unread += data
+        messages = []
+        while len(self._unread) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._unread)[0]
+            if len(self._unread) < end:
+                break
+            messages.append(msgspec.msgpack.decode(self._unread[LENGTH.size : end], type=wire.Status))
+            self._unread = self._unread[end:]
+        return messages
+
+    def dump_stacks(self) -> str:
+        """Where every thread of the process is now; empty when it does not tell. It answers even while it hangs."""
+        os.kill(self.pid, signal.SIGUSR1)
+        deadline, size = time.monotonic() + LONGEST_DUMP_SECONDS, 0
+        while time.monotonic() < deadline and not (size and size == self._stacks.stat().st_size):
+            size = self._stacks.stat().st_size
+            time.sleep(0.02)
+        return self.stacks()
+
+    def stacks(self) -> str:
+        """Where its threads were when it crashed; empty when it did not."""
+        try:
+            return self._stacks.read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return ""
+
+    def kill(self) -> None:
+        """End the process at once, whatever it is doing."""
+        self._process.kill()
+
+    def wait(self) -> str:
+        """Wait for the end of a process that is ending, and return what ended it, in words.
+
+        Raises EngineDeadError when the system cannot end it.
+        """
+        try:
+            status = self._process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            status = self._wait_for_killed()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        os.close(self.reports)
+        if status >= 0:
+            return f"ended with exit status {status}"
+        hint = ", as the system does when memory runs out" if -status == signal.SIGKILL else ""
+        return f"was ended by signal {-status} ({signal.Signals(-status).name}{hint})"
+
+    def _wait_for_killed(self) -> int:
+        try:
+            return self._process.wait(SECONDS_AFTER_KILL)
+        except subprocess.TimeoutExpired:
+            raise EngineDeadError(
+                f"the engine core's process {self.pid} was killed, but the system does not end it: it may wait for a "
+                "device that does not answer. Restart the machine or the container."
+            ) from None
+
+    def stop(self) -> None:
+        """Let the step under way finish, then end the process."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(LAST_STEP_SECONDS + 1)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self.wait()

@@ -1,0 +1,162 @@
+"""The process of an engine core: what runs in it from its first line to its end.
+
+It is told through its standard input what to serve, and reports through another pipe how far it is. When its standard
+input ends, nobody needs it any more: whoever started it is done, or dead. This module knows neither what an engine is
+made of, nor what becomes of the reports.
+"""
+
+import contextlib
+import faulthandler
+import importlib
+import logging
+import os
+import shutil
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.observability.log_setup import set_up_logging
+from jaxpaged.engine.process import wire
+from jaxpaged.engine.process.core_server import CoreServer
+from jaxpaged.engine.process.heartbeat import Heartbeat
+from jaxpaged.errors import EngineDeadError, JaxpagedError
+from jaxpaged.messages import Progress
+
+logger = logging.getLogger(__name__)
+
+Factory = Callable[[EngineConfig, Callable[[wire.CoreFacts], None], Progress], EngineCore]
+"""Makes a core from options. It tells the facts as soon as it knows them, then how far loading is."""
+
+SOCKET, HEARTBEAT, STACKS = "core.sock", "heartbeat", "stacks.txt"
+"""Files in the directory that a core shares with its front ends."""
+
+LENGTH = struct.Struct("<I")
+"""Comes before every message in a pipe: its length in bytes."""
+
+LAST_STEP_SECONDS = 5.0
+"""How long the step under way may still take when the process is to end."""
+
+
+class StatusPipe:
+    """Where the process reports to. Reports from several threads do not mix; that nobody reads them is no error."""
+
+    def __init__(self, descriptor: int):
+        os.set_inheritable(descriptor, False)  # its end is the end of this process, not of one started by it
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+
+    def write(self, status: wire.Status) -> None:
+        data = msgspec.msgpack.encode(status)
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            os.write(self._descriptor, LENGTH.pack(len(data)) + data)
+
+
+class Lifeline:
+    """Ends the process when standard input does: at once while loading, after the step under way when serving."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._server: CoreServer | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    def hold(self, server: CoreServer) -> None:
+        """From now on there is a server to be stopped."""
+        self._server = server
+
+    def leave(self, status: int) -> NoReturn:
+        """End this process, without the interpreter's cleaning up: libraries' threads may be in the middle of work."""
+        self._ended.set()
+        sys.stderr.flush()
+        os._exit(status)
+
+    def _watch(self) -> None:
+        while os.read(0, 4096):
+            pass
+        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._server is not None:
+            self._server.stop()
+            self._ended.wait(LAST_STEP_SECONDS)
+        os._exit(0)
+
+
+def main() -> NoReturn:
+    """Serve what standard input says; reports go to the file descriptor that is the first argument."""
+    # Who started this process decides when it ends: it may have requests to finish when a terminal or a service
+    # manager tells all processes to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    status = StatusPipe(int(sys.argv[1]))
+    start = read_start(0)
+    directory = Path(start.directory)
+    set_up_logging(start.log_level, start.log_format, "engine core")
+    with open(directory / STACKS, "wb") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+        lifeline = Lifeline(directory)
+        try:
+            serve(start, directory, status, lifeline)
+        except BaseException as error:
+            status.write(failure(error))
+            lifeline.leave(1)
+    lifeline.leave(0)
+
+
+def failure(error: BaseException) -> wire.Failed:
+    """What to report of an error. One that is not the caller's to mend goes to the log, with all that led to it."""
+    if isinstance(error, JaxpagedError) and not isinstance(error, EngineDeadError):
+        return wire.Failed(type(error).__name__, str(error))
+    logger.error("the engine core broke down", exc_info=error)
+    return wire.Failed("EngineDeadError", f"the engine core broke down: {error.__cause__ or error!r}")
+
+
+def read_start(descriptor: int) -> wire.Start:
+    """The first message of a pipe."""
+    with os.fdopen(os.dup(descriptor), "rb", buffering=0) as pipe:
+        length = LENGTH.unpack(read_exactly(pipe.read, LENGTH.size))[0]
+        return msgspec.msgpack.decode(read_exactly(pipe.read, length), type=wire.Start)
+
+
+def read_exactly(read: Callable[[int], bytes], size: int) -> bytes:
+    """`size` bytes. Raises EOFError when there are fewer."""
+    data = b""
+    while len(data) < size:
+        piece = read(size - len(data))
+        if not piece:
+            raise EOFError(f"the message has {size} bytes, but {len(data)} came")
+        data += piece
+    return data
+
+
+def serve(start: wire.Start, directory: Path, status: StatusPipe, lifeline: Lifeline) -> None:
+    """Load, open the socket, and serve until the lifeline ends. Raises what loading raises, and EngineDeadError."""
+    announced: list[wire.CoreFacts] = []
+
+    def announce(facts: wire.CoreFacts) -> None:
+        announced.append(facts)
+        status.write(wire.Announced(facts))
+
+    def progress(what: str, done: int, total: int) -> None:
+        status.write(wire.Loading(what, done, total))
+
+    heartbeat = Heartbeat(directory / HEARTBEAT)
+    with heartbeat.ticking():  # what the file says may be of a process before this one
+        module, _, function = start.factory.partition(":")
+        make_core: Factory = getattr(importlib.import_module(module), function)
+        core = make_core(EngineConfig.from_options(**start.options), announce, progress)
+    server = CoreServer(core, announced[-1], f"ipc://{directory / SOCKET}", heartbeat)
+    lifeline.hold(server)
+    status.write(wire.Serving())
+    try:
+        server.run()
+    finally:
+        server.close()
+        core.shutdown()

@@ -1,0 +1,193 @@
+"""The front end's side of the socket to an engine core in another process, inside an asyncio event loop.
+
+What arrives is handed to its handler at once, in the loop; sending never waits. This module knows neither text nor
+prompts, nor what is to be done when the core goes away.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import zmq
+
+from jaxpaged.engine.process import wire
+from jaxpaged.errors import EngineDeadError, EngineError
+from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest
+
+HELLO_INTERVAL, LONGEST_HELLO_INTERVAL = 0.1, 1.0
+"""Seconds between attempts to reach a core that is not there yet: the first, doubled every time, and the last."""
+MESSAGES_AT_ONCE = 16
+"""So many messages are handled before the event loop's other tasks get their turn."""
+
+TYPES = {
+    wire.READY: wire.CoreFacts,
+    wire.STEP: EngineCoreOutputs,
+    wire.STATS: wire.CoreStats,
+    wire.REFUSED: wire.Refusal,
+    wire.ANSWER: wire.Answer,
+}
+
+
+Handlers = Mapping[bytes, Callable[[Any], None]]
+"""Who is told what a core says, by the kind of the message, with its value."""
+
+
+class ZmqClient:
+    """Talks to whatever core answers on `address`. All methods are for the event loop's thread, after `open`.
+
+    `watch_connection`: tell when the connection breaks, for those whom nobody else tells.
+    """
+
+    def __init__(self, address: str, *, watch_connection: bool):
+        self.address = address
+        self._watch_connection = watch_connection
+        self._context = zmq.Context()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._handlers: Handlers = {}
+        self._on_disconnect: Callable[[], None] = lambda: None
+        self._socket: zmq.Socket | None = None
+        self._monitor: zmq.Socket | None = None
+        self._hello_timer: asyncio.TimerHandle | None = None
+        self._encoder = wire.FrameEncoder()
+        self._decoders = {kind: wire.FrameDecoder(type) for kind, type in TYPES.items()}
+        self._call_ids = itertools.count()
+        self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}
+
+    def open(self, loop: asyncio.AbstractEventLoop, handlers: Handlers, on_disconnect: Callable[[], None]) -> None:
+        """Connect, now or as soon as there is a core: a message of kind READY says so."""
+        self._disconnect()
+        self._loop, self._handlers, self._on_disconnect = loop, handlers, on_disconnect
+        self._connect()
+
+    def reconnect(self) -> None:
+        """Forget what was said so far, and look for a new core. Calls that wait fail with EngineError."""
+        self._disconnect()
+        self._connect()
+
+    def close(self) -> None:
+        self._disconnect()
+        self._context.destroy(linger=0)
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        self._send(wire.ADD, requests)
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        if request_ids:
+            self._send(wire.ABORT, request_ids)
+
+    async def call(self, name: str, **arguments: Any) -> Any:
+        """The answer to one of `wire.CALLS`. Raises what the core raised, or EngineError when it went away."""
+        call_id = next(self._call_ids)
+        future = self._loop.create_future()
+        self._calls[call_id] = (name, future)
+        self._send(wire.CALL, wire.Call(call_id, name, arguments))
+        try:
+            return await future
+        finally:
+            self._calls.pop(call_id, None)
+
+    # ---- the socket
+
+    def _connect(self) -> None:
+        self._socket = dealer(self._context, self.address)
+        if self._watch_connection:
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._loop.add_reader(self._monitor.get(zmq.FD), self._look_at_monitor)
+            self._loop.call_soon(self._look_at_monitor)  # the descriptor says nothing before the first look
+        self._loop.add_reader(self._socket.get(zmq.FD), self._receive)
+        self._say_hello(HELLO_INTERVAL)
+
+    def _disconnect(self) -> None:
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+            self._hello_timer = None
+        if self._monitor is not None:
+            self._forget_reader(self._monitor)
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._monitor = None
+        if self._socket is not None:
+            self._forget_reader(self._socket)
+            self._socket.close(linger=0)
+            self._socket = None
+        for _, future in self._calls.values():
+            if not future.done() and not self._loop.is_closed():
+                future.set_exception(EngineError("the engine core went away before it answered. Ask again."))
+        self._calls.clear()
+
+    def _forget_reader(self, socket: zmq.Socket) -> None:
+        if not self._loop.is_closed():
+            self._loop.remove_reader(socket.get(zmq.FD))
+
+    def _say_hello(self, interval: float) -> None:
+        """Repeated, since what is said to a core that is about to end is lost."""
+        next_interval = min(2 * interval, LONGEST_HELLO_INTERVAL)
+        self._hello_timer = self._loop.call_later(interval, self._say_hello, next_interval)
+        self._send(wire.HELLO, None)
+
+    def _send(self, kind: bytes, value: Any) -> None:
+        self._socket.send_multipart([kind, *self._encoder.encode(value)], zmq.NOBLOCK)
+        # The descriptor is readable when something changes, not while something is there; sending uses up changes.
+        self._loop.call_soon(self._receive)
+
+    def _receive(self) -> None:
+        for _ in range(MESSAGES_AT_ONCE):
+            if self._socket is None:  # closed by what the last message led to
+                return
+            try:
+                kind, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(kind, frames)
+        self._loop.call_soon(self._receive)
+
+    def _take(self, kind: bytes, frames: Sequence[bytes]) -> None:
+        if kind == wire.ANSWER:
+            self._take_answer(frames)
+            return
+        value = self._decoders[kind].decode(frames)
+        if kind == wire.READY:
+            if self._hello_timer is None:  # the answer to another greeting
+                return
+            self._hello_timer.cancel()
+            self._hello_timer = None
+        self._handlers[kind](value)
+
+    def _take_answer(self, frames: Sequence[bytes]) -> None:
+        answer: wire.Answer = self._decoders[wire.ANSWER].decode(frames[:1])
+        name, future = self._calls.get(answer.call_id, ("", None))
+        if future is None or future.done():  # nobody waits any more
+            return
+        if answer.error is not None:
+            future.set_exception(wire.error_named(*answer.error))
+        else:
+            future.set_result(wire.FrameDecoder(wire.CALLS[name]).decode(frames[1:]))
+
+    def _look_at_monitor(self) -> None:
+        """All that it reports is that the connection broke."""
+        if self._monitor is not None and self._monitor.poll(0):
+            self._on_disconnect()
+
+
+def dealer(context: zmq.Context, address: str) -> zmq.Socket:
+    """A socket connected to the core at `address`, or to one that will be there."""
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.RECONNECT_IVL, 20)
+    socket.set(zmq.RECONNECT_IVL_MAX, 200)
+    socket.connect(address)
+    return socket
+
+
+def ask_facts(address: str, timeout: float) -> wire.CoreFacts:
+    """What a front end must know of the core at `address`. Raises EngineDeadError when none answers in `timeout` s."""
+    hello = [wire.HELLO, *wire.FrameEncoder().encode(None)]
+    with zmq.Context() as context, dealer(context, address) as socket:
+        for _ in range(max(1, round(timeout / HELLO_INTERVAL))):
+            socket.send_multipart(hello)
+            if socket.poll(round(HELLO_INTERVAL * 1000)):
+                return wire.FrameDecoder(wire.CoreFacts).decode(socket.recv_multipart()[1:])
+    raise EngineDeadError(f"no engine core answers at {address} within {timeout:g} s. Check the address.")

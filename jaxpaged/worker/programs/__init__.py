@@ -1,0 +1,1 @@
+"""The compiled programs: what they are, how they are made, kept and found again."""

@@ -1,0 +1,289 @@
+"""What an engine's programs are, known from options and a model's description alone: no weight, no device memory.
+
+`Blueprint` has what comes before the size of the KV cache is known, `StepPrograms` what follows from it. The worker
+builds an engine from them; they are as good for a topology of devices that are not here. Neither knows how programs
+are kept or called.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.errors import ConfigError
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, blocks_for_tokens, group_layers
+from jaxpaged.layers.attention import AttentionContext, check_attention, kv_struct
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.interface import Model
+from jaxpaged.params.quantized import quantized_specs
+from jaxpaged.params.sharding import param_shapes
+from jaxpaged.sampling.custom import CustomProcessors, load_processors
+from jaxpaged.sampling.limits import LimitsMethod, choose_method
+from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
+from jaxpaged.sampling_features import features_of
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.worker.kv_blocks import Demand
+from jaxpaged.worker.programs.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
+from jaxpaged.worker.programs.compiler_options import Options, compiler_options
+from jaxpaged.worker.programs.fingerprint import Fingerprint, fingerprint
+from jaxpaged.worker.programs.table import ProgramKey
+from jaxpaged.worker.step.decode_loop import lower_decode
+from jaxpaged.worker.step.functions import Shapes, StepFunctions
+from jaxpaged.worker.step.packed import RunLayout, StepLayout, step_layout
+from jaxpaged.worker.step.row_uploads import TOKENS_UPLOAD_SIZE
+from pallas_kernels.ragged_paged_attention import choose_backend, kv_layout
+
+MAX_STEPS = 32
+"""Decode steps that one program can run, unless an option says otherwise."""
+MOST_LOGPROBS = 128
+"""Log probabilities per token that a run of decode steps may keep until its end."""
+DECODE_KINDS = ("decode", "decode_full")
+MASKED_KIND = "sample_masked"
+RARE_KINDS = frozenset({"load_row", "load_tokens", "sample_full", MASKED_KIND, "prompt_logprobs", DECODE_KINDS[1]})
+"""Programs that only requests with an `Extra` need: penalties, biases, log probabilities, shapes. An engine that has
+all others serves ordinary requests at full speed."""
+CUSTOM_KINDS = frozenset({"load_row", "load_tokens", "sample_full"})
+"""Those of them that any request may need where there are custom logits processors."""
+
+Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
+
+SMALL_PROMPT = 64
+"""Tokens of a prompt that must not wait for larger programs."""
+
+
+class Blueprint:
+    """One engine on the devices of `mesh`. `config` is resolved; `decoder` describes the model as its files do."""
+
+    def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, mesh: Mesh | AbstractMesh):
+        self.config, self.model, self.mesh = config, model, mesh
+        self.decoder = replace(
+            decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype,
+            deterministic=config.compile.deterministic,
+        )  # fmt: skip
+        self.num_shards = config.parallel.tensor_parallel_size
+        self.dtype = jnp.dtype(config.model.dtype)
+        self.kv_dtype = jnp.dtype(config.cache.kv_cache_dtype)
+        self.specs = quantized_specs(model.param_specs(self.decoder, self.num_shards), config.model.quantization)
+        self.param_shapes = param_shapes(self.specs, self.decoder, mesh, self.dtype)
+
+    @property
+    def platform(self) -> str:
+        if isinstance(self.mesh, AbstractMesh):
+            return self.mesh.abstract_device.platform
+        return self.mesh.devices.flat[0].platform
+
+    @cached_property
+    def token_buckets(self) -> tuple[int, ...]:
+        given, largest = self.config.compile.token_buckets, self.config.scheduler.max_num_batched_tokens
+        return tuple(sorted(given)) if given else default_token_buckets(largest, self.platform)
+
+    @cached_property
+    def sample_buckets(self) -> tuple[int, ...]:
+        return doubling_buckets(self.config.scheduler.max_num_seqs, self.platform)
+
+    @cached_property
+    def compiler_options(self) -> dict[str, Options]:
+        """Kind of program -> options of the compiler."""
+        return compiler_options(self.mesh)
+
+    @cached_property
+    def custom(self) -> CustomProcessors:
+        return load_processors(self.config.model.logits_processors)
+
+    def needs_full(self, params: SamplingParams) -> bool:
+        """Whether a request needs the full sampler. Raises RequestError when a custom logits processor refuses it."""
+        return bool(features_of(params) or self.custom.of(params)[0])
+
+    @cached_property
+    def attention(self) -> AttentionContext:
+        """Raises ConfigError when the kernel that was asked for cannot run here, or not with such heads and blocks."""
+        options = self.config.compile
+        name = "invariant" if options.deterministic else options.attention_backend
+        try:
+            context = AttentionContext(self.mesh, choose_backend(name, self.platform))
+            for spec in self._attention_specs:
+                check_attention(
+                    context, self.decoder.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, self.dtype,
+                    self.kv_dtype,
+                )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(f"attention_backend: {error}") from error
+        return context
+
+    @property
+    def _attention_specs(self) -> list[AttentionSpec]:
+        block_size, itemsize = self.config.cache.block_size, self.kv_dtype.itemsize
+        return self.model.attention_specs(self.decoder, block_size, itemsize, self.num_shards)
+
+    @cached_property
+    def sampling_layout(self) -> StateLayout:
+        """Sizes of the sampling state. Logits are as wide as the vocabulary is once it is split over devices."""
+        head = self.model.head(self.param_shapes)
+        return StateLayout(self.config.scheduler.max_num_seqs, head.shape[0], self.custom.num_params)
+
+    @cached_property
+    def limits(self) -> LimitsMethod:
+        """How the sampler finds what top_k, top_p and min_p leave; simulated where attention is."""
+        if self.model.head(self.param_shapes) is None:
+            return LimitsMethod()  # an embedding model draws nothing
+        simulated = self.attention.backend == "tpu-interpret"
+        return choose_method(self.platform, self.mesh, self.sampling_layout.vocab_size, simulated=simulated)
+
+    @cached_property
+    def kv_groups(self) -> tuple[KVCacheGroup, ...]:
+        """Layers that cache alike, with the bytes that the kernel's layout takes."""
+        stored_dim = kv_layout(self.attention.backend).stored_dim
+        return group_layers([replace(x, stored_dim=stored_dim(x.head_dim)) for x in self._attention_specs])
+
+    @property
+    def demand(self) -> Demand:
+        """What requests may ask of the KV cache."""
+        scheduler = self.config.scheduler
+        return Demand(self.config.model.max_model_len, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on each device."""
+        return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(self.param_shapes))
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes of temporaries on each device, from shapes alone: an upper estimate.
+
+        The largest step holds a few [T, F] and [T, D] arrays at a time, and the sampler a few float32 [S, V] ones.
+        """
+        scheduler, decoder = self.config.scheduler, self.decoder
+        per_token = 3 * decoder.intermediate_size // self.num_shards + 8 * decoder.hidden_size
+        activations = scheduler.max_num_batched_tokens * per_token * self.dtype.itemsize
+        return activations + 6 * scheduler.max_num_seqs * decoder.vocab_size * 4
+
+    def fingerprint(self) -> Fingerprint:
+        """What the programs depend on."""
+        resolved = {
+            "token_buckets": str(self.token_buckets),
+            "sample_buckets": str(self.sample_buckets),
+            "attention_backend": self.attention.backend,
+            "compiler_options": str(self.compiler_options),
+        }
+        return fingerprint(self.config, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)
+
+
+class StepPrograms:
+    """The programs of a blueprint whose KV cache has a size."""
+
+    def __init__(self, blueprint: Blueprint, kv_cache: KVCacheConfig):
+        self.blueprint, self.kv_cache = blueprint, kv_cache
+
+    @cached_property
+    def layouts(self) -> dict[int, StepLayout]:
+        """Forward bucket -> where the parts of its packed array lie."""
+        max_num_seqs, cache = self.blueprint.config.scheduler.max_num_seqs, self.kv_cache
+        return {
+            size: step_layout(size, max_num_seqs, len(cache.groups), cache.block_size)
+            for size in self.blueprint.token_buckets
+        }
+
+    @cached_property
+    def runs(self) -> dict[int, RunLayout]:
+        """Buckets of runs of decode steps, as far as all requests can fill them: with those of single steps, so that
+        a token is computed in the same shapes either way."""
+        blueprint, scheduler = self.blueprint, self.blueprint.config.scheduler
+        max_steps = scheduler.num_scheduler_steps or MAX_STEPS
+        if max_steps == 1:
+            return {}
+        largest = next(size for size in blueprint.token_buckets if size >= scheduler.max_num_seqs)
+        num_lines = lambda layout: next(size for size in blueprint.sample_buckets if size >= layout.num_rows)
+        return {
+            size: RunLayout(layout, num_lines(layout), max_steps)
+            for size, layout in self.layouts.items()
+            if size <= largest
+        }
+
+    @property
+    def row_state(self) -> StateLayout:
+        """What is kept on the device for each row besides KV blocks."""
+        return self.blueprint.sampling_layout
+
+    @cached_property
+    def functions(self) -> StepFunctions:
+        blueprint, config = self.blueprint, self.blueprint.config
+        return StepFunctions(
+            model=blueprint.model,
+            config=blueprint.decoder,
+            attention=blueprint.attention,
+            kv_cache=self.kv_cache,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            num_hidden=max(config.scheduler.max_num_seqs, MIN_BUCKET),
+            logprobs_mode=config.model.logprobs_mode,
+            max_logprobs=min(config.model.max_logprobs, blueprint.decoder.vocab_size),
+            custom=blueprint.custom,
+            limits=blueprint.limits,
+        )
+
+    @property
+    def rare_kinds(self) -> frozenset[str]:
+        """Kinds of programs that no ordinary request of this engine needs."""
+        return RARE_KINDS - CUSTOM_KINDS if self.blueprint.custom.processors else RARE_KINDS
+
+    shapes_type = Shapes
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        blueprint, cache, spec = self.blueprint, self.kv_cache, self.kv_cache.groups[0].spec
+        sizes = (cache.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        kv = [kv_struct(blueprint.attention, *sizes, blueprint.kv_dtype) for _ in range(cache.num_tensors)]
+        max_blocks = blocks_for_tokens(blueprint.config.model.max_model_len, cache.block_size)
+        max_tokens = blueprint.token_buckets[-1]
+        rows = (kv, self.row_state, max_blocks, max_tokens)
+        return self.shapes_type(self.functions, blueprint.param_shapes, *rows, blueprint.compiler_options)
+
+    def builders(self) -> Builders:
+        """How to lower every program, in the order in which they are wanted.
+
+        First what a lone short prompt needs, then the other forward buckets, then what fewer requests use. Which of
+        them are compiled at the start, and which on demand, is decided elsewhere.
+        """
+        shapes, blueprint = self.shapes, self.blueprint
+        token_buckets, sample_buckets = blueprint.token_buckets, blueprint.sample_buckets
+        builders: Builders = {ProgramKey("zeros"): shapes.lower_zeros}
+        decode = token_buckets[0]
+        small_prompt = next((size for size in token_buckets if size >= SMALL_PROMPT), token_buckets[-1])
+        for size in sorted(token_buckets, key=lambda size: (size != small_prompt, size != decode, size)):
+            builders[ProgramKey("forward", size)] = partial(shapes.lower_forward, self.layouts[size])
+            if size == small_prompt:
+                builders[ProgramKey("sample", sample_buckets[0])] = partial(shapes.lower_sample, sample_buckets[0])
+        builders[ProgramKey("tables")] = shapes.lower_tables
+        for size in sample_buckets:
+            builders.setdefault(ProgramKey("sample", size), partial(shapes.lower_sample, size))
+        packed_size = blueprint.sampling_layout.packed_size
+        builders[ProgramKey("load_row")] = partial(shapes.lower_load, load_row, packed_size)
+        builders[ProgramKey("load_tokens")] = partial(shapes.lower_load, load_tokens, TOKENS_UPLOAD_SIZE)
+        for size in sample_buckets:
+            builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample_full, size, masked=False)
+        for size in sample_buckets:
+            builders[ProgramKey(MASKED_KIND, size)] = partial(shapes.lower_sample_full, size, masked=True)
+        builders[ProgramKey("prompt_logprobs")] = shapes.lower_prompt_logprobs
+        return builders | self._decode_builders()
+
+    def _decode_builders(self) -> Builders:
+        """Runs of decode steps, which nobody waits for. With the full sampler only if the log probabilities of all
+        steps are small enough to be kept until the last one."""
+        kinds = DECODE_KINDS[: 1 if self.functions.max_logprobs > MOST_LOGPROBS else 2]
+        return {
+            ProgramKey(kind, size): partial(lower_decode, self.shapes, layout, kind == "decode_full")
+            for kind in kinds
+            for size, layout in self.runs.items()
+        }
+
+
+def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of one device's part of an array."""
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    size = leaf.dtype.itemsize
+    for extent in shape:
+        size *= extent
+    return size

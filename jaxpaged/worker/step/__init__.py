@@ -1,0 +1,1 @@
+"""One step on the device: its input, its functions, and what comes back."""

@@ -1,0 +1,149 @@
+"""The function of a program that runs several decode steps, with the sampled tokens feeding the next step.
+
+    decode[T]:      params, head, state, packed, lines -> state, tokens
+    decode_full[T]: the same with the sampling state, and log probabilities beside the tokens
+
+`packed` and `lines` are those of a single step that decodes, the first of the run; the lines say besides when rows end.
+A row that samples one of its stop ids, or whose logits are not numbers, computes nothing more; the loop ends with the
+last row. The host decides what ends a request: rows stop here only so that less is computed in vain, and a stop id
+that did not fit into the row costs time, not correctness.
+
+The steps are those of `StepFunctions`, and so are their tokens. This module knows nothing of why a run is as long as
+it is.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.sampling.rows import NUM_COLUMNS, padding_line
+from jaxpaged.worker.request_rows import NUM_STOP_IDS
+from jaxpaged.worker.step.functions import RowTokens, Shapes, StepFunctions, write_tables
+from jaxpaged.worker.step.packed import RunLayout, StepParts
+
+NOT_COMPUTED = -2
+"""In place of a token: the row had ended. -1 is a token that means nothing, as in a single step."""
+
+
+class Run(NamedTuple):
+    """What the loop carries from step to step.
+
+    `limit_R` is the number of the step from which on a row computes nothing. `logprobs` is None in the plain program.
+    """
+
+    step: Any
+    limit_R: Any
+    kv: Any
+    rows: RowTokens
+    sampling: Any
+    tokens_IR: Any
+    logprobs: Any
+
+
+class Ends(NamedTuple):
+    """Behind the columns of `SamplingRows.pack`: when a row ends at the latest, and tokens that end it, -1 for none."""
+
+    lines_SF: Any
+    limit_R: Any
+    stop_ids_RJ: Any
+
+
+def decode(
+    functions: StepFunctions, layout: RunLayout, params: Any, head: Any, kv: Any, tables_GRM: Any, rows: RowTokens,
+    sampling: Any, packed: Any, lines_SC: Any,
+) -> tuple[Run, Any]:  # fmt: skip
+    """All steps of a run -> (what the last one left, tables_GRM). `sampling` None: the plain sampler.
+
+    `tokens_IR` is `[max_steps, R]`, and so are the log probabilities; I is the number of the step.
+    """
+    parts, num_rows = layout.step.split(packed), layout.step.num_rows
+    ends = Ends(lines_SC[:, :NUM_COLUMNS], lines_SC[:num_rows, NUM_COLUMNS], lines_SC[:num_rows, NUM_COLUMNS + 1 :])
+    tables_GRM = write_tables(tables_GRM, parts.table_place_U, parts.table_idx_U, parts.table_block_U)
+    token_ids_R, newest_R = parts.token_ids_T[:num_rows], rows.last_token_R[parts.rows_R]
+    own_R, known_R = rows.num_computed_R[parts.rows_R], token_ids_R >= 0
+    rows = RowTokens(
+        rows.last_token_R.at[parts.rows_R].set(jnp.where(known_R, token_ids_R, newest_R)),
+        rows.num_computed_R.at[parts.rows_R].set(jnp.where(parts.seq_lens_R < 0, own_R, parts.seq_lens_R - 1)),
+    )
+    ended_R = ~known_R & is_stop(newest_R, ends.stop_ids_RJ)
+
+    def one_step(run: Run) -> Run:
+        return decode_step(functions, layout, params, head, tables_GRM, parts, ends, run)
+
+    first = Run(
+        step=jnp.int32(0),
+        limit_R=jnp.where(ended_R, 0, ends.limit_R),
+        kv=kv,
+        rows=rows,
+        sampling=sampling,
+        tokens_IR=jnp.full((layout.max_steps, num_rows), NOT_COMPUTED, jnp.int32),
+        logprobs=None if sampling is None else functions.no_logprobs(layout.max_steps, num_rows),
+    )
+    return jax.lax.while_loop(lambda run: jnp.any(run.step < run.limit_R), one_step, first), tables_GRM
+
+
+def decode_step(
+    functions: StepFunctions, layout: RunLayout, params: Any, head: Any, tables_GRM: Any, parts: StepParts, ends: Ends,
+    run: Run,
+) -> Run:  # fmt: skip
+    """One token of every row that has not ended: those rows' tokens lie one after the other, as in a single step."""
+    active_R = run.step < run.limit_R
+    step_parts = parts_of_step(layout, parts, active_R)
+    hidden_TD, kv, rows = functions.hidden_states(layout.step, params, run.kv, tables_GRM, run.rows, step_parts)
+    num_rows, num_lines = layout.step.num_rows, layout.num_lines
+    hidden_SD = jnp.pad(hidden_TD[step_parts.sample_idxs_R], ((0, num_lines - num_rows), (0, 0)))
+    active_S = jnp.pad(active_R, (0, num_lines - num_rows))
+    lines_SF = jnp.where(active_S[:, None], ends.lines_SF, padding_line(functions.max_num_seqs))
+    lines_SF = jax.lax.bitcast_convert_type(lines_SF, jnp.float32)
+    sampling, logprobs = run.sampling, run.logprobs
+    if sampling is None:
+        rows, tokens_S = functions.sample(num_lines, head, hidden_SD, rows, lines_SF)
+    else:
+        rows, tokens_S, sampling, lines = functions.sample_full(num_lines, head, hidden_SD, rows, sampling, lines_SF)
+        logprobs = jax.tree.map(lambda kept, new: kept.at[run.step].set(new[:num_rows]), logprobs, lines)
+    tokens_R = tokens_S[:num_rows]
+    ended_R = (tokens_R < 0) | is_stop(tokens_R, ends.stop_ids_RJ)
+    return Run(
+        step=run.step + 1,
+        limit_R=jnp.where(active_R & ended_R, run.step + 1, run.limit_R),
+        kv=kv,
+        rows=rows,
+        sampling=sampling,
+        tokens_IR=run.tokens_IR.at[run.step].set(jnp.where(active_R, tokens_R, NOT_COMPUTED)),
+        logprobs=logprobs,
+    )
+
+
+def is_stop(tokens_R: Any, stop_ids_RJ: Any) -> Any:
+    return jnp.any(tokens_R[:, None] == stop_ids_RJ, axis=1)
+
+
+def parts_of_step(layout: RunLayout, parts: StepParts, active_R: Any) -> StepParts:
+    """A step of a run in the terms of a single one: rows that have ended have no token in it."""
+    ends_R = jnp.cumsum(active_R.astype(jnp.int32))
+    return parts._replace(
+        query_start_loc_R1=jnp.pad(ends_R, (1, 0)),
+        seq_lens_R=jnp.where(parts.seq_lens_R != 0, -1, 0),
+        token_ids_T=jnp.full(layout.step.num_tokens, -1, jnp.int32),
+        sample_idxs_R=jnp.maximum(ends_R - 1, 0),
+    )
+
+
+def lower_decode(shapes: Shapes, layout: RunLayout, full: bool) -> jax.stages.Lowered:
+    """The program of a bucket, with the full sampler or the plain one."""
+    f, whole = shapes.functions, shapes.functions.replicated
+    state = (shapes.kv, shapes.tables, shapes.rows, shapes.sampling if full else None)
+
+    def decode_run(params, head, state, packed, lines):
+        kv, tables, rows, sampling = state
+        run, tables = decode(f, layout, params, head, kv, tables, rows, sampling, packed, lines)
+        return (run.kv, tables, run.rows, run.sampling), run.tokens_IR, run.logprobs
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    program = jax.jit(
+        decode_run, donate_argnames=("state",), out_shardings=(shardings, whole, whole),
+        compiler_options=shapes.options.get("decode_full" if full else "decode"),
+    )  # fmt: skip
+    lines = shapes.packed(layout.num_lines, NUM_COLUMNS + 1 + NUM_STOP_IDS)
+    return program.lower(shapes.params, shapes.head, state, shapes.packed(layout.step.size), lines)

@@ -1,0 +1,301 @@
+"""The functions that become programs, and what they donate. Statics, donation and shardings are declared here only.
+
+A step is two programs, dispatched back to back without waiting:
+
+    forward[T]: params, kv, tables, rows, hidden, packed -> kv, tables, rows, hidden, hidden of those that sample
+    sample[S]:  head, hidden of those that sample, rows, packed -> rows, tokens
+
+The sampled token stays on the device in `RowTokens` and feeds the next step, which begins where the row is: the host
+need not know how many tokens a step gave to schedule the next one. `sample_full` does the same with
+penalties, bias, masks and log probabilities, for steps in which some request uses them; `sample_masked` takes masks
+of grammars besides. The logits are computed in
+the sampling program, so that a long prefill pays for the rows that sample and not for its token bucket.
+Tokens and log probabilities are `[I, S]`, one line for each of the steps that a program runs: one here, several in
+`decode_loop.py`.
+
+`hidden` has a line for every token of the largest bucket, whatever the step's: a smaller step writes the first ones, in
+place. So what follows on all tokens of a step, `prompt_logprobs`, is one program and not one per bucket.
+
+`StepFunctions` holds what is static; its methods are pure functions of their arguments.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.layers.attention import AttentionContext
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.interface import Model
+from jaxpaged.sampling.custom import CustomProcessors
+from jaxpaged.sampling.limits import LimitsMethod
+from jaxpaged.sampling.logprobs import LogprobOutput, prompt_logprobs
+from jaxpaged.sampling.rows import NUM_COLUMNS, placed_lines, unpack_rows
+from jaxpaged.sampling.sampler import SampleOutput, sample_full, sample_plain
+from jaxpaged.sampling.state import SamplingState, StateLayout, load_row, load_tokens
+from jaxpaged.worker.programs.compiler_options import Options
+from jaxpaged.worker.step.packed import StepLayout, StepParts
+from pallas_kernels.ragged_paged_attention import AttentionMetadata, KVTensor, make_metadata
+
+TABLE_CHUNK = 1024
+"""Block table entries that one call of the table program writes."""
+
+
+class RowTokens(NamedTuple):
+    """What the device knows of each row; the null row comes last and means nothing.
+
+    last_token_R: the newest token, if it was drawn here. num_computed_R: how many tokens are computed. A token that
+    the host does not know is the newest one, and stands behind them.
+    """
+
+    last_token_R: Any
+    num_computed_R: Any
+
+
+RESULT_TYPES = (KVTensor, SamplingState, LogprobOutput, RowTokens)
+"""What programs return besides arrays, tuples and lists."""
+
+PROMPT_LOGPROB_TILE = 32
+"""Prompt tokens whose log probabilities one call computes: [tile, V] float32 must stay small."""
+
+
+@dataclass(frozen=True)
+class StepFunctions:
+    """The step of one engine. `num_hidden` rows of hidden states go from forward to sample, whatever the bucket."""
+
+    model: Model
+    config: DecoderConfig
+    attention: AttentionContext
+    kv_cache: KVCacheConfig
+    max_num_seqs: int
+    num_hidden: int
+    logprobs_mode: str
+    max_logprobs: int
+    custom: CustomProcessors
+    limits: LimitsMethod
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.attention.mesh, PartitionSpec())
+
+    def forward(
+        self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, hidden_LD: Any, packed: Any
+    ):  # fmt: skip
+        """One pass over the tokens of a step -> (kv, tables_GRM, rows, hidden_LD, hidden_SD of the tokens that sample).
+
+        `hidden_LD` keeps the hidden states of a step of any size: this one's are its first T lines.
+        """
+        parts = layout.split(packed)
+        tables_GRM = write_tables(tables_GRM, parts.table_place_U, parts.table_idx_U, parts.table_block_U)
+        hidden_TD, kv, rows = self.hidden_states(layout, params, kv, tables_GRM, rows, parts)
+        sampled_RD = hidden_TD[parts.sample_idxs_R]
+        hidden_SD = jnp.pad(sampled_RD, ((0, self.num_hidden - layout.num_rows), (0, 0)))
+        return kv, tables_GRM, rows, jax.lax.dynamic_update_slice(hidden_LD, hidden_TD, (0, 0)), hidden_SD
+
+    def hidden_states(
+        self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, parts: StepParts
+    ) -> tuple[Any, Any, RowTokens]:
+        """The model on the tokens of a step -> (hidden_TD, kv, rows with these tokens computed)."""
+        parts, rows = place_rows(parts, rows)
+        tokens_T, positions_T = locate_tokens(layout, parts, rows)
+        hidden_TD, kv = self.model.forward(
+            params, self.config, self.attention, self.places, tokens_T, positions_T,
+            self.group_metadata(layout, parts, tables_GRM), kv,
+        )  # fmt: skip
+        return hidden_TD, kv, rows
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        places = self.kv_cache.place_of_layer()
+        return tuple(places[layer] for layer in range(len(places)))
+
+    def group_metadata(self, layout: StepLayout, parts: StepParts, tables_GRM: Any) -> tuple[AttentionMetadata, ...]:
+        """What attention needs to know of this step, once per KV group."""
+        return tuple(
+            make_metadata(
+                parts.num_seqs[0], parts.query_start_loc_R1, parts.seq_lens_R, tables_GRM[g, parts.rows_R],
+                num_tokens=layout.num_tokens, block_size=self.kv_cache.block_size, window=group.spec.window,
+                backend=self.attention.backend,
+            )
+            for g, group in enumerate(self.kv_cache.groups)
+        )  # fmt: skip
+
+    def sample(self, size: int, head: Any, hidden_SD: Any, rows: RowTokens, packed_SF: Any):
+        """Draw a token for the first `size` rows -> (rows, tokens_S); -1 where the logits are not numbers."""
+        logits_SV = self.model.compute_logits(head, self.config, hidden_SD[:size])
+        lines_SF = placed_lines(packed_SF, rows.num_computed_R)
+        return record_sample(rows, lines_SF, sample_plain(logits_SV, lines_SF, self.limits))
+
+    def sample_full(
+        self, size: int, head: Any, hidden_SD: Any, rows: RowTokens, state: SamplingState, packed_SF: Any,
+        masks_SW: Any = None,
+    ):  # fmt: skip
+        """The same with everything that a request can ask for -> (rows, tokens_S, state, log probabilities).
+
+        `masks_SW`: the tokens that grammars allow, in the order of the rows; None: no row has a grammar.
+        """
+        logits_SV = self.model.compute_logits(head, self.config, hidden_SD[:size])
+        lines_SF = placed_lines(packed_SF, rows.num_computed_R)
+        state, output = sample_full(
+            logits_SV, state, lines_SF,
+            logprobs_mode=self.logprobs_mode, max_logprobs=self.max_logprobs, mask_bits_SW=masks_SW,
+            custom=self.custom, method=self.limits,
+        )  # fmt: skip
+        return *record_sample(rows, lines_SF, output), state, output.logprobs
+
+    def no_logprobs(self, *shape: int) -> LogprobOutput:
+        """Room for log probabilities, `shape` in front."""
+        columns = (*shape, 1 + self.max_logprobs)
+        return LogprobOutput(jnp.zeros(columns, jnp.int32), jnp.zeros(columns), jnp.zeros(shape, jnp.int32))
+
+    def prompt_logprobs(self, head: Any, hidden_LD: Any, packed_2C: Any):
+        """Log probabilities of prompt tokens. `packed_2C` holds places in the step, and the tokens that followed."""
+        logits_CV = self.model.compute_logits(head, self.config, hidden_LD[packed_2C[0]])
+        return prompt_logprobs(
+            logits_CV, packed_2C[1], max_logprobs=self.max_logprobs, logprobs_mode=self.logprobs_mode
+        )
+
+
+def record_sample(rows: RowTokens, lines_SF: Any, output: SampleOutput) -> tuple[RowTokens, Any]:
+    """Keep the drawn tokens for the next step, and mark those that mean nothing by -1."""
+    last_token_R = rows.last_token_R.at[unpack_rows(lines_SF).row_S].set(output.tokens_S)
+    return rows._replace(last_token_R=last_token_R), jnp.where(output.bad_S, -1, output.tokens_S)
+
+
+def place_rows(parts: StepParts, rows: RowTokens) -> tuple[StepParts, RowTokens]:
+    """Where the tokens of a step stand: behind those that are computed, unless the host says where -> (parts that
+    say so of all rows, rows with these tokens computed)."""
+    num_new_R = parts.query_start_loc_R1[1:] - parts.query_start_loc_R1[:-1]
+    own_R = rows.num_computed_R[parts.rows_R] + num_new_R
+    seq_lens_R = jnp.where(parts.seq_lens_R < 0, own_R, parts.seq_lens_R)
+    num_computed_R = rows.num_computed_R.at[parts.rows_R].set(seq_lens_R)
+    return parts._replace(seq_lens_R=seq_lens_R), rows._replace(num_computed_R=num_computed_R)
+
+
+def locate_tokens(layout: StepLayout, parts: StepParts, rows: RowTokens) -> tuple[Any, Any]:
+    """(tokens_T, positions_T): which token each place of the step holds and where it stands in its request."""
+    seq_T, positions_T, is_padding_T = locate_places(layout, parts)
+    tokens_T = jnp.where(parts.token_ids_T >= 0, parts.token_ids_T, rows.last_token_R[parts.rows_R[seq_T]])
+    return jnp.where(is_padding_T, 0, tokens_T), jnp.where(is_padding_T, 0, positions_T)
+
+
+def locate_places(layout: StepLayout, parts: StepParts) -> tuple[Any, Any, Any]:
+    """(seq_T, positions_T, is_padding_T): which of the step's requests each place belongs to, and where in it."""
+    place_T = jnp.arange(layout.num_tokens, dtype=jnp.int32)
+    ends_R = parts.query_start_loc_R1[1:]
+    seq_T = jnp.searchsorted(ends_R, place_T, side="right", method="compare_all").astype(jnp.int32)
+    seq_T = jnp.minimum(seq_T, layout.num_rows - 1)
+    positions_T = parts.seq_lens_R[seq_T] - ends_R[seq_T] + place_T
+    return seq_T, positions_T, place_T >= parts.query_start_loc_R1[-1]
+
+
+def write_tables(tables_GRM: Any, place_U: Any, idx_U: Any, block_U: Any) -> Any:
+    """Set entries of the block tables. Padding entries all write to the null row."""
+    groups, rows, blocks = tables_GRM.shape
+    flat = tables_GRM.reshape(groups * rows, blocks).at[place_U, idx_U].set(block_U)
+    return flat.reshape(groups, rows, blocks)
+
+
+def write_table_chunk(tables_GRM: Any, packed_3U: Any) -> Any:
+    return write_tables(tables_GRM, packed_3U[0], packed_3U[1], packed_3U[2])
+
+
+class Shapes:
+    """Shapes, types and shardings of everything that programs take, from which they are lowered.
+
+    `options`: those of the compiler, by kind of program.
+    """
+
+    def __init__(
+        self, functions: StepFunctions, params: Any, kv: Any, sampling: StateLayout, max_blocks: int, max_tokens: int,
+        options: Mapping[str, Options],
+    ):  # fmt: skip
+        self.functions, self.params, self.kv, self.options = functions, params, kv, options
+        self.all_hidden = self.hidden(max_tokens)
+        rows = functions.max_num_seqs + 1
+        self.tables = self._array((len(functions.kv_cache.groups), rows, max_blocks), jnp.int32)
+        self.rows = RowTokens(self._array((rows,), jnp.int32), self._array((rows,), jnp.int32))
+        self.sampling = jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), sampling.abstract())
+        self.head = functions.model.head(params)
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """All that lives on the devices from step to step, in the order of `DeviceState`: the KV cache, then the rest,
+        whose size does not depend on the number of blocks."""
+        return self.kv, self.tables, self.rows, self.sampling, self.all_hidden
+
+    def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.functions.replicated)
+
+    def packed(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self._array(shape, jnp.int32)
+
+    def lines(self, size: int) -> jax.ShapeDtypeStruct:
+        """What `SamplingRows.pack` makes."""
+        return self._array((size, NUM_COLUMNS), jnp.float32)
+
+    def hidden(self, size: int) -> jax.ShapeDtypeStruct:
+        return self._array((size, self.functions.config.hidden_size), jnp.dtype(self.functions.config.dtype))
+
+    def lower_forward(self, layout: StepLayout) -> jax.stages.Lowered:
+        f, whole = self.functions, self.functions.replicated
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.kv)
+
+        def forward(params, kv, tables, rows, hidden, packed):
+            return f.forward(layout, params, kv, tables, rows, hidden, packed)
+
+        donated = ("kv", "tables", "rows", "hidden")
+        step = jax.jit(
+            forward, donate_argnames=donated, out_shardings=(shardings, whole, whole, whole, whole),
+            compiler_options=self.options.get("forward"),
+        )  # fmt: skip
+        state = (self.kv, self.tables, self.rows, self.all_hidden)
+        return step.lower(self.params, *state, self.packed(layout.size))
+
+    def lower_sample(self, size: int) -> jax.stages.Lowered:
+        def sample(head, hidden, rows, packed):
+            rows, tokens_S = self.functions.sample(size, head, hidden, rows, packed)
+            return rows, tokens_S[None]
+
+        step = jax.jit(sample, donate_argnames=("rows",), out_shardings=self.functions.replicated)
+        return step.lower(self.head, self.hidden(self.functions.num_hidden), self.rows, self.lines(size))
+
+    def lower_sample_full(self, size: int, masked: bool) -> jax.stages.Lowered:
+        """With everything that a request can ask for; `masked`: grammars too."""
+
+        def sample_full(head, hidden, rows, state, packed, masks=None):
+            sampled = self.functions.sample_full(size, head, hidden, rows, state, packed, masks)
+            rows, tokens_S, state, logprobs = sampled
+            return rows, tokens_S[None], state, jax.tree.map(lambda lines: lines[None], logprobs)
+
+        step = jax.jit(sample_full, donate_argnames=("rows", "state"), out_shardings=self.functions.replicated)
+        masks = self._array((size, -(-self.sampling.seen_RV.shape[1] // 32)), jnp.uint32)
+        hidden = self.hidden(self.functions.num_hidden)
+        arguments = (self.head, hidden, self.rows, self.sampling, self.lines(size))
+        return step.lower(*arguments, masks) if masked else step.lower(*arguments)
+
+    def lower_prompt_logprobs(self) -> jax.stages.Lowered:
+        step = jax.jit(self.functions.prompt_logprobs, out_shardings=self.functions.replicated)
+        return step.lower(self.head, self.all_hidden, self.packed(2, PROMPT_LOGPROB_TILE))
+
+    def lower_zeros(self) -> jax.stages.Lowered:
+        """The device state of an engine that has computed nothing."""
+        step = jax.jit(
+            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.state),
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.state),
+        )
+        return step.lower()
+
+    def lower_tables(self) -> jax.stages.Lowered:
+        step = jax.jit(write_table_chunk, donate_argnums=(0,), out_shardings=self.functions.replicated)
+        return step.lower(self.tables, self.packed(3, TABLE_CHUNK))
+
+    def lower_load(self, load: Callable[..., Any], size: int) -> jax.stages.Lowered:
+        """`load_row` or `load_tokens`, which write one request's part of the sampling state."""
+        assert load in (load_row, load_tokens)
+        step = jax.jit(load, donate_argnums=(0,), out_shardings=self.functions.replicated)
+        return step.lower(self.sampling, self.packed(size))

@@ -1,0 +1,164 @@
+"""The programs of a pooling engine, with `pool` in place of `sample`, and the finisher that calls them.
+
+    forward[T]     as it is
+    accumulate[T]  hidden, sums, packed -> sums, hidden of the prompts that are complete; not for LAST
+    pool[S]        head, hidden of the prompts that are complete -> float32 vectors or scores
+
+A prompt may take several steps, so what its tokens add up to stays on the device, a float32 line per row. The last
+token needs no such sum. This module does not know which requests there are, nor what becomes of the vectors.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey
+from jaxpaged.worker.device import Device, start_copy
+from jaxpaged.worker.model_runner import PendingStep, Step
+from jaxpaged.worker.programs.blueprint import SMALL_PROMPT, Blueprint, Builders, StepPrograms
+from jaxpaged.worker.step.functions import Shapes, locate_places
+from jaxpaged.worker.step.packed import RunLayout, StepLayout
+
+
+@dataclass(frozen=True)
+class SumsLayout:
+    """The sums of all rows, in the place of sampling state. LAST keeps none."""
+
+    max_num_seqs: int
+    hidden_size: int
+    pooling_type: str
+
+    def abstract(self) -> jax.ShapeDtypeStruct | None:
+        if self.pooling_type == "LAST":
+            return None
+        return jax.ShapeDtypeStruct((self.max_num_seqs + 1, self.hidden_size), jnp.float32)
+
+
+def accumulate(
+    layout: StepLayout, num_hidden: int, pooling_type: str, hidden_LD: Any, sums_RD: Any, packed: Any
+) -> tuple[Any, Any]:
+    """Add a step's hidden states to the sums of their rows -> (sums_RD, pooled_SD of the requests that sample).
+
+    MEAN adds all tokens and divides by their number, CLS adds the first one alone. A row whose request begins in this
+    step begins at zero, whatever it held. Sums are taken token by token, so a request's NaN stays its own.
+    """
+    parts, hidden_TD = layout.split(packed), hidden_LD[: layout.num_tokens]
+    seq_T, positions_T, is_padding_T = locate_places(layout, parts)
+    counts_T = ~is_padding_T if pooling_type == "MEAN" else ~is_padding_T & (positions_T == 0)
+    values_TD = jnp.where(counts_T[:, None], hidden_TD.astype(jnp.float32), 0.0)
+    new_SD = jax.ops.segment_sum(values_TD, seq_T, layout.num_rows, indices_are_sorted=True)
+    starts_S = parts.query_start_loc_R1
+    num_before_S = parts.seq_lens_R - (starts_S[1:] - starts_S[:-1])
+    totals_SD = jnp.where(num_before_S[:, None] > 0, sums_RD[parts.rows_R], 0.0) + new_SD
+    done_S = seq_T[parts.sample_idxs_R]
+    divisors_S = parts.seq_lens_R[done_S] if pooling_type == "MEAN" else jnp.ones_like(done_S)
+    pooled_SD = totals_SD[done_S] / jnp.maximum(divisors_S, 1)[:, None].astype(jnp.float32)
+    return (
+        sums_RD.at[parts.rows_R].set(totals_SD),
+        jnp.pad(pooled_SD, ((0, num_hidden - layout.num_rows), (0, 0))),
+    )
+
+
+class PoolingShapes(Shapes):
+    """Shapes of what the two programs take; `sampling` are the sums, or None."""
+
+    def lower_accumulate(self, layout: StepLayout, pooling_type: str) -> jax.stages.Lowered:
+        def accumulate_step(hidden, sums, packed):
+            return accumulate(layout, self.functions.num_hidden, pooling_type, hidden, sums, packed)
+
+        step = jax.jit(accumulate_step, donate_argnames=("sums",), out_shardings=self.functions.replicated)
+        return step.lower(self.all_hidden, self.sampling, self.packed(layout.size))
+
+    def lower_pool(self, size: int) -> jax.stages.Lowered:
+        f = self.functions
+        hidden = self.hidden(f.num_hidden)
+        if self.sampling is not None:
+            hidden = self._array(hidden.shape, jnp.float32)
+
+        def pool(head, hidden):
+            return f.model.compute_logits(head, f.config, hidden[:size])
+
+        return jax.jit(pool, out_shardings=f.replicated).lower(self.head, hidden)
+
+
+def programs_for(blueprint: Blueprint, kv_cache: KVCacheConfig) -> StepPrograms:
+    """The programs of the engine that a blueprint describes, whether it generates or pools."""
+    pools = blueprint.config.model.runner == "pooling"
+    return (PoolingPrograms if pools else StepPrograms)(blueprint, kv_cache)
+
+
+class PoolingPrograms(StepPrograms):
+    """The programs of a pooling engine whose KV cache has a size."""
+
+    shapes_type = PoolingShapes
+
+    @cached_property
+    def runs(self) -> dict[int, RunLayout]:
+        """None: nothing is generated."""
+        return {}
+
+    @property
+    def pooling_type(self) -> str:
+        return self.blueprint.config.model.pooler_config["pooling_type"]
+
+    @cached_property
+    def row_state(self) -> SumsLayout:
+        """What is kept of prompts that take several steps."""
+        rows = self.blueprint.config.scheduler.max_num_seqs
+        return SumsLayout(rows, self.blueprint.decoder.hidden_size, self.pooling_type)
+
+    def builders(self) -> Builders:
+        """How to lower every program, in the order in which they are wanted: first those of a short prompt."""
+        shapes, blueprint = self.shapes, self.blueprint
+        builders: Builders = {ProgramKey("zeros"): shapes.lower_zeros}
+        small_prompt = next((size for size in blueprint.token_buckets if size >= SMALL_PROMPT), None)
+        pools = {ProgramKey("pool", size): partial(shapes.lower_pool, size) for size in blueprint.sample_buckets}
+        for size in sorted(blueprint.token_buckets, key=lambda size: (size != small_prompt, size)):
+            builders[ProgramKey("forward", size)] = partial(shapes.lower_forward, self.layouts[size])
+            if self.pooling_type != "LAST":
+                accumulating = partial(shapes.lower_accumulate, self.layouts[size], self.pooling_type)
+                builders[ProgramKey("accumulate", size)] = accumulating
+            builders |= pools
+        builders[ProgramKey("tables")] = shapes.lower_tables
+        return builders
+
+
+NOT_NUMBERS = "its hidden states are not finite numbers"
+
+
+class PoolFinisher:
+    """A prompt that is complete gives its vector, not a token. Which tokens count is compiled into the programs.
+
+    `DeviceState.finisher` holds the sums of rows whose prompt takes several steps; None where there are none.
+    """
+
+    def admit(self, device: Device, row: int, request: NewRequestData) -> None:
+        """Sums begin at zero where a prompt begins."""
+
+    def finish(self, device: Device, step: Step, pending: PendingStep) -> None:
+        (forward, *pool), state, hidden_SD = step.scheduled.programs, device.state, step.hidden_SD
+        if state.finisher is not None:
+            key = ProgramKey("accumulate", forward.size)
+            state.finisher, hidden_SD = device.call(key, state.hidden, state.finisher, step.packed)
+        for key in pool:
+            request_ids, _ = step.sampling()
+            pending.buckets.sample_bucket = key.size
+            pending.readings.append(PooledLines(request_ids, start_copy(device.call(key, device.head, hidden_SD))))
+
+
+@dataclass
+class PooledLines:
+    """`pooled` is `[S, ...]`; the requests are the first lines."""
+
+    request_ids: list[str]
+    pooled: Any
+
+    def read(self, output: ModelRunnerOutput) -> None:
+        output.request_ids, output.pooled = self.request_ids, np.asarray(self.pooled)[: len(self.request_ids)]
+        is_finite = np.isfinite(output.pooled).all(axis=1)
+        output.failed.update((self.request_ids[i], NOT_NUMBERS) for i in np.flatnonzero(~is_finite))
