@@ -67,12 +67,13 @@ class Watcher:
     def _watch(self) -> None:
         while True:
             self._wait_for_interrupt()
-            if not self._is_stuck_for(self._patience):
+            moves = self.moves
+            if not self._is_stuck_for(self._patience, moves):
                 continue
             tell("Interrupted, but the device has not answered since. Press Ctrl-C again to end the process at once.")
             self._forget_interrupts()
             self._wait_for_interrupt()
-            if self._is_stuck_for(self._reaction):
+            if self._is_stuck_for(self._reaction, moves):
                 tell("The device does not answer: the process ends.")
                 os._exit(EXIT_STATUS)
 
@@ -87,8 +88,9 @@ class Watcher:
             self._reader.recv(1024)
         self._reader.setblocking(True)
 
-    def _is_stuck_for(self, seconds: float) -> bool:
-        moves, end = self.moves, time.monotonic() + seconds
+    def _is_stuck_for(self, seconds: float, moves: int) -> bool:
+        """Whether the main thread makes no move within `seconds`, having made this many before."""
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(0.05)
             if not self.is_watching or self.moves != moves:
@@ -115,11 +117,11 @@ class Held:
         self.pending: tuple[int, FrameType | None] | None = None
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        watcher().moves += 1
         if self.accepts or self.pending is not None:
+            watcher().moves += 1
             self.pending = None
             self.usual(signum, frame)
-        else:
+        else:  # nothing has moved yet, and the watcher may look before or after this
             self.pending = signum, frame
 
     def deliver(self) -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -320,8 +321,11 @@ def test_an_interrupt_that_is_taken_late_ends_nothing(capfd):
     def wait():
         with held_interrupts():
             signal.raise_signal(signal.SIGINT)
+            deadline = time.monotonic() + 60
             while "Press Ctrl-C again" not in "".join(told):
+                assert time.monotonic() < deadline, "nobody noticed that the interrupt had no effect"
                 told.append(capfd.readouterr().err)
+                time.sleep(0.01)
             with accepted_interrupts():
                 pytest.fail("the interrupt was not delivered")
 
