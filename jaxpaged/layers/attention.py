@@ -1,6 +1,6 @@
 """Attention in a model: the one `shard_map` around an attention kernel, and how its KV cache is sharded.
 
-Heads are split over the mesh axis "model"; metadata is the same on every device. This module knows neither
+Heads are split over the mesh axis `MODEL_AXIS`; metadata is the same on every device. This module knows neither
 models nor steps; kernels (`pallas_kernels`) know nothing of meshes.
 """
 
@@ -8,13 +8,12 @@ import dataclasses
 from typing import Any
 
 import jax
+from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpaged.params.sharding import MODEL_AXIS
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention import AttentionMetadata, KVTensor
-
-HEADS = "model"
-"""The mesh axis over which heads are split."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,48 +24,59 @@ class AttentionContext:
     backend: str
 
 
+@struct.dataclass
+class AttentionBatch:
+    """What attention knows of a step, for layers that share block tables and a window.
+
+    `window` is the one with which `metadata` was made; a kernel must not be given another.
+    """
+
+    metadata: AttentionMetadata
+    context: AttentionContext = struct.field(pytree_node=False)
+    window: int | None = struct.field(pytree_node=False)
+
+
 def attend(
-    context: AttentionContext,
+    batch: AttentionBatch,
     q_TNH: jax.Array,
     k_TKH: jax.Array,
     v_TKH: jax.Array,
     kv: KVTensor,
-    metadata: AttentionMetadata,
     *,
     scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    soft_cap: float | None = None,
     sinks_N: jax.Array | None = None,
 ) -> tuple[jax.Array, KVTensor]:
     """Causal attention of T new tokens over everything their requests have cached, themselves included.
 
-    This step's keys and values go into the cache before the cache is read. The arguments are those of
-    `ragged_paged_attention`. Returns (out_TNH, the cache with the new tokens).
+    This step's keys and values go into the cache before the cache is read. `scale`, `soft_cap` and `sinks_N` are those
+    of `ragged_paged_attention`. Returns (out_TNH, the cache with the new tokens).
 
-    Raises ValueError when the mesh has more devices on "model" than there are kv heads to split.
+    Raises ValueError when the mesh has more devices on `MODEL_AXIS` than there are kv heads to split.
     """
+    context = batch.context
     check_heads(context.mesh, q_TNH.shape[1], k_TKH.shape[1])
 
     def attend_heads(q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N):
         return rpa.ragged_paged_attention(
             q_TNH, k_TKH, v_TKH, kv, metadata,
-            scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, backend=context.backend,
+            scale=scale, window=batch.window, soft_cap=soft_cap, sinks_N=sinks_N, backend=context.backend,
         )  # fmt: skip
 
-    heads, cache = PartitionSpec(None, HEADS, None), kv_spec(context.backend)
+    heads, cache = PartitionSpec(None, MODEL_AXIS, None), kv_spec(context.backend)
     sharded = jax.shard_map(
         attend_heads,
         mesh=context.mesh,
-        in_specs=(heads, heads, heads, cache, PartitionSpec(), PartitionSpec(HEADS)),
+        in_specs=(heads, heads, heads, cache, PartitionSpec(), PartitionSpec(MODEL_AXIS)),
         out_specs=(heads, cache),
         check_vma=False,  # the kernel's loops start from constants, which vary over no axis
     )
-    return sharded(q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N)
+    return sharded(q_TNH, k_TKH, v_TKH, kv, batch.metadata, sinks_N)
 
 
 def check_heads(mesh: Mesh, num_heads: int, num_kv_heads: int) -> None:
     """Raise ValueError unless the mesh splits query heads and kv heads evenly."""
-    devices = mesh.shape[HEADS]
+    devices = mesh.shape[MODEL_AXIS]
     if num_heads % devices or num_kv_heads % devices:
         raise ValueError(
             f"{num_heads} query heads and {num_kv_heads} kv heads do not split over {devices} devices. "
@@ -85,7 +95,7 @@ def check_attention(
 ) -> None:
     """Raise ValueError unless the mesh splits the heads and the kernel takes what each device gets."""
     check_heads(context.mesh, num_heads, num_kv_heads)
-    devices = context.mesh.shape[HEADS]
+    devices = context.mesh.shape[MODEL_AXIS]
     rpa.check(
         context.backend, num_heads=num_heads // devices, num_kv_heads=num_kv_heads // devices, head_dim=head_dim,
         block_size=block_size, q_dtype=dtype, kv_dtype=kv_dtype,
@@ -94,7 +104,7 @@ def check_attention(
 
 def kv_spec(backend: str) -> PartitionSpec:
     """How each array of a layer's cache is split: by kv head."""
-    return PartitionSpec(*[None] * rpa.kv_heads_axis(backend), HEADS)
+    return PartitionSpec(*[None] * rpa.kv_heads_axis(backend), MODEL_AXIS)
 
 
 def kv_sharding(mesh: Mesh, backend: str) -> KVTensor:

@@ -1,8 +1,23 @@
 """Root-mean-square normalisation (arXiv 1910.07467), in float32 whatever the weights are."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from flax import struct
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """How a model normalises. `eps` is added to the mean square.
+
+    `is_offset`: the weight says how far the factor is from 1, as in Gemma, and only the product is rounded.
+    `deterministic`: no bit of a result depends on the other rows.
+    """
+
+    eps: float
+    is_offset: bool = False
+    deterministic: bool = False
 
 
 @struct.dataclass
@@ -12,21 +27,22 @@ class Norm:
     weight: jax.Array
 
 
-def rms_norm(x: jax.Array, p: Norm, eps: float, deterministic: bool = False) -> jax.Array:
-    """x / rms(x) * weight over the last axis. Like Llama's, it rounds to the type of `x` before the weight."""
-    return normalised(x, eps, deterministic).astype(x.dtype) * p.weight
+def rms_norm(x: jax.Array, p: Norm, config: NormConfig) -> jax.Array:
+    """x / rms(x) * weight over the last axis, rounded to the type of `x` before the weight, as Llama's is.
+
+    Where weights are offsets: x / rms(x) * (1 + weight), rounded once at the end.
+    """
+    unit = normalised(x, config)
+    if config.is_offset:
+        return (unit * (1.0 + p.weight.astype(jnp.float32))).astype(x.dtype)
+    return unit.astype(x.dtype) * p.weight
 
 
-def gemma_rms_norm(x: jax.Array, p: Norm, eps: float, deterministic: bool = False) -> jax.Array:
-    """x / rms(x) * (1 + weight) over the last axis, rounded once at the end: the weights of Gemma are offsets."""
-    return (normalised(x, eps, deterministic) * (1.0 + p.weight.astype(jnp.float32))).astype(x.dtype)
-
-
-def normalised(x: jax.Array, eps: float, deterministic: bool) -> jax.Array:
-    """Float32 x / sqrt(mean(x^2) + eps); `deterministic`: no bit of it depends on the other rows."""
+def normalised(x: jax.Array, config: NormConfig) -> jax.Array:
+    """Float32 x / sqrt(mean(x^2) + eps)."""
     x = x.astype(jnp.float32)
-    mean = mean_by_product(x * x) if deterministic else jnp.mean(x * x, axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(mean + eps)
+    mean = mean_by_product(x * x) if config.deterministic else jnp.mean(x * x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(mean + config.eps)
 
 
 def mean_by_product(x: jax.Array) -> jax.Array:

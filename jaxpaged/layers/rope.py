@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+CosSin = tuple[jax.Array, jax.Array]
+"""Of the angles of a step's tokens, each [T, rotary_dim / 2]."""
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -38,7 +41,7 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
 
 
-def rope_cos_sin(rope: RopeConfig, positions_T: jax.Array, max_model_len: int) -> tuple[jax.Array, jax.Array]:
+def rope_cos_sin(rope: RopeConfig, positions_T: jax.Array, max_model_len: int) -> CosSin:
     """Float32 (cos, sin) of the angles at these positions, each [T, rotary_dim / 2]."""
     angles = positions_T.astype(jnp.float32)[:, None] * inverse_frequencies(rope, max_model_len)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.errors import CheckpointError
+from jaxpaged.layers.norm import NormConfig
 from jaxpaged.layers.rope import RopeConfig
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_part_of_pipeline
 
@@ -31,6 +32,7 @@ class DecoderConfig:
     `query_scale` multiplies the attention scores, `embed_scale` the embeddings. `max_position_embeddings` is the
     longest sequence the model is made for, rope scaling included. `max_model_len` is the engine's limit, equal to
     it until replaced. `dtype` is the checkpoint's. `deterministic` is the engine's option.
+    `offset_norms`: the weights of norms say how far a factor is from 1.
     """
 
     architecture: str
@@ -58,7 +60,13 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     num_labels: int = 0  # of the classifier, if there is one
+    offset_norms: bool = False
     deterministic: bool = False
+
+    @property
+    def norm(self) -> NormConfig:
+        """How every norm of the model is computed."""
+        return NormConfig(self.norm_eps, self.offset_norms, self.deterministic)
 
     def dim_sizes(self) -> dict[str, int]:
         """Letter -> size of that axis in the checkpoint."""

@@ -4,20 +4,21 @@ An architecture's own file says how a layer is put together and what config.json
 query norm) is there exactly when its parameter is. This module knows nothing of requests and blocks.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 from flax import struct
 
 from jaxpaged.kv_cache_spec import AttentionSpec
-from jaxpaged.layers.attention import AttentionContext, attend
-from jaxpaged.layers.embedding import vocabulary_logits
+from jaxpaged.layers.attention import KVTensor, attend
+from jaxpaged.layers.embedding import embed, vocabulary_logits
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import Mlp
-from jaxpaged.layers.norm import Norm
-from jaxpaged.layers.rope import apply_rope, rope_cos_sin
-from jaxpaged.models.config import DecoderConfig, LayerConfig
+from jaxpaged.layers.norm import Norm, rms_norm
+from jaxpaged.layers.rope import CosSin, RopeConfig, apply_rope, rope_cos_sin
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.interface import Batch, LayerBatch
 from jaxpaged.params.sharding import kv_heads_on_devices
 
 
@@ -55,17 +56,19 @@ class Decoder:
     lm_head: jax.Array | None  # [V, D]
 
 
+class DecoderLayer(Protocol):
+    """One layer of a model, jitted with `config` static, so that layers of one kind are traced once."""
+
+    def __call__(
+        self, p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
+    ) -> tuple[jax.Array, KVTensor]:
+        """([T, D], the layer's cache with this step's tokens)."""
+        ...
+
+
 def self_attention(
-    p: Attention,
-    config: DecoderConfig,
-    layer: LayerConfig,
-    context: AttentionContext,
-    norm: Callable[[jax.Array, Norm, float, bool], jax.Array],
-    x_TD: jax.Array,
-    cos_sin: tuple[jax.Array, jax.Array],
-    kv: Any,
-    metadata: Any,
-) -> tuple[jax.Array, Any]:
+    p: Attention, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
+) -> tuple[jax.Array, KVTensor]:
     """Causal self-attention of T new tokens over all that their requests have cached: ([T, D], kv).
 
     This step's keys and values go into the cache before it is read, so a token sees itself and its neighbours.
@@ -74,42 +77,47 @@ def self_attention(
     k_TKH = apply_linear("TD,KHD->TKH", x_TD, p.k_proj)
     v_TKH = apply_linear("TD,KHD->TKH", x_TD, p.v_proj)
     if p.q_norm is not None:
-        q_TNH = norm(q_TNH, p.q_norm, config.norm_eps, config.deterministic)
-        k_TKH = norm(k_TKH, p.k_norm, config.norm_eps, config.deterministic)
-    q_TNH, k_TKH = apply_rope(q_TNH, *cos_sin), apply_rope(k_TKH, *cos_sin)
+        q_TNH = rms_norm(q_TNH, p.q_norm, config.norm)
+        k_TKH = rms_norm(k_TKH, p.k_norm, config.norm)
+    q_TNH, k_TKH = apply_rope(q_TNH, *batch.cos_sin), apply_rope(k_TKH, *batch.cos_sin)
     o_TNH, kv = attend(
-        context, q_TNH, k_TKH, v_TKH, kv, metadata,
-        scale=config.query_scale, window=layer.window, soft_cap=config.attn_soft_cap,
-    )  # fmt: skip
+        batch.attention, q_TNH, k_TKH, v_TKH, kv, scale=config.query_scale, soft_cap=config.attn_soft_cap
+    )
     return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj), kv
 
 
-def run_layers(
-    decoder_layer: Callable[..., tuple[jax.Array, Any]],
-    params: Decoder,
-    config: DecoderConfig,
-    context: AttentionContext,
-    places: Sequence[tuple[int, int]],
-    x_TD: jax.Array,
-    positions_T: jax.Array,
-    metadata: Sequence[Any],
-    kv: Sequence[Any],
-) -> tuple[jax.Array, list[Any]]:
-    """The one loop over layers. It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once.
+def forward(
+    decoder_layer: DecoderLayer, params: Decoder, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor]
+) -> tuple[jax.Array, list[KVTensor]]:
+    """Hidden states after the final norm, and the KV tensors: `Model.forward` once `decoder_layer` is bound.
 
-    `deterministic` keeps scaled embeddings and rotations apart from what uses them: fused, which product of a sum goes
-    unrounded into a multiply-add depends on the program around it, and programs of several steps differ from others.
+    The one loop over layers. It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once.
     """
-    cos_sin = {layer.rope: rope_cos_sin(layer.rope, positions_T, config.max_model_len) for layer in config.layers}
-    if config.deterministic:
-        x_TD = jax.lax.optimization_barrier(x_TD)
-        cos_sin = {rope: jax.lax.optimization_barrier(pair) for rope, pair in cos_sin.items()}
-    kv = list(kv)
-    for p, layer, (group, tensor) in zip(params.layers, config.layers, places, strict=True):
-        x_TD, kv[tensor] = decoder_layer(
-            p, config, layer, context, x_TD, cos_sin[layer.rope], kv[tensor], metadata[group]
-        )
-    return x_TD, kv
+    x_TD, kv = embed(batch.tokens_T, params.embed_tokens, config.embed_scale), list(kv)
+    x_TD, cos_sin = kept_apart(config, x_TD, rotations(config, batch.positions_T))
+    for p, layer, (group, tensor) in zip(params.layers, config.layers, batch.caches, strict=True):
+        here = LayerBatch(batch.attention[group], cos_sin[layer.rope])
+        x_TD, kv[tensor] = decoder_layer(p, config, x_TD, kv[tensor], here)
+    return rms_norm(x_TD, params.norm, config.norm), kv
+
+
+def rotations(config: DecoderConfig, positions_T: jax.Array) -> dict[RopeConfig, CosSin]:
+    """The angles of this step's positions, once for all layers that rotate alike."""
+    return {layer.rope: rope_cos_sin(layer.rope, positions_T, config.max_model_len) for layer in config.layers}
+
+
+def kept_apart(
+    config: DecoderConfig, x_TD: jax.Array, cos_sin: dict[RopeConfig, CosSin]
+) -> tuple[jax.Array, dict[RopeConfig, CosSin]]:
+    """The same values; if `deterministic`, XLA may not fuse scaled embeddings and rotations into what uses them.
+
+    Fused, which product of a sum goes unrounded into a multiply-add depends on the program around it, and programs of
+    several steps differ from others.
+    """
+    if not config.deterministic:
+        return x_TD, cos_sin
+    apart = {rope: jax.lax.optimization_barrier(pair) for rope, pair in cos_sin.items()}
+    return jax.lax.optimization_barrier(x_TD), apart
 
 
 def head(params: Decoder) -> jax.Array:

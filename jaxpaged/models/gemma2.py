@@ -5,21 +5,20 @@ from typing import Any
 
 import jax
 
-from jaxpaged.layers.embedding import embed
+from jaxpaged.layers.attention import KVTensor
 from jaxpaged.layers.mlp import ACTIVATIONS, gated_mlp
-from jaxpaged.layers.norm import gemma_rms_norm
+from jaxpaged.layers.norm import rms_norm
 from jaxpaged.models.config import DecoderConfig, HfFields, LayerConfig, common_fields, layer_windows
 from jaxpaged.models.decoder import (
-    Decoder,
     Layer,
     attention_specs,
     compute_logits,
+    forward,
     head,
-    run_layers,
     self_attention,
 )
 from jaxpaged.models.decoder_specs import decoder_specs
-from jaxpaged.models.interface import Model
+from jaxpaged.models.interface import LayerBatch, Model
 from jaxpaged.models.rope_config import longest_sequence, single_rope
 
 DEFAULTS = {"head_dim": 256}
@@ -45,41 +44,33 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
 
 
 def gemma_fields(fields: HfFields) -> dict[str, Any]:
-    """What Gemma 2 and 3 spell alike: scale of queries and embeddings, activation, tied embeddings."""
+    """What Gemma 2 and 3 have alike: scale of queries and embeddings, activation, tied embeddings, offset norms."""
     common = common_fields(fields, tie_default=True)
     common["query_scale"] = fields.number("query_pre_attn_scalar", 256) ** -0.5
     common["embed_scale"] = common["hidden_size"] ** 0.5
+    common["offset_norms"] = True
     common["qkv_bias"] = common["o_bias"] = fields.flag("attention_bias", False)
     common["activation"] = fields.choice("hidden_activation", tuple(ACTIVATIONS), "gelu_pytorch_tanh")
     fields.value("hidden_act")  # an older spelling that transformers ignores in favour of the one above
     return common
 
 
-@partial(jax.jit, static_argnames=("config", "layer", "context"))
-def decoder_layer(p: Layer, config, layer, context, x_TD, cos_sin, kv, metadata):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))). Returns ([T, D], kv)."""
-    normed_TD = gemma_rms_norm(x_TD, p.input_layernorm, config.norm_eps, config.deterministic)
-    attended_TD, kv = self_attention(
-        p.self_attn, config, layer, context, gemma_rms_norm, normed_TD, cos_sin, kv, metadata
-    )
-    x_TD = x_TD + gemma_rms_norm(attended_TD, p.post_attention_layernorm, config.norm_eps, config.deterministic)
-    normed_TD = gemma_rms_norm(x_TD, p.pre_feedforward_layernorm, config.norm_eps, config.deterministic)
-    out_TD = gated_mlp(normed_TD, p.mlp, config.activation)
-    return x_TD + gemma_rms_norm(out_TD, p.post_feedforward_layernorm, config.norm_eps, config.deterministic), kv
-
-
-def forward(params: Decoder, config, context, places, tokens_T, positions_T, metadata, kv):
-    """Hidden states after the final norm, and the KV tensors: see `interface.Model`."""
-    x_TD = embed(tokens_T, params.embed_tokens, config.embed_scale)
-    x_TD, kv = run_layers(decoder_layer, params, config, context, places, x_TD, positions_T, metadata, kv)
-    return gemma_rms_norm(x_TD, params.norm, config.norm_eps, config.deterministic), kv
+@partial(jax.jit, static_argnames="config")
+def decoder_layer(
+    p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
+) -> tuple[jax.Array, KVTensor]:
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+    attended_TD, kv = self_attention(p.self_attn, config, rms_norm(x_TD, p.input_layernorm, config.norm), kv, batch)
+    x_TD = x_TD + rms_norm(attended_TD, p.post_attention_layernorm, config.norm)
+    out_TD = gated_mlp(rms_norm(x_TD, p.pre_feedforward_layernorm, config.norm), p.mlp, config.activation)
+    return x_TD + rms_norm(out_TD, p.post_feedforward_layernorm, config.norm), kv
 
 
 GEMMA2 = Model(
     architectures=("Gemma2ForCausalLM",),
     config_from_hf=config_from_hf,
     param_specs=partial(decoder_specs, sandwich_norms=True),
-    forward=forward,
+    forward=partial(forward, decoder_layer),
     head=head,
     compute_logits=compute_logits,
     attention_specs=attention_specs,

@@ -3,6 +3,7 @@
 Window layers and full layers rotate with different bases, and only the full ones are stretched (arXiv 2503.19786).
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,7 @@ from jaxpaged.models.config import (
     layer_windows,
     short,
 )
-from jaxpaged.models.decoder import attention_specs, compute_logits, head
 from jaxpaged.models.decoder_specs import decoder_specs
-from jaxpaged.models.interface import Model
 from jaxpaged.models.rope_config import rope_fields, rope_from_params
 
 DEFAULTS = {
@@ -83,12 +82,9 @@ def gemma3_ropes(fields: HfFields, head_dim: int) -> tuple[RopeConfig, RopeConfi
     )
 
 
-GEMMA3 = Model(
+GEMMA3 = replace(
+    gemma2.GEMMA2,
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     config_from_hf=config_from_hf,
     param_specs=partial(decoder_specs, qk_norm=True, sandwich_norms=True),
-    forward=gemma2.forward,
-    head=head,
-    compute_logits=compute_logits,
-    attention_specs=attention_specs,
 )

@@ -4,27 +4,27 @@ Source of the layer: arXiv 2302.13971; of the window: arXiv 2310.06825.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.layers.embedding import embed
+from jaxpaged.layers.attention import KVTensor
 from jaxpaged.layers.mlp import ACTIVATIONS, gated_mlp
 from jaxpaged.layers.norm import rms_norm
 from jaxpaged.models.config import DecoderConfig, HfFields, LayerConfig, common_fields, layer_windows
 from jaxpaged.models.decoder import (
-    Decoder,
     Layer,
     attention_specs,
     compute_logits,
+    forward,
     head,
-    run_layers,
     self_attention,
 )
 from jaxpaged.models.decoder_specs import decoder_specs
-from jaxpaged.models.interface import Model
+from jaxpaged.models.interface import LayerBatch, Model
 from jaxpaged.models.rope_config import longest_sequence, single_rope
 
 
@@ -77,38 +77,23 @@ def pre_norm_config(
     return config
 
 
-@partial(jax.jit, static_argnames=("config", "layer", "context"))
-def decoder_layer(p: Layer, config, layer, context, x_TD, cos_sin, kv, metadata):
-    """x + attention(norm(x)), then x + mlp(norm(x)). Returns ([T, D], kv)."""
-    normed_TD = rms_norm(x_TD, p.input_layernorm, config.norm_eps, config.deterministic)
-    attended_TD, kv = self_attention(p.self_attn, config, layer, context, rms_norm, normed_TD, cos_sin, kv, metadata)
+@partial(jax.jit, static_argnames="config")
+def decoder_layer(
+    p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
+) -> tuple[jax.Array, KVTensor]:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    attended_TD, kv = self_attention(p.self_attn, config, rms_norm(x_TD, p.input_layernorm, config.norm), kv, batch)
     x_TD = x_TD + attended_TD
-    normed_TD = rms_norm(x_TD, p.post_attention_layernorm, config.norm_eps, config.deterministic)
-    return x_TD + gated_mlp(normed_TD, p.mlp, config.activation), kv
-
-
-def forward(params: Decoder, config, context, places, tokens_T, positions_T, metadata, kv):
-    """Hidden states after the final norm, and the KV tensors: see `interface.Model`."""
-    x_TD = embed(tokens_T, params.embed_tokens, config.embed_scale)
-    x_TD, kv = run_layers(decoder_layer, params, config, context, places, x_TD, positions_T, metadata, kv)
-    return rms_norm(x_TD, params.norm, config.norm_eps, config.deterministic), kv
+    return x_TD + gated_mlp(rms_norm(x_TD, p.post_attention_layernorm, config.norm), p.mlp, config.activation), kv
 
 
 LLAMA = Model(
     architectures=("LlamaForCausalLM",),
     config_from_hf=config_from_hf,
     param_specs=decoder_specs,
-    forward=forward,
+    forward=partial(forward, decoder_layer),
     head=head,
     compute_logits=compute_logits,
     attention_specs=attention_specs,
 )
-MISTRAL = Model(
-    architectures=("MistralForCausalLM",),
-    config_from_hf=mistral_config_from_hf,
-    param_specs=decoder_specs,
-    forward=forward,
-    head=head,
-    compute_logits=compute_logits,
-    attention_specs=attention_specs,
-)
+MISTRAL = replace(LLAMA, architectures=("MistralForCausalLM",), config_from_hf=mistral_config_from_hf)

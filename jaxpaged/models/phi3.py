@@ -3,14 +3,13 @@
 Source: arXiv 2404.14219; longrope: arXiv 2402.13753.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields
-from jaxpaged.models.decoder import attention_specs, compute_logits, head
 from jaxpaged.models.decoder_specs import decoder_specs
-from jaxpaged.models.interface import Model
 
 OLD_ROPE_TYPES = {"su": "longrope", "yarn": "longrope"}
 """What early checkpoints of Phi-3 call longrope."""
@@ -24,12 +23,9 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     return llama.pre_norm_config(fields, windows, norm_eps=1e-5, rope_aliases=OLD_ROPE_TYPES)
 
 
-PHI3 = Model(
+PHI3 = replace(
+    llama.LLAMA,
     architectures=("Phi3ForCausalLM",),
     config_from_hf=config_from_hf,
     param_specs=partial(decoder_specs, fused=True),
-    forward=llama.forward,
-    head=head,
-    compute_logits=compute_logits,
-    attention_specs=attention_specs,
 )

@@ -3,19 +3,19 @@
 `pooling_model` makes a `Model` of a language model's. Which tokens' hidden states count is not known here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxpaged.layers.attention import KVTensor
 from jaxpaged.layers.embedding import Table, vocabulary_logits
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.decoder import Decoder
-from jaxpaged.models.interface import Model
+from jaxpaged.models.interface import Batch, Forward, Model
 from jaxpaged.params.quantized import QuantizedArray
 from jaxpaged.params.spec import Spec
 
@@ -47,8 +47,10 @@ def pooling_specs(
     return PoolingModel(decoder_specs(config, num_shards).replace(lm_head=None), score)
 
 
-def forward(decoder_forward: Callable[..., Any], params: PoolingModel, *arguments: Any) -> tuple[jax.Array, Any]:
-    return decoder_forward(params.decoder, *arguments)
+def forward(
+    decoder_forward: Forward, params: PoolingModel, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor]
+) -> tuple[jax.Array, list[KVTensor]]:
+    return decoder_forward(params.decoder, config, batch, kv)
 
 
 def score_table(params: PoolingModel) -> Table | None:

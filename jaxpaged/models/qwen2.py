@@ -1,12 +1,10 @@
 """Qwen 2 and 2.5: Llama's layers with biases on query, key and value (arXiv 2407.10671)."""
 
+from dataclasses import replace
 from typing import Any
 
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields, layer_windows
-from jaxpaged.models.decoder import attention_specs, compute_logits, head
-from jaxpaged.models.decoder_specs import decoder_specs
-from jaxpaged.models.interface import Model
 
 
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
@@ -24,12 +22,4 @@ def qwen_windows(fields: HfFields) -> tuple[int | None, ...]:
     return layer_windows(fields, window, sliding=lambda i: i >= first)
 
 
-QWEN2 = Model(
-    architectures=("Qwen2ForCausalLM",),
-    config_from_hf=config_from_hf,
-    param_specs=decoder_specs,
-    forward=llama.forward,
-    head=head,
-    compute_logits=compute_logits,
-    attention_specs=attention_specs,
-)
+QWEN2 = replace(llama.LLAMA, architectures=("Qwen2ForCausalLM",), config_from_hf=config_from_hf)

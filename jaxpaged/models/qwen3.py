@@ -1,13 +1,12 @@
 """Qwen 3: Llama's layers with norms on query and key heads (arXiv 2505.09388)."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields
-from jaxpaged.models.decoder import attention_specs, compute_logits, head
 from jaxpaged.models.decoder_specs import decoder_specs
-from jaxpaged.models.interface import Model
 from jaxpaged.models.qwen2 import qwen_windows
 
 
@@ -18,12 +17,9 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     return llama.pre_norm_config(fields, qwen_windows(fields), qkv_bias=has_bias, o_bias=has_bias)
 
 
-QWEN3 = Model(
+QWEN3 = replace(
+    llama.LLAMA,
     architectures=("Qwen3ForCausalLM",),
     config_from_hf=config_from_hf,
     param_specs=partial(decoder_specs, qk_norm=True),
-    forward=llama.forward,
-    head=head,
-    compute_logits=compute_logits,
-    attention_specs=attention_specs,
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxpaged.layers.attention import AttentionContext, allocate_kv, attend, kv_sharding, kv_struct
+from jaxpaged.layers.attention import AttentionBatch, AttentionContext, allocate_kv, attend, kv_sharding, kv_struct
 from pallas_kernels.ragged_paged_attention import make_metadata
 
 N, K, H, S, BLOCKS, LAYERS = 8, 4, 16, 8, 500, 2
@@ -30,9 +30,8 @@ def attend_layers(context: AttentionContext, q_TNH, kvs, sinks_N=None):
     kvs_after = []
     for kv in kvs:
         k_TKH, v_TKH = q_TNH[:, :K] * 2, q_TNH[:, K:]
-        q_TNH, kv = attend(
-            context, q_TNH, k_TKH, v_TKH, kv, metadata, scale=0.3, window=None, soft_cap=None, sinks_N=sinks_N
-        )
+        batch = AttentionBatch(metadata, context, window=None)
+        q_TNH, kv = attend(batch, q_TNH, k_TKH, v_TKH, kv, scale=0.3, sinks_N=sinks_N)
         kvs_after.append(kv)
     return q_TNH, kvs_after
 

@@ -7,7 +7,7 @@ import pytest
 from jaxpaged.layers.embedding import embed, vocabulary_logits
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import Mlp, gated_mlp
-from jaxpaged.layers.norm import Norm, gemma_rms_norm, rms_norm
+from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
 
 RNG = np.random.default_rng(0)
 
@@ -43,13 +43,15 @@ def test_bfloat16_products_are_accumulated_in_float32():
 def test_norms_have_unit_rms_times_their_weight():
     x, weight = random(3, 16), random(16)
     unit = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
-    np.testing.assert_allclose(rms_norm(x, Norm(weight), 1e-5), unit * weight, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(gemma_rms_norm(x, Norm(weight), 1e-5), unit * (1 + weight), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(rms_norm(x, Norm(weight), NormConfig(1e-5)), unit * weight, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        rms_norm(x, Norm(weight), NormConfig(1e-5, is_offset=True)), unit * (1 + weight), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_norms_of_half_precision_are_computed_in_float32():
     x = jnp.full((2, 8), 300.0, jnp.float16)  # its square is beyond float16
-    np.testing.assert_allclose(rms_norm(x, Norm(jnp.ones(8, jnp.float16)), 1e-6), 1, rtol=1e-3)
+    np.testing.assert_allclose(rms_norm(x, Norm(jnp.ones(8, jnp.float16)), NormConfig(1e-6)), 1, rtol=1e-3)
 
 
 def test_the_gate_goes_through_the_activation():

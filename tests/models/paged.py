@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.distributed.mesh import make_mesh
-from jaxpaged.layers.attention import AttentionContext, kv_sharding
+from jaxpaged.layers.attention import AttentionBatch, AttentionContext, kv_sharding
+from jaxpaged.models.interface import Batch
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.quantized import quantized_specs
@@ -102,10 +103,10 @@ class PagedModel:
             )
             for window in self.windows
         ]  # fmt: skip
-        places = tuple((self.windows.index(layer.window), i) for i, layer in enumerate(self.config.layers))
-        hidden_TD, kv = self.model.forward(
-            params, self.config, self.context, places, tokens_T, positions_T, metadata, kv
-        )
+        attention = map(AttentionBatch, metadata, [self.context] * len(metadata), self.windows)
+        caches = tuple((self.windows.index(layer.window), i) for i, layer in enumerate(self.config.layers))
+        batch = Batch(tokens_T, positions_T, tuple(attention), caches)
+        hidden_TD, kv = self.model.forward(params, self.config, batch, kv)
         return self.model.compute_logits(self.model.head(params), self.config, hidden_TD), kv
 
 

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
-from jaxpaged.layers.attention import AttentionContext
+from jaxpaged.layers.attention import AttentionBatch, AttentionContext
 from jaxpaged.models.config import DecoderConfig
-from jaxpaged.models.interface import Model
+from jaxpaged.models.interface import Batch, Model
 from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.limits import LimitsMethod
 from jaxpaged.sampling.logprobs import LogprobOutput, prompt_logprobs
@@ -39,7 +39,7 @@ from jaxpaged.sampling.sampler import SampleOutput, sample_full, sample_plain
 from jaxpaged.sampling.state import SamplingState, StateLayout, load_row, load_tokens
 from jaxpaged.worker.programs.compiler_options import Options
 from jaxpaged.worker.step.packed import StepLayout, StepParts
-from pallas_kernels.ragged_paged_attention import AttentionMetadata, KVTensor, make_metadata
+from pallas_kernels.ragged_paged_attention import KVTensor, make_metadata
 
 TABLE_CHUNK = 1024
 """Block table entries that one call of the table program writes."""
@@ -102,27 +102,29 @@ class StepFunctions:
         """The model on the tokens of a step -> (hidden_TD, kv, rows with these tokens computed)."""
         parts, rows = place_rows(parts, rows)
         tokens_T, positions_T = locate_tokens(layout, parts, rows)
-        hidden_TD, kv = self.model.forward(
-            params, self.config, self.attention, self.places, tokens_T, positions_T,
-            self.group_metadata(layout, parts, tables_GRM), kv,
-        )  # fmt: skip
+        attention = self.attention_batches(layout, parts, tables_GRM)
+        batch = Batch(tokens_T, positions_T, attention, self.layer_caches)
+        hidden_TD, kv = self.model.forward(params, self.config, batch, kv)
         return hidden_TD, kv, rows
 
     @property
-    def places(self) -> tuple[tuple[int, int], ...]:
+    def layer_caches(self) -> tuple[tuple[int, int], ...]:
+        """Per layer: the index of its KV group, and of its KV tensor."""
         places = self.kv_cache.place_of_layer()
         return tuple(places[layer] for layer in range(len(places)))
 
-    def group_metadata(self, layout: StepLayout, parts: StepParts, tables_GRM: Any) -> tuple[AttentionMetadata, ...]:
+    def attention_batches(self, layout: StepLayout, parts: StepParts, tables_GRM: Any) -> tuple[AttentionBatch, ...]:
         """What attention needs to know of this step, once per KV group."""
-        return tuple(
-            make_metadata(
+
+        def of_group(g: int, window: int | None) -> AttentionBatch:
+            metadata = make_metadata(
                 parts.num_seqs[0], parts.query_start_loc_R1, parts.seq_lens_R, tables_GRM[g, parts.rows_R],
-                num_tokens=layout.num_tokens, block_size=self.kv_cache.block_size, window=group.spec.window,
+                num_tokens=layout.num_tokens, block_size=self.kv_cache.block_size, window=window,
                 backend=self.attention.backend,
-            )
-            for g, group in enumerate(self.kv_cache.groups)
-        )  # fmt: skip
+            )  # fmt: skip
+            return AttentionBatch(metadata, self.attention, window)
+
+        return tuple(of_group(g, group.spec.window) for g, group in enumerate(self.kv_cache.groups))
 
     def sample(self, size: int, head: Any, hidden_SD: Any, rows: RowTokens, packed_SF: Any):
         """Draw a token for the first `size` rows -> (rows, tokens_S); -1 where the logits are not numbers."""
