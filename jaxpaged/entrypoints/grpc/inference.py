@@ -10,14 +10,14 @@ from jaxpaged.entrypoints.grpc.multiplexer import Multiplexer
 from jaxpaged.entrypoints.http.errors import client_names
 from jaxpaged.entrypoints.http.generation import GenerationRequest, Numbered, stream
 from jaxpaged.entrypoints.http.health import Health
-from jaxpaged.entrypoints.http.openai.chat import ChatCompletions
-from jaxpaged.entrypoints.http.openai.completions import Completions
+from jaxpaged.entrypoints.http.openai.routes import CHATS, COMPLETIONS
 from jaxpaged.entrypoints.http.openai.tokens import Tokens
 from jaxpaged.entrypoints.http.pooling.running import pool_all, pooler_of, usage_of
 from jaxpaged.entrypoints.http.pooling.scoring import Scoring, texts_of
 from jaxpaged.entrypoints.http.pooling.vectors import Vectors
 from jaxpaged.entrypoints.http.request_ids import own_or_new
 from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.stages import parse
 from jaxpaged.proto import jaxpaged_pb2 as pb
 
 PREFIX = "grpc"
@@ -29,7 +29,6 @@ class Inference:
 
     def __init__(self, service: Service):
         self._service = service
-        self._completions, self._chats = Completions(service), ChatCompletions(service)
         self._tokens, self._health = Tokens(service), Health(service)
         self._vectors, self._scoring = Vectors(service), Scoring(service)
 
@@ -56,15 +55,11 @@ class Inference:
         wanted = requests.generation_request(request)
         model = service.check_model(wanted.model)
         request_id = f"{PREFIX}-{own_or_new(wanted.request_id)}"
-        new_reader, check_shape = None, service.check_shape_for(caller)
-        if request.WhichOneof("prompt") == "chat":
-            chat = await self._chats.prepared(wanted, request_id, model, check_shape)
-            generation, new_reader = chat.generation, chat.new_reader
-        else:
-            generation = await self._completions.generation(wanted, request_id, check_shape)
-        return generation, Responses(
+        is_chat = request.WhichOneof("prompt") == "chat"
+        parsed = await parse(service, CHATS if is_chat else COMPLETIONS, wanted, request_id, model, caller)
+        return parsed.generation, Responses(
             own_id(request_id),
-            new_reader,
+            parsed.new_reader if is_chat else None,
             with_prompt=request.return_prompt_token_ids,
             with_cached_tokens=service.options.enable_prompt_tokens_details,
         )

@@ -17,24 +17,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxpaged.engine.sleep import LEVELS, MODES, TAGS
 from jaxpaged.entrypoints.http.admin import AbortRequest, Admin, ProfileState, SleepState
 from jaxpaged.entrypoints.http.anthropic.errors import MessagesError, MessagesErrors
-from jaxpaged.entrypoints.http.anthropic.messages import Messages
 from jaxpaged.entrypoints.http.anthropic.protocol import (
     CountTokensRequest,
     CountTokensResponse,
     MessagesRequest,
     MessagesResponse,
 )
+from jaxpaged.entrypoints.http.anthropic.routes import Messages
 from jaxpaged.entrypoints.http.auth import ApiKeys
 from jaxpaged.entrypoints.http.body import json_response
 from jaxpaged.entrypoints.http.endpoint import Endpoint, Query
 from jaxpaged.entrypoints.http.errors import answer_with_error
 from jaxpaged.entrypoints.http.health import OPEN_PATHS, Health
 from jaxpaged.entrypoints.http.metrics import Metrics
-from jaxpaged.entrypoints.http.openai.chat import ChatCompletions
 from jaxpaged.entrypoints.http.openai.chat_protocol import ChatCompletionRequest, ChatCompletionResponse
 from jaxpaged.entrypoints.http.openai.completion_protocol import CompletionRequest, CompletionResponse
-from jaxpaged.entrypoints.http.openai.completions import Completions
 from jaxpaged.entrypoints.http.openai.models import ModelCard, ModelList, Models
+from jaxpaged.entrypoints.http.openai.routes import Generation
 from jaxpaged.entrypoints.http.openai.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -70,12 +69,11 @@ from jaxpaged.entrypoints.http.trace_context import TraceContext
 
 def public_endpoints(service: Service) -> list[Endpoint]:
     """What clients may ask."""
-    completions, chat = Completions(service), ChatCompletions(service)
-    models, tokens = Models(service), Tokens(service)
+    generation, models, tokens = Generation(service), Models(service), Tokens(service)
     return [
-        Endpoint("POST", "/v1/completions", completions.create, CompletionRequest, CompletionResponse, streams=True),
+        Endpoint("POST", "/v1/completions", generation.complete, CompletionRequest, CompletionResponse, streams=True),
         Endpoint(
-            "POST", "/v1/chat/completions", chat.create, ChatCompletionRequest, ChatCompletionResponse, streams=True
+            "POST", "/v1/chat/completions", generation.chat, ChatCompletionRequest, ChatCompletionResponse, streams=True
         ),
         *messages_endpoints(service),
         *responses_endpoints(service),

@@ -1,4 +1,5 @@
-"""What `/v1/messages` and `/v1/messages/count_tokens` take and give.
+"""What `/v1/messages` and `/v1/messages/count_tokens` take and give, and the events of a streamed answer: each has its
+name, and data with the same `type`.
 
 Fields that are not here, such as `cache_control`, are let through: prompts are cached by themselves. This module knows
 no endpoint.
@@ -167,3 +168,78 @@ class CountTokensResponse(msgspec.Struct):
     """How long the prompt is."""
 
     input_tokens: int
+
+
+class MessageStart(msgspec.Struct, tag="message_start"):
+    """The message without its content."""
+
+    message: MessagesResponse
+
+
+class BlockStart(msgspec.Struct, tag="content_block_start"):
+    """A block without its content."""
+
+    index: int
+    content_block: OutputBlock
+
+
+class TextDelta(msgspec.Struct, tag="text_delta"):
+    """A piece of text."""
+
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, tag="thinking_delta"):
+    """A piece of thinking."""
+
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, tag="signature_delta"):
+    """The digest of the thinking, at its end."""
+
+    signature: str
+
+
+class InputJsonDelta(msgspec.Struct, tag="input_json_delta"):
+    """A piece of a call's input, which is JSON once they are joined."""
+
+    partial_json: str
+
+
+class BlockDelta(msgspec.Struct, tag="content_block_delta"):
+    """What a block goes on with."""
+
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+
+
+class BlockStop(msgspec.Struct, tag="content_block_stop"):
+    """A block is complete."""
+
+    index: int
+
+
+class Ending(msgspec.Struct):
+    """How the message ended."""
+
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class MessageDelta(msgspec.Struct, tag="message_delta"):
+    """The end of the message, with the tokens of all of it."""
+
+    delta: Ending
+    usage: MessagesUsage
+
+
+class MessageStop(msgspec.Struct, tag="message_stop"):
+    """Nothing comes after it."""
+
+
+class Ping(msgspec.Struct, tag="ping"):
+    """A sign of life."""
+
+
+Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping

@@ -62,6 +62,13 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     include_reasoning: bool | None = True
     return_prompt_text: bool | None = False
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Candidates per token; None when no log probabilities were asked for."""
+        if not self.logprobs:
+            return None
+        return len(self.logprob_token_ids) if self.logprob_token_ids else self.top_logprobs or 0
+
 
 class CalledFunction(msgspec.Struct):
     """The function that the model calls; `arguments` is what it wrote, JSON unless it was cut off."""

@@ -1,4 +1,4 @@
-"""The messages, tools and template arguments of a chat request, checked and brought into the form of chat templates.
+"""The conversation of a chat request: its messages, tools and template arguments, checked, as chat templates read them.
 
 This module knows no tokens, and nothing of how answers are generated.
 """
@@ -9,7 +9,9 @@ import msgspec
 
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.openai.chat_protocol import NamedToolChoice, Tool
+from jaxpaged.entrypoints.http.openai.chat_protocol import ChatCompletionRequest, NamedToolChoice, Tool
+from jaxpaged.entrypoints.http.openai.fields import shape_of
+from jaxpaged.entrypoints.http.prepare import Conversation
 from jaxpaged.entrypoints.http.tool_use import ToolUse
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
@@ -28,6 +30,20 @@ class TemplateFields(Protocol):
     reasoning_effort: str | None
     media_io_kwargs: Any
     mm_processor_kwargs: Any
+
+
+def conversation_of(body: ChatCompletionRequest, trust_template: bool) -> Conversation:
+    """The request as all APIs have it. Raises HttpError and RequestError 400."""
+    return Conversation(
+        messages=template_messages(body.messages),
+        template=template_arguments(body, trust_template),
+        tool_use=tool_use(body.tool_choice, body.tools, body.parallel_tool_calls),
+        shape=shape_of(body),
+        include_reasoning=body.include_reasoning is not False,
+        truncation=body.truncation,
+        add_special_tokens=bool(body.add_special_tokens),
+        cache_salt=body.cache_salt,
+    )
 
 
 def template_arguments(request: TemplateFields, trust_template: bool) -> dict[str, Any]:

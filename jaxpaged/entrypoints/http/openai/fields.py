@@ -1,7 +1,8 @@
 """Fields that completions and chats have in common, and how they become `SamplingParams`.
 
 Types are checked when a body is decoded; ranges by `SamplingParams`. A field that cannot be honoured is refused here;
-fields that the API does not know are let through, as OpenAI clients expect. This module knows no endpoint.
+fields that the API does not know are let through, as OpenAI clients expect. `use_beam_search` with `n` beams asks for a
+search, of which this module knows only the parameters. It knows no endpoint.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from jaxpaged.entrypoints.http.sampling_fields import (
     check_stop,
     given,
 )
-from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
 SHAPE_NAMES = {"structured_outputs": "response_format"}
@@ -32,6 +33,12 @@ KEPT_WITH_BEAMS = (
     "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
 """Those that beam search has a use for, besides `n`, `temperature` and `seed`."""
+NEUTRAL = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+REFUSED_WITH_BEAMS = (
+    "stream", "structured_outputs", "vllm_xargs",
+    *(name for name in SAMPLING if name not in (*KEPT_WITH_BEAMS, "n", "temperature", "seed")),
+)  # fmt: skip
+"""Fields that have no meaning where nothing is drawn, unless they have their neutral values."""
 
 RENAMED = "It is called structured_outputs now"
 REFUSALS = {
@@ -115,6 +122,26 @@ def check_fields(request: GenerationFields) -> None:
             "prompt_logprobs",
         )  # fmt: skip
     check_stop("stop", request.stop)
+    check_beams(request)
+
+
+def check_beams(request: GenerationFields) -> None:
+    """Raise HttpError 400 for what has no meaning for beams, since nothing is drawn, or none without them."""
+    if not request.use_beam_search:
+        if request.length_penalty not in (None, 1.0):
+            raise HttpError(
+                400, f"length_penalty is {request.length_penalty}, but use_beam_search is not true. Set it.",
+                "length_penalty",
+            )  # fmt: skip
+        return
+    for name in REFUSED_WITH_BEAMS:
+        value = getattr(request, name)
+        if value not in (None, False, [], {}, NEUTRAL.get(name)) and (name, value) != ("top_k", -1):
+            raise HttpError(400, f"{name} is {value!r}, which beam search cannot honour. Leave it out.", name)
+    if request.response_format is not None and request.response_format.type != "text":
+        raise HttpError(
+            400, "response_format is given, but beam search has no grammars. Leave one of them out.", "response_format"
+        )
 
 
 def shape_of(request: GenerationFields) -> StructuredOutputsParams | None:
@@ -174,6 +201,16 @@ def sampling_params(
             extra_args=request.vllm_xargs,
             output_kind=kind,
         )
+
+
+def beam_params(request: GenerationFields, max_tokens: int) -> BeamSearchParams | None:
+    """The search that the request asks for: `n` beams, all of which are given. Raises RequestError."""
+    if not request.use_beam_search:
+        return None
+    names = ("temperature", "length_penalty", "ignore_eos", "include_stop_str_in_output")
+    width = 1 if request.n is None else request.n
+    with client_names({"beam_width": "n"}):
+        return BeamSearchParams(beam_width=width, max_tokens=max_tokens, **given(request, names))
 
 
 def usage_options(request: GenerationFields, force: bool) -> UsageOptions:

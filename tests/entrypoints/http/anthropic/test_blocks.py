@@ -6,16 +6,15 @@ import hypothesis
 import msgspec
 from hypothesis import strategies as st
 
-from jaxpaged.entrypoints.http.anthropic.blocks import content_of
-from jaxpaged.entrypoints.http.anthropic.events import Ending
-from jaxpaged.entrypoints.http.anthropic.message_stream import MessageStream
 from jaxpaged.entrypoints.http.anthropic.protocol import (
+    Ending,
     MessagesResponse,
     MessagesUsage,
     TextBlock,
     ThinkingBlock,
     ToolUseBlock,
 )
+from jaxpaged.entrypoints.http.anthropic.write import MessageStream, content_of
 from jaxpaged.parsing.deltas import Delta, ToolCallDelta
 
 USAGE = MessagesUsage(3, 4)

@@ -1,25 +1,106 @@
-"""Chunks of a streamed chat answer."""
+"""Results of the engine as what `/v1/chat/completions` answers: the whole, or the chunks of a stream."""
 
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
 
 import msgspec
 
 from jaxpaged.entrypoints.http.answer import AnswerReader
+from jaxpaged.entrypoints.http.generation import Numbered
 from jaxpaged.entrypoints.http.openai.chat_protocol import (
+    CalledFunction,
+    ChatChoice,
     ChatCompletionChunk,
     ChatCompletionRequest,
+    ChatCompletionResponse,
     ChatDelta,
+    ChatMessage,
     ChatStreamChoice,
+    ChatToolCall,
     ChatToolCallDelta,
     FunctionDelta,
 )
-from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, ChunkWriter, TextEvents
-from jaxpaged.entrypoints.http.openai.fields import UsageOptions
-from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, chat_logprobs
+from jaxpaged.entrypoints.http.openai.events import DONE, PLACEHOLDER, ChunkWriter, TextEvents
+from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
+from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.stages import Parsed
 from jaxpaged.messages import CompletionOutput, RequestOutput
-from jaxpaged.parsing.deltas import Delta
+from jaxpaged.parsing.deltas import Delta, ParsedMessage
+
+Chat = Parsed[ChatCompletionRequest]
+
+
+def answer(service: Service, chat: Chat, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
+    """The whole of it: `outputs` is the last result of the one prompt."""
+    [output], body = outputs, chat.body
+    usage = UsageCounter(service.options.enable_prompt_tokens_details)
+    usage.add(0, output)
+    readers = [chat.new_reader() for _ in output.outputs]
+    return ChatCompletionResponse(
+        id=chat.generation.request_id,
+        created=int(time.time()),
+        model=chat.model,
+        choices=[choice(chat, *each) for each in zip(output.outputs, readers)],
+        usage=usage.read(num_thinking=num_thinking(service, chat, readers)),
+        prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
+        prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
+        prompt_text=output.prompt if body.return_prompt_text else None,
+    )
+
+
+async def events(service: Service, chat: Chat, results: AsyncGenerator[Numbered]) -> AsyncGenerator[bytes]:
+    """The chunks of a stream, while results come."""
+    usage = usage_options(chat.body, service.options.enable_force_include_usage)
+    counter = UsageCounter(service.options.enable_prompt_tokens_details)
+    chunks = ChatStream(
+        chat.body, chat.generation.request_id, chat.model, chat.role, chat.echo, usage, counter, chat.new_reader
+    )
+    async with aclosing(results):
+        async for _, output in results:
+            for chunk in chunks.of(output):
+                yield chunk
+    if usage.at_end:
+        yield chunks.last(num_thinking(service, chat, chunks.readers))
+    yield DONE
+
+
+def num_thinking(service: Service, chat: Chat, readers: Iterable[AnswerReader]) -> int | None:
+    """Tokens of thinking, once the answers are read: of the text, so that it costs nothing while tokens come."""
+    if chat.reading.reasoning_parser is None:
+        return None
+    return sum(service.count_tokens(reader.thinking) for reader in readers)
+
+
+def choice(chat: Chat, completion: CompletionOutput, reader: AnswerReader) -> ChatChoice:
+    body, logprobs = chat.body, None
+    if completion.logprobs is not None:
+        as_ids = bool(body.return_tokens_as_token_ids)
+        logprobs = chat_logprobs(completion.token_ids, completion.logprobs, body.num_logprobs, as_ids)
+    part = reader.read(completion)
+    return ChatChoice(
+        index=completion.index,
+        message=chat_message(chat, part.message),
+        logprobs=logprobs,
+        finish_reason=part.finish_reason,
+        stop_reason=part.stop_reason,
+        token_ids=completion.token_ids if body.return_token_ids else None,
+    )
+
+
+def chat_message(chat: Chat, parsed: ParsedMessage) -> ChatMessage:
+    """Without content there is null beside calls or thinking, and an empty text where there is nothing at all."""
+    calls = [ChatToolCall(call.id, CalledFunction(call.name, call.arguments)) for call in parsed.tool_calls]
+    is_text = parsed.content is not None or not (calls or parsed.reasoning)
+    return ChatMessage(
+        role=chat.role,
+        content=chat.echo + (parsed.content or "") if is_text else chat.echo or None,
+        reasoning=parsed.reasoning,
+        tool_calls=calls or msgspec.UNSET,
+    )
 
 
 class ChatStream:
@@ -30,7 +111,7 @@ class ChatStream:
 
     def __init__(
         self,
-        wanted: ChatCompletionRequest,
+        body: ChatCompletionRequest,
         request_id: str,
         model: str,
         role: str,
@@ -44,11 +125,11 @@ class ChatStream:
         self._role = role
         self._echo = echo
         self._counter = counter
-        self._n = wanted.n or 1
-        self._top = len(wanted.logprob_token_ids) if wanted.logprob_token_ids else wanted.top_logprobs or 0
-        self._as_ids = bool(wanted.return_tokens_as_token_ids)
-        self._with_ids = bool(wanted.return_token_ids)
-        self._with_prompt = bool(wanted.return_prompt_text)
+        self._n = body.n or 1
+        self._top = body.num_logprobs or 0
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._with_ids = bool(body.return_token_ids)
+        self._with_prompt = bool(body.return_prompt_text)
         self._only_text = not (self._with_ids or usage.in_every_chunk)  # beyond what the engine may give with a token
         self._text_events: dict[int, TextEvents] = {}  # of answers that have begun
         self._begun = False

@@ -1,6 +1,6 @@
-"""Fields of a request besides its messages: what they must be, and what they become.
+"""The body of `/v1/messages` as what the engine is to do; what this API cannot do is refused by its field.
 
-Types are checked when a body is decoded; ranges by `SamplingParams`. This module knows no endpoint.
+Types are checked when a body is decoded; ranges by `SamplingParams`.
 """
 
 import re
@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxpaged.entrypoints.http.anthropic.conversation import chat_messages, continues
 from jaxpaged.entrypoints.http.anthropic.protocol import (
+    CountTokensRequest,
     MessagesPrompt,
     MessagesRequest,
     MessagesTool,
@@ -16,9 +17,12 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     ThinkingOption,
 )
 from jaxpaged.entrypoints.http.body import check_depth
-from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.prepare import Conversation
+from jaxpaged.entrypoints.http.errors import HttpError, client_names
+from jaxpaged.entrypoints.http.generation import GenerationRequest
+from jaxpaged.entrypoints.http.prepare import Conversation, prepare
 from jaxpaged.entrypoints.http.sampling_fields import check_refusals, check_stop
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.stages import Parsed
 from jaxpaged.entrypoints.http.tool_use import ToolUse
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
@@ -35,32 +39,57 @@ CHOICES = {"auto": "auto", "any": "required", "tool": "named"}
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
-def engine_names(wanted: MessagesPrompt) -> dict[str, str]:
+def parse(service: Service, body: MessagesRequest, request_id: str, model: str) -> Parsed[MessagesRequest]:
+    """Raises HttpError and RequestError 400 for what cannot be."""
+    check_prompt_fields(body)
+    check_request_fields(body)
+    check_calls_are_found(body, service.formats.tool_parser)
+    names, processor = engine_names(body), service.engine.input_processor
+    with client_names(names):
+        params = sampling_params(body, processor.defaults.sampling, processor.thinking_token_ids is not None)
+        prepared = prepare(conversation_of(body, body.cache_salt), params, service.formats, service.prompts)
+    generation = GenerationRequest(request_id, [prepared.prompt], prepared.params, names=names)
+    return Parsed(body, model, generation, prepared.reading)
+
+
+def count_tokens(service: Service, body: CountTokensRequest) -> int:
+    """How many tokens the prompt has. Raises HttpError and RequestError 400."""
+    check_prompt_fields(body)
+    conversation = conversation_of(body)
+    with client_names(engine_names(body)):
+        prompt = service.prompts.read_chat(
+            conversation.messages, conversation.truncation, conversation.add_special_tokens, None,
+            most=service.most_counted, **conversation.template,
+        )  # fmt: skip
+    return len(prompt.token_ids)
+
+
+def engine_names(body: MessagesPrompt) -> dict[str, str]:
     """The engine's name of a field -> what it is called here. Grammars come from a format or from forced tools."""
-    use = tool_use(wanted)
+    use = tool_use(body)
     grammar = "tools" if use is not None and use.is_forced else "output_config.format"
     return {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": grammar}
 
 
-def check_prompt_fields(wanted: MessagesPrompt) -> None:
+def check_prompt_fields(body: MessagesPrompt) -> None:
     """Raise HttpError 400 for fields that cannot be honoured, or contradict each other."""
-    check_refusals(wanted, REFUSALS)
-    check_tools(wanted.tools or [])
-    check_tool_choice(wanted.tool_choice, wanted.tools or [])
-    check_thinking(wanted.thinking, wanted.tool_choice)
-    effort = wanted.output_config.effort if wanted.output_config else None
+    check_refusals(body, REFUSALS)
+    check_tools(body.tools or [])
+    check_tool_choice(body.tool_choice, body.tools or [])
+    check_thinking(body.thinking, body.tool_choice)
+    effort = body.output_config.effort if body.output_config else None
     if effort is not None and effort not in EFFORTS:
         path = "output_config.effort"
         raise HttpError(400, f"{path} is {effort!r}; it must be one of {', '.join(EFFORTS)}.", path)
 
 
-def check_request_fields(wanted: MessagesRequest) -> None:
+def check_request_fields(body: MessagesRequest) -> None:
     """The same for what counts only when there is an answer."""
-    check_stop("stop_sequences", wanted.stop_sequences)
-    budget = wanted.thinking.budget_tokens if wanted.thinking else None
-    if budget is not None and budget >= wanted.max_tokens:
+    check_stop("stop_sequences", body.stop_sequences)
+    budget = body.thinking.budget_tokens if body.thinking else None
+    if budget is not None and budget >= body.max_tokens:
         path = "thinking.budget_tokens"
-        raise HttpError(400, f"{path} is {budget}; it must be less than max_tokens = {wanted.max_tokens}.", path)
+        raise HttpError(400, f"{path} is {budget}; it must be less than max_tokens = {body.max_tokens}.", path)
 
 
 def check_tools(tools: list[MessagesTool]) -> None:
@@ -117,9 +146,9 @@ def check_thinking(thinking: ThinkingOption | None, choice: MessagesToolChoice |
         )  # fmt: skip
 
 
-def check_calls_are_found(wanted: MessagesPrompt, tool_parser: str | None) -> None:
+def check_calls_are_found(body: MessagesPrompt, tool_parser: str | None) -> None:
     """Raise HttpError 400 when the model may call tools as it likes, but nobody would find the calls."""
-    use = tool_use(wanted)
+    use = tool_use(body)
     if use is not None and use.choice == "auto" and tool_parser is None:
         raise HttpError(
             400, "tools are given, but this server does not look for calls. Start it with --enable-auto-tool-choice, "
@@ -127,31 +156,31 @@ def check_calls_are_found(wanted: MessagesPrompt, tool_parser: str | None) -> No
         )  # fmt: skip
 
 
-def conversation(wanted: MessagesPrompt, cache_salt: str | None = None) -> Conversation:
+def conversation_of(body: MessagesPrompt, cache_salt: str | None = None) -> Conversation:
     """The request as all APIs have it. Raises HttpError and RequestError 400."""
-    use = tool_use(wanted)
+    use = tool_use(body)
     return Conversation(
-        messages=chat_messages(wanted),
+        messages=chat_messages(body),
         template={
-            "add_generation_prompt": not continues(wanted),
-            "continue_final_message": continues(wanted),
+            "add_generation_prompt": not continues(body),
+            "continue_final_message": continues(body),
             "tools": use.tools if use else None,
-            "template_variables": template_variables(wanted),
+            "template_variables": template_variables(body),
         },
         tool_use=use,
-        shape=answer_format(wanted),
-        include_reasoning=wanted.thinking is None or wanted.thinking.type != "disabled",
+        shape=answer_format(body),
+        include_reasoning=body.thinking is None or body.thinking.type != "disabled",
         cache_salt=cache_salt,
     )
 
 
-def tool_use(wanted: MessagesPrompt) -> ToolUse | None:
+def tool_use(body: MessagesPrompt) -> ToolUse | None:
     """The tools that the model may call, and whether it must."""
-    choice = wanted.tool_choice or MessagesToolChoice("auto")
-    if not wanted.tools or choice.type == "none":
+    choice = body.tool_choice or MessagesToolChoice("auto")
+    if not body.tools or choice.type == "none":
         return None
     return ToolUse(
-        [template_tool(tool) for tool in wanted.tools],
+        [template_tool(tool) for tool in body.tools],
         CHOICES[choice.type],
         choice.name if choice.type == "tool" else None,
         parallel=not choice.disable_parallel_tool_use,
@@ -164,35 +193,35 @@ def template_tool(tool: MessagesTool) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name, **description, "parameters": tool.input_schema}}
 
 
-def template_variables(wanted: MessagesPrompt) -> dict[str, Any]:
+def template_variables(body: MessagesPrompt) -> dict[str, Any]:
     """What chat templates read besides messages and tools. They call the switch for thinking by one of two names."""
     variables: dict[str, Any] = {}
-    if wanted.thinking is not None:
-        thinks = wanted.thinking.type != "disabled"
+    if body.thinking is not None:
+        thinks = body.thinking.type != "disabled"
         variables = {"enable_thinking": thinks, "thinking": thinks}
-    if wanted.output_config is not None and wanted.output_config.effort is not None:
-        variables["reasoning_effort"] = wanted.output_config.effort
-    check_depth("chat_template_kwargs", wanted.chat_template_kwargs)
-    return {**variables, **(wanted.chat_template_kwargs or {})}
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
+    check_depth("chat_template_kwargs", body.chat_template_kwargs)
+    return {**variables, **(body.chat_template_kwargs or {})}
 
 
-def sampling_params(wanted: MessagesRequest, defaults: Mapping[str, Any], limits_thinking: bool) -> SamplingParams:
+def sampling_params(body: MessagesRequest, defaults: Mapping[str, Any], limits_thinking: bool) -> SamplingParams:
     """The request's own parameters over the model's `defaults`. Raises RequestError for values that cannot be.
 
     `limits_thinking`: whether thinking can be cut short for this model; if not, a budget is a target only.
     """
-    own = {"temperature": wanted.temperature, "top_p": wanted.top_p, "top_k": wanted.top_k}
-    if limits_thinking and wanted.thinking is not None and wanted.thinking.type == "enabled":
-        own["thinking_token_budget"] = wanted.thinking.budget_tokens
+    own = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    if limits_thinking and body.thinking is not None and body.thinking.type == "enabled":
+        own["thinking_token_budget"] = body.thinking.budget_tokens
     given = {name: value for name, value in own.items() if value is not None}
     return SamplingParams(
-        **{**defaults, **given, "max_tokens": wanted.max_tokens, "stop": wanted.stop_sequences},
-        output_kind=RequestOutputKind.DELTA if wanted.stream else RequestOutputKind.FINAL_ONLY,
+        **{**defaults, **given, "max_tokens": body.max_tokens, "stop": body.stop_sequences},
+        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     )
 
 
-def answer_format(wanted: MessagesPrompt) -> StructuredOutputsParams | None:
+def answer_format(body: MessagesPrompt) -> StructuredOutputsParams | None:
     """What the answer must look like, when the request says so. Raises RequestError for a schema that is none."""
-    if wanted.output_config is None or wanted.output_config.format is None:
+    if body.output_config is None or body.output_config.format is None:
         return None
-    return StructuredOutputsParams(json=wanted.output_config.format.schema)
+    return StructuredOutputsParams(json=body.output_config.format.schema)

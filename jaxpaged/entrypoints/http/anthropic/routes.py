@@ -1,0 +1,30 @@
+"""The routes `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxpaged.entrypoints.http.anthropic import parse, write
+from jaxpaged.entrypoints.http.anthropic.protocol import CountTokensRequest, CountTokensResponse, MessagesRequest
+from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.stages import Stages, respond
+
+MESSAGES = Stages("msg", MessagesRequest, parse.parse, write.answer, write.events, write.late_error)
+
+
+class Messages:
+    """The endpoints."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def create(self, request: Request) -> Response:
+        """Answer one conversation, at once or as a stream (Anthropic's API)."""
+        return await respond(self._service, MESSAGES, request)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens a conversation has as a prompt (Anthropic's API)."""
+        service = self._service
+        body = await read_struct(request, CountTokensRequest, service.options.max_body_bytes)
+        service.check_model(body.model)
+        return json_response(CountTokensResponse(await off_loop(parse.count_tokens, service, body)))

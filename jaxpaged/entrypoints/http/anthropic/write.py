@@ -1,0 +1,259 @@
+"""Results of the engine as what `/v1/messages` answers: the whole message, or the events of a stream.
+
+What the model wrote comes in blocks: text, thinking and calls. Message and stream come from the same deltas, which are
+cut into blocks in the same way: a block lasts as long as deltas are of its kind.
+"""
+
+import hashlib
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+
+from jaxpaged.entrypoints.http.answer import AnswerPart
+from jaxpaged.entrypoints.http.anthropic.errors import messages_error
+from jaxpaged.entrypoints.http.anthropic.protocol import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    Ending,
+    Event,
+    InputJsonDelta,
+    MessageDelta,
+    MessagesRequest,
+    MessagesResponse,
+    MessageStart,
+    MessageStop,
+    MessagesUsage,
+    OutputBlock,
+    Ping,
+    SignatureDelta,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ToolUseBlock,
+)
+from jaxpaged.entrypoints.http.errors import RETRY_AFTER, HttpError, error_message
+from jaxpaged.entrypoints.http.generation import Numbered
+from jaxpaged.entrypoints.http.openai.usage import UsageCounter
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.stages import Parsed
+from jaxpaged.messages import RequestOutput
+from jaxpaged.parsing.deltas import Delta
+
+ENCODER = msgspec.json.Encoder()
+PIECES = {"text": TextDelta, "thinking": ThinkingDelta, "tool_use": InputJsonDelta}
+"""Kind of a block -> what its pieces are."""
+
+Asked = Parsed[MessagesRequest]
+
+
+def answer(service: Service, asked: Asked, outputs: Sequence[RequestOutput]) -> MessagesResponse:
+    """The whole of it: `outputs` is the last result of the one prompt."""
+    [output], counter = outputs, UsageCounter(service.options.enable_prompt_tokens_details)
+    counter.add(0, output)
+    part = asked.new_reader().read(output.outputs[0])
+    content = content_of(part.deltas)
+    has_calls = any(isinstance(block, ToolUseBlock) for block in content)
+    return message(asked, counter, content, ending(asked, part, counter, has_calls))
+
+
+async def events(service: Service, asked: Asked, results: AsyncGenerator[Numbered]) -> AsyncGenerator[bytes]:
+    """The events of a stream, while results come: the first opens the message, and the last closes it."""
+    counter, reader = UsageCounter(service.options.enable_prompt_tokens_details), asked.new_reader()
+    told, begun, has_calls = MessageStream(), False, False
+    async with aclosing(results):
+        async for _, output in results:
+            counter.add(0, output)
+            if not begun:
+                begun = True
+                for event in told.start(message(asked, counter, [])):
+                    yield frame(event)
+            part = reader.read(output.outputs[0])
+            has_calls = has_calls or any(delta.tool_call is not None for delta in part.deltas)
+            for event in told.of(part.deltas):
+                yield frame(event)
+            if part.finish_reason is not None:
+                end = ending(asked, part, counter, has_calls)
+                for event in told.end(end, usage_of(counter)):
+                    yield frame(event)
+
+
+# ---- the message
+
+
+def message(asked: Asked, counter: UsageCounter, content: list, end: Ending | None = None) -> MessagesResponse:
+    """The message with this content; without an end it is the beginning of a stream."""
+    return MessagesResponse(
+        id=asked.generation.request_id,
+        model=asked.model,
+        content=content,
+        stop_reason=end.stop_reason if end else None,
+        stop_sequence=end.stop_sequence if end else None,
+        usage=usage_of(counter),
+    )
+
+
+def ending(asked: Asked, part: AnswerPart, counter: UsageCounter, has_calls: bool) -> Ending:
+    """How the message ended.
+
+    Raises HttpError 503 when the request was aborted: there is no word for an answer that the server did not end.
+    """
+    stop_sequence = part.stop_reason if isinstance(part.stop_reason, str) else None
+    if part.finish_reason == "length":
+        room_left = counter.read().completion_tokens < asked.body.max_tokens
+        return Ending("model_context_window_exceeded" if room_left else "max_tokens", stop_sequence)
+    if part.finish_reason not in ("stop", "tool_calls"):
+        raise HttpError(503, "The request was aborted on the server. Send it again.", headers=RETRY_AFTER)
+    if stop_sequence is not None:
+        return Ending("stop_sequence", stop_sequence)
+    return Ending("tool_use" if has_calls else "end_turn", None)
+
+
+def usage_of(counter: UsageCounter) -> MessagesUsage:
+    """Tokens from the prefix cache do not count as input; without details they are not told apart."""
+    counted = counter.read()
+    cached = counted.prompt_tokens_details.cached_tokens if counted.prompt_tokens_details else 0
+    return MessagesUsage(counted.prompt_tokens - cached, counted.completion_tokens, cache_read_input_tokens=cached)
+
+
+# ---- its blocks
+
+
+@dataclass
+class OpenBlock:
+    """A block while it is being written."""
+
+    kind: str  # "text", "thinking" or "tool_use"
+    call: int | None = None  # number of the call
+    id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    def belongs(self, delta: Delta) -> bool:
+        call = delta.tool_call
+        return kind_of(delta) == self.kind and (call is None or call.index == self.call)
+
+    def begun(self) -> OutputBlock:
+        """The block before its first piece."""
+        match self.kind:
+            case "thinking":
+                return ThinkingBlock("", "")
+            case "tool_use":
+                return ToolUseBlock(self.id, self.name, {})
+        return TextBlock("")
+
+    def ended(self) -> OutputBlock:
+        """The whole block."""
+        text = "".join(self.pieces)
+        match self.kind:
+            case "thinking":
+                return ThinkingBlock(text, signature(text))
+            case "tool_use":
+                return ToolUseBlock(self.id, self.name, input_of(text))
+        return TextBlock(text)
+
+
+def kind_of(delta: Delta) -> str:
+    if delta.tool_call is not None:
+        return "tool_use"
+    return "text" if delta.reasoning is None else "thinking"
+
+
+def text_of(delta: Delta) -> str:
+    """The piece of text, of thinking, or of a call's input as JSON."""
+    if delta.tool_call is not None:
+        return delta.tool_call.arguments
+    return (delta.content if delta.reasoning is None else delta.reasoning) or ""
+
+
+def open_block(delta: Delta) -> OpenBlock:
+    call = delta.tool_call
+    return OpenBlock("tool_use", call.index, call.id or "", call.name or "") if call else OpenBlock(kind_of(delta))
+
+
+def signature(thinking: str) -> str:
+    """Clients leave out thinking without a signature. There is nothing to keep secret, so it is a digest."""
+    return hashlib.sha256(thinking.encode()).hexdigest()
+
+
+def input_of(arguments: str) -> dict:
+    """A call's input; an empty object when the model was cut off or wrote no JSON object."""
+    try:
+        return msgspec.json.decode(arguments, type=dict)
+    except msgspec.DecodeError:
+        return {}
+
+
+def content_of(deltas: Iterable[Delta]) -> list[OutputBlock]:
+    """The blocks that deltas add up to; an answer without any is an empty text."""
+    blocks: list[OpenBlock] = []
+    for delta in deltas:
+        if not blocks or not blocks[-1].belongs(delta):
+            blocks.append(open_block(delta))
+        blocks[-1].pieces.append(text_of(delta))
+    return [block.ended() for block in blocks] or [TextBlock("")]
+
+
+# ---- its events
+
+
+class MessageStream:
+    """Turns the deltas of one answer into events."""
+
+    def __init__(self) -> None:
+        self._block: OpenBlock | None = None
+        self._index = -1  # of the newest block
+
+    def start(self, message: MessagesResponse) -> Iterator[Event]:
+        """`message` has no content yet."""
+        yield MessageStart(message)
+        yield Ping()
+
+    def of(self, deltas: Iterable[Delta]) -> Iterator[Event]:
+        for delta in deltas:
+            if self._block is None or not self._block.belongs(delta):
+                yield from self._close()
+                yield from self._open(open_block(delta))
+            if piece := text_of(delta):
+                self._block.pieces.append(piece)
+                yield BlockDelta(self._index, PIECES[self._block.kind](piece))
+
+    def end(self, ending: Ending, usage: MessagesUsage) -> Iterator[Event]:
+        """The last block's end and the message's; an answer without any block gets an empty text."""
+        if self._index < 0:
+            self._index = 0
+            yield BlockStart(0, TextBlock(""))
+            yield BlockStop(0)
+        yield from self._close()
+        yield MessageDelta(ending, usage)
+        yield MessageStop()
+
+    def _open(self, block: OpenBlock) -> Iterator[Event]:
+        self._block = block
+        self._index += 1
+        yield BlockStart(self._index, block.begun())
+
+    def _close(self) -> Iterator[Event]:
+        if self._block is None:
+            return
+        if self._block.kind == "thinking":
+            yield BlockDelta(self._index, SignatureDelta(signature("".join(self._block.pieces))))
+        self._block = None
+        yield BlockStop(self._index)
+
+
+def frame(event: Event) -> bytes:
+    """The bytes of an event."""
+    return named(event.__struct_config__.tag, ENCODER.encode(event))
+
+
+def late_error(error: HttpError) -> bytes:
+    """An error in a stream that has begun: it takes the place of the rest."""
+    return named("error", ENCODER.encode(messages_error(error.status, error_message(error))))
+
+
+def named(name: str, data: bytes) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)

@@ -1,0 +1,65 @@
+"""The body of `/v1/chat/completions` as what the engine is to do; what this API cannot do is refused by its field."""
+
+from jaxpaged.entrypoints.http.errors import HttpError, client_names
+from jaxpaged.entrypoints.http.generation import GenerationRequest
+from jaxpaged.entrypoints.http.openai.chat_protocol import ChatCompletionRequest
+from jaxpaged.entrypoints.http.openai.conversation import conversation_of, text_of
+from jaxpaged.entrypoints.http.openai.fields import beam_params, check_fields, sampling_params, shape_name
+from jaxpaged.entrypoints.http.prepare import prepare
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.stages import Parsed
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+
+ENGINE_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
+"""The engine's name of a field -> what it is called in a chat."""
+
+
+def parse(service: Service, body: ChatCompletionRequest, request_id: str, model: str) -> Parsed[ChatCompletionRequest]:
+    """Raises HttpError and RequestError 400 for what cannot be."""
+    check(body)
+    params, beams = params_of(service, body)
+    service.traffic.check_num_sequences(1, body.n or 1)
+    conversation, names = conversation_of(body, service.options.trust_request_chat_template), names_of(body)
+    with client_names(names):
+        prepared = prepare(conversation, params, service.formats, service.prompts)
+    last = conversation.messages[-1]
+    role = "assistant" if conversation.template["add_generation_prompt"] else last["role"]
+    echo = text_of(last) if body.echo and last["role"] == role else ""
+    generation = GenerationRequest(request_id, [prepared.prompt], prepared.params, body.priority or 0, names, beams)
+    return Parsed(body, model, generation, prepared.reading, role, echo)
+
+
+def params_of(service: Service, body: ChatCompletionRequest) -> tuple[SamplingParams, BeamSearchParams | None]:
+    """Without a limit of its own a request gets the model's, or the rest of the context."""
+    defaults = service.engine.input_processor.defaults.sampling
+    limits = (body.max_completion_tokens, body.max_tokens, defaults.get("max_tokens"))
+    max_tokens = next((limit for limit in limits if limit is not None), None)
+    own_names = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+    with client_names({**ENGINE_NAMES, **own_names}):
+        params = sampling_params(body, defaults, max_tokens=max_tokens, logprobs=body.num_logprobs)
+        return params, beam_params(body, service.model.max_model_len if max_tokens is None else max_tokens)
+
+
+def check(body: ChatCompletionRequest) -> None:
+    """Raise HttpError 400 for what this API cannot do."""
+    check_fields(body)
+    if body.use_beam_search and body.tool_choice not in (None, "auto", "none"):
+        raise HttpError(
+            400, "tool_choice forces a call, but beam search has no grammars. Leave one of them out.", "tool_choice"
+        )
+    if body.top_logprobs and not body.logprobs:
+        raise HttpError(400, f"top_logprobs is {body.top_logprobs}, but logprobs is not true. Set it.", "top_logprobs")
+    if body.top_logprobs is not None and body.top_logprobs < -1:
+        raise HttpError(
+            400, f"top_logprobs is {body.top_logprobs}; it must be at least -1, which means all.", "top_logprobs"
+        )
+    if body.logprob_token_ids and not body.logprobs:
+        raise HttpError(400, "logprob_token_ids is given, but logprobs is not true. Set it.", "logprob_token_ids")
+
+
+def names_of(body: ChatCompletionRequest) -> dict[str, str]:
+    """What the request calls the engine's fields. The shape of forced calls follows from the tools."""
+    own = shape_name(body)
+    if body.tools and body.tool_choice not in (None, "auto", "none"):
+        own = {"structured_outputs": "tools"}
+    return {**ENGINE_NAMES, **own}

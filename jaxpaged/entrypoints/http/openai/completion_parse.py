@@ -1,0 +1,77 @@
+"""The body of `/v1/completions` as what the engine is to do; what this API cannot do is refused by its field."""
+
+from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.generation import GenerationRequest
+from jaxpaged.entrypoints.http.openai.completion_protocol import DEFAULT_MAX_TOKENS, CompletionRequest
+from jaxpaged.entrypoints.http.openai.fields import beam_params, check_fields, sampling_params, shape_name, shape_of
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.stages import Parsed
+from jaxpaged.sampling_params import SamplingParams
+
+MAX_PROMPTS = 1024
+
+
+def parse(service: Service, body: CompletionRequest, request_id: str, model: str) -> Parsed[CompletionRequest]:
+    """Raises HttpError and RequestError 400 for what cannot be."""
+    check(body)
+    params, given = params_of(service, body), prompts_of(body.prompt)
+    beams = beam_params(body, params.max_tokens)
+    service.traffic.check_num_sequences(len(given), body.n or 1)
+    prompts = service.prompts.read(given, body.truncation, body.add_special_tokens is not False, body.cache_salt)
+    repeats = bool(body.echo or body.return_token_ids)
+    generation = GenerationRequest(
+        request_id, prompts, params, body.priority or 0, shape_name(body), beams, repeats_prompt=repeats
+    )
+    return Parsed(body, model, generation)
+
+
+def params_of(service: Service, body: CompletionRequest) -> SamplingParams:
+    """With an echo, log probabilities are those of the prompt too; the engine computes at least one token."""
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.echo and max_tokens == 0:
+        max_tokens = 1
+    defaults = service.engine.input_processor.defaults.sampling
+    params = sampling_params(body, defaults, max_tokens=max_tokens, logprobs=body.logprobs)
+    params.structured_outputs = shape_of(body)
+    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+        params.prompt_logprobs, params.skip_reading_prefix_cache = body.logprobs, True
+    return params
+
+
+def check(body: CompletionRequest) -> None:
+    """Raise HttpError 400 for what this API cannot do."""
+    check_fields(body)
+    if body.use_beam_search and body.echo and body.logprobs is not None:
+        raise HttpError(
+            400, "echo and logprobs are given, but beam search has no log probabilities of the prompt. Leave one out.",
+            "echo",
+        )  # fmt: skip
+    if body.suffix:
+        raise HttpError(400, "suffix is given, but the model does not fill in the middle. Leave it out.", "suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise HttpError(
+            400, f"best_of is {body.best_of} and n is {body.n or 1}, but all sequences are returned. Leave it out.",
+            "best_of",
+        )  # fmt: skip
+    if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
+        raise HttpError(
+            400, f"n is {body.n}, but a stream with echo and logprobs has one sequence. Set stream to false.", "n"
+        )  # fmt: skip
+    if body.logprobs is not None and body.logprobs < -1:
+        raise HttpError(400, f"logprobs is {body.logprobs}; it must be at least -1, which means all.", "logprobs")
+
+
+def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts of a request, each as text or token ids. Raises HttpError 400 for a mixture and for too many."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise HttpError(400, "prompt is an empty list. Give at least one prompt.", "prompt")
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [prompt]
+    if len(kinds) > 1:
+        raise HttpError(400, "prompt mixes texts, ids and lists of ids. Give a list of one kind.", "prompt")
+    if len(prompt) > MAX_PROMPTS:
+        raise HttpError(400, f"prompt has {len(prompt)} prompts; one request may have {MAX_PROMPTS}.", "prompt")
+    return prompt

@@ -1,0 +1,227 @@
+"""Results of the engine as what `/v1/completions` answers: the whole, or the chunks of a stream.
+
+A sequence shows text, tokens and log probabilities, and the prompt before them where it is echoed.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+
+from jaxpaged.engine.input.tokenizer import Tokenizer
+from jaxpaged.entrypoints.http.generation import Numbered
+from jaxpaged.entrypoints.http.openai.completion_protocol import (
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+    CompletionStreamChoice,
+)
+from jaxpaged.entrypoints.http.openai.events import DONE, PLACEHOLDER, Chunk, ChunkWriter, TextEvents
+from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
+from jaxpaged.entrypoints.http.openai.logprobs import (
+    Candidates,
+    CompletionLogprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from jaxpaged.entrypoints.http.openai.usage import UsageCounter
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.stages import Parsed
+from jaxpaged.messages import CompletionOutput, RequestOutput
+
+
+def answer(service: Service, parsed: Parsed[CompletionRequest], outputs: Sequence[RequestOutput]) -> CompletionResponse:
+    """The whole of it: `outputs` are the last results of all prompts."""
+    body, tokenizer = parsed.body, service.engine.input_processor.tokenizer
+    style, usage = style_of(body), UsageCounter(service.options.enable_prompt_tokens_details)
+    all_choices = []
+    for number, output in enumerate(outputs):
+        usage.add(number, output, num_dropped=style.num_dropped(output))
+        all_choices += choices(body, style, number * (body.n or 1), output, tokenizer)
+    return CompletionResponse(
+        id=parsed.generation.request_id, created=int(time.time()), model=parsed.model, choices=all_choices,
+        usage=usage.read(),
+    )  # fmt: skip
+
+
+async def events(
+    service: Service, parsed: Parsed[CompletionRequest], results: AsyncGenerator[Numbered]
+) -> AsyncGenerator[bytes]:
+    """The chunks of a stream, while results come."""
+    body, options = parsed.body, service.options
+    usage = usage_options(body, options.enable_force_include_usage)
+    chunks = CompletionStream(
+        parsed.generation.request_id, parsed.model, style_of(body), service.engine.input_processor.tokenizer, usage,
+        UsageCounter(options.enable_prompt_tokens_details), n=parsed.generation.params.n,
+        with_ids=bool(body.return_token_ids),
+    )  # fmt: skip
+    async with aclosing(results):
+        async for number, output in results:
+            for chunk in chunks.of(number, output):
+                yield chunk
+    if usage.at_end:
+        yield chunks.last()
+    yield DONE
+
+
+@dataclass(frozen=True)
+class CompletionStyle:
+    """What the request wants to see. `only_echo`: the prompt and nothing of what the engine had to compute."""
+
+    logprobs: bool
+    echo: bool
+    only_echo: bool
+    as_token_ids: bool
+
+    def num_dropped(self, output: RequestOutput) -> int:
+        """Tokens of a result that the client does not get."""
+        return sum(len(each.token_ids) for each in output.outputs) if self.only_echo else 0
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A piece of one sequence as the client sees it."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: CompletionLogprobs | None
+
+
+class SequenceText:
+    """One sequence of a completion; pieces come in order, and the first one has the echo."""
+
+    def __init__(self, style: CompletionStyle, tokenizer: Tokenizer):
+        self._style = style
+        self._tokenizer = tokenizer
+        self._offset = 0  # characters of tokens shown so far
+        self._begun = False
+
+    def show(self, output: RequestOutput, completion: CompletionOutput) -> Shown:
+        """The next piece, or the whole of a final result."""
+        style = self._style
+        text, token_ids = completion.text, completion.token_ids
+        positions: Sequence[Candidates | None] = completion.logprobs or ()
+        texts: Sequence[str] = ()
+        if style.only_echo:
+            text, token_ids, positions = "", [], ()
+        if style.echo and not self._begun:
+            prompt_ids = output.prompt_token_ids
+            text = self._prompt_text(output) + text
+            token_ids = [*prompt_ids, *token_ids]
+            positions = [*(output.prompt_logprobs or [None] * len(prompt_ids)), *positions]
+            texts = [self._tokenizer.piece(token_id) for token_id in prompt_ids]
+        self._begun = True
+        return Shown(text, token_ids, self._logprobs(token_ids, positions, texts) if style.logprobs else None)
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        """As it was given; ids are turned into text."""
+        if output.prompt is not None:
+            return output.prompt
+        return self._tokenizer.decode(output.prompt_token_ids)
+
+    def _logprobs(
+        self, token_ids: Sequence[int], positions: Sequence[Candidates | None], texts: Sequence[str]
+    ) -> CompletionLogprobs:
+        shown = completion_logprobs(token_ids, positions, self._style.as_token_ids, offset=self._offset, texts=texts)
+        self._offset += sum(map(len, shown.tokens))
+        return shown
+
+
+class CompletionStream:
+    """Turns results of prompts, each with `n` sequences, into events."""
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        style: CompletionStyle,
+        tokenizer: Tokenizer,
+        usage: UsageOptions,
+        counter: UsageCounter,
+        *,
+        n: int,
+        with_ids: bool,
+    ):
+        self._chunks = ChunkWriter(Chunk, "text_completion", request_id, model, usage, counter)
+        self._style = style
+        self._counter = counter
+        self._n = n
+        self._with_ids = with_ids
+        self._only_text = not (style.logprobs or style.echo or with_ids or usage.in_every_chunk)
+        self._text_events: dict[int, TextEvents] = {}  # of sequences that have begun, if text is all there is
+        self._sequences: dict[int, SequenceText] = defaultdict(lambda: SequenceText(style, tokenizer))
+
+    def of(self, number: int, output: RequestOutput) -> Iterator[bytes]:
+        """Events of a new result of prompt `number`: one for every sequence that has something new."""
+        self._counter.add(number, output, self._style.num_dropped(output) if self._style.only_echo else 0)
+        for completion in output.outputs:
+            index = number * self._n + completion.index
+            if self._only_text and completion.finish_reason is None:
+                if completion.text or completion.token_ids:
+                    yield self._text_event(index, completion.text)
+                continue
+            first = index not in self._sequences
+            shown = self._sequences[index].show(output, completion)
+            if shown.text or shown.token_ids or completion.finish_reason is not None:
+                yield self._chunks.chunk(self._choice(index, shown, output, completion, first))
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        events = self._text_events.get(index)
+        if events is None:
+            choice = CompletionStreamChoice(index=index, text=PLACEHOLDER, logprobs=None, finish_reason=None)
+            events = self._text_events[index] = TextEvents(self._chunks.chunk(choice))
+        return events.of(text)
+
+    def last(self) -> bytes:
+        """The event with the usage of the whole request."""
+        return self._chunks.last()
+
+    def _choice(
+        self, index: int, shown: Shown, output: RequestOutput, completion: CompletionOutput, first: bool
+    ) -> CompletionStreamChoice:
+        finish_reason = completion.finish_reason
+        ended = finish_reason is not None
+        only_echo = self._style.only_echo
+        return CompletionStreamChoice(
+            index=index,
+            text=shown.text,
+            logprobs=shown.logprobs,
+            finish_reason="length" if ended and only_echo else finish_reason,
+            stop_reason=completion.stop_reason if ended and not only_echo else msgspec.UNSET,
+            token_ids=list(completion.token_ids) if self._with_ids else None,
+            prompt_token_ids=output.prompt_token_ids if self._with_ids and first else None,
+        )
+
+
+def choices(
+    body: CompletionRequest, style: CompletionStyle, first_index: int, output: RequestOutput, tokenizer: Tokenizer
+) -> list[CompletionChoice]:
+    """The sequences of one prompt."""
+    shown, of_prompt = [], prompt_logprobs(output.prompt_logprobs)
+    for each in output.outputs:
+        piece = SequenceText(style, tokenizer).show(output, each)
+        shown.append(
+            CompletionChoice(
+                index=first_index + each.index,
+                text=piece.text,
+                logprobs=piece.logprobs,
+                finish_reason="length" if style.only_echo else each.finish_reason,
+                stop_reason=None if style.only_echo else each.stop_reason,
+                token_ids=list(each.token_ids) if body.return_token_ids else None,
+                prompt_logprobs=of_prompt,
+                prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
+            )
+        )
+    return shown
+
+
+def style_of(body: CompletionRequest) -> CompletionStyle:
+    return CompletionStyle(
+        logprobs=body.logprobs is not None,
+        echo=bool(body.echo),
+        only_echo=bool(body.echo) and body.max_tokens == 0,
+        as_token_ids=bool(body.return_tokens_as_token_ids),
+    )

@@ -1,0 +1,31 @@
+"""The routes `POST /v1/completions` and `POST /v1/chat/completions`."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxpaged.entrypoints.http.openai import chat_parse, chat_write, completion_parse, completion_write
+from jaxpaged.entrypoints.http.openai.chat_protocol import ChatCompletionRequest
+from jaxpaged.entrypoints.http.openai.completion_protocol import CompletionRequest
+from jaxpaged.entrypoints.http.openai.events import late_error
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.stages import Stages, respond
+
+COMPLETIONS = Stages(
+    "cmpl", CompletionRequest, completion_parse.parse, completion_write.answer, completion_write.events, late_error
+)
+CHATS = Stages("chatcmpl", ChatCompletionRequest, chat_parse.parse, chat_write.answer, chat_write.events, late_error)
+
+
+class Generation:
+    """The endpoints."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def complete(self, request: Request) -> Response:
+        """Continue one prompt or several, at once or as a stream."""
+        return await respond(self._service, COMPLETIONS, request)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer one conversation, at once or as a stream."""
+        return await respond(self._service, CHATS, request)

@@ -1,0 +1,88 @@
+"""How every API answers what asks for text: in four stages, each of which hands its result to the next.
+
+    protocol   the structs of the body and of the answer
+    parse      body -> Parsed: what the engine is to do; what cannot be is refused here, by the name of its field
+    generate   Parsed -> results of the engine (`generation.py`)
+    write      results -> the answer, or the events of a stream
+
+An API declares its stages as `Stages`; `respond` is the route of all of them. This module knows no API.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxpaged.entrypoints.http.answer import AnswerReader, Reading
+from jaxpaged.entrypoints.http.auth import client_of
+from jaxpaged.entrypoints.http.beams import collect_or_search
+from jaxpaged.entrypoints.http.big_answer import answer_of
+from jaxpaged.entrypoints.http.body import off_loop, read_struct
+from jaxpaged.entrypoints.http.errors import HttpError, client_names
+from jaxpaged.entrypoints.http.generation import GenerationRequest, Numbered, stream
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.messages import RequestOutput
+
+
+@dataclass(frozen=True)
+class Parsed[Body]:
+    """A request that was checked: what the client said, and what the engine is to do for it.
+
+    `model` is the name under which the answer goes out, `role` who gives it in a chat, and `echo` the beginning of the
+    last message where the client wants it repeated.
+    """
+
+    body: Body
+    model: str
+    generation: GenerationRequest
+    reading: Reading = Reading()
+    role: str = "assistant"
+    echo: str = ""
+
+    def new_reader(self) -> AnswerReader:
+        """What reads one of the answers."""
+        return AnswerReader(self.reading, self.generation.prompts[0].text)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of one API. `prefix` begins its ids; its body has `model` and `stream`, and may have `request_id`."""
+
+    prefix: str
+    body: type
+    parse: Callable[[Service, Any, str, str], Parsed]  # of a body, with the request's id and the model's name
+    answer: Callable[[Service, Parsed, Sequence[RequestOutput]], Any]
+    events: Callable[[Service, Parsed, AsyncGenerator[Numbered]], AsyncGenerator[bytes]]
+    late_error: Callable[[HttpError], bytes]
+
+
+async def respond(service: Service, stages: Stages, request: Request) -> Response:
+    """The answer to a request, or the stream of its events."""
+    body = await read_struct(request, stages.body, service.options.max_body_bytes)
+    model = service.check_model(body.model)
+    request_id = service.request_id(request, stages.prefix, getattr(body, "request_id", None))
+    parsed = await parse(service, stages, body, request_id, model, client_of(request))
+    if body.stream:
+        results = stream(service.engine, service.traffic, parsed.generation)
+        return service.streamed(request_id, stages.events(service, parsed, results), stages.late_error)
+    return await service.answered(request, request_id, answer(service, stages, parsed))
+
+
+async def parse(service: Service, stages: Stages, body: Any, request_id: str, model: str, client: str) -> Parsed:
+    """The stage `parse`, off the loop where it takes long. A shape is checked in the turns of the client that asks.
+
+    Raises HttpError and RequestError 400 for what cannot be.
+    """
+    parsed = await off_loop(stages.parse, service, body, request_id, model)
+    with client_names(parsed.generation.names):
+        await service.check_shape_for(client)(parsed.generation.params.structured_outputs)
+    return parsed
+
+
+async def answer(service: Service, stages: Stages, parsed: Parsed) -> Response:
+    """The stages `generate` and `write`, for a client that waits for the whole."""
+    outputs = await collect_or_search(service.engine, service.traffic, parsed.generation)
+    size = parsed.generation.size_of(outputs)
+    return await answer_of(size, lambda: stages.answer(service, parsed, outputs))
