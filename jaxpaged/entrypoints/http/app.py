@@ -59,10 +59,9 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
 from jaxpaged.entrypoints.http.pooling.scoring import Scoring
 from jaxpaged.entrypoints.http.pooling.vectors import Vectors
 from jaxpaged.entrypoints.http.request_counts import CountRequests
-from jaxpaged.entrypoints.http.responses.api import Responses
-from jaxpaged.entrypoints.http.responses.request import ResponsesRequest
-from jaxpaged.entrypoints.http.responses.response import DeletedResponse
-from jaxpaged.entrypoints.http.responses.response import Response as ResponseObject
+from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, ResponsesRequest
+from jaxpaged.entrypoints.http.responses.protocol import Response as ResponseObject
+from jaxpaged.entrypoints.http.responses.routes import Responses
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.trace_context import TraceContext
 

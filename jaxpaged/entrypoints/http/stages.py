@@ -71,14 +71,19 @@ async def respond(service: Service, stages: Stages, request: Request) -> Respons
 
 
 async def parse(service: Service, stages: Stages, body: Any, request_id: str, model: str, client: str) -> Parsed:
-    """The stage `parse`, off the loop where it takes long. A shape is checked in the turns of the client that asks.
+    """The stage `parse`, off the loop where it takes long.
 
     Raises HttpError and RequestError 400 for what cannot be.
     """
     parsed = await off_loop(stages.parse, service, body, request_id, model)
-    with client_names(parsed.generation.names):
-        await service.check_shape_for(client)(parsed.generation.params.structured_outputs)
+    await check_shape(service, parsed.generation, client)
     return parsed
+
+
+async def check_shape(service: Service, generation: GenerationRequest, client: str) -> None:
+    """Raise RequestError 400 for a shape that cannot be; it is looked at in the turns of the client that asks."""
+    with client_names(generation.names):
+        await service.check_shape_for(client)(generation.params.structured_outputs)
 
 
 async def answer(service: Service, stages: Stages, parsed: Parsed) -> Response:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from jaxpaged.entrypoints.http.errors import RETRY_AFTER, HttpError
-from jaxpaged.entrypoints.http.responses.response import Response
+from jaxpaged.entrypoints.http.responses.protocol import Response
 from jaxpaged.entrypoints.http.sse import KEEP_ALIVE
 
 MAX_FORGOTTEN = 10_000

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxpaged.entrypoints.http.app import create_app
-from jaxpaged.entrypoints.http.responses.request import ResponsesRequest
+from jaxpaged.entrypoints.http.responses.protocol import ResponsesRequest
 from tests.entrypoints.http.asgi_client import Client
 from tests.entrypoints.http.live_server import make_service
 from tests.entrypoints.http.responses.answering import PARSERS, WEATHER

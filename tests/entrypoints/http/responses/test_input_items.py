@@ -1,6 +1,6 @@
 """Items to messages: a turn of the model is one message, and few templates take two system messages."""
 
-from jaxpaged.entrypoints.http.responses.input_items import Turns, input_items
+from jaxpaged.entrypoints.http.responses.conversation import Turns, input_items
 
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "c", "output": "3"}

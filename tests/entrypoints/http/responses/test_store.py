@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.responses.response import Response
+from jaxpaged.entrypoints.http.responses.protocol import Response
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
 
 ME, YOU = b"me", b"you"

@@ -6,7 +6,7 @@ from jaxpaged.engine.input.long_text import PromptTooLongError
 from jaxpaged.entrypoints.http.answer import Reading
 from jaxpaged.entrypoints.http.prepare import Prepared
 from jaxpaged.entrypoints.http.prompts import TokenPrompt
-from jaxpaged.entrypoints.http.responses.truncation import newest_that_fit
+from jaxpaged.entrypoints.http.responses.conversation import newest_that_fit
 from jaxpaged.sampling_params import SamplingParams
 
 MESSAGES = [{"role": role, "content": str(i)} for i, role in enumerate(["system", *["user", "assistant", "tool"] * 4])]

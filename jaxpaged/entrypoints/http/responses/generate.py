@@ -8,41 +8,41 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 
-from jaxpaged.entrypoints.http.answer import AnswerReader
 from jaxpaged.entrypoints.http.big_answer import SMALL_ANSWER, encoded
 from jaxpaged.entrypoints.http.errors import as_http_error
+from jaxpaged.entrypoints.http.generation import Numbered
 from jaxpaged.entrypoints.http.openai.logprobs import TokenLogprob, chat_logprobs
-from jaxpaged.entrypoints.http.responses.events import EventLog
-from jaxpaged.entrypoints.http.responses.job import Job
-from jaxpaged.entrypoints.http.responses.response import (
+from jaxpaged.entrypoints.http.responses.parse import ParsedResponse
+from jaxpaged.entrypoints.http.responses.protocol import (
     InputTokensDetails,
     OutputTokensDetails,
     ReasoningItem,
     ResponseUsage,
 )
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
-from jaxpaged.entrypoints.http.responses.text_logprobs import TextLogprobs, by_token
-from jaxpaged.entrypoints.http.responses.writer import ResponseWriter
+from jaxpaged.entrypoints.http.responses.write import EventLog, ResponseWriter, TextLogprobs, by_token
+from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind
 
 
 class ResponseRun:
-    """Makes the response of a job. `log` gets its events."""
+    """Makes the response that was asked for. `log` gets its events."""
 
-    def __init__(self, job: Job, store: ResponseStore, log: EventLog):
-        self._job = job
+    def __init__(self, service: Service, parsed: ParsedResponse, store: ResponseStore, log: EventLog):
+        self._service = service
+        self._parsed = parsed
         self._store = store
-        self._stored = StoredResponse(job.response, job.owner, job.items, has_events=not log.silent)
+        self._stored = StoredResponse(parsed.response, parsed.owner, parsed.items, has_events=not log.silent)
         self._log = log
-        self._writer = ResponseWriter(job.response, log)
-        self._reader = AnswerReader(job.reading, job.generation.prompts[0].text)
-        self._logprobs = TextLogprobs(job.reading.is_plain)
+        self._writer = ResponseWriter(parsed.response, log)
+        self._reader = parsed.new_reader()
+        self._logprobs = TextLogprobs(parsed.reading.is_plain)
         self._num_output_tokens = 0
         self.answer_bytes = 0  # of an answer that comes whole, about
         self._admission = contextlib.ExitStack()
 
-    async def events(self, results: AsyncGenerator[RequestOutput]) -> AsyncGenerator[list[bytes]]:
+    async def events(self, results: AsyncGenerator[Numbered]) -> AsyncGenerator[list[bytes]]:
         """Events as they come, those of a result together.
 
         Raises what `results` raises before its first one; a later failure is told by an event.
@@ -50,7 +50,7 @@ class ResponseRun:
         begun = False
         try:
             async with contextlib.aclosing(results):
-                async for output in results:
+                async for _, output in results:
                     if not begun:
                         self._writer.begin()
                         begun = True
@@ -64,7 +64,7 @@ class ResponseRun:
             self._keep()
             yield self._log.take()
 
-    def start(self, results: AsyncGenerator[RequestOutput], admission: contextlib.ExitStack) -> StoredResponse:
+    def start(self, results: AsyncGenerator[Numbered], admission: contextlib.ExitStack) -> StoredResponse:
         """Make the response in a task. `admission` is closed before anybody can see that the response has ended."""
         stored, self._admission = self._stored, admission
         self._writer.queue()
@@ -75,7 +75,7 @@ class ResponseRun:
         self._keep()
         return stored
 
-    async def _run(self, results: AsyncGenerator[RequestOutput]) -> None:
+    async def _run(self, results: AsyncGenerator[Numbered]) -> None:
         async with contextlib.aclosing(self.events(results)) as events:
             async for frames in events:
                 self._stored.add_events(frames)
@@ -96,7 +96,7 @@ class ResponseRun:
 
         A whole answer that is large is read in a thread, since everybody else waits meanwhile. Pieces are small.
         """
-        generation, size = self._job.generation, None
+        generation, size = self._parsed.generation, None
         if generation.params.output_kind is RequestOutputKind.FINAL_ONLY:
             self.answer_bytes = generation.size_of([output])
         if self.answer_bytes > SMALL_ANSWER:
@@ -114,7 +114,7 @@ class ResponseRun:
         """Write what a result adds."""
         completion = output.outputs[0]
         self._num_output_tokens += len(completion.token_ids)
-        for piece in [completion] if self._job.reading.is_plain else by_token(completion):
+        for piece in [completion] if self._parsed.reading.is_plain else by_token(completion):
             part = self._reader.read(piece)
             self._writer.write(part.deltas, self._logprobs.of(part.deltas, self._entries(piece)))
         if part.finish_reason is not None:
@@ -124,12 +124,12 @@ class ResponseRun:
     def _entries(self, completion: CompletionOutput) -> list[TokenLogprob]:
         if not completion.logprobs:
             return []
-        tops = self._job.response.top_logprobs
+        tops = self._parsed.response.top_logprobs
         return chat_logprobs(completion.token_ids, completion.logprobs, tops, as_ids=False).content
 
     def _usage(self, output: RequestOutput) -> ResponseUsage:
         num_input = len(output.prompt_token_ids)
-        num_cached = (output.num_cached_tokens or 0) if self._job.tells_cached_tokens else 0
+        num_cached = (output.num_cached_tokens or 0) if self._service.options.enable_prompt_tokens_details else 0
         return ResponseUsage(
             num_input,
             InputTokensDetails(num_cached),
@@ -140,10 +140,10 @@ class ResponseRun:
 
     def _num_thinking_tokens(self) -> int:
         """Counted on the text, so that it costs nothing while tokens come; at most the tokens that there were."""
-        items = [item for item in self._job.response.output if isinstance(item, ReasoningItem)]
-        count = sum(self._job.count_tokens(part.text) for item in items for part in item.content)
+        items = [item for item in self._parsed.response.output if isinstance(item, ReasoningItem)]
+        count = sum(self._service.count_tokens(part.text) for item in items for part in item.content)
         return min(count, self._num_output_tokens)
 
     def _keep(self, size: int | None = None) -> None:
-        if self._job.response.store:
+        if self._parsed.response.store:
             self._store.put(self._stored, size)

@@ -1,19 +1,22 @@
-"""Deltas of an answer to a response's items, and to the events that tell how they grow.
+"""The answer as a response: its deltas become items, and numbered events that tell how they grow.
 
     response.created, response.in_progress
     per item: output_item.added, [content_part.added, deltas, done, content_part.done,] output_item.done
     response.completed | response.incomplete | response.failed
 
-This module knows neither the engine nor where events go.
+Where tokens have log probabilities, those of the text are told from those of thinking, calls and markers. This module
+knows neither the engine nor where events go.
 """
 
 import time
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.openai.logprobs import TokenLogprob
-from jaxpaged.entrypoints.http.responses.events import EventLog
-from jaxpaged.entrypoints.http.responses.response import (
+from jaxpaged.entrypoints.http.responses.protocol import (
     FunctionCall,
     IncompleteDetails,
     ItemStatus,
@@ -28,13 +31,44 @@ from jaxpaged.entrypoints.http.responses.response import (
     Status,
     new_id,
 )
+from jaxpaged.messages import CompletionOutput
 from jaxpaged.parsing.deltas import Delta, ToolCallDelta
 
+ENCODER = msgspec.json.Encoder()
 STATUS: dict[str, Status] = {"length": "incomplete", "abort": "cancelled"}
 """How an answer ended -> the response's status, where that is not completed."""
 PREFIX = {OutputMessage: "response.output_text", ReasoningItem: "response.reasoning_text",
           FunctionCall: "response.function_call_arguments"}  # fmt: skip
 """Kind of an item -> what its events are called before `.delta` and `.done`."""
+
+
+class EventLog:
+    """Hands out events, which are encoded at once, since what they show goes on changing.
+
+    `sequence_number` counts from 0. Silent: nobody wants them.
+    """
+
+    def __init__(self, silent: bool = False):
+        self.silent = silent
+        self._number = 0
+        self._frames: list[bytes] = []
+
+    def add(self, kind: str, **fields: Any) -> None:
+        if self.silent:
+            return
+        data = ENCODER.encode({"type": kind, "sequence_number": self._number, **fields})
+        self._frames.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+        self._number += 1
+
+    def take(self) -> list[bytes]:
+        """The events since the last time."""
+        frames, self._frames = self._frames, []
+        return frames
+
+    def late_error(self, error: HttpError) -> bytes:
+        """An event for a failure of the stream itself; a response that fails has one of its own."""
+        self.add("error", code=str(error.status), message=str(error), param=error.parameter)
+        return b"".join(self.take())
 
 
 class ResponseWriter:
@@ -163,3 +197,57 @@ class ResponseWriter:
 
     def _tell(self, kind: str) -> None:
         self._log.add(kind, response=self.response)
+
+
+# ---- log probabilities of the text
+
+
+class TextLogprobs:
+    """Holds the entries of tokens until it is known what they are. `is_plain`: all of them are text."""
+
+    def __init__(self, is_plain: bool):
+        self._is_plain = is_plain
+        self._waiting: list[TokenLogprob] = []
+
+    def of(self, deltas: Sequence[Delta], entries: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+        """The entries of the content in `deltas`, which the tokens of `entries` have settled."""
+        self._waiting += entries
+        if not deltas:
+            return []
+        waiting, self._waiting = self._waiting, []
+        if self._is_plain:
+            return waiting
+        if any(delta.content is None for delta in deltas):
+            return []
+        return newest(waiting, sum(len(delta.content or "") for delta in deltas))
+
+    def rest(self) -> list[TokenLogprob]:
+        """Entries of tokens without text at the end of the answer, such as the one that ends it."""
+        return self._waiting
+
+
+def newest(entries: list[TokenLogprob], num_characters: int) -> list[TokenLogprob]:
+    """The last entries, that have so many characters: those before them were of a marker."""
+    first = len(entries)
+    while first and num_characters > 0:
+        first -= 1
+        num_characters -= len(entries[first].token)
+    return entries[first:]
+
+
+def by_token(completion: CompletionOutput) -> list[CompletionOutput]:
+    """A result per token, if the texts of the tokens are known and begin with the result's text; else it alone.
+
+    The last texts may be longer: a stop text and the token that ends an answer are not part of it.
+    """
+    positions = completion.logprobs or []
+    texts = [candidates[token_id].decoded_token or "" for token_id, candidates in zip(completion.token_ids, positions)]
+    if len(texts) < 2 or not "".join(texts).startswith(completion.text):
+        return [completion]
+    pieces, place = [], 0
+    for text, token_id, candidates in zip(texts, completion.token_ids, positions):
+        text_here = completion.text[place : place + len(text)]
+        pieces.append(CompletionOutput(completion.index, text_here, [token_id], None, [candidates]))
+        place += len(text)
+    pieces[-1].finish_reason, pieces[-1].stop_reason = completion.finish_reason, completion.stop_reason
+    return pieces

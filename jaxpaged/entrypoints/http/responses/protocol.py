@@ -1,6 +1,6 @@
-"""What `/v1/responses` gives: the response and its items.
+"""What `/v1/responses` takes and gives: the body, and the response with its items.
 
-This module holds data; how items come about is the business of `writer.py`.
+Types are checked when a body is decoded, ranges of sampling parameters by `SamplingParams`.
 """
 
 import secrets
@@ -9,9 +9,75 @@ from typing import Any, Literal
 import msgspec
 
 from jaxpaged.entrypoints.http.openai.logprobs import TokenLogprob
+from jaxpaged.entrypoints.http.sampling_fields import EngineFields
 
+LOGPROBS = "message.output_text.logprobs"
+"""The value of `include` that asks for log probabilities."""
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class TextOptions(msgspec.Struct):
+    """What the answer's text must look like."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(msgspec.Struct):
+    """How the model should think."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponseStreamOptions(msgspec.Struct):
+    """What a stream tells besides its events."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(EngineFields, kw_only=True):
+    """An input to answer. None means the default. Of the fields in `EngineFields`, most are vLLM's and not OpenAI's."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = False
+    stream_options: ResponseStreamOptions | None = None
+    include: list[str] | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    top_logprobs: int | None = None
+    text: TextOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+    enable_response_messages: Any = None
+    previous_input_messages: Any = None
+    n: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    response_format: Any = None
+    messages: Any = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
 
 
 def new_id(kind: str) -> str:

@@ -1,4 +1,4 @@
-"""`/v1/responses`: answer with items, keep them, and give them out again."""
+"""The routes of `/v1/responses`: answer with items, keep them, and give them out again."""
 
 import asyncio
 import contextlib
@@ -12,14 +12,13 @@ from jaxpaged.entrypoints.http.big_answer import answer_of
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation import Numbered, all_results, stream
-from jaxpaged.entrypoints.http.responses.events import EventLog
-from jaxpaged.entrypoints.http.responses.job import Job, JobMaker
-from jaxpaged.entrypoints.http.responses.request import ResponsesRequest, check
-from jaxpaged.entrypoints.http.responses.response import DeletedResponse
-from jaxpaged.entrypoints.http.responses.run import ResponseRun
+from jaxpaged.entrypoints.http.responses.generate import ResponseRun
+from jaxpaged.entrypoints.http.responses.parse import ParsedResponse, check, earlier_items, parse
+from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, ResponsesRequest
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
+from jaxpaged.entrypoints.http.responses.write import EventLog
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.messages import RequestOutput
+from jaxpaged.entrypoints.http.stages import check_shape
 
 
 class Responses:
@@ -29,32 +28,31 @@ class Responses:
         options = service.options
         self._service = service
         self._store = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
-        self._jobs = JobMaker(service, self._store)
 
     async def create(self, request: Request) -> HttpResponse:
         """Answer an input with a response: at once, as a stream, or in the background."""
         service = self._service
-        wanted = await read_struct(request, ResponsesRequest, service.options.max_body_bytes)
-        await off_loop(check, wanted)
+        body = await read_struct(request, ResponsesRequest, service.options.max_body_bytes)
+        await off_loop(check, body)
         request_id = service.request_id(request, "resp")
-        job = await self._job(request, wanted)
-        if wanted.background:
-            stored = await self._begin_in_background(job, with_events=bool(wanted.stream))
-            if wanted.stream:
+        parsed = await self._parsed(request, body)
+        if body.background:
+            stored = await self._begin_in_background(parsed, with_events=bool(body.stream))
+            if body.stream:
                 return self._following(request_id, stored, -1)
             return json_response(stored.response, headers=service.answer_headers(request_id))
-        if wanted.stream:
-            return self._streamed(request_id, job)
-        return await service.answered(request, request_id, self._complete(job))
+        if body.stream:
+            return self._streamed(request_id, parsed)
+        return await service.answered(request, request_id, self._complete(parsed))
 
-    async def _job(self, request: Request, wanted: ResponsesRequest) -> Job:
+    async def _parsed(self, request: Request, body: ResponsesRequest) -> ParsedResponse:
+        """In a thread where something went before, which may be long however short the body is."""
         owner = owner_of(request)
-        earlier = self._jobs.earlier_items(wanted, owner)
-        make = asyncio.to_thread if earlier else off_loop
-        job = await make(self._jobs.make, wanted, owner, earlier)
-        with client_names(job.generation.names):
-            await self._service.check_shape_for(client_of(request))(job.generation.params.structured_outputs)
-        return job
+        earlier = earlier_items(self._store, body, owner)
+        run = asyncio.to_thread if earlier else off_loop
+        parsed = await run(parse, self._service, self._store, body, owner, earlier)
+        await check_shape(self._service, parsed.generation, client_of(request))
+        return parsed
 
     async def retrieve(self, request: Request) -> HttpResponse:
         """A response that is kept; with stream=true the events of one that was made so in the background."""
@@ -93,27 +91,27 @@ class Responses:
 
     # ---- ways to answer
 
-    async def _complete(self, job: Job) -> HttpResponse:
-        run = ResponseRun(job, self._store, EventLog(silent=True))
-        async for _ in run.events(self._results(job)):
+    async def _complete(self, parsed: ParsedResponse) -> HttpResponse:
+        run = ResponseRun(self._service, parsed, self._store, EventLog(silent=True))
+        async for _ in run.events(self._results(parsed)):
             pass
-        return await answer_of(run.answer_bytes, lambda: job.response)
+        return await answer_of(run.answer_bytes, lambda: parsed.response)
 
-    def _streamed(self, request_id: str, job: Job) -> HttpResponse:
+    def _streamed(self, request_id: str, parsed: ParsedResponse) -> HttpResponse:
         log = EventLog()
-        run = ResponseRun(job, self._store, log)
+        run = ResponseRun(self._service, parsed, self._store, log)
 
         async def events() -> AsyncGenerator[bytes]:
-            async with contextlib.aclosing(run.events(self._results(job))) as made:
+            async with contextlib.aclosing(run.events(self._results(parsed))) as made:
                 async for frames in made:
                     if frames:
                         yield b"".join(frames)
 
         return self._service.streamed(request_id, events(), log.late_error)
 
-    async def _begin_in_background(self, job: Job, with_events: bool) -> StoredResponse:
+    async def _begin_in_background(self, parsed: ParsedResponse, with_events: bool) -> StoredResponse:
         """Everything that is wrong with a request by itself is found before it is answered."""
-        service, generation = self._service, job.generation
+        service, generation = self._service, parsed.generation
         prompt, params = generation.prompts[0].for_engine(), generation.params
         with client_names(generation.names):
             await asyncio.to_thread(
@@ -123,21 +121,14 @@ class Responses:
         self._store.check_room()
         with contextlib.ExitStack() as admission:
             admission.enter_context(service.traffic.admitted(generation.load(service.model.max_model_len)))
-            run = ResponseRun(job, self._store, EventLog(silent=not with_events))
-            return run.start(outputs_of(all_results(service.engine, generation)), admission.pop_all())
+            run = ResponseRun(service, parsed, self._store, EventLog(silent=not with_events))
+            return run.start(all_results(service.engine, generation), admission.pop_all())
 
-    def _results(self, job: Job) -> AsyncGenerator[RequestOutput]:
-        return outputs_of(stream(self._service.engine, self._service.traffic, job.generation))
+    def _results(self, parsed: ParsedResponse) -> AsyncGenerator[Numbered]:
+        return stream(self._service.engine, self._service.traffic, parsed.generation)
 
     def _following(self, request_id: str, stored: StoredResponse, after: int) -> HttpResponse:
         return self._service.streamed(request_id, stored.follow(after), EventLog().late_error)
-
-
-async def outputs_of(numbered: AsyncGenerator[Numbered]) -> AsyncGenerator[RequestOutput]:
-    """Results of the only prompt."""
-    async with contextlib.aclosing(numbered) as results:
-        async for _, output in results:
-            yield output
 
 
 def owner_of(request: Request) -> bytes:
