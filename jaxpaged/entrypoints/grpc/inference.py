@@ -2,22 +2,22 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
 from jaxpaged import __version__
 from jaxpaged.entrypoints.grpc import requests
 from jaxpaged.entrypoints.grpc.answers import Responses, usage_message, vectors
 from jaxpaged.entrypoints.grpc.multiplexer import Multiplexer
 from jaxpaged.entrypoints.http.errors import client_names
-from jaxpaged.entrypoints.http.generation import GenerationRequest, Numbered, stream
+from jaxpaged.entrypoints.http.generate import GenerationRequest, Numbered, Output, collect, stream
 from jaxpaged.entrypoints.http.health import Health
 from jaxpaged.entrypoints.http.openai.routes import CHATS, COMPLETIONS
 from jaxpaged.entrypoints.http.openai.tokens import Tokens
-from jaxpaged.entrypoints.http.pooling.running import pool_all, pooler_of, usage_of
-from jaxpaged.entrypoints.http.pooling.scoring import Scoring, texts_of
-from jaxpaged.entrypoints.http.pooling.vectors import Vectors
+from jaxpaged.entrypoints.http.pooling.routes import EMBEDDINGS, SCORES
+from jaxpaged.entrypoints.http.pooling.write import scores_of, usage_of
 from jaxpaged.entrypoints.http.request_ids import own_or_new
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.stages import parse
+from jaxpaged.entrypoints.http.stages import Parsed, Stages, parse
 from jaxpaged.proto import jaxpaged_pb2 as pb
 
 PREFIX = "grpc"
@@ -30,7 +30,6 @@ class Inference:
     def __init__(self, service: Service):
         self._service = service
         self._tokens, self._health = Tokens(service), Health(service)
-        self._vectors, self._scoring = Vectors(service), Scoring(service)
 
     # ---- generating
 
@@ -51,18 +50,21 @@ class Inference:
 
     async def prepared(self, request: pb.GenerateRequest, caller: str) -> tuple[GenerationRequest, Responses]:
         """What the engine is asked for, and what makes messages of its results."""
-        service = self._service
-        wanted = requests.generation_request(request)
-        model = service.check_model(wanted.model)
-        request_id = f"{PREFIX}-{own_or_new(wanted.request_id)}"
         is_chat = request.WhichOneof("prompt") == "chat"
-        parsed = await parse(service, CHATS if is_chat else COMPLETIONS, wanted, request_id, model, caller)
+        wanted = requests.generation_request(request)
+        parsed = await self._parsed(CHATS if is_chat else COMPLETIONS, wanted, caller)
         return parsed.generation, Responses(
-            own_id(request_id),
+            own_id(parsed.generation.request_id),
             parsed.new_reader if is_chat else None,
             with_prompt=request.return_prompt_token_ids,
-            with_cached_tokens=service.options.enable_prompt_tokens_details,
+            with_cached_tokens=self._service.options.enable_prompt_tokens_details,
         )
+
+    async def _parsed(self, stages: Stages, wanted: Any, caller: str) -> Parsed:
+        """The stage `parse` of a request in the form of an HTTP API."""
+        model = self._service.check_model(wanted.model)
+        request_id = f"{PREFIX}-{own_or_new(wanted.request_id)}"
+        return await parse(self._service, stages, wanted, request_id, model, caller)
 
     def results(self, generation: GenerationRequest) -> AsyncGenerator[Numbered]:
         """Results as they come. Closing the generator ends the request."""
@@ -80,25 +82,21 @@ class Inference:
     # ---- pooling
 
     async def Embed(self, request: pb.EmbedRequest, caller: str) -> pb.EmbedResponse:
-        service = self._service
-        wanted = requests.embedding_request(request)
-        service.check_model(wanted.model)
-        pooler_of(service, "embed")
-        request_id = f"{PREFIX}-{own_or_new(wanted.request_id)}"
-        with client_names({"prompt": "input"}):
-            outputs = await pool_all(service, await self._vectors.work(wanted, request_id, "embed"))
-        numbers = vectors(output.outputs.data for output in outputs)
-        return pb.EmbedResponse(
-            request_id=own_id(request_id), vectors=numbers, usage=usage_message(usage_of(service, outputs))
-        )
+        parsed, outputs = await self._pooled(EMBEDDINGS, requests.embedding_request(request), caller)
+        numbers, usage = vectors(output.outputs.data for output in outputs), usage_of(self._service, outputs)
+        request_id = own_id(parsed.generation.request_id)
+        return pb.EmbedResponse(request_id=request_id, vectors=numbers, usage=usage_message(usage))
 
     async def Score(self, request: pb.ScoreRequest, caller: str) -> pb.ScoreResponse:
+        parsed, outputs = await self._pooled(SCORES, requests.score_request(request), caller)
+        scores, usage = scores_of(parsed, outputs), usage_of(self._service, outputs)
+        request_id = own_id(parsed.generation.request_id)
+        return pb.ScoreResponse(request_id=request_id, scores=scores, usage=usage_message(usage))
+
+    async def _pooled(self, stages: Stages, wanted: Any, caller: str) -> tuple[Parsed, list[Output]]:
         service = self._service
-        wanted = requests.score_request(request)
-        service.check_model(wanted.model)
-        request_id = f"{PREFIX}-{own_or_new(wanted.request_id)}"
-        scores, usage = await self._scoring.scores(request_id, wanted, *texts_of(wanted))
-        return pb.ScoreResponse(request_id=own_id(request_id), scores=scores, usage=usage_message(usage))
+        parsed = await self._parsed(stages, wanted, caller)
+        return parsed, await collect(service.engine, service.traffic, parsed.generation)
 
     # ---- tokens
 

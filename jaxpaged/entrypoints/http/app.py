@@ -56,8 +56,7 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
     ScoreRequest,
     ScoreResponse,
 )
-from jaxpaged.entrypoints.http.pooling.scoring import Scoring
-from jaxpaged.entrypoints.http.pooling.vectors import Vectors
+from jaxpaged.entrypoints.http.pooling.routes import Pooling
 from jaxpaged.entrypoints.http.request_counts import CountRequests
 from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, ResponsesRequest
 from jaxpaged.entrypoints.http.responses.protocol import Response as ResponseObject
@@ -112,13 +111,13 @@ def responses_endpoints(service: Service) -> list[Endpoint]:
 
 def pooling_endpoints(service: Service) -> list[Endpoint]:
     """What clients may ask of a model that pools."""
-    vectors, scoring = Vectors(service), Scoring(service)
+    pooling = Pooling(service)
     return [
-        Endpoint("POST", "/v1/embeddings", vectors.embed, EmbeddingRequest, EmbeddingResponse),
-        Endpoint("POST", "/pooling", vectors.pool, EmbeddingRequest, PoolingResponse),
-        Endpoint("POST", "/classify", vectors.classify, ClassifyRequest, ClassifyResponse),
-        *(Endpoint("POST", path, scoring.score, ScoreRequest, ScoreResponse) for path in ("/score", "/v1/score")),
-        *(Endpoint("POST", path, scoring.rerank, RerankRequest, RerankResponse) for path in ("/rerank", "/v1/rerank")),
+        Endpoint("POST", "/v1/embeddings", pooling.embed, EmbeddingRequest, EmbeddingResponse),
+        Endpoint("POST", "/pooling", pooling.pool, EmbeddingRequest, PoolingResponse),
+        Endpoint("POST", "/classify", pooling.classify, ClassifyRequest, ClassifyResponse),
+        *(Endpoint("POST", path, pooling.score, ScoreRequest, ScoreResponse) for path in ("/score", "/v1/score")),
+        *(Endpoint("POST", path, pooling.rerank, RerankRequest, RerankResponse) for path in ("/rerank", "/v1/rerank")),
     ]
 
 

@@ -10,7 +10,7 @@ from jaxpaged.engine.output.detokenizer import make_detokenizer
 from jaxpaged.entrypoints.beam_search import BeamSearch, BeamSearchSequence, check_beam_width, one_token
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import client_names
-from jaxpaged.entrypoints.http.generation import GenerationRequest, collect, last_results
+from jaxpaged.entrypoints.http.generate import GenerationRequest, collect, last_results
 from jaxpaged.entrypoints.http.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.traffic import Traffic
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput

@@ -1,8 +1,8 @@
-"""How every API answers what asks for text: in four stages, each of which hands its result to the next.
+"""How every API answers what the engine has to compute: in four stages, each of which hands its result to the next.
 
     protocol   the structs of the body and of the answer
     parse      body -> Parsed: what the engine is to do; what cannot be is refused here, by the name of its field
-    generate   Parsed -> results of the engine (`generation.py`)
+    generate   Parsed -> results of the engine (`generate.py`)
     write      results -> the answer, or the events of a stream
 
 An API declares its stages as `Stages`; `respond` is the route of all of them. This module knows no API.
@@ -21,25 +21,21 @@ from jaxpaged.entrypoints.http.beams import collect_or_search
 from jaxpaged.entrypoints.http.big_answer import answer_of
 from jaxpaged.entrypoints.http.body import off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generation import GenerationRequest, Numbered, stream
+from jaxpaged.entrypoints.http.generate import GenerationRequest, Numbered, Output, stream
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.messages import RequestOutput
 
 
 @dataclass(frozen=True)
 class Parsed[Body]:
     """A request that was checked: what the client said, and what the engine is to do for it.
 
-    `model` is the name under which the answer goes out, `role` who gives it in a chat, and `echo` the beginning of the
-    last message where the client wants it repeated.
+    `model` is the name under which the answer goes out, and `reading` says how a text is read that answers a chat.
     """
 
     body: Body
     model: str
     generation: GenerationRequest
     reading: Reading = Reading()
-    role: str = "assistant"
-    echo: str = ""
 
     def new_reader(self) -> AnswerReader:
         """What reads one of the answers."""
@@ -48,14 +44,17 @@ class Parsed[Body]:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of one API. `prefix` begins its ids; its body has `model` and `stream`, and may have `request_id`."""
+    """The stages of one API. `prefix` begins its ids; its body has `model`, and may have `request_id`.
+
+    Where a body has `stream`, there are `events`, and `late_error` makes the one for a failure after the first.
+    """
 
     prefix: str
     body: type
     parse: Callable[[Service, Any, str, str], Parsed]  # of a body, with the request's id and the model's name
-    answer: Callable[[Service, Parsed, Sequence[RequestOutput]], Any]
-    events: Callable[[Service, Parsed, AsyncGenerator[Numbered]], AsyncGenerator[bytes]]
-    late_error: Callable[[HttpError], bytes]
+    answer: Callable[[Service, Parsed, Sequence[Output]], Any]
+    events: Callable[[Service, Parsed, AsyncGenerator[Numbered]], AsyncGenerator[bytes]] | None = None
+    late_error: Callable[[HttpError], bytes] | None = None
 
 
 async def respond(service: Service, stages: Stages, request: Request) -> Response:
@@ -64,7 +63,7 @@ async def respond(service: Service, stages: Stages, request: Request) -> Respons
     model = service.check_model(body.model)
     request_id = service.request_id(request, stages.prefix, getattr(body, "request_id", None))
     parsed = await parse(service, stages, body, request_id, model, client_of(request))
-    if body.stream:
+    if stages.events is not None and body.stream:
         results = stream(service.engine, service.traffic, parsed.generation)
         return service.streamed(request_id, stages.events(service, parsed, results), stages.late_error)
     return await service.answered(request, request_id, answer(service, stages, parsed))
@@ -83,7 +82,7 @@ async def parse(service: Service, stages: Stages, body: Any, request_id: str, mo
 async def check_shape(service: Service, generation: GenerationRequest, client: str) -> None:
     """Raise RequestError 400 for a shape that cannot be; it is looked at in the turns of the client that asks."""
     with client_names(generation.names):
-        await service.check_shape_for(client)(generation.params.structured_outputs)
+        await service.check_shape_for(client)(generation.shape)
 
 
 async def answer(service: Service, stages: Stages, parsed: Parsed) -> Response:

@@ -18,7 +18,7 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
 )
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generation import GenerationRequest
+from jaxpaged.entrypoints.http.generate import GenerationRequest
 from jaxpaged.entrypoints.http.prepare import Conversation, prepare
 from jaxpaged.entrypoints.http.sampling_fields import check_refusals, check_stop
 from jaxpaged.entrypoints.http.service import Service

@@ -36,7 +36,7 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     ToolUseBlock,
 )
 from jaxpaged.entrypoints.http.errors import RETRY_AFTER, HttpError, error_message
-from jaxpaged.entrypoints.http.generation import Numbered
+from jaxpaged.entrypoints.http.generate import Numbered
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.stages import Parsed

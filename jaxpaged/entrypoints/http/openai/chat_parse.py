@@ -1,7 +1,9 @@
 """The body of `/v1/chat/completions` as what the engine is to do; what this API cannot do is refused by its field."""
 
+from dataclasses import dataclass
+
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generation import GenerationRequest
+from jaxpaged.entrypoints.http.generate import GenerationRequest
 from jaxpaged.entrypoints.http.openai.chat_protocol import ChatCompletionRequest
 from jaxpaged.entrypoints.http.openai.conversation import conversation_of, text_of
 from jaxpaged.entrypoints.http.openai.fields import beam_params, check_fields, sampling_params, shape_name
@@ -14,7 +16,15 @@ ENGINE_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """The engine's name of a field -> what it is called in a chat."""
 
 
-def parse(service: Service, body: ChatCompletionRequest, request_id: str, model: str) -> Parsed[ChatCompletionRequest]:
+@dataclass(frozen=True)
+class ParsedChat(Parsed[ChatCompletionRequest]):
+    """A chat: whose answer it is, and the beginning of the last message, where the client wants it repeated."""
+
+    role: str = "assistant"
+    echo: str = ""
+
+
+def parse(service: Service, body: ChatCompletionRequest, request_id: str, model: str) -> ParsedChat:
     """Raises HttpError and RequestError 400 for what cannot be."""
     check(body)
     params, beams = params_of(service, body)
@@ -26,7 +36,7 @@ def parse(service: Service, body: ChatCompletionRequest, request_id: str, model:
     role = "assistant" if conversation.template["add_generation_prompt"] else last["role"]
     echo = text_of(last) if body.echo and last["role"] == role else ""
     generation = GenerationRequest(request_id, [prepared.prompt], prepared.params, body.priority or 0, names, beams)
-    return Parsed(body, model, generation, prepared.reading, role, echo)
+    return ParsedChat(body, model, generation, prepared.reading, role, echo)
 
 
 def params_of(service: Service, body: ChatCompletionRequest) -> tuple[SamplingParams, BeamSearchParams | None]:

@@ -8,7 +8,8 @@ from contextlib import aclosing
 import msgspec
 
 from jaxpaged.entrypoints.http.answer import AnswerReader
-from jaxpaged.entrypoints.http.generation import Numbered
+from jaxpaged.entrypoints.http.generate import Numbered
+from jaxpaged.entrypoints.http.openai.chat_parse import ParsedChat
 from jaxpaged.entrypoints.http.openai.chat_protocol import (
     CalledFunction,
     ChatChoice,
@@ -27,14 +28,11 @@ from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
 from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.stages import Parsed
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.parsing.deltas import Delta, ParsedMessage
 
-Chat = Parsed[ChatCompletionRequest]
 
-
-def answer(service: Service, chat: Chat, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
+def answer(service: Service, chat: ParsedChat, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
     """The whole of it: `outputs` is the last result of the one prompt."""
     [output], body = outputs, chat.body
     usage = UsageCounter(service.options.enable_prompt_tokens_details)
@@ -52,7 +50,7 @@ def answer(service: Service, chat: Chat, outputs: Sequence[RequestOutput]) -> Ch
     )
 
 
-async def events(service: Service, chat: Chat, results: AsyncGenerator[Numbered]) -> AsyncGenerator[bytes]:
+async def events(service: Service, chat: ParsedChat, results: AsyncGenerator[Numbered]) -> AsyncGenerator[bytes]:
     """The chunks of a stream, while results come."""
     usage = usage_options(chat.body, service.options.enable_force_include_usage)
     counter = UsageCounter(service.options.enable_prompt_tokens_details)
@@ -68,14 +66,14 @@ async def events(service: Service, chat: Chat, results: AsyncGenerator[Numbered]
     yield DONE
 
 
-def num_thinking(service: Service, chat: Chat, readers: Iterable[AnswerReader]) -> int | None:
+def num_thinking(service: Service, chat: ParsedChat, readers: Iterable[AnswerReader]) -> int | None:
     """Tokens of thinking, once the answers are read: of the text, so that it costs nothing while tokens come."""
     if chat.reading.reasoning_parser is None:
         return None
     return sum(service.count_tokens(reader.thinking) for reader in readers)
 
 
-def choice(chat: Chat, completion: CompletionOutput, reader: AnswerReader) -> ChatChoice:
+def choice(chat: ParsedChat, completion: CompletionOutput, reader: AnswerReader) -> ChatChoice:
     body, logprobs = chat.body, None
     if completion.logprobs is not None:
         as_ids = bool(body.return_tokens_as_token_ids)
@@ -91,7 +89,7 @@ def choice(chat: Chat, completion: CompletionOutput, reader: AnswerReader) -> Ch
     )
 
 
-def chat_message(chat: Chat, parsed: ParsedMessage) -> ChatMessage:
+def chat_message(chat: ParsedChat, parsed: ParsedMessage) -> ChatMessage:
     """Without content there is null beside calls or thinking, and an empty text where there is nothing at all."""
     calls = [ChatToolCall(call.id, CalledFunction(call.name, call.arguments)) for call in parsed.tool_calls]
     is_text = parsed.content is not None or not (calls or parsed.reasoning)

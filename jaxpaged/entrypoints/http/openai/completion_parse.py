@@ -1,7 +1,7 @@
 """The body of `/v1/completions` as what the engine is to do; what this API cannot do is refused by its field."""
 
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.generation import GenerationRequest
+from jaxpaged.entrypoints.http.generate import GenerationRequest
 from jaxpaged.entrypoints.http.openai.completion_protocol import DEFAULT_MAX_TOKENS, CompletionRequest
 from jaxpaged.entrypoints.http.openai.fields import beam_params, check_fields, sampling_params, shape_name, shape_of
 from jaxpaged.entrypoints.http.service import Service

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
-from jaxpaged.entrypoints.http.generation import Numbered
+from jaxpaged.entrypoints.http.generate import Numbered
 from jaxpaged.entrypoints.http.openai.completion_protocol import (
     CompletionChoice,
     CompletionRequest,

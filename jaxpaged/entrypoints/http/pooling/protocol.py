@@ -69,6 +69,10 @@ class RerankRequest(PoolingFields, kw_only=True):
     max_tokens_per_query: int | None = None
     instruction: str | None = None
 
+    @property
+    def texts(self) -> list[str]:
+        return [each.text if isinstance(each, Document) else each for each in self.documents]
+
 
 class Embedding(msgspec.Struct, kw_only=True):
     """One vector: numbers, or little-endian float32 in base64."""

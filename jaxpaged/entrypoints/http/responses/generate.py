@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 
 from jaxpaged.entrypoints.http.big_answer import SMALL_ANSWER, encoded
 from jaxpaged.entrypoints.http.errors import as_http_error
-from jaxpaged.entrypoints.http.generation import Numbered
+from jaxpaged.entrypoints.http.generate import Numbered
 from jaxpaged.entrypoints.http.openai.logprobs import TokenLogprob, chat_logprobs
 from jaxpaged.entrypoints.http.responses.parse import ParsedResponse
 from jaxpaged.entrypoints.http.responses.protocol import (

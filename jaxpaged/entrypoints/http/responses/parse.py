@@ -12,7 +12,7 @@ import msgspec
 from jaxpaged.entrypoints.http.answer import AnswerReader, Reading
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generation import GenerationRequest
+from jaxpaged.entrypoints.http.generate import GenerationRequest
 from jaxpaged.entrypoints.http.prepare import Conversation, Prepared, prepare
 from jaxpaged.entrypoints.http.responses.conversation import (
     Item,

@@ -11,7 +11,7 @@ from jaxpaged.entrypoints.http.auth import client_of, digest, given_key
 from jaxpaged.entrypoints.http.big_answer import answer_of
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generation import Numbered, all_results, stream
+from jaxpaged.entrypoints.http.generate import Numbered, all_results, stream
 from jaxpaged.entrypoints.http.responses.generate import ResponseRun
 from jaxpaged.entrypoints.http.responses.parse import ParsedResponse, check, earlier_items, parse
 from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, ResponsesRequest

@@ -1,4 +1,4 @@
-"""Prompts of one HTTP request through the engine: merged while they stream, or collected to the end.
+"""The stage `generate`: prompts of one request through the engine, merged while they stream, or collected to the end.
 
 This module knows neither what the prompts are nor what the results become.
 """
@@ -16,7 +16,9 @@ from jaxpaged.entrypoints.http.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.trace_context import trace_headers
 from jaxpaged.entrypoints.http.traffic import Load, Traffic
 from jaxpaged.messages import RequestOutput
+from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxpaged.structured_outputs import StructuredOutputsParams
 
 TOKEN_BYTES = 8
 """Of text and id of a token in an answer, about."""
@@ -24,26 +26,30 @@ LOGPROB_BYTES = 80
 """Of one log probability, with the token that it is of."""
 CHOICE_BYTES = 200
 """Of a sequence in an answer, besides its tokens."""
+NUMBER_BYTES = 12
+"""Of a number of a vector."""
 MANY_PROMPTS = 200
 RESULTS_AT_ONCE = 64
 MOST_ARRIVED = 256
 """Results of many prompts that wait for a client that reads slowly; the engine joins what comes meanwhile."""
 READERS_AT_ONCE = 8
 """Prompts of a request that begin between two looks at what others want."""
-Numbered = tuple[int, RequestOutput]
+Output = RequestOutput | PoolingRequestOutput
+Numbered = tuple[int, Output]
 """The number of a prompt, and a result of it."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What one HTTP request asks the engine for: sequences that are drawn, or with `beams` the best that are found.
+    """What one HTTP request asks the engine for: sequences that are drawn, or with `beams` the best that are found, or
+    with `PoolingParams` vectors.
 
     `names`: what the engine calls a field -> what the request calls it.
     """
 
     request_id: str
     prompts: Sequence[TokenPrompt]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     priority: int = 0
     names: Mapping[str, str] = MappingProxyType({})
     beams: BeamSearchParams | None = None
@@ -54,17 +60,27 @@ class GenerationRequest:
         """The engine's id of prompt `number`: no two requests have the same, whatever ids clients choose."""
         return f"{self.request_id}-{number}-{self.unique}"
 
+    @property
+    def shape(self) -> StructuredOutputsParams | None:
+        """What the answers must look like."""
+        return None if self.is_pooling else self.params.structured_outputs
+
+    @property
+    def is_pooling(self) -> bool:
+        return isinstance(self.params, PoolingParams)
+
     def load(self, max_model_len: int) -> Load:
         """The engine completes every beam by itself."""
         num_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         width = 1 if self.beams is None else self.beams.beam_width
         ids = [self.engine_id(number) for number in range(len(self.prompts) * width)]
         answer_bytes = sum(self._most_answer_bytes(len(prompt.token_ids), max_model_len) for prompt in self.prompts)
-        return Load(self.request_id, ids, len(ids) * self.params.n, num_tokens, answer_bytes * width)
+        num_sequences = len(ids) if self.is_pooling else len(ids) * self.params.n
+        return Load(self.request_id, ids, num_sequences, num_tokens, answer_bytes * width)
 
     def _most_answer_bytes(self, num_prompt_tokens: int, max_model_len: int) -> int:
         """That are held for one prompt until its last sequence is done."""
-        if self.params.output_kind is RequestOutputKind.DELTA:
+        if self.is_pooling or self.params.output_kind is RequestOutputKind.DELTA:
             return 0
         room = max(max_model_len - num_prompt_tokens, 1)
         return self._answer_bytes(num_prompt_tokens, self.params.n * min(self.params.max_tokens or room, room))
@@ -77,8 +93,10 @@ class GenerationRequest:
         in_new += 0 if params.logprobs is None else LOGPROB_BYTES * (1 + reported(params.logprobs))
         return params.n * num_prompt_tokens * in_prompt + num_new_tokens * in_new
 
-    def size_of(self, outputs: Sequence[RequestOutput]) -> int:
+    def size_of(self, outputs: Sequence[Output]) -> int:
         """Bytes of the answer that these are, about; of many prompts, at least."""
+        if self.is_pooling:
+            return NUMBER_BYTES * sum(each.outputs.data.size for each in outputs)
         choices = CHOICE_BYTES * len(outputs) * self.params.n
         if len(outputs) > MANY_PROMPTS:  # to count them would be work itself
             return choices
@@ -102,15 +120,15 @@ async def stream(engine: Engine, traffic: Traffic, request: GenerationRequest) -
                 yield numbered
 
 
-async def collect(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[RequestOutput]:
+async def collect(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[Output]:
     """The last result of every prompt, in order. Raises what `stream` does."""
     with client_names(request.names), traffic.admitted(request.load(engine.input_processor.max_model_len)):
         return await last_results(engine, request)
 
 
-async def last_results(engine: Engine, request: GenerationRequest) -> list[RequestOutput]:
+async def last_results(engine: Engine, request: GenerationRequest) -> list[Output]:
     """`collect` of a request that was admitted."""
-    last: dict[int, RequestOutput] = {}
+    last: dict[int, Output] = {}
     async with contextlib.aclosing(all_results(engine, request)) as results:
         async for number, output in results:
             last[number] = output
@@ -125,13 +143,14 @@ def all_results(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Nu
 async def results_of(engine: Engine, request: GenerationRequest, number: int) -> AsyncGenerator[Numbered]:
     """Results of one prompt. Raises HttpError when it fails while it is computed."""
     prompt = request.prompts[number].for_engine()
-    generated = engine.generate(
+    pools = request.is_pooling
+    generated = (engine.encode if pools else engine.generate)(
         prompt, request.params, request.engine_id(number), priority=request.priority,
         trace_headers=trace_headers(request.request_id),
     )  # fmt: skip
     async with contextlib.aclosing(generated) as outputs:
         async for output in outputs:
-            if output.error is not None or "error" in [each.finish_reason for each in output.outputs]:
+            if output.error is not None or (not pools and "error" in [each.finish_reason for each in output.outputs]):
                 raise failed_request(output.error)
             yield number, output
 

@@ -3,8 +3,8 @@
 import asyncio
 from types import SimpleNamespace
 
-from jaxpaged.entrypoints.http import generation
-from jaxpaged.entrypoints.http.generation import GenerationRequest, merged
+from jaxpaged.entrypoints.http import generate
+from jaxpaged.entrypoints.http.generate import GenerationRequest, merged
 from jaxpaged.entrypoints.http.prompts import TokenPrompt
 from jaxpaged.sampling_params import SamplingParams
 
@@ -39,5 +39,5 @@ def test_a_client_that_does_not_read_holds_so_many_results_and_no_more():
         return held, engine.num_taken
 
     held, later = asyncio.run(read_one())
-    assert generation.MOST_ARRIVED <= held <= generation.MOST_ARRIVED + 20
+    assert generate.MOST_ARRIVED <= held <= generate.MOST_ARRIVED + 20
     assert later > held

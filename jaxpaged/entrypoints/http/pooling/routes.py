@@ -1,0 +1,48 @@
+"""The routes `POST /v1/embeddings`, `/pooling`, `/classify`, `/score` and `/rerank`.
+
+Embedding models score by comparing vectors, classifiers by reading the pair.
+"""
+
+import functools
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxpaged.entrypoints.http.pooling import write
+from jaxpaged.entrypoints.http.pooling.parse import parse_inputs, parse_rerank, parse_score
+from jaxpaged.entrypoints.http.pooling.protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.stages import Stages, respond
+
+EMBEDDINGS = Stages("embd", EmbeddingRequest, functools.partial(parse_inputs, "embed"), write.embeddings)
+NUMBERS = Stages("pool", EmbeddingRequest, functools.partial(parse_inputs, None), write.numbers)
+CLASSES = Stages("classify", ClassifyRequest, functools.partial(parse_inputs, "classify"), write.classes)
+SCORES = Stages("score", ScoreRequest, parse_score, write.scores)
+RANKINGS = Stages("rerank", RerankRequest, parse_rerank, write.ranking)
+
+
+class Pooling:
+    """The endpoints."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def embed(self, request: Request) -> Response:
+        """Embeddings of texts or token ids."""
+        return await respond(self._service, EMBEDDINGS, request)
+
+    async def pool(self, request: Request) -> Response:
+        """What the model gives for texts or token ids: an embedding, or a number for every label."""
+        return await respond(self._service, NUMBERS, request)
+
+    async def classify(self, request: Request) -> Response:
+        """The most likely label of texts or token ids, with the probabilities of all."""
+        return await respond(self._service, CLASSES, request)
+
+    async def score(self, request: Request) -> Response:
+        """How well two texts fit, for one pair or many."""
+        return await respond(self._service, SCORES, request)
+
+    async def rerank(self, request: Request) -> Response:
+        """Documents in order of how well they fit a query."""
+        return await respond(self._service, RANKINGS, request)
