@@ -55,7 +55,8 @@ def test_a_share_that_is_no_share_is_refused(clean, text):
 
 
 PROGRAM = """
-import sys
+import os, sys
+os.environ.pop("TPU_LIBRARY_PATH", None)  # an installed libtpu has set it in the process of the tests, which imports jax
 for module in ("libtpu", "jax_plugins.xla_cuda13"):
     sys.modules[module] = None
 from jaxpaged.entrypoints.cli import main
