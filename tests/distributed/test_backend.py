@@ -56,7 +56,7 @@ def test_a_share_that_is_no_share_is_refused(clean, text):
 
 PROGRAM = """
 import os, sys
-os.environ.pop("TPU_LIBRARY_PATH", None)  # an installed libtpu has set it in the process of the tests, which imports jax
+os.environ.pop("TPU_LIBRARY_PATH", None)  # importing an installed libtpu, as jax does, sets it
 for module in ("libtpu", "jax_plugins.xla_cuda13"):
     sys.modules[module] = None
 from jaxpaged.entrypoints.cli import main

@@ -1,7 +1,8 @@
 """An engine core for processes of their own: no jax, a model that counts, and requests that do harm when asked to.
 
 `extra_args={"fake": ...}` of a request says what its first step does: "die" (signal 9), "hang", "raise" (the step
-fails), "break" (and the device does not recover), or "slow" (20 ms in this and every later step until one fails).
+fails), "break" (and the device does not recover), "slow" (20 ms in this and every later step until one fails), or
+"stuck" (sleep never ends).
 """
 
 import contextlib
@@ -58,6 +59,7 @@ class CountingExecutor:
         self.steps = 0
         self.slow = False
         self.broken = False
+        self.stuck = False
         self.asleep: set[str] = set()
         self.profiling = False
 
@@ -86,6 +88,8 @@ class CountingExecutor:
             raise RuntimeError("the device is on fire")
         elif order == "slow":
             self.slow = True
+        elif order == "stuck":
+            self.stuck = True
 
     def max_decode_steps(self) -> int:
         return 1
@@ -98,6 +102,8 @@ class CountingExecutor:
         self.slow = False
 
     def sleep(self, discard: bool) -> None:
+        if self.stuck:
+            time.sleep(3600)
         self.asleep = {"weights", "kv_cache"}
 
     def wake_up(self, part: str) -> None:

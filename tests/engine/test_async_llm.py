@@ -516,6 +516,21 @@ def test_a_core_that_sleeps_with_requests_under_way_does_not_count_as_hung():
         asyncio.run(main(llm))
 
 
+def test_a_device_that_never_falls_asleep_counts_as_hung(monkeypatch):
+    async def main(llm):
+        pid = (await llm.executor_stats())["pid"]
+        assert await tokens_of(llm, fake="stuck") == answer(len(PROMPT), 5)
+        with pytest.raises(EngineError, match="went away before it answered"):
+            await llm.sleep(1)
+        await until(lambda: metric(llm, "jaxpaged:engine_restarts") == 1)
+        assert (await llm.executor_stats())["pid"] != pid
+        assert await tokens_of(llm) == answer(len(PROMPT), 5)
+
+    monkeypatch.setattr(heartbeat, "CALL_PATIENCE", 1.0)
+    with llm_with_process(step_timeout=0.5) as llm:
+        asyncio.run(main(llm))
+
+
 def test_a_core_that_dies_too_often_stays_dead():
     async def main(llm):
         with pytest.raises(EngineRestartError):

@@ -103,7 +103,12 @@ def test_a_process_that_is_killed_while_it_loads_is_not_tried_again():
     supervisor.close()
 
 
-def test_a_process_that_stops_while_it_loads_is_ended(monkeypatch):
+STOPS = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.parametrize("program", [core_child.PROGRAM, STOPS], ids=["while it loads", "before its first line"])
+def test_a_process_that_stops_while_it_loads_is_ended(monkeypatch, program):
+    monkeypatch.setattr(core_child, "PROGRAM", program)
     monkeypatch.setattr(core_supervisor, "LOADING_PATIENCE", 2.0)
     monkeypatch.setattr(heartbeat, "LEAST_PATIENCE", 2.0)
     supervisor = make_supervisor("build_and_stop", step_timeout=0.5)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jaxpaged.engine.process.heartbeat import LEAST_PATIENCE, Heartbeat, Patience
+from jaxpaged.engine.process.heartbeat import CALL, CALL_PATIENCE, LEAST_PATIENCE, STEP, WAITING, Heartbeat, Patience
 
 
 def looks(patience, num):
@@ -14,12 +14,12 @@ def looks(patience, num):
 
 def test_what_one_writes_the_other_reads(tmp_path):
     mine, its = Heartbeat(tmp_path / "h"), Heartbeat(tmp_path / "h")
-    assert its.look() == (0, False)
+    assert its.look() == (0, WAITING)
     mine.beat()
     mine.beat()
-    assert its.look() == (2, True)
+    assert its.look() == (2, STEP)
     mine.tick()
-    assert its.look() == (3, False)
+    assert its.look() == (3, WAITING)
 
 
 def test_a_step_that_stands_still_ends_patience_and_so_does_a_process_that_does_not_tick(tmp_path):
@@ -33,17 +33,18 @@ def test_a_step_that_stands_still_ends_patience_and_so_does_a_process_that_does_
     assert looks(patience, num) == [False] * (num - 1) + [True]
     patience.renew()
     assert looks(patience, num) == [False] * (num - 1) + [True] and patience.silence == pytest.approx(3.0)
-    heart.tick()
-    num = round(LEAST_PATIENCE / patience.interval)
-    assert looks(patience, num + 1) == [False] * num + [True]
+    for sign, limit in ((heart.tick, LEAST_PATIENCE), (lambda: heart.beat(CALL), CALL_PATIENCE)):
+        sign()
+        num = round(limit / patience.interval)
+        assert looks(patience, num + 1) == [False] * num + [True]
 
 
 def test_what_may_take_any_time_ticks_meanwhile(tmp_path):
     heart = Heartbeat(tmp_path / "h")
     heart.beat()
     with heart.ticking():
-        first, working = heart.look()
-        assert not working
+        first, doing = heart.look()
+        assert doing == WAITING
         until(lambda: heart.look()[0] > first + 1)
     assert "heartbeat" not in [thread.name for thread in threading.enumerate()]
 
@@ -59,4 +60,4 @@ def test_the_heart_of_a_new_process_beats_in_the_same_file(tmp_path):
     watcher = Heartbeat(tmp_path / "h")
     Heartbeat(tmp_path / "h").beat()  # and dies in the middle of work
     Heartbeat(tmp_path / "h").tick()
-    assert watcher.look() == (1, False)
+    assert watcher.look() == (1, WAITING)

@@ -74,13 +74,13 @@ class CoreChild:
         """Where every thread of the process is now; empty when it does not tell. It answers even while it hangs."""
         os.kill(self.pid, signal.SIGUSR1)
         deadline, size = time.monotonic() + LONGEST_DUMP_SECONDS, 0
-        while time.monotonic() < deadline and not (size and size == self._stacks.stat().st_size):
-            size = self._stacks.stat().st_size
+        while time.monotonic() < deadline and not (size and size == len(self.stacks())):
+            size = len(self.stacks())
             time.sleep(0.02)
         return self.stacks()
 
     def stacks(self) -> str:
-        """Where its threads were when it crashed; empty when it did not."""
+        """Where its threads were when it crashed; empty when it did not, or never came as far as to say so."""
         try:
             return self._stacks.read_text(encoding="utf-8", errors="replace").strip()
         except OSError:

@@ -18,7 +18,7 @@ import zmq
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.process import wire
-from jaxpaged.engine.process.heartbeat import TICK_SECONDS, Heartbeat
+from jaxpaged.engine.process.heartbeat import CALL, TICK_SECONDS, Heartbeat
 from jaxpaged.engine.sleep import LEVELS
 from jaxpaged.errors import EngineDeadError, JaxpagedError, RequestError
 from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -241,8 +241,11 @@ class CoreServer:
                 self._call_off_sleeps()
 
     def _answer(self, client: Client, call: wire.Call) -> None:
-        """Ask the core, and tell the front end what it says. It may take long, so this is no step that hangs."""
-        with self._heartbeat.ticking():
+        """Ask the core, and tell the front end what it says. It may take longer than a step, and to read weights from
+        files again may take any time."""
+        reads_files = call.name == "wake_up" and self._core.sleep_level == max(LEVELS)
+        self._heartbeat.beat(CALL)
+        with self._heartbeat.ticking() if reads_files else contextlib.nullcontext():
             value, error = self._asked(call)
         if call.name in ("sleep", "wake_up"):
             if self._core.has_work():

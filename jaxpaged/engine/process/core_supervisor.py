@@ -25,7 +25,7 @@ from jaxpaged.engine.observability.log_setup import format_in_use
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_child import CoreChild
 from jaxpaged.engine.process.core_process import HEARTBEAT, SOCKET
-from jaxpaged.engine.process.heartbeat import Heartbeat, Patience
+from jaxpaged.engine.process.heartbeat import CALL, STEP, Heartbeat, Patience
 from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError
 from jaxpaged.messages import Progress
 
@@ -190,8 +190,10 @@ class CoreSupervisor:
 
     def _end_hung(self, child: CoreChild, patience: Patience) -> str:
         """Write to the log where a process hangs, and kill it."""
-        if self._served and patience.in_step:
+        if self._served and patience.doing == STEP:
             reason = f"a step took longer than step_timeout = {self._step_timeout:g} s, so it counts as hung"
+        elif self._served and patience.doing == CALL:
+            reason = f"a call such as sleep took longer than {patience.limit:g} s, so it counts as hung"
         else:
             reason = f"the engine core's process gave no sign of life for {patience.limit:g} s, so it counts as hung"
         logger.error("%s. Where the engine core's threads are:\n%s", reason, child.dump_stacks() or "it does not say")

@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LAYOUT = struct.Struct("<QQ")
-"""How many signs of life there were, and whether a step is under way."""
+"""How many signs of life there were, and what is under way, one of the following."""
+WAITING, STEP, CALL = range(3)
 TICK_SECONDS = 0.25
 """Between two signs of life of a process that waits for work, loads, or does what may take any time."""
 LEAST_PATIENCE = 5.0
 """Seconds of silence that are never too long for a process that only ticks: the machine may be busy."""
+CALL_PATIENCE = 60.0
+"""Seconds of silence that are never too long for a call: falling asleep takes all weights from the devices."""
 
 
 class Heartbeat:
@@ -32,15 +35,14 @@ class Heartbeat:
             os.close(descriptor)
         self._count = 0
 
-    def beat(self) -> None:
-        """A step begins, or goes on: the next sign of life comes when it is done."""
+    def beat(self, doing: int = STEP) -> None:
+        """A step, or a call, begins: the next sign of life comes when it is done."""
         self._count += 1
-        LAYOUT.pack_into(self._memory, 0, self._count, 1)
+        LAYOUT.pack_into(self._memory, 0, self._count, doing)
 
     def tick(self) -> None:
         """No step is under way, and the next sign of life comes within `TICK_SECONDS`."""
-        self._count += 1
-        LAYOUT.pack_into(self._memory, 0, self._count, 0)
+        self.beat(WAITING)
 
     @contextlib.contextmanager
     def ticking(self) -> Iterator[None]:
@@ -60,10 +62,9 @@ class Heartbeat:
             done.set()
             thread.join()
 
-    def look(self) -> tuple[int, bool]:
-        """How many signs of life there were, and whether a step is under way."""
-        count, working = LAYOUT.unpack_from(self._memory)
-        return count, bool(working)
+    def look(self) -> tuple[int, int]:
+        """How many signs of life there were, and what is under way."""
+        return LAYOUT.unpack_from(self._memory)
 
     def close(self) -> None:
         self._memory.close()
@@ -71,7 +72,7 @@ class Heartbeat:
 
 class Patience:
     """Decides when a heartbeat has stood still for too long: a step for `seconds`, a process that ticks for at least
-    `LEAST_PATIENCE`.
+    `LEAST_PATIENCE`, a call for at least `CALL_PATIENCE`.
 
     It counts looks rather than seconds: when the machine sleeps, or the watcher itself gets no time, no looks pass.
     """
@@ -82,7 +83,7 @@ class Patience:
         self._seconds = seconds
         self._looks = 0
         self._last = -1
-        self.in_step = False  # when it was last looked at
+        self.doing = WAITING  # when it was last looked at
 
     @property
     def silence(self) -> float:
@@ -92,7 +93,7 @@ class Patience:
     @property
     def limit(self) -> float:
         """How many seconds of silence are too long, for what was seen last."""
-        return self._seconds if self.in_step else max(self._seconds, LEAST_PATIENCE)
+        return max(self._seconds, {WAITING: LEAST_PATIENCE, STEP: 0.0, CALL: CALL_PATIENCE}[self.doing])
 
     def renew(self) -> None:
         """There was another sign of life."""
@@ -100,7 +101,7 @@ class Patience:
 
     def exhausted(self) -> bool:
         """Look once more. True when as many looks as the limit holds have found nothing new."""
-        count, self.in_step = self._heartbeat.look()
+        count, self.doing = self._heartbeat.look()
         self._looks = self._looks + 1 if count == self._last else 0
         self._last = count
         return self._looks >= round(self.limit / self.interval)
