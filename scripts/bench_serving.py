@@ -66,14 +66,14 @@ def wait_for_programs(url: str) -> None:
 
 def measured(place: Place, num_streams: int, result: Load, offline: float | None) -> Row:
     """The columns of one measurement; None for what was not measured."""
-    rate, num_chunks = result.num_tokens / result.seconds, sum(stream.num_chunks for stream in result.streams)
+    rate, num_chunks = result.num_tokens / result.seconds, sum(outcome.num_chunks for outcome in result.outcomes)
     values = (
         place.over,
         num_streams,
-        len(result.streams) / result.seconds,
+        len(result.outcomes) / result.seconds,
         rate,
-        *np.percentile([1e3 * stream.first for stream in result.streams], [50, 99]).tolist(),
-        *np.percentile([1e3 * gap for stream in result.streams for gap in stream.gaps], [50, 99]).tolist(),
+        *np.percentile([1e3 * outcome.ttft for outcome in result.outcomes], [50, 99]).tolist(),
+        *np.percentile([1e3 * gap for outcome in result.outcomes for gap in outcome.itl], [50, 99]).tolist(),
         result.num_tokens / num_chunks,
         result.num_tokens / max(result.cpu_seconds, 0.01),
         offline,
