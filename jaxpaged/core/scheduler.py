@@ -122,7 +122,8 @@ class Scheduler:
 
         Admitted requests go first, oldest first. When blocks run out the youngest is preempted and recomputed
         later, or under the priority policy the least important. Waiting requests are admitted when nothing was
-        preempted, each only if all of its tokens would get blocks. A step without tokens carries nothing, and
+        preempted, each only if all of its tokens would get blocks, and a step later if the step computes the greater
+        part of its prompt for another request. A step without tokens carries nothing, and
         need not be executed; what the runner must know waits for the next one. When nobody waits and all decode,
         it may be a run of up to `max_steps` steps (`new_tokens.py`).
         """
@@ -210,12 +211,17 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         manager = self.kv_cache_manager
+        if self.waiting:
+            for i, share in plan.shares.items():
+                plan.filled.update(manager.hashes_filled(plan.requests[i], share.num_tokens))
         while plan.budget and self.waiting and len(self.running) < self._max_num_seqs:
             request = self.waiting.peek()
             if request.num_output_placeholders:
                 break  # preempted with a token in flight: it goes on from there, and nobody overtakes it
             hit = manager.get_computed_blocks(request)
             wanted = request.num_tokens - hit.num_tokens
+            if 2 * manager.num_tokens_behind(request, hit, plan.filled) > wanted:
+                break  # this step computes most of that for somebody else, and the next one finds it
             num_tokens = self._cut(wanted, plan.budget)
             if num_tokens < wanted and not self._chunked_prefill:
                 break
@@ -237,6 +243,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         self._set_decode_limit(request)
         self._counters.count_hit(request, hit.num_tokens)
+        plan.filled.update(manager.hashes_filled(request, share.num_tokens))
         plan.add(request, share)
         plan.new_requests.append(request.to_new_request_data())
         if not share.max_new_tokens:

@@ -62,8 +62,8 @@ def test_salt_adapter_and_images_separate_requests(option):
 
 def test_a_step_does_not_read_what_it_writes_itself():
     engine = Engine(max_num_batched_tokens=40)
-    for name in "ab":
-        engine.add(name, prompt_of(12))
+    engine.add("a", prompt_of(12))
+    engine.add("b", [*prompt_of(8), *prompt_of(9, 5)])  # the greater part is its own
     assert [new.num_computed_tokens for new in engine.dispatch().new_requests] == [0, 0]
     engine.add("c", prompt_of(12))
     assert engine.dispatch().new_requests[0].num_computed_tokens == 8, "a step in flight counts as done"
@@ -205,3 +205,50 @@ class TestEvents:
         warm(engine, prompt_of(10))
         assert engine.scheduler.reset_prefix_cache()
         assert engine.scheduler.kv_cache_manager.take_events() == []
+
+
+def test_who_comes_with_the_same_beginning_waits_for_the_step_that_computes_it():
+    engine = Engine(max_num_batched_tokens=200, max_num_seqs=8, num_blocks=80, depth=2)
+    for i in range(6):
+        engine.add(f"r{i}", [*prompt_of(20), 3 + i, 9, 10], max_tokens=4, **ENDLESS)
+    first, second = engine.dispatch(), engine.dispatch()
+    assert first.request_ids == ["r0"] and first.total_num_scheduled_tokens == 23
+    assert [new.num_computed_tokens for new in second.new_requests] == [20] * 5
+    assert second.total_num_scheduled_tokens == 1 + 5 * 3
+    engine.run()
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8)])
+def test_of_a_prompt_in_chunks_only_one_computes_each(windows):
+    engine = Engine(max_num_batched_tokens=16, num_blocks=100, windows=windows)
+    for i in range(3):
+        engine.add(f"r{i}", [*prompt_of(40), 3 + i], max_tokens=2, **ENDLESS)
+    computed = 0
+    while engine.scheduler.has_unfinished_requests():
+        computed += engine.dispatch().total_num_scheduled_tokens
+        engine.receive()
+    assert computed == 40 + 3 + 3  # of each request its own token of the prompt, and one that it sampled
+
+
+@pytest.mark.parametrize(
+    ("own", "option"),
+    [(21, {}), (3, {"cache_salt": "s"}), (3, {"skip_reading_prefix_cache": True}), (3, {"prompt_logprobs": 0})],
+)
+def test_nobody_waits_for_the_smaller_part_nor_for_what_it_may_not_find(own, option):
+    engine = Engine(max_num_batched_tokens=200)
+    engine.add("leader", prompt_of(20))
+    engine.add("other", [*prompt_of(20), *prompt_of(own, 7)], **option)
+    assert engine.dispatch().request_ids == ["leader", "other"]
+    engine.run()
+
+
+def test_who_waited_computes_all_when_the_step_fails():
+    engine = Engine(max_num_batched_tokens=200)
+    for name in ("leader", "other"):
+        engine.add(name, [*prompt_of(20), 3], max_tokens=2, **ENDLESS)
+    step = engine.scheduler.schedule()
+    assert step.request_ids == ["leader"]
+    engine.record(engine.scheduler.fail_requests(step, "the step failed"))
+    engine.runner.hears_removals_again = True
+    assert engine.dispatch().new_requests[0].num_computed_tokens == 0
+    engine.run()

@@ -26,7 +26,8 @@ This module decides nothing about who gets blocks; that is the scheduler's.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +81,22 @@ class KVCacheManager:
         max_blocks = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
         tables = self.coordinator.find_longest_hit(request.block_hashes, max_blocks)
         return CacheHit(tables, len(tables[0]) * self.block_size)
+
+    def hashes_filled(self, request: Request, num_new_tokens: int) -> list[bytes]:
+        """Of the blocks that a request fills with its next, known tokens, and that others may find one step later."""
+        if not self._enable_prefix_caching or num_new_tokens < 2:
+            return []
+        self._hasher.extend(request)
+        first, end = request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
+        return request.block_hashes[first // self.block_size : end // self.block_size]
+
+    def num_tokens_behind(self, request: Request, hit: CacheHit, hashes: Set[bytes]) -> int:
+        """By how many tokens a hit would be longer if these blocks were cached."""
+        if not hashes or not request.reads_prefix_cache:
+            return 0
+        first, end = hit.num_tokens // self.block_size, (request.num_tokens - 1) // self.block_size
+        behind = takewhile(hashes.__contains__, request.block_hashes[first:end])
+        return sum(1 for _ in behind) * self.block_size
 
     def fits_whole(self, request: Request, hit: CacheHit, num_reserved_blocks: int) -> bool:
         """Whether all known tokens would get slots, with `num_reserved_blocks` of the free blocks left alone."""
