@@ -119,7 +119,7 @@ def jax_options() -> dict[str, Any]:
 
 def source_files() -> dict[str, str]:
     """Path -> digest of every source file that programs, or the packing of their arguments, come from."""
-    root, kernels = Path(__file__).parents[1], Path(pallas_kernels.__file__).parent
+    root, kernels = Path(__file__).parents[2], Path(pallas_kernels.__file__).parent
     files = [*(root / name for name in SOURCES), *kernels.rglob("*.py"), *kernels.rglob("*.json")]
     for folder in SOURCE_FOLDERS:
         files += (root / folder).rglob("*.py")
