@@ -11,9 +11,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.openai.chat_protocol import ChatCompletionRequest
-from jaxpaged.entrypoints.http.openai.completion_protocol import CompletionRequest
-from jaxpaged.entrypoints.http.openai.tokens import TokenizeRequest
+from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from jaxpaged.entrypoints.http.pooling.protocol import EmbeddingRequest, ScoreRequest
 from jaxpaged.proto import jaxpaged_pb2 as pb
 

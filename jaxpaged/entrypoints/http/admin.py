@@ -46,8 +46,8 @@ class Admin:
 
     async def abort_requests(self, request: Request) -> Response:
         """End the requests with these ids; unknown ones pass. Their clients get what there was so far."""
-        wanted = await read_struct(request, AbortRequest, self._service.options.max_body_bytes)
-        return await self._abort(wanted.request_ids)
+        body = await read_struct(request, AbortRequest, self._service.options.max_body_bytes)
+        return await self._abort(body.request_ids)
 
     async def abort_all(self, request: Request) -> Response:
         """End every request."""

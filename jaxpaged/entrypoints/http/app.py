@@ -30,17 +30,19 @@ from jaxpaged.entrypoints.http.endpoint import Endpoint, Query
 from jaxpaged.entrypoints.http.errors import answer_with_error
 from jaxpaged.entrypoints.http.health import OPEN_PATHS, Health
 from jaxpaged.entrypoints.http.metrics import Metrics
-from jaxpaged.entrypoints.http.openai.chat_protocol import ChatCompletionRequest, ChatCompletionResponse
-from jaxpaged.entrypoints.http.openai.completion_protocol import CompletionRequest, CompletionResponse
 from jaxpaged.entrypoints.http.openai.models import ModelCard, ModelList, Models
-from jaxpaged.entrypoints.http.openai.routes import Generation
-from jaxpaged.entrypoints.http.openai.tokens import (
+from jaxpaged.entrypoints.http.openai.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    CompletionResponse,
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
-    Tokens,
 )
+from jaxpaged.entrypoints.http.openai.routes import Generation
+from jaxpaged.entrypoints.http.openai.tokens import Tokens
 from jaxpaged.entrypoints.http.openapi import description
 from jaxpaged.entrypoints.http.origins import LOOPBACK_NAMES, CheckOrigins
 from jaxpaged.entrypoints.http.page.files import page_routes

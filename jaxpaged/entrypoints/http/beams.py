@@ -10,23 +10,16 @@ from jaxpaged.engine.output.detokenizer import make_detokenizer
 from jaxpaged.entrypoints.beam_search import BeamSearch, BeamSearchSequence, check_beam_width, one_token
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import client_names
-from jaxpaged.entrypoints.http.generate import GenerationRequest, collect, last_results
+from jaxpaged.entrypoints.http.generate import GenerationRequest, last_results
 from jaxpaged.entrypoints.http.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.traffic import Traffic
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
 
-async def collect_or_search(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[RequestOutput]:
-    """The result of every prompt, in order: what was drawn, or, for a request with beams, the best that was found.
-
-    Raises HttpError when there is no room or when a prompt fails, and what the engine raises.
-    """
-    return await (collect if request.beams is None else search)(engine, traffic, request)
-
-
 async def search(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[RequestOutput]:
-    """`collect_or_search` of a request with beams. RequestError for more beams than the engine has candidates for."""
+    """The best that was found for every prompt, in order. Raises what `collect` does, and RequestError for more beams
+    than the engine has candidates for."""
     processor, beams = engine.input_processor, request.beams
     prompts = [prompt.token_ids for prompt in request.prompts]
     searching = BeamSearch(prompts, beams, processor.max_model_len, processor.eos_token_ids)

@@ -17,8 +17,7 @@ from jaxpaged.entrypoints.http.answer import ANY_CALLS, Reading
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.prompts import PromptReader, TokenPrompt
-from jaxpaged.entrypoints.http.shape_or_calls import WRITTEN, shape_or_calls
-from jaxpaged.entrypoints.http.tool_use import ToolUse
+from jaxpaged.entrypoints.http.tool_use import WRITTEN, ToolUse, shape_or_calls
 from jaxpaged.errors import ConfigError, RequestError
 from jaxpaged.parsing.detect import tool_parser_of
 from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named

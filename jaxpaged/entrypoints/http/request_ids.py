@@ -30,7 +30,7 @@ def checked_id(name: str, value: str) -> str:
     return value
 
 
-def request_id(request: Request, prefix: str, in_body: str | None = None) -> str:
+def request_id_of(request: Request, prefix: str, in_body: str | None = None) -> str:
     """`prefix` with the client's own id, from the header or the body, or with a new one. Raises HttpError 400."""
     in_header = header_id(request)
     own = own_or_new(in_body)

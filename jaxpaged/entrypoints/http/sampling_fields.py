@@ -54,17 +54,17 @@ class EngineFields(SamplingFields, kw_only=True):
     ec_transfer_params: Any = None
 
 
-def given(request: SamplingFields, names: Iterable[str] = SamplingFields.__struct_fields__) -> dict[str, Any]:
+def given(body: SamplingFields, names: Iterable[str] = SamplingFields.__struct_fields__) -> dict[str, Any]:
     """Those of the fields that the request has."""
-    return {name: value for name in names if (value := getattr(request, name)) is not None}
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
 def check_refusals(
-    request: msgspec.Struct, refusals: Mapping[str, str], nothing: Collection[Any] = (None, False, "", [], {})
+    body: msgspec.Struct, refusals: Mapping[str, str], nothing: Collection[Any] = (None, False, "", [], {})
 ) -> None:
     """Raise HttpError 400 for a field that is never honoured: field -> why. `nothing`: values that ask for nothing."""
     for name, why in refusals.items():
-        if getattr(request, name) not in nothing:
+        if getattr(body, name) not in nothing:
             raise HttpError(400, f"{name} is given. {why}, so leave it out.", name)
 
 

@@ -20,7 +20,6 @@ from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.prepare import CheckShape, answer_formats
 from jaxpaged.entrypoints.http.prompts import PromptReader
 from jaxpaged.entrypoints.http.request_counts import RequestCounts
-from jaxpaged.entrypoints.http.request_ids import request_id
 from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
 from jaxpaged.entrypoints.http.traffic import Traffic
 
@@ -110,10 +109,6 @@ class Service:
             return self.model.names[0]
         known = ", ".join(repr(each) for each in self.model.names)
         raise HttpError(404, f"The model {name!r} does not exist. This server has {known}.", "model")
-
-    def request_id(self, request: Request, prefix: str, in_body: str | None = None) -> str:
-        """`prefix` with the client's own id, from the header X-Request-Id or the body, or with a new one."""
-        return request_id(request, prefix, in_body)
 
     async def answered(self, request: Request, request_id: str, work: Coroutine[Any, Any, Response]) -> Response:
         """What `work` answers, unless the client leaves before: then it is cancelled."""

@@ -17,11 +17,12 @@ from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.answer import AnswerReader, Reading
 from jaxpaged.entrypoints.http.auth import client_of
-from jaxpaged.entrypoints.http.beams import collect_or_search
+from jaxpaged.entrypoints.http.beams import search
 from jaxpaged.entrypoints.http.big_answer import answer_of
 from jaxpaged.entrypoints.http.body import off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generate import GenerationRequest, Numbered, Output, stream
+from jaxpaged.entrypoints.http.generate import GenerationRequest, Numbered, Output, collect, stream
+from jaxpaged.entrypoints.http.request_ids import request_id_of
 from jaxpaged.entrypoints.http.service import Service
 
 
@@ -61,7 +62,7 @@ async def respond(service: Service, stages: Stages, request: Request) -> Respons
     """The answer to a request, or the stream of its events."""
     body = await read_struct(request, stages.body, service.options.max_body_bytes)
     model = service.check_model(body.model)
-    request_id = service.request_id(request, stages.prefix, getattr(body, "request_id", None))
+    request_id = request_id_of(request, stages.prefix, getattr(body, "request_id", None))
     parsed = await parse(service, stages, body, request_id, model, client_of(request))
     if stages.events is not None and body.stream:
         results = stream(service.engine, service.traffic, parsed.generation)
@@ -87,6 +88,7 @@ async def check_shape(service: Service, generation: GenerationRequest, client: s
 
 async def answer(service: Service, stages: Stages, parsed: Parsed) -> Response:
     """The stages `generate` and `write`, for a client that waits for the whole."""
-    outputs = await collect_or_search(service.engine, service.traffic, parsed.generation)
-    size = parsed.generation.size_of(outputs)
-    return await answer_of(size, lambda: stages.answer(service, parsed, outputs))
+    generation = parsed.generation
+    generate = collect if generation.beams is None else search
+    outputs = await generate(service.engine, service.traffic, generation)
+    return await answer_of(generation.size_of(outputs), lambda: stages.answer(service, parsed, outputs))

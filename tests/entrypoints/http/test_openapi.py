@@ -8,8 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxpaged.entrypoints.http.app import create_app
-from jaxpaged.entrypoints.http.openai.chat_protocol import ChatCompletionRequest
-from jaxpaged.entrypoints.http.openai.completion_protocol import CompletionRequest
+from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, CompletionRequest
 from tests.entrypoints.http.asgi_client import Client
 from tests.entrypoints.http.live_server import live_server, make_service
 

@@ -29,20 +29,20 @@ Located = tuple[str, InputBlock]
 """Where a block stands in the request, and the block."""
 
 
-def chat_messages(wanted: MessagesPrompt) -> list[dict[str, Any]]:
+def chat_messages(body: MessagesPrompt) -> list[dict[str, Any]]:
     """The system prompt and all turns. Raises HttpError 400 naming the block at fault."""
-    if not wanted.messages:
+    if not body.messages:
         raise HttpError(400, "messages is an empty list. Give at least one message.", "messages")
-    messages = system_messages(wanted.system)
+    messages = system_messages(body.system)
     tools: dict[str, str] = {}  # id of a call so far -> name of its tool
-    numbered = enumerate(wanted.messages)
+    numbered = enumerate(body.messages)
     for role, turns in itertools.groupby(numbered, key=lambda turn: turn[1].role):
         blocks = [block for index, message in turns for block in located(message, f"messages[{index}].content")]
         if role == "assistant":
             messages.append(assistant_message(blocks, tools))
         else:
             messages += given_messages(role, blocks, tools)
-    if continues(wanted) and "tool_calls" in messages[-1]:
+    if continues(body) and "tool_calls" in messages[-1]:
         raise HttpError(
             400, "messages ends with a tool_use block, which needs an answer. Add a user message with its tool_result.",
             "messages",
@@ -50,9 +50,9 @@ def chat_messages(wanted: MessagesPrompt) -> list[dict[str, Any]]:
     return messages
 
 
-def continues(wanted: MessagesPrompt) -> bool:
+def continues(body: MessagesPrompt) -> bool:
     """Whether the last turn is the beginning of the answer."""
-    return wanted.messages[-1].role == "assistant"
+    return body.messages[-1].role == "assistant"
 
 
 def system_messages(system: str | list[TextBlock] | None) -> list[dict[str, Any]]:

@@ -10,7 +10,10 @@ import msgspec
 from jaxpaged.entrypoints.http.answer import AnswerReader
 from jaxpaged.entrypoints.http.generate import Numbered
 from jaxpaged.entrypoints.http.openai.chat_parse import ParsedChat
-from jaxpaged.entrypoints.http.openai.chat_protocol import (
+from jaxpaged.entrypoints.http.openai.events import DONE, PLACEHOLDER, ChunkWriter, TextEvents
+from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
+from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
+from jaxpaged.entrypoints.http.openai.protocol import (
     CalledFunction,
     ChatChoice,
     ChatCompletionChunk,
@@ -23,9 +26,6 @@ from jaxpaged.entrypoints.http.openai.chat_protocol import (
     ChatToolCallDelta,
     FunctionDelta,
 )
-from jaxpaged.entrypoints.http.openai.events import DONE, PLACEHOLDER, ChunkWriter, TextEvents
-from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
-from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.messages import CompletionOutput, RequestOutput

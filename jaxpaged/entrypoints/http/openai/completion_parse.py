@@ -2,8 +2,8 @@
 
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generate import GenerationRequest
-from jaxpaged.entrypoints.http.openai.completion_protocol import DEFAULT_MAX_TOKENS, CompletionRequest
 from jaxpaged.entrypoints.http.openai.fields import beam_params, check_fields, sampling_params, shape_name, shape_of
+from jaxpaged.entrypoints.http.openai.protocol import DEFAULT_MAX_TOKENS, CompletionRequest
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.stages import Parsed
 from jaxpaged.sampling_params import SamplingParams

@@ -13,12 +13,6 @@ import msgspec
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.entrypoints.http.generate import Numbered
-from jaxpaged.entrypoints.http.openai.completion_protocol import (
-    CompletionChoice,
-    CompletionRequest,
-    CompletionResponse,
-    CompletionStreamChoice,
-)
 from jaxpaged.entrypoints.http.openai.events import DONE, PLACEHOLDER, Chunk, ChunkWriter, TextEvents
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
 from jaxpaged.entrypoints.http.openai.logprobs import (
@@ -26,6 +20,12 @@ from jaxpaged.entrypoints.http.openai.logprobs import (
     CompletionLogprobs,
     completion_logprobs,
     prompt_logprobs,
+)
+from jaxpaged.entrypoints.http.openai.protocol import (
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+    CompletionStreamChoice,
 )
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service

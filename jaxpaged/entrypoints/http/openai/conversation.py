@@ -3,33 +3,19 @@
 This module knows no tokens, and nothing of how answers are generated.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.openai.chat_protocol import ChatCompletionRequest, NamedToolChoice, Tool
 from jaxpaged.entrypoints.http.openai.fields import shape_of
+from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, NamedToolChoice, TokenizeRequest, Tool
 from jaxpaged.entrypoints.http.prepare import Conversation
 from jaxpaged.entrypoints.http.tool_use import ToolUse
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Type of a part of a message -> its key that holds a text."""
-
-
-class TemplateFields(Protocol):
-    """The fields of a request that decide how messages become a prompt."""
-
-    tools: list[Tool] | None
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    documents: list[dict[str, Any]] | None
-    chat_template: str | None
-    chat_template_kwargs: dict[str, Any] | None
-    reasoning_effort: str | None
-    media_io_kwargs: Any
-    mm_processor_kwargs: Any
 
 
 def conversation_of(body: ChatCompletionRequest, trust_template: bool) -> Conversation:
@@ -46,28 +32,28 @@ def conversation_of(body: ChatCompletionRequest, trust_template: bool) -> Conver
     )
 
 
-def template_arguments(request: TemplateFields, trust_template: bool) -> dict[str, Any]:
+def template_arguments(body: ChatCompletionRequest | TokenizeRequest, trust_template: bool) -> dict[str, Any]:
     """The arguments of `InputProcessor.chat_prompt` besides the messages. Raises HttpError 400."""
     for name in ("media_io_kwargs", "mm_processor_kwargs"):
-        if getattr(request, name):
+        if getattr(body, name):
             raise HttpError(400, f"{name} is given, but the model takes text only. Leave it out.", name)
-    if request.chat_template is not None and not trust_template:
+    if body.chat_template is not None and not trust_template:
         raise HttpError(
             400, "chat_template is given, but this server uses the model's own. Leave it out, or start the server with "
             "--trust-request-chat-template.", "chat_template",
         )  # fmt: skip
-    variables = dict(request.chat_template_kwargs or {})
+    variables = dict(body.chat_template_kwargs or {})
     check_depth("chat_template_kwargs", variables)
-    check_depth("documents", request.documents)
-    if request.documents is not None:
-        variables["documents"] = request.documents
-    if request.reasoning_effort is not None:
-        variables["reasoning_effort"] = request.reasoning_effort
+    check_depth("documents", body.documents)
+    if body.documents is not None:
+        variables["documents"] = body.documents
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
     return {
-        "chat_template": request.chat_template,
-        "add_generation_prompt": request.add_generation_prompt is not False,
-        "continue_final_message": bool(request.continue_final_message),
-        "tools": template_tools(request.tools),
+        "chat_template": body.chat_template,
+        "add_generation_prompt": body.add_generation_prompt is not False,
+        "continue_final_message": bool(body.continue_final_message),
+        "tools": template_tools(body.tools),
         "template_variables": variables,
     }
 

@@ -2,14 +2,14 @@
 
 import functools
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from jaxpaged.entrypoints.http.errors import HttpError, error_body
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions
-from jaxpaged.entrypoints.http.openai.usage import Usage, UsageCounter
+from jaxpaged.entrypoints.http.openai.protocol import Chunk
+from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT
 from jaxpaged.entrypoints.http.sse import event
 
@@ -17,18 +17,6 @@ DONE = event(b"[DONE]")
 ENCODER = msgspec.json.Encoder()
 PLACEHOLDER = "\0"
 """Stands for the text of a `TextEvents`. Names and ids are printable, so nothing else in a chunk looks like it."""
-
-
-class Chunk(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One event of a stream. The one with the usage has no choices."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: Sequence[msgspec.Struct]
-    usage: Usage | None = None
-    system_fingerprint: str | None = None
 
 
 class ChunkWriter:

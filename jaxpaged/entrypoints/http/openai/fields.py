@@ -111,42 +111,42 @@ class UsageOptions(msgspec.Struct):
     in_every_chunk: bool
 
 
-def check_fields(request: GenerationFields) -> None:
+def check_fields(body: GenerationFields) -> None:
     """Raise HttpError 400 for fields that cannot be honoured, or contradict each other."""
-    check_refusals(request, REFUSALS, nothing=(None, False, -1))
-    if request.stream_options is not None and not request.stream:
+    check_refusals(body, REFUSALS, nothing=(None, False, -1))
+    if body.stream_options is not None and not body.stream:
         raise HttpError(400, "stream_options is given, but stream is not true. Leave it out.", "stream_options")
-    if request.stream and request.prompt_logprobs:
+    if body.stream and body.prompt_logprobs:
         raise HttpError(
-            400, f"prompt_logprobs is {request.prompt_logprobs}, but a stream has none. Set stream to false.",
+            400, f"prompt_logprobs is {body.prompt_logprobs}, but a stream has none. Set stream to false.",
             "prompt_logprobs",
         )  # fmt: skip
-    check_stop("stop", request.stop)
-    check_beams(request)
+    check_stop("stop", body.stop)
+    check_beams(body)
 
 
-def check_beams(request: GenerationFields) -> None:
+def check_beams(body: GenerationFields) -> None:
     """Raise HttpError 400 for what has no meaning for beams, since nothing is drawn, or none without them."""
-    if not request.use_beam_search:
-        if request.length_penalty not in (None, 1.0):
+    if not body.use_beam_search:
+        if body.length_penalty not in (None, 1.0):
             raise HttpError(
-                400, f"length_penalty is {request.length_penalty}, but use_beam_search is not true. Set it.",
+                400, f"length_penalty is {body.length_penalty}, but use_beam_search is not true. Set it.",
                 "length_penalty",
             )  # fmt: skip
         return
     for name in REFUSED_WITH_BEAMS:
-        value = getattr(request, name)
+        value = getattr(body, name)
         if value not in (None, False, [], {}, NEUTRAL.get(name)) and (name, value) != ("top_k", -1):
             raise HttpError(400, f"{name} is {value!r}, which beam search cannot honour. Leave it out.", name)
-    if request.response_format is not None and request.response_format.type != "text":
+    if body.response_format is not None and body.response_format.type != "text":
         raise HttpError(
             400, "response_format is given, but beam search has no grammars. Leave one of them out.", "response_format"
         )
 
 
-def shape_of(request: GenerationFields) -> StructuredOutputsParams | None:
+def shape_of(body: GenerationFields) -> StructuredOutputsParams | None:
     """What the answer must look like. Raises HttpError or RequestError 400 naming the field."""
-    wanted, given = request.response_format, request.structured_outputs
+    wanted, given = body.response_format, body.structured_outputs
     if wanted is None or wanted.type == "text":
         return None if given is None else StructuredOutputsParams.from_dict(given)
     if given is not None:
@@ -178,43 +178,43 @@ def schema_of(wanted: ResponseFormat) -> dict[str, Any]:
     return schema
 
 
-def shape_name(request: GenerationFields) -> dict[str, str]:
+def shape_name(body: GenerationFields) -> dict[str, str]:
     """The engine's name of the answer's shape -> what this request calls it."""
-    return {} if request.response_format is None else SHAPE_NAMES
+    return {} if body.response_format is None else SHAPE_NAMES
 
 
 def sampling_params(
-    request: GenerationFields, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None
+    body: GenerationFields, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """The request's own parameters over the model's `defaults`. `max_tokens` None fills the context.
 
     With beams nothing is drawn, and only what concerns the text is left of both. Raises RequestError for values that
     cannot be.
     """
-    values = {**defaults, **given(request, SAMPLING)}
-    if request.use_beam_search:
-        values = given(request, KEPT_WITH_BEAMS)
-    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    values = {**defaults, **given(body, SAMPLING)}
+    if body.use_beam_search:
+        values = given(body, KEPT_WITH_BEAMS)
+    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     with client_names({"extra_args": "vllm_xargs"}):
         return SamplingParams(
             **{**values, "max_tokens": max_tokens, "logprobs": logprobs},
-            extra_args=request.vllm_xargs,
+            extra_args=body.vllm_xargs,
             output_kind=kind,
         )
 
 
-def beam_params(request: GenerationFields, max_tokens: int) -> BeamSearchParams | None:
+def beam_params(body: GenerationFields, max_tokens: int) -> BeamSearchParams | None:
     """The search that the request asks for: `n` beams, all of which are given. Raises RequestError."""
-    if not request.use_beam_search:
+    if not body.use_beam_search:
         return None
     names = ("temperature", "length_penalty", "ignore_eos", "include_stop_str_in_output")
-    width = 1 if request.n is None else request.n
+    width = 1 if body.n is None else body.n
     with client_names({"beam_width": "n"}):
-        return BeamSearchParams(beam_width=width, max_tokens=max_tokens, **given(request, names))
+        return BeamSearchParams(beam_width=width, max_tokens=max_tokens, **given(body, names))
 
 
-def usage_options(request: GenerationFields, force: bool) -> UsageOptions:
+def usage_options(body: GenerationFields, force: bool) -> UsageOptions:
     """What the request says, or the server's `enable_force_include_usage`. Continuous usage needs one at the end."""
-    options = request.stream_options or StreamOptions()
+    options = body.stream_options or StreamOptions()
     at_end = force or bool(options.include_usage)
     return UsageOptions(at_end, force or (at_end and bool(options.continuous_usage_stats)))

@@ -4,9 +4,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.openai import chat_parse, chat_write, completion_parse, completion_write
-from jaxpaged.entrypoints.http.openai.chat_protocol import ChatCompletionRequest
-from jaxpaged.entrypoints.http.openai.completion_protocol import CompletionRequest
 from jaxpaged.entrypoints.http.openai.events import late_error
+from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, CompletionRequest
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.stages import Stages, respond
 

@@ -12,6 +12,7 @@ from jaxpaged.entrypoints.http.big_answer import answer_of
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generate import Numbered, all_results, stream
+from jaxpaged.entrypoints.http.request_ids import request_id_of
 from jaxpaged.entrypoints.http.responses.generate import ResponseRun
 from jaxpaged.entrypoints.http.responses.parse import ParsedResponse, check, earlier_items, parse
 from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, ResponsesRequest
@@ -34,7 +35,7 @@ class Responses:
         service = self._service
         body = await read_struct(request, ResponsesRequest, service.options.max_body_bytes)
         await off_loop(check, body)
-        request_id = service.request_id(request, "resp")
+        request_id = request_id_of(request, "resp")
         parsed = await self._parsed(request, body)
         if body.background:
             stored = await self._begin_in_background(parsed, with_events=bool(body.stream))
@@ -67,7 +68,7 @@ class Responses:
                 400, "The response was not made with background and stream, so its events were not kept. Leave out "
                 "stream.", "stream",
             )  # fmt: skip
-        return self._following(self._service.request_id(request, "resp"), stored, -1 if after is None else after)
+        return self._following(request_id_of(request, "resp"), stored, -1 if after is None else after)
 
     async def cancel(self, request: Request) -> HttpResponse:
         """End a response in the background. One that has ended stays as it is."""

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.entrypoints.http.answer import AnswerReader, Reading
-from jaxpaged.entrypoints.http.openai.chat_protocol import ChatCompletionRequest
 from jaxpaged.entrypoints.http.openai.chat_write import ChatStream
 from jaxpaged.entrypoints.http.openai.completion_write import CompletionStream, CompletionStyle
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions
+from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from tests.engine.small_tokenizer import make_tokenizer

@@ -1,15 +1,84 @@
-"""What `/v1/chat/completions` takes and gives."""
+"""What OpenAI's API takes and gives: completions, chats, the chunks of their streams, and tokens."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from jaxpaged.entrypoints.http.openai.events import Chunk
 from jaxpaged.entrypoints.http.openai.fields import GenerationFields
-from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs
+from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from jaxpaged.entrypoints.http.openai.usage import Usage
 from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT
 from jaxpaged.messages import Logprob
+
+DEFAULT_MAX_TOKENS = 16
+"""Of a completion; a chat goes on to the end of the context."""
+
+
+class Chunk(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One event of a stream. The one with the usage has no choices."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[msgspec.Struct]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+
+
+# ---- completions
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """A prompt to continue: text, token ids, or a list of either."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One sequence. With several prompts `index` is prompt * n + sequence."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionResponse(msgspec.Struct, kw_only=True):
+    """All sequences of a request."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    service_tier: str | None = None
+    system_fingerprint: str | None = SYSTEM_FINGERPRINT
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class CompletionStreamChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """New text of one sequence. Ids are there when they were asked for, `stop_reason` with the last chunk."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+# ---- chats
 
 
 class Function(msgspec.Struct, omit_defaults=True):
@@ -167,3 +236,47 @@ class ChatCompletionChunk(Chunk, kw_only=True, omit_defaults=True):
 
     prompt_token_ids: list[int] | None = None
     prompt_text: str | None = None
+
+
+# ---- tokens
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """A text or a conversation. `add_special_tokens` is true for a text and false for a conversation by default."""
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+    prompt: str | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
+
+
+class TokenizeResponse(msgspec.Struct):
+    """The ids. `token_strs` are the tokens as the vocabulary has them."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Token ids of the model's vocabulary."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class DetokenizeResponse(msgspec.Struct):
+    """The text of the ids."""
+
+    prompt: str
