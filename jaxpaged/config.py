@@ -18,6 +18,7 @@ from typing import Any
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.option_checks import checked, option
 from jaxpaged.pooling import CONVERSIONS, RUNNERS, resolved_pooling
+from jaxpaged.speculation import resolved_speculation, speculation_of
 from jaxpaged.vllm_options import without_neutral
 
 EMBEDDED_MODEL = "demo"
@@ -126,6 +127,24 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig:
+    """Tokens that are drafted, and verified several at a time."""
+
+    speculative_config: dict[str, Any] = option(
+        {}, "draft tokens and verify them in one step, as JSON with vLLM's keys: method ngram, num_speculative_tokens, "
+        "prompt_lookup_min, prompt_lookup_max"
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        speculation_of(self.speculative_config)  # what is wrong with it is said before a model is read
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that are drafted for a request and step, at most."""
+        return self.speculative_config.get("num_speculative_tokens", 0)
+
+
+@dataclass(frozen=True)
 class LoadConfig:
     """How weights get from files to devices."""
 
@@ -213,6 +232,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
@@ -258,6 +278,7 @@ class EngineConfig:
                 kv_cache_dtype=dtype if self.cache.kv_cache_dtype == "auto" else self.cache.kv_cache_dtype,
             ),
             scheduler=self._resolved_scheduler(max_model_len, platform),
+            speculative=SpeculativeConfig(resolved_speculation(self.speculative.speculative_config, pooling["runner"])),
         )
         config._cross_check(facts)
         config._check_deterministic(platform)

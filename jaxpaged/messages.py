@@ -75,15 +75,17 @@ class SchedulerOutput(msgspec.Struct):
     """One step: which requests compute how many tokens. The five lists run in parallel, one entry a request.
 
     A request gets at most `max_new_tokens[i]` tokens from this step: none while more of its prompt is to be computed,
-    otherwise one, or several in a run of `num_steps` decode steps, where each token but the last is computed too and
-    gives the next one. It computes `num_scheduled_tokens[i]` tokens at most, behind those that are computed. While
+    otherwise one, or several: in a run of `num_steps` decode steps, where each token but the last is computed too and
+    gives the next one, and where all but the first of its tokens are drafts, each of which may turn out to be the next
+    one. It computes `num_scheduled_tokens[i]` tokens at most, behind those that are computed. While
     steps before this one are in flight, both their number and the newest token may be known to the device alone.
     `removed_request_ids` finished, were aborted, or were preempted since the last step: their rows are free.
     They are removed before `new_requests` are added. For requests in `new_requests` the entry of
     `new_block_ids` is None, since the whole table is in `NewRequestData`.
     With `masked`, some request that samples follows a grammar: the step draws when it is given masks, and these follow
     from the tokens of all steps before it.
-    `programs` are the forward pass and what finishes it, if anybody gets a token, or the one program of a run. The
+    `programs` are what drafts, if anybody has drafts, the forward pass, and what finishes it, if anybody gets a token;
+    or the one program of a run. The
     executor chooses them, once for all workers: every one of them must launch the same.
     """
 
@@ -149,7 +151,8 @@ class ModelRunnerOutput(msgspec.Struct):
     `failed` maps a request to the reason why its own computation failed (for example logits that are not a
     number); the tokens that it got before are good. Other requests of the step are unharmed.
 
-    A pooling engine gives `pooled`, a float32 line per request, in place of tokens.
+    A pooling engine gives `pooled`, a float32 line per request, in place of tokens. Where drafts were verified,
+    `num_drafts[i]` is how many each had: what drafts may find fewer than were asked for.
     """
 
     step_id: int
@@ -160,6 +163,7 @@ class ModelRunnerOutput(msgspec.Struct):
     failed: dict[str, str] = {}
     buckets: StepBuckets | None = None  # None where nothing is padded
     pooled: np.ndarray | None = None
+    num_drafts: list[int] | None = None
 
 
 # ---- Scheduler -> front end --------------------------------------------------------------------
@@ -203,6 +207,10 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     num_scheduled_tokens: int = 0  # of this step
     num_steps: int = 1  # that ran in one program
     sleep_level: int | None = None  # None: the engine is awake
+    num_drafts: int = 0  # how often tokens were drafted for a request and verified, since the engine started
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_pos: list[int] = []  # the first draft, the second, ...
 
 
 class StepRecord(msgspec.Struct, gc=False):

@@ -174,6 +174,11 @@ def check_extra_args(value: Any) -> None:
     """A dict with text keys, of values that every wire format can carry, and not too many."""
     if not isinstance(value, dict):
         raise RequestError(f"extra_args is {shown(value)}; it must map names to values.", "extra_args")
+    drafts = value.get("num_speculative_tokens", 0)
+    if not isinstance(drafts, int | float) or isinstance(drafts, bool) or drafts < 0 or drafts % 1:
+        raise RequestError(
+            f"extra_args.num_speculative_tokens is {shown(drafts)}; it must be a whole number from 0.", "extra_args"
+        )
     pending, count = [value], 0
     while pending:
         item = pending.pop()

@@ -144,7 +144,7 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
     absent("scheduler_cls", None, why="there is one scheduler"),
     pointless("disable_cascade_attn", False, bool),
     pointless("enable_sleep_mode", False, bool),  # sleep is always possible
-    # ---- LoRA, drafts
+    # ---- LoRA
     absent("enable_lora", False, why=NO_LORA),
     absent("default_mm_loras", None, why=NO_LORA),
     absent("lora_modules", None, why=NO_LORA),
@@ -153,7 +153,6 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
     pointless("max_cpu_loras", None, int),
     pointless("lora_dtype", "auto", str),
     pointless("fully_sharded_loras", False, bool),
-    absent("speculative_config", None, why="tokens are not drafted"),
     # ---- structured outputs, logging
     ForeignOption("structured_outputs_config", {}, asks_for_llguidance, "grammars are compiled by llguidance"),
     absent("guided_decoding_backend", "auto", "guidance", why="grammars are compiled by llguidance"),

@@ -21,7 +21,7 @@ TOP_LEVEL = {"LICENSE", "README.md", "configs", "jaxpaged", "pallas_kernels", "p
 
 LEAVES = {
     "config", "errors", "interrupts", "kv_cache_spec", "messages", "option_checks", "plan", "pooling", "result",
-    "sampling_checks", "sampling_features", "sampling_limits", "sampling_params", "structural_tags",
+    "sampling_checks", "sampling_features", "sampling_limits", "sampling_params", "speculation", "structural_tags",
     "structured_outputs", "text_checks", "vllm_options",
 }  # fmt: skip
 # Who may import whom. Every layer may import itself and the leaves.

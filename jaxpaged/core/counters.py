@@ -1,17 +1,22 @@
 """What the scheduler counts since the engine started."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxpaged.core.request import Request
 
 
 @dataclass
 class Counters:
-    """Tokens that were looked for and found in the prefix cache, and preemptions."""
+    """Tokens that were looked for and found in the prefix cache, preemptions, and drafts. The names are those of
+    `SchedulerStats`."""
 
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_pos: list[int] = field(default_factory=list)
 
     def count_hit(self, request: Request, num_tokens: int) -> None:
         """An admission that found `num_tokens` in the prefix cache.

@@ -1,10 +1,10 @@
 """Tokens that a step gives: how many it may, where that is more than one, and what becomes of them when they come.
 
-Several come from a run of decode steps in one program, while every running request decodes and nobody waits. It is
-scheduled like a step in which a request computes several tokens, of which it knows the first: slots for all are taken
-beforehand, without preempting anybody, and as many placeholders are added. Why a run is as long as it is, is not known
-here. What ends a request is decided when its tokens are known, and those behind its end are dropped; to end it is the
-scheduler's.
+Several come from a run of decode steps in one program, while every running request decodes and nobody waits, and from
+drafts, which any request may have that decodes. Both are scheduled like a step in which a request computes several
+tokens, of which it knows the first: slots for all are taken beforehand, without preempting anybody, and as many
+placeholders are added. Why a run, or a draft, is as long as it is, is not known here. What ends a request is decided
+when its tokens are known, and those behind its end are dropped; to end it is the scheduler's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,6 +36,8 @@ def plan_run(
         num_left = request.max_total_tokens - num_known
         if num_left <= 0:
             continue  # its last token is being sampled
+        if request.num_drafts:
+            return False  # its drafts are worth more
         num_free = num_left if request.matcher is None else request.matcher.num_free(request.num_output_placeholders)
         if num_known != request.num_computed_tokens + 1 or not num_free:
             return False
@@ -50,6 +52,21 @@ def plan_run(
         block_ids = manager.allocate_slots(request, num_tokens)
         plan.add(request, Share(num_tokens, num_tokens, block_ids if any(block_ids) else None))
     return True
+
+
+def num_drafts_in_step(request: Request, plan: StepPlan, manager: KVCacheManager) -> int:
+    """How many drafts of a request that decodes go into a step: none that nobody else has room for.
+
+    The first token of a shape or a budget of thinking that is not free needs a mask, which comes from the host.
+    """
+    num_left = request.max_total_tokens - request.num_tokens_with_placeholders
+    most = min(request.num_drafts, num_left - 1, plan.num_spare, plan.budget - 1)
+    if request.matcher is not None:
+        most = min(most, request.matcher.num_free(request.num_output_placeholders) - 1)
+    if most <= 0 or sum(manager.num_new_blocks(request, 1 + most)) > manager.pool.num_free_blocks:
+        return 0
+    plan.num_spare -= most
+    return most
 
 
 def take_tokens(requests: Mapping[str, Request], output: ModelRunnerOutput) -> tuple[list[EngineCoreOutput], Ended]:

@@ -7,6 +7,7 @@ of other requests, or of the device.
 import enum
 import math
 import time
+from typing import Any
 
 from jaxpaged.core.grammar.matcher import Matcher
 from jaxpaged.core.grammar.thinking_budget import BudgetMatcher
@@ -29,7 +30,8 @@ class Request:
     `num_computed_tokens` are computed if they sample all of these, `num_confirmed_tokens` whatever they sample;
     `max_total_tokens` is where the request ends at the latest. The last of them all is never computed.
 
-    Positions below `decode_limit` have a slot and may still sample: a decode below it needs no decision.
+    Positions below `decode_limit` have a slot and may still sample: a decode below it needs no decision. With
+    `num_drafts` tokens to draft it does.
     `blocks[g]` is the block table of KV group g, `num_skipped_blocks[g]` of them at its front are the null
     block; the first `num_cached_blocks` are entered in the prefix cache. The KV cache manager owns these.
     """
@@ -42,6 +44,7 @@ class Request:
         "blocks",
         "cache_salt",
         "decode_limit",
+        "drafts",
         "eos_token_id",
         "finish_reason",
         "lora_name",
@@ -51,6 +54,7 @@ class Request:
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_drafts",
         "num_preemptions",
         "num_prompt_tokens",
         "num_skipped_blocks",
@@ -85,6 +89,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_tokens_with_placeholders = self.num_prompt_tokens
         self.decode_limit = 0
+        self.num_drafts = 0
+        self.drafts: Any = None  # what `core/drafts.py` knows of them
         self.num_cached_tokens = -1  # prefix-cache hit of the first admission; -1 before it
         self.num_preemptions = 0
         self.times = (time.time(), math.nan)  # of intake and of the first admission; None once they were told

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.constrained import ConstrainedRequests
 from jaxpaged.core.counters import Counters
+from jaxpaged.core.drafts import DraftLengths
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.intake import check_request
 from jaxpaged.core.integrity import check_books
 from jaxpaged.core.kv_cache.manager import CacheHit, KVCacheManager
 from jaxpaged.core.logprob_lines import collect_prompt_logprobs
-from jaxpaged.core.new_tokens import fault_of, plan_run, take_tokens
+from jaxpaged.core.new_tokens import fault_of, num_drafts_in_step, plan_run, take_tokens
 from jaxpaged.core.preparation import Preparation
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.request_queue import QUEUES, priority_order
@@ -52,8 +53,10 @@ class Scheduler:
         enable_kv_cache_events: bool = False,
         grammars: Grammars | None = None,
         can_run: Callable[[Extra], bool] = lambda extra: True,
+        num_drafts: int = 0,
     ):
-        """`scheduler_config` is resolved; `can_run`: see `Executor`. Raises ConfigError when options contradict."""
+        """`scheduler_config` is resolved; `can_run`: see `Executor`; `num_drafts`: tokens that a request may draft for
+        a step. Raises ConfigError when options contradict."""
         if scheduler_config.long_prefill_token_threshold and not scheduler_config.enable_chunked_prefill:
             raise ConfigError(
                 f"long_prefill_token_threshold is {scheduler_config.long_prefill_token_threshold}, but chunked "
@@ -82,6 +85,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_scheduled_tokens = 0  # of the last step
         self._counters = Counters()
+        self.draft_lengths = DraftLengths(num_drafts, self._counters)
 
     # ---- intake and questions ------------------------------------------------------------------
 
@@ -127,7 +131,7 @@ class Scheduler:
         need not be executed; what the runner must know waits for the next one. When nobody waits and all decode,
         it may be a run of up to `max_steps` steps (`new_tokens.py`).
         """
-        plan = StepPlan(self._max_num_batched_tokens)
+        plan = StepPlan(self._max_num_batched_tokens, len(self.running))
         if self.waiting or not plan_run(plan, self.running, max_steps, self.kv_cache_manager, self._last_step_id):
             self._schedule_running(plan)
             if not plan.preempted:
@@ -157,12 +161,13 @@ class Scheduler:
         manager = self.kv_cache_manager
         manager.cache_blocks(request, self._last_step_id)
         wanted = num_known - request.num_computed_tokens
-        num_tokens = 1 if wanted == 1 else self._cut(wanted, plan.budget)
+        num_drafts = num_drafts_in_step(request, plan, manager) if wanted == 1 and request.num_drafts else 0
+        num_tokens = 1 + num_drafts if wanted == 1 else self._cut(wanted, plan.budget)
         new_block_ids = self._allocate_or_preempt(request, num_tokens, plan)
         if new_block_ids is None:
             return
-        block_ids = new_block_ids if any(new_block_ids) else None
-        plan.add(request, Share(num_tokens, int(num_tokens == wanted), block_ids))
+        num_new = 1 + num_drafts if num_tokens >= wanted else 0
+        plan.add(request, Share(num_tokens, num_new, new_block_ids if any(new_block_ids) else None))
         self._set_decode_limit(request)
         if num_tokens < wanted:
             plan.num_reserved_blocks += manager.num_blocks_to_finish(request)
@@ -174,7 +179,8 @@ class Scheduler:
         return min(num_tokens, budget)
 
     def _set_decode_limit(self, request: Request) -> None:
-        request.decode_limit = min(self.kv_cache_manager.num_slots(request), request.max_total_tokens - 1)
+        limit = 0 if request.num_drafts else self.kv_cache_manager.num_slots(request)
+        request.decode_limit = min(limit, request.max_total_tokens - 1)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> tuple[list[int], ...] | None:
         """Slots for a running request, taken from less important ones if need be. None: it was preempted itself."""
@@ -244,6 +250,7 @@ class Scheduler:
         self._set_decode_limit(request)
         self._counters.count_hit(request, hit.num_tokens)
         plan.filled.update(manager.hashes_filled(request, share.num_tokens))
+        self.draft_lengths.begin(request)
         plan.add(request, share)
         plan.new_requests.append(request.to_new_request_data())
         if not share.max_new_tokens:
@@ -269,20 +276,13 @@ class Scheduler:
         request_ids = self._steps.ids_of(requests)
         self._num_scheduled_tokens = self._max_num_batched_tokens - plan.budget
         scheduled = SchedulerOutput(
-            self._last_step_id,
-            plan.new_requests,
-            removed,
-            request_ids,
-            num_tokens,
-            num_computed,
-            max_new_tokens,
-            new_block_ids,
-            self._num_scheduled_tokens,
-            plan.num_steps,
+            self._last_step_id, plan.new_requests, removed, request_ids, num_tokens, num_computed, max_new_tokens,
+            new_block_ids, self._num_scheduled_tokens, plan.num_steps,
             self.constrained.need_masks(requests, max_new_tokens),
-        )
+        )  # fmt: skip
         if requests:
             self._steps.add(scheduled)
+            self.draft_lengths.note(self._last_step_id)
         return scheduled
 
     def _take_removed(self, num_requests: int) -> list[str]:
@@ -306,6 +306,7 @@ class Scheduler:
         self.kv_cache_manager.confirm(scheduled.step_id)
         if output.prompt_logprobs:
             collect_prompt_logprobs(output, step.requests)
+        self.draft_lengths.observe(step.requests, scheduled, output)
         results, ended = take_tokens(step.requests, output)
         for request, result in ended:
             if result.error is not None:

@@ -25,8 +25,9 @@ class StepPlan:
     `shares` are by the request's place in `requests`.
     """
 
-    def __init__(self, budget: int):
+    def __init__(self, budget: int, num_running: int = 0):
         self.budget = budget  # tokens left
+        self.num_spare = budget - num_running  # of them for drafts: everybody's own token comes first
         self.requests: list[Request] = []
         self.shares: dict[int, Share] = {}
         self.new_requests: list[NewRequestData] = []

@@ -75,6 +75,7 @@ class EngineCore:
             enable_kv_cache_events=publisher is not None,
             grammars=grammars,
             can_run=executor.can_run,
+            num_drafts=config.speculative.num_drafts,
         )
         self._depth = STEPS_IN_FLIGHT if config.scheduler.async_scheduling else 1
         self._in_flight: deque[Step] = deque()

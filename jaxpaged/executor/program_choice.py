@@ -5,6 +5,7 @@ what several workers have reported. This module calls no program.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from jaxpaged.errors import EngineError, RequestError
@@ -34,7 +35,8 @@ class StepSizes(NamedTuple):
     """The buckets of an engine's programs, sorted. `run_steps`: how many steps the runs of each bucket take at most.
 
     `finisher` is the kind of program that finishes an ordinary step. `needs_full` says whether a request needs the full
-    sampler; it raises RequestError when the request will be refused.
+    sampler; it raises RequestError when the request will be refused. `verify`: what finishes a step with drafts, by
+    what would finish it without; empty where nothing is drafted.
     """
 
     finisher: str  # "sample" or "pool"
@@ -42,6 +44,7 @@ class StepSizes(NamedTuple):
     samples: Sequence[int]
     run_steps: Mapping[ProgramKey, int]
     needs_full: Callable[[SamplingParams], bool]
+    verify: Mapping[str, str] = MappingProxyType({})
 
 
 class ProgramChoice:
@@ -73,7 +76,10 @@ class ProgramChoice:
         forward = self._smallest("forward", scheduled.total_num_scheduled_tokens, self._sizes.tokens)
         if not num_sampling:
             return (forward,)
-        return forward, self._finisher(scheduled, num_sampling)
+        finisher = self._finisher(scheduled, num_sampling)
+        if self._sizes.verify and max(scheduled.max_new_tokens) > 1:
+            return self._smallest("draft", num_sampling, self._sizes.samples), forward, finisher
+        return forward, finisher
 
     def max_decode_steps(self) -> int:
         """See `Executor`."""
@@ -92,12 +98,16 @@ class ProgramChoice:
 
     def _programs_of(self, extra: Extra) -> tuple[ProgramKey, ...]:
         """What steps with `extra` call, whatever their size."""
-        widest = self._sizes.samples[-1]
         if extra is Extra.MASKS:
-            return (ProgramKey("sample_masked", widest),)
+            return self._widest("sample_masked")
         if extra is Extra.PROMPT_LOGPROBS:
             return (ProgramKey("prompt_logprobs"),)
-        return ProgramKey("load_row"), ProgramKey("load_tokens"), ProgramKey("sample_full", widest)
+        return ProgramKey("load_row"), ProgramKey("load_tokens"), *self._widest("sample_full")
+
+    def _widest(self, kind: str) -> tuple[ProgramKey, ...]:
+        """The programs of a kind of sampler for any number of requests, with drafts and without."""
+        kinds = (kind, self._sizes.verify[kind]) if self._sizes.verify else (kind,)
+        return tuple(ProgramKey(each, self._sizes.samples[-1]) for each in kinds)
 
     def _needs_full(self, params: SamplingParams) -> bool:
         try:
@@ -117,7 +127,10 @@ class ProgramChoice:
             for request_id, most in zip(scheduled.request_ids, scheduled.max_new_tokens)
         ):
             kind = "sample_full"
-        if kind != self._sizes.finisher:  # one of this size is wanted from now on
+        ordinary = self._sizes.finisher
+        if self._sizes.verify and max(scheduled.max_new_tokens) > 1:
+            kind, ordinary = self._sizes.verify[kind], self._sizes.verify[ordinary]
+        if kind != ordinary:  # one of this size is wanted from now on
             self._programs.is_ready(ProgramKey(kind, next(size for size in buckets if size >= num_sampling)))
         return self._smallest(kind, num_sampling, buckets)
 

@@ -13,6 +13,7 @@ from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.sampling_features import Extra
 from jaxpaged.worker.programs.blueprint import DECODE_KINDS
+from jaxpaged.worker.step.verify import VERIFY_KINDS
 from jaxpaged.worker.worker import Worker
 
 
@@ -25,6 +26,7 @@ def sizes_of(worker: Worker) -> StepSizes:
         samples=blueprint.sample_buckets,
         run_steps={key: runs[key.size].max_steps for key in worker.programs.builders if key.kind in DECODE_KINDS},
         needs_full=blueprint.needs_full,
+        verify=VERIFY_KINDS if blueprint.num_drafts else {},
     )
 
 

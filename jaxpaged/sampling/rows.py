@@ -81,6 +81,11 @@ def placed_lines(packed_SF: jax.Array, num_computed_R: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(placed_SF, jnp.float32)
 
 
+def lines_of_active(bits_SF: jax.Array, active_S: jax.Array, null_row: int) -> jax.Array:
+    """Lines, given as int32, of which those that are not active become lines of a row that nobody uses."""
+    return jax.lax.bitcast_convert_type(jnp.where(active_S[:, None], bits_SF, padding_line(null_row)), jnp.float32)
+
+
 class RowParams:
     """A step's array on the device, by name: `top_k_S`, `temperature_S`, and so on, each [S].
 

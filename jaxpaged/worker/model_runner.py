@@ -2,7 +2,7 @@
 
 A step is a forward pass and what its finishers make of it, or a run of such steps in one program; which programs that
 are is said by the step. It reads nothing back: `PendingStep.result` does, one step later. A step with grammars stops
-half way: its second half is called with the masks.
+half way: its second half is called with the masks. A step with drafts begins with the program that drafts them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,13 +80,29 @@ class Finisher(Protocol):
         ...
 
 
+class Drafter(Protocol):
+    """What guesses at the next tokens of rows."""
+
+    def admit(self, device: Device, row: int, request: NewRequestData) -> None:
+        """A request gets a row."""
+        ...
+
+    def propose(self, device: Device, key: ProgramKey, rows: np.ndarray, null_row: int) -> None:
+        """Dispatch what drafts for `rows` of the step that is dispatched next."""
+        ...
+
+
 class ModelRunner:
-    """Runs steps. `layouts`: those of forward programs and runs, by bucket; `finishers` follow in their order."""
+    """Runs steps. `layouts`: those of forward programs and runs, by bucket; `finishers` follow in their order, and a
+    `drafter` comes before."""
 
     def __init__(
-        self, device: Device, rows: RequestRows, layouts: Mapping[int, StepLayout], finishers: Sequence[Finisher]
-    ):
+        self, device: Device, rows: RequestRows, layouts: Mapping[int, StepLayout], finishers: Sequence[Finisher],
+        drafter: Drafter | None = None,
+    ):  # fmt: skip
         self.device, self.rows, self.layouts, self.finishers = device, rows, layouts, finishers
+        self.drafter = drafter
+        self.admitting = finishers if drafter is None else (drafter, *finishers)
         self.reader = StepReader(rows)
 
     def execute(self, scheduled: SchedulerOutput) -> PendingStep:
@@ -108,8 +124,8 @@ class ModelRunner:
             row = self.rows.add(request)
             self.rows.append_blocks(row, request.block_ids, updates)
             try:
-                for finisher in self.finishers:
-                    finisher.admit(self.device, row, request)
+                for part in self.admitting:
+                    part.admit(self.device, row, request)
             except RequestError as error:
                 pending.refused[request.request_id] = str(error)
         for request_id, block_ids in zip(scheduled.request_ids, scheduled.new_block_ids, strict=True):
@@ -118,7 +134,10 @@ class ModelRunner:
         return updates
 
     def _dispatch(self, scheduled: SchedulerOutput, updates: list[tuple[int, int, int]], pending: PendingStep) -> None:
-        requests, key = self.reader.read(scheduled), scheduled.programs[0]
+        requests, (key, *others) = self.reader.read(scheduled), scheduled.programs
+        if key.kind == "draft":
+            self.drafter.propose(self.device, key, requests.rows[requests.samples], self.rows.null_row)
+            key = others[0]
         layout, pending.buckets = self.layouts[key.size], StepBuckets(key.size)
         while len(updates) > layout.num_updates:
             updates = self._write_tables(updates)

@@ -11,9 +11,11 @@ from jaxpaged.entrypoints.http.metric_help import HELP
 from jaxpaged.entrypoints.http.metrics import exposition
 from tests.configs.queries import missing_of, needs, panels, problems, queries, rules
 
+DRAFT_COUNTERS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
 NOT_SHOWN = {
     "vllm:cache_config_info": "routers read it",
     "vllm:request_inference_time_seconds": "it is prefill and decode together",
+    **{f"vllm:spec_decode_num_{what}": "only where tokens are drafted" for what in DRAFT_COUNTERS},
     "jaxpaged:programs_from_bundle": "it does not change",
     "jaxpaged:num_devices": "it does not change",
     "jaxpaged:weight_bytes": "it does not change",

@@ -8,7 +8,7 @@ cache has must be what a computation token by token would have left there.
 import random
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jaxpaged.config import SchedulerConfig
@@ -113,16 +113,46 @@ class SimulatedRunner:
         if scheduled.num_steps > 1:
             return self._run(scheduled)
         names, ones = scheduled.request_ids, [min(most, 1) for most in scheduled.max_new_tokens]
-        given = self._step(names, self._places(scheduled), ones)
-        return ModelRunnerOutput(scheduled.step_id, [n for n, most in zip(names, ones) if most], [[t] for t in given])
+        accepted = self._accept_drafts(scheduled)
+        drawn = self._step(names, self._places(scheduled, accepted), ones)
+        self._write_rejected(scheduled, accepted)
+        sampling = [name for name, most in zip(names, ones) if most]
+        given = [[*accepted.get(name, ()), token] for name, token in zip(sampling, drawn)]
+        num_drafts = [most - 1 for most in scheduled.max_new_tokens if most] if accepted else None
+        return ModelRunnerOutput(scheduled.step_id, sampling, given, num_drafts=num_drafts)
 
-    def _places(self, scheduled: SchedulerOutput) -> list[range]:
-        """The positions that each request of a single step computes: those of uploaded tokens as they are told."""
+    def _accept_drafts(self, scheduled: SchedulerOutput) -> dict[str, list[int]]:
+        """Take some of the drafts of requests that have any for what single steps would draw."""
+        accepted: dict[str, list[int]] = {}
+        for request_id, most in zip(scheduled.request_ids, scheduled.max_new_tokens):
+            if most > 1:
+                row, accepted[request_id] = self.rows[request_id], []
+                for _ in range(self.stingy.randint(0, most - 1)):
+                    row.token_ids.append(next_token(row.token_ids))
+                    row.num_sampled += 1
+                    accepted[request_id].append(row.token_ids[-1])
+        return accepted
+
+    def _write_rejected(self, scheduled: SchedulerOutput, accepted: dict[str, list[int]]) -> None:
+        """The keys of the other drafts are written, too."""
+        for request_id, most in zip(scheduled.request_ids, scheduled.max_new_tokens):
+            if request_id in accepted:
+                first = self.rows[request_id].num_computed
+                for group, _, slot in self._slots(
+                    request_id, range(first, first + most - 1 - len(accepted[request_id]))
+                ):
+                    self.memory[slot] = group, GARBAGE
+
+    def _places(self, scheduled: SchedulerOutput, accepted: dict[str, list[int]]) -> list[range]:
+        """The positions that each request of a single step computes: those of uploaded tokens as they are told, and of
+        drafts those that are accepted."""
         places = []
         for request_id, computed, n in zip(
             scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens
         ):
             row = self.rows[request_id]
+            if request_id in accepted:
+                n = 1 + len(accepted[request_id])
             if computed < row.num_uploaded:
                 assert computed == row.num_computed, f"{request_id}: uploaded tokens are left out"
             assert row.num_computed <= computed, f"{request_id}: more is computed than the scheduler thinks possible"
@@ -211,6 +241,31 @@ class SimulatedRunner:
         return ModelRunnerOutput(scheduled.step_id, list(runs), list(runs.values()))
 
 
+class ForcedLengths:
+    """As many drafts as a test wants, in place of what measurements suggest; counts them."""
+
+    def __init__(self, choose: Callable[[], int]):
+        self.choose, self.num_drafts, self.num_accepted = choose, 0, 0
+
+    def begin(self, request: Request) -> None:
+        pass
+
+    def note(self, step_id: int) -> None:
+        pass
+
+    def observe(self, requests: dict[str, Request], scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        if output.num_drafts is not None:
+            self.num_drafts += sum(output.num_drafts)
+            self.num_accepted += sum(len(tokens) - 1 for tokens in output.sampled_token_ids if tokens)
+        for request in requests.values():
+            request.num_drafts, request.decode_limit = self.choose(), 0
+
+
+def any_length(most: int) -> ForcedLengths:
+    chance = random.Random(most)
+    return ForcedLengths(lambda: chance.choice([0, most, chance.randint(0, most)]))
+
+
 class Engine:
     """Scheduler and simulated runner with up to `depth` steps in flight, and a record of what clients got."""
 
@@ -227,8 +282,12 @@ class Engine:
         depth: int = 1,
         max_steps: int = 1,
         stingy: random.Random | None = None,
+        most_drafts: int = 0,
         **scheduler_options,
     ):
+        """`most_drafts`: how many tokens a request may draft; how many it does is left to chance."""
+        if most_drafts and stingy is None:
+            stingy = random.Random(most_drafts)
         groups = tuple(KVCacheGroup(AttentionSpec(BLOCK_SIZE, 1, 8, 4, w), (g,)) for g, w in enumerate(windows))
         config = SchedulerConfig(
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, **scheduler_options
@@ -239,7 +298,10 @@ class Engine:
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,
             enable_kv_cache_events=enable_kv_cache_events,
+            num_drafts=most_drafts,
         )
+        if most_drafts:
+            self.scheduler.draft_lengths = any_length(most_drafts)
         self.runner = SimulatedRunner(windows, max_num_seqs, max_num_batched_tokens, stingy)
         self.depth = depth
         self.max_steps = max_steps

@@ -37,8 +37,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, False]),
         max_steps=st.sampled_from([1, 2, 7]),
         stingy=st.sampled_from([None, 1]),
+        drafts=st.sampled_from([0, 0, 1, 6]),
     )
-    def start(self, windows, spare_blocks, budget, depth, policy, threshold, prefix_caching, max_steps, stingy):
+    def start(self, windows, spare_blocks, budget, depth, policy, threshold, prefix_caching, max_steps, stingy, drafts):
         self.engine = Engine(
             num_blocks=1 + blocks_of_longest(windows, budget) // 2 + spare_blocks,
             windows=windows,
@@ -49,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             depth=depth,
             max_steps=max_steps,
             stingy=stingy and random.Random(stingy),
+            most_drafts=drafts,
             scheduling_policy=policy,
             long_prefill_token_threshold=threshold,
         )
@@ -132,8 +134,8 @@ TestSchedulerMachine = pytest.mark.timeout(300)(SchedulerMachine.TestCase)
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
 def test_crowds_that_share_prompts_get_the_right_answers(windows, depth, policy):
     """Long runs with too few blocks, so that preemption and eviction are frequent."""
-    num_preemptions = num_hits = num_runs = 0
-    for seed in range(4):
+    num_preemptions = num_hits = num_runs = num_drafts = 0
+    for seed in range(5):
         draw = random.Random(f"{seed} {windows} {depth} {policy}")
         budget = draw.choice([4, 9, 24])
         engine = Engine(
@@ -143,7 +145,8 @@ def test_crowds_that_share_prompts_get_the_right_answers(windows, depth, policy)
             max_num_seqs=draw.choice([3, 6]),
             max_model_len=MAX_MODEL_LEN,
             depth=depth,
-            max_steps=(1, 3, 5, 8)[seed],
+            max_steps=(1, 3, 5, 8, 4)[seed],
+            most_drafts=5 if seed == 4 else 0,
             stingy=random.Random(seed) if seed % 2 else None,
             scheduling_policy=policy,
             long_prefill_token_threshold=draw.choice([0, 5]),
@@ -153,10 +156,12 @@ def test_crowds_that_share_prompts_get_the_right_answers(windows, depth, policy)
         num_preemptions += stats.num_preemptions
         num_hits += stats.prefix_cache_hits
         num_runs += engine.num_runs
+        num_drafts += engine.scheduler.draft_lengths.num_drafts if seed == 4 else 0
     if None in windows:  # a window gives back as many blocks as it takes
         assert num_preemptions > 0, "the test is too easy"
     assert num_hits > 0, "the test shares nothing"
     assert num_runs > 0, "no run of decode steps"
+    assert num_drafts > 0, "nobody drafts"
 
 
 def run_crowd(engine: Engine, draw: random.Random) -> None:

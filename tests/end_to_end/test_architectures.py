@@ -12,6 +12,7 @@ from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import model_for
 from jaxpaged.sampling_params import SamplingParams
+from tests.core.simulation import any_length
 from tests.models.checkpoints import prompt_of, write_checkpoint
 from tests.models.paged import golden_of
 
@@ -30,7 +31,10 @@ def start(folder, num_devices, **options):
     facts = ModelFacts(decoder.max_position_embeddings, decoder.dtype, decoder.num_heads, decoder.vocab_size)
     config = EngineConfig.from_options(**OPTIONS, **options, tensor_parallel_size=num_devices).resolve(facts, "cpu")
     executor = UniProcExecutor(config, model, decoder, folder)
-    scheduler = Scheduler(config.scheduler, executor.kv_cache_config, max_model_len=64, enable_prefix_caching=True)
+    scheduler = Scheduler(
+        config.scheduler, executor.kv_cache_config, max_model_len=64, enable_prefix_caching=True,
+        num_drafts=config.speculative.num_drafts,
+    )  # fmt: skip
     return scheduler, executor
 
 
@@ -49,6 +53,23 @@ def generate(scheduler, executor, prompts, max_tokens):
             for output in scheduler.update_from_output(scheduled, pending.result()):
                 tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
     return [tokens[str(i)] for i in range(len(prompts))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_are_those_of_transformers_where_tokens_are_drafted(name, tmp_path):
+    folder = write_checkpoint(name, tmp_path)
+    golden, prompt = golden_of(name)["greedy"], prompt_of(name)
+    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    scheduler, executor = start(folder, 1, speculative_config=drafting)
+    scheduler.draft_lengths = any_length(3)
+    try:
+        first, *_, last = generate(scheduler, executor, [prompt, prompt[5:17], [7, 8, 9] * 4, prompt], len(golden))
+        assert first == last == golden
+        assert scheduler.draft_lengths.num_drafts > 0
+        assert executor.stats()["recompiles"] == 0
+    finally:
+        executor.shutdown()
 
 
 @pytest.mark.slow

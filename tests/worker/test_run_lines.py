@@ -13,7 +13,7 @@ LAYOUT = step_layout(8, 4, 1, 8)
 
 
 def first_step(rows, ids, tokens, computed, updates=()):
-    scheduled = SchedulerOutput(1, [], [], ids, tokens, computed, tokens, [None] * len(ids))
+    scheduled = SchedulerOutput(1, [], [], ids, tokens, computed, tokens, [None] * len(ids), num_steps=max(tokens))
     packed = pack_step(LAYOUT, StepReader(rows).read(scheduled), rows, list(updates))
     return LAYOUT.split(packed)
 

@@ -191,12 +191,28 @@ class EngineMetrics:
             Counter("vllm:prefix_cache_queries", {}, stats.prefix_cache_queries),
             Counter("vllm:prefix_cache_hits", {}, stats.prefix_cache_hits),
             Counter("vllm:num_preemptions", {}, stats.num_preemptions),
+            *draft_counters(stats),
             *(Counter("vllm:request_success", {"finished_reason": r}, n) for r, n in self.finished.items()),
             Counter("jaxpaged:engine_restarts", {}, num_restarts),
             *([] if self.spans_lost is None else [Counter("jaxpaged:trace_spans_lost", {}, self.spans_lost())]),
             *(tally.read(name) for name, tally in self.tallies.items()),
             *(Gauge(f"jaxpaged:{name}", {}, value) for name, value in own.items()),
         ]
+
+
+def draft_counters(stats: SchedulerStats) -> list[Counter]:
+    """What became of drafts; nothing where none are made."""
+    if not stats.num_accepted_per_pos:
+        return []
+    return [
+        Counter("vllm:spec_decode_num_drafts", {}, stats.num_drafts),
+        Counter("vllm:spec_decode_num_draft_tokens", {}, stats.num_draft_tokens),
+        Counter("vllm:spec_decode_num_accepted_tokens", {}, stats.num_accepted_tokens),
+        *(
+            Counter("vllm:spec_decode_num_accepted_tokens_per_pos", {"position": str(place)}, count)
+            for place, count in enumerate(stats.num_accepted_per_pos)
+        ),
+    ]
 
 
 def length_buckets(longest: int) -> tuple[int, ...]:

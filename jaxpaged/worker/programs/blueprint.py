@@ -26,6 +26,8 @@ from jaxpaged.sampling.limits import LimitsMethod, choose_method
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
 from jaxpaged.sampling_features import features_of
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.speculation import speculation_of
+from jaxpaged.worker.drafters.ngram import DRAFT_KIND, LOAD_KIND, lower_draft, lower_load_history
 from jaxpaged.worker.kv_blocks import Demand
 from jaxpaged.worker.programs.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
 from jaxpaged.worker.programs.compiler_options import Options, compiler_options
@@ -35,6 +37,7 @@ from jaxpaged.worker.step.decode_loop import lower_decode
 from jaxpaged.worker.step.functions import Shapes, StepFunctions
 from jaxpaged.worker.step.packed import RunLayout, StepLayout, step_layout
 from jaxpaged.worker.step.row_uploads import TOKENS_UPLOAD_SIZE
+from jaxpaged.worker.step.verify import VERIFY_KINDS, lower_verify
 from pallas_kernels.ragged_paged_attention import choose_backend, kv_layout
 
 MAX_STEPS = 32
@@ -43,10 +46,13 @@ MOST_LOGPROBS = 128
 """Log probabilities per token that a run of decode steps may keep until its end."""
 DECODE_KINDS = ("decode", "decode_full")
 MASKED_KIND = "sample_masked"
-RARE_KINDS = frozenset({"load_row", "load_tokens", "sample_full", MASKED_KIND, "prompt_logprobs", DECODE_KINDS[1]})
+RARE_KINDS = frozenset(
+    {"load_row", "load_tokens", "sample_full", MASKED_KIND, "prompt_logprobs", DECODE_KINDS[1]}
+    | {VERIFY_KINDS["sample_full"], VERIFY_KINDS[MASKED_KIND]}
+)
 """Programs that only requests with an `Extra` need: penalties, biases, log probabilities, shapes. An engine that has
 all others serves ordinary requests at full speed."""
-CUSTOM_KINDS = frozenset({"load_row", "load_tokens", "sample_full"})
+CUSTOM_KINDS = frozenset({"load_row", "load_tokens", "sample_full", VERIFY_KINDS["sample_full"]})
 """Those of them that any request may need where there are custom logits processors."""
 
 Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
@@ -159,7 +165,12 @@ class Blueprint:
         scheduler, decoder = self.config.scheduler, self.decoder
         per_token = 3 * decoder.intermediate_size // self.num_shards + 8 * decoder.hidden_size
         activations = scheduler.max_num_batched_tokens * per_token * self.dtype.itemsize
-        return activations + 6 * scheduler.max_num_seqs * decoder.vocab_size * 4
+        return activations + (6 + self.num_drafts) * scheduler.max_num_seqs * decoder.vocab_size * 4
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that are drafted for a row and step, at most."""
+        return self.config.speculative.num_drafts
 
     def fingerprint(self) -> Fingerprint:
         """What the programs depend on."""
@@ -239,7 +250,10 @@ class StepPrograms:
         max_blocks = blocks_for_tokens(blueprint.config.model.max_model_len, cache.block_size)
         max_tokens = blueprint.token_buckets[-1]
         rows = (kv, self.row_state, max_blocks, max_tokens)
-        return self.shapes_type(self.functions, blueprint.param_shapes, *rows, blueprint.compiler_options)
+        return self.shapes_type(
+            self.functions, blueprint.param_shapes, *rows, blueprint.compiler_options,
+            blueprint.config.model.max_model_len, blueprint.num_drafts,
+        )  # fmt: skip
 
     def builders(self) -> Builders:
         """How to lower every program, in the order in which they are wanted.
@@ -255,19 +269,36 @@ class StepPrograms:
         for size in sorted(token_buckets, key=lambda size: (size != small_prompt, size != decode, size)):
             builders[ProgramKey("forward", size)] = partial(shapes.lower_forward, self.layouts[size])
             if size == small_prompt:
-                builders[ProgramKey("sample", sample_buckets[0])] = partial(shapes.lower_sample, sample_buckets[0])
+                least = sample_buckets[0]
+                builders[ProgramKey("sample", least)] = partial(shapes.lower_sample, least, False)
         builders[ProgramKey("tables")] = shapes.lower_tables
         for size in sample_buckets:
-            builders.setdefault(ProgramKey("sample", size), partial(shapes.lower_sample, size))
+            builders.setdefault(ProgramKey("sample", size), partial(shapes.lower_sample, size, False))
+        builders |= self._draft_builders()
         packed_size = blueprint.sampling_layout.packed_size
         builders[ProgramKey("load_row")] = partial(shapes.lower_load, load_row, packed_size)
         builders[ProgramKey("load_tokens")] = partial(shapes.lower_load, load_tokens, TOKENS_UPLOAD_SIZE)
         for size in sample_buckets:
-            builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample_full, size, masked=False)
+            builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample, size, True)
         for size in sample_buckets:
-            builders[ProgramKey(MASKED_KIND, size)] = partial(shapes.lower_sample_full, size, masked=True)
+            builders[ProgramKey(MASKED_KIND, size)] = partial(shapes.lower_sample, size, True, masked=True)
         builders[ProgramKey("prompt_logprobs")] = shapes.lower_prompt_logprobs
         return builders | self._decode_builders()
+
+    def _draft_builders(self) -> Builders:
+        """What drafts and what verifies, if anything does."""
+        speculation = speculation_of(self.blueprint.config.speculative.speculative_config)
+        sizes = self.blueprint.sample_buckets
+        if speculation is None:
+            return {}
+        builders: Builders = {ProgramKey(LOAD_KIND): partial(lower_load_history, self.shapes)}
+        for size in sizes:
+            builders[ProgramKey(DRAFT_KIND, size)] = partial(lower_draft, self.shapes, speculation, size)
+        for sampler, kind in VERIFY_KINDS.items():
+            for size in sizes:
+                asked = (sampler != "sample", sampler == MASKED_KIND)
+                builders[ProgramKey(kind, size)] = partial(lower_verify, self.shapes, size, *asked)
+        return builders
 
     def _decode_builders(self) -> Builders:
         """Runs of decode steps, which nobody waits for. With the full sampler only if the log probabilities of all

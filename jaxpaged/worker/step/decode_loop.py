@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.sampling.rows import NUM_COLUMNS, padding_line
+from jaxpaged.sampling.rows import NUM_COLUMNS, lines_of_active
 from jaxpaged.worker.request_rows import NUM_STOP_IDS
 from jaxpaged.worker.step.functions import RowTokens, Shapes, StepFunctions, write_tables
 from jaxpaged.worker.step.packed import RunLayout, StepParts
@@ -62,9 +62,11 @@ def decode(
     tables_GRM = write_tables(tables_GRM, parts.table_place_U, parts.table_idx_U, parts.table_block_U)
     token_ids_R, newest_R = parts.token_ids_T[:num_rows], rows.last_token_R[parts.rows_R]
     own_R, known_R = rows.num_computed_R[parts.rows_R], token_ids_R >= 0
-    rows = RowTokens(
-        rows.last_token_R.at[parts.rows_R].set(jnp.where(known_R, token_ids_R, newest_R)),
-        rows.num_computed_R.at[parts.rows_R].set(jnp.where(parts.seq_lens_R < 0, own_R, parts.seq_lens_R - 1)),
+    rows = rows._replace(
+        last_token_R=rows.last_token_R.at[parts.rows_R].set(jnp.where(known_R, token_ids_R, newest_R)),
+        num_computed_R=rows.num_computed_R.at[parts.rows_R].set(
+            jnp.where(parts.seq_lens_R < 0, own_R, parts.seq_lens_R - 1)
+        ),
     )
     ended_R = ~known_R & is_stop(newest_R, ends.stop_ids_RJ)
 
@@ -94,14 +96,10 @@ def decode_step(
     num_rows, num_lines = layout.step.num_rows, layout.num_lines
     hidden_SD = jnp.pad(hidden_TD[step_parts.sample_idxs_R], ((0, num_lines - num_rows), (0, 0)))
     active_S = jnp.pad(active_R, (0, num_lines - num_rows))
-    lines_SF = jnp.where(active_S[:, None], ends.lines_SF, padding_line(functions.max_num_seqs))
-    lines_SF = jax.lax.bitcast_convert_type(lines_SF, jnp.float32)
-    sampling, logprobs = run.sampling, run.logprobs
-    if sampling is None:
-        rows, tokens_S = functions.sample(num_lines, head, hidden_SD, rows, lines_SF)
-    else:
-        rows, tokens_S, sampling, lines = functions.sample_full(num_lines, head, hidden_SD, rows, sampling, lines_SF)
-        logprobs = jax.tree.map(lambda kept, new: kept.at[run.step].set(new[:num_rows]), logprobs, lines)
+    lines_SF = lines_of_active(ends.lines_SF, active_S, functions.max_num_seqs)
+    logits_SV = functions.model.compute_logits(head, functions.config, hidden_SD)
+    rows, tokens_S, sampling, lines = functions.draw(logits_SV, rows, run.sampling, lines_SF)
+    logprobs = jax.tree.map(lambda kept, new: kept.at[run.step].set(new[:num_rows]), run.logprobs, lines)
     tokens_R = tokens_S[:num_rows]
     ended_R = (tokens_R < 0) | is_stop(tokens_R, ends.stop_ids_RJ)
     return Run(

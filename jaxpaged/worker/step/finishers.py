@@ -25,7 +25,10 @@ from jaxpaged.worker.step.functions import PROMPT_LOGPROB_TILE
 from jaxpaged.worker.step.input_batch import run_lines
 from jaxpaged.worker.step.packed import RunLayout
 from jaxpaged.worker.step.row_uploads import admit
+from jaxpaged.worker.step.verify import VERIFY_KINDS, verify_lines
 
+PLAIN_KINDS = ("sample", "decode", VERIFY_KINDS["sample"])
+"""Programs without the full sampler."""
 NOTHING_TO_DRAW = (
     "no token can be drawn: the model's logits for this request are not finite numbers, or its own structured_outputs, "
     "allowed_token_ids, logit_bias, bad_words and min_tokens leave none. Other requests are unharmed."
@@ -33,7 +36,8 @@ NOTHING_TO_DRAW = (
 
 
 class Sampler:
-    """Draws tokens: one a request, or as many as it may get where `runs` of decode steps are one program."""
+    """Draws tokens: one a request, or as many as it may get where drafts are verified, or where `runs` of decode steps
+    are one program."""
 
     def __init__(self, rows: RequestRows, layout: StateLayout, custom: CustomProcessors, runs: Mapping[int, RunLayout]):
         self.rows, self.layout, self.custom, self.runs = rows, layout, custom, runs
@@ -48,7 +52,7 @@ class Sampler:
         key = step.scheduled.programs[-1]
         if key.kind == "forward":
             return  # nobody's prompt is complete
-        pending.buckets.full_sampler = key.kind not in ("sample", "decode")
+        pending.buckets.full_sampler = key.kind not in PLAIN_KINDS
         if step.hidden_SD is None:
             self._run(device, step, pending, key)
         elif step.scheduled.masked:
@@ -59,17 +63,24 @@ class Sampler:
     def _draw(
         self, device: Device, step: Step, pending: PendingStep, key: ProgramKey, masks_SW: np.ndarray | None = None
     ) -> None:
-        (request_ids, rows), state, logprobs = step.sampling(), device.state, None
+        (request_ids, rows), state = step.sampling(), device.state
         pending.buckets.sample_bucket = key.size
-        lines_SF = self._lines(rows, key.size)
-        if key.kind == "sample":
-            state.rows, tokens = device.call(key, device.head, step.hidden_SD, state.rows, lines_SF)
-        else:
-            masks = () if masks_SW is None else (pack_masks(masks_SW, key.size, self.layout.vocab_size),)
-            state.rows, tokens, state.finisher, logprobs = device.call(
-                key, device.head, step.hidden_SD, state.rows, state.finisher, lines_SF, *masks
-            )
-        pending.readings.append(DrawnTokens(request_ids, start_copy(tokens), start_copy(logprobs)))
+        lines, hidden = self._lines(rows, key.size), step.hidden_SD
+        if key.kind in VERIFY_KINDS.values():
+            num_tokens = [most for most in step.scheduled.max_new_tokens if most]
+            lines = verify_lines(lines, step.requests.ends[step.requests.samples] - num_tokens, num_tokens)
+            hidden = state.hidden
+        kept = state.finisher if pending.buckets.full_sampler else None
+        masks = () if masks_SW is None else (pack_masks(masks_SW, key.size, self.layout.vocab_size),)
+        state.rows, tokens, kept, logprobs, *num_drafts = device.call(
+            key, device.head, hidden, state.rows, kept, lines, *masks
+        )
+        if kept is not None:
+            state.finisher = kept
+        drawn = DrawnTokens(request_ids, start_copy(tokens), start_copy(logprobs))
+        if num_drafts:
+            drawn.num_drafts = start_copy(num_drafts[0])
+        pending.readings.append(drawn)
 
     def _run(self, device: Device, step: Step, pending: PendingStep, key: ProgramKey) -> None:
         """Several decode steps, the forward passes included."""
@@ -94,15 +105,18 @@ class Sampler:
 
 @dataclass
 class DrawnTokens:
-    """`tokens` is `[I, S]`, a line for each step that the program ran, and so are the log probabilities; the requests
+    """`tokens` is `[I, S]`, a line for each token that a row could get, and so are the log probabilities; the requests
     are the first rows. How many steps a run had is known when it is over: `count` is then told the tokens of each."""
 
     request_ids: list[str]
     tokens: Any
     logprobs: LogprobOutput | None
     count: Callable[[int], None] | None = None
+    num_drafts: Any = None  # of each request, where drafts were verified
 
     def read(self, output: ModelRunnerOutput) -> None:
+        if self.num_drafts is not None:
+            output.num_drafts = np.asarray(self.num_drafts)[: len(self.request_ids)].tolist()
         tokens_SI = np.asarray(self.tokens)[:, : len(self.request_ids)].T
         good_SI = tokens_SI >= 0
         output.request_ids, output.sampled_token_ids = self.request_ids, tokens_SI.tolist()

@@ -3,15 +3,15 @@
 A step is two programs, dispatched back to back without waiting:
 
     forward[T]: params, kv, tables, rows, hidden, packed -> kv, tables, rows, hidden, hidden of those that sample
-    sample[S]:  head, hidden of those that sample, rows, packed -> rows, tokens
+    sample[S]:  head, hidden of those that sample, rows, sampling, packed -> rows, tokens, sampling, log probabilities
 
 The sampled token stays on the device in `RowTokens` and feeds the next step, which begins where the row is: the host
 need not know how many tokens a step gave to schedule the next one. `sample_full` does the same with
 penalties, bias, masks and log probabilities, for steps in which some request uses them; `sample_masked` takes masks
 of grammars besides. The logits are computed in
 the sampling program, so that a long prefill pays for the rows that sample and not for its token bucket.
-Tokens and log probabilities are `[I, S]`, one line for each of the steps that a program runs: one here, several in
-`decode_loop.py`.
+Tokens and log probabilities are `[I, S]`, one line for each token that a row can get: one here, several in
+`decode_loop.py` and in `verify.py`.
 
 `hidden` has a line for every token of the largest bucket, whatever the step's: a smaller step writes the first ones, in
 place. So what follows on all tokens of a step, `prompt_logprobs`, is one program and not one per bucket.
@@ -49,11 +49,14 @@ class RowTokens(NamedTuple):
     """What the device knows of each row; the null row comes last and means nothing.
 
     last_token_R: the newest token, if it was drawn here. num_computed_R: how many tokens are computed. A token that
-    the host does not know is the newest one, and stands behind them.
+    the host does not know is the newest one, and stands behind them. Where tokens are drafted, history_RL holds all
+    known tokens of a row, and drafts_RK what a drafter supposes to follow the newest one, -1 for nothing.
     """
 
     last_token_R: Any
     num_computed_R: Any
+    history_RL: Any = None
+    drafts_RK: Any = None
 
 
 RESULT_TYPES = (KVTensor, SamplingState, LogprobOutput, RowTokens)
@@ -126,28 +129,24 @@ class StepFunctions:
 
         return tuple(of_group(g, group.spec.window) for g, group in enumerate(self.kv_cache.groups))
 
-    def sample(self, size: int, head: Any, hidden_SD: Any, rows: RowTokens, packed_SF: Any):
-        """Draw a token for the first `size` rows -> (rows, tokens_S); -1 where the logits are not numbers."""
-        logits_SV = self.model.compute_logits(head, self.config, hidden_SD[:size])
-        lines_SF = placed_lines(packed_SF, rows.num_computed_R)
-        return record_sample(rows, lines_SF, sample_plain(logits_SV, lines_SF, self.limits))
-
-    def sample_full(
-        self, size: int, head: Any, hidden_SD: Any, rows: RowTokens, state: SamplingState, packed_SF: Any,
-        masks_SW: Any = None,
+    def draw(
+        self, logits_SV: Any, rows: RowTokens, sampling: SamplingState | None, packed_SF: Any, masks_SW: Any = None
     ):  # fmt: skip
-        """The same with everything that a request can ask for -> (rows, tokens_S, state, log probabilities).
+        """A token for each line of logits -> (rows, tokens_S, sampling state, log probabilities); -1 where the logits
+        are no distribution. `sampling` None: the plain sampler, which gives no log probabilities.
 
-        `masks_SW`: the tokens that grammars allow, in the order of the rows; None: no row has a grammar.
+        `masks_SW`: the tokens that grammars allow; None: no row has a grammar.
         """
-        logits_SV = self.model.compute_logits(head, self.config, hidden_SD[:size])
         lines_SF = placed_lines(packed_SF, rows.num_computed_R)
-        state, output = sample_full(
-            logits_SV, state, lines_SF,
-            logprobs_mode=self.logprobs_mode, max_logprobs=self.max_logprobs, mask_bits_SW=masks_SW,
-            custom=self.custom, method=self.limits,
-        )  # fmt: skip
-        return *record_sample(rows, lines_SF, output), state, output.logprobs
+        if sampling is None:
+            output = sample_plain(logits_SV, lines_SF, self.limits)
+        else:
+            sampling, output = sample_full(
+                logits_SV, sampling, lines_SF,
+                logprobs_mode=self.logprobs_mode, max_logprobs=self.max_logprobs, mask_bits_SW=masks_SW,
+                custom=self.custom, method=self.limits,
+            )  # fmt: skip
+        return *record_sample(rows, lines_SF, output), sampling, output.logprobs
 
     def no_logprobs(self, *shape: int) -> LogprobOutput:
         """Room for log probabilities, `shape` in front."""
@@ -164,8 +163,12 @@ class StepFunctions:
 
 def record_sample(rows: RowTokens, lines_SF: Any, output: SampleOutput) -> tuple[RowTokens, Any]:
     """Keep the drawn tokens for the next step, and mark those that mean nothing by -1."""
-    last_token_R = rows.last_token_R.at[unpack_rows(lines_SF).row_S].set(output.tokens_S)
-    return rows._replace(last_token_R=last_token_R), jnp.where(output.bad_S, -1, output.tokens_S)
+    params = unpack_rows(lines_SF)
+    rows = rows._replace(last_token_R=rows.last_token_R.at[params.row_S].set(output.tokens_S))
+    if rows.history_RL is not None:
+        history_RL = rows.history_RL.at[params.row_S, params.position_S].set(output.tokens_S, mode="drop")
+        rows = rows._replace(history_RL=history_RL)
+    return rows, jnp.where(output.bad_S, -1, output.tokens_S)
 
 
 def place_rows(parts: StepParts, rows: RowTokens) -> tuple[StepParts, RowTokens]:
@@ -181,7 +184,13 @@ def place_rows(parts: StepParts, rows: RowTokens) -> tuple[StepParts, RowTokens]
 def locate_tokens(layout: StepLayout, parts: StepParts, rows: RowTokens) -> tuple[Any, Any]:
     """(tokens_T, positions_T): which token each place of the step holds and where it stands in its request."""
     seq_T, positions_T, is_padding_T = locate_places(layout, parts)
-    tokens_T = jnp.where(parts.token_ids_T >= 0, parts.token_ids_T, rows.last_token_R[parts.rows_R[seq_T]])
+    row_T = parts.rows_R[seq_T]
+    unknown_T = rows.last_token_R[row_T]
+    if rows.drafts_RK is not None:
+        nth_T = jnp.arange(layout.num_tokens, dtype=jnp.int32) - parts.query_start_loc_R1[seq_T]
+        drafts_T = rows.drafts_RK[row_T, jnp.clip(nth_T - 1, 0, rows.drafts_RK.shape[1] - 1)]
+        unknown_T = jnp.where(nth_T > 0, jnp.maximum(drafts_T, 0), unknown_T)
+    tokens_T = jnp.where(parts.token_ids_T >= 0, parts.token_ids_T, unknown_T)
     return jnp.where(is_padding_T, 0, tokens_T), jnp.where(is_padding_T, 0, positions_T)
 
 
@@ -214,13 +223,16 @@ class Shapes:
 
     def __init__(
         self, functions: StepFunctions, params: Any, kv: Any, sampling: StateLayout, max_blocks: int, max_tokens: int,
-        options: Mapping[str, Options],
+        options: Mapping[str, Options], max_model_len: int, num_drafts: int = 0,
     ):  # fmt: skip
         self.functions, self.params, self.kv, self.options = functions, params, kv, options
         self.all_hidden = self.hidden(max_tokens)
         rows = functions.max_num_seqs + 1
         self.tables = self._array((len(functions.kv_cache.groups), rows, max_blocks), jnp.int32)
         self.rows = RowTokens(self._array((rows,), jnp.int32), self._array((rows,), jnp.int32))
+        if num_drafts:
+            history, drafts = (self._array((rows, width), jnp.int32) for width in (max_model_len, num_drafts))
+            self.rows = self.rows._replace(history_RL=history, drafts_RK=drafts)
         self.sampling = jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), sampling.abstract())
         self.head = functions.model.head(params)
 
@@ -258,27 +270,22 @@ class Shapes:
         state = (self.kv, self.tables, self.rows, self.all_hidden)
         return step.lower(self.params, *state, self.packed(layout.size))
 
-    def lower_sample(self, size: int) -> jax.stages.Lowered:
-        def sample(head, hidden, rows, packed):
-            rows, tokens_S = self.functions.sample(size, head, hidden, rows, packed)
-            return rows, tokens_S[None]
+    def lower_sample(self, size: int, full: bool, masked: bool = False) -> jax.stages.Lowered:
+        """`full`: with everything that a request can ask for; `masked`: grammars too."""
+        f = self.functions
 
-        step = jax.jit(sample, donate_argnames=("rows",), out_shardings=self.functions.replicated)
-        return step.lower(self.head, self.hidden(self.functions.num_hidden), self.rows, self.lines(size))
+        def sample(head, hidden, rows, sampling, packed, masks=None):
+            logits_SV = f.model.compute_logits(head, f.config, hidden[:size])
+            rows, tokens_S, sampling, logprobs = f.draw(logits_SV, rows, sampling, packed, masks)
+            return rows, tokens_S[None], sampling, jax.tree.map(lambda lines: lines[None], logprobs)
 
-    def lower_sample_full(self, size: int, masked: bool) -> jax.stages.Lowered:
-        """With everything that a request can ask for; `masked`: grammars too."""
+        step = jax.jit(sample, donate_argnames=("rows", "sampling"), out_shardings=f.replicated)
+        arguments = (self.head, self.hidden(f.num_hidden), self.rows, self.sampling if full else None, self.lines(size))
+        return step.lower(*arguments, *self.masks(size, masked))
 
-        def sample_full(head, hidden, rows, state, packed, masks=None):
-            sampled = self.functions.sample_full(size, head, hidden, rows, state, packed, masks)
-            rows, tokens_S, state, logprobs = sampled
-            return rows, tokens_S[None], state, jax.tree.map(lambda lines: lines[None], logprobs)
-
-        step = jax.jit(sample_full, donate_argnames=("rows", "state"), out_shardings=self.functions.replicated)
-        masks = self._array((size, -(-self.sampling.seen_RV.shape[1] // 32)), jnp.uint32)
-        hidden = self.hidden(self.functions.num_hidden)
-        arguments = (self.head, hidden, self.rows, self.sampling, self.lines(size))
-        return step.lower(*arguments, masks) if masked else step.lower(*arguments)
+    def masks(self, size: int, masked: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The argument with the masks of grammars, if there is one."""
+        return (self._array((size, -(-self.sampling.seen_RV.shape[1] // 32)), jnp.uint32),) if masked else ()
 
     def lower_prompt_logprobs(self) -> jax.stages.Lowered:
         step = jax.jit(self.functions.prompt_logprobs, out_shardings=self.functions.replicated)

@@ -35,11 +35,11 @@ class StepReader:
 
     def __init__(self, rows: RequestRows):
         self._rows = rows
-        self._shares: tuple[list[int], list[int]] = [], []  # tokens in and out of the last step, and its arrays
+        self._shares = [], [], False  # tokens in and out of the last step, whether it was a run, and its arrays
         self._arrays = share_arrays(*self._shares)
 
     def read(self, scheduled: SchedulerOutput) -> StepRequests:
-        shares = scheduled.num_scheduled_tokens, scheduled.max_new_tokens
+        shares = scheduled.num_scheduled_tokens, scheduled.max_new_tokens, scheduled.num_steps > 1
         if shares != self._shares:
             self._shares, self._arrays = shares, share_arrays(*shares)
         num_scheduled, ends, samples = self._arrays
@@ -49,12 +49,13 @@ class StepReader:
 
 
 def share_arrays(
-    num_scheduled_tokens: list[int], max_new_tokens: list[int]
+    num_scheduled_tokens: list[int], max_new_tokens: list[int], is_run: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, where they end in the step, who samples) of the requests of a step. All that a request may get are
-    computed in its later steps, but the last."""
-    num_new = int32_array(max_new_tokens)
-    num_scheduled = int32_array(num_scheduled_tokens) - np.maximum(num_new - 1, 0)
+    """(tokens, where they end in the step, who samples) of the requests of a step. In a run all that a request may get
+    are computed in its later steps, but the last."""
+    num_new, num_scheduled = int32_array(max_new_tokens), int32_array(num_scheduled_tokens)
+    if is_run:
+        num_scheduled = num_scheduled - np.maximum(num_new - 1, 0)
     return num_scheduled, num_scheduled.cumsum(dtype=np.int32), num_new > 0
 
 

@@ -16,7 +16,7 @@ class StepParts(NamedTuple):
 
     rows_R: the row of each request. query_start_loc_R1: where each request's tokens start, then the total.
     seq_lens_R: tokens of each request once this step is done; -1: its new tokens follow those that are computed.
-    token_ids_T: -1 means the row's last sampled token.
+    token_ids_T: -1 means the row's last sampled token, or behind it a draft.
     sample_idxs_R: position in the step of the token whose logits are sampled, for the requests that sample.
     table_place_U, table_idx_U, table_block_U: block table entries to write; a place is group * (rows + 1) + row.
     """

@@ -34,13 +34,13 @@ LINES = [
     "serve MODEL --max-num-queued-reqs 100 --max-num-queued-tokens 100k --kv-cache-memory-bytes 4G",
     "serve MODEL --runner pooling --convert embed --max-num-seqs 64",
     """serve MODEL --runner pooling --pooler-config '{"pooling_type": "MEAN"}'""",
+    """serve MODEL --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'""",
     "serve MODEL -O 2 --long-prefill-token-threshold 512 --prefix-caching-hash-algo sha256",
 ]
 REFUSED = {
     "serve MODEL --trust-remote-code": "trust_remote_code",
     "serve MODEL --enable-lora --max-loras 4": "enable_lora",
     "serve MODEL --pipeline-parallel-size 2": "pipeline_parallel_size",
-    """serve MODEL --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'""": "speculative_config",
     "serve MODEL --data-parallel-size 4 -ep": "data_parallel_size",
     """serve MODEL --kv-transfer-config '{"kv_connector": "NixlConnector"}'""": "kv_transfer_config",
     "serve MODEL --quantization awq": "--quantization",

@@ -1,0 +1,96 @@
+#!/usr/bin/env python
+"""What drafting gains and costs on this machine: tokens per second with drafts over those without, taken in turns.
+
+    python scripts/bench_speculation.py [--model demo] [--speculative-config '{...}'] [--repeat 5] [--fixed-steps]
+
+Each figure is the fastest of several runs. The requests repeat a text of their prompt (greedy), or tell stories (drawn,
+so that hardly anything occurs twice). Also printed: which share of the drafts was accepted at least so far, and how
+many tokens were drafted. `--model` is whatever `jaxpaged generate` takes, or one of bench_offline's random models.
+`--fixed-steps` gives both one decode step a program, as slower models have anyway.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from offline_bench import checkpoints
+
+from jaxpaged import LLM, SamplingParams
+
+NUM_TOKENS = 256
+SENTENCE = (
+    "The little fox went to the river and looked for a red stone. Then he ran home and told his mother about it. "
+)
+TEXTS = {
+    "repeats": (SENTENCE * 4, {"temperature": 0.0}),
+    "does not": ("Once upon a time", {"temperature": 1.0}),
+}
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
+COUNTS = "vllm:spec_decode_num_"
+
+
+def run(llm: LLM, text: str, sampling: dict, rows: int) -> tuple[float, float]:
+    """(tokens per second, tokens per second of processor time)."""
+    params = [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=i, **sampling) for i in range(rows)]
+    wall, processor = time.perf_counter(), time.process_time()
+    llm.generate([text] * rows, params, use_tqdm=False)
+    tokens = rows * NUM_TOKENS
+    return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - processor)
+
+
+def counts(llm: LLM) -> dict[str, int]:
+    found = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith(COUNTS):
+            found[metric.name.removeprefix(COUNTS) + metric.labels.get("position", "")] = metric.value
+    return found
+
+
+def compare(model: str, config: dict, repeat: int, fixed_steps: bool) -> None:
+    shared = {"max_model_len": 1024, "max_num_seqs": 8, "enable_prefix_caching": False}
+    if fixed_steps:
+        shared["num_scheduler_steps"] = 1
+    engines = [LLM(model, **shared), LLM(model, **shared, speculative_config=config)]
+    for llm in engines:
+        llm.wait_for_programs()
+    print("text, requests: tokens/s without, with, ratio; of processor time: ratio; accepted by place; drafted")
+    for name, (text, sampling) in TEXTS.items():
+        for rows in (1, 8):
+            best = [[0.0, 0.0], [0.0, 0.0]]
+            for engine in engines:
+                run(engine, text, sampling, rows)
+            before = counts(engines[1])
+            for _ in range(repeat):
+                for figures, engine in zip(best, engines):
+                    figures[:] = map(max, figures, run(engine, text, sampling, rows))
+            seen = {key: value - before[key] for key, value in counts(engines[1]).items()}
+            places = [seen[f"accepted_tokens_per_pos{i}"] for i in range(config["num_speculative_tokens"])]
+            (wall, processor), (wall_with, processor_with) = best
+            print(
+                f"{name}, {rows}: {wall:.0f} {wall_with:.0f} {wall_with / wall:.2f}; {processor_with / processor:.2f}; "
+                f"{' '.join(f'{count / max(seen["drafts"], 1):.2f}' for count in places)}; {seen['draft_tokens']}"
+            )
+    for llm in engines:
+        llm.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--speculative-config", type=json.loads, default=json.loads(NGRAM))
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--fixed-steps", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        shape = checkpoints.MODELS.get(options.model)
+        model = str(checkpoints.make_checkpoint(shape, Path(folder))) if shape else options.model
+        compare(model, options.speculative_config, options.repeat, options.fixed_steps)
+
+
+if __name__ == "__main__":
+    main()

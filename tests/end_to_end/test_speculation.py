@@ -1,0 +1,150 @@
+"""Drafts change no bit of an answer: on random traffic, wherever a draft is wrong, and beside grammars."""
+
+import dataclasses
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.build import resolve_model
+from jaxpaged.engine.core import EngineCore
+from jaxpaged.executor.uniproc import UniProcExecutor
+from jaxpaged.messages import EngineCoreRequest
+from jaxpaged.sampling_params import SamplingParams
+from tests.core.simulation import ForcedLengths, any_length
+from tests.end_to_end.test_decode_runs import answers_of, joined, serve
+from tests.models.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.slow
+MOST = 4
+# A window and full attention; so few blocks that requests are preempted.
+OPTIONS = {
+    "max_num_seqs": 6, "max_num_batched_tokens": 24, "token_buckets": (24,), "max_model_len": 64, "block_size": 4,
+    "num_gpu_blocks_override": 50, "dtype": "float32", "max_logprobs": 3, "deterministic": True,
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": MOST, "prompt_lookup_min": 1},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """(Options, an executor all of whose programs are compiled)."""
+    model = str(write_checkpoint("gemma2", tmp_path_factory.mktemp("model")))
+    folder, functions, decoder, config = resolve_model(EngineConfig.from_options(model=model, **OPTIONS))
+    executor = UniProcExecutor(config, functions, decoder, folder)
+    programs = executor.worker.programs
+    for key in programs.builders:
+        assert key.kind.endswith("masked") or programs[key]
+    yield config, executor
+    executor.shutdown()
+
+
+def core_of(engine, lengths=None, num_steps=1, **changes):
+    """An engine that drafts as many tokens as `lengths` says; None: none."""
+    config, executor = engine
+    scheduler = dataclasses.replace(config.scheduler, num_scheduler_steps=num_steps, **changes)
+    executor.recover()
+    core = EngineCore(dataclasses.replace(config, scheduler=scheduler), executor)
+    core._scheduler.draft_lengths = lengths or ForcedLengths(lambda: 0)
+    return core
+
+
+@pytest.mark.parametrize(("seed", "asynchronous", "num_steps"), [(1, True, 5), (3, False, 1)])
+def test_random_traffic_gets_the_bits_of_single_steps(engine, seed, asynchronous, num_steps):
+    lengths = any_length(MOST)
+    core = core_of(engine, lengths, num_steps, async_scheduling=asynchronous)
+    requests, answers, aborted = serve(core, random.Random(seed), 40)
+    assert lengths.num_drafts > 100 and lengths.num_accepted > 10, "the test drafts nothing"
+    assert core._scheduler.make_stats().num_preemptions, "the test preempts nobody"
+    expected = answers_of(core_of(engine), requests.values())
+    for name in requests:
+        got, alone = joined(answers[name]), joined(expected[name])
+        if name in aborted:
+            assert got[0] == alone[0][: len(got[0])], name
+        else:
+            assert got == alone, name
+    assert engine[1].stats()["recompiles"] == 0
+
+
+class Prophet:
+    """Drafts the true tokens up to `wrong_at`, and others from there on. Steps must be awaited before the next."""
+
+    def __init__(self, core, answers, wrong_at):
+        self.core, self.answers, self.wrong_at = core, answers, wrong_at
+        self.name_of_row = {}
+
+    def admit(self, device, row, request):
+        self.name_of_row[row] = request.request_id
+
+    def propose(self, device, key, rows, null_row):
+        drafts_RK = np.full(device.state.rows.drafts_RK.shape, -1, np.int32)
+        for row in rows:
+            request = self.core._scheduler.requests[self.name_of_row[int(row)]]
+            done = request.num_tokens - request.num_prompt_tokens
+            true = self.answers[request.request_id][done : done + MOST]
+            drafts_RK[row, : len(true)] = [token ^ (i == self.wrong_at) for i, token in enumerate(true)]
+        drafts_RK = jax.device_put(drafts_RK, device.state.rows.drafts_RK.sharding)
+        device.state.rows = device.state.rows._replace(drafts_RK=drafts_RK)
+
+
+def requests_of(num_tokens):
+    """Greedy and drawn, plain and with everything that looks at earlier tokens."""
+    asked = [
+        {"temperature": 0.0}, {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.8, "min_tokens": 21, "stop_token_ids": list(range(40))},
+        {"temperature": 1.0, "presence_penalty": 1.5, "repetition_penalty": 1.3, "logprobs": 2, "prompt_logprobs": 1,
+         "bad_words_token_ids": [[30], [31, 32], [5, 5]], "logit_bias": {5: 4.0}},
+    ]  # fmt: skip
+    return [
+        EngineCoreRequest(
+            f"r{i}", list(range(3, 12 + i)),
+            SamplingParams(seed=i, max_tokens=num_tokens, ignore_eos=True, **params), 0.0,
+        )
+        for i, params in enumerate(asked)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong_at", range(MOST + 1))
+def test_the_draft_at_any_place_may_be_wrong(engine, wrong_at):
+    requests, num_tokens = requests_of(21), 21
+    expected = {name: joined(answer) for name, answer in answers_of(core_of(engine), requests).items()}
+    lengths = ForcedLengths(lambda: MOST)
+    core = core_of(engine, lengths, async_scheduling=False)
+    runner = core._executor.worker.runner
+    true = {name: tokens for name, (tokens, *_) in expected.items()}
+    prophet = Prophet(core, true, wrong_at)
+    runner.drafter, runner.admitting = prophet, (prophet, *runner.finishers)
+    answers = answers_of(core, requests)
+    for name, answer in answers.items():
+        assert joined(answer) == expected[name]
+        lengths_of_steps = [len(output.new_token_ids) for output in answer if output.new_token_ids]
+        given = min(wrong_at, MOST) + 1
+        assert lengths_of_steps[:-1] == [1] + [given] * (len(lengths_of_steps) - 2)
+        assert sum(lengths_of_steps) == num_tokens
+
+
+def test_a_stop_token_among_accepted_drafts_ends_the_text_there(engine):
+    (request, *_) = requests_of(30)
+    tokens, _, _ = joined(answers_of(core_of(engine), [request])["r0"])
+    core = core_of(engine, ForcedLengths(lambda: MOST), async_scheduling=False)
+    runner = core._executor.worker.runner
+    prophet = Prophet(core, {"r0": tokens}, MOST)
+    runner.drafter, runner.admitting = prophet, (prophet, *runner.finishers)
+    place = next(i for i in range(2, 30) if tokens[i] not in tokens[:i] and (i - 1) % (MOST + 1) not in (0, MOST))
+    request.sampling_params.stop_token_ids = [tokens[place]]
+    got, (reason, stop), _ = joined(answers_of(core, [request])["r0"])
+    assert (got, reason, stop) == (tokens[: place + 1], "stop", tokens[place])
+
+
+def test_a_prompt_that_repeats_itself_is_drafted_from(engine):
+    """What a model repeats is found on the device, with two steps in flight."""
+    prompt = [9, 8, 7, 6, 5] * 4
+    request = EngineCoreRequest("r", prompt, SamplingParams(temperature=0.0, seed=1, max_tokens=40), 0.0)
+    request.sampling_params.logit_bias = {7: 100.0}
+    expected = joined(answers_of(core_of(engine), [request])["r"])
+    lengths = ForcedLengths(lambda: MOST)
+    got = answers_of(core_of(engine, lengths), [request])["r"]
+    assert joined(got) == expected == ([7] * 40, ("length", None), [])
+    assert lengths.num_accepted > 25
+    assert sum(len(output.new_token_ids) > MOST for output in got) >= 5

@@ -1,0 +1,55 @@
+"""What `speculative_config` may say, and how it is refused."""
+
+import re
+
+import pytest
+
+from jaxpaged.config import EngineConfig, ModelFacts
+from jaxpaged.errors import ConfigError
+from jaxpaged.speculation import LATER_METHODS, METHODS, speculation_of
+
+FACTS = ModelFacts(max_position_embeddings=4096, dtype="float32", num_heads=1, vocab_size=300)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+def test_without_it_nothing_is_drafted():
+    config = EngineConfig.from_options().resolve(FACTS, "cpu")
+    assert (config.speculative.speculative_config, config.speculative.num_drafts) == ({}, 0)
+
+
+def test_what_is_left_open_is_settled_once():
+    config = EngineConfig.from_options(speculative_config=NGRAM).resolve(FACTS, "cpu")
+    assert config.speculative.speculative_config == {**NGRAM, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    assert config.speculative.num_drafts == 4
+    assert speculation_of({**NGRAM, "prompt_lookup_max": 1}).prompt_lookup_min == 1
+    assert speculation_of({**NGRAM, "prompt_lookup_min": 7}).prompt_lookup_max == 7
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({**NGRAM, "prompt_lookup_mx": 3}, "unknown key 'prompt_lookup_mx'. Did you mean 'prompt_lookup_max'?"),
+        ({"method": "ngram"}, "no num_speculative_tokens"),
+        ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be a whole number from 1 to"),
+        ({**NGRAM, "num_speculative_tokens": True}, "num_speculative_tokens is True"),
+        ({**NGRAM, "num_speculative_tokens": 99}, "num_speculative_tokens is 99"),
+        ({**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "(4) is more than prompt_lookup_max (3)"),
+        ({**NGRAM, "method": "ngrm"}, "method is 'ngrm'; it must be one of"),
+        ({"num_speculative_tokens": 3}, "method is None"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_model_is_read(given, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        EngineConfig.from_options(speculative_config=given)
+
+
+@pytest.mark.parametrize("method", LATER_METHODS)
+def test_methods_that_are_not_there_yet_are_refused_by_name(method):
+    assert method not in METHODS
+    with pytest.raises(ConfigError, match=f"'{method}' is not there yet"):
+        EngineConfig.from_options(speculative_config={**NGRAM, "method": method})
+
+
+def test_an_engine_that_pools_drafts_nothing():
+    with pytest.raises(ConfigError, match="a pooling engine draws no tokens"):
+        EngineConfig.from_options(speculative_config=NGRAM, runner="pooling").resolve(FACTS, "cpu")
