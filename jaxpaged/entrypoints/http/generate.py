@@ -115,9 +115,14 @@ async def stream(engine: Engine, traffic: Traffic, request: GenerationRequest) -
     Raises HttpError when there is no room or when a prompt fails, and what the engine raises.
     """
     with client_names(request.names), traffic.admitted(request.load(engine.input_processor.max_model_len)):
-        async with contextlib.aclosing(all_results(engine, request)) as results:
-            async for numbered in results:
-                yield numbered
+        if len(request.prompts) == 1:  # as in `results_of`, which would be a generator more for every token
+            async with contextlib.aclosing(outputs_of(engine, request, 0)) as outputs:
+                async for output in outputs:
+                    yield 0, checked(output)
+        else:
+            async with contextlib.aclosing(merged(engine, request)) as results:
+                async for numbered in results:
+                    yield numbered
 
 
 async def collect(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[Output]:
@@ -142,17 +147,25 @@ def all_results(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Nu
 
 async def results_of(engine: Engine, request: GenerationRequest, number: int) -> AsyncGenerator[Numbered]:
     """Results of one prompt. Raises HttpError when it fails while it is computed."""
-    prompt = request.prompts[number].for_engine()
-    pools = request.is_pooling
-    generated = (engine.encode if pools else engine.generate)(
-        prompt, request.params, request.engine_id(number), priority=request.priority,
+    async with contextlib.aclosing(outputs_of(engine, request, number)) as outputs:
+        async for output in outputs:
+            yield number, checked(output)
+
+
+def outputs_of(engine: Engine, request: GenerationRequest, number: int) -> AsyncGenerator[Output]:
+    """What the engine says of one prompt."""
+    return (engine.encode if request.is_pooling else engine.generate)(
+        request.prompts[number].for_engine(), request.params, request.engine_id(number), priority=request.priority,
         trace_headers=trace_headers(request.request_id),
     )  # fmt: skip
-    async with contextlib.aclosing(generated) as outputs:
-        async for output in outputs:
-            if output.error is not None or (not pools and "error" in [each.finish_reason for each in output.outputs]):
-                raise failed_request(output.error)
-            yield number, output
+
+
+def checked[O: Output](output: O) -> O:
+    """The result. Raises HttpError when it says that its prompt failed."""
+    completions = output.outputs if isinstance(output, RequestOutput) else ()
+    if output.error is not None or "error" in [each.finish_reason for each in completions]:
+        raise failed_request(output.error)
+    return output
 
 
 async def merged(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Numbered]:

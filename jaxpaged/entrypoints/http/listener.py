@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jaxpaged.entrypoints.http.connections import Connections
 from jaxpaged.entrypoints.http.errors import HttpError, error_body
+from jaxpaged.entrypoints.http.sse import SEND_PIECE
 from jaxpaged.errors import UsageError
 
 HEADER_TIMEOUT = 30.0
@@ -179,6 +180,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(problem)
         if not self._refused:
             super().on_headers_complete()
+            self.scope[SEND_PIECE] = self.cycle.send
 
     def on_response_complete(self) -> None:
         last = not self.pipeline

@@ -129,11 +129,12 @@ class CountRequests:
             nonlocal status, num_bytes_out
             if "body" in message:
                 num_bytes_out += len(message["body"])
-            elif "status" in message:
+                return send_piece(message)
+            if "status" in message:
                 status = message["status"]
             return send(message)
 
-        scope[SEND_PIECE] = sent
+        send_piece, scope[SEND_PIECE] = scope.get(SEND_PIECE, send), sent
         try:
             await self._app(scope, received, sent)
         finally:

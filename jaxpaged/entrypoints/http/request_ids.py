@@ -4,8 +4,8 @@ A bad one is refused wherever it comes, since whoever sends it looks for it in l
 endpoint.
 """
 
+import os
 import re
-import uuid
 
 from starlette.requests import Request
 
@@ -42,4 +42,4 @@ def own_or_new(request_id: str | None) -> str:
     """The id that a client gave in a field of its request, or a new one. Raises HttpError 400."""
     if request_id is not None:
         checked_id("request_id", request_id)
-    return request_id or uuid.uuid4().hex
+    return request_id or os.urandom(16).hex()

@@ -16,10 +16,14 @@ from jaxpaged.entrypoints.http.errors import HttpError, as_http_error, error_res
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 SEND_PIECE = "jaxpaged.send_piece"
-"""Where a scope has the `send` of the outermost layer. Layers between look at how an answer begins; pieces of one that
-has begun go by them, since streams have one for every token."""
+"""Where a scope has the `send` for pieces of an answer that has begun: the protocol's, then that of the layer that counts.
+Other layers look at how an answer begins; pieces go by them, since streams have one for every token."""
 CLIENT_CLOSED_REQUEST = 499
 """What logs show for a request whose client did not wait for the answer; nobody receives it."""
+
+
+class LastPiece(bytes):
+    """A piece of a stream that nothing follows: it goes out together with the end of the answer."""
 
 
 def event(data: bytes) -> bytes:
@@ -68,19 +72,22 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _send_all(self, first: bytes, send: Send) -> None:
-        await send_piece(send, first)
         try:
-            if self._interval:
-                await self._send_with_comments(send)
-            else:
+            ended = await send_piece(send, first)
+            if self._interval and not ended:
+                ended = await self._send_with_comments(send)
+            elif not ended:
                 async for piece in self._events:  # the way of most pieces: no call more than it takes
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    more = type(piece) is not LastPiece
+                    await send({"type": "http.response.body", "body": piece, "more_body": more})
+                    ended = not more
         except Exception as error:
-            await send_piece(send, self._late_error(as_http_error(error)))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            ended = await send_piece(send, LastPiece(self._late_error(as_http_error(error))))
+        if not ended:
+            await send_piece(send, LastPiece())
 
-    async def _send_with_comments(self, send: Send) -> None:
-        """Fill silences with comments."""
+    async def _send_with_comments(self, send: Send) -> bool:
+        """Fill silences with comments. Whether the answer has ended."""
         while True:
             following = asyncio.ensure_future(anext(self._events, None))
             try:
@@ -90,12 +97,16 @@ class EventStream(Response):
                 following.cancel()
             piece = await following
             if piece is None:
-                return
-            await send_piece(send, piece)
+                return False
+            if await send_piece(send, piece):
+                return True
 
 
-async def send_piece(send: Send, piece: bytes) -> None:
-    await send({"type": "http.response.body", "body": piece, "more_body": True})
+async def send_piece(send: Send, piece: bytes) -> bool:
+    """Send what comes next. Whether it ends the answer."""
+    is_last = type(piece) is LastPiece
+    await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
+    return is_last
 
 
 async def answer_or_leave(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

@@ -28,6 +28,7 @@ from jaxpaged.entrypoints.http.openai.protocol import (
 )
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.sse import LastPiece
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.parsing.deltas import Delta, ParsedMessage
 
@@ -57,13 +58,16 @@ async def events(service: Service, chat: ParsedChat, results: AsyncGenerator[Num
     chunks = ChatStream(
         chat.body, chat.generation.request_id, chat.model, chat.role, chat.echo, usage, counter, chat.new_reader
     )
+    tail = b""
     async with aclosing(results):
         async for _, output in results:
-            for chunk in chunks.of(output):
-                yield chunk
-    if usage.at_end:
-        yield chunks.last(num_thinking(service, chat, chunks.readers))
-    yield DONE
+            piece = b"".join(chunks.of(output))
+            if output.finished:
+                tail = piece
+            elif piece:
+                yield piece
+    usage_event = chunks.last(num_thinking(service, chat, chunks.readers)) if usage.at_end else b""
+    yield LastPiece(tail + usage_event + DONE)
 
 
 def num_thinking(service: Service, chat: ParsedChat, readers: Iterable[AnswerReader]) -> int | None:

@@ -29,6 +29,7 @@ from jaxpaged.entrypoints.http.openai.protocol import (
 )
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.sse import LastPiece
 from jaxpaged.entrypoints.http.stages import Parsed
 from jaxpaged.messages import CompletionOutput, RequestOutput
 
@@ -58,13 +59,15 @@ async def events(
         UsageCounter(options.enable_prompt_tokens_details), n=parsed.generation.params.n,
         with_ids=bool(body.return_token_ids),
     )  # fmt: skip
+    is_alone, tail = len(parsed.generation.prompts) == 1, b""
     async with aclosing(results):
         async for number, output in results:
-            for chunk in chunks.of(number, output):
-                yield chunk
-    if usage.at_end:
-        yield chunks.last()
-    yield DONE
+            piece = b"".join(chunks.of(number, output))
+            if is_alone and output.finished:
+                tail = piece
+            elif piece:
+                yield piece
+    yield LastPiece(tail + (chunks.last() if usage.at_end else b"") + DONE)
 
 
 @dataclass(frozen=True)
