@@ -8,11 +8,12 @@ from jaxpaged import __version__
 from jaxpaged.entrypoints.grpc import requests
 from jaxpaged.entrypoints.grpc.answers import Responses, usage_message, vectors
 from jaxpaged.entrypoints.grpc.multiplexer import Multiplexer
+from jaxpaged.entrypoints.http.body import off_loop
 from jaxpaged.entrypoints.http.errors import client_names
 from jaxpaged.entrypoints.http.generate import GenerationRequest, Numbered, Output, collect, stream
 from jaxpaged.entrypoints.http.health import Health
 from jaxpaged.entrypoints.http.openai.routes import CHATS, COMPLETIONS
-from jaxpaged.entrypoints.http.openai.tokens import Tokens
+from jaxpaged.entrypoints.http.openai.tokens import prompt_of, text_of, token_strs
 from jaxpaged.entrypoints.http.pooling.routes import EMBEDDINGS, SCORES
 from jaxpaged.entrypoints.http.pooling.write import scores_of, usage_of
 from jaxpaged.entrypoints.http.request_ids import own_or_new
@@ -29,7 +30,7 @@ class Inference:
 
     def __init__(self, service: Service):
         self._service = service
-        self._tokens, self._health = Tokens(service), Health(service)
+        self._health = Health(service)
 
     # ---- generating
 
@@ -104,15 +105,14 @@ class Inference:
         service = self._service
         wanted = requests.tokenize_request(request)
         service.check_model(wanted.model)
-        ids = (await self._tokens.prompt(wanted)).token_ids
-        backend = service.engine.input_processor.tokenizer.backend
-        names = [backend.id_to_token(each) or "" for each in ids] if wanted.return_token_strs else []
+        ids = (await off_loop(prompt_of, service, wanted)).token_ids
+        names = token_strs(service, ids) if wanted.return_token_strs else []
         return pb.TokenizeResponse(token_ids=ids, token_strs=names, max_model_len=service.model.max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, caller: str) -> pb.DetokenizeResponse:
         self._service.check_model(request.model)
         with client_names({"tokens": "token_ids"}):
-            return pb.DetokenizeResponse(text=await self._tokens.text(list(request.token_ids)))
+            return pb.DetokenizeResponse(text=await off_loop(text_of, self._service, list(request.token_ids)))
 
     # ---- the model and the server
 

@@ -3,7 +3,7 @@
 import functools
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,15 +13,16 @@ from starlette.responses import Response
 from jaxpaged import __version__
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.observability.metrics import Metric
+from jaxpaged.entrypoints.http.conversation import answer_formats
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.grammar_desk import GrammarDesk
 from jaxpaged.entrypoints.http.options import ServerOptions
-from jaxpaged.entrypoints.http.prepare import CheckShape, answer_formats
 from jaxpaged.entrypoints.http.prompts import PromptReader
 from jaxpaged.entrypoints.http.request_counts import RequestCounts
 from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
 from jaxpaged.entrypoints.http.traffic import Traffic
+from jaxpaged.structured_outputs import StructuredOutputsParams
 
 COUNTED_CONTEXTS = 8
 """Texts whose tokens are only counted may be longer than the model takes, so many times."""
@@ -91,8 +92,9 @@ class Service:
         """Whether requests are traced: only then does the engine take trace headers."""
         return self.engine.config.observability.otlp_traces_endpoint is not None
 
-    def check_shape_for(self, client: str) -> CheckShape:
-        """Checks shapes in the turns of the client that asks."""
+    def check_shape_for(self, client: str) -> Callable[[StructuredOutputsParams | None], Awaitable[None]]:
+        """What waits until it is known whether a shape can be used, in the turns of the client that asks, and raises
+        RequestError if not."""
         return functools.partial(self._grammars.check, client=client)
 
     def count_tokens(self, text: str) -> int:

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxpaged.engine.input.chat_template import ChatTemplates
+from jaxpaged.entrypoints.http.conversation import AnswerFormats, answer_formats
 from jaxpaged.entrypoints.http.options import ServerOptions
-from jaxpaged.entrypoints.http.prepare import AnswerFormats, answer_formats
 from jaxpaged.errors import ConfigError
 
 TEMPLATES = ChatTemplates({"default": "{{ messages }}", "tool_use": "<tool_call>{{ messages }}"})

@@ -17,9 +17,9 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     ThinkingOption,
 )
 from jaxpaged.entrypoints.http.body import check_depth
+from jaxpaged.entrypoints.http.conversation import Conversation, parse_conversation
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generate import GenerationRequest
-from jaxpaged.entrypoints.http.prepare import Conversation, prepare
 from jaxpaged.entrypoints.http.sampling_fields import check_refusals, check_stop
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.stages import Parsed
@@ -47,7 +47,7 @@ def parse(service: Service, body: MessagesRequest, request_id: str, model: str) 
     names, processor = engine_names(body), service.engine.input_processor
     with client_names(names):
         params = sampling_params(body, processor.defaults.sampling, processor.thinking_token_ids is not None)
-        prepared = prepare(conversation_of(body, body.cache_salt), params, service.formats, service.prompts)
+        prepared = parse_conversation(conversation_of(body, body.cache_salt), params, service.formats, service.prompts)
     generation = GenerationRequest(request_id, [prepared.prompt], prepared.params, names=names)
     return Parsed(body, model, generation, prepared.reading)
 

@@ -47,36 +47,36 @@ ENCODER = msgspec.json.Encoder()
 PIECES = {"text": TextDelta, "thinking": ThinkingDelta, "tool_use": InputJsonDelta}
 """Kind of a block -> what its pieces are."""
 
-Asked = Parsed[MessagesRequest]
 
-
-def answer(service: Service, asked: Asked, outputs: Sequence[RequestOutput]) -> MessagesResponse:
+def answer(service: Service, parsed: Parsed[MessagesRequest], outputs: Sequence[RequestOutput]) -> MessagesResponse:
     """The whole of it: `outputs` is the last result of the one prompt."""
     [output], counter = outputs, UsageCounter(service.options.enable_prompt_tokens_details)
     counter.add(0, output)
-    part = asked.new_reader().read(output.outputs[0])
+    part = parsed.new_reader().read(output.outputs[0])
     content = content_of(part.deltas)
     has_calls = any(isinstance(block, ToolUseBlock) for block in content)
-    return message(asked, counter, content, ending(asked, part, counter, has_calls))
+    return message(parsed, counter, content, ending(parsed, part, counter, has_calls))
 
 
-async def events(service: Service, asked: Asked, results: AsyncGenerator[Numbered]) -> AsyncGenerator[bytes]:
+async def events(
+    service: Service, parsed: Parsed[MessagesRequest], results: AsyncGenerator[Numbered]
+) -> AsyncGenerator[bytes]:
     """The events of a stream, while results come: the first opens the message, and the last closes it."""
-    counter, reader = UsageCounter(service.options.enable_prompt_tokens_details), asked.new_reader()
+    counter, reader = UsageCounter(service.options.enable_prompt_tokens_details), parsed.new_reader()
     told, begun, has_calls = MessageStream(), False, False
     async with aclosing(results):
         async for _, output in results:
             counter.add(0, output)
             if not begun:
                 begun = True
-                for event in told.start(message(asked, counter, [])):
+                for event in told.start(message(parsed, counter, [])):
                     yield frame(event)
             part = reader.read(output.outputs[0])
             has_calls = has_calls or any(delta.tool_call is not None for delta in part.deltas)
             for event in told.of(part.deltas):
                 yield frame(event)
             if part.finish_reason is not None:
-                end = ending(asked, part, counter, has_calls)
+                end = ending(parsed, part, counter, has_calls)
                 for event in told.end(end, usage_of(counter)):
                     yield frame(event)
 
@@ -84,11 +84,13 @@ async def events(service: Service, asked: Asked, results: AsyncGenerator[Numbere
 # ---- the message
 
 
-def message(asked: Asked, counter: UsageCounter, content: list, end: Ending | None = None) -> MessagesResponse:
+def message(
+    parsed: Parsed[MessagesRequest], counter: UsageCounter, content: list, end: Ending | None = None
+) -> MessagesResponse:
     """The message with this content; without an end it is the beginning of a stream."""
     return MessagesResponse(
-        id=asked.generation.request_id,
-        model=asked.model,
+        id=parsed.generation.request_id,
+        model=parsed.model,
         content=content,
         stop_reason=end.stop_reason if end else None,
         stop_sequence=end.stop_sequence if end else None,
@@ -96,14 +98,14 @@ def message(asked: Asked, counter: UsageCounter, content: list, end: Ending | No
     )
 
 
-def ending(asked: Asked, part: AnswerPart, counter: UsageCounter, has_calls: bool) -> Ending:
+def ending(parsed: Parsed[MessagesRequest], part: AnswerPart, counter: UsageCounter, has_calls: bool) -> Ending:
     """How the message ended.
 
     Raises HttpError 503 when the request was aborted: there is no word for an answer that the server did not end.
     """
     stop_sequence = part.stop_reason if isinstance(part.stop_reason, str) else None
     if part.finish_reason == "length":
-        room_left = counter.read().completion_tokens < asked.body.max_tokens
+        room_left = counter.read().completion_tokens < parsed.body.max_tokens
         return Ending("model_context_window_exceeded" if room_left else "max_tokens", stop_sequence)
     if part.finish_reason not in ("stop", "tool_calls"):
         raise HttpError(503, "The request was aborted on the server. Send it again.", headers=RETRY_AFTER)

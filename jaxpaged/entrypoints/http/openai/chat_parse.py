@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
+from jaxpaged.entrypoints.http.conversation import parse_conversation
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generate import GenerationRequest
 from jaxpaged.entrypoints.http.openai.conversation import conversation_of, text_of
 from jaxpaged.entrypoints.http.openai.fields import beam_params, check_fields, sampling_params, shape_name
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest
-from jaxpaged.entrypoints.http.prepare import prepare
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.stages import Parsed
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
@@ -31,7 +31,7 @@ def parse(service: Service, body: ChatCompletionRequest, request_id: str, model:
     service.traffic.check_num_sequences(1, body.n or 1)
     conversation, names = conversation_of(body, service.options.trust_request_chat_template), names_of(body)
     with client_names(names):
-        prepared = prepare(conversation, params, service.formats, service.prompts)
+        prepared = parse_conversation(conversation, params, service.formats, service.prompts)
     last = conversation.messages[-1]
     role = "assistant" if conversation.template["add_generation_prompt"] else last["role"]
     echo = text_of(last) if body.echo and last["role"] == role else ""

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from jaxpaged.entrypoints.http.body import check_depth
+from jaxpaged.entrypoints.http.conversation import Conversation
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.openai.fields import shape_of
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, NamedToolChoice, TokenizeRequest, Tool
-from jaxpaged.entrypoints.http.prepare import Conversation
 from jaxpaged.entrypoints.http.tool_use import ToolUse
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}

@@ -31,50 +31,50 @@ class Tokens:
         service = self._service
         body = await read_struct(request, TokenizeRequest, service.options.max_body_bytes)
         service.check_model(body.model)
-        return await off_loop(self._tokens, body)
+        return await off_loop(tokenized, service, body)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         service = self._service
         body = await read_struct(request, DetokenizeRequest, service.options.max_body_bytes)
         service.check_model(body.model)
-        return json_response(DetokenizeResponse(await self.text(body.tokens)))
+        return json_response(DetokenizeResponse(await off_loop(text_of, service, body.tokens)))
 
-    async def text(self, tokens: Sequence[int]) -> str:
-        """The text of token ids. Raises HttpError 400 for one that the vocabulary does not have."""
-        return await off_loop(self._text, tokens)
 
-    def _text(self, token_ids: Sequence[int]) -> str:
-        processor = self._service.engine.input_processor
-        for place, token_id in enumerate(token_ids):
-            if not 0 <= token_id < processor.vocab_size:
-                raise HttpError(
-                    400, f"tokens[{place}] is {token_id}; ids are from 0 to {processor.vocab_size - 1}.", "tokens"
-                )
-        return processor.tokenizer.decode(token_ids, False)
+def tokenized(service: Service, body: TokenizeRequest) -> Response:
+    """The answer. Takes long for long texts, as the other functions do."""
+    token_ids = prompt_of(service, body).token_ids
+    names = token_strs(service, token_ids) if body.return_token_strs else None
+    answer = TokenizeResponse(len(token_ids), service.model.max_model_len, token_ids, names)
+    return json_response(answer) if len(token_ids) <= ITEMS_AT_ONCE else BigAnswer(encoded(answer))
 
-    def _tokens(self, body: TokenizeRequest) -> Response:
-        prompt = self._prompt(body)
-        backend = self._service.engine.input_processor.tokenizer.backend
-        names = [backend.id_to_token(i) or "" for i in prompt.token_ids] if body.return_token_strs else None
-        room = self._service.model.max_model_len
-        answer = TokenizeResponse(len(prompt.token_ids), room, prompt.token_ids, names)
-        return json_response(answer) if len(prompt.token_ids) <= ITEMS_AT_ONCE else BigAnswer(encoded(answer))
 
-    async def prompt(self, body: TokenizeRequest) -> TokenPrompt:
-        """The text or the conversation in tokens. Raises HttpError and RequestError 400."""
-        return await off_loop(self._prompt, body)
+def prompt_of(service: Service, body: TokenizeRequest) -> TokenPrompt:
+    """The text or the conversation in tokens. Raises HttpError and RequestError 400."""
+    if (body.prompt is None) == (body.messages is None):
+        raise HttpError(400, "Give either prompt or messages, and not both.", "prompt")
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        return service.prompts.read([body.prompt], Truncation(), special, None, most=service.most_counted)[0]
+    template = template_arguments(body, service.options.trust_request_chat_template)
+    messages = template_messages(body.messages)
+    return service.prompts.read_chat(
+        messages, Truncation(), bool(body.add_special_tokens), None, most=service.most_counted, **template
+    )
 
-    def _prompt(self, body: TokenizeRequest) -> TokenPrompt:
-        service = self._service
-        if (body.prompt is None) == (body.messages is None):
-            raise HttpError(400, "Give either prompt or messages, and not both.", "prompt")
-        if body.prompt is not None:
-            special = body.add_special_tokens is not False
-            given = [body.prompt]
-            return service.prompts.read(given, Truncation(), special, None, most=service.most_counted)[0]
-        template = template_arguments(body, service.options.trust_request_chat_template)
-        messages = template_messages(body.messages)
-        return service.prompts.read_chat(
-            messages, Truncation(), bool(body.add_special_tokens), None, most=service.most_counted, **template
-        )
+
+def token_strs(service: Service, token_ids: Sequence[int]) -> list[str]:
+    """The tokens as the vocabulary has them."""
+    backend = service.engine.input_processor.tokenizer.backend
+    return [backend.id_to_token(each) or "" for each in token_ids]
+
+
+def text_of(service: Service, token_ids: Sequence[int]) -> str:
+    """The text of token ids. Raises HttpError 400 for one that the vocabulary does not have."""
+    processor = service.engine.input_processor
+    for place, token_id in enumerate(token_ids):
+        if not 0 <= token_id < processor.vocab_size:
+            raise HttpError(
+                400, f"tokens[{place}] is {token_id}; ids are from 0 to {processor.vocab_size - 1}.", "tokens"
+            )
+    return processor.tokenizer.decode(token_ids, False)

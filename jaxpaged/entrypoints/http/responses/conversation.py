@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxpaged.engine.input.long_text import PromptTooLongError
+from jaxpaged.entrypoints.http.conversation import ParsedConversation
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.openai.conversation import template_message
-from jaxpaged.entrypoints.http.prepare import Prepared
 from jaxpaged.entrypoints.http.tool_use import ToolUse
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -206,7 +206,9 @@ def check_known(name: Any, names: list[str], path: str) -> None:
         raise HttpError(400, f"{path} is {name!r}, but tools has {', '.join(names) or 'none'}.", path)
 
 
-def newest_that_fit(messages: Messages, make: Callable[[Messages], Prepared], room: int) -> Prepared:
+def newest_that_fit(
+    messages: Messages, make: Callable[[Messages], ParsedConversation], room: int
+) -> ParsedConversation:
     """What `make` makes of as many messages as have at most `room` prompt tokens.
 
     Instructions stay, and what is left begins with a user's message, since templates refuse other beginnings.
@@ -216,7 +218,7 @@ def newest_that_fit(messages: Messages, make: Callable[[Messages], Prepared], ro
     beginnings = [i for i, each in enumerate(messages) if i > num_system and each["role"] == "user"]
     beginnings = [num_system, *beginnings]
     low, high = 0, len(beginnings) - 1  # the first that fits is between them, or is the last one
-    best: Prepared | None = None
+    best: ParsedConversation | None = None
     while low < high:
         middle = (low + high) // 2 if best is not None or low else 0  # most conversations fit as they are
         made = within(room, make, messages[:num_system] + messages[beginnings[middle] :])
@@ -227,7 +229,7 @@ def newest_that_fit(messages: Messages, make: Callable[[Messages], Prepared], ro
     return best or make(messages[:num_system] + messages[beginnings[low] :])
 
 
-def within(room: int, make: Callable[[Messages], Prepared], messages: Messages) -> Prepared | None:
+def within(room: int, make: Callable[[Messages], ParsedConversation], messages: Messages) -> ParsedConversation | None:
     """None for messages that are too long."""
     try:
         made = make(messages)

@@ -11,9 +11,9 @@ import msgspec
 
 from jaxpaged.entrypoints.http.answer import AnswerReader, Reading
 from jaxpaged.entrypoints.http.body import check_depth
+from jaxpaged.entrypoints.http.conversation import Conversation, ParsedConversation, parse_conversation
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generate import GenerationRequest
-from jaxpaged.entrypoints.http.prepare import Conversation, Prepared, prepare
 from jaxpaged.entrypoints.http.responses.conversation import (
     Item,
     Messages,
@@ -92,7 +92,7 @@ def parse(
         turns = Turns(body.instructions)
         turns.add_all(earlier, "previous_response_id")
         turns.add_all(items, "input")
-        prepared = prepared_of(service, body, turns.messages)
+        prepared = parsed_conversation(service, body, turns.messages)
     response = response_of(body, model, prepared.params, is_kept(store, body))
     generation = GenerationRequest(response.id, [prepared.prompt], prepared.params, body.priority or 0, names)
     return ParsedResponse(response, [*earlier, *items], owner, generation, prepared.reading)
@@ -125,7 +125,7 @@ def is_kept(store: ResponseStore, body: ResponsesRequest) -> bool:
     return store.is_enabled and body.store is not False
 
 
-def prepared_of(service: Service, body: ResponsesRequest, messages: Messages) -> Prepared:
+def parsed_conversation(service: Service, body: ResponsesRequest, messages: Messages) -> ParsedConversation:
     """The prompt and how its answer is read; where the client wishes it, of the newest messages that fit."""
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
     variables = dict(body.chat_template_kwargs or {})
@@ -134,9 +134,9 @@ def prepared_of(service: Service, body: ResponsesRequest, messages: Messages) ->
     template = {"template_variables": variables, "tools": None if use is None else list(use.tools)}
     shape, params = shape_of(body), params_of(service, body)
 
-    def with_messages(kept: Messages) -> Prepared:
+    def with_messages(kept: Messages) -> ParsedConversation:
         conversation = Conversation(kept, template, use, shape, cache_salt=body.cache_salt)
-        return prepare(conversation, params, service.formats, service.prompts)
+        return parse_conversation(conversation, params, service.formats, service.prompts)
 
     if body.truncation != "auto":
         return with_messages(messages)

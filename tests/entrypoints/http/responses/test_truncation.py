@@ -4,7 +4,7 @@ import pytest
 
 from jaxpaged.engine.input.long_text import PromptTooLongError
 from jaxpaged.entrypoints.http.answer import Reading
-from jaxpaged.entrypoints.http.prepare import Prepared
+from jaxpaged.entrypoints.http.conversation import ParsedConversation
 from jaxpaged.entrypoints.http.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.responses.conversation import newest_that_fit
 from jaxpaged.sampling_params import SamplingParams
@@ -20,7 +20,7 @@ def kept(room, messages=MESSAGES, most=100):
         tries.append(part)
         if len(part) > most:
             raise PromptTooLongError("too many tokens", "prompt")
-        return Prepared(TokenPrompt([1] * 10 * len(part)), SamplingParams(), Reading())
+        return ParsedConversation(TokenPrompt([1] * 10 * len(part)), SamplingParams(), Reading())
 
     prepared = newest_that_fit(messages, make, room)
     return next(part for part in tries if len(part) * 10 == len(prepared.prompt.token_ids)), len(tries)

@@ -1,10 +1,10 @@
-"""From a conversation to what the engine is asked: the prompt, the sampling parameters, and how to read the answer.
+"""A conversation of any API, and its parsing: the prompt, the sampling parameters, and how to read the answer.
 
 What a request says of tools, of the answer's shape and of thinking meets here what the server knows of its model.
 This module knows no API: endpoints bring a request into the form of `Conversation`, and name fields in errors.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -24,9 +24,6 @@ from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named
 from jaxpaged.parsing.reasoning import ReasoningFormat
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams, Thinking
-
-CheckShape = Callable[[StructuredOutputsParams | None], Awaitable[None]]
-"""Waits until it is known whether a shape can be used, and raises RequestError if not."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class ParsedConversation:
     """What the engine gets, and how its results are read."""
 
     prompt: TokenPrompt
@@ -77,9 +74,9 @@ class Prepared:
     reading: Reading
 
 
-def prepare(
+def parse_conversation(
     conversation: Conversation, params: SamplingParams, formats: AnswerFormats, prompts: PromptReader
-) -> Prepared:
+) -> ParsedConversation:
     """`params` are those of the client, to which shape and special tokens are added. Takes long for long conversations.
 
     Raises HttpError or RequestError 400; their parameters are "tool_choice" and "structured_outputs", and those of
@@ -96,7 +93,7 @@ def prepare(
         params.skip_special_tokens = False
     if shape is not None:
         params.structured_outputs = after_thinking(shape, reading.reasoning_parser, prompt.text or "")
-    return Prepared(prompt, params, reading)
+    return ParsedConversation(prompt, params, reading)
 
 
 def reading_of(conversation: Conversation, formats: AnswerFormats) -> Reading:
