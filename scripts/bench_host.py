@@ -30,7 +30,6 @@ import numpy as np
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.engine.build import build_input_processor
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.executor.program_choice import ProgramChoice, StepSizes
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
@@ -159,6 +158,10 @@ class FreeExecutor:
     def can_run(self, extra: Any) -> bool:
         return True
 
+    @property
+    def workers(self) -> "FreeExecutor":
+        return self
+
     def stats(self) -> dict[str, Any]:
         return {}
 
@@ -194,7 +197,7 @@ def make_engine(running: int, device: Device | None = None) -> tuple[LLMEngine, 
     config = EngineConfig.from_options(**options, max_model_len=MAX_MODEL_LEN).resolve(facts, "cpu")
     executor = FreeExecutor(config, decoder.vocab_size, device)
     core = EngineCore(config, executor)
-    return LLMEngine(config, build_input_processor(config, decoder, folder), InprocClient(core)), executor
+    return LLMEngine(config, build_input_processor(config, decoder, folder), core), executor
 
 
 def fill(engine: LLMEngine, num_requests: int, steps: int, kind: RequestOutputKind, **asked: Any) -> None:
@@ -212,7 +215,7 @@ def fill(engine: LLMEngine, num_requests: int, steps: int, kind: RequestOutputKi
 
 def measure(engine: LLMEngine, executor: FreeExecutor, steps: int) -> dict[str, list[float]]:
     """CPU seconds of every step, by part."""
-    watch, core = Stopwatch(), engine._core._core
+    watch, core = Stopwatch(), engine._core
     watch.wrap(core._scheduler, "schedule", "schedule")
     watch.wrap(executor, "execute", "prepare and dispatch")
     watch.wrap(core._scheduler, "update_from_output", "update")

@@ -22,7 +22,6 @@ import jaxpaged
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.front_end import front_end
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.process.wire import CoreFacts
@@ -76,6 +75,10 @@ class CountingExecutor:
     def wait_for_programs(self) -> None:
         pass
 
+    @property
+    def workers(self) -> "CountingExecutor":
+        return self
+
     def stats(self) -> dict[str, Any]:
         return {"cpu_seconds": time.process_time()}
 
@@ -103,7 +106,7 @@ def counting_engine(config: EngineConfig) -> LLMEngine:
     """An engine over such a core, in this process."""
     facts: list[CoreFacts] = []
     core = build(config, facts.append, lambda *_: None)
-    return LLMEngine(*front_end(facts[0]), InprocClient(core))
+    return LLMEngine(*front_end(facts[0]), core)
 
 
 @dataclass

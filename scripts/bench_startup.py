@@ -71,7 +71,6 @@ def measure_start(origin: float, model: str, options: dict[str, Any]) -> dict[st
         from jaxpaged.config import EngineConfig
         from jaxpaged.engine import build
         from jaxpaged.engine.core import EngineCore
-        from jaxpaged.engine.core_client import InprocClient
         from jaxpaged.engine.llm_engine import LLMEngine
         from jaxpaged.entrypoints.cli.bench.startup_child import first_token
     watch_programs(recorder)
@@ -82,7 +81,7 @@ def measure_start(origin: float, model: str, options: dict[str, Any]) -> dict[st
     with recorder.span("tokenizer"):
         input_processor = build.build_input_processor(config, decoder, folder)
     executor = build.UniProcExecutor(config, functions, decoder, folder)
-    engine = LLMEngine(config, input_processor, InprocClient(EngineCore(config, executor)))
+    engine = LLMEngine(config, input_processor, EngineCore(config, executor))
     with recorder.span("first step"):
         first_token(engine)
     stats = engine.executor_stats()

@@ -8,8 +8,8 @@ from bench_process import FACTORY, counting_config
 
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.engine.control import AsyncEngineControl
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.engine.llm_engine import LLMEngine
@@ -76,11 +76,15 @@ class FreeExecutor:
     def can_run(self, extra: Any) -> bool:
         return True
 
+    @property
+    def workers(self) -> "FreeExecutor":
+        return self
+
     def stats(self) -> dict[str, Any]:
         return {}
 
 
-class FreeAsyncEngine:
+class FreeAsyncEngine(AsyncEngineControl):
     """What the server needs of an engine, in its own event loop: a step, then everybody gets to send."""
 
     is_alive = True
@@ -93,7 +97,7 @@ class FreeAsyncEngine:
         self.input_processor = InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=4096)
         self.config = config
         core = EngineCore(config, FreeExecutor(max_num_seqs * 256 + 1, 16))
-        self.engine = LLMEngine(config, self.input_processor, InprocClient(core))
+        self.engine = LLMEngine(config, self.input_processor, core)
         self._streams: dict[str, Any] = {}
         self._stepping: asyncio.Task | None = None
 
@@ -121,8 +125,8 @@ class FreeAsyncEngine:
                 self._streams[output.request_id].put(output)
             await asyncio.sleep(0)
 
-    async def snapshot(self, since_step: int = 0) -> Any:
-        return self.engine.snapshot(since_step)
+    async def call(self, call: Any) -> Any:
+        return self.engine.call(call)
 
     async def check_health(self) -> None:
         pass

@@ -38,6 +38,7 @@ from soak_clients import (
     request_bytes,
 )
 
+from jaxpaged.engine.core_calls import CALLS
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_process import SOCKET
 from jaxpaged.engine.process.zmq_client import dealer
@@ -166,7 +167,7 @@ class Faults:
             plain.sendall(self.draw.randbytes(5000))
 
     async def core_says(self, name: str) -> Any:
-        """The core's answer to one of `wire.CALLS`."""
+        """The core's answer to one of `core_calls.CALLS`."""
         async with self.front_end() as made:
             made.send_multipart([wire.CALL, *wire.FrameEncoder().encode(wire.Call(1, name))])
             end = time.monotonic() + ANSWER_SECONDS
@@ -174,7 +175,7 @@ class Faults:
                 if made.poll(0):
                     kind, *frames = made.recv_multipart()
                     if kind == wire.ANSWER:
-                        return wire.FrameDecoder(wire.CALLS[name]).decode(frames[1:])
+                        return wire.FrameDecoder(CALLS[name].answer_type()).decode(frames[1:])
                 await asyncio.sleep(0.01)
         raise TimeoutError(f"the core does not answer {name}")
 

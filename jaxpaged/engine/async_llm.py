@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxpaged.config import EngineConfig, ModelConfig
+from jaxpaged.engine.control import AsyncEngineControl
+from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.front_end import front_end
 from jaxpaged.engine.input.grammar_checker import MOST_CHILDREN
 from jaxpaged.engine.input.long_work import takes_long
@@ -34,12 +36,9 @@ from jaxpaged.errors import EngineDeadError, EngineError, RequestError
 from jaxpaged.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineSnapshot,
-    KVBlockMap,
     Progress,
     RequestOutput,
     SchedulerStats,
-    StepRecord,
 )
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -53,7 +52,7 @@ PROMPT_THREADS = 4
 CONNECT_SECONDS = 60.0
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncEngineControl):
     """Serves many requests at a time, all of one event loop. `config` is resolved.
 
     Make one with `from_config`, outside of the event loop or in a thread, since loading takes a while. When the core
@@ -275,67 +274,17 @@ class AsyncLLM:
         if (reason := self._link.trouble()) is not None:
             raise EngineDeadError(f"the engine core does not serve: {reason}.")
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompt beginnings; False while requests are under way."""
-        return await self._link.call("reset_prefix_cache")
-
-    async def executor_stats(self) -> dict[str, Any]:
-        """Counters of the executor: steps, padding, buckets, programs, recompiles."""
-        return await self._link.call("executor_stats")
-
-    async def step_records(self) -> tuple[list[StepRecord], int]:
-        """The newest finished steps, oldest first, and how many before them are forgotten."""
-        return await self._link.call("step_records")
-
-    async def block_map(self) -> KVBlockMap:
-        """Who holds which KV block now."""
-        return await self._link.call("block_map")
-
-    async def snapshot(self, since_step: int = 0) -> EngineSnapshot:
-        """Queues, blocks and newest steps at this moment, see `engine/observability/snapshot.py`."""
-        return await self._link.call("snapshot", since_step=since_step)
-
-    async def wait_for_programs(self) -> None:
-        """Wait until every program is compiled: for tests and benchmarks; serving does not need it."""
-        await self._link.call("wait_for_programs")
-
-    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Free memory until `wake_up`; see `EngineCore.sleep`. Returns when it is free.
-
-        Requests that come meanwhile wait, and are computed after waking. With "wait" the engine goes on until those
-        under way are done, those of its other front ends too. A core that dies asleep is replaced by one that is awake.
-        Raises UsageError, and ConflictError when `wake_up` came before it slept.
-        """
-        self.metrics.stats = await self._link.call("sleep", level=level, mode=mode)
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back, all of it or what `tags` name, see `EngineCore.wake_up`. Programs are as they were."""
-        self.metrics.stats = await self._link.call("wake_up", tags=tags)
-
-    async def pause_generation(self, mode: str = "abort") -> None:
-        """`sleep(0, mode)`: compute nothing until `resume_generation`, and keep all memory."""
-        await self.sleep(0, mode)
-
-    async def resume_generation(self) -> None:
-        """Go on after `pause_generation`."""
-        await self.wake_up(["scheduling"])
-
-    async def is_sleeping(self) -> bool:
-        """Whether anything has to be woken before requests are computed."""
-        return await self._link.call("is_sleeping")
+    async def call[R](self, call: CoreCall[R]) -> R:
+        """The core's answer. Raises what the core raises, EngineError when it went away, EngineDeadError."""
+        answer = await self._link.call(call)
+        if isinstance(answer, SchedulerStats):
+            self.metrics.stats = answer
+        return answer
 
     @property
     def sleep_level(self) -> int | None:
         """How deep the engine sleeps, by what the core said last; None while it is awake."""
         return self.metrics.stats.sleep_level
-
-    async def start_profile(self, folder: str | None = None) -> None:
-        """Record what the core's devices do, to `folder` or to the option `profile_dir`. Raises UsageError."""
-        await self._link.call("start_profile", folder=folder)
-
-    async def stop_profile(self) -> None:
-        """Write what was recorded. Raises ConflictError when nothing is."""
-        await self._link.call("stop_profile")
 
     def get_metrics(self) -> list[Metric]:
         """All metrics. What comes from the core is at most a second old while it works."""

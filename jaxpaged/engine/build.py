@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.front_end import load_input_processor
 from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.llm_engine import LLMEngine
@@ -48,7 +47,7 @@ def compile_bundle(config: EngineConfig, output: Path, progress: Progress | None
     folder, model, decoder, config = resolve_model(config)
     executor = UniProcExecutor(config, model, decoder, folder, progress)
     try:
-        executor.save_bundle(output)
+        executor.worker.save_bundle(output)
     finally:
         executor.shutdown()
 
@@ -105,7 +104,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
         executor = UniProcExecutor(config, model, decoder, folder, progress)
         grammars = build_grammars(input_processor, decoder)
         core = EngineCore(config, executor, grammars, publisher)
-    return LLMEngine(config, input_processor, InprocClient(core))
+    return LLMEngine(config, input_processor, core)
 
 
 @contextlib.contextmanager

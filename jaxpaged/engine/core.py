@@ -4,16 +4,19 @@ With asynchronous scheduling a step is scheduled and dispatched before the one a
 never waits for the host. This module knows neither text nor devices.
 """
 
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.engine.core_calls import CoreCall
+from jaxpaged.engine.core_client import EngineCoreClient
 from jaxpaged.engine.observability.snapshot import take_snapshot
 from jaxpaged.engine.observability.step_log import StepLog
 from jaxpaged.engine.outbox import Outbox
@@ -53,7 +56,7 @@ class Step:
     needs_masks: bool = False
 
 
-class EngineCore:
+class EngineCore(EngineCoreClient):
     """One scheduler and one executor. `config` is resolved.
 
     A step that fails ends the requests that were running; the engine goes on. When the scheduler's own invariants
@@ -65,7 +68,7 @@ class EngineCore:
         publisher: "KVEventPublisher | None" = None,
     ):  # fmt: skip
         """`grammars` None: requests with structured outputs are refused. `publisher`: hears what the cache holds."""
-        self._executor = executor
+        self.executor = executor
         self._publisher = publisher
         self._scheduler = Scheduler(
             config.scheduler,
@@ -91,12 +94,25 @@ class EngineCore:
         if request.request_id in self._outbox:
             what = f"request id {request.request_id!r} is in use: its results were not taken. Choose another."
             raise RequestError(what, "request_id")
-        self._ask(self._scheduler.add_request, request, refusal=RequestError)
+        with self._changing_books(refusal=RequestError):
+            self._scheduler.add_request(request)
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """`add_request` for each; those before one that is refused are queued."""
+        for request in requests:
+            self.add_request(request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Stop requests at once, and say nothing more of them; those that are unknown or ended already pass."""
-        self._ask(self._scheduler.abort_requests, request_ids)
+        if not request_ids:
+            return
+        with self._changing_books():
+            self._scheduler.abort_requests(request_ids)
         self._outbox.discard(request_ids)
+
+    def call[R](self, call: CoreCall[R]) -> R:
+        """Whatever else may be asked of a core: see `core_calls.py`."""
+        return call.answer(self)
 
     def step(self) -> EngineCoreOutputs:
         """Keep the device busy, then wait for the oldest step and return what it produced.
@@ -119,7 +135,8 @@ class EngineCore:
 
     def stats(self, awaited: SchedulerOutput | None = None) -> SchedulerStats:
         """Queues and KV cache as they are now; step and tokens are those of `awaited`, or of the last step."""
-        stats = self._ask(self._scheduler.make_stats, awaited)
+        with self._changing_books():
+            stats = self._scheduler.make_stats(awaited)
         stats.sleep_level = self._sleep.level
         return stats
 
@@ -129,7 +146,8 @@ class EngineCore:
         Steps in flight hold blocks of requests that ended meanwhile, so they are awaited first.
         """
         self._await_all()
-        done = self._ask(self._scheduler.reset_prefix_cache)
+        with self._changing_books():
+            done = self._scheduler.reset_prefix_cache()
         self._publish_events()
         return done
 
@@ -152,15 +170,17 @@ class EngineCore:
                 self._finish(self.unfinished())
             self._await_all()
             if mode == "abort":
-                self._outbox.add(self._ask(self._scheduler.abort_requests, self.unfinished()))
+                with self._changing_books():
+                    self._outbox.add(self._scheduler.abort_requests(self.unfinished()))
         if level > 0:
-            self._ask(self._scheduler.preempt_all)
-            self._ask(self._scheduler.reset_prefix_cache)
+            with self._changing_books():
+                self._scheduler.preempt_all()
+                self._scheduler.reset_prefix_cache()
         self._sleep.deepen(level)  # also when the executor fails to: nobody knows how much of it is freed
         self._pacer.interrupt()
         self._publish_events()
         if level > 0:
-            self._executor.sleep(discard=level == 2)
+            self.executor.workers.sleep(discard=level == 2)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Take back what `tags` name, None: all of it; steps go on once nothing sleeps. What is awake is passed over.
@@ -173,50 +193,35 @@ class EngineCore:
             if part in self._sleep.parts and (tags is None or part in tags):
                 if part not in PARTS[0]:
                     with accepted_interrupts():
-                        self._executor.wake_up(part)
+                        self.executor.workers.wake_up(part)
                 self._sleep.wake(part)
-
-    def start_profile(self, folder: str | None = None) -> None:
-        """Begin to record what the devices do, into `folder`, or where options say. Raises UsageError."""
-        self._executor.start_profile(folder)
-
-    def stop_profile(self) -> None:
-        """Write the record. Raises ConflictError when there is none."""
-        self._executor.stop_profile()
 
     def block_map(self) -> KVBlockMap:
         """Who holds which KV block now."""
-        return self._ask(self._scheduler.kv_cache_manager.block_map, self._scheduler.running)
+        with self._changing_books():
+            return self._scheduler.kv_cache_manager.block_map(self._scheduler.running)
 
     def snapshot(self, since_step: int = 0) -> EngineSnapshot:
         """What the engine does now, with the steps after the first `since_step`. See `snapshot.py` for its bounds."""
-        return take_snapshot(self._scheduler, self.step_log, self._executor, self.stats(), since_step)
-
-    def executor_stats(self) -> dict[str, Any]:
-        return self._executor.stats()
-
-    def wait_for_programs(self) -> None:
-        """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
-        self._executor.wait_for_programs()
-
-    def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
-        """Call a method of every worker, or a function with it. Raises UsageError for an unknown name."""
-        return self._executor.collective_rpc(method, args, kwargs)
+        return take_snapshot(self._scheduler, self.step_log, self.executor, self.stats(), since_step)
 
     def shutdown(self) -> None:
         self._in_flight.clear()
-        self._executor.shutdown()
+        self.executor.shutdown()
         if self._publisher is not None:
             self._publisher.close()
 
     def _publish_events(self) -> None:
         """Tell routers what has entered and left the prefix cache."""
         if self._publisher is not None:
-            self._publisher.publish(self._ask(self._scheduler.kv_cache_manager.take_events))
+            with self._changing_books():
+                events = self._scheduler.kv_cache_manager.take_events()
+            self._publisher.publish(events)
 
     def _advance(self) -> SchedulerOutput | None:
         """Put what the oldest step gives into the outbox; returns that step, if there was one."""
-        self._outbox.add(self._ask(self._scheduler.admit_prepared))
+        with self._changing_books():
+            self._outbox.add(self._scheduler.admit_prepared())
         awaited = self._dispatch()
         if awaited is None and self._in_flight:
             awaited = self._in_flight[0].scheduled
@@ -242,11 +247,12 @@ class EngineCore:
             begin, scheduled = time.perf_counter(), None
             try:
                 max_steps = self._max_steps()
-                scheduled = self._ask(self._scheduler.schedule, max_steps)
+                with self._changing_books():
+                    scheduled = self._scheduler.schedule(max_steps)
                 if not scheduled.total_num_scheduled_tokens:
                     return None
                 end = time.perf_counter()
-                pending = self._executor.execute(scheduled)
+                pending = self.executor.execute(scheduled)
             except BaseException as error:  # an interrupt too leaves the device half way
                 self._fail(error, scheduled)
                 return None
@@ -271,7 +277,8 @@ class EngineCore:
 
     def _draw(self, step: Step) -> None:
         """Let a step draw with masks that follow from all tokens before it: it is the oldest in flight."""
-        masks = self._ask(self._scheduler.constrained.masks, step.scheduled, self._scheduler.requests)
+        with self._changing_books():
+            masks = self._scheduler.constrained.masks(step.scheduled, self._scheduler.requests)
         try:
             step.pending.draw(masks)
             step.needs_masks = False
@@ -281,7 +288,7 @@ class EngineCore:
     def _max_steps(self) -> int:
         """How many decode steps the next program may run."""
         wanted = self._pacer.num_steps
-        return min(wanted, self._executor.max_decode_steps()) if wanted > 1 else 1
+        return min(wanted, self.executor.max_decode_steps()) if wanted > 1 else 1
 
     def _await_oldest(self) -> None:
         """Wait for the oldest step in flight; when that is interrupted, the step stays in flight."""
@@ -299,7 +306,8 @@ class EngineCore:
             return
         ready = time.perf_counter()
         self._in_flight.popleft()
-        self._outbox.add(self._ask(self._scheduler.update_from_output, step.scheduled, result))
+        with self._changing_books():
+            self._outbox.add(self._scheduler.update_from_output(step.scheduled, result))
         times, num_unfinished = (*step.times, begin, ready), self._scheduler.get_num_unfinished_requests()
         self._pacer.observe(self.step_log.add(step.scheduled, result, num_unfinished, times))
 
@@ -314,23 +322,26 @@ class EngineCore:
         self._in_flight.clear()
         reason = f"the step failed: {str(error) or type(error).__name__}"
         logger.error("%s; its requests end with an error", reason, exc_info=error)
-        if scheduled is not None:
-            self._outbox.add(self._ask(self._scheduler.fail_requests, scheduled, reason))
-        left = [request.request_id for request in self._scheduler.running]
-        reason = f"its cached keys and values were lost when {reason}"
-        self._outbox.add(self._ask(self._scheduler.fail_requests, left, reason))
-        self._ask(self._scheduler.forget_steps)
-        self._ask(self._scheduler.reset_prefix_cache)
-        self._ask(self._executor.recover)
+        with self._changing_books():
+            if scheduled is not None:
+                self._outbox.add(self._scheduler.fail_requests(scheduled, reason))
+            left = [request.request_id for request in self._scheduler.running]
+            reason = f"its cached keys and values were lost when {reason}"
+            self._outbox.add(self._scheduler.fail_requests(left, reason))
+            self._scheduler.forget_steps()
+            self._scheduler.reset_prefix_cache()
+            self.executor.recover()
         if not isinstance(error, Exception):
             raise error
 
-    def _ask(self, question: Callable[..., Any], *arguments: Any, refusal: type[Exception] | tuple = ()) -> Any:
-        """Call what must not fail. Any error but a `refusal`, which changes nothing, means that the books are wrong."""
+    @contextlib.contextmanager
+    def _changing_books(self, refusal: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+        """Around what must not fail: any error in it but a `refusal`, which changes nothing, means that the books are
+        wrong from then on, and the engine has stopped."""
         if self._death is not None:
             raise EngineDeadError(f"the engine has stopped: {self._death!r}. Start a new one.") from self._death
         try:
-            return question(*arguments)
+            yield
         except refusal:
             raise
         except BaseException as error:

@@ -3,31 +3,33 @@
 It puts input processor, engine core and output processor in a row and knows nothing of what they do inside.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from jaxpaged.config import EngineConfig, ModelConfig
-from jaxpaged.engine.core_client import EngineCoreClient
+from jaxpaged.engine.control import EngineControl
+from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.input.processor import InputProcessor, Prompt, tokenization_options
 from jaxpaged.engine.input.public_tokenizer import public_tokenizer
 from jaxpaged.engine.observability.metrics import EngineMetrics, Metric
 from jaxpaged.engine.observability.tracing import request_tracer
 from jaxpaged.engine.output.processor import OutputProcessor
-from jaxpaged.errors import UsageError
 from jaxpaged.interrupts import held_interrupts, holding_interrupts
-from jaxpaged.messages import EngineSnapshot, KVBlockMap, Progress, RequestOutput, StepRecord
+from jaxpaged.messages import Progress, RequestOutput, SchedulerStats
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.vllm_options import check_arguments
 
 
-class LLMEngine:
+class LLMEngine(EngineControl):
     """Serves many requests at a time, in one thread. `config` is resolved.
 
     Use it as a context manager, or call `shutdown`, to release the devices.
     """
 
-    def __init__(self, config: EngineConfig, input_processor: InputProcessor, core: EngineCoreClient):
+    def __init__(self, config: EngineConfig, input_processor: InputProcessor, core: EngineCore):
         self.config = config
         self.input_processor = input_processor
         self.metrics = EngineMetrics(config.model.max_model_len)
@@ -82,8 +84,7 @@ class LLMEngine:
         with held_interrupts():
             children = self._output_processor.add_request(request, text, trace_headers=trace_headers)
             try:
-                for child in children:
-                    self._core.add_request(child)
+                self._core.add_requests(children)
             except Exception:
                 self._core.abort_requests(self._output_processor.discard(request_id))
                 raise
@@ -97,7 +98,7 @@ class LLMEngine:
         results: list[RequestOutput | PoolingRequestOutput] = []
         try:
             with held_interrupts():
-                core_outputs = self._core.get_output()
+                core_outputs = self._core.step()
                 processed = self._output_processor.process(core_outputs.outputs)
                 self._core.abort_requests(processed.ids_to_abort)
                 self.metrics.record_step(core_outputs.stats, processed.num_tokens)
@@ -122,70 +123,16 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         return len(self._output_processor)
 
-    @holding_interrupts
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompt beginnings; False while requests are under way."""
-        return self._core.reset_prefix_cache()
-
-    @holding_interrupts
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Free memory until `wake_up`; see `EngineCore.sleep`. What it ended is returned by the next `step`."""
-        self.metrics.stats = self._core.sleep(level, mode)
-
-    @holding_interrupts
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back, all of it or what `tags` name: weights, kv_cache, scheduling."""
-        self.metrics.stats = self._core.wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        return self._core.is_sleeping()
-
-    def start_profile(self, folder: str | None = None) -> None:
-        """Record what the devices do, to `folder` or to the option `profile_dir`. Raises UsageError."""
-        self._core.start_profile(folder)
-
-    def stop_profile(self) -> None:
-        """Write what was recorded. Raises ConflictError when nothing is."""
-        self._core.stop_profile()
+    def call[R](self, call: CoreCall[R]) -> R:
+        """The core's answer. Interrupts wait until what they would tear apart is done."""
+        with held_interrupts() if call.changes_books else contextlib.nullcontext():
+            answer = self._core.call(call)
+        if isinstance(answer, SchedulerStats):
+            self.metrics.stats = answer
+        return answer
 
     def get_metrics(self) -> list[Metric]:
-        return self.metrics.read(self._core.executor_stats())
-
-    def executor_stats(self) -> dict[str, Any]:
-        """Counters of the executor: steps, padding, buckets, programs, recompiles."""
-        return self._core.executor_stats()
-
-    def step_records(self) -> tuple[list[StepRecord], int]:
-        """The newest finished steps, oldest first, and how many before them are forgotten."""
-        return self._core.step_records()
-
-    def block_map(self) -> KVBlockMap:
-        """Who holds which KV block now."""
-        return self._core.block_map()
-
-    def snapshot(self, since_step: int = 0) -> EngineSnapshot:
-        """Queues, blocks and newest steps at this moment, see `engine/observability/snapshot.py`."""
-        return self._core.snapshot(since_step)
-
-    def wait_for_programs(self) -> None:
-        """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
-        self._core.wait_for_programs()
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of the worker, or a function with it; a list of one result. Raises UsageError."""
-        if timeout is not None:
-            raise UsageError(f"timeout is {timeout!r}, but the worker answers in the caller's thread. Leave it out.")
-        return self._core.collective_rpc(method, args, kwargs or {})
-
-    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """Call a function with the model's parameters; a list of one result. Raises ConflictError when they sleep."""
-        return self.collective_rpc("apply_model", args=(func,))
+        return self.metrics.read(self.executor_stats())
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as transformers has it, see `public_tokenizer`. Raises UsageError when there is none."""

@@ -33,6 +33,11 @@ class Executor(Protocol):
 
     kv_cache_config: KVCacheConfig
 
+    @property
+    def workers(self) -> "Workers":
+        """What holds weights, KV cache and programs."""
+        ...
+
     def execute(self, scheduler_output: SchedulerOutput) -> PendingOutput:
         """Dispatch one step and return at once, however many earlier ones are pending."""
         ...
@@ -55,6 +60,18 @@ class Executor(Protocol):
     def recover(self) -> None:
         """Make the device usable again after a failed step. All cached keys and values are lost."""
         ...
+
+    def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
+        """Call a method of every worker, or a function with it; a result of each. Raises UsageError for no method."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release threads and device memory."""
+        ...
+
+
+class Workers(Protocol):
+    """All workers as one: what is asked of it, each of them does."""
 
     def sleep(self, discard: bool) -> None:
         """Free what KV cache and weights take on the devices. Nothing is dispatched before both are back.
@@ -81,12 +98,4 @@ class Executor(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: steps, padding, programs, compile time, recompiles."""
-        ...
-
-    def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
-        """Call a method of every worker, or a function with it; a result of each. Raises UsageError for no method."""
-        ...
-
-    def shutdown(self) -> None:
-        """Release threads and device memory."""
         ...

@@ -41,6 +41,11 @@ class UniProcExecutor:
         self.kv_cache_config = self.worker.kv_cache_config
         self.choice = ProgramChoice(self.worker.programs, sizes_of(self.worker))
 
+    @property
+    def workers(self) -> Worker:
+        """The only one."""
+        return self.worker
+
     def execute(self, scheduler_output: SchedulerOutput) -> PendingOutput:
         scheduler_output.programs = self.choice.choose(scheduler_output)
         return self.worker.runner.execute(scheduler_output)
@@ -54,29 +59,6 @@ class UniProcExecutor:
     def recover(self) -> None:
         self.choice.forget_requests()
         self.worker.recover()
-
-    def sleep(self, discard: bool) -> None:
-        self.worker.sleep(discard)
-
-    def wake_up(self, part: str) -> None:
-        self.worker.wake_up(part)
-
-    def start_profile(self, folder: str | None) -> None:
-        self.worker.profiler.start(folder)
-
-    def stop_profile(self) -> None:
-        self.worker.profiler.stop()
-
-    def wait_for_programs(self) -> None:
-        """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
-        self.worker.programs.wait_all()
-
-    def save_bundle(self, folder: Path) -> None:
-        """Write every compiled program to an empty folder, from which `CompileConfig.bundle` starts an engine."""
-        self.worker.save_bundle(folder)
-
-    def stats(self) -> dict[str, Any]:
-        return self.worker.stats()
 
     def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
         """Call a method of the worker, or a function with it; a list of one result. Raises UsageError for no method."""

@@ -174,6 +174,18 @@ class Worker:
             raise ConflictError("the weights sleep. Call wake_up() first.")
         return func(self.device.params)
 
+    def start_profile(self, folder: str | None) -> None:
+        """See `Profiler.start`."""
+        self.profiler.start(folder)
+
+    def stop_profile(self) -> None:
+        """See `Profiler.stop`."""
+        self.profiler.stop()
+
+    def wait_for_programs(self) -> None:
+        """Block until every program is compiled."""
+        self.programs.wait_all()
+
     def stats(self) -> dict[str, Any]:
         counts, programs = self.device.counts, self.programs
         return {

@@ -84,6 +84,6 @@ def test_greedy_tokens_are_those_of_transformers_without_any_recompile(name, num
         first, *_, last = generate(scheduler, executor, [prompt, *others, prompt], len(golden))
         assert first == golden
         assert last == golden
-        assert executor.stats()["recompiles"] == 0
+        assert executor.worker.stats()["recompiles"] == 0
     finally:
         executor.shutdown()

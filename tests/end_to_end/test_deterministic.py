@@ -59,7 +59,7 @@ class Engine:
         options = EngineConfig.from_options(model=str(folder), **OPTIONS | options)
         folder, functions, decoder, self.config = resolve_model(options)
         self.executor = UniProcExecutor(self.config, functions, decoder, folder)
-        self.executor.wait_for_programs()
+        self.executor.worker.wait_for_programs()
         core = self.core(prefix_caching=False, num_scheduler_steps=1)
         self.alone = [serve(core, [index])[index] for index in range(len(REQUESTS))]
 
@@ -125,7 +125,7 @@ def test_prefix_hits_and_runs_of_steps_give_the_same_bits(engine):
     records, _ = core.step_log.read()
     assert core._scheduler.make_stats().prefix_cache_hits > 100, "the test is too easy"
     assert any(record.num_steps > 1 for record in records), "the test has no runs"
-    assert engine.executor.stats()["recompiles"] == 0
+    assert engine.executor.worker.stats()["recompiles"] == 0
 
 
 def test_preemption_gives_the_same_bits(engine):

@@ -11,7 +11,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 @pytest.fixture
 def runner(llm):
-    return llm.llm_engine._core._core._executor.worker.runner
+    return llm.llm_engine._core.executor.worker.runner
 
 
 def texts(llm, prompts, params=GREEDY):
@@ -37,7 +37,7 @@ def live_bytes():
 
 
 def test_the_old_kv_cache_is_gone_before_a_new_one_is_made(llm, monkeypatch):
-    worker = llm.llm_engine._core._core._executor.worker
+    worker = llm.llm_engine._core.executor.worker
     size = sum(array.nbytes for array in jax.tree.leaves(worker.device.state.kv))
     before, seen, make = live_bytes(), [], worker.new_state
 
@@ -60,7 +60,7 @@ def test_the_old_kv_cache_is_gone_before_a_new_one_is_made(llm, monkeypatch):
 
 
 def test_a_recovery_that_is_cut_short_can_be_made_again(llm, monkeypatch):
-    worker = llm.llm_engine._core._core._executor.worker
+    worker = llm.llm_engine._core.executor.worker
     with monkeypatch.context() as patch:
         patch.setattr(worker, "new_state", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -71,7 +71,7 @@ def test_a_recovery_that_is_cut_short_can_be_made_again(llm, monkeypatch):
 
 
 def test_logits_that_are_not_numbers_fail_the_request_with_the_reason(llm, runner, monkeypatch):
-    device = llm.llm_engine._core._core._executor.worker.device
+    device = llm.llm_engine._core.executor.worker.device
     with monkeypatch.context() as patch:
         patch.setattr(device, "head", jnp.full_like(device.head, jnp.nan))
         ((reason, error),) = texts(llm, ["Hello"])

@@ -58,7 +58,7 @@ def finish(core, stop_after=None):
 def test_a_start_compiles_ordinary_programs_and_who_needs_others_waits_for_them_alone(parts, core):
     _, executor = parts
     programs = executor.worker.programs
-    executor.wait_for_programs()
+    executor.worker.wait_for_programs()
     assert {key.kind for key in programs.wait_all()} == ORDINARY
     key, compiling = ProgramKey("prompt_logprobs"), threading.Event()
     lower = programs.builders[key]
@@ -71,7 +71,7 @@ def test_a_start_compiles_ordinary_programs_and_who_needs_others_waits_for_them_
     assert list(outputs) == ["plain", "shown"], "nobody waits behind a program that he does not need"
     assert all(line for output in outputs["shown"] for line in output.new_logprobs)
     assert sum(key.kind == "prompt_logprobs" for key in programs.builders) == 1
-    stats = executor.stats()
+    stats = executor.worker.stats()
     assert stats["recompiles"] == 0 and stats["programs"] > 3 + 2 + 2
 
 

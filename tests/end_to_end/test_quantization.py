@@ -15,7 +15,7 @@ def test_the_engine_runs_the_rounded_model_and_counts_its_smaller_weights(tmp_pa
     scheduler, executor = start(folder, 1, quantization="int8", dtype="float32")
     worker = executor.worker
     assert generate(scheduler, executor, [prompt, prompt], 4) == [expected, expected]
-    assert executor.stats()["recompiles"] == 0
+    assert executor.worker.stats()["recompiles"] == 0
     params = jax.tree.leaves(worker.device.params)
     assert worker.blueprint.weight_bytes == sum(array.nbytes for array in params)
     assert worker.blueprint.weight_bytes < 1.5 * sum(array.size for array in params)  # vectors and scales have four

@@ -69,7 +69,7 @@ def test_a_request_that_is_refused_compiles_nothing_and_harms_nobody(llm):
 
 
 def test_a_decode_step_moves_two_arrays_to_the_device_and_none_by_accident(llm, monkeypatch):
-    engine, device = llm.llm_engine, llm.llm_engine._core._core._executor.worker.device
+    engine, device = llm.llm_engine, llm.llm_engine._core.executor.worker.device
     moved, call = [], device.call
 
     def counting(key, *arguments):

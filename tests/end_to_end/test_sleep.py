@@ -32,7 +32,7 @@ def write(folder):
 
 
 def worker_of(llm):
-    return llm.llm_engine._core._core._executor.worker
+    return llm.llm_engine._core.executor.worker
 
 
 def buffers_of(worker):

@@ -122,7 +122,7 @@ def serve(llm, num_blocks, **scheduler_options):
     engine = llm.llm_engine
     config = engine.config
     scheduler = dataclasses.replace(config.scheduler, **scheduler_options)
-    executor = engine._core._core._executor
+    executor = engine._core.executor
     executor.recover()
     tokenizer = engine.input_processor.tokenizer
     grammars = Grammars(tokenizer.backend.to_str(), engine.input_processor.vocab_size, [tokenizer.eos_token_id])

@@ -97,6 +97,10 @@ class CountingExecutor:
     def can_run(self, extra: Extra) -> bool:
         return True
 
+    @property
+    def workers(self):
+        return self
+
     def recover(self) -> None:
         assert not self.broken, "the device is gone"
         self.slow = False

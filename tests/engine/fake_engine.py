@@ -12,7 +12,6 @@ import numpy as np
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.input.chat_template import ChatTemplates
 from jaxpaged.engine.input.generation_config import GenerationDefaults
 from jaxpaged.engine.input.grammar_checker import GrammarChecker
@@ -208,6 +207,10 @@ class FakeExecutor:
         ids = [token_id, *top.tolist()]
         return ids, [float(logprobs[t]) for t in ids], 1 + int((logprobs > logprobs[token_id]).sum())
 
+    @property
+    def workers(self):
+        return self
+
     def recover(self) -> None:
         self.rows.clear()
         self.recoveries += 1
@@ -291,7 +294,7 @@ def make_engine(
         grammar_checker=grammar_checker,
         pooler=pooler,
     )
-    return LLMEngine(config, processor, InprocClient(EngineCore(config, executor, grammars))), executor
+    return LLMEngine(config, processor, EngineCore(config, executor, grammars)), executor
 
 
 def run_to_end(engine: LLMEngine, limit: int = 1000) -> dict[str, list]:

@@ -1,6 +1,7 @@
 import pytest
 
 from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.core_calls import ExecutorStats
 from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
@@ -293,6 +294,6 @@ def test_stats_tell_the_queues():
         core.add_request(request(name))
     stats = core.step().stats
     assert (stats.num_running_reqs, stats.num_waiting_reqs) == (2, 1)
-    assert core.executor_stats()["steps"] == len(executor.executed)
+    assert core.call(ExecutorStats())["steps"] == len(executor.executed)
     core.shutdown()
     assert not executor.running

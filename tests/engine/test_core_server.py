@@ -6,6 +6,7 @@ import random
 import pytest
 import zmq
 
+from jaxpaged.engine.core_calls import CALLS
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.zmq_client import TYPES, ask_facts, dealer
 from jaxpaged.errors import EngineDeadError
@@ -157,11 +158,11 @@ def test_messages_that_make_no_sense_are_dropped(connect):
 
 def test_calls_are_answered_and_unknown_ones_refused(connect):
     front_end = connect()
-    for call_id, name in enumerate([*wire.CALLS, "shutdown", "__init__"]):
+    for call_id, name in enumerate([*CALLS, "shutdown", "__init__"]):
         front_end.send(wire.CALL, wire.Call(call_id, name))
         answered = front_end.receive(wire.ANSWER)
         assert answered.call_id == call_id
-        assert (answered.error is None) == (name in wire.CALLS)
+        assert (answered.error is None) == (name in CALLS)
 
 
 def call(front_end, call_id, name, **arguments):

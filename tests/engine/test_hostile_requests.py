@@ -61,7 +61,7 @@ def serve(engine, request_id="hostile", prompt=(5, 6, 7, 8, 9), params=None, **o
         error = refused
     outputs = run_to_end(engine)
     assert outputs["honest"][-1].outputs[0].token_ids == list(range(15, 24))
-    scheduler = engine._core._core._scheduler
+    scheduler = engine._core._scheduler
     scheduler.check_integrity()
     assert not scheduler.requests
     return error

@@ -71,7 +71,7 @@ def small_engine(num_steps=1):
 
 
 def check_books(engine, where):
-    core = engine._core._core
+    core = engine._core
     for _ in range(3):  # what an abort left in flight comes back
         engine.step()
     core._scheduler.check_integrity()
@@ -92,7 +92,7 @@ def check_generate(places, *, step, num_steps):
     expected = [[21 + i + j for j in range(6 + 2 * i)] for i in range(5)]
     with LineCounter() as lines:
         assert answers() == expected
-    assert engine._core._core.stats().num_preemptions > 0, "the world is too easy"
+    assert engine._core.stats().num_preemptions > 0, "the world is too easy"
     for place in range(places, lines.count, step):
         interrupted = True
         with contextlib.suppress(KeyboardInterrupt), LineCounter(place) as counter:
@@ -177,7 +177,7 @@ def test_an_engine_that_is_stepped_loses_no_token_to_an_interrupt_at_many_lines(
 
 def test_a_request_is_added_as_a_whole_or_not_at_all():
     engine = small_engine()
-    core, add = engine._core._core, lambda: engine.add_request("r", PROMPTS[0], SamplingParams(n=3, seed=1))
+    core, add = engine._core, lambda: engine.add_request("r", PROMPTS[0], SamplingParams(n=3, seed=1))
     with LineCounter() as lines:
         add()
     engine.abort_request("r")
@@ -259,7 +259,7 @@ def test_an_engine_whose_books_a_second_interrupt_tore_says_so(monkeypatch):
     """It serves nobody with books that nobody can vouch for."""
     engine = small_engine()
     engine.add_request("r", PROMPTS[0], SamplingParams(max_tokens=3))
-    scheduler = engine._core._core._scheduler
+    scheduler = engine._core._scheduler
     with monkeypatch.context() as patch:
         patch.setattr(scheduler, "schedule", lambda max_steps: [interrupt(), interrupt()])
         with pytest.raises(KeyboardInterrupt):

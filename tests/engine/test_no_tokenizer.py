@@ -6,7 +6,6 @@ import pytest
 
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.engine.core_client import InprocClient
 from jaxpaged.engine.front_end import load_input_processor
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.entrypoints.llm import LLM
@@ -27,7 +26,7 @@ def llm(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 20}))
     config, processor = front_end(tmp_path, skip_tokenizer_init=True)
     core = EngineCore(config, FakeExecutor(counting_model(100), 100))
-    return LLM.from_engine(LLMEngine(config, processor, InprocClient(core)))
+    return LLM.from_engine(LLMEngine(config, processor, core))
 
 
 def test_without_the_option_the_files_are_missed(tmp_path):

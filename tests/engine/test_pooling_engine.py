@@ -20,7 +20,7 @@ def pool(engine, prompts, params=None):
 
 
 def check_books(engine):
-    scheduler = engine._core._core._scheduler
+    scheduler = engine._core._scheduler
     scheduler.check_integrity()
     assert not scheduler.requests and scheduler.kv_cache_manager.pool.usage == 0
 

@@ -34,8 +34,8 @@ def compiled(model, tmp_path_factory):
     """(A bundle of the tiny model, the answers of the engine that wrote it)."""
     folder = tmp_path_factory.mktemp("bundle")
     config, executor = start(model)
-    executor.save_bundle(folder)
-    assert len(executor.worker.programs.seconds) == executor.stats()["programs"]
+    executor.worker.save_bundle(folder)
+    assert len(executor.worker.programs.seconds) == executor.worker.stats()["programs"]
     expected = answers(config, executor)
     executor.shutdown()
     return folder, expected
@@ -96,7 +96,7 @@ def test_an_engine_from_a_bundle_compiles_nothing_and_gives_the_same_tokens(mode
 @pytest.mark.slow
 def test_a_bundle_of_a_sharded_engine_loads_onto_the_same_mesh(model, tmp_path):
     config, executor = start(model, tensor_parallel_size=2)
-    executor.save_bundle(tmp_path)
+    executor.worker.save_bundle(tmp_path)
     expected = answers(config, executor)
     executor.shutdown()
     config, executor = start(model, tensor_parallel_size=2, bundle=str(tmp_path))

@@ -27,7 +27,7 @@ def take_snapshot(
     manager, waiting = scheduler.kv_cache_manager, itertools.chain(scheduler.preparation.requests, scheduler.waiting)
     return EngineSnapshot(
         stats=stats,
-        executor=executor.stats(),
+        executor=executor.workers.stats(),
         steps=steps,
         num_steps_before=num_before,
         blocks=manager.block_map(scheduler.running, MOST_BLOCKS),

@@ -7,8 +7,9 @@ is not. This module knows neither requests nor results.
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from jaxpaged.engine.core_calls import CoreCall
+from jaxpaged.engine.core_client import EngineCoreClient
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_supervisor import CoreState, CoreSupervisor
 from jaxpaged.engine.process.zmq_client import Handlers, ZmqClient
@@ -22,7 +23,7 @@ LONG_SILENCE = 10.0
 """Seconds without a sign of life after which new requests had better go to another engine."""
 
 
-class CoreLink:
+class CoreLink(EngineCoreClient):
     """The way to a core, for one event loop at a time.
 
     `handlers` get what the core says. `on_loss` is called when requests under way are lost, with the error to raise.
@@ -99,10 +100,10 @@ class CoreLink:
         if self._trouble is None:
             self._client.abort_requests(request_ids)
 
-    async def call(self, name: str, **arguments: Any) -> Any:
+    async def call[R](self, call: CoreCall[R]) -> R:
         """The core's answer. Raises what the core raised, EngineError when it went away, EngineDeadError."""
         await self.until_ready()
-        return await self._client.call(name, **arguments)
+        return await self._client.call(call)
 
     def close(self) -> None:
         """End the core's process, if it is this front end's. Requests under way are lost."""

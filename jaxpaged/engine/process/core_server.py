@@ -13,14 +13,15 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import zmq
 
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.engine.core_client import InprocClient
+from jaxpaged.engine.core_calls import CoreCall, ExecutorStats, Sleep, WakeUp, call_named
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.heartbeat import CALL, TICK_SECONDS, Heartbeat
 from jaxpaged.engine.sleep import LEVELS
-from jaxpaged.errors import EngineDeadError, JaxpagedError, RequestError
+from jaxpaged.errors import EngineDeadError, JaxpagedError, RequestError, UsageError
 from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from jaxpaged.sampling_params import RANDOM_SEED
 
@@ -31,9 +32,6 @@ MESSAGES_BETWEEN_STEPS = 256
 """At most so many messages are read before the next step: a flood of them must not stop everybody's tokens."""
 STATS_INTERVAL = 1.0
 """Seconds between two statements of how the core is doing, while it works."""
-
-LONG_CALLS = ("stop_profile", "wait_for_programs")
-"""They take seconds and touch no step: steps go on meanwhile."""
 
 MESSAGES = {wire.HELLO: None, wire.ADD: list[EngineCoreRequest], wire.ABORT: list[str], wire.CALL: wire.Call}
 """What may come in, and the type of the value."""
@@ -52,7 +50,8 @@ class LateSleep(NamedTuple):
     """A call of `sleep` that is done when these requests are, by the core's names."""
 
     client: Client
-    call: wire.Call
+    call_id: int
+    call: Sleep
     request_ids: frozenset[str]
 
 
@@ -65,7 +64,6 @@ class CoreServer:
 
     def __init__(self, core: EngineCore, facts: wire.CoreFacts, address: str, heartbeat: Heartbeat):
         self._core = core
-        self._methods = InprocClient(core)
         self._facts = facts
         self._heartbeat = heartbeat
         self._clients: dict[bytes, Client] = {}
@@ -130,7 +128,7 @@ class CoreServer:
     def _step(self) -> None:
         """Run one step, and tell every front end with requests under way what it gave."""
         self._heartbeat.beat()
-        outputs = self._methods.get_output()
+        outputs = self._core.step()
         shares: dict[Client, list[EngineCoreOutput]] = {c: [] for c in self._clients.values() if c.engine_ids}
         for output in outputs.outputs:
             route = self._routes.get(output.request_id)
@@ -157,7 +155,7 @@ class CoreServer:
             self._send_stats()
 
     def _send_stats(self, clients: Sequence[Client] | None = None) -> None:
-        stats = wire.CoreStats(self._core.stats(), self._methods.executor_stats())
+        stats = wire.CoreStats(self._core.stats(), self._core.call(ExecutorStats()))
         for client in list(self._clients.values()) if clients is None else clients:
             self._send(client, wire.STATS, stats)
         self._stats_time, self._stats_changed = time.monotonic(), False
@@ -210,7 +208,7 @@ class CoreServer:
             engine_id = request.request_id = f"{request_id}@{client.number}"
         try:
             check_request(request, self._facts.vocab_size)
-            self._methods.add_request(request)
+            self._core.add_request(request)
         except RequestError as error:
             message = str(error).replace(repr(engine_id), repr(request_id))
             self._send(client, wire.REFUSED, wire.Refusal(request_id, message, error.parameter))
@@ -223,35 +221,40 @@ class CoreServer:
         engine_ids = [client.engine_ids[each] for each in dict.fromkeys(request_ids) if each in client.engine_ids]
         for engine_id in engine_ids:
             self._end_route(engine_id)
-        self._methods.abort_requests(engine_ids)
+        self._core.abort_requests(engine_ids)
         self._stats_changed = True
 
     def _end_route(self, engine_id: str) -> None:
         client, request_id = self._routes.pop(engine_id)
         del client.engine_ids[request_id]
 
-    def _call(self, client: Client, call: wire.Call) -> None:
-        if call.name in LONG_CALLS:
-            threading.Thread(target=self._answer_late, args=(client, call), daemon=True).start()
-        elif call.name == "sleep" and call.arguments.get("mode") == "wait" and call.arguments.get("level", 1) in LEVELS:
-            self._late_sleeps.append(LateSleep(client, call, self._core.unfinished()))
+    def _call(self, client: Client, asked: wire.Call) -> None:
+        try:
+            call = call_named(asked.name, asked.arguments)
+        except UsageError as error:
+            self._send(client, wire.ANSWER, wire.Answer(asked.call_id, (type(error).__name__, str(error))), None)
+            return
+        if call.runs_beside_steps:
+            threading.Thread(target=self._answer_late, args=(client, asked.call_id, call), daemon=True).start()
+        elif isinstance(call, Sleep) and call.mode == "wait" and call.level in LEVELS:
+            self._late_sleeps.append(LateSleep(client, asked.call_id, call, self._core.unfinished()))
         else:
-            self._answer(client, call)
-            if call.name == "wake_up":
+            self._answer(client, asked.call_id, call)
+            if isinstance(call, WakeUp):
                 self._call_off_sleeps()
 
-    def _answer(self, client: Client, call: wire.Call) -> None:
+    def _answer(self, client: Client, call_id: int, call: CoreCall[Any]) -> None:
         """Ask the core, and tell the front end what it says. It may take longer than a step, and to read weights from
         files again may take any time."""
-        reads_files = call.name == "wake_up" and self._core.sleep_level == max(LEVELS)
+        reads_files = isinstance(call, WakeUp) and self._core.sleep_level == max(LEVELS)
         self._heartbeat.beat(CALL)
         with self._heartbeat.ticking() if reads_files else contextlib.nullcontext():
             value, error = self._asked(call)
-        if call.name in ("sleep", "wake_up"):
+        if isinstance(call, Sleep | WakeUp):
             if self._core.has_work():
                 self._step()  # clients hear what sleep ended before they hear that it sleeps
             self._send_stats()
-        self._send(client, wire.ANSWER, wire.Answer(call.call_id, error), value)
+        self._send(client, wire.ANSWER, wire.Answer(call_id, error), value)
 
     def _sleep_when_done(self) -> None:
         """Let the core sleep where the requests that a call waits for have ended."""
@@ -259,34 +262,31 @@ class CoreServer:
         for late in self._late_sleeps:
             if self._core.sleep_level is None and late.request_ids & unfinished:
                 waiting.append(late)
-            else:
-                late.call.arguments["mode"] = "keep"  # what came meanwhile goes on after waking
-                self._answer(late.client, late.call)
+            else:  # what came meanwhile goes on after waking
+                self._answer(late.client, late.call_id, msgspec.structs.replace(late.call, mode="keep"))
         self._late_sleeps = waiting
 
     def _call_off_sleeps(self) -> None:
         """Who waits for the core to sleep waits in vain."""
-        for client, call, _ in self._late_sleeps:
+        for late in self._late_sleeps:
             error = ("ConflictError", "the engine was woken before it slept. Let it sleep again.")
-            self._send(client, wire.ANSWER, wire.Answer(call.call_id, error), None)
+            self._send(late.client, wire.ANSWER, wire.Answer(late.call_id, error), None)
         self._late_sleeps = []
 
-    def _answer_late(self, client: Client, call: wire.Call) -> None:
+    def _answer_late(self, client: Client, call_id: int, call: CoreCall[Any]) -> None:
         _, error = self._asked(call)
-        self._late_answers.put((client, wire.Answer(call.call_id, error)))
+        self._late_answers.put((client, wire.Answer(call_id, error)))
         self._wake()
 
-    def _asked(self, call: wire.Call) -> tuple[Any, tuple[str, str] | None]:
+    def _asked(self, call: CoreCall[Any]) -> tuple[Any, tuple[str, str] | None]:
         """The answer of the core, or the error: its class and its message."""
-        if call.name not in wire.CALLS:
-            return None, ("UsageError", f"an engine core has no answer to {call.name!r}.")
         try:
-            return getattr(self._methods, call.name)(**call.arguments), None
+            return self._core.call(call), None
         except EngineDeadError:
             raise
         except Exception as error:
             if not isinstance(error, JaxpagedError):
-                logger.exception("the call %s failed", call.name)
+                logger.exception("the call %s failed", call.name())
             return None, (type(error).__name__, str(error))
 
     def _send(self, client: Client, kind: bytes, *values: Any) -> None:

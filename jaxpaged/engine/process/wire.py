@@ -13,27 +13,12 @@ import numpy as np
 
 from jaxpaged import errors
 from jaxpaged.errors import EngineError, JaxpagedError
-from jaxpaged.messages import EngineSnapshot, KVBlockMap, SchedulerStats, StepRecord
+from jaxpaged.messages import SchedulerStats
 
 # Kinds that a front end sends: its arrival, then requests, ids of requests to stop, and questions.
 HELLO, ADD, ABORT, CALL = b"hello", b"add", b"abort", b"call"
 # Kinds that a core sends: it serves, what a step gave, how it is doing, a request that it refuses, an answer.
 READY, STEP, STATS, REFUSED, ANSWER = b"ready", b"step", b"stats", b"refused", b"answer"
-
-CALLS: dict[str, Any] = {
-    "block_map": KVBlockMap,
-    "executor_stats": dict[str, Any],
-    "is_sleeping": bool,
-    "reset_prefix_cache": bool,
-    "sleep": SchedulerStats,
-    "snapshot": EngineSnapshot,
-    "start_profile": None,
-    "stop_profile": None,
-    "step_records": tuple[list[StepRecord], int],
-    "wait_for_programs": None,
-    "wake_up": SchedulerStats,
-}
-"""What a front end may ask of a core, by the name of the method, and the type of the answer."""
 
 PLAIN_KINDS = "biuf"
 """numpy's letters for truth values, integers and floating point numbers: what an array may hold."""
@@ -64,7 +49,7 @@ class CoreStats(msgspec.Struct, array_like=True):
 
 
 class Call(msgspec.Struct, array_like=True):
-    """A question; `name` is in `CALLS`, `arguments` are those of the method."""
+    """A `CoreCall` by its name, and its fields."""
 
     call_id: int
     name: str

@@ -9,8 +9,10 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import zmq
 
+from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.process import wire
 from jaxpaged.errors import EngineDeadError, EngineError
 from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest
@@ -52,7 +54,7 @@ class ZmqClient:
         self._encoder = wire.FrameEncoder()
         self._decoders = {kind: wire.FrameDecoder(type) for kind, type in TYPES.items()}
         self._call_ids = itertools.count()
-        self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}
+        self._calls: dict[int, tuple[Any, asyncio.Future[Any]]] = {}  # by id: the type of the answer, and who waits
 
     def open(self, loop: asyncio.AbstractEventLoop, handlers: Handlers, on_disconnect: Callable[[], None]) -> None:
         """Connect, now or as soon as there is a core: a message of kind READY says so."""
@@ -76,12 +78,12 @@ class ZmqClient:
         if request_ids:
             self._send(wire.ABORT, request_ids)
 
-    async def call(self, name: str, **arguments: Any) -> Any:
-        """The answer to one of `wire.CALLS`. Raises what the core raised, or EngineError when it went away."""
+    async def call[R](self, call: CoreCall[R]) -> R:
+        """The core's answer. Raises what the core raised, or EngineError when it went away."""
         call_id = next(self._call_ids)
-        future = self._loop.create_future()
-        self._calls[call_id] = (name, future)
-        self._send(wire.CALL, wire.Call(call_id, name, arguments))
+        future: asyncio.Future[R] = self._loop.create_future()
+        self._calls[call_id] = (call.answer_type(), future)
+        self._send(wire.CALL, wire.Call(call_id, call.name(), msgspec.structs.asdict(call)))
         try:
             return await future
         finally:
@@ -156,13 +158,13 @@ class ZmqClient:
 
     def _take_answer(self, frames: Sequence[bytes]) -> None:
         answer: wire.Answer = self._decoders[wire.ANSWER].decode(frames[:1])
-        name, future = self._calls.get(answer.call_id, ("", None))
+        answer_type, future = self._calls.get(answer.call_id, (None, None))
         if future is None or future.done():  # nobody waits any more
             return
         if answer.error is not None:
             future.set_exception(wire.error_named(*answer.error))
         else:
-            future.set_result(wire.FrameDecoder(wire.CALLS[name]).decode(frames[1:]))
+            future.set_result(wire.FrameDecoder(answer_type).decode(frames[1:]))
 
     def _look_at_monitor(self) -> None:
         """All that it reports is that the connection broke."""

@@ -4,14 +4,15 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine.control import AsyncEngineControl
 from jaxpaged.engine.input.processor import InputProcessor, Prompt
 from jaxpaged.engine.observability.metrics import Metric
-from jaxpaged.messages import EngineSnapshot, RequestOutput
+from jaxpaged.messages import RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
 
-class Engine(Protocol):
+class Engine(AsyncEngineControl, Protocol):
     """An engine that serves many requests at a time on one event loop."""
 
     config: EngineConfig
@@ -59,37 +60,9 @@ class Engine(Protocol):
         """Stop requests; whoever reads them gets finish reason "abort". Unknown ids pass."""
         ...
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompt beginnings; False while requests hold blocks."""
-        ...
-
-    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Free device memory, see `EngineCore.sleep`. Requests that come meanwhile wait."""
-        ...
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take it back, or what `tags` name. Raises CheckpointError or CapacityError when it cannot."""
-        ...
-
-    async def is_sleeping(self) -> bool:
-        """Whether anything has to be woken before requests are computed."""
-        ...
-
     @property
     def sleep_level(self) -> int | None:
         """How deep the engine sleeps, as far as is known here; None while it is awake. It asks nobody."""
-        ...
-
-    async def start_profile(self) -> None:
-        """Record what the devices do. Raises ConflictError while that is done, UsageError where it cannot be."""
-        ...
-
-    async def stop_profile(self) -> None:
-        """Write what was recorded. Raises ConflictError when nothing is."""
-        ...
-
-    async def snapshot(self, since_step: int = 0) -> EngineSnapshot:
-        """What the engine does now, see `engine/observability/snapshot.py`."""
         ...
 
     def get_metrics(self) -> list[Metric]: ...

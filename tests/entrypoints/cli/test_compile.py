@@ -14,6 +14,10 @@ def compiled(monkeypatch):
 
 
 class Executor:
+    @property
+    def worker(self):
+        return self
+
     def save_bundle(self, folder):
         (folder / "saved").touch()
 

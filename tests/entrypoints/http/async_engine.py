@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 
+from jaxpaged.engine.control import AsyncEngineControl
+from jaxpaged.engine.core_calls import Sleep, Snapshot
 from jaxpaged.errors import EngineDeadError, EngineError
 from tests.engine.fake_engine import make_engine
 
 
-class FakeAsyncEngine:
+class FakeAsyncEngine(AsyncEngineControl):
     """Steps a `LLMEngine` while there is something to do, and hands its results to whoever waits for them.
 
     `paused`: nothing is stepped, so requests stay under way. `is_dead`: it answers nothing any more. `cold`:
@@ -95,35 +97,18 @@ class FakeAsyncEngine:
             self.aborted.append(output.request_id)
             self._results[output.request_id].put_nowait(output)
 
-    async def reset_prefix_cache(self):
-        return self.engine.reset_prefix_cache()
-
-    async def sleep(self, level=1, mode="abort"):
+    async def call(self, call):
         """With "wait" the stepper goes on until it has nothing to do."""
-        while mode == "wait" and self.engine.has_unfinished_requests():
+        if isinstance(call, Snapshot):
+            if self.is_dead:
+                raise EngineDeadError("the engine has stopped. Start a new one.")
+            self.num_snapshots += 1
+            await self.answers.wait()
+        while isinstance(call, Sleep) and call.mode == "wait" and self.engine.has_unfinished_requests():
             await asyncio.sleep(0)
-        self.engine.sleep(level, mode)
+        answer = self.engine.call(call)
         self.sleep_level = self.engine.metrics.stats.sleep_level
-
-    async def wake_up(self, tags=None):
-        self.engine.wake_up(tags)
-        self.sleep_level = self.engine.metrics.stats.sleep_level
-
-    async def is_sleeping(self):
-        return self.engine.is_sleeping()
-
-    async def start_profile(self):
-        self.engine.start_profile()
-
-    async def stop_profile(self):
-        self.engine.stop_profile()
-
-    async def snapshot(self, since_step=0):
-        if self.is_dead:
-            raise EngineDeadError("the engine has stopped. Start a new one.")
-        self.num_snapshots += 1
-        await self.answers.wait()
-        return self.engine.snapshot(since_step)
+        return answer
 
     def get_metrics(self):
         return self.engine.get_metrics()

@@ -1,0 +1,169 @@
+"""What users may ask of an engine besides answers to prompts: its memory, its recordings, what it does and did.
+
+Each is a method over one call of `core_calls.py`: `EngineControl` for `LLM` and `LLMEngine`, which wait for the answer,
+and `AsyncEngineControl` for `AsyncLLM` and the servers' engines, whose answers are awaited. How a call reaches the core
+is not known here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from jaxpaged.engine import core_calls
+from jaxpaged.engine.core_calls import CoreCall
+from jaxpaged.errors import UsageError
+from jaxpaged.messages import EngineSnapshot, KVBlockMap, StepRecord
+
+
+class EngineControl(Protocol):
+    """For callers that wait."""
+
+    def call[R](self, call: CoreCall[R]) -> R:
+        """The answer of the engine's core."""
+        ...
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt beginnings; False while requests are under way."""
+        return self.call(core_calls.ResetPrefixCache())
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Free memory until `wake_up`; programs stay, so waking compiles nothing.
+
+        Level 0 only pauses. Level 1 frees the KV cache, forgets cached prompt beginnings, and moves the weights to the
+        host's memory; on a CPU, where that is the device's own, it drops them, to be read from the checkpoint again.
+        Level 2 drops them everywhere. `mode` is for requests under way, which only those have who step the engine
+        themselves: "abort" ends them, "wait" finishes them first, "keep" lets them go on after waking. What sleep
+        ended is returned by the next `step`. Raises UsageError.
+        """
+        self.call(core_calls.Sleep(level, mode))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back: all of it, or what `tags` name ("weights", "kv_cache", "scheduling").
+
+        Prompts are completed once all of it is back. An engine that is awake passes. Raises CheckpointError or
+        CapacityError when weights or memory are gone; it can be tried again.
+        """
+        self.call(core_calls.WakeUp(tags))
+
+    def is_sleeping(self) -> bool:
+        """Whether anything has to be woken before prompts can be completed."""
+        return self.call(core_calls.IsSleeping())
+
+    def start_profile(self, folder: str | None = None) -> None:
+        """Record what the devices do, to `folder` or to the option `profile_dir`, for XProf and Perfetto.
+
+        Raises ConflictError while a recording is under way, UsageError without a folder that can be written.
+        """
+        self.call(core_calls.StartProfile(folder))
+
+    def stop_profile(self) -> None:
+        """Write the recording. Raises ConflictError when there is none."""
+        self.call(core_calls.StopProfile())
+
+    def executor_stats(self) -> dict[str, Any]:
+        """Counters of the executor: steps, padding, buckets, programs, recompiles."""
+        return self.call(core_calls.ExecutorStats())
+
+    def step_records(self) -> tuple[list[StepRecord], int]:
+        """The newest finished steps, oldest first, and how many before them are forgotten."""
+        return self.call(core_calls.StepRecords())
+
+    def block_map(self) -> KVBlockMap:
+        """Who holds which KV block now."""
+        return self.call(core_calls.BlockMap())
+
+    def snapshot(self, since_step: int = 0) -> EngineSnapshot:
+        """Queues, blocks and newest steps at this moment, see `engine/observability/snapshot.py`."""
+        return self.call(core_calls.Snapshot(since_step))
+
+    def wait_for_programs(self) -> None:
+        """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
+        self.call(core_calls.WaitForPrograms())
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker, by name, or a function with the worker as its first argument.
+
+        There is one worker, which computes on all devices in this process: one result, and nothing is pickled. The
+        worker is no public interface. Raises UsageError for an unknown name, and for a `timeout`: a call in the
+        caller's own thread cannot be given up.
+        """
+        if timeout is not None:
+            raise UsageError(f"timeout is {timeout!r}, but the worker answers in the caller's thread. Leave it out.")
+        return self.call(core_calls.CollectiveRpc(method, args, kwargs or {}))
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with the model's parameters, a tree of dataclasses with arrays of JAX; a list of one result.
+
+        Raises ConflictError while the weights sleep.
+        """
+        return self.collective_rpc("apply_model", args=(func,))
+
+
+class AsyncEngineControl(Protocol):
+    """For callers in an event loop, with the core in another process."""
+
+    async def call[R](self, call: CoreCall[R]) -> R:
+        """The answer of the engine's core."""
+        ...
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt beginnings; False while requests are under way."""
+        return await self.call(core_calls.ResetPrefixCache())
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Free memory until `wake_up`; see `EngineControl.sleep`. Returns when it is free.
+
+        Requests that come meanwhile wait, and are computed after waking. With "wait" the engine goes on until those
+        under way are done, those of its other front ends too. A core that dies asleep is replaced by one that is awake.
+        Raises UsageError, and ConflictError when `wake_up` came before it slept.
+        """
+        await self.call(core_calls.Sleep(level, mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back, all of it or what `tags` name; see `EngineControl.wake_up`."""
+        await self.call(core_calls.WakeUp(tags))
+
+    async def pause_generation(self, mode: str = "abort") -> None:
+        """`sleep(0, mode)`: compute nothing until `resume_generation`, and keep all memory."""
+        await self.sleep(0, mode)
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        await self.wake_up(["scheduling"])
+
+    async def is_sleeping(self) -> bool:
+        """Whether anything has to be woken before requests are computed."""
+        return await self.call(core_calls.IsSleeping())
+
+    async def start_profile(self, folder: str | None = None) -> None:
+        """Record what the devices do, to `folder` or to the option `profile_dir`. Raises UsageError, ConflictError."""
+        await self.call(core_calls.StartProfile(folder))
+
+    async def stop_profile(self) -> None:
+        """Write what was recorded. Raises ConflictError when nothing is."""
+        await self.call(core_calls.StopProfile())
+
+    async def executor_stats(self) -> dict[str, Any]:
+        """Counters of the executor: steps, padding, buckets, programs, recompiles."""
+        return await self.call(core_calls.ExecutorStats())
+
+    async def step_records(self) -> tuple[list[StepRecord], int]:
+        """The newest finished steps, oldest first, and how many before them are forgotten."""
+        return await self.call(core_calls.StepRecords())
+
+    async def block_map(self) -> KVBlockMap:
+        """Who holds which KV block now."""
+        return await self.call(core_calls.BlockMap())
+
+    async def snapshot(self, since_step: int = 0) -> EngineSnapshot:
+        """Queues, blocks and newest steps at this moment, see `engine/observability/snapshot.py`."""
+        return await self.call(core_calls.Snapshot(since_step))
+
+    async def wait_for_programs(self) -> None:
+        """Wait until every program is compiled: for tests and benchmarks; serving does not need it."""
+        await self.call(core_calls.WaitForPrograms())

@@ -1,0 +1,172 @@
+"""What can be asked of an engine core besides requests: every call is declared here, once, with the type of its answer.
+
+A call is plain data and says itself what the core does for it, so whatever lies between who asks and the core forwards
+all calls alike: `EngineCoreClient.call`, the socket to another process, the HTTP server's engine. Whoever adds one
+writes a class here, adds it to `CALLS`, and gives it a method in `control.py` if users are to have it.
+"""
+
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+
+from jaxpaged.errors import UsageError
+from jaxpaged.messages import EngineSnapshot, KVBlockMap, SchedulerStats, StepRecord
+
+if TYPE_CHECKING:
+    from jaxpaged.engine.core import EngineCore
+
+
+class CoreCall[R](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call whose answer is an R. Its fields are the arguments."""
+
+    changes_books: ClassVar[bool] = False
+    """Whether an interrupt must not tear it apart."""
+    runs_beside_steps: ClassVar[bool] = False
+    """Whether it may take seconds and touches no step, so that steps can go on meanwhile."""
+
+    def answer(self, core: "EngineCore") -> R:
+        """Do it."""
+        raise NotImplementedError
+
+    @classmethod
+    def name(cls) -> str:
+        """What it is called between processes, such as "reset_prefix_cache"."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    @classmethod
+    def answer_type(cls) -> Any:
+        """R."""
+        return typing.get_type_hints(cls.answer)["return"]
+
+
+class ResetPrefixCache(CoreCall[bool]):
+    """See `EngineCore.reset_prefix_cache`."""
+
+    changes_books = True
+
+    def answer(self, core: "EngineCore") -> bool:
+        return core.reset_prefix_cache()
+
+
+class Sleep(CoreCall[SchedulerStats]):
+    """See `EngineCore.sleep`; the answer says how the core is afterwards."""
+
+    changes_books = True
+
+    level: int = 1
+    mode: str = "abort"
+
+    def answer(self, core: "EngineCore") -> SchedulerStats:
+        core.sleep(self.level, self.mode)
+        return core.stats()
+
+
+class WakeUp(CoreCall[SchedulerStats]):
+    """See `EngineCore.wake_up`; the answer says how the core is afterwards."""
+
+    changes_books = True
+
+    tags: Sequence[str] | None = None
+
+    def answer(self, core: "EngineCore") -> SchedulerStats:
+        core.wake_up(self.tags)
+        return core.stats()
+
+
+class IsSleeping(CoreCall[bool]):
+    """Whether anything has to be woken before the next step."""
+
+    def answer(self, core: "EngineCore") -> bool:
+        return core.sleep_level is not None
+
+
+class StartProfile(CoreCall[None]):
+    """Begin to record what the devices do, into `folder`, or where options say. UsageError where that cannot be."""
+
+    folder: str | None = None
+
+    def answer(self, core: "EngineCore") -> None:
+        core.executor.workers.start_profile(self.folder)
+
+
+class StopProfile(CoreCall[None]):
+    """Write the record. ConflictError when there is none."""
+
+    runs_beside_steps = True
+
+    def answer(self, core: "EngineCore") -> None:
+        core.executor.workers.stop_profile()
+
+
+class WaitForPrograms(CoreCall[None]):
+    """Block until every program is compiled."""
+
+    runs_beside_steps = True
+
+    def answer(self, core: "EngineCore") -> None:
+        core.executor.workers.wait_for_programs()
+
+
+class ExecutorStats(CoreCall[dict[str, Any]]):
+    """Counters of the executor: steps, padding, buckets, programs, recompiles."""
+
+    def answer(self, core: "EngineCore") -> dict[str, Any]:
+        return core.executor.workers.stats()
+
+
+class StepRecords(CoreCall[tuple[list[StepRecord], int]]):
+    """The newest finished steps, oldest first, and how many before them are forgotten."""
+
+    def answer(self, core: "EngineCore") -> tuple[list[StepRecord], int]:
+        return core.step_log.read()
+
+
+class BlockMap(CoreCall[KVBlockMap]):
+    """Who holds which KV block now."""
+
+    def answer(self, core: "EngineCore") -> KVBlockMap:
+        return core.block_map()
+
+
+class Snapshot(CoreCall[EngineSnapshot]):
+    """What the engine does now, with the steps after the first `since_step`. See `snapshot.py` for its bounds."""
+
+    since_step: int = 0
+
+    def answer(self, core: "EngineCore") -> EngineSnapshot:
+        return core.snapshot(self.since_step)
+
+
+class CollectiveRpc(CoreCall[list[Any]]):
+    """Call a method of every worker, or a function with it; a result of each. It holds a function, so it is not sent
+    to another process. UsageError for an unknown name."""
+
+    method: str | Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = {}
+
+    def answer(self, core: "EngineCore") -> list[Any]:
+        return core.executor.collective_rpc(self.method, self.args, self.kwargs)
+
+
+CALLS: dict[str, type[CoreCall[Any]]] = {
+    call.name(): call
+    for call in (
+        BlockMap, ExecutorStats, IsSleeping, ResetPrefixCache, Sleep, Snapshot, StartProfile, StepRecords, StopProfile,
+        WaitForPrograms, WakeUp,
+    )
+}  # fmt: skip
+"""Those that another process may send, by name."""
+
+
+def call_named(name: str, arguments: Mapping[str, Any]) -> CoreCall[Any]:
+    """The call that another process asks for. Raises UsageError for one that does not exist, and for its arguments."""
+    if name not in CALLS:
+        raise UsageError(f"an engine core has no answer to {name!r}.")
+    try:
+        return msgspec.convert(arguments, CALLS[name])
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{name} cannot be called so: {error}.") from None
