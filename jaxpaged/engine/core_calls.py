@@ -6,6 +6,7 @@ writes a class here, adds it to `CALLS`, and gives it a method in `control.py` i
 """
 
 import re
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,7 +40,7 @@ class CoreCall[R](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def answer_type(cls) -> Any:
         """R."""
-        return typing.get_type_hints(cls.answer)["return"]
+        return typing.get_args(types.get_original_bases(cls)[0])[0]
 
 
 class ResetPrefixCache(CoreCall[bool]):
