@@ -208,6 +208,25 @@ def opens_text(call: ast.Call) -> bool:
     return any(isinstance(word, str) and "b" not in word for word in words)
 
 
+@functools.cache
+def alphabet() -> set[str]:
+    """The letters of `params/dims.py`."""
+    tree = ast.parse((ROOT / "jaxpaged/params/dims.py").read_text(encoding="utf-8"))
+    table = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "ALPHABET")
+    return set(ast.literal_eval(table))
+
+
+def letter_problems(path: str, tree: ast.Module) -> Iterator[str]:
+    """Arrays whose axes, the capital letters behind their names, are explained nowhere."""
+    explained = re.search(r"^Letters:(.*?)(?:\n\n|\Z)", ast.get_docstring(tree) or "", re.DOTALL | re.MULTILINE)
+    known = alphabet() | set(re.findall(r"\b[A-Z]\b", explained[1] if explained else ""))
+    for node in ast.walk(tree):
+        name = getattr(node, "id", None) or getattr(node, "arg", None) or getattr(node, "attr", None) or ""
+        axes = re.fullmatch(r"[a-z][a-z0-9_]*_([A-Z][A-Z0-9]*)", name)
+        if axes and (unknown := set(re.findall("[A-Z]", axes[1])) - known):
+            yield f"{path}: {name} has the axis {', '.join(unknown)}. Add a line 'Letters:' to the module's docstring."
+
+
 def broken_links(path: Path) -> Iterator[str]:
     """Relative links of a Markdown file that lead nowhere."""
     for target in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
@@ -253,6 +272,10 @@ def test_every_module_says_what_lives_in_it():
         if tree.body and ast.get_docstring(tree) is None
     )
     report(empty)
+
+
+def test_every_letter_of_an_axis_is_explained():
+    report(p for path, tree in sources("jaxpaged") for p in letter_problems(path, tree))
 
 
 def test_no_module_has_a_name_that_says_nothing():
@@ -364,6 +387,11 @@ def test_a_long_function_is_found_but_its_docstring_does_not_count():
 
 def test_an_undeclared_package_is_found():
     assert list(undeclared_problems("x.py", ast.parse("import torch")))
+
+
+def test_a_letter_that_nobody_explains_is_found():
+    assert list(letter_problems("x.py", ast.parse("x_TQ = y_TQ")))
+    assert not list(letter_problems("x.py", ast.parse('"""Words.\n\nLetters: Q\nqueries.\n"""\nx_TQ = y_TQ[a_R1]')))
 
 
 @pytest.mark.parametrize(

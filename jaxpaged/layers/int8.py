@@ -7,6 +7,8 @@ It is 1.7 to 2 times as fast as bfloat16 weights on AVX512 VNNI; converting the 
 XLA:CPU does not fuse, is 2 to 10 times slower than those for few rows (scripts/bench_products.py).
 
 Elsewhere the weights are converted to the type of x inside of the product, which reads half the bytes.
+
+Letters: I inputs and O outputs of a product, each all of its axes in one; P rows of both planes, 2 T.
 """
 
 from typing import Any

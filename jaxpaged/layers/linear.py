@@ -1,4 +1,7 @@
-"""A product with a weight, by letters, and an optional bias. Knows neither heads nor models."""
+"""A product with a weight, by letters, and an optional bias. Knows neither heads nor models.
+
+Letters: I inputs and O outputs of a product, each all of its axes in one.
+"""
 
 import math
 from typing import Any

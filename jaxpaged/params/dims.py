@@ -1,5 +1,8 @@
 """The alphabet: one letter for every kind of axis. It spells variable suffixes, einsum strings, and sharding.
 
+A module that needs another letter, or one of these for something else, says so in its docstring, in a paragraph that
+begins with "Letters:". `tests/test_house.py` finds letters that nobody explains.
+
 This module knows names only; sizes come from a model's configuration, mesh axes from `sharding.py`.
 """
 
@@ -18,5 +21,11 @@ ALPHABET = {
     "V": "vocabulary",
     "L": "layers",
     "Y": "labels of a classifier",
+    "W": "32-bit words of a mask with a bit for each token of the vocabulary",
+    "C": "candidates of a draw; in `logits_CV`: prompt tokens of one tile",
+    "J": "entries of a short list that each row has: stop ids, biases, log probabilities",
+    "P": "parameters of custom logits processors",
+    "I": "steps of a run",
+    "U": "updates of block tables",
 }
 """Every letter that may name an axis."""
