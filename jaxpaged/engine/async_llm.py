@@ -18,8 +18,8 @@ from jaxpaged.engine.control import AsyncEngineControl
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.front_end import front_end
 from jaxpaged.engine.input.grammar_checker import MOST_CHILDREN
-from jaxpaged.engine.input.long_work import takes_long
 from jaxpaged.engine.input.processor import InputProcessor, Prompt, tokenization_options
+from jaxpaged.engine.input.prompts import takes_long
 from jaxpaged.engine.input.public_tokenizer import public_tokenizer
 from jaxpaged.engine.observability.metrics import EngineMetrics, Metric
 from jaxpaged.engine.observability.throughput_log import ThroughputLog, log_arrival

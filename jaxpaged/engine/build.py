@@ -21,8 +21,7 @@ from jaxpaged.engine.observability.tracing import check_tracing
 from jaxpaged.engine.pooling.pooler import load_pooler_defaults
 from jaxpaged.engine.process.wire import CoreFacts
 from jaxpaged.errors import ConfigError, UsageError
-from jaxpaged.executor.platform import platform
-from jaxpaged.executor.uniproc import UniProcExecutor
+from jaxpaged.executor.uniproc import UniProcExecutor, platform
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig, load_hf_config
 from jaxpaged.models.interface import Model

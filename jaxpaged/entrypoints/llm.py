@@ -70,7 +70,6 @@ class LLM(ControlMethods, PoolingMethods):
         self._requests = RequestRunner(engine)
         self._enqueued: list[str] = []
 
-    @holding_interrupts
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -90,9 +89,9 @@ class LLM(ControlMethods, PoolingMethods):
         `error` set; the others are complete.
         """
         check_arguments(mm_processor_kwargs=mm_processor_kwargs)
-        return self._run(
-            self._add_batch(prompts, sampling_params, lora_request, priority, tokenization_kwargs), use_tqdm
-        )
+        with held_interrupts():
+            request_ids = self._add_batch(prompts, sampling_params, lora_request, priority, tokenization_kwargs)
+            return self._run(request_ids, use_tqdm)
 
     @holding_interrupts
     def enqueue(

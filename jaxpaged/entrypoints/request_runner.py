@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.output.stream import joined
 from jaxpaged.errors import ConflictError
-from jaxpaged.interrupts import holding_interrupts
+from jaxpaged.interrupts import held_interrupts, holding_interrupts
 from jaxpaged.messages import RequestOutput
 from jaxpaged.pooling import PoolingRequestOutput
 
@@ -32,21 +32,21 @@ class RequestRunner:
         if by_delta:
             self._deltas.add(request_id)
 
-    @holding_interrupts
     def step(self) -> list[Output]:
         """Step the engine. Raises ConflictError when it sleeps and has nothing to say; requests stay as they are."""
-        self._abort_left()
-        self._stepping = True
-        try:
-            outputs = self._engine.step()
-        finally:
-            self._stepping = False
-        for output in outputs:
-            request_id = output.request_id
-            if request_id in self._results:
-                before = self._results[request_id]
-                join = before is not None and request_id in self._deltas
-                self._results[request_id] = joined(before, output) if join else output
+        with held_interrupts():
+            self._abort_left()
+            self._stepping = True
+            try:
+                outputs = self._engine.step()
+            finally:
+                self._stepping = False
+            for output in outputs:
+                request_id = output.request_id
+                if request_id in self._results:
+                    before = self._results[request_id]
+                    join = before is not None and request_id in self._deltas
+                    self._results[request_id] = joined(before, output) if join else output
         if not outputs and self._engine.is_sleeping():
             raise ConflictError("the engine sleeps, so no prompt can be completed. Call wake_up() first.")
         return outputs

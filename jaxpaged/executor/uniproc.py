@@ -1,10 +1,14 @@
-"""One process, one worker: the executor that runs a step where it is asked for."""
+"""One process, one worker: the executor that runs a step where it is asked for.
+
+The engine asks here what kind of devices this process has, too, since it imports no jax itself.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.distributed.backend import start_backend
 from jaxpaged.errors import UsageError
 from jaxpaged.executor.base import PendingOutput
 from jaxpaged.executor.program_choice import ProgramChoice, StepSizes
@@ -15,6 +19,14 @@ from jaxpaged.sampling_features import Extra
 from jaxpaged.worker.programs.blueprint import DECODE_KINDS
 from jaxpaged.worker.step.verify import VERIFY_KINDS
 from jaxpaged.worker.worker import Worker
+
+
+def platform(gpu_memory_utilization: float) -> str:
+    """ "cpu", "gpu" or "tpu": where programs run unless they are told otherwise.
+
+    The first call starts the devices, of GPUs with so much of their memory. Raises ConfigError when they do not start.
+    """
+    return start_backend(gpu_memory_utilization)[0].platform
 
 
 def sizes_of(worker: Worker) -> StepSizes:

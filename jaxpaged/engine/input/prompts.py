@@ -1,4 +1,4 @@
-"""What a prompt may be, as types. This module knows no tokenizer."""
+"""What a prompt may be, as types, and which ones take long to turn into tokens. This module knows no tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
@@ -26,3 +26,18 @@ class TokensPrompt(PromptOptions):
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps "cache_salt" and "priority"."""
+
+LONG_PROMPT = 2000
+"""Characters, token ids or entries from which on something holds up everybody's stream."""
+LONG_FIELDS = ("stop_token_ids", "allowed_token_ids", "extra_args")
+"""Of sampling parameters: they are looked through, and as long as the client likes."""
+
+
+def takes_long(prompt: Any, params: Any) -> bool:
+    """Whether a request is worth a thread, since others would wait meanwhile: its prompt is long, or a list of its
+    parameters, or the words to tokenise that they ban."""
+    parts = [*prompt.values()] if isinstance(prompt, dict) else [prompt]
+    parts += [getattr(params, name, None) for name in LONG_FIELDS]
+    if any(hasattr(part, "__len__") and len(part) > LONG_PROMPT for part in parts):
+        return True
+    return sum(map(len, getattr(params, "bad_words", None) or ())) > LONG_PROMPT

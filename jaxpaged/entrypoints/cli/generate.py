@@ -1,4 +1,4 @@
-"""`jaxpaged generate`: prompts in, text out.
+"""`jaxpaged generate`: prompts in, text out; and, if it is asked for, files about the steps that gave it.
 
 This module knows the engine as something that takes requests and steps; it computes nothing.
 """
@@ -19,7 +19,6 @@ from jaxpaged.entrypoints.cli.flags import (
     chosen_model,
     sampling_options,
 )
-from jaxpaged.entrypoints.cli.recordings import add_recording_flags, check_recordings, write_recordings
 from jaxpaged.entrypoints.cli.remote import (
     add_server_flags,
     asking,
@@ -29,6 +28,7 @@ from jaxpaged.entrypoints.cli.remote import (
 
 if TYPE_CHECKING:
     from jaxpaged.entrypoints.cli.batch import Batch
+    from jaxpaged.entrypoints.cli.engine import Engine
     from jaxpaged.entrypoints.cli.prompts import PromptSource
 
 EPILOG = """\
@@ -170,3 +170,36 @@ def read_schema(args: argparse.Namespace) -> None:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"cannot read {args.json_schema}: {reason}. Check the path after --json-schema.") from None
     args.structured_outputs = {"json": schema}
+
+
+def add_recording_flags(parser: Any) -> None:
+    group = parser.add_argument_group("recordings")
+    group.add_argument("--timeline", metavar="FILE", help="draw where the time of the steps went: a .png, .svg or .pdf")
+    group.add_argument("--trace", metavar="FILE", help="write the steps as a Chrome trace (JSON, for ui.perfetto.dev)")
+    group.add_argument("--step-log", metavar="FILE", help="write the steps as JSON lines, for jaxpaged buckets fit")
+
+
+def check_recordings(args: argparse.Namespace) -> None:
+    """Find what would fail at the end before anything is computed. Raises UsageError."""
+    from jaxpaged.entrypoints.pictures.canvas import check_folder, check_picture_path
+
+    if args.timeline:
+        check_picture_path(args.timeline)
+    for path in filter(None, (args.trace, args.step_log)):
+        check_folder(path)
+
+
+def write_recordings(args: argparse.Namespace, engine: "Engine") -> None:
+    """Write the files that were asked for. Raises UsageError when one cannot be written."""
+    if not (args.timeline or args.trace or args.step_log):
+        return
+    from jaxpaged.entrypoints.pictures.timeline import Timeline
+
+    records, num_dropped = engine.step_records()
+    timeline = Timeline(records, num_dropped, engine.executor_stats().get("token_buckets", ()))
+    if args.timeline:
+        timeline.save(args.timeline)
+    if args.trace:
+        timeline.save_trace(args.trace)
+    if args.step_log:
+        timeline.save_log(args.step_log)
