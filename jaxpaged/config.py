@@ -252,6 +252,12 @@ class EngineConfig:
         types = {f.name: f.default_factory for f in dataclasses.fields(cls)}
         return cls(**{section: types[section](**values) for section, values in sections.items()})
 
+    @property
+    def max_model_len(self) -> int:
+        """Of a resolved config: tokens of a prompt and its answer, at most."""
+        assert self.model.max_model_len is not None, "the config is not resolved"
+        return self.model.max_model_len
+
     def options(self) -> dict[str, Any]:
         """Every option by its name: `from_options` makes an equal config of them."""
         return {f.name: getattr(getattr(self, section), f.name) for section, f in all_options()}

@@ -134,8 +134,10 @@ class Held:
 class held_interrupts:  # used like a function
     """Keep interrupts until the end of the block, or until they are accepted in it. Blocks may lie in each other."""
 
+    _held: Held | None
+
     def __enter__(self) -> None:
-        self._held: Held | None = None
+        self._held = None
         if threading.current_thread() is not threading.main_thread():
             return
         usual = signal.getsignal(signal.SIGINT)
@@ -148,7 +150,8 @@ class held_interrupts:  # used like a function
         held = self._held
         if held is not None:
             watcher().end()
-            if signal.getsignal(signal.SIGINT) is held:
+            current: object = signal.getsignal(signal.SIGINT)
+            if current is held:
                 signal.signal(signal.SIGINT, held.usual)
             held.deliver()
 

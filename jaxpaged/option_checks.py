@@ -66,7 +66,7 @@ def in_declared_type(f: dataclasses.Field, value: Any) -> Any:
         if item is int and not all(type(entry) is int for entry in value):
             raise ConfigError(f"{f.name} is {value!r}; it must hold whole numbers only.")
         return tuple(value)
-    accepted = {float: (int, float), dict: Mapping}.get(origin, origin)
+    accepted: Any = {float: (int, float), dict: Mapping}.get(origin, origin)
     if not isinstance(value, accepted) or (isinstance(value, bool) and origin is not bool):
         raise ConfigError(f"{f.name} is {value!r}; it must be {KIND_NAMES[origin]}.")
     if isinstance(value, float) and not math.isfinite(value):

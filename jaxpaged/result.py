@@ -9,5 +9,5 @@ class Result(msgspec.Struct):
     """A result that callers hold in their hands: `vars(result)` gives its fields by name, as a new dict."""
 
     @property
-    def __dict__(self) -> dict[str, Any]:
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
         return {name: getattr(self, name) for name in self.__struct_fields__}

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -66,7 +66,7 @@ class AsyncLLM(AsyncEngineControl):
     ):  # fmt: skip
         self.config = config
         self.input_processor = input_processor
-        self.metrics = EngineMetrics(config.model.max_model_len)
+        self.metrics = EngineMetrics(config.max_model_len)
         self._output_processor = OutputProcessor(
             input_processor.tokenizer, self.metrics, input_processor.pooler, request_tracer(config), late=True
         )
@@ -75,7 +75,11 @@ class AsyncLLM(AsyncEngineControl):
         self._executor_stats: dict[str, Any] | None = None  # of the core that serves now, once it has said them
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, "prompts")
         self._grammar_threads = ThreadPoolExecutor(MOST_CHILDREN, "grammars")
-        handlers = {wire.STEP: self._on_step, wire.STATS: self._on_stats, wire.REFUSED: self._on_refusal}
+        handlers: dict[bytes, Callable[[Any], None]] = {
+            wire.STEP: self._on_step,
+            wire.STATS: self._on_stats,
+            wire.REFUSED: self._on_refusal,
+        }
         self._throughput = ThroughputLog(self.metrics, lambda: bool(self._streams))
         self._link = CoreLink(client, supervisor, handlers, self._lose_all)
 
@@ -132,7 +136,7 @@ class AsyncLLM(AsyncEngineControl):
         arrival_time: float | None = None,
         truncate_prompt_tokens: int | None = None,
         add_special_tokens: bool = True,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """The results of a prompt as they come, the last of which is `finished`. None: the model's own parameters.
 
         Closing the iterator, or cancelling who waits for it, aborts the request. A consumer slower than the engine gets
@@ -177,7 +181,8 @@ class AsyncLLM(AsyncEngineControl):
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, **options: Any
     ) -> AsyncIterator[PoolingRequestOutput]:
         """The vector or the scores of a prompt, one result, with the options of `generate`. Raises what it does."""
-        async with contextlib.aclosing(self.generate(prompt, pooling_params, request_id, **options)) as results:
+        results: AsyncGenerator[Any] = self.generate(prompt, pooling_params, request_id, **options)
+        async with contextlib.aclosing(results):
             async for output in results:
                 yield output
 
@@ -215,7 +220,7 @@ class AsyncLLM(AsyncEngineControl):
         return children
 
     async def _processed(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None, **options: Any
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams | None, **options: Any
     ) -> tuple[EngineCoreRequest, str | None]:
         """`InputProcessor.process`, in a thread where it takes long. Grammars, which can take seconds to check, have
         threads of their own, so that prompts do not wait for them."""

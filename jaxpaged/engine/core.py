@@ -73,7 +73,7 @@ class EngineCore(EngineCoreClient):
         self._scheduler = Scheduler(
             config.scheduler,
             executor.kv_cache_config,
-            max_model_len=config.model.max_model_len,
+            max_model_len=config.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             enable_kv_cache_events=publisher is not None,
             grammars=grammars,

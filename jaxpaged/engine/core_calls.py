@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxpaged.engine.core import EngineCore
 
 
-class CoreCall[R](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CoreCall[R](msgspec.Struct, forbid_unknown_fields=True):
     """A call whose answer is an R. Its fields are the arguments."""
 
     changes_books: ClassVar[bool] = False

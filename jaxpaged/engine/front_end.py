@@ -40,7 +40,7 @@ def load_input_processor(
     return InputProcessor(
         tokenizer,
         vocab_size=vocab_size,
-        max_model_len=options.max_model_len,
+        max_model_len=config.max_model_len,
         max_logprobs=options.max_logprobs,
         seed=options.seed,
         stream_interval=config.scheduler.stream_interval,

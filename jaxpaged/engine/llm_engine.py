@@ -32,7 +32,7 @@ class LLMEngine(EngineControl):
     def __init__(self, config: EngineConfig, input_processor: InputProcessor, core: EngineCore):
         self.config = config
         self.input_processor = input_processor
-        self.metrics = EngineMetrics(config.model.max_model_len)
+        self.metrics = EngineMetrics(config.max_model_len)
         self._core = core
         self._output_processor = OutputProcessor(
             input_processor.tokenizer, self.metrics, input_processor.pooler, request_tracer(config)

@@ -27,10 +27,10 @@ class SleepRecord:
         self.parts: frozenset[str] = frozenset()
 
     def deepen(self, level: int) -> None:
-        """The parts of `level` sleep from now on; what slept deeper goes on to do so."""
+        """The parts of `level` sleep from now on; what already sleeps deeper stays as it is."""
         if level == 0 and self.parts:
             return
-        self.level = max(self.level, level) if "weights" in self.parts else level
+        self.level = max(self.level or 0, level) if "weights" in self.parts else level
         self.parts = frozenset(PARTS[level])
         logger.info("the engine sleeps at level %d", self.level)
 

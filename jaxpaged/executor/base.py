@@ -76,7 +76,7 @@ class Workers(Protocol):
     def sleep(self, discard: bool) -> None:
         """Free what KV cache and weights take on the devices. Nothing is dispatched before both are back.
 
-        `discard`: the host keeps no copy of the weights either. What sleeps already goes on to do so.
+        `discard`: the host keeps no copy of the weights either. What sleeps already stays as it is.
         """
         ...
 

@@ -11,6 +11,7 @@ import itertools
 import pytest
 
 from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.core_calls import ExecutorStats, StartProfile, StopProfile, WaitForPrograms
 from jaxpaged.errors import CapacityError, ConflictError, EngineDeadError, EngineError, RequestError
 from jaxpaged.pooling import PoolingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
@@ -39,6 +40,10 @@ class Failing:
     def __init__(self, inner, method=None, number=0, error=None, late=False):
         self.inner, self.method, self.left, self.error, self.late = inner, method, number, error, late
         self.num_calls = {}
+
+    @property
+    def workers(self):
+        return self
 
     def __getattr__(self, name):
         value = getattr(self.inner, name)
@@ -257,16 +262,21 @@ def test_an_engine_that_failed_to_wake_can_be_woken_again(error, number):
     world.check_rest()
 
 
-@pytest.mark.parametrize("method", ["stats", "start_profile", "stop_profile", "wait_for_programs"])
-def test_a_question_that_fails_disturbs_nobody(method):
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("stats", ExecutorStats()), ("start_profile", StartProfile()), ("stop_profile", StopProfile()),
+        ("wait_for_programs", WaitForPrograms()),
+    ],
+)  # fmt: skip
+def test_a_question_that_fails_disturbs_nobody(method, call):
     for error in ERRORS:
         world = World("single steps", method, 0, error)
         for each in world.requests():
             world.core.add_request(each)
         world.core.step()
-        ask = world.core.executor_stats if method == "stats" else getattr(world.core, method)
         with pytest.raises(type(error)):
-            ask()
+            world.core.call(call)
         world.tokens.clear()
         world.serve([])
         world.check_rest()

@@ -151,6 +151,8 @@ class Child:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
+        assert self._process.stdin is not None and self._process.stdout is not None, "they were asked for"
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self._started = False
 
     def ask(self, line: bytes, patience: float) -> bytes | None:
@@ -169,16 +171,16 @@ class Child:
 
     def _exchange(self, line: bytes, patience: float) -> bytes | None:
         try:
-            self._process.stdin.write(line + b"\n")
-            self._process.stdin.flush()
+            self._stdin.write(line + b"\n")
+            self._stdin.flush()
         except BrokenPipeError:
             return None
         computed = -1.0
-        while not select.select([self._process.stdout], [], [], patience)[0]:
+        while not select.select([self._stdout], [], [], patience)[0]:
             before, computed = computed, self._computed()
             if computed == before:
                 return None
-        return self._process.stdout.readline() or None
+        return self._stdout.readline() or None
 
     def _computed(self) -> float:
         """Seconds that it has computed so far, as far as the system tells."""
@@ -200,5 +202,5 @@ class Child:
         self._process.kill()
         self._process.wait()
         with contextlib.suppress(BrokenPipeError):  # it died with a question unread
-            self._process.stdin.close()
-        self._process.stdout.close()
+            self._stdin.close()
+        self._stdout.close()

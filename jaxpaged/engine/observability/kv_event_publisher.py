@@ -114,7 +114,8 @@ class KVEventPublisher:
     @property
     def endpoints(self) -> list[str]:
         """The addresses that are listened on, with the ports that were given to those of port 0 or `*`."""
-        return [each.last_endpoint.decode() for each in (self._followers, self._replays) if each is not None]
+        sockets = (each for each in (self._followers, self._replays) if each is not None)
+        return [each.get_string(zmq.LAST_ENDPOINT).rstrip("\0") for each in sockets]
 
     def close(self) -> None:
         """Send what waits, for a second at most, and stop."""

@@ -163,12 +163,12 @@ class EngineMetrics:
         self.tallies["vllm:request_prompt_tokens"].observe(end.num_prompt_tokens)
         self.tallies["vllm:request_generation_tokens"].observe(end.num_generated_tokens)
         self.tallies["vllm:request_params_max_tokens"].observe(end.max_tokens)
-        if end.num_generated_tokens > 1:
+        if end.num_generated_tokens > 1 and end.decode_time is not None:
             per_token = end.decode_time / (end.num_generated_tokens - 1)
             self.tallies["vllm:request_time_per_output_token_seconds"].observe(per_token)
         if end.queue_time is not None:
             self.tallies["vllm:request_queue_time_seconds"].observe(end.queue_time)
-        if end.prefill_time is not None:
+        if end.prefill_time is not None and end.decode_time is not None:
             self.tallies["vllm:request_prefill_time_seconds"].observe(end.prefill_time)
             self.tallies["vllm:request_decode_time_seconds"].observe(end.decode_time)
             self.tallies["vllm:request_inference_time_seconds"].observe(end.prefill_time + end.decode_time)

@@ -32,11 +32,11 @@ class ThroughputLog:
         loop = asyncio.get_running_loop()
         if self._loop is not loop and logger.isEnabledFor(logging.INFO):
             self._loop = loop
-            self._begin()
+            self._begin(loop)
 
-    def _begin(self) -> None:
-        self._since, self._before = self._loop.time(), (self._metrics.prompt_tokens, self._metrics.generation_tokens)
-        self._loop.call_later(INTERVAL, self._end, self._loop)
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._since, self._before = loop.time(), (self._metrics.prompt_tokens, self._metrics.generation_tokens)
+        loop.call_later(INTERVAL, self._end, loop)
 
     def _end(self, loop: asyncio.AbstractEventLoop) -> None:
         """The interval is over."""
@@ -45,7 +45,7 @@ class ThroughputLog:
         metrics, seconds = self._metrics, loop.time() - self._since
         if metrics.prompt_tokens + metrics.generation_tokens > sum(self._before) or self._is_busy():
             write_line(metrics, *self._before, seconds)
-            self._begin()
+            self._begin(loop)
         else:
             self._loop = None
 

@@ -96,17 +96,17 @@ class PromptTimes:
 
     def stages(self) -> Iterator[tuple[str, float, float]]:
         """Names, beginnings and ends of the spans below the prompt's own."""
-        if self.scheduled is not None:
+        if self.queued is not None and self.scheduled is not None:
             yield "queue", self.queued, self.scheduled
             if self.first_token is not None:
                 yield "prefill", self.scheduled, self.first_token
-        if self.last_token is not None:
+        if self.first_token is not None and self.last_token is not None:
             yield "decode", self.first_token, self.last_token
 
     def latencies(self) -> Iterator[tuple[str, float]]:
         """vLLM's names of durations, in seconds."""
         yield "e2e", self.end - self.arrival
-        if self.last_token is not None:
+        if self.first_token is not None and self.last_token is not None:
             yield "time_to_first_token", self.first_token - self.arrival
         names = {"queue": "time_in_queue", "prefill": "time_in_model_prefill", "decode": "time_in_model_decode"}
         for name, begin, end in self.stages():
@@ -125,7 +125,8 @@ def times_of(prompt: PromptState, now: float) -> PromptTimes:
         latest = latest if time is None else max(latest, time)
         return None if time is None else latest
 
-    first = min((each.times for each in sequences if each.times is not None), default=(None, None))
+    times: list[Any] = [each.times for each in sequences if each.times is not None]
+    first = min(times, default=(None, None))
     begun = [each for each in sequences if each.first_token_time is not None]
     is_pooled = prompt.request.pooling_params is not None
     return PromptTimes(
@@ -134,7 +135,7 @@ def times_of(prompt: PromptState, now: float) -> PromptTimes:
         scheduled=in_order(first[1]),
         first_token=in_order(min((each.first_token_time for each in begun), default=None)),
         last_token=None if is_pooled else in_order(max((each.last_token_time for each in begun), default=None)),
-        end=in_order(now),
+        end=max(latest, now),
     )
 
 

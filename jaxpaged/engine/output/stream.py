@@ -42,6 +42,7 @@ class OutputStream:
         if self._error is not None:
             raise self._error
         output, self._waiting = self._waiting, None
+        assert output is not None, "it was woken for nothing"
         return output
 
     def _wake(self) -> None:

@@ -122,7 +122,7 @@ def label_names(hf: Mapping[str, Any]) -> tuple[str, ...]:
 def classifier_activation(hf: Mapping[str, Any], num_labels: int) -> str:
     """One label is a yes or no; of several one is right, unless `problem_type` says otherwise."""
     kinds = {"regression": "none", "multi_label_classification": "sigmoid", "single_label_classification": "softmax"}
-    return kinds.get(hf.get("problem_type"), "sigmoid" if num_labels == 1 else "softmax")
+    return kinds.get(hf.get("problem_type", ""), "sigmoid" if num_labels == 1 else "softmax")
 
 
 def load_pooler_defaults(folder: Path) -> dict[str, Any]:

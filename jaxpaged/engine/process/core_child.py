@@ -50,10 +50,12 @@ class CoreChild:
         finally:
             os.close(reports_end)
         self.pid = self._process.pid
+        assert self._process.stdin is not None, "it was asked for"
+        self._stdin = self._process.stdin
         data = msgspec.msgpack.encode(start)
         with contextlib.suppress(BrokenPipeError):  # it is dead already, and the reports will say so
-            self._process.stdin.write(LENGTH.pack(len(data)) + data)
-            self._process.stdin.flush()
+            self._stdin.write(LENGTH.pack(len(data)) + data)
+            self._stdin.flush()
 
     def read(self) -> list[wire.Status] | None:
         """Reports that have come, once `reports` is readable; None when there will be no more."""
@@ -101,7 +103,7 @@ class CoreChild:
             self.kill()
             status = self._wait_for_killed()
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._stdin.close()
         os.close(self.reports)
         if status >= 0:
             return f"ended with exit status {status}"
@@ -120,7 +122,7 @@ class CoreChild:
     def stop(self) -> None:
         """Let the step under way finish, then end the process."""
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._stdin.close()
         try:
             self._process.wait(LAST_STEP_SECONDS + 1)
         except subprocess.TimeoutExpired:

@@ -122,6 +122,7 @@ class CoreLink(EngineCoreClient):
         self._lose(LOST_CONNECTION)
 
     def _on_state_in_thread(self, state: CoreState) -> None:
+        assert self._loop is not None, "who listens was opened"
         with contextlib.suppress(RuntimeError):  # the loop is closed: the next one asks for the state
             self._loop.call_soon_threadsafe(self._on_state, state)
 

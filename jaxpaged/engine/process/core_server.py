@@ -101,7 +101,7 @@ class CoreServer:
             working = self._core.has_work()
             if not working:
                 self._settle()
-            if self._poller.poll(0 if working else TICK_SECONDS * 1e3):
+            if self._poller.poll(0 if working else round(TICK_SECONDS * 1e3)):
                 self._receive()
             elif self._compiling and time.monotonic() - self._stats_time > STATS_INTERVAL:
                 self._stats_changed = True
@@ -138,7 +138,7 @@ class CoreServer:
             if output.finish_reason is not None:
                 self._end_route(output.request_id)
             if output.error_parameter is not None:
-                self._send(client, wire.REFUSED, wire.Refusal(request_id, output.error, output.error_parameter))
+                self._send(client, wire.REFUSED, wire.Refusal(request_id, output.error or "", output.error_parameter))
                 continue
             output.request_id = request_id
             shares[client].append(output)

@@ -103,6 +103,7 @@ class CoreSupervisor:
         with self._changed:
             self._changed.wait_for(lambda: self._facts is not None or self._state.phase == "dead")
         self._raise_if_dead()
+        assert self._facts is not None, "the process serves and never said what"
         return self._facts
 
     def wait_until_serving(self) -> None:

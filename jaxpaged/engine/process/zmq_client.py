@@ -45,7 +45,7 @@ class ZmqClient:
         self.address = address
         self._watch_connection = watch_connection
         self._context = zmq.Context()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop  # from `open` on
         self._handlers: Handlers = {}
         self._on_disconnect: Callable[[], None] = lambda: None
         self._socket: zmq.Socket | None = None
@@ -95,16 +95,16 @@ class ZmqClient:
         self._socket = dealer(self._context, self.address)
         if self._watch_connection:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            self._loop.add_reader(self._monitor.get(zmq.FD), self._look_at_monitor)
+            self._loop.add_reader(descriptor(self._monitor), self._look_at_monitor)
             self._loop.call_soon(self._look_at_monitor)  # the descriptor says nothing before the first look
-        self._loop.add_reader(self._socket.get(zmq.FD), self._receive)
+        self._loop.add_reader(descriptor(self._socket), self._receive)
         self._say_hello(HELLO_INTERVAL)
 
     def _disconnect(self) -> None:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
             self._hello_timer = None
-        if self._monitor is not None:
+        if self._monitor is not None and self._socket is not None:
             self._forget_reader(self._monitor)
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
@@ -120,7 +120,7 @@ class ZmqClient:
 
     def _forget_reader(self, socket: zmq.Socket) -> None:
         if not self._loop.is_closed():
-            self._loop.remove_reader(socket.get(zmq.FD))
+            self._loop.remove_reader(descriptor(socket))
 
     def _say_hello(self, interval: float) -> None:
         """Repeated, since what is said to a core that is about to end is lost."""
@@ -129,6 +129,7 @@ class ZmqClient:
         self._send(wire.HELLO, None)
 
     def _send(self, kind: bytes, value: Any) -> None:
+        assert self._socket is not None, "nothing is sent before `open` and after `close`"
         self._socket.send_multipart([kind, *self._encoder.encode(value)], zmq.NOBLOCK)
         # The descriptor is readable when something changes, not while something is there; sending uses up changes.
         self._loop.call_soon(self._receive)
@@ -170,6 +171,13 @@ class ZmqClient:
         """All that it reports is that the connection broke."""
         if self._monitor is not None and self._monitor.poll(0):
             self._on_disconnect()
+
+
+def descriptor(socket: zmq.Socket) -> int:
+    """The file descriptor that tells of something new."""
+    number = socket.get(zmq.FD)
+    assert isinstance(number, int), number
+    return number
 
 
 def dealer(context: zmq.Context, address: str) -> zmq.Socket:
