@@ -127,14 +127,15 @@ def times_of(prompt: PromptState, now: float) -> PromptTimes:
 
     times: list[Any] = [each.times for each in sequences if each.times is not None]
     first = min(times, default=(None, None))
-    begun = [each for each in sequences if each.first_token_time is not None]
+    first_times = [each.first_token_time for each in sequences if each.first_token_time is not None]
+    last_times = [each.last_token_time for each in sequences if each.last_token_time is not None]
     is_pooled = prompt.request.pooling_params is not None
     return PromptTimes(
         arrival=latest,
         queued=in_order(first[0]),
         scheduled=in_order(first[1]),
-        first_token=in_order(min((each.first_token_time for each in begun), default=None)),
-        last_token=None if is_pooled else in_order(max((each.last_token_time for each in begun), default=None)),
+        first_token=in_order(min(first_times, default=None)),
+        last_token=None if is_pooled else in_order(max(last_times, default=None)),
         end=max(latest, now),
     )
 
