@@ -109,14 +109,14 @@ def test_the_more_it_costs_the_rarer_it_is_asked(serving, monkeypatch, seconds, 
     monkeypatch.setattr(live, "SHARE", share)
 
     async def scenario(server):
-        take = server.engine.engine.snapshot
+        take = server.engine.snapshot
 
-        def slow(since):
-            seen = take(since)
+        async def slow(since):
+            seen = await take(since)
             seen.seconds = seconds
             return seen
 
-        server.engine.engine.snapshot = slow
+        server.engine.snapshot = slow
         return decoded(await server.client.get("/engine/state"))
 
     assert serving(scenario).wait == pytest.approx(wait)
