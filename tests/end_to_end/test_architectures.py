@@ -67,7 +67,7 @@ def test_greedy_tokens_are_those_of_transformers_where_tokens_are_drafted(name, 
         first, *_, last = generate(scheduler, executor, [prompt, prompt[5:17], [7, 8, 9] * 4, prompt], len(golden))
         assert first == last == golden
         assert scheduler.draft_lengths.num_drafts > 0
-        assert executor.stats()["recompiles"] == 0
+        assert executor.worker.stats()["recompiles"] == 0
     finally:
         executor.shutdown()
 
