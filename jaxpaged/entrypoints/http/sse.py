@@ -16,7 +16,7 @@ from jaxpaged.entrypoints.http.errors import HttpError, as_http_error, error_res
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 SEND_PIECE = "jaxpaged.send_piece"
-"""Where a scope has the `send` for pieces of an answer that has begun: the protocol's, then that of the layer that counts.
+"""Where a scope has the `send` for pieces of an answer that has begun: the protocol's, then that of who counts them.
 Other layers look at how an answer begins; pieces go by them, since streams have one for every token."""
 CLIENT_CLOSED_REQUEST = 499
 """What logs show for a request whose client did not wait for the answer; nobody receives it."""
