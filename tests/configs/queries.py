@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import promql_parser
@@ -16,6 +16,8 @@ VARIABLES = {"$__rate_interval": "5m", "$model_name": ".*", "$instance": ".*"}
 OF_PROMETHEUS = {"up": {"job", "instance"}}
 ADDED = {"job", "instance"}
 """Labels that Prometheus adds to what it reads."""
+OF_FAILURES = {"status": {"5xx"}, "grpc_code": {"INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS"}}
+"""Values of labels that are there once something has failed; `RequestCounts` and grpcio's StatusCode make them."""
 
 
 def panels() -> list[dict]:
@@ -54,13 +56,28 @@ def variable_queries() -> Iterator[tuple[str, str, str]]:
 def needs(query: str) -> Iterator[tuple[str, set[str]]]:
     """(metric, labels) for every selector of a query: those that it matches, and those by which its values are put
     together."""
+    for node, kept in selectors(query):
+        yield node.name, kept | {matcher.name for matcher in node.matchers.matchers}
+
+
+def matched(query: str) -> Iterator[tuple[str, str, str]]:
+    """(metric, label, value) for every value that a query looks for, or leaves out, by its name."""
+    for node, _ in selectors(query):
+        for matcher in node.matchers.matchers:
+            for value in matcher.value.split("|") if matcher.name not in ADDED else ():
+                if value != ".*":
+                    yield node.name, matcher.name, value
+
+
+def selectors(query: str) -> Iterator[tuple[promql_parser.VectorSelector, set[str]]]:
+    """The selectors of a query, each with the labels by which its values are put together."""
     yield from of_node(promql_parser.parse(query), set())
 
 
-def of_node(node, kept: set[str]) -> Iterator[tuple[str, set[str]]]:
+def of_node(node, kept: set[str]) -> Iterator[tuple[promql_parser.VectorSelector, set[str]]]:
     match node:
         case promql_parser.VectorSelector():
-            yield node.name, kept | {matcher.name for matcher in node.matchers.matchers}
+            yield node, kept
         case promql_parser.MatrixSelector():
             yield from of_node(node.vector_selector, kept)
         case promql_parser.AggregateExpr():
@@ -97,7 +114,14 @@ def problems(text: str) -> list[str]:
         *queries(),
         *((f"variable {name!r}", f"sum by ({label}) ({query})") for name, query, label in variable_queries()),
     ]
-    return [missing for where, query in found for missing in missing_of(where, query, there)]
+    values = {
+        (sample.name, *pair)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        for pair in sample.labels.items()
+    }
+    missing = [missing for where, query in found for missing in missing_of(where, query, there)]
+    return missing + [unknown for where, query in found for unknown in unknown_values(where, query, values)]
 
 
 def missing_of(where: str, query: str, there: Mapping[str, set[str]]) -> Iterator[str]:
@@ -106,3 +130,10 @@ def missing_of(where: str, query: str, there: Mapping[str, set[str]]) -> Iterato
             yield f"{where} asks for {name}, which is not there"
         elif not labels <= there[name]:
             yield f"{where} asks for {', '.join(sorted(labels - there[name]))} of {name}, which it has not"
+
+
+def unknown_values(where: str, query: str, values: Collection[tuple[str, str, str]]) -> Iterator[str]:
+    """`values`: (metric, label, value) of what is there."""
+    for name, label, value in matched(query):
+        if (name, label, value) not in values and value not in OF_FAILURES.get(label, ()):
+            yield f"{where} asks for {name} whose {label} is {value!r}, which it never is"

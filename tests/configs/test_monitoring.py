@@ -9,7 +9,8 @@ import pytest
 from jaxpaged.engine.observability.metrics import Histogram
 from jaxpaged.entrypoints.http.metric_help import HELP
 from jaxpaged.entrypoints.http.metrics import exposition
-from tests.configs.queries import missing_of, needs, panels, problems, queries, rules
+from jaxpaged.entrypoints.http.request_counts import Exchange, RequestCounts
+from tests.configs.queries import OF_FAILURES, missing_of, needs, panels, problems, queries, rules, unknown_values
 
 DRAFT_COUNTERS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
 NOT_SHOWN = {
@@ -91,3 +92,23 @@ def test_what_is_missing_is_found(query, problem):
     there = {"h_bucket": {"a", "le", "job", "instance"}, "h_sum": {"a", "job"}, "h_count": {"a", "job"}, "up": {"job"}}
     assert list(missing_of("it", query, there)) == ([] if problem is None else [f"it {problem}"])
     assert len(problems(text)) > 80, "that text has nothing that the dashboard asks for"
+
+
+@pytest.mark.parametrize(("query", "unknown"), [
+    ('rate(h_count{reason="stop"}[5m])', []),
+    ('rate(h_count{job="anything",reason!="stop",status="5xx"}[5m])', []),
+    ('h_count{reason=~".*"}', []),
+    ('sum(h_count{reason=~"stop|lenght"}) / 2', ["lenght"]),
+    ('h_count{status="500"}', ["500"]),
+])  # fmt: skip
+def test_a_value_that_no_label_has_is_found(query, unknown):
+    found = unknown_values("it", query, {("h_count", "reason", "stop")})
+    assert [text.split("'")[1] for text in found] == unknown
+
+
+def test_values_that_come_with_failures_are_those_that_the_server_gives():
+    grpc = pytest.importorskip("grpc", reason="comes with the extra test")
+    counts = RequestCounts()
+    counts.add(Exchange("GET", "/", 503, 0, 0), 0.1)
+    assert OF_FAILURES["status"] == {metric.labels["status"] for metric in counts.read() if "status" in metric.labels}
+    assert OF_FAILURES["grpc_code"] <= {code.name for code in grpc.StatusCode}
