@@ -1,25 +1,58 @@
-"""What a layer caches, and its bytes per block. Models declare it, core counts it, the worker allocates it.
+"""What a layer caches: bytes, slots, and which blocks are still read. Models declare it, core counts, workers allocate.
 
-Layers are put into groups: all layers of a group cache alike and share one block table. Every group has the
-same number of layers (the last ones may be padded), so the i-th layers of all groups can share one KV tensor:
-a block id belongs to one group at a time, and one pool of blocks serves them all.
+Layers are put into groups: all layers of a group cache alike and share one block table. Groups whose blocks look alike
+(`storage`) share one pool: they have the same number of layers (the last ones may be padded), so the i-th layers of
+all of them can share one KV tensor, where a block id belongs to one group at a time. Arrays of different shapes cannot
+share memory in XLA, so groups whose blocks differ have pools of their own, with as many blocks as requests need of
+each.
 
 This module knows neither arrays nor devices.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+
+class CacheSpec(Protocol):
+    """What every kind of layer says of its cache.
+
+    `kind` is vLLM's word for it, which KV events carry. `num_read_blocks`: how many blocks before a block border a
+    query behind it reads; None means all of them. `block_bytes` and `row_bytes` count all devices together:
+    `row_bytes` is what a layer keeps for each request besides its blocks. `storage` is equal for layers that can
+    share a KV tensor.
+    """
+
+    block_size: int
+    kind: str
+    num_read_blocks: int | None
+    block_bytes: int
+    row_bytes: int
+    is_split: bool
+    storage: "CacheSpec"
+
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        """How many blocks at the front of a table no query reads once so many tokens are computed."""
+
+    def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Blocks that a request must have at most, while its first `num_tokens` are computed in such steps."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What one attention layer keeps: keys and values of every token, or of the last `window` tokens only.
+    """Keys and values of every token, or of the last `window` tokens only.
 
     `window` counts the tokens that a query sees, itself included; None means all of them.
     `dtype_bytes` is the size of one cached number, `stored_dim` how many of them a kernel's layout keeps for a head
     of `head_dim`; the same if None.
     """
+
+    row_bytes: ClassVar[int] = 0
+    is_split: ClassVar[bool] = True
 
     block_size: int
     num_kv_heads: int
@@ -29,57 +62,220 @@ class AttentionSpec:
     stored_dim: int | None = None
 
     @property
+    def kind(self) -> str:
+        return "full_attention" if self.window is None else "sliding_window"
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of one block of this layer, over all devices: keys and values."""
         return 2 * self.block_size * self.num_kv_heads * (self.stored_dim or self.head_dim) * self.dtype_bytes
+
+    @property
+    def storage(self) -> "AttentionSpec":
+        return replace(self, window=None)
+
+    @property
+    def num_read_blocks(self) -> int | None:
+        return None if self.window is None else blocks_for_tokens(self.window - 1, self.block_size)
+
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        return 0 if self.window is None else max(num_computed_tokens - self.window + 1, 0) // self.block_size
+
+    def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """With a window: the blocks that it touches while a step is computed, and one more, because neither end needs
+        to lie on a block border."""
+        seen = num_tokens if self.window is None else min(num_tokens, self.window - 1 + max_step_tokens)
+        return blocks_for_tokens(seen, self.block_size) + (seen < num_tokens)
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """One vector of `width` numbers for every token, which all heads share (MLA: a latent and a rope key). Devices
+    that split the heads have each the whole of it."""
+
+    kind: ClassVar[str] = "mla_attention"
+    num_read_blocks: ClassVar[None] = None
+    row_bytes: ClassVar[int] = 0
+    is_split: ClassVar[bool] = False
+
+    block_size: int
+    width: int
+    dtype_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.width * self.dtype_bytes
+
+    @property
+    def storage(self) -> "LatentSpec":
+        return self
+
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        return 0
+
+    def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        return blocks_for_tokens(num_tokens, self.block_size)
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """One array of a recurrent state; its first axis is split over the devices."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+SNAPSHOTS_PER_REQUEST = 4
+"""Blocks for snapshots that memory is divided for: begin, branch and end of a prompt, and the end of its answer."""
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """A recurrent state, which every token changes (Mamba, gated delta nets).
+
+    A request's own state is none of its blocks. It lies in the request's row: a checkpoint, and behind it records of
+    up to `num_records` tokens, `record_bytes` each, from which the state after any of them follows. So drafts that are
+    rejected cost nothing: their records are dropped, and the checkpoint moves over confirmed tokens only.
+
+    Blocks are snapshots for the prefix cache. Block i is the state after (i + 1) * block_size tokens: whoever computes
+    the last token of a block writes it, unless the table has the null block there, and a request that begins behind a
+    block reads it once. One weighs as much as thousands of tokens of keys and values, so which are taken is decided
+    one by one (`core/kv_cache/groups.py`), and never at the cost of anything else: no request must have any.
+    """
+
+    kind: ClassVar[str] = "mamba"
+    num_read_blocks: ClassVar[int] = 1
+    is_split: ClassVar[bool] = True
+
+    block_size: int
+    arrays: tuple[StateArray, ...]
+    num_records: int
+    record_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(array.num_bytes for array in self.arrays)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.block_bytes + self.num_records * self.record_bytes
+
+    @property
+    def storage(self) -> "StateSpec":
+        return self
+
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        """A snapshot is read by a step that begins right behind it, and by no later one."""
+        return max(num_computed_tokens - 1, 0) // self.block_size
+
+    def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
 class KVCacheGroup:
-    """Layers that share a block table. `layer_idxs[i]` lives in KV tensor i."""
+    """Layers that share a block table. `layer_idxs[i]` lives in the i-th KV tensor of the group's pool."""
 
-    spec: AttentionSpec
+    spec: CacheSpec
     layer_idxs: tuple[int, ...]
+
+
+class PoolLayout:
+    """Groups that share a pool. Every KV tensor of it has blocks of `storage`."""
+
+    def __init__(self, storage: CacheSpec, groups: Sequence[tuple[int, KVCacheGroup]]):
+        self.storage = storage
+        self.group_idxs = tuple(g for g, _ in groups)
+        self.groups = tuple(group for _, group in groups)
+        self.num_tensors = max(len(group.layer_idxs) for group in self.groups)
+
+    def block_bytes(self, num_shards: int) -> int:
+        """Bytes per device of one block id: a block in every KV tensor."""
+        return self.num_tensors * self.storage.block_bytes // (num_shards if self.storage.is_split else 1)
+
+    def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Blocks that a request must have at most, over all groups of the pool."""
+        return max_blocks_per_request(self.groups, num_tokens, max_step_tokens)
+
+    def wanted_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Blocks for which memory is divided, per request: those that it must have, or some snapshots."""
+        return self.max_blocks(num_tokens, max_step_tokens) or SNAPSHOTS_PER_REQUEST * len(self.groups)
+
+
+def pool_layouts(groups: Sequence[KVCacheGroup]) -> tuple[PoolLayout, ...]:
+    """The pools of these groups, in the order of their first ones."""
+    members: dict[CacheSpec, list[tuple[int, KVCacheGroup]]] = {}
+    for g, group in enumerate(groups):
+        members.setdefault(group.spec.storage, []).append((g, group))
+    return tuple(PoolLayout(storage, each) for storage, each in members.items())
 
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The whole KV cache: `num_tensors` tensors of `num_blocks` blocks each. Block 0 is the null block."""
+    """The whole KV cache: `num_blocks[p]` blocks in every KV tensor of pool p. Block 0 of each is its null block."""
 
-    num_blocks: int
+    num_blocks: tuple[int, ...]
     groups: tuple[KVCacheGroup, ...]
 
-    @property
-    def num_tensors(self) -> int:
-        return max(len(group.layer_idxs) for group in self.groups)
+    def __post_init__(self) -> None:
+        assert len(self.num_blocks) == len(self.pools), f"{self.num_blocks} blocks for {len(self.pools)} pools"
+
+    @cached_property
+    def pools(self) -> tuple[PoolLayout, ...]:
+        return pool_layouts(self.groups)
 
     @property
-    def block_size(self) -> int:
-        return self.groups[0].spec.block_size
+    def block_sizes(self) -> list[int]:
+        """Tokens of a block of each group."""
+        return [group.spec.block_size for group in self.groups]
+
+    @property
+    def tensors(self) -> list[tuple[CacheSpec, int]]:
+        """Of every KV tensor what its blocks look like, and how many they are."""
+        pools = zip(self.pools, self.num_blocks, strict=True)
+        return [(pool.storage, num_blocks) for pool, num_blocks in pools for _ in range(pool.num_tensors)]
+
+    def num_bytes(self, num_shards: int) -> int:
+        """Bytes per device of all blocks."""
+        pools = zip(self.pools, self.num_blocks, strict=True)
+        return sum(num_blocks * pool.block_bytes(num_shards) for pool, num_blocks in pools)
+
+    def concurrency(self, num_tokens: int, max_step_tokens: int) -> float:
+        """How many requests of `num_tokens` fit at a time, no beginning shared."""
+        needs = [pool.wanted_blocks(num_tokens, max_step_tokens) for pool in self.pools]
+        return min(max(n - 1, 0) / need for n, need in zip(self.num_blocks, needs, strict=True))
 
     def place_of_layer(self) -> dict[int, tuple[int, int]]:
         """layer index -> (group index, tensor index)."""
-        return {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layer_idxs)}
+        places, first = {}, 0
+        for pool in self.pools:
+            for g, group in zip(pool.group_idxs, pool.groups):
+                places |= {layer: (g, first + i) for i, layer in enumerate(group.layer_idxs)}
+            first += pool.num_tensors
+        return places
 
 
-def group_layers(specs: Sequence[AttentionSpec]) -> tuple[KVCacheGroup, ...]:
-    """Put layers into groups of equal size, one kind of attention each.
+def group_layers(specs: Sequence[CacheSpec]) -> tuple[KVCacheGroup, ...]:
+    """Put layers into groups, one kind of cache each, of equal size where they share a pool.
 
     The size is the smallest number of layers of one kind, so that little is padded. When the kinds are nearly
     even (largest < 1.25 x smallest) the largest is taken: fewer groups, hence fewer tables, for a little padding.
+    Groups that read everything come first: what they find in the prefix cache bounds what others look for.
     """
-    kinds: dict[AttentionSpec, list[int]] = {}
+    pools: dict[CacheSpec, dict[CacheSpec, list[int]]] = {}
     for layer_idx, spec in enumerate(specs):
-        kinds.setdefault(spec, []).append(layer_idx)
-    if len({spec.block_bytes for spec in kinds}) > 1:
-        raise NotImplementedError(f"layers cache blocks of unequal size: {sorted({s.block_bytes for s in kinds})}")
-    counts = [len(layers) for layers in kinds.values()]
-    size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
+        pools.setdefault(spec.storage, {}).setdefault(spec, []).append(layer_idx)
     groups = []
-    for spec, layers in kinds.items():
-        for first in range(0, len(layers), size):
-            groups.append(KVCacheGroup(spec, tuple(layers[first : first + size])))
-    return tuple(sorted(groups, key=lambda group: (group.spec.window is not None, group.layer_idxs)))
+    for kinds in pools.values():
+        counts = [len(layers) for layers in kinds.values()]
+        size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
+        for spec, layers in kinds.items():
+            groups += [KVCacheGroup(spec, tuple(layers[i : i + size])) for i in range(0, len(layers), size)]
+    rank = lambda spec: 2 if isinstance(spec, StateSpec) else int(spec.num_read_blocks is not None)
+    return tuple(sorted(groups, key=lambda group: (rank(group.spec), group.layer_idxs)))
 
 
 def blocks_for_tokens(num_tokens: int, block_size: int) -> int:
@@ -88,17 +284,5 @@ def blocks_for_tokens(num_tokens: int, block_size: int) -> int:
 
 
 def max_blocks_per_request(groups: Sequence[KVCacheGroup], max_model_len: int, max_num_batched_tokens: int) -> int:
-    """Blocks that one request of `max_model_len` tokens holds at most, over all groups.
-
-    A window group keeps the blocks that the window touches while one step of up to `max_num_batched_tokens`
-    tokens is computed; one more block because neither end needs to lie on a block boundary.
-    """
-    total = 0
-    for group in groups:
-        tokens = max_model_len
-        extra = 0
-        if group.spec.window is not None:
-            tokens = min(max_model_len, group.spec.window - 1 + max_num_batched_tokens)
-            extra = 1 if tokens < max_model_len else 0
-        total += blocks_for_tokens(tokens, group.spec.block_size) + extra
-    return total
+    """Blocks that one request of `max_model_len` tokens must have at most, over all groups."""
+    return sum(group.spec.max_blocks(max_model_len, max_num_batched_tokens) for group in groups)

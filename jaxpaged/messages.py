@@ -240,7 +240,8 @@ class StepRecord(msgspec.Struct, gc=False):
 
 
 class KVBlockMap(msgspec.Struct):
-    """Who holds which KV block at one moment. The arrays are `[B]`, indexed by block id; block 0 is the null block.
+    """Who holds which KV block at one moment. The arrays are `[B]`, indexed by block id; block 0 is the null block. The
+    blocks of further pools, without null blocks, follow those of the first, whose blocks have `block_size` tokens.
 
     `owner` is an index into `request_ids`: the oldest request that holds the block; -1 when nobody does. `num_owners`
     above 1 is a shared beginning. `cached` blocks hold content that a later request can reuse.

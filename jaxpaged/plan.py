@@ -65,7 +65,7 @@ class Plan(msgspec.Struct):
     temporary_bytes: int  # the most that the compiled programs take at a time, or an estimate if none was compiled
     reserved_bytes: int  # that the engine sets aside for temporaries before it counts KV blocks
     code_bytes: int
-    block_bytes: int
+    block_bytes: int  # in the first pool of blocks, as is `num_blocks`
     num_blocks: int
     blocks_per_request: int  # of max_model_len
     concurrency: dict[int, int]  # context length -> requests of that length at a time
@@ -75,10 +75,11 @@ class Plan(msgspec.Struct):
     assumptions: list[str]
     obstacles: list[str]  # why it would not run, were there memory enough
     advice: list[str]
+    further_kv_bytes: int = 0  # of other pools, which have as many blocks as go with those of the first
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        return self.num_blocks * self.block_bytes + self.further_kv_bytes
 
     @property
     def needed_bytes(self) -> int:

@@ -137,7 +137,7 @@ class FreeExecutor:
     def __init__(self, config: EngineConfig, vocab_size: int, device: Device | None):
         scheduler, block_size = config.scheduler, config.cache.block_size
         groups = (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),)
-        self.kv_cache_config = KVCacheConfig(scheduler.max_num_seqs * (MAX_MODEL_LEN // block_size) + 1, groups)
+        self.kv_cache_config = KVCacheConfig((scheduler.max_num_seqs * (MAX_MODEL_LEN // block_size) + 1,), groups)
         buckets = doubling_buckets(scheduler.max_num_batched_tokens, "cpu")
         programs: Any = FreePrograms(token_id=500, device=device)
         rows = RequestRows(scheduler.max_num_seqs, len(groups))

@@ -54,7 +54,7 @@ class CountingExecutor:
     def __init__(self, seconds: float, num_streams: int):
         self.seconds, self.ready = seconds, 0.0
         blocks = num_streams * MAX_MODEL_LEN // 16 + 1
-        self.kv_cache_config = KVCacheConfig(blocks, (KVCacheGroup(AttentionSpec(16, 1, 1, 2), (0,)),))
+        self.kv_cache_config = KVCacheConfig((blocks,), (KVCacheGroup(AttentionSpec(16, 1, 1, 2), (0,)),))
 
     def execute(self, scheduled: SchedulerOutput) -> Computing:
         self.ready = max(self.ready, time.perf_counter()) + self.seconds

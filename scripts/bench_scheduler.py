@@ -46,7 +46,7 @@ def make_scheduler(case: Case) -> Scheduler:
             max_num_seqs=case.num_running,
             scheduling_policy=case.policy,
         ),
-        KVCacheConfig(1 + case.num_running * blocks_per_request // 4, groups),
+        KVCacheConfig((1 + case.num_running * blocks_per_request // 4,), groups),
         max_model_len=MAX_MODEL_LEN,
         enable_prefix_caching=True,
     )

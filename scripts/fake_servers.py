@@ -64,7 +64,7 @@ class FreeExecutor:
     """Samples the same token for every request, at once."""
 
     def __init__(self, num_blocks: int, block_size: int):
-        self.kv_cache_config = KVCacheConfig(num_blocks, (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),))
+        self.kv_cache_config = KVCacheConfig((num_blocks,), (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),))
 
     def execute(self, scheduled: Any) -> Ready:
         ids = [each for each, most in zip(scheduled.request_ids, scheduled.max_new_tokens, strict=True) if most]

@@ -47,11 +47,11 @@ def check_request(
         )
     # The last token is sampled, and never computed.
     num_tokens = min(num_prompt + max_tokens - 1, max(max_model_len - 1, num_prompt))
-    if not manager.can_ever_fit(num_tokens):
+    if shortage := manager.shortage(num_tokens):
+        needed, block_size, usable = shortage
         raise RequestError(
-            f"request {name!r} may need {manager.coordinator.max_blocks(num_tokens)} KV blocks of "
-            f"{manager.block_size} tokens for {num_prompt} prompt tokens and max_tokens {max_tokens}, but there are "
-            f"{manager.pool.num_usable_blocks}. Shorten the prompt, lower max_tokens, or give the KV cache more "
-            "memory.",
+            f"request {name!r} may need {needed} KV blocks of {block_size} tokens for {num_prompt} prompt tokens and "
+            f"max_tokens {max_tokens}, but there are {usable}. Shorten the prompt, lower max_tokens, or give the KV "
+            "cache more memory.",
             "max_tokens",
         )

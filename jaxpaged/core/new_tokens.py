@@ -43,8 +43,7 @@ def plan_run(
             return False
         runs.append((request, min(max_steps, num_left, num_free)))
     num_steps = max((num_tokens for _, num_tokens in runs), default=0)
-    num_blocks = sum(sum(manager.num_new_blocks(request, num_tokens)) for request, num_tokens in runs)
-    if num_steps < 2 or num_blocks > manager.pool.num_free_blocks:
+    if num_steps < 2 or not manager.can_allocate(runs):
         return False
     plan.num_steps = num_steps
     for request, num_tokens in runs:

@@ -33,7 +33,8 @@ class Request:
     Positions below `decode_limit` have a slot and may still sample: a decode below it needs no decision. With
     `num_drafts` tokens to draft it does.
     `blocks[g]` is the block table of KV group g, `num_skipped_blocks[g]` of them at its front are the null
-    block; the first `num_cached_blocks` are entered in the prefix cache. The KV cache manager owns these.
+    block; what the first `num_entered_tokens` fill is entered in the prefix cache, which knew the prompt up to
+    `branch`. The KV cache manager owns these.
     """
 
     __slots__ = (
@@ -42,6 +43,7 @@ class Request:
         "arrival_time",
         "block_hashes",
         "blocks",
+        "branch",
         "cache_salt",
         "decode_limit",
         "drafts",
@@ -51,10 +53,10 @@ class Request:
         "matcher",
         "max_total_tokens",
         "mm_hashes",
-        "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_drafts",
+        "num_entered_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_skipped_blocks",
@@ -114,7 +116,7 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.blocks: tuple[list, ...] = tuple([] for _ in range(num_groups))
         self.num_skipped_blocks = [0] * num_groups
-        self.num_cached_blocks = 0
+        self.num_entered_tokens = self.branch = 0
 
     @property
     def num_tokens(self) -> int:

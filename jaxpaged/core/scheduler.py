@@ -131,7 +131,7 @@ class Scheduler:
         need not be executed; what the runner must know waits for the next one. When nobody waits and all decode,
         it may be a run of up to `max_steps` steps (`new_tokens.py`).
         """
-        plan = StepPlan(self._max_num_batched_tokens, len(self.running))
+        plan = StepPlan(self._max_num_batched_tokens, len(self.running), len(self.kv_cache_manager.pools))
         if self.waiting or not plan_run(plan, self.running, max_steps, self.kv_cache_manager, self._last_step_id):
             self._schedule_running(plan)
             if not plan.preempted:
@@ -170,7 +170,7 @@ class Scheduler:
         plan.add(request, Share(num_tokens, num_new, new_block_ids if any(new_block_ids) else None))
         self._set_decode_limit(request)
         if num_tokens < wanted:
-            plan.num_reserved_blocks += manager.num_blocks_to_finish(request)
+            manager.reserve_rest(request, plan.num_reserved_blocks)
 
     def _cut(self, num_tokens: int, budget: int) -> int:
         """How many of the tokens that a request still has to compute go into one step."""
@@ -254,7 +254,7 @@ class Scheduler:
         plan.add(request, share)
         plan.new_requests.append(request.to_new_request_data())
         if not share.max_new_tokens:
-            plan.num_reserved_blocks += manager.num_blocks_to_finish(request)
+            manager.reserve_rest(request, plan.num_reserved_blocks)
         return True
 
     def _commit(self, plan: StepPlan) -> SchedulerOutput:
@@ -386,7 +386,7 @@ class Scheduler:
             step_id=self._last_step_id if last else scheduled.step_id,
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.waiting) + len(self.preparation.requests),
-            kv_cache_usage=self.kv_cache_manager.pool.usage,
+            kv_cache_usage=self.kv_cache_manager.usage,
             num_scheduled_tokens=self._num_scheduled_tokens if last else scheduled.total_num_scheduled_tokens,
             num_steps=1 if last else scheduled.num_steps,
             **vars(self._counters),

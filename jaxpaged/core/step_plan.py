@@ -25,14 +25,14 @@ class StepPlan:
     `shares` are by the request's place in `requests`.
     """
 
-    def __init__(self, budget: int, num_running: int = 0):
+    def __init__(self, budget: int, num_running: int = 0, num_pools: int = 1):
         self.budget = budget  # tokens left
         self.num_spare = budget - num_running  # of them for drafts: everybody's own token comes first
         self.requests: list[Request] = []
         self.shares: dict[int, Share] = {}
         self.new_requests: list[NewRequestData] = []
         self.filled: set[bytes] = set()  # hashes of the blocks that prompts fill, known once all that run are in
-        self.num_reserved_blocks = 0  # that running requests need to finish their prompts
+        self.num_reserved_blocks = [0] * num_pools  # that running requests need to finish their prompts
         self.preempted = False
         self.num_steps = 1  # above 1: a run of decode steps
 

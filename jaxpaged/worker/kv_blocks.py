@@ -1,20 +1,25 @@
 """How many KV blocks fit, and the arrays that hold them.
 
-The KV cache is a list of KV tensors; the i-th layers of all groups share tensor i. Their layout belongs to
-the attention backend. This module does not know which block belongs to whom.
+The KV cache is a list of KV tensors, those of one pool after those of the other; the i-th layers of all groups of a
+pool share its tensor i. The layout of keys and values belongs to the attention backend. This module does not know which
+block belongs to whom.
 """
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.config import CacheConfig
 from jaxpaged.distributed.backend import usable_share_of_pool
 from jaxpaged.errors import CapacityError, ConfigError
-from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, max_blocks_per_request
+from jaxpaged.kv_cache_spec import AttentionSpec, CacheSpec, KVCacheConfig, KVCacheGroup, StateSpec, pool_layouts
+from jaxpaged.layers.attention import AttentionContext, kv_struct
+from jaxpaged.params.sharding import MODEL_AXIS
 
 # Where the device reports no memory of its own (CPU), KV blocks take at most this share of the host's memory, unless
 # one request needs more. Filling a gigabyte with zeros takes half a second of every start.
@@ -32,46 +37,85 @@ class Demand:
     max_num_seqs: int
 
 
-def bytes_per_block(groups: Sequence[KVCacheGroup], num_shards: int) -> int:
-    """Bytes per device of one block id: a block in every KV tensor, heads split over the shards."""
-    num_tensors = max(len(group.layer_idxs) for group in groups)
-    return num_tensors * groups[0].spec.block_bytes // num_shards
+class Division:
+    """Memory divided among the pools of a KV cache in proportion to what a request of full length needs of each: so the
+    number of blocks of the first pool says how many all others have."""
+
+    def __init__(self, groups: Sequence[KVCacheGroup], demand: Demand, num_shards: int):
+        pools = pool_layouts(groups)
+        self._groups, self._num_shards, self._demand = tuple(groups), num_shards, demand
+        self._needs = [pool.wanted_blocks(demand.max_model_len, demand.max_num_batched_tokens) for pool in pools]
+        block_bytes = [pool.block_bytes(num_shards) for pool in pools]
+        self.block_bytes = block_bytes[0]
+        self._null_bytes = sum(block_bytes)
+        self._request_bytes = sum(need * size for need, size in zip(self._needs, block_bytes))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes per device that all layers keep for a request besides its blocks."""
+        specs = [(group.spec, len(group.layer_idxs)) for group in self._groups]
+        return sum(n * spec.row_bytes // (self._num_shards if spec.is_split else 1) for spec, n in specs)
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Blocks of the first pool that a request of full length needs."""
+        return self._needs[0]
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes per device of a cache for one request of full length, and the null blocks."""
+        return self._null_bytes + self._request_bytes
+
+    def num_blocks_in(self, num_bytes: int) -> int:
+        """Blocks of the first pool, if all pools together take at most so many bytes per device."""
+        return max(1 + (num_bytes - self._null_bytes) * self._needs[0] // self._request_bytes, 0)
+
+    def kv_cache(self, num_blocks: int) -> KVCacheConfig:
+        """The cache whose first pool has `num_blocks`."""
+        first = self._needs[0]
+        return KVCacheConfig(tuple(max(1 + (num_blocks - 1) * need // first, 0) for need in self._needs), self._groups)
+
+    def num_bytes(self, num_blocks: int) -> int:
+        """Bytes per device of that cache."""
+        return self.kv_cache(num_blocks).num_bytes(self._num_shards)
 
 
 def size_kv_cache(
-    cache: CacheConfig,
-    groups: Sequence[KVCacheGroup],
-    demand: Demand,
-    num_shards: int,
-    reserved_bytes: int,
-    device: jax.Device,
+    cache: CacheConfig, division: Division, demand: Demand, reserved_bytes: int, device: jax.Device
 ) -> KVCacheConfig:
     """Decide the number of blocks. `reserved_bytes` per device are taken by weights and temporaries.
 
     Raises CapacityError when not even one request of `max_model_len` fits, and for more blocks than there is memory.
     """
-    block_bytes = bytes_per_block(groups, num_shards)
-    per_request = max_blocks_per_request(groups, demand.max_model_len, demand.max_num_batched_tokens)
-    useful = per_request * demand.max_num_seqs + 1
     if cache.num_gpu_blocks_override:
         num_blocks, source = cache.num_gpu_blocks_override, "num_gpu_blocks_override"
     elif cache.kv_cache_memory_bytes:
-        num_blocks, source = cache.kv_cache_memory_bytes // block_bytes, "kv_cache_memory_bytes"
+        num_blocks, source = division.num_blocks_in(cache.kv_cache_memory_bytes), "kv_cache_memory_bytes"
     else:
-        least = (per_request + 1) * block_bytes
-        free, source = free_bytes(cache.gpu_memory_utilization, reserved_bytes, device, least)
-        num_blocks = free // block_bytes
+        free, source = free_bytes(cache.gpu_memory_utilization, reserved_bytes, device, division.least_bytes)
+        num_blocks = division.num_blocks_in(free)
         if device.platform == "cpu":
-            num_blocks = min(num_blocks, useful)
-    if num_blocks < per_request + 1:
+            num_blocks = min(num_blocks, division.blocks_per_request * demand.max_num_seqs + 1)
+    if num_blocks < division.blocks_per_request + 1:
         raise CapacityError(
-            f"one request of max_model_len = {demand.max_model_len} tokens needs {per_request} KV blocks of "
-            f"{block_bytes} bytes and one null block, but {source} gives {num_blocks}. "
-            "Lower max_model_len, or give the KV cache more memory."
+            f"one request of max_model_len = {demand.max_model_len} tokens needs {division.blocks_per_request} KV "
+            f"blocks of {division.block_bytes} bytes and one null block, {division.least_bytes} bytes in all, but "
+            f"{source} gives {num_blocks}. Lower max_model_len, or give the KV cache more memory."
         )
     if source in EXPLICIT:
-        check_there_is(num_blocks * block_bytes, reserved_bytes, device, source)
-    return KVCacheConfig(int(num_blocks), tuple(groups))
+        check_there_is(division.num_bytes(num_blocks), reserved_bytes, device, source)
+    return division.kv_cache(num_blocks)
+
+
+def tensor_struct(context: AttentionContext, spec: CacheSpec, num_blocks: int, dtype: Any) -> Any:
+    """Shapes and shardings of one KV tensor. `dtype` is that of cached keys and values; states have their own."""
+    if isinstance(spec, AttentionSpec):
+        return kv_struct(context, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, dtype)
+    if isinstance(spec, StateSpec):
+        split = NamedSharding(context.mesh, PartitionSpec(None, MODEL_AXIS))
+        return [jax.ShapeDtypeStruct((num_blocks, *each.shape), each.dtype, sharding=split) for each in spec.arrays]
+    whole = NamedSharding(context.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct((num_blocks, spec.block_size, spec.width), dtype, sharding=whole)
 
 
 EXPLICIT = ("num_gpu_blocks_override", "kv_cache_memory_bytes")
@@ -107,12 +151,7 @@ def memory_for(what: str, remedy: str) -> Iterator[None]:
 
 
 def compiled_kv_cache(
-    num_blocks: int,
-    cache: CacheConfig,
-    groups: Sequence[KVCacheGroup],
-    num_shards: int,
-    reserved_bytes: int,
-    device: jax.Device,
+    num_blocks: int, cache: CacheConfig, division: Division, reserved_bytes: int, device: jax.Device
 ) -> KVCacheConfig:
     """The cache of programs that were compiled for `num_blocks`, which still must fit.
 
@@ -124,17 +163,16 @@ def compiled_kv_cache(
             f"bundle is stale: num_gpu_blocks is {num_blocks} there and num_gpu_blocks_override is "
             f"{cache.num_gpu_blocks_override} here. Leave the option out, or compile the bundle again with it."
         )
-    block_bytes = bytes_per_block(groups, num_shards)
     if cache.kv_cache_memory_bytes:
         free, source = cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     else:
         free, source = free_bytes(cache.gpu_memory_utilization, reserved_bytes, device, least=None)
-    if num_blocks * block_bytes > free:
+    if division.num_bytes(num_blocks) > free:
         raise CapacityError(
-            f"the bundle was compiled for {num_blocks} KV blocks of {block_bytes} bytes, {num_blocks * block_bytes} "
-            f"in all, but {source} gives {free}. Free memory, or compile it again with a lower num_gpu_blocks_override."
+            f"the bundle was compiled for {num_blocks} KV blocks, {division.num_bytes(num_blocks)} bytes in all, but "
+            f"{source} gives {free}. Free memory, or compile it again with a lower num_gpu_blocks_override."
         )
-    return KVCacheConfig(num_blocks, tuple(groups))
+    return division.kv_cache(num_blocks)
 
 
 def free_bytes(utilization: float, reserved_bytes: int, device: jax.Device, least: int | None) -> tuple[int, str]:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.worker.programs.blueprint import Blueprint, bytes_on_device
 from jaxpaged.worker.step.pooling import programs_for
 
@@ -24,11 +23,12 @@ class Reserve:
 
 def reserve_of(blueprint: Blueprint) -> Reserve:
     """What the engine of a blueprint needs besides its KV blocks."""
-    return Reserve(blueprint.weight_bytes, state_bytes(blueprint), blueprint.temporary_bytes)
+    rows = (blueprint.demand.max_num_seqs + 1) * blueprint.division.row_bytes
+    return Reserve(blueprint.weight_bytes, state_bytes(blueprint) + rows, blueprint.temporary_bytes)
 
 
 def state_bytes(blueprint: Blueprint) -> int:
     """What is kept from step to step besides KV blocks: block tables, last tokens, what sampling has seen or
     pooling has added up, and the hidden states of the last step. It does not depend on the number of KV blocks."""
-    _, *state = programs_for(blueprint, KVCacheConfig(1, blueprint.kv_groups)).shapes.state
+    _, *state = programs_for(blueprint, blueprint.division.kv_cache(1)).shapes.state
     return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(state))

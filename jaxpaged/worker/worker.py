@@ -16,14 +16,14 @@ import jax
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import ConflictError
-from jaxpaged.kv_cache_spec import KVCacheConfig, max_blocks_per_request
+from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import DummyParams, load_params
 from jaxpaged.worker.device import Device, DeviceState
 from jaxpaged.worker.drafters.ngram import NgramDrafter
-from jaxpaged.worker.kv_blocks import bytes_per_block, compiled_kv_cache, memory_for, size_kv_cache
+from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.model_runner import Finisher, ModelRunner
 from jaxpaged.worker.profiler import Profiler
@@ -80,10 +80,10 @@ class Worker:
 
     def _size_kv_cache(self) -> KVCacheConfig:
         blueprint, cache = self.blueprint, self.config.cache
-        place = (blueprint.num_shards, reserve_of(blueprint).total, blueprint.mesh.devices.flat[0])
+        place = (reserve_of(blueprint).total, blueprint.mesh.devices.flat[0])
         if self.bundle:
-            return compiled_kv_cache(self.bundle.num_blocks, cache, blueprint.kv_groups, *place)
-        return size_kv_cache(cache, blueprint.kv_groups, blueprint.demand, *place)
+            return compiled_kv_cache(self.bundle.num_blocks, cache, blueprint.division, *place)
+        return size_kv_cache(cache, blueprint.division, blueprint.demand, *place)
 
     def _open_bundle(self) -> Bundle | None:
         """The bundle that was asked for. Raises ConfigError when it is damaged or for another engine."""
@@ -107,7 +107,7 @@ class Worker:
 
     def save_bundle(self, folder: Path) -> None:
         """Write all programs, once they are compiled, to an empty folder. Raises UsageError."""
-        programs, num_blocks = self.programs.wait_all(on_demand=True), self.kv_cache_config.num_blocks
+        programs, num_blocks = self.programs.wait_all(on_demand=True), self.kv_cache_config.num_blocks[0]
         save_bundle(folder, programs, self.blueprint.fingerprint(), num_blocks, RESULT_TYPES, self.progress)
 
     def _loader(self, folder: Path | None) -> Callable[[], Any]:
@@ -202,7 +202,7 @@ class Worker:
             "compile_seconds": sum(programs.seconds.values()),
             "programs_from_bundle": len(programs.stored),
             "recompiles": self.counter.count,
-            "num_kv_blocks": self.kv_cache_config.num_blocks,
+            "num_kv_blocks": sum(self.kv_cache_config.num_blocks),
             **self.memory,
         }
 
@@ -224,7 +224,7 @@ def planned_memory(blueprint: Blueprint, kv_cache: KVCacheConfig) -> dict[str, i
     return {
         "weight_bytes": reserve.weights,
         "state_bytes": reserve.state,
-        "kv_cache_bytes": kv_cache.num_blocks * bytes_per_block(kv_cache.groups, blueprint.num_shards),
+        "kv_cache_bytes": kv_cache.num_bytes(blueprint.num_shards),
         "num_devices": blueprint.mesh.devices.size,
     }
 
@@ -233,9 +233,8 @@ def log_start(blueprint: Blueprint, kv_cache: KVCacheConfig, seconds: float) -> 
     """Say what was loaded where, within `seconds`, and how many requests of full length the KV cache holds."""
     model, cache, demand = blueprint.config.model, blueprint.config.cache, blueprint.demand
     devices = blueprint.mesh.devices.flatten().tolist()
-    per_request = max_blocks_per_request(kv_cache.groups, demand.max_model_len, demand.max_num_batched_tokens)
-    concurrency = (kv_cache.num_blocks - 1) / per_request
-    kv_bytes = kv_cache.num_blocks * bytes_per_block(kv_cache.groups, blueprint.num_shards)
+    concurrency = kv_cache.concurrency(demand.max_model_len, demand.max_num_batched_tokens)
+    kv_bytes = kv_cache.num_bytes(blueprint.num_shards)
     dtype = f"{model.dtype}, weights in {model.quantization}" if model.quantization else model.dtype
     kv_tokens = int(concurrency * demand.max_model_len)
     logger.info(

@@ -1,8 +1,9 @@
 """A runner without a model: it keeps what every KV slot holds, and checks what every query reads.
 
-A slot holds (KV group, hash of all tokens up to and including its own): what keys and values depend on. The next
-token is a hash of all tokens before it, so a token in the wrong place changes everything after it. Whatever the prefix
-cache has must be what a computation token by token would have left there.
+A slot holds (KV group, hash of all tokens up to and including its own): what keys and values depend on, and recurrent
+states, of which a block has one slot. The next token is a hash of all tokens before it, so a token in the wrong place
+changes everything after it. Whatever the prefix cache has must be what a computation token by token would have left
+there.
 """
 
 import random
@@ -14,7 +15,16 @@ from dataclasses import dataclass
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxpaged.kv_cache_spec import (
+    AttentionSpec,
+    CacheSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    LatentSpec,
+    StateArray,
+    StateSpec,
+    pool_layouts,
+)
 from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
 from jaxpaged.sampling_params import SamplingParams
 
@@ -24,6 +34,30 @@ EOS = 1
 STOP = 2
 GARBAGE = -1
 """What a row writes where it computes more tokens than it gets, in place of a hash."""
+
+
+def latents(block_size: int) -> LatentSpec:
+    return LatentSpec(block_size, width=5, dtype_bytes=4)
+
+
+def states(block_size: int) -> StateSpec:
+    return StateSpec(block_size, (StateArray((2, 3), "float32"),), num_records=4, record_bytes=8)
+
+
+Kind = int | None | CacheSpec
+"""What a KV group caches: keys and values of the tokens in a window, or of all; or as it is said."""
+
+
+def groups_of(kinds: tuple[Kind, ...]) -> tuple[KVCacheGroup, ...]:
+    """A group for each, of one layer."""
+    attention = lambda window: AttentionSpec(BLOCK_SIZE, 1, 8, 4, window)
+    specs = [attention(kind) if kind is None or isinstance(kind, int) else kind for kind in kinds]
+    return tuple(KVCacheGroup(spec, (g,)) for g, spec in enumerate(specs))
+
+
+def needs_of(kinds: tuple[Kind, ...], num_tokens: int, max_step_tokens: int) -> list[int]:
+    """Blocks that a request of `num_tokens` needs, of each pool, or a snapshot."""
+    return [layout.max_blocks(num_tokens, max_step_tokens) or 1 for layout in pool_layouts(groups_of(kinds))]
 
 
 def extend_hash(state: int, token_id: int) -> int:
@@ -62,7 +96,8 @@ def expected_output(request: EngineCoreRequest, max_model_len: int) -> tuple[lis
 
 @dataclass
 class Row:
-    """What the runner knows of a request: its tokens, the sampled ones included, how many are computed, its tables.
+    """What the runner knows of a request: its tokens, the sampled ones included, how many are computed, its tables, and
+    the recurrent state after the computed tokens. It begins with what a snapshot holds, or at 0.
 
     A stop token ends a row within a run, and at the beginning of one. A single step knows nothing of it, nor does the
     scheduler: it computes the stop token, and goes on.
@@ -74,6 +109,8 @@ class Row:
     num_computed: int
     num_uploaded: int
     num_sampled: int = 0
+    state: int = 0
+    begins: int = 0
 
     @property
     def ended(self) -> bool:
@@ -90,18 +127,19 @@ class SimulatedRunner:
 
     def __init__(
         self,
-        windows: tuple[int | None, ...],
+        groups: tuple[KVCacheGroup, ...],
         max_num_seqs: int,
         max_num_batched_tokens: int,
         stingy: random.Random | None = None,
     ):
         self.stingy = stingy
-        self.windows = windows
+        self.specs = [group.spec for group in groups]
+        self.pool_of = {g: p for p, layout in enumerate(pool_layouts(groups)) for g in layout.group_idxs}
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.rows: dict[str, Row] = {}
         self.hears_removals_again = False  # after a failed step, of which the scheduler cannot know what was heard
-        self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (block, slot) -> (group, hash)
+        self.memory: dict[tuple[int, int, int], tuple[int, int]] = {}  # (pool, block, slot) -> (group, hash)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         assert sum(scheduled.num_scheduled_tokens) == scheduled.total_num_scheduled_tokens
@@ -176,7 +214,8 @@ class SimulatedRunner:
             assert new.request_id not in self.rows
             stop_ids = frozenset(new.sampling_params.stop_token_ids)
             tables, tokens = tuple(map(list, new.block_ids)), list(new.token_ids)
-            self.rows[new.request_id] = Row(tokens, tables, stop_ids, new.num_computed_tokens, len(tokens))
+            row = Row(tokens, tables, stop_ids, new.num_computed_tokens, len(tokens), begins=new.num_computed_tokens)
+            self.rows[new.request_id] = row
         assert len(self.rows) <= self.max_num_seqs
         for request_id, new_block_ids in zip(scheduled.request_ids, scheduled.new_block_ids):
             for table, block_ids in zip(self.rows[request_id].tables, new_block_ids or ()):
@@ -186,10 +225,23 @@ class SimulatedRunner:
         """All that the first query of a request sees before itself must be there."""
         row = self.rows[request_id]
         hashes = prefix_hashes(row.token_ids)
-        for group, (window, table) in enumerate(zip(self.windows, row.tables)):
-            for position in range(0 if window is None else max(computed - window + 1, 0), computed):
-                place = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+        for group, (spec, table) in enumerate(zip(self.specs, row.tables)):
+            window = getattr(spec, "window", None)
+            positions = range(0 if window is None else max(computed - window + 1, 0), computed)
+            if isinstance(spec, StateSpec):
+                positions = positions[-1:] if computed == row.begins else range(0)
+                assert computed % spec.block_size == 0 or not positions, f"{request_id} begins behind no snapshot"
+            for position in positions:
+                place = self._place(group, table, position)
                 assert self.memory.get(place) == (group, hashes[position]), (request_id, group, position, place)
+        if computed == row.num_computed:
+            row.state = hashes[computed - 1] if 0 < computed == row.begins else row.state
+            assert row.state == (hashes[computed - 1] if computed else 0), f"{request_id}: its state is of other tokens"
+
+    def _place(self, group: int, table: list[int], position: int) -> tuple[int, int, int]:
+        spec = self.specs[group]
+        slot = 0 if isinstance(spec, StateSpec) else position % spec.block_size
+        return self.pool_of[group], table[position // spec.block_size], slot
 
     def _write(self, names: list[str], places: list[range]) -> None:
         written: set[tuple[int, int]] = set()
@@ -201,14 +253,19 @@ class SimulatedRunner:
                 assert slot not in written, f"{name}: {slot} is written twice in a step"
                 written.add(slot)
                 self.memory[slot] = group, hashes[position]
+            for token_id in row.token_ids[place.start : place.stop]:
+                row.state = extend_hash(row.state, token_id)
             row.num_computed = place.stop
 
-    def _slots(self, name: str, place: range) -> Iterator[tuple[int, int, tuple[int, int]]]:
-        """(KV group, position, slot) of all that is written there."""
+    def _slots(self, name: str, place: range) -> Iterator[tuple[int, int, tuple[int, int, int]]]:
+        """(KV group, position, slot) of all that is written there: states at the end of a block, if they are wanted."""
         for group, table in enumerate(self.rows[name].tables):
+            is_state, size = isinstance(self.specs[group], StateSpec), self.specs[group].block_size
             for position in place:
-                assert table[position // BLOCK_SIZE] != 0, "the null block is written"
-                yield group, position, (table[position // BLOCK_SIZE], position % BLOCK_SIZE)
+                slot = self._place(group, table, position)
+                assert slot[1] != 0 or is_state, "the null block is written"
+                if not is_state or (slot[1] and (position + 1) % size == 0):
+                    yield group, position, slot
 
     def _sample(self, name: str) -> int:
         row = self.rows[name]
@@ -272,8 +329,8 @@ class Engine:
     def __init__(
         self,
         *,
-        num_blocks: int = 40,
-        windows: tuple[int | None, ...] = (None,),
+        num_blocks: int | tuple[int, ...] = 40,
+        windows: tuple[Kind, ...] = (None,),
         max_num_batched_tokens: int = 16,
         max_num_seqs: int = 4,
         max_model_len: int = 48,
@@ -288,13 +345,14 @@ class Engine:
         """`most_drafts`: how many tokens a request may draft; how many it does is left to chance."""
         if most_drafts and stingy is None:
             stingy = random.Random(most_drafts)
-        groups = tuple(KVCacheGroup(AttentionSpec(BLOCK_SIZE, 1, 8, 4, w), (g,)) for g, w in enumerate(windows))
+        groups = groups_of(windows)
+        blocks = num_blocks if isinstance(num_blocks, tuple) else (num_blocks,) * len(pool_layouts(groups))
         config = SchedulerConfig(
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, **scheduler_options
         )
         self.scheduler = Scheduler(
             config,
-            KVCacheConfig(num_blocks, groups),
+            KVCacheConfig(blocks, groups),
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,
             enable_kv_cache_events=enable_kv_cache_events,
@@ -302,7 +360,7 @@ class Engine:
         )
         if most_drafts:
             self.scheduler.draft_lengths = any_length(most_drafts)
-        self.runner = SimulatedRunner(windows, max_num_seqs, max_num_batched_tokens, stingy)
+        self.runner = SimulatedRunner(groups, max_num_seqs, max_num_batched_tokens, stingy)
         self.depth = depth
         self.max_steps = max_steps
         self.num_runs = 0
@@ -391,22 +449,24 @@ class Engine:
 
     def check_cache(self) -> None:
         """Every block in the prefix cache holds what a computation of its tokens, one by one, leaves in it."""
-        expected = {}
+        manager, memory = self.scheduler.kv_cache_manager, self.runner.memory
+        hashes_of, unit = {}, manager.groups.unit
         for request in self.books:
             hashes = prefix_hashes(request.all_token_ids)
             for i, key in enumerate(request.block_hashes):
-                expected[key] = hashes[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
-        pool, memory = self.scheduler.kv_cache_manager.pool, self.runner.memory
-        for block in pool.blocks:
-            if block.cache_key is not None:
-                group = int.from_bytes(block.cache_key[-4:], "big")
-                held = [memory.get((block.block_id, slot)) for slot in range(BLOCK_SIZE)]
-                assert held == [(group, each) for each in expected[block.cache_key[:-4]]], block
+                hashes_of[key] = hashes[: (i + 1) * unit]
+        for p, pool in enumerate(manager.pools):
+            for block in pool.blocks:
+                if block.cache_key is not None:
+                    group, hashes = int.from_bytes(block.cache_key[-4:], "big"), hashes_of[block.cache_key[:-4]]
+                    spec = self.runner.specs[group]
+                    num_slots = 1 if isinstance(spec, StateSpec) else spec.block_size
+                    held = [memory.get((p, block.block_id, slot)) for slot in range(num_slots)]
+                    assert held == [(group, each) for each in hashes[-num_slots:]], block
 
     def check_idle(self) -> None:
         """Nothing is held by anybody."""
-        pool = self.scheduler.kv_cache_manager.pool
-        assert pool.num_free_blocks == pool.num_usable_blocks
+        assert not any(pool.num_held_blocks for pool in self.scheduler.kv_cache_manager.pools)
         assert self.scheduler.get_num_unfinished_requests() == 0
         self.scheduler.check_integrity()
 

@@ -81,7 +81,7 @@ def wreck_oldest_step(engine: Engine) -> None:
         ):
             for table in engine.runner.rows[request_id].tables if request_id in engine.runner.rows else ():
                 for position in range(first, first + n):
-                    engine.runner.memory.pop((table[position // 4], position % 4), None)
+                    engine.runner.memory.pop((0, table[position // 4], position % 4), None)
     engine.in_flight.clear()
     engine.runner.hears_removals_again = True
     alive = {r for scheduled in lost for r in scheduled.request_ids if r in engine.scheduler.requests}

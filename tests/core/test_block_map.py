@@ -73,7 +73,7 @@ def test_of_too_many_blocks_evenly_spaced_ones_are_shown_and_none_that_were_neve
     core.step()
     manager, running = core._scheduler.kv_cache_manager, core._scheduler.running
     last = max(block.block_id for request in running for block in request.blocks[0])
-    assert manager.pool.last_given == last > 8
+    assert manager.pools[0].last_given == last > 8
     whole = manager.block_map(running)
     assert whole.stride == 1
     for most, stride in [(63, 1), (last, 1), (last - 1, 2), (last // 3 + 1, 3), (1, last)]:
@@ -103,5 +103,5 @@ def test_no_block_that_was_ever_used_lies_behind_those_that_are_shown(traffic):
     while core.has_work():
         core.step()
         used |= {block.block_id for live in core._scheduler.running for block in live.blocks[0]}
-    assert max(used, default=0) <= manager.pool.last_given
-    assert all(block.cache_key is None for block in manager.pool.blocks[manager.pool.last_given + 1 :])
+    assert max(used, default=0) <= manager.pools[0].last_given
+    assert all(block.cache_key is None for block in manager.pools[0].blocks[manager.pools[0].last_given + 1 :])

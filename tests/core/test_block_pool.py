@@ -21,7 +21,7 @@ def test_the_null_block_is_never_given_out():
     assert pool.num_free_blocks == pool.num_usable_blocks == 4
     assert ids(pool.get_new_blocks(4)) == [1, 2, 3, 4]
     assert pool.num_free_blocks == 0
-    assert pool.usage == 1.0
+    assert pool.num_held_blocks == 4
 
 
 def test_asking_for_more_than_is_free_breaks_an_invariant():

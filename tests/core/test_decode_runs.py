@@ -159,7 +159,7 @@ def test_a_block_leaves_a_window_when_no_count_that_may_come_back_can_need_it():
     """The window of 4 tokens slides over a block in a run; what if that gives one token, and not six?"""
     engine = engine_of(prompt_of(8), windows=(4,))
     engine.scheduler.schedule(6), engine.scheduler.schedule(6)
-    (request,), null = engine.scheduler.running, engine.scheduler.kv_cache_manager.pool.null_block
+    (request,), null = engine.scheduler.running, engine.scheduler.kv_cache_manager.pools[0].null_block
     assert request.num_computed_tokens == 8 + 12 and request.num_confirmed_tokens == 8
     assert [block is null for block in request.blocks[0][:4]] == [True, False, False, False], "it may be at position 8"
 

@@ -98,7 +98,7 @@ def test_a_window_group_holds_no_more_blocks_than_its_window_touches():
     most = 0
     while engine.scheduler.has_unfinished_requests():
         engine.step()
-        pool = engine.scheduler.kv_cache_manager.pool
+        pool = engine.scheduler.kv_cache_manager.pools[0]
         most = max(most, pool.num_usable_blocks - pool.num_free_blocks)
     assert most <= 4
 
@@ -108,8 +108,8 @@ def test_full_attention_and_windows_agree_on_a_hit():
     warm(engine, prompt_of(24))
     manager = engine.scheduler.kv_cache_manager
     # Without the window's block 4 no hit of 20 tokens is left; 16 tokens need block 3.
-    key = next(k for k in manager.pool._cached if k == manager_key(engine, 4, group=1))
-    manager.pool.uncache(manager.pool.get_cached_block(key))
+    key = next(k for k in manager.pools[0]._cached if k == manager_key(engine, 4, group=1))
+    manager.pools[0].uncache(manager.pools[0].get_cached_block(key))
     assert hit_of(engine, "a", prompt_of(24)) == 16
 
 
@@ -185,7 +185,7 @@ class TestEvents:
                     assert isinstance(event, BlockRemoved)
                     assert keys <= known
                     known -= keys
-            cached = engine.scheduler.kv_cache_manager.pool._cached
+            cached = engine.scheduler.kv_cache_manager.pools[0]._cached
             assert known == {(key[:-4], int.from_bytes(key[-4:], "big")) for key in cached}
         engine.run()
         engine.scheduler.kv_cache_manager.take_events()

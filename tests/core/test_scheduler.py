@@ -70,7 +70,7 @@ class TestBudget:
             max_num_batched_tokens=8, max_num_seqs=2, enable_chunked_prefill=False, long_prefill_token_threshold=4
         )
         with pytest.raises(ConfigError, match="long_prefill_token_threshold is 4, but chunked prefill is off"):
-            Scheduler(options, KVCacheConfig(9, groups), max_model_len=16, enable_prefix_caching=True)
+            Scheduler(options, KVCacheConfig((9,), groups), max_model_len=16, enable_prefix_caching=True)
 
 
 class TestAdmission:

@@ -8,27 +8,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxpaged.errors import RequestError
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheGroup, max_blocks_per_request
-from tests.core.simulation import BLOCK_SIZE, EOS, STOP, Engine, prompt_of
+from tests.core.simulation import EOS, STOP, Engine, latents, needs_of, prompt_of, states
 
 # Beginnings that prompts share, of whole blocks and not, with and without a common beginning of their own.
 PREFIXES = [prompt_of(n, seed) for n, seed in ((0, 0), (4, 0), (9, 0), (16, 0), (12, 1), (7, 2))]
 PREFIXES += [[*prompt_of(7), STOP], [*prompt_of(9), EOS, STOP, 3]]
 WINDOWS = [(None,), (5,), (None, 6), (None, 1), (9, 4), (None, 3, 8)]
+# Blocks of several sizes, in pools of their own; recurrent states; and nothing but states.
+MIXED = [(None, latents(6)), (latents(2), 5, states(8)), (None, states(4)), (latents(3), states(6)), (states(4),)]
 MAX_MODEL_LEN = 40
-
-
-def blocks_of_longest(windows: tuple[int | None, ...], budget: int) -> int:
-    """Blocks that a request of MAX_MODEL_LEN tokens needs."""
-    groups = [KVCacheGroup(AttentionSpec(BLOCK_SIZE, 1, 8, 4, w), ()) for w in windows]
-    return max_blocks_per_request(groups, MAX_MODEL_LEN, budget)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """The engine under random demand."""
 
     @initialize(
-        windows=st.sampled_from(WINDOWS),
+        windows=st.sampled_from(WINDOWS + MIXED),
         spare_blocks=st.integers(0, 12),
         budget=st.integers(4, 24),
         depth=st.integers(1, 3),
@@ -41,7 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, windows, spare_blocks, budget, depth, policy, threshold, prefix_caching, max_steps, stingy, drafts):
         self.engine = Engine(
-            num_blocks=1 + blocks_of_longest(windows, budget) // 2 + spare_blocks,
+            num_blocks=tuple(1 + most // 2 + spare_blocks for most in needs_of(windows, MAX_MODEL_LEN, budget)),
             windows=windows,
             max_num_batched_tokens=budget,
             max_num_seqs=4,
@@ -108,7 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self):
-        held = any(any(request.blocks) for request in self.engine.scheduler.running)
+        held = any(pool.num_held_blocks for pool in self.engine.scheduler.kv_cache_manager.pools)
         assert self.engine.scheduler.reset_prefix_cache() != held
 
     @rule()
@@ -129,9 +124,10 @@ SchedulerMachine.TestCase.settings = settings(stateful_step_count=40, deadline=N
 TestSchedulerMachine = pytest.mark.timeout(300)(SchedulerMachine.TestCase)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+CROWDS = [(windows, depth, policy) for windows in WINDOWS for depth in (1, 2, 3) for policy in ("fcfs", "priority")]
+
+
+@pytest.mark.parametrize(("windows", "depth", "policy"), CROWDS + [(kinds, 3, "fcfs") for kinds in MIXED], ids=str)
 def test_crowds_that_share_prompts_get_the_right_answers(windows, depth, policy):
     """Long runs with too few blocks, so that preemption and eviction are frequent."""
     num_preemptions = num_hits = num_runs = num_drafts = 0
@@ -139,7 +135,7 @@ def test_crowds_that_share_prompts_get_the_right_answers(windows, depth, policy)
         draw = random.Random(f"{seed} {windows} {depth} {policy}")
         budget = draw.choice([4, 9, 24])
         engine = Engine(
-            num_blocks=1 + blocks_of_longest(windows, budget) + draw.randint(0, 3),
+            num_blocks=tuple(1 + most + draw.randint(0, 3) for most in needs_of(windows, MAX_MODEL_LEN, budget)),
             windows=windows,
             max_num_batched_tokens=budget,
             max_num_seqs=draw.choice([3, 6]),
@@ -157,7 +153,7 @@ def test_crowds_that_share_prompts_get_the_right_answers(windows, depth, policy)
         num_hits += stats.prefix_cache_hits
         num_runs += engine.num_runs
         num_drafts += engine.scheduler.draft_lengths.num_drafts if seed == 4 else 0
-    if None in windows:  # a window gives back as many blocks as it takes
+    if set(windows) - {5, 9, 4, states(4)}:  # a window gives back as many blocks as it takes
         assert num_preemptions > 0, "the test is too easy"
     assert num_hits > 0, "the test shares nothing"
     assert num_runs > 0, "no run of decode steps"

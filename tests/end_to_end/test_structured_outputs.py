@@ -111,7 +111,7 @@ class FewBlocks:
 
     def __init__(self, executor, num_blocks):
         self._executor = executor
-        self.kv_cache_config = dataclasses.replace(executor.kv_cache_config, num_blocks=num_blocks)
+        self.kv_cache_config = dataclasses.replace(executor.kv_cache_config, num_blocks=(num_blocks,))
 
     def __getattr__(self, name):
         return getattr(self._executor, name)

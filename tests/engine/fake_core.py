@@ -55,7 +55,7 @@ class CountingExecutor:
     """Computes a step at once, in time that grows with nothing but its requests."""
 
     def __init__(self, num_blocks: int, block_size: int = 16):
-        self.kv_cache_config = KVCacheConfig(num_blocks, (KVCacheGroup(AttentionSpec(block_size, 1, 1, 2), (0,)),))
+        self.kv_cache_config = KVCacheConfig((num_blocks,), (KVCacheGroup(AttentionSpec(block_size, 1, 1, 2), (0,)),))
         self.steps = 0
         self.slow = False
         self.broken = False

@@ -145,7 +145,7 @@ class World:
         scheduler = self.core._scheduler
         scheduler.check_integrity()
         assert not scheduler.requests and not scheduler._steps._steps and not self.core._in_flight
-        pool = scheduler.kv_cache_manager.pool
+        pool = scheduler.kv_cache_manager.pools[0]
         assert pool.num_free_blocks == pool.num_usable_blocks
 
 

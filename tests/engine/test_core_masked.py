@@ -413,7 +413,7 @@ def test_a_budget_and_a_grammar_bind_together():
 
 def test_preemption_does_not_change_where_thinking_ends():
     executor = MaskedExecutor()
-    executor.kv_cache_config = dataclasses.replace(executor.kv_cache_config, num_blocks=9)
+    executor.kv_cache_config = dataclasses.replace(executor.kv_cache_config, num_blocks=(9,))
     core = EngineCore(make_config(async_scheduling=True), executor, ScriptGrammars())
     for name in "abc":
         core.add_request(thinking(name, 3, max_tokens=16))

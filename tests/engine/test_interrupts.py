@@ -75,7 +75,7 @@ def check_books(engine, where):
     for _ in range(3):  # what an abort left in flight comes back
         engine.step()
     core._scheduler.check_integrity()
-    pool = core._scheduler.kv_cache_manager.pool
+    pool = core._scheduler.kv_cache_manager.pools[0]
     assert not core._scheduler.requests and not engine.has_unfinished_requests(), where
     assert pool.num_free_blocks == pool.num_usable_blocks, where
 

@@ -108,7 +108,7 @@ def test_a_follower_knows_what_is_cached(publishing):
     core = core_with(publisher)
     for number in range(12):
         ask(core, f"r{number}", [5 + number % 4, *range(20, 30 + number)])
-    cached = {key[:-4] for key in core._scheduler.kv_cache_manager.pool._cached}
+    cached = {key[:-4] for key in core._scheduler.kv_cache_manager.pools[0]._cached}
     while follower.stored.keys() != cached:
         follower.read()
     assert cached and follower.topic == b"kv@pod"

@@ -22,7 +22,7 @@ def pool(engine, prompts, params=None):
 def check_books(engine):
     scheduler = engine._core._scheduler
     scheduler.check_integrity()
-    assert not scheduler.requests and scheduler.kv_cache_manager.pool.usage == 0
+    assert not scheduler.requests and scheduler.kv_cache_manager.usage == 0
 
 
 def test_every_prompt_gives_its_vector_once_whatever_chunks_it_takes():

@@ -33,7 +33,7 @@ def test_requests_steps_and_blocks_are_those_of_the_engine(core):
     assert seen.steps == core.step_log.read()[0] and seen.num_steps_before == 0
     assert (
         seen.num_blocks == 63
-        and (seen.blocks.owner >= 0).sum() == 63 - core._scheduler.kv_cache_manager.pool.num_free_blocks
+        and (seen.blocks.owner >= 0).sum() == 63 - core._scheduler.kv_cache_manager.pools[0].num_free_blocks
     )
     assert seen.seconds > 0
 
@@ -52,7 +52,7 @@ def test_nothing_in_it_grows_without_end(core, monkeypatch):
     seen = core.snapshot()
     assert len(seen.running) == len(seen.waiting) == len(seen.steps) == 1
     assert 2 <= len(seen.blocks.owner) <= 1 + 4 and seen.num_blocks == 63
-    assert seen.blocks.stride == -(-core._scheduler.kv_cache_manager.pool.last_given // 4)
+    assert seen.blocks.stride == -(-core._scheduler.kv_cache_manager.pools[0].last_given // 4)
 
 
 def test_it_arrives_as_it_was_sent(core):

@@ -144,7 +144,7 @@ def test_another_number_of_kv_blocks_is_refused_and_none_takes_the_bundles(model
     with pytest.raises(CapacityError, match="compiled for 16 KV blocks .* kv_cache_memory_bytes gives 1000"):
         start(model, bundle=str(bundle), num_gpu_blocks_override=None, kv_cache_memory_bytes=1000)
     _, executor = start(model, bundle=str(bundle), num_gpu_blocks_override=None)
-    assert executor.kv_cache_config.num_blocks == 16
+    assert executor.kv_cache_config.num_blocks == (16,)
     executor.shutdown()
 
 

@@ -34,7 +34,7 @@ def blueprint(folder, mesh, platform="cpu", **changes):
 
 
 def programs(plan):
-    return StepPrograms(plan, KVCacheConfig(64, plan.kv_groups)).builders()
+    return StepPrograms(plan, KVCacheConfig((64,), plan.kv_groups)).builders()
 
 
 def test_an_option_that_the_compiler_does_not_know_is_a_warning_and_left_out(monkeypatch, caplog):

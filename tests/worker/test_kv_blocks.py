@@ -1,19 +1,34 @@
 """How many KV blocks an engine gets, and the refusal when they cannot hold one request."""
 
+import math
+
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxpaged.config import CacheConfig
 from jaxpaged.distributed.backend import SHARE_VARIABLES
+from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import CapacityError, ConfigError
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, group_layers, max_blocks_per_request
+from jaxpaged.kv_cache_spec import (
+    SNAPSHOTS_PER_REQUEST,
+    AttentionSpec,
+    KVCacheConfig,
+    LatentSpec,
+    StateArray,
+    StateSpec,
+    group_layers,
+    max_blocks_per_request,
+)
+from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.worker.kv_blocks import (
     Demand,
+    Division,
     available_host_bytes,
-    bytes_per_block,
     host_budget,
     memory_for,
     size_kv_cache,
+    tensor_struct,
 )
 
 
@@ -35,7 +50,12 @@ MIB, GIB = 2**20, 2**30
 
 
 def size(cache, device, groups=GROUPS, reserved=0, shards=1):
-    return size_kv_cache(cache, groups, DEMAND, shards, reserved, device).num_blocks
+    (num_blocks,) = size_kv_cache(cache, Division(groups, DEMAND, shards), DEMAND, reserved, device).num_blocks
+    return num_blocks
+
+
+def bytes_per_block(groups, shards):
+    return Division(groups, DEMAND, shards).block_bytes
 
 
 def test_layers_of_one_kind_share_a_group_and_unequal_kinds_get_groups_of_the_smaller_count():
@@ -43,7 +63,7 @@ def test_layers_of_one_kind_share_a_group_and_unequal_kinds_get_groups_of_the_sm
     assert [(group.spec.window, group.layer_idxs) for group in groups] == [
         (None, (2, 5)), (100, (0, 1)), (100, (3, 4)),
     ]  # fmt: skip
-    places = KVCacheConfig(10, groups).place_of_layer()
+    places = KVCacheConfig((10,), groups).place_of_layer()
     assert places == {2: (0, 0), 5: (0, 1), 0: (1, 0), 1: (1, 1), 3: (2, 0), 4: (2, 1)}
 
 
@@ -56,6 +76,54 @@ def test_a_window_group_needs_blocks_for_the_window_and_a_step_only():
     # 99 earlier tokens and 24 new ones: 8 blocks, and one more since neither end is on a border
     assert max_blocks_per_request(group_layers([WINDOW]), 160, 24) == 9
     assert max_blocks_per_request(group_layers([WINDOW]), 160, 64) == 10
+
+
+LATENT = LatentSpec(block_size=32, width=576, dtype_bytes=2)
+STATE = StateSpec(64, (StateArray((8, 16, 32), "float32"), StateArray((8, 3), "bfloat16")), 4, 100)
+MIXED = group_layers([STATE, STATE, FULL, STATE, LATENT, STATE, WINDOW, STATE, STATE])
+
+
+def test_layers_that_store_alike_share_a_pool_and_others_do_not():
+    kinds = [(type(group.spec).__name__, group.layer_idxs) for group in MIXED]
+    assert kinds == [
+        ("AttentionSpec", (2,)), ("LatentSpec", (4,)), ("AttentionSpec", (6,)), ("StateSpec", (0, 1, 3, 5, 7, 8)),
+    ]  # fmt: skip
+    cache = KVCacheConfig((10, 20, 30), MIXED)
+    assert [pool.group_idxs for pool in cache.pools] == [(0, 2), (1,), (3,)]
+    assert [n for _, n in cache.tensors] == [10, 20, 30, 30, 30, 30, 30, 30]
+    assert cache.place_of_layer() == {
+        2: (0, 0), 6: (2, 0), 4: (1, 1), 0: (3, 2), 1: (3, 3), 3: (3, 4), 5: (3, 5), 7: (3, 6), 8: (3, 7),
+    }  # fmt: skip
+
+
+def test_blocks_of_equal_bytes_and_another_shape_have_a_pool_of_their_own():
+    other = AttentionSpec(block_size=16, num_kv_heads=2, head_dim=128, dtype_bytes=2)
+    assert other.block_bytes == FULL.block_bytes
+    assert len(KVCacheConfig((2, 2), group_layers([FULL, other])).pools) == 2
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_pools_get_blocks_in_proportion_to_what_a_request_needs_of_each(shards):
+    division = Division(MIXED, DEMAND, shards)
+    # Keys and values of everything and of a window, latents, and snapshots; then their null blocks.
+    needs = [10 + 10, 5, SNAPSHOTS_PER_REQUEST]
+    sizes = [2 * 16 * 4 * 64 * 2 // shards, 32 * 576 * 2, 6 * (8 * 16 * 32 * 4 + 8 * 3 * 2) // shards]
+    assert division.least_bytes == sum((need + 1) * size for need, size in zip(needs, sizes))
+    assert division.num_blocks_in(division.least_bytes) == 1 + needs[0]
+    assert division.num_blocks_in(division.least_bytes - 1) == needs[0]
+    assert division.row_bytes == 6 * (8 * 16 * 32 * 4 + 8 * 3 * 2 + 4 * 100) // shards
+    cache = size_kv_cache(CacheConfig(kv_cache_memory_bytes=9 * MIB), division, DEMAND, 0, FakeDevice("cpu"))
+    assert cache.num_bytes(shards) <= 9 * MIB < cache.num_bytes(shards) + division.least_bytes
+    requests = (cache.num_blocks[0] - 1) / needs[0]
+    assert cache.num_blocks == tuple(1 + int(requests * need) for need in needs)
+    assert cache.concurrency(160, 64) == pytest.approx(requests, abs=0.3)
+
+
+@pytest.mark.parametrize("spec", [FULL, WINDOW, LATENT, STATE])
+def test_the_arrays_of_a_pool_take_the_bytes_that_are_counted(spec):
+    context = AttentionContext(make_mesh(1), "reference")
+    arrays = jax.tree.leaves(tensor_struct(context, spec, 7, jnp.bfloat16))
+    assert sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays) == 7 * spec.block_bytes
 
 
 def test_an_accelerator_gives_its_share_of_memory_less_what_is_reserved():

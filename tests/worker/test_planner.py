@@ -161,7 +161,7 @@ def compiled(folder):
 
 def test_a_plan_compiles_the_programs_that_the_engine_would(compiled):
     own, plan, seen = compiled
-    builders = StepPrograms(own.blueprint, own_cache(own)).builders()
+    builders = StepPrograms(own.blueprint, own.kv_cache).builders()
     assert [(p.kind, p.size) for p in plan.programs] == [tuple(key) for key in builders]
     assert plan.fits and not any(program.error for program in plan.programs)
     forward = next(program for program in plan.programs if program.kind == "forward")
@@ -176,7 +176,7 @@ def test_a_plan_compiles_the_programs_that_the_engine_would(compiled):
 
 def test_the_programs_of_a_quick_plan_take_as_much_as_all_of_them(compiled):
     own, plan, _ = compiled
-    builders = StepPrograms(own.blueprint, own_cache(own)).builders()
+    builders = StepPrograms(own.blueprint, own.kv_cache).builders()
     quick = {tuple(key) for key in own.representative(builders)}
     assert {kind for kind, _ in quick} == {key.kind for key in builders} and len(quick) < len(builders)
     some = [program for program in plan.programs if (program.kind, program.size) in quick]
@@ -185,7 +185,7 @@ def test_the_programs_of_a_quick_plan_take_as_much_as_all_of_them(compiled):
 
 def test_the_state_of_requests_is_counted_as_the_engine_allocates_it(compiled):
     own, plan, _ = compiled
-    _, *state = StepPrograms(own.blueprint, own_cache(own)).shapes.lower_zeros().out_info
+    _, *state = StepPrograms(own.blueprint, own.kv_cache).shapes.lower_zeros().out_info
     assert plan.state_bytes == sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) > 0
 
 
@@ -201,12 +201,6 @@ def test_a_plan_whose_programs_need_more_than_there_is_does_not_fit(compiled):
 def test_blocks_beyond_the_memory_do_not_fit_whoever_asks_for_them(folder):
     plan = planner(folder, toy(8 * MIB), num_gpu_blocks_override=100_000).plan()
     assert not plan.fits and "are missing" in plan.advice[0]
-
-
-def own_cache(own):
-    from jaxpaged.kv_cache_spec import KVCacheConfig
-
-    return KVCacheConfig(own.num_blocks, own.blueprint.kv_groups)
 
 
 def test_a_saved_plan_is_a_bundle_for_the_same_devices_and_no_others(compiled, folder, tmp_path):

@@ -12,7 +12,7 @@ DEVICE = DeviceFacts("toy", memory=10**9, bandwidth=1e9, matmul_bf16=1e12, links
 def work(**changes):
     values = {
         "num_shards": 1, "weight_bytes": 2_000_000, "params": 1_000_000, "head_params": 100_000,
-        "attention_layers": ((None, 2),), "heads": 64, "kv_token_bytes": 100, "reduced_bytes": 500,
+        "attention_layers": ((None, 2, 100),), "heads": 64, "reduced_bytes": 500,
     }  # fmt: skip
     return Work(**{**values, **changes})
 
@@ -30,7 +30,7 @@ def test_requests_share_the_weights_but_not_their_caches():
 
 
 def test_a_window_layer_reads_its_window_only():
-    windowed = work(attention_layers=((None, 1), (10, 1)))
+    windowed = work(attention_layers=((None, 1, 100), (10, 1, 100)))
     speed = decode_speed(windowed, DEVICE, 1, 1000)
     assert speed.tokens_per_second == pytest.approx(1e9 / (2_000_000 + 1010 * 100))
     assert decode_speed(windowed, DEVICE, 1, 5).tokens_per_second == pytest.approx(1e9 / (2_000_000 + 10 * 100))
@@ -39,7 +39,7 @@ def test_a_window_layer_reads_its_window_only():
 @pytest.mark.parametrize(("window", "pairs"), [(None, 1000 * 1001 // 2), (10, 55 + 990 * 10), (5000, 1000 * 1001 // 2)])
 def test_prefill_counts_the_pairs_that_a_causal_mask_leaves(window, pairs):
     fast_memory = DeviceFacts("toy", 10**9, 1e15, 1e12, 1e8)
-    speed = prefill_speed(work(attention_layers=((window, 3),)), fast_memory, 1000)
+    speed = prefill_speed(work(attention_layers=((window, 3, 100),)), fast_memory, 1000)
     flops = 2 * 900_000 * 1000 + 2 * 100_000 + 3 * 4 * pairs * 64
     assert speed.limit == "matmul"
     assert speed.tokens_per_second == pytest.approx(1000 * 1e12 / flops)

@@ -1,4 +1,4 @@
-"""All KV blocks: which are free, in what order they are reused, who shares them, and what they hold.
+"""The KV blocks of one pool: which are free, in what order they are reused, who shares them, and what they hold.
 
 Block 0 is the null block: it stands where a table needs an entry and no block, and is never given out. A free
 block may still hold content that is in the prefix cache; it is forgotten when the block is given out again.
@@ -96,9 +96,8 @@ class BlockPool:
         return self._free.num_blocks
 
     @property
-    def usage(self) -> float:
-        """Share of the usable blocks that requests hold, 0..1."""
-        return 1.0 - self._free.num_blocks / self.num_usable_blocks
+    def num_held_blocks(self) -> int:
+        return self.num_usable_blocks - self._free.num_blocks
 
     def get_cached_block(self, cache_key: bytes) -> KVCacheBlock | None:
         return self._cached.get(cache_key)
@@ -168,6 +167,13 @@ class BlockPool:
                 self._record_removal(cache_key)
         if copies is not None and not copies:
             del self._duplicates[cache_key]
+
+    def forget(self, block: KVCacheBlock) -> None:
+        """Uncache a block that nobody needs to find any more; if it is free, it is the next to be reused."""
+        self.uncache(block)
+        if block.ref_cnt == 0:
+            self._free.remove(block)
+            self._free.prepend(block)
 
     def _record_removal(self, cache_key: bytes) -> None:
         group_idx = int.from_bytes(cache_key[-4:], "big")

@@ -30,26 +30,32 @@ from collections.abc import Iterable, Sequence, Set
 from itertools import takewhile
 from typing import NamedTuple
 
-import numpy as np
-
 from jaxpaged.core.kv_cache.block_hash import BlockHasher, extra_keys
+from jaxpaged.core.kv_cache.block_map import map_blocks
 from jaxpaged.core.kv_cache.block_pool import BlockPool, KVCacheBlock
-from jaxpaged.core.kv_cache.coordinator import KVCacheCoordinator
 from jaxpaged.core.kv_cache.events import BlockStored, KVCacheEvent
+from jaxpaged.core.kv_cache.groups import CacheGroup, CacheGroups
 from jaxpaged.core.request import Request
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import KVBlockMap
 
 
 class CacheHit(NamedTuple):
-    """The beginning of a request that the prefix cache has: one table a KV group, and its length in tokens."""
+    """The beginning of a request that the prefix cache has: one table a KV group, and its length in tokens.
+
+    `branch` is where it would end if snapshots of states were everywhere.
+    """
 
     tables: tuple[list[KVCacheBlock], ...]
     num_tokens: int
+    branch: int
 
 
 class KVCacheManager:
-    """Block tables of requests over one pool, with prefix caching."""
+    """Block tables of requests over the pools of all KV groups, with prefix caching.
+
+    Numbers of blocks are lists with a number for each pool.
+    """
 
     def __init__(
         self,
@@ -59,17 +65,28 @@ class KVCacheManager:
         enable_prefix_caching: bool,
         enable_kv_cache_events: bool = False,
     ):
-        self.pool = BlockPool(kv_cache_config.num_blocks, record_events=enable_kv_cache_events)
-        self.coordinator = KVCacheCoordinator(kv_cache_config.groups, self.pool, max_num_batched_tokens)
-        self.block_size = self.coordinator.block_size
-        self.num_groups = len(kv_cache_config.groups)
-        groups = enumerate(self.coordinator.groups)
-        self._suffixes = [g.to_bytes(4, "big") for g in range(self.num_groups)]  # of the groups' keys
-        self._window_groups = [(g, group) for g, group in groups if group.window is not None]
+        self.pools = tuple(BlockPool(n, record_events=enable_kv_cache_events) for n in kv_cache_config.num_blocks)
+        self._block_bytes = [layout.block_bytes(num_shards=1) for layout in kv_cache_config.pools]
+        self.groups = CacheGroups(kv_cache_config.groups, self.pools, max_num_batched_tokens)
+        self.num_groups = len(self.groups)
+        numbered = list(enumerate(self.groups))
+        self._skipping_groups = [(g, group) for g, group in numbered if group.spec.num_read_blocks is not None]
+        # Which groups' new entries must have blocks, by pool: all but snapshots.
+        self._needing_groups = [
+            [g for g, group in numbered if group.pool is p and not group.is_state] for p in self.pools
+        ]
         self._enable_prefix_caching = enable_prefix_caching
-        self._hasher = BlockHasher(self.block_size)
-        self._no_hit = CacheHit(tuple([] for _ in range(self.num_groups)), 0)
-        self._unconfirmed: deque[tuple[int, KVCacheBlock, bytes]] = deque()  # (step, block, its key)
+        self._record_events = enable_kv_cache_events
+        self._hasher = BlockHasher(self.groups.unit)
+        self._no_hit = CacheHit(tuple([] for _ in range(self.num_groups)), 0, 0)
+        self._unconfirmed: deque[tuple[int, BlockPool, KVCacheBlock, bytes]] = deque()  # (step, block, its key)
+        self.take_events()
+
+    @property
+    def usage(self) -> float:
+        """Share of the bytes of all usable blocks that requests hold, 0..1."""
+        held = sum(pool.num_held_blocks * size for pool, size in zip(self.pools, self._block_bytes))
+        return held / sum(pool.num_usable_blocks * size for pool, size in zip(self.pools, self._block_bytes))
 
     # ---- admission -----------------------------------------------------------------------------
 
@@ -78,9 +95,8 @@ class KVCacheManager:
         if not self._enable_prefix_caching or not request.reads_prefix_cache:
             return self._no_hit
         self._hasher.extend(request)
-        max_blocks = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
-        tables = self.coordinator.find_longest_hit(request.block_hashes, max_blocks)
-        return CacheHit(tables, len(tables[0]) * self.block_size)
+        tables, branch = self.groups.find_longest_hit(request.block_hashes, request.num_tokens - 1)
+        return CacheHit(tables, len(tables[0]) * self.groups.groups[0].block_size, branch)
 
     def hashes_filled(self, request: Request, num_new_tokens: int) -> list[bytes]:
         """Of the blocks that a request fills with its next, known tokens, and that others may find one step later."""
@@ -88,81 +104,105 @@ class KVCacheManager:
             return []
         self._hasher.extend(request)
         first, end = request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
-        return request.block_hashes[first // self.block_size : end // self.block_size]
+        return request.block_hashes[first // self.groups.unit : end // self.groups.unit]
 
     def num_tokens_behind(self, request: Request, hit: CacheHit, hashes: Set[bytes]) -> int:
-        """By how many tokens a hit would be longer if these blocks were cached."""
-        if not hashes or not request.reads_prefix_cache:
+        """By how many tokens a hit would be longer if these blocks were cached. Not at all where it needs a snapshot, too:
+        there will hardly be one at the right place."""
+        if not hashes or not request.reads_prefix_cache or self.groups.have_states:
             return 0
-        first, end = hit.num_tokens // self.block_size, (request.num_tokens - 1) // self.block_size
+        first, end = hit.num_tokens // self.groups.unit, (request.num_tokens - 1) // self.groups.unit
         behind = takewhile(hashes.__contains__, request.block_hashes[first:end])
-        return sum(1 for _ in behind) * self.block_size
+        return sum(1 for _ in behind) * self.groups.unit
 
-    def fits_whole(self, request: Request, hit: CacheHit, num_reserved_blocks: int) -> bool:
-        """Whether all known tokens would get slots, with `num_reserved_blocks` of the free blocks left alone."""
-        num_shared = sum(block.ref_cnt > 0 for table in hit.tables for block in table)
-        num_needed = self.coordinator.max_blocks(request.num_tokens) - num_shared
-        return num_needed <= self.pool.num_free_blocks - num_reserved_blocks
+    def fits_whole(self, request: Request, hit: CacheHit, num_reserved: Sequence[int]) -> bool:
+        """Whether all known tokens would get slots, with `num_reserved` of the free blocks left alone."""
+        for p, needed in enumerate(self.groups.max_blocks(request.num_tokens)):
+            tables = [hit.tables[g] for g in self.groups.groups_of_pool[p]]
+            num_shared = sum(block.ref_cnt > 0 for table in tables for block in table)
+            if needed - num_shared > self.pools[p].num_free_blocks - num_reserved[p]:
+                return False
+        return True
 
-    def num_blocks_to_finish(self, request: Request) -> int:
-        """How many more blocks a partly computed request may take until all its known tokens are computed."""
-        num_held = sum(len(table) for table in request.blocks) - sum(request.num_skipped_blocks)
-        return max(self.coordinator.max_blocks(request.num_tokens) - num_held, 0)
+    def reserve_rest(self, request: Request, num_reserved: list[int]) -> None:
+        """Add how many more blocks a partly computed request may take until all its known tokens are computed."""
+        for p, most in enumerate(self.groups.max_blocks(request.num_tokens)):
+            members = self.groups.groups_of_pool[p]
+            num_held = sum(len(request.blocks[g]) - request.num_skipped_blocks[g] for g in members)
+            num_reserved[p] += max(most - num_held, 0)
 
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        return self.coordinator.max_blocks(num_tokens) <= self.pool.num_usable_blocks
+    def shortage(self, num_tokens: int) -> tuple[int, int, int] | None:
+        """None, or if even a lone request of `num_tokens` would never fit: (blocks that it needs, their size in tokens,
+        blocks that there are)."""
+        for pool, needed in zip(self.pools, self.groups.max_blocks(num_tokens)):
+            if needed > pool.num_usable_blocks:
+                block_size = next(group.block_size for group in self.groups if group.pool is pool)
+                return needed, block_size, pool.num_usable_blocks
+        return None
 
     # ---- slots ---------------------------------------------------------------------------------
 
     def adopt_hit(self, request: Request, hit: CacheHit) -> None:
         """Start the tables of a request, which has none, with what the cache has."""
-        for g, table in enumerate(hit.tables):
-            self.pool.touch(table)
-            request.blocks[g].extend(table)
-        request.num_computed_tokens = hit.num_tokens
-        request.num_cached_blocks = len(hit.tables[0])
+        for group, table, found in zip(self.groups, request.blocks, hit.tables):
+            group.pool.touch(found)
+            table.extend(found)
+        request.num_computed_tokens = request.num_entered_tokens = hit.num_tokens
+        request.branch = hit.branch
 
     def allocate_slots(self, request: Request, num_new_tokens: int) -> tuple[list[int], ...] | None:
         """Give slots to the next `num_new_tokens` tokens. Returns the appended block ids per group.
 
-        Blocks that slid out of a window are freed first. None, and nothing allocated, when too few are free.
+        Blocks that nobody reads any more are freed first. None, and nothing allocated, when too few are free.
         """
-        if self._window_groups:
+        if self._skipping_groups:
             self._free_skipped_blocks(request)
-        num_new = self.num_new_blocks(request, num_new_tokens)
-        if sum(num_new) > self.pool.num_free_blocks:
+        num_new = self._num_new_entries(request, num_new_tokens)
+        if not self._are_free(num_new):
             return None
         new_block_ids = []
-        for table, n in zip(request.blocks, num_new):
-            new_blocks = self.pool.get_new_blocks(n)
+        for group, table, n in zip(self.groups, request.blocks, num_new):
+            new_blocks = group.new_blocks(len(table), n, request.num_prompt_tokens, request.branch) if n else []
             table += new_blocks
             new_block_ids.append([block.block_id for block in new_blocks])
         return tuple(new_block_ids)
 
-    def num_new_blocks(self, request: Request, num_new_tokens: int) -> list[int]:
-        """How many blocks each table needs for the next `num_new_tokens` tokens; none when it has slots to spare."""
-        num_blocks = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
-        return [max(num_blocks - len(table), 0) for table in request.blocks]
+    def can_allocate(self, requests: Iterable[tuple[Request, int]]) -> bool:
+        """Whether all of these requests would get slots for so many tokens."""
+        num_new = [self._num_new_entries(request, num_new_tokens) for request, num_new_tokens in requests]
+        return self._are_free([sum(column) for column in zip(*num_new)])
+
+    def _num_new_entries(self, request: Request, num_new_tokens: int) -> list[int]:
+        """How many entries each table needs for the next `num_new_tokens` tokens; none when it has slots to spare."""
+        end = request.num_computed_tokens + num_new_tokens
+        return [max(-(-end // group.block_size) - len(table), 0) for group, table in zip(self.groups, request.blocks)]
+
+    def _are_free(self, num_new: Sequence[int]) -> bool:
+        """Whether there are blocks for as many new entries of the groups' tables. Snapshots do without."""
+        for pool, members in zip(self.pools, self._needing_groups):
+            if sum([num_new[g] for g in members]) > pool.num_free_blocks:
+                return False
+        return True
 
     def _free_skipped_blocks(self, request: Request) -> None:
-        for g, group in self._window_groups:
-            first, end = request.num_skipped_blocks[g], group.num_skipped_blocks(request.num_confirmed_tokens)
+        for g, group in self._skipping_groups:
+            first, end = request.num_skipped_blocks[g], group.spec.num_skipped_blocks(request.num_confirmed_tokens)
             if first < end:
                 table = request.blocks[g]
-                self.pool.free_blocks(table[first:end])
-                table[first:end] = [self.pool.null_block] * (end - first)
+                group.pool.free_blocks(table[first:end])
+                table[first:end] = [group.pool.null_block] * (end - first)
                 request.num_skipped_blocks[g] = end
 
     def free(self, request: Request) -> None:
         """Take all blocks of a request away."""
-        for table in request.blocks:
-            self.pool.free_blocks(table)
+        for group, table in zip(self.groups, request.blocks):
+            group.pool.free_blocks(table)
             table.clear()
         request.num_skipped_blocks = [0] * self.num_groups
-        request.num_cached_blocks = 0
+        request.num_entered_tokens = 0
 
     def num_slots(self, request: Request) -> int:
-        return len(request.blocks[0]) * self.block_size
+        return min([len(table) * group.block_size for group, table in zip(self.groups, request.blocks)])
 
     # ---- prefix cache --------------------------------------------------------------------------
 
@@ -170,30 +210,32 @@ class KVCacheManager:
         """Enter what is full, known, and computed by the steps up to `step_id` into the prefix cache."""
         if not self._enable_prefix_caching:
             return
-        first = request.num_cached_blocks
-        end = request.num_cacheable_tokens // self.block_size
-        if end <= first:
+        first, end = request.num_entered_tokens, request.num_cacheable_tokens
+        if end - first < self.groups.unit:
             return
         self._hasher.extend(request)
-        for g, table in enumerate(request.blocks):
-            stored = self._cache_group_blocks(request, g, table, range(first, end), step_id)
-            if self.pool.record_events:
+        for g, (group, table) in enumerate(zip(self.groups, request.blocks)):
+            block_idxs = range(first // group.block_size, end // group.block_size)
+            stored = self._cache_group_blocks(request, group, table, block_idxs, step_id)
+            if self._record_events:
                 self._record_stored(request, g, stored)
-        request.num_cached_blocks = end
+        request.num_entered_tokens = end // self.groups.unit * self.groups.unit
 
     def _cache_group_blocks(
-        self, request: Request, g: int, table: list[KVCacheBlock], block_idxs: range, step_id: int
+        self, request: Request, group: CacheGroup, table: list[KVCacheBlock], block_idxs: range, step_id: int
     ) -> list[int]:
         """Cache the blocks of one table; returns the indices of those whose content was not there before."""
-        suffix, null_block, stored = self._suffixes[g], self.pool.null_block, []
+        pool, hashes, units, stored = group.pool, request.block_hashes, group.units, []
         for block_idx in block_idxs:
             block = table[block_idx]
-            if block is null_block:
+            if block is pool.null_block:
                 continue
-            key = request.block_hashes[block_idx] + suffix
-            if self.pool.cache(block, key):
+            key = hashes[(block_idx + 1) * units - 1] + group.suffix
+            if pool.cache(block, key):
                 stored.append(block_idx)
-            self._unconfirmed.append((step_id, block, key))
+            self._unconfirmed.append((step_id, pool, block, key))
+            if group.is_state:
+                group.forget_older(hashes, block_idx, request.num_prompt_tokens)
         return stored
 
     def _record_stored(self, request: Request, g: int, block_idxs: list[int]) -> None:
@@ -201,24 +243,25 @@ class KVCacheManager:
         start = 0
         for i in range(1, len(block_idxs) + 1):
             if i == len(block_idxs) or block_idxs[i] != block_idxs[i - 1] + 1:
-                self.pool.events.append(self._stored_event(request, g, block_idxs[start], block_idxs[i - 1] + 1))
+                self._events.append(self._stored_event(request, g, block_idxs[start], block_idxs[i - 1] + 1))
                 start = i
 
     def _stored_event(self, request: Request, g: int, first: int, end: int) -> BlockStored:
-        window = self.coordinator.groups[g].window
-        keys = [extra_keys(request, block_idx, self.block_size) for block_idx in range(first, end)]
+        group = self.groups.groups[g]
+        size, units = group.block_size, group.units
+        keys = [extra_keys(request, block_idx, size) for block_idx in range(first, end)]
         # A key is published without its tag: the adapter's name, [content hash, offset], or the salt.
         untagged = [k and [key[1] if len(key) == 2 else list(key[1:]) for key in k] for k in keys]
         return BlockStored(
-            block_hashes=request.block_hashes[first:end],
-            parent_block_hash=request.block_hashes[first - 1] if first else None,
-            token_ids=request.all_token_ids[first * self.block_size : end * self.block_size],
-            block_size=self.block_size,
+            block_hashes=request.block_hashes[(first + 1) * units - 1 : end * units : units],
+            parent_block_hash=request.block_hashes[first * units - 1] if first else None,
+            token_ids=request.all_token_ids[first * size : end * size],
+            block_size=size,
             lora_name=request.lora_name,
             extra_keys=untagged if any(untagged) else None,
             group_idx=g,
-            kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
-            kv_cache_spec_sliding_window=window,
+            kv_cache_spec_kind=group.spec.kind,
+            kv_cache_spec_sliding_window=getattr(group.spec, "window", None),
         )
 
     def confirm(self, step_id: int) -> None:
@@ -230,61 +273,48 @@ class KVCacheManager:
     def revoke(self, step_id: int) -> None:
         """Step `step_id` and those after it have failed: forget what they were to write."""
         while self._unconfirmed and self._unconfirmed[-1][0] >= step_id:
-            _, block, key = self._unconfirmed.pop()
+            _, pool, block, key = self._unconfirmed.pop()
             if block.cache_key == key:
-                self.pool.uncache(block)
+                pool.uncache(block)
 
     def uncache_request(self, request: Request) -> None:
         """Forget everything that a request's blocks hold: its computation went wrong somewhere."""
-        for table in request.blocks:
+        for group, table in zip(self.groups, request.blocks):
             for block in table:
                 if block.cache_key is not None:
-                    self.pool.uncache(block)
+                    group.pool.uncache(block)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all content. False, and nothing changed, while any request holds a block."""
-        if not self.pool.reset_prefix_cache():
+        if any(pool.num_held_blocks for pool in self.pools):
             return False
+        for pool in self.pools:
+            pool.reset_prefix_cache()
         self._unconfirmed.clear()
         return True
 
     def take_events(self) -> list[KVCacheEvent]:
-        """The events since the last call."""
-        events, self.pool.events = self.pool.events, []
-        return events
+        """The events since the last call, of all pools in the order in which they came."""
+        taken, self._events = self.pools[0].events, []
+        for pool in self.pools:
+            pool.events = self._events
+        return taken
 
     def block_map(self, requests: Sequence[Request], most: int | None = None) -> KVBlockMap:
-        """Who holds which block now. `requests` are all that hold any, the oldest first.
-
-        With `most` the beginning, at least an eighth of `most` and all blocks that were ever used, and if these are
-        still more, evenly spaced ones of them.
-        """
-        num_shown, stride = self.pool.num_usable_blocks, 1
-        if most is not None:
-            num_shown = min(num_shown, max(self.pool.last_given, most // 8))
-            stride = max(-(-num_shown // most), 1)
-        owner_B = np.full(len(self.pool.blocks), -1, np.int32)
-        for i in reversed(range(len(requests))):
-            for table in requests[i].blocks:
-                owner_B[[block.block_id for block in table]] = i
-        owner_B[self.pool.null_block.block_id] = -1
-        shown = [self.pool.null_block, *self.pool.blocks[1 : num_shown + 1 : stride]]
-        return KVBlockMap(
-            block_size=self.block_size,
-            request_ids=[request.request_id for request in requests],
-            owner=np.concatenate([owner_B[:1], owner_B[1 : num_shown + 1 : stride]]),
-            num_owners=np.array([block.ref_cnt for block in shown], np.int32),
-            cached=np.array([block.cache_key is not None for block in shown]),
-            stride=stride,
-        )
+        """Who holds which block now. `requests` are all that hold any, the oldest first."""
+        return map_blocks(self.pools, self.groups, requests, most)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Assert that the blocks in the tables of `requests` and the free blocks are all there are."""
-        owners: Counter[int] = Counter()
+        owners: dict[BlockPool, Counter[int]] = {pool: Counter() for pool in self.pools}
         for request in requests:
-            assert len({len(table) for table in request.blocks}) == 1, f"{request}: tables of unequal length"
-            for g, table in enumerate(request.blocks):
-                nulls = [block is self.pool.null_block for block in table]
-                assert sum(nulls) == sum(nulls[: request.num_skipped_blocks[g]]) == request.num_skipped_blocks[g]
-                owners.update(block.block_id for block, null in zip(table, nulls) if not null)
-        self.pool.check_integrity(owners)
+            ends = [(len(table) - 1, len(table), group) for group, table in zip(self.groups, request.blocks)]
+            slots = [range(before * group.block_size, end * group.block_size) for before, end, group in ends]
+            assert max(each.start for each in slots) < self.num_slots(request), f"{request}: tables of unequal length"
+            for g, (group, table) in enumerate(zip(self.groups, request.blocks)):
+                nulls = [block is group.pool.null_block for block in table]
+                assert all(nulls[: request.num_skipped_blocks[g]])
+                assert group.is_state or sum(nulls) == request.num_skipped_blocks[g]
+                owners[group.pool].update(block.block_id for block, null in zip(table, nulls) if not null)
+        for pool, counts in owners.items():
+            pool.check_integrity(counts)

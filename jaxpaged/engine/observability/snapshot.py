@@ -31,7 +31,7 @@ def take_snapshot(
         steps=steps,
         num_steps_before=num_before,
         blocks=manager.block_map(scheduler.running, MOST_BLOCKS),
-        num_blocks=manager.pool.num_usable_blocks,
+        num_blocks=sum(pool.num_usable_blocks for pool in manager.pools),
         running=[state_of(request) for request in scheduler.running[:MOST_REQUESTS]],
         waiting=[state_of(request) for request in itertools.islice(waiting, MOST_REQUESTS)],
         seconds=time.thread_time() - begin,

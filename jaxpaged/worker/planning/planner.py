@@ -7,7 +7,7 @@ compile, so their temporaries, code and collectives are facts; speed is a bound 
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +18,11 @@ import jax
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import across_hosts
 from jaxpaged.errors import ConfigError, UsageError
-from jaxpaged.kv_cache_spec import KVCacheConfig, max_blocks_per_request
+from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, StateSpec
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.plan import Plan, PlannedProgram, Speed
-from jaxpaged.worker.kv_blocks import bytes_per_block
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.planning.program_text import ProgramText
 from jaxpaged.worker.planning.roofline import (
@@ -62,7 +61,7 @@ class Planner:
         blueprint, num_blocks = self.blueprint, self.num_blocks
         programs: list[PlannedProgram] = []
         if self.target.compiles and num_blocks > self.blocks_per_request and not self.obstacles():
-            builders = programs_for(blueprint, KVCacheConfig(num_blocks, blueprint.kv_groups)).builders()
+            builders = programs_for(blueprint, self.kv_cache).builders()
             keys = list(builders) if all_programs else self.representative(builders)
             programs = self._compile(keys, builders, progress or (lambda stage, done, total: None))
         plan = Plan(
@@ -80,6 +79,7 @@ class Planner:
             reserved_bytes=self.reserve.temporaries,
             code_bytes=sum(program.code_bytes for program in programs),
             block_bytes=self.block_bytes,
+            further_kv_bytes=self.kv_cache.num_bytes(blueprint.num_shards) - num_blocks * self.block_bytes,
             num_blocks=num_blocks,
             blocks_per_request=self.blocks_per_request,
             concurrency={context: self.concurrency(context) for context in self.contexts(CONTEXTS)},
@@ -107,34 +107,34 @@ class Planner:
 
     @property
     def block_bytes(self) -> int:
-        return bytes_per_block(self.blueprint.kv_groups, self.blueprint.num_shards)
+        return self.blueprint.division.block_bytes
 
     @property
     def kv_tensor_bytes(self) -> set[int]:
         """Bytes of the arrays that hold the KV cache, each as long as all blocks of a layer."""
-        shapes = programs_for(self.blueprint, KVCacheConfig(self.num_blocks, self.blueprint.kv_groups)).shapes
+        shapes = programs_for(self.blueprint, self.kv_cache).shapes
         return {bytes_on_device(leaf) for leaf in jax.tree.leaves(shapes.kv)}
 
     @property
+    def kv_cache(self) -> KVCacheConfig:
+        return self.blueprint.division.kv_cache(self.num_blocks)
+
+    @property
     def num_blocks(self) -> int:
-        """As many as the engine itself would take on the target."""
+        """As many as the engine itself would take on the target, of the first pool."""
         cache = self.config.cache
         if cache.num_gpu_blocks_override:
             return cache.num_gpu_blocks_override
         free = self.usable_bytes - self.reserve.total
-        return max(cache.kv_cache_memory_bytes or free, 0) // self.block_bytes
+        return self.blueprint.division.num_blocks_in(max(cache.kv_cache_memory_bytes or free, 0))
 
     @property
     def blocks_per_request(self) -> int:
-        return self._blocks_of(self.config.model.max_model_len)
-
-    def _blocks_of(self, context: int) -> int:
-        step = self.config.scheduler.max_num_batched_tokens
-        return max_blocks_per_request(self.blueprint.kv_groups, context, step)
+        return self.blueprint.division.blocks_per_request
 
     def concurrency(self, context: int) -> int:
         """Requests of `context` tokens that fit the KV cache, no beginning shared."""
-        return max(self.num_blocks - 1, 0) // self._blocks_of(context)
+        return int(self.kv_cache.concurrency(context, self.config.scheduler.max_num_batched_tokens))
 
     def contexts(self, lengths: Sequence[int]) -> list[int]:
         """Those lengths that the engine serves, and its longest."""
@@ -210,11 +210,10 @@ class Planner:
     def work(self, programs: Sequence[PlannedProgram] = ()) -> Work:
         """What a token costs on one device. Unless programs say otherwise, collectives are waited for."""
         blueprint, decoder = self.blueprint, self.blueprint.decoder
-        params, shards, spec = blueprint.param_shapes, blueprint.num_shards, blueprint.kv_groups[0].spec
+        params, shards = blueprint.param_shapes, blueprint.num_shards
         embeddings = jax.tree.leaves((params.decoder if self.pools else params).embed_tokens)
         looked_up = embeddings if self.pools or not decoder.tie_embeddings else []
         head = blueprint.model.head(params)
-        windows = [layer.window for layer in decoder.layers]
         read = [leaf for leaf in jax.tree.leaves(params) if not any(leaf is other for other in looked_up)]
         waited = sum(program.waited_bytes for program in programs if program.kind == "forward")
         hidden = sum(program.hidden_bytes for program in programs if program.kind == "forward")
@@ -223,9 +222,8 @@ class Planner:
             weight_bytes=blueprint.weight_bytes - sum(bytes_on_device(leaf) for leaf in looked_up),
             params=sum(elements_on_device(leaf) for leaf in read),
             head_params=sum(elements_on_device(leaf) for leaf in jax.tree.leaves(head)),
-            attention_layers=tuple((window, windows.count(window)) for window in dict.fromkeys(windows)),
+            attention_layers=tuple(attention_layers(blueprint.kv_groups, shards)),
             heads=decoder.num_heads * decoder.head_dim // shards,
-            kv_token_bytes=spec.block_bytes // spec.block_size // shards,
             reduced_bytes=2 * decoder.num_layers * decoder.hidden_size * blueprint.dtype.itemsize,
             waited_share=waited / (waited + hidden) if waited + hidden else 1.0,
             steps_per_program=self.steps_per_program,
@@ -303,13 +301,13 @@ class Planner:
 
     def _how_to_fit(self, plan: Plan) -> list[str]:
         gib = 2**30
-        needed = (plan.blocks_per_request + 1) * plan.block_bytes
+        needed = self.blueprint.division.least_bytes
         lines = [
             f"a request of {self.config.model.max_model_len} tokens needs {needed / gib:.2f} GiB of KV blocks, and "
             f"{max(plan.kv_bytes, 0) / gib:.2f} GiB are left beside {plan.weight_bytes / gib:.2f} GiB of weights "
             f"and {(plan.state_bytes + plan.reserved_bytes) / gib:.2f} GiB of requests' state and temporaries"
         ]
-        if (longest := self._longest_fit(plan.num_blocks)) >= self.config.cache.block_size:
+        if (longest := self._longest_fit()) >= self.config.cache.block_size:
             lines.append(f"--max-model-len {longest} would fit")
         if split := self._smallest_split():
             lines.append(f"split over {split} devices (--tensor-parallel-size {split}) it fits as it is")
@@ -326,13 +324,13 @@ class Planner:
         share = (self.usable_bytes - plan.missing_bytes) / plan.device.memory
         return f"{words}. --gpu-memory-utilization {max(share, 0.01):.2f} or fewer --max-num-batched-tokens would help"
 
-    def _longest_fit(self, num_blocks: int) -> int:
+    def _longest_fit(self) -> int:
         """The longest context, in whole blocks, of which one request fits; 0 when none does."""
         size = self.config.cache.block_size
         low, high = 0, self.config.model.max_model_len // size
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._blocks_of(middle * size) < num_blocks else (low, middle - 1)
+            low, high = (middle, high) if self.concurrency(middle * size) else (low, middle - 1)
         return low * size
 
     def _smallest_split(self) -> int | None:
@@ -377,6 +375,16 @@ def forward_bytes(programs: Sequence[PlannedProgram], num_tokens: int) -> int:
     """What the smallest compiled forward program for so many tokens moves; 0 if there is none."""
     sizes = {program.size: program.memory_bytes for program in programs if program.kind == "forward"}
     return next((sizes[size] for size in sorted(sizes) if size >= num_tokens), 0)
+
+
+def attention_layers(groups: Sequence[KVCacheGroup], num_shards: int) -> Iterator[tuple[int | None, int, int]]:
+    """(window, layers, bytes that a device keeps of a token in one of them) of every group. A recurrent state is no
+    attention: it is not as long as the context, and small beside the weights."""
+    for group in groups:
+        spec = group.spec
+        if not isinstance(spec, StateSpec):
+            token_bytes = spec.block_bytes // spec.block_size // (num_shards if spec.is_split else 1)
+            yield getattr(spec, "window", None), len(group.layer_idxs), token_bytes
 
 
 def elements_on_device(leaf: jax.ShapeDtypeStruct) -> int:

@@ -25,8 +25,8 @@ class Work:
     """What a token costs on one of `num_shards` devices.
 
     weight_bytes: read by a decode step, embeddings that are only looked up left out. params: numbers of one device
-    that every token is multiplied with, `head_params` those of the output head. num_attention_layers:
-    (window or None, layers). heads: query heads x head_dim of one device. kv_token_bytes: of one token, per layer.
+    that every token is multiplied with, `head_params` those of the output head. attention_layers: (window or None,
+    layers, bytes of a token that one of them caches). heads: query heads x head_dim of one device.
     reduced_bytes: summed over the devices per token in all layers, `waited_share` of it while nothing else runs.
     steps_per_program: decode steps that are dispatched at once, at most.
     """
@@ -35,16 +35,15 @@ class Work:
     weight_bytes: int
     params: int
     head_params: int
-    attention_layers: tuple[tuple[int | None, int], ...]
+    attention_layers: tuple[tuple[int | None, int, int], ...]
     heads: int
-    kv_token_bytes: int
     reduced_bytes: int
     waited_share: float = 1.0
     steps_per_program: int = 1
 
     @property
     def kernels(self) -> int:
-        return KERNELS_PER_LAYER * sum(layers for _, layers in self.attention_layers)
+        return KERNELS_PER_LAYER * sum(layers for _, layers, _ in self.attention_layers)
 
 
 def decode_speed(
@@ -55,9 +54,10 @@ def decode_speed(
     `step_bytes` is what its programs move besides the KV cache, if that is known; never less than the weights.
     """
     moved = max(step_bytes or 0, work.weight_bytes)
-    seen = sum(min(window or context, context) * layers for window, layers in work.attention_layers)
+    in_layers = [(min(window or context, context) * n, token_bytes) for window, n, token_bytes in work.attention_layers]
+    seen, read = sum(n for n, _ in in_layers), sum(n * token_bytes for n, token_bytes in in_layers)
     parts = {
-        "memory": (moved + num_requests * seen * work.kv_token_bytes) / device.bandwidth,
+        "memory": (moved + num_requests * read) / device.bandwidth,
         "matmul": num_requests * (2 * work.params + 4 * seen * work.heads) / device.matmul_bf16,
         "host": DISPATCH_SECONDS / work.steps_per_program + num_requests * REQUEST_SECONDS,
         "kernels": work.kernels * KERNEL_SECONDS,
@@ -68,7 +68,7 @@ def decode_speed(
 def prefill_speed(work: Work, device: DeviceFacts, num_tokens: int, num_steps: int = 1) -> Speed:
     """One prompt of `num_tokens` tokens, computed in `num_steps` steps; only its last token has logits."""
     pairs = 0.0
-    for window, layers in work.attention_layers:
+    for window, layers, _ in work.attention_layers:
         width = min(window or num_tokens, num_tokens)
         pairs += layers * (width * (width + 1) / 2 + (num_tokens - width) * width)
     flops = 2 * (work.params - work.head_params) * num_tokens + 4 * pairs * work.heads + 2 * work.head_params

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, blocks_for_tokens, group_layers
-from jaxpaged.layers.attention import AttentionContext, check_attention, kv_struct
+from jaxpaged.layers.attention import AttentionContext, check_attention
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.quantized import quantized_specs
@@ -28,7 +28,7 @@ from jaxpaged.sampling_features import features_of
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.speculation import speculation_of
 from jaxpaged.worker.drafters.ngram import DRAFT_KIND, LOAD_KIND, lower_draft, lower_load_history
-from jaxpaged.worker.kv_blocks import Demand
+from jaxpaged.worker.kv_blocks import Demand, Division, tensor_struct
 from jaxpaged.worker.programs.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
 from jaxpaged.worker.programs.compiler_options import Options, compiler_options
 from jaxpaged.worker.programs.fingerprint import Fingerprint, fingerprint
@@ -152,6 +152,11 @@ class Blueprint:
         return Demand(self.config.model.max_model_len, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
 
     @property
+    def division(self) -> Division:
+        """How memory for KV blocks is divided."""
+        return Division(self.kv_groups, self.demand, self.num_shards)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights on each device."""
         return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(self.param_shapes))
@@ -193,10 +198,7 @@ class StepPrograms:
     def layouts(self) -> dict[int, StepLayout]:
         """Forward bucket -> where the parts of its packed array lie."""
         max_num_seqs, cache = self.blueprint.config.scheduler.max_num_seqs, self.kv_cache
-        return {
-            size: step_layout(size, max_num_seqs, len(cache.groups), cache.block_size)
-            for size in self.blueprint.token_buckets
-        }
+        return {size: step_layout(size, max_num_seqs, cache.block_sizes) for size in self.blueprint.token_buckets}
 
     @cached_property
     def runs(self) -> dict[int, RunLayout]:
@@ -244,10 +246,9 @@ class StepPrograms:
 
     @cached_property
     def shapes(self) -> Shapes:
-        blueprint, cache, spec = self.blueprint, self.kv_cache, self.kv_cache.groups[0].spec
-        sizes = (cache.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        kv = [kv_struct(blueprint.attention, *sizes, blueprint.kv_dtype) for _ in range(cache.num_tensors)]
-        max_blocks = blocks_for_tokens(blueprint.config.model.max_model_len, cache.block_size)
+        blueprint, sizes = self.blueprint, self.kv_cache.block_sizes
+        kv = [tensor_struct(blueprint.attention, *each, blueprint.kv_dtype) for each in self.kv_cache.tensors]
+        max_blocks = blocks_for_tokens(blueprint.config.model.max_model_len, min(sizes))
         max_tokens = blueprint.token_buckets[-1]
         rows = (kv, self.row_state, max_blocks, max_tokens)
         return self.shapes_type(

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Batch, Model
@@ -119,15 +119,15 @@ class StepFunctions:
     def attention_batches(self, layout: StepLayout, parts: StepParts, tables_GRM: Any) -> tuple[AttentionBatch, ...]:
         """What attention needs to know of this step, once per KV group."""
 
-        def of_group(g: int, window: int | None) -> AttentionBatch:
+        def of_group(g: int, spec: AttentionSpec) -> AttentionBatch:
             metadata = make_metadata(
                 parts.num_seqs[0], parts.query_start_loc_R1, parts.seq_lens_R, tables_GRM[g, parts.rows_R],
-                num_tokens=layout.num_tokens, block_size=self.kv_cache.block_size, window=window,
+                num_tokens=layout.num_tokens, block_size=spec.block_size, window=spec.window,
                 backend=self.attention.backend,
             )  # fmt: skip
-            return AttentionBatch(metadata, self.attention, window)
+            return AttentionBatch(metadata, self.attention, spec.window)
 
-        return tuple(of_group(g, group.spec.window) for g, group in enumerate(self.kv_cache.groups))
+        return tuple(of_group(g, group.spec) for g, group in enumerate(self.kv_cache.groups))
 
     def draw(
         self, logits_SV: Any, rows: RowTokens, sampling: SamplingState | None, packed_SF: Any, masks_SW: Any = None

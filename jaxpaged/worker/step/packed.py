@@ -5,7 +5,7 @@ the program splits the array that it received and reads. One definition serves b
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -74,11 +74,11 @@ def slices_of(sizes: Iterable[int]) -> tuple[slice, ...]:
     return tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
-def step_layout(num_tokens: int, max_num_seqs: int, num_groups: int, block_size: int) -> StepLayout:
-    """The layout of the forward bucket of `num_tokens`.
+def step_layout(num_tokens: int, max_num_seqs: int, block_sizes: Sequence[int]) -> StepLayout:
+    """The layout of the forward bucket of `num_tokens`, with a block table for each of `block_sizes`.
 
     A request gets at most one block more than its tokens fill, so the updates of ordinary steps fit; what an
     admission with a long prefix hit adds beyond, or a long run, goes through the table program first.
     """
     num_rows = min(num_tokens, max_num_seqs)
-    return StepLayout(num_tokens, num_rows, num_groups * (num_tokens // block_size + num_rows))
+    return StepLayout(num_tokens, num_rows, sum(num_tokens // size + num_rows for size in block_sizes))
