@@ -134,6 +134,8 @@ class Result:
 class FreeExecutor:
     """An executor around the real runner."""
 
+    weights_version = ""
+
     def __init__(self, config: EngineConfig, vocab_size: int, device: Device | None):
         scheduler, block_size = config.scheduler, config.cache.block_size
         groups = (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),)
@@ -141,7 +143,7 @@ class FreeExecutor:
         buckets = doubling_buckets(scheduler.max_num_batched_tokens, "cpu")
         programs: Any = FreePrograms(token_id=500, device=device)
         rows = RequestRows(scheduler.max_num_seqs, len(groups))
-        layouts = {size: step_layout(size, scheduler.max_num_seqs, len(groups), block_size) for size in buckets}
+        layouts = {size: step_layout(size, scheduler.max_num_seqs, [block_size]) for size in buckets}
         sampler = Sampler(rows, StateLayout(scheduler.max_num_seqs, vocab_size), NO_PROCESSORS, runs={})
         nothing = RealDevice(programs, None, None, DeviceState(None, None, None, None, None))
         self.runner = ModelRunner(nothing, rows, layouts, (PromptScorer(rows), sampler))

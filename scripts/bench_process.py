@@ -51,6 +51,8 @@ class Computing:
 class CountingExecutor:
     """A device that computes steps one after the other, `seconds` each."""
 
+    weights_version = ""
+
     def __init__(self, seconds: float, num_streams: int):
         self.seconds, self.ready = seconds, 0.0
         blocks = num_streams * MAX_MODEL_LEN // 16 + 1

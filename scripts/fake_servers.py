@@ -63,6 +63,8 @@ class Ready:
 class FreeExecutor:
     """Samples the same token for every request, at once."""
 
+    weights_version = ""
+
     def __init__(self, num_blocks: int, block_size: int):
         self.kv_cache_config = KVCacheConfig((num_blocks,), (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),))
 

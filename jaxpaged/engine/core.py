@@ -84,6 +84,7 @@ class EngineCore(EngineCoreClient):
         self._in_flight: deque[Step] = deque()
         self._outbox = Outbox()  # what `step` has not returned yet
         self._death: BaseException | None = None
+        self._weights_version = executor.weights_version
         self._sleep = SleepRecord()
         self.step_log = StepLog()
         self._pacer = StepPacer(config.scheduler.num_scheduler_steps, self._depth)
@@ -194,6 +195,7 @@ class EngineCore(EngineCoreClient):
                 if part not in PARTS[0]:
                     with accepted_interrupts():
                         self.executor.workers.wake_up(part)
+                    self.heed_weights()
                 self._sleep.wake(part)
 
     def block_map(self) -> KVBlockMap:
@@ -204,6 +206,17 @@ class EngineCore(EngineCoreClient):
     def snapshot(self, since_step: int = 0) -> EngineSnapshot:
         """What the engine does now, with the steps after the first `since_step`. See `snapshot.py` for its bounds."""
         return take_snapshot(self._scheduler, self.step_log, self.executor, self.stats(), since_step)
+
+    def heed_weights(self) -> None:
+        """If the weights are others than before, nothing that was computed with those is ever used again. Whoever runs
+        begins anew with the tokens that it has."""
+        version = self.executor.weights_version
+        if version != self._weights_version:
+            self._await_all()
+            self._weights_version = version
+            with self._changing_books():
+                self._scheduler.heed_weights(version)
+            self._publish_events()
 
     def shutdown(self) -> None:
         self._in_flight.clear()

@@ -150,7 +150,10 @@ class CollectiveRpc(CoreCall[list[Any]]):
     kwargs: Mapping[str, Any] = {}
 
     def answer(self, core: "EngineCore") -> list[Any]:
-        return core.executor.collective_rpc(self.method, self.args, self.kwargs)
+        try:
+            return core.executor.collective_rpc(self.method, self.args, self.kwargs)
+        finally:
+            core.heed_weights()
 
 
 CALLS: dict[str, type[CoreCall[Any]]] = {

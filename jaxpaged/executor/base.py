@@ -29,9 +29,13 @@ class PendingOutput(Protocol):
 
 
 class Executor(Protocol):
-    """Computes steps in the order in which they are given."""
+    """Computes steps in the order in which they are given.
+
+    `weights_version` names the weights as they are now: others have another name, in this engine or the next.
+    """
 
     kv_cache_config: KVCacheConfig
+    weights_version: str
 
     @property
     def workers(self) -> "Workers":

@@ -4,6 +4,7 @@ The engine asks here what kind of devices this process has, too, since it import
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxpaged.models.interface import Model
 from jaxpaged.sampling_features import Extra
 from jaxpaged.worker.programs.blueprint import DECODE_KINDS
 from jaxpaged.worker.step.verify import VERIFY_KINDS
+from jaxpaged.worker.weights import WeightsSeen
 from jaxpaged.worker.worker import Worker
 
 
@@ -62,6 +64,10 @@ class UniProcExecutor:
         scheduler_output.programs = self.choice.choose(scheduler_output)
         return self.worker.runner.execute(scheduler_output)
 
+    @property
+    def weights_version(self) -> str:
+        return self.worker.weights.version
+
     def max_decode_steps(self) -> int:
         return self.choice.max_decode_steps()
 
@@ -75,10 +81,15 @@ class UniProcExecutor:
     def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
         """Call a method of the worker, or a function with it; a list of one result. Raises UsageError for no method."""
         if not isinstance(method, str):
-            return [method(self.worker, *args, **kwargs)]
-        if method.startswith("_") or not callable(found := getattr(self.worker, method, None)):
+            found = partial(method, self.worker)
+        elif method.startswith("_") or not callable(found := getattr(self.worker, method, None)):
             raise UsageError(f"the worker has no method {method!r}. Give a function that takes the worker instead.")
-        return [found(*args, **kwargs)]
+        before = WeightsSeen(self.worker.device.params)
+        try:
+            return [found(*args, **kwargs)]
+        finally:
+            if not before.are(self.worker.device.params):
+                self.worker.weights.rename()
 
     def shutdown(self) -> None:
         self.worker.shutdown()

@@ -5,6 +5,7 @@ against a pytree of `Spec`: every tensor that a spec names must be there in its 
 is the parameters plus one tensor. Knows letters and files; what a model is comes in as specs.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -40,6 +41,15 @@ IGNORED = re.compile(
 )
 """Tensors that a checkpoint may hold and a text model does not use. A tied head may be stored a second time.
 Pooling leaves out the head, and embedding the classifier."""
+
+
+def checkpoint_version(folder: Path) -> str:
+    """A name of the weights in a folder: files that were written anew, here or elsewhere, have another one. It is taken
+    from what the system says of the files, not from their content, which would take as long to read as to load."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    facts = [(path.relative_to(folder).as_posix(), path.stat()) for path in files]
+    lines = [f"{name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}" for name, stat in facts]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
 def load_params(

@@ -1,4 +1,5 @@
-"""Parameters that can leave the devices and come back: from copies on the host, or from where they were read first.
+"""Parameters that can leave the devices and come back: from copies on the host, or from where they were read first,
+and the name by which the prefix cache knows them.
 
 On a CPU the device's memory is the host's, so a copy would free nothing: there, parameters are read again, and files
 that were read lately are in the system's cache. This module knows neither steps nor files.
@@ -6,6 +7,8 @@ that were read lately are in the system's cache. This module knows neither steps
 
 import contextlib
 import ctypes
+import secrets
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +19,15 @@ import numpy as np
 class Weights:
     """`load` makes the parameters, any number of times, and compiles nothing but the first time.
 
-    `keeps_copies`: parameters that leave the devices are kept on the host, unless they are to be discarded.
+    `identify` names what `load` would make. `keeps_copies`: parameters that leave the devices are kept on the host,
+    unless they are to be discarded.
     """
 
-    def __init__(self, load: Callable[[], Any], keeps_copies: bool):
-        self._load = load
+    def __init__(self, load: Callable[[], Any], identify: Callable[[], str], keeps_copies: bool):
+        self._load, self._identify = load, identify
         self._keeps_copies = keeps_copies
         self._copies: Any = None
+        self.version = ""
 
     def put_aside(self, params: Any, discard: bool) -> None:
         """Free the memory of `params`, whose arrays are deleted. None: they left before."""
@@ -35,10 +40,27 @@ class Weights:
     def bring_back(self) -> Any:
         """The parameters on their devices. Raises what loading raises; then they can still be brought back later."""
         if self._copies is None:
+            self.version = self._identify()
             return self._load()
         params = jax.tree.map(HostCopy.to_devices, self._copies)
         self._copies = None
         return params
+
+    def rename(self) -> None:
+        """The parameters are others than those that were loaded; nobody knows which."""
+        self.version = secrets.token_hex(16)
+
+
+class WeightsSeen:
+    """Which arrays parameters were at one moment, without keeping them alive. Arrays never change."""
+
+    def __init__(self, params: Any):
+        self._arrays = [weakref.ref(leaf) for leaf in jax.tree.leaves(params)]
+
+    def are(self, params: Any) -> bool:
+        """Whether `params` are the same arrays."""
+        leaves = jax.tree.leaves(params)
+        return len(leaves) == len(self._arrays) and all(ref() is leaf for ref, leaf in zip(self._arrays, leaves))
 
 
 class HostCopy:

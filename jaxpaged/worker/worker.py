@@ -20,7 +20,7 @@ from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
-from jaxpaged.params.checkpoint import DummyParams, load_params
+from jaxpaged.params.checkpoint import DummyParams, checkpoint_version, load_params
 from jaxpaged.worker.device import Device, DeviceState
 from jaxpaged.worker.drafters.ngram import NgramDrafter
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
@@ -61,7 +61,8 @@ class Worker:
         self.programs = self._make_programs()
         self.programs.start()
         on_host = self.blueprint.mesh.devices.flat[0].platform == "cpu"
-        self.weights = Weights(self._loader(folder), keeps_copies=not on_host)
+        identify = partial(checkpoint_version, folder) if folder and config.load.load_format != "dummy" else str
+        self.weights = Weights(self._loader(folder), identify, keeps_copies=not on_host)
         self.profiler = Profiler(config.profiler.profile_dir)
         begin = time.monotonic()
         try:

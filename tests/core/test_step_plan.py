@@ -15,7 +15,7 @@ def request(number):
 
 @given(st.lists(st.sampled_from([None, 1, 5]), max_size=6), st.lists(st.integers(0, 7), max_size=4))
 def test_shares_stay_with_their_requests_and_tokens_come_back(tokens, discarded):
-    plan, expected = StepPlan(100), {}
+    plan, expected = StepPlan(100, 1), {}
     requests = [request(i) for i in range(8)]
     for each, num_tokens in zip(requests, tokens):
         if num_tokens is None:  # it decodes one token in a slot that it has

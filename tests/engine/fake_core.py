@@ -54,6 +54,8 @@ class Done:
 class CountingExecutor:
     """Computes a step at once, in time that grows with nothing but its requests."""
 
+    weights_version = ""
+
     def __init__(self, num_blocks: int, block_size: int = 16):
         self.kv_cache_config = KVCacheConfig((num_blocks,), (KVCacheGroup(AttentionSpec(block_size, 1, 1, 2), (0,)),))
         self.steps = 0

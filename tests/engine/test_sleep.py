@@ -273,3 +273,56 @@ def test_one_profile_is_recorded_at_a_time():
     llm.stop_profile()
     with pytest.raises(ConflictError):
         llm.stop_profile()
+
+
+# ---- other weights -------------------------------------------------------------------------------
+
+
+def cached_hashes(core):
+    return {key[:-4] for pool in core._scheduler.kv_cache_manager.pools for key in pool._cached}
+
+
+@pytest.mark.parametrize("way", ["wake", "call"])
+@pytest.mark.parametrize("in_flight", [0, 5])
+def test_what_other_weights_computed_is_never_found_again(way, in_flight):
+    """Neither by new requests nor by those that wait or run meanwhile; in an outer store neither, since no hash is the
+    same."""
+    core, executor = make()
+    heard = Heard(core)
+    core.add_request(request("old", range(20, 40)))
+    heard.to_end()
+    before = cached_hashes(core)
+    for name in ("a", "b", "c", "d", "e"):
+        core.add_request(request(name, range(20, 40), 30))
+    heard.step(in_flight)
+
+    def replace(worker=None):
+        executor.weights_version = "others"
+
+    if way == "wake":
+        core.sleep(level=2, mode="keep")
+        replace()
+        core.wake_up()
+    else:
+        executor.collective_rpc = lambda method, args, kwargs: [method(*args)]
+        core.collective_rpc(replace, (), {})
+    assert not cached_hashes(core)
+    heard.to_end()
+    assert cached_hashes(core) and not cached_hashes(core) & before
+    assert {name: len(tokens) for name, tokens in heard.tokens.items()} == {"old": 12} | dict.fromkeys("abcde", 30)
+
+
+def test_the_same_weights_keep_what_they_computed_findable():
+    core, executor = make()
+    executor.collective_rpc = lambda method, args, kwargs: [method(*args)]
+    heard = Heard(core)
+    core.add_request(request("old", range(20, 40)))
+    heard.to_end()
+    before = cached_hashes(core)
+    core.collective_rpc(lambda: None, (), {})
+    assert cached_hashes(core) == before
+    core.sleep(level=2)
+    core.wake_up()
+    core.add_request(request("new", range(20, 40)))
+    heard.to_end()
+    assert cached_hashes(core) == before, "hashes are those that routers compute"

@@ -1,11 +1,14 @@
 """Functions of callers reach the worker and the parameters; nothing is pickled."""
 
+import contextlib
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 
 from jaxpaged.errors import ConflictError, UsageError
 from jaxpaged.executor.uniproc import UniProcExecutor
+from jaxpaged.worker.weights import Weights
 from jaxpaged.worker.worker import Worker
 
 
@@ -13,7 +16,8 @@ from jaxpaged.worker.worker import Worker
 def executor():
     executor = UniProcExecutor.__new__(UniProcExecutor)
     executor.worker = Worker.__new__(Worker)
-    executor.worker.device = SimpleNamespace(params={"weight": 3})
+    executor.worker.device = SimpleNamespace(params={"weight": jnp.asarray(3)})
+    executor.worker.weights = Weights(lambda: None, lambda: "files", keeps_copies=False)
     return executor
 
 
@@ -36,3 +40,28 @@ def test_parameters_that_sleep_are_refused(executor):
     executor.worker.device.params = None
     with pytest.raises(ConflictError, match="weights sleep"):
         executor.collective_rpc("apply_model", (id,), {})
+
+
+def other_weights(worker):
+    worker.device.params = {"weight": jnp.asarray(4)}
+
+
+def set_one(params):
+    params["weight"] = jnp.asarray(4)
+
+
+def fail_half_way(worker):
+    other_weights(worker)
+    raise OSError("the rest is missing")
+
+
+@pytest.mark.parametrize("call", [(other_weights, ()), ("apply_model", (set_one,)), (fail_half_way, ())], ids=str)
+def test_weights_that_a_function_replaces_have_another_name(executor, call):
+    executor.collective_rpc("apply_model", (lambda params: params["weight"],), {})
+    before = executor.weights_version
+    with contextlib.suppress(OSError):
+        executor.collective_rpc(*call, {})
+    assert executor.weights_version != before
+    again = executor.weights_version
+    executor.collective_rpc(lambda worker: None, (), {})
+    assert executor.weights_version == again

@@ -26,7 +26,7 @@ def test_a_mixed_step_uploads_prompt_tokens_and_leaves_sampled_ones_to_the_devic
     rows = RequestRows(max_num_seqs=4, num_groups=1)
     for request_id, prompt in (("a", [5, 6, 7, 8, 9]), ("b", [1, 2])):
         rows.add(new_request(request_id, prompt, ([],)))
-    layout = step_layout(8, 4, 1, 4)
+    layout = step_layout(8, 4, [4])
     # "a" computes prompt tokens 1..3, "b" decodes the second token that it sampled
     parts = packed_parts(rows, layout, scheduled(["a", "b"], [3, 1], [1, 3], [False, True]))
     assert parts.num_seqs[0] == 2
@@ -40,14 +40,14 @@ def test_a_mixed_step_uploads_prompt_tokens_and_leaves_sampled_ones_to_the_devic
 def test_a_chunk_that_ends_in_a_sampled_token_takes_only_that_one_from_the_device():
     rows = RequestRows(max_num_seqs=2, num_groups=1)
     rows.add(new_request("a", [5, 6, 7], ([],)))
-    parts = packed_parts(rows, step_layout(8, 2, 1, 4), scheduled(["a"], [3], [1], [True]))
+    parts = packed_parts(rows, step_layout(8, 2, [4]), scheduled(["a"], [3], [1], [True]))
     assert parts.token_ids_T.tolist()[:3] == [6, 7, -1]
 
 
 def test_unused_updates_write_to_the_null_row_only():
     rows = RequestRows(max_num_seqs=2, num_groups=2)
     rows.add(new_request("a", [1], ([], [])))
-    layout = step_layout(8, 2, 2, 4)
+    layout = step_layout(8, 2, [4, 4])
     parts = packed_parts(rows, layout, scheduled(["a"], [1], [0], [True]), [(3, 0, 7)])
     assert (parts.table_place_U[0], parts.table_idx_U[0], parts.table_block_U[0]) == (3, 0, 7)
     assert set(parts.table_place_U[1:].tolist()) == {rows.null_row}
@@ -88,7 +88,7 @@ def test_rows_are_found_again_when_the_same_requests_come_back_elsewhere():
 
 
 def test_parts_of_a_layout_cover_the_array_without_overlap():
-    layout = step_layout(64, 8, 3, 16)
+    layout = step_layout(64, 8, [16] * 3)
     packed = np.zeros(layout.size, np.int32)
     for i, part in enumerate(layout.split(packed)):
         part += 1

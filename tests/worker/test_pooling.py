@@ -10,7 +10,7 @@ from jaxpaged.worker.step.packed import step_layout
 from jaxpaged.worker.step.pooling import accumulate
 
 NUM_TOKENS, NUM_ROWS, WIDTH = 8, 3, 5
-LAYOUT = step_layout(NUM_TOKENS, NUM_ROWS, 1, 4)
+LAYOUT = step_layout(NUM_TOKENS, NUM_ROWS, [4])
 
 
 def packed_step(shares):

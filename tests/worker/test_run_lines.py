@@ -9,7 +9,7 @@ from jaxpaged.worker.step.input_batch import StepReader, pack_step, run_lines
 from jaxpaged.worker.step.packed import step_layout
 from tests.worker.test_input_batch import new_request
 
-LAYOUT = step_layout(8, 4, 1, 8)
+LAYOUT = step_layout(8, 4, [8])
 
 
 def first_step(rows, ids, tokens, computed, updates=()):

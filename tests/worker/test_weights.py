@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.params.checkpoint import checkpoint_version
 from jaxpaged.params.quantized import QuantizedArray
 from jaxpaged.worker.programs.table import CompileCounter
 from jaxpaged.worker.weights import Weights, free
@@ -35,7 +36,7 @@ def made():
 )
 def test_they_come_back_from_the_host_or_from_where_they_were_read(keeps_copies, discards, num_loads):
     loads = []
-    weights = Weights(lambda: loads.append(1) or made(), keeps_copies)
+    weights = Weights(lambda: loads.append(1) or made(), str, keeps_copies)
     params = weights.bring_back()
     before = jax.tree.map(np.asarray, params)
     expected = jax.tree.map(np.array, before)  # views of what is deleted mean nothing
@@ -53,13 +54,13 @@ def test_they_come_back_from_the_host_or_from_where_they_were_read(keeps_copies,
 
 def test_every_buffer_is_deleted():
     params = made()
-    Weights(made, keeps_copies=True).put_aside(params, discard=False)
+    Weights(made, str, keeps_copies=True).put_aside(params, discard=False)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
     free(params)  # once more is harmless
 
 
 def test_copies_that_came_back_are_not_kept():
-    weights = Weights(made, keeps_copies=True)
+    weights = Weights(made, str, keeps_copies=True)
     weights.put_aside(made(), discard=False)
     weights.bring_back()
     changed = made()
@@ -76,7 +77,36 @@ def test_a_failure_to_load_can_be_tried_again():
             raise failures.pop()
         return made()
 
-    weights = Weights(load, keeps_copies=False)
+    weights = Weights(load, str, keeps_copies=False)
     with pytest.raises(OSError, match="disk"):
         weights.bring_back()
     assert weights.bring_back()["none"] is None
+
+
+@pytest.mark.parametrize("keeps_copies", [True, False])
+@pytest.mark.parametrize("discard", [True, False])
+def test_what_is_read_again_is_named_again_and_copies_keep_their_name(keeps_copies, discard):
+    names = iter(["first", "second"])
+    weights = Weights(made, lambda: next(names), keeps_copies)
+    params = weights.bring_back()
+    assert weights.version == "first"
+    weights.put_aside(params, discard)
+    weights.bring_back()
+    assert weights.version == ("first" if keeps_copies and not discard else "second")
+
+
+def test_files_that_were_written_again_have_another_name(tmp_path):
+    (tmp_path / "more").mkdir()
+    for name in ("a.safetensors", "more/b"):
+        (tmp_path / name).write_bytes(b"1234")
+    first = checkpoint_version(tmp_path)
+    assert checkpoint_version(tmp_path) == first
+    names = {first}
+    for change in (
+        lambda: (tmp_path / "more/b").write_bytes(b"1235"),
+        lambda: (tmp_path / "a.safetensors").rename(tmp_path / "c.safetensors"),
+        lambda: (tmp_path / "more/b").unlink(),
+    ):
+        change()
+        names.add(checkpoint_version(tmp_path))
+    assert len(names) == 4

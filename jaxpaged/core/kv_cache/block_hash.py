@@ -2,7 +2,12 @@
 
     hash of block i = SHA-256(CBOR([hash of block i-1, [token ids of block i], extra keys or null]))
 
-The parent of block 0 is NONE_HASH. Extra keys are what changes the content besides the tokens; an array of
+The parent of block 0 is NONE_HASH, as long as the weights are those that the engine began with, which routers take for
+granted. Content of other weights has another root, SHA-256(CBOR([NONE_HASH, ["weights", their version]])), so that it
+never passes for content of these, here or wherever blocks are kept under their hashes. A store that outlives an engine
+must keep apart by itself what engines began with (`Executor.weights_version`).
+
+Extra keys are what changes the content besides the tokens; an array of
     ["lora", adapter name]
     ["mm", content hash, offset of the item relative to the block's first token]   for every item inside
     ["cache_salt", salt]                                                           in block 0 only
@@ -44,6 +49,11 @@ NONE_HASH = hashlib.sha256(encode_cbor("vllm-none-hash")).digest()
 """The parent of every first block: what vLLM uses when PYTHONHASHSEED is not set and the algorithm is sha256_cbor."""
 
 
+def root_of(weights_version: str) -> bytes:
+    """The parent of first blocks that were computed with weights other than the engine's first ones."""
+    return hashlib.sha256(encode_cbor((NONE_HASH, ("weights", weights_version)))).digest()
+
+
 NO_EXTRA_KEYS = encode_cbor(None)
 
 
@@ -56,10 +66,11 @@ class _EncodedTokens(dict):
 
 
 class BlockHasher:
-    """Computes the hashes of a request's full blocks, each once."""
+    """Computes the hashes of a request's full blocks, each once. `root` is the parent of the first."""
 
     def __init__(self, block_size: int):
         self.block_size = block_size
+        self.root = NONE_HASH
         self._encoded_tokens = _EncodedTokens()
         self._array_head = _head(4, block_size)
 
@@ -72,7 +83,7 @@ class BlockHasher:
         encoded = self._encoded_tokens.__getitem__
         only_tokens = request.lora_name is None and request.cache_salt is None and not request.mm_hashes
         prefix, head = b"\x83\x58\x20", self._array_head  # an array of 3, whose first is 32 bytes
-        parent = hashes[-1] if hashes else NONE_HASH
+        parent = hashes[-1] if hashes else self.root
         for block_idx in range(len(hashes), num_full_blocks):
             start = block_idx * block_size
             extra = NO_EXTRA_KEYS if only_tokens else encode_cbor(extra_keys(request, block_idx, block_size))

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence, Set
 from itertools import takewhile
 from typing import NamedTuple
 
-from jaxpaged.core.kv_cache.block_hash import BlockHasher, extra_keys
+from jaxpaged.core.kv_cache.block_hash import BlockHasher, extra_keys, root_of
 from jaxpaged.core.kv_cache.block_map import map_blocks
 from jaxpaged.core.kv_cache.block_pool import BlockPool, KVCacheBlock
 from jaxpaged.core.kv_cache.events import BlockStored, KVCacheEvent
@@ -107,8 +107,8 @@ class KVCacheManager:
         return request.block_hashes[first // self.groups.unit : end // self.groups.unit]
 
     def num_tokens_behind(self, request: Request, hit: CacheHit, hashes: Set[bytes]) -> int:
-        """By how many tokens a hit would be longer if these blocks were cached. Not at all where it needs a snapshot, too:
-        there will hardly be one at the right place."""
+        """By how many tokens a hit would be longer if these blocks were cached. By none where it needs a snapshot, too,
+        since there will hardly be one in the right place."""
         if not hashes or not request.reads_prefix_cache or self.groups.have_states:
             return 0
         first, end = hit.num_tokens // self.groups.unit, (request.num_tokens - 1) // self.groups.unit
@@ -292,6 +292,11 @@ class KVCacheManager:
             pool.reset_prefix_cache()
         self._unconfirmed.clear()
         return True
+
+    def change_root(self, weights_version: str) -> None:
+        """From now on content is that of other weights. Nobody holds blocks, and hashes of before mean nothing."""
+        self.reset_prefix_cache()
+        self._hasher.root = root_of(weights_version)
 
     def take_events(self) -> list[KVCacheEvent]:
         """The events since the last call, of all pools in the order in which they came."""
