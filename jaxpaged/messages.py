@@ -243,8 +243,9 @@ class KVBlockMap(msgspec.Struct):
     """Who holds which KV block at one moment. The arrays are `[B]`, indexed by block id; block 0 is the null block. The
     blocks of further pools, without null blocks, follow those of the first, whose blocks have `block_size` tokens.
 
-    `owner` is an index into `request_ids`: the oldest request that holds the block; -1 when nobody does. `num_owners`
-    above 1 is a shared beginning. `cached` blocks hold content that a later request can reuse.
+    `owner` is an index into `request_ids` and, behind them, `holds`: the oldest request that holds the block, or why
+    it is held without one; -1 when nobody does. `num_owners` above 1 is a shared beginning. `cached` blocks hold
+    content that a later request can reuse.
     With a `stride` above 1 only the null block and blocks 1, 1 + stride, 1 + 2 * stride, ... are in the arrays. Blocks
     at the end that were never used may be left out.
     """
@@ -255,6 +256,7 @@ class KVBlockMap(msgspec.Struct):
     num_owners: np.ndarray
     cached: np.ndarray
     stride: int = 1
+    holds: list[str] = []
 
 
 class RequestState(msgspec.Struct, array_like=True):

@@ -379,6 +379,10 @@ class Scheduler:
         """Forget all cached content. False, and nothing changed, while any request holds blocks."""
         return self.kv_cache_manager.reset_prefix_cache()
 
+    def lose_content(self) -> None:
+        """Forget all cached content, which is lost. Nobody runs, and no step is in flight."""
+        self.kv_cache_manager.lose_content()
+
     def heed_weights(self, version: str) -> None:
         """Other weights compute from now on: what was computed is lost, and never found again. No step is in flight."""
         self.preempt_all()

@@ -176,7 +176,7 @@ class EngineCore(EngineCoreClient):
         if level > 0:
             with self._changing_books():
                 self._scheduler.preempt_all()
-                self._scheduler.reset_prefix_cache()
+                self._scheduler.lose_content()
         self._sleep.deepen(level)  # also when the executor fails to: nobody knows how much of it is freed
         self._pacer.interrupt()
         self._publish_events()
@@ -342,7 +342,7 @@ class EngineCore(EngineCoreClient):
             reason = f"its cached keys and values were lost when {reason}"
             self._outbox.add(self._scheduler.fail_requests(left, reason))
             self._scheduler.forget_steps()
-            self._scheduler.reset_prefix_cache()
+            self._scheduler.lose_content()
             self.executor.recover()
         if not isinstance(error, Exception):
             raise error

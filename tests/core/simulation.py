@@ -417,13 +417,14 @@ class Engine:
         self.record(self.scheduler.abort_requests(request_ids))
 
     def lose_everything(self) -> None:
-        """What happens before the KV cache is freed: nothing is in flight, nobody has blocks, nothing is cached."""
+        """What happens before the KV cache is freed: nothing is in flight, no request has blocks, nothing is cached."""
         while self.in_flight:
             self.receive()
         self.scheduler.preempt_all()
         self.scheduler.check_integrity()
         assert not self.scheduler.running
-        assert self.scheduler.reset_prefix_cache()
+        self.scheduler.lose_content()
+        assert not any(block.cache_key for pool in self.scheduler.kv_cache_manager.pools for block in pool.blocks)
         self.runner.memory.clear()
 
     def run(self, max_steps: int = 2000) -> None:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.engine.core import EngineCore
+from jaxpaged.entrypoints.pictures.block_map import BlockMap
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
 from tests.engine.test_core import VOCAB, request
 
@@ -105,3 +106,27 @@ def test_no_block_that_was_ever_used_lies_behind_those_that_are_shown(traffic):
         used |= {block.block_id for live in core._scheduler.running for block in live.blocks[0]}
     assert max(used, default=0) <= manager.pools[0].last_given
     assert all(block.cache_key is None for block in manager.pools[0].blocks[manager.pools[0].last_given + 1 :])
+
+
+def test_who_is_no_request_holds_blocks_under_its_own_name_and_may_lose_what_they_hold():
+    core = make_core()
+    core.add_request(request("first", prompt=[20] * 9, max_tokens=30))
+    core.step()
+    manager = core._scheduler.kv_cache_manager
+    hold = manager.hold("a transfer", [core._scheduler.running[0].blocks[0][1:3]])
+    core.abort_requests(["first"])
+    assert core.block_map().holds == ["a transfer"]
+    drawn = BlockMap(core.block_map())
+    assert drawn.counts["a transfer"] == 2 and "held for a transfer: 2 blocks" in drawn.text()
+    assert manager.usage == 2 / 63 and not core.reset_prefix_cache() and hold.is_intact
+    core._scheduler.check_integrity()
+    core.sleep(level=1)
+    assert not hold.is_intact and core.block_map().cached.sum() == 0
+    core.wake_up()
+    core.add_request(request("second", prompt=[20] * 9, max_tokens=3))
+    core.step()
+    assert core.block_map().num_owners[[block.block_id for block in hold.blocks[0]]].tolist() == [1, 1]
+    manager.release(hold)
+    core.step()
+    core._scheduler.check_integrity()
+    assert core.block_map().holds == []

@@ -110,6 +110,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_everything(self):
         self.engine.lose_everything()
 
+    @rule(data=st.data())
+    def hold(self, data):
+        """Somebody outside takes a part of what a request has; he keeps it when the request is gone."""
+        if running := self.engine.scheduler.running:
+            request = data.draw(st.sampled_from(running))
+            first = data.draw(st.integers(0, 3))
+            self.engine.scheduler.kv_cache_manager.hold("a transfer", [table[first:] for table in request.blocks])
+
+    @precondition(lambda self: self.engine.scheduler.kv_cache_manager.holds)
+    @rule()
+    def release(self):
+        manager = self.engine.scheduler.kv_cache_manager
+        manager.release(manager.holds[0])
+
     @invariant()
     def everything_is_accounted_for(self):
         if hasattr(self, "engine"):
@@ -117,6 +131,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "engine"):
+            manager = self.engine.scheduler.kv_cache_manager
+            while manager.holds:
+                manager.release(manager.holds[0])
             self.engine.run()
 
 

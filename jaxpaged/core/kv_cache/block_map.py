@@ -1,24 +1,31 @@
 """Who holds which KV block at one moment, for whoever draws it. Blocks of several pools are put one after the other."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxpaged.core.kv_cache.block_pool import BlockPool
-from jaxpaged.core.kv_cache.groups import CacheGroup
+from jaxpaged.core.kv_cache.groups import CacheGroups
 from jaxpaged.core.request import Request
 from jaxpaged.messages import KVBlockMap
 
 
-def map_blocks(
-    pools: Sequence[BlockPool], groups: Iterable[CacheGroup], requests: Sequence[Request], most: int | None
-) -> KVBlockMap:
+class Books(Protocol):
+    """What a `KVCacheManager` shows of itself."""
+
+    pools: Sequence[BlockPool]
+    groups: CacheGroups
+    holds: Sequence[Any]
+
+
+def map_blocks(books: Books, requests: Sequence[Request], most: int | None) -> KVBlockMap:
     """`requests` are all that hold any block, the oldest first.
 
     With `most` the beginning, at least an eighth of `most` and all blocks that were ever used, and if these are
     still more, evenly spaced ones of them.
     """
-    groups = tuple(groups)
+    pools, groups = books.pools, tuple(books.groups)
     blocks = [pools[0].null_block]
     first_of, last_given = {}, 0  # place of the block 0 that a pool would have; place of the last that was ever used
     for pool in pools:
@@ -30,8 +37,9 @@ def map_blocks(
         num_shown = min(num_shown, max(last_given, most // 8))
         stride = max(-(-num_shown // most), 1)
     owner_B = np.full(len(blocks), -1, np.int32)
-    for i in reversed(range(len(requests))):
-        for group, table in zip(groups, requests[i].blocks):
+    owners = [*requests, *books.holds]
+    for i in reversed(range(len(owners))):
+        for group, table in zip(groups, owners[i].blocks):
             first = first_of[group.pool]
             owner_B[[first + block.block_id for block in table if block.block_id]] = i
     shown = [blocks[0], *blocks[1 : num_shown + 1 : stride]]
@@ -42,4 +50,5 @@ def map_blocks(
         num_owners=np.array([block.ref_cnt for block in shown], np.int32),
         cached=np.array([block.cache_key is not None for block in shown]),
         stride=stride,
+        holds=[hold.reason for hold in books.holds],
     )

@@ -180,19 +180,24 @@ class BlockPool:
         self.events.append(BlockRemoved(block_hashes=[cache_key[:-4]], group_idx=group_idx))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all content, if no request holds a block; else change nothing and return False."""
-        if self._free.num_blocks != self.num_usable_blocks:
+        """Forget all content, if nobody holds a block; else change nothing and return False."""
+        if self.num_held_blocks:
             return False
+        self.lose_content()
+        return True
+
+    def lose_content(self) -> None:
+        """Forget all content: the memory that had it is gone, or means something else. Owners keep their blocks."""
         for block in self.blocks:
             block.cache_key = None
         self._cached.clear()
         self._duplicates.clear()
         if self.record_events:
             self.events.append(AllBlocksCleared())
-        return True
 
     def check_integrity(self, owners: Counter[int]) -> None:
-        """Assert that every block is accounted for. `owners[block_id]` is in how many tables a block stands."""
+        """Assert that every block is accounted for. `owners[block_id]` is in how many tables a block stands; holds are
+        such tables, too."""
         free = {block.block_id for block in self._free}
         assert len(free) == self._free.num_blocks, f"{len(free)} blocks linked, {self._free.num_blocks} counted"
         assert self.null_block.block_id not in free, "the null block is free"

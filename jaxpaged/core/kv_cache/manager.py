@@ -51,6 +51,16 @@ class CacheHit(NamedTuple):
     branch: int
 
 
+class Hold:
+    """Blocks with an owner that is no request: somebody reads or writes them from outside. `reason` says who, and for
+    what. `is_intact` until what the blocks held is lost, as it is when the engine sleeps deeply or a step fails."""
+
+    def __init__(self, reason: str, blocks: Sequence[Sequence[KVCacheBlock]]):
+        self.reason = reason
+        self.blocks = tuple(map(tuple, blocks))  # of each KV group
+        self.is_intact = True
+
+
 class KVCacheManager:
     """Block tables of requests over the pools of all KV groups, with prefix caching.
 
@@ -80,11 +90,12 @@ class KVCacheManager:
         self._hasher = BlockHasher(self.groups.unit)
         self._no_hit = CacheHit(tuple([] for _ in range(self.num_groups)), 0, 0)
         self._unconfirmed: deque[tuple[int, BlockPool, KVCacheBlock, bytes]] = deque()  # (step, block, its key)
+        self.holds: list[Hold] = []
         self.take_events()
 
     @property
     def usage(self) -> float:
-        """Share of the bytes of all usable blocks that requests hold, 0..1."""
+        """Share of the bytes of all usable blocks that somebody holds, 0..1."""
         held = sum(pool.num_held_blocks * size for pool, size in zip(self.pools, self._block_bytes))
         return held / sum(pool.num_usable_blocks * size for pool, size in zip(self.pools, self._block_bytes))
 
@@ -201,6 +212,19 @@ class KVCacheManager:
         request.num_skipped_blocks = [0] * self.num_groups
         request.num_entered_tokens = 0
 
+    def hold(self, reason: str, blocks: Sequence[Sequence[KVCacheBlock]]) -> Hold:
+        """Keep blocks, some of each KV group, from being given out until `release`, whoever else gives them back."""
+        hold = Hold(reason, blocks)
+        for group, held in zip(self.groups, hold.blocks, strict=True):
+            group.pool.touch(held)
+        self.holds.append(hold)
+        return hold
+
+    def release(self, hold: Hold) -> None:
+        self.holds.remove(hold)
+        for group, held in zip(self.groups, hold.blocks):
+            group.pool.free_blocks(held)
+
     def num_slots(self, request: Request) -> int:
         return min([len(table) * group.block_size for group, table in zip(self.groups, request.blocks)])
 
@@ -285,17 +309,23 @@ class KVCacheManager:
                     group.pool.uncache(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all content. False, and nothing changed, while any request holds a block."""
+        """Forget all content. False, and nothing changed, while anybody holds a block."""
         if any(pool.num_held_blocks for pool in self.pools):
             return False
-        for pool in self.pools:
-            pool.reset_prefix_cache()
-        self._unconfirmed.clear()
+        self.lose_content()
         return True
 
+    def lose_content(self) -> None:
+        """Forget all content, whoever holds its blocks. No request does, and no step is in flight."""
+        for pool in self.pools:
+            pool.lose_content()
+        for hold in self.holds:
+            hold.is_intact = False
+        self._unconfirmed.clear()
+
     def change_root(self, weights_version: str) -> None:
-        """From now on content is that of other weights. Nobody holds blocks, and hashes of before mean nothing."""
-        self.reset_prefix_cache()
+        """From now on content is that of other weights. No request holds blocks, and hashes of before mean nothing."""
+        self.lose_content()
         self._hasher.root = root_of(weights_version)
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -307,11 +337,14 @@ class KVCacheManager:
 
     def block_map(self, requests: Sequence[Request], most: int | None = None) -> KVBlockMap:
         """Who holds which block now. `requests` are all that hold any, the oldest first."""
-        return map_blocks(self.pools, self.groups, requests, most)
+        return map_blocks(self, requests, most)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Assert that the blocks in the tables of `requests` and the free blocks are all there are."""
+        """Assert that the blocks in the tables of `requests`, those on hold, and the free blocks are all there are."""
         owners: dict[BlockPool, Counter[int]] = {pool: Counter() for pool in self.pools}
+        for hold in self.holds:
+            for group, held in zip(self.groups, hold.blocks):
+                owners[group.pool].update(block.block_id for block in held if block is not group.pool.null_block)
         for request in requests:
             ends = [(len(table) - 1, len(table), group) for group, table in zip(self.groups, request.blocks)]
             slots = [range(before * group.block_size, end * group.block_size) for before, end, group in ends]

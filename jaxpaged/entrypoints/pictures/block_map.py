@@ -44,19 +44,21 @@ def color_of(kind: int) -> str:
 
 
 class BlockMap:
-    """The KV cache at one moment. `kinds[i]` is what block i + 1 is: a request's index, SHARED, CACHED or FREE."""
+    """The KV cache at one moment. `kinds[i]` is what block i + 1 is: the index of its owner, SHARED, CACHED or FREE.
+    Owners are requests, and behind them reasons for which blocks are held without one."""
 
     def __init__(self, blocks: KVBlockMap):
         self.block_size = blocks.block_size
         self.request_ids = list(blocks.request_ids)
+        self.holds = list(blocks.holds)
         self.kinds = block_kinds(blocks).tolist()
 
     @property
     def counts(self) -> dict[str, int]:
-        """Blocks by what they are: a request's id, or "shared", "cached", "free"."""
-        counted = Counter(self.kinds)
-        by_request = {self.request_ids[kind]: counted[kind] for kind in sorted(counted) if kind >= 0}
-        return by_request | {"shared": counted[SHARED], "cached": counted[CACHED], "free": counted[FREE]}
+        """Blocks by what they are: a request's id, the reason of a hold, or "shared", "cached", "free"."""
+        counted, owners = Counter(self.kinds), self.request_ids + self.holds
+        by_owner = {owners[kind]: counted[kind] for kind in sorted(counted) if kind >= 0}
+        return by_owner | {"shared": counted[SHARED], "cached": counted[CACHED], "free": counted[FREE]}
 
     def text(self, width: int = 80, max_lines: int = 24) -> str:
         """One character a block, at most `width` a line; when there are too many blocks, one for a group of them.
@@ -74,14 +76,11 @@ class BlockMap:
         """(kind, words and number of blocks), requests first; only the first few of many requests."""
         counted = Counter(self.kinds)
         held = [kind for kind in sorted(counted) if kind >= 0]
-        lines = [
-            (kind, f"request {shortened(self.request_ids[kind])}: {count_of(counted[kind], 'block')}")
-            for kind in held[:MAX_LEGEND]
-        ]
+        lines = [(kind, f"{self._named(kind)}: {count_of(counted[kind], 'block')}") for kind in held[:MAX_LEGEND]]
         if len(held) > MAX_LEGEND:
             rest = held[MAX_LEGEND:]
-            first, blocks = shortened(self.request_ids[rest[0]]), count_of(sum(counted[kind] for kind in rest), "block")
-            lines.append((rest[0], f"request {first} and {len(rest) - 1} more: {blocks}"))
+            blocks = count_of(sum(counted[kind] for kind in rest), "block")
+            lines.append((rest[0], f"{self._named(rest[0])} and {len(rest) - 1} more: {blocks}"))
         others = (SHARED, CACHED, FREE)
         return lines + [(kind, f"{NAMES[kind]}: {count_of(counted[kind], 'block')}") for kind in others]
 
@@ -109,7 +108,17 @@ class BlockMap:
         return f'<div style="line-height:13px;max-width:900px">{cells}</div><p>{words}</p><p>{legend}</p>'
 
     def _title(self, kind: int) -> str:
-        return NAMES[kind] if kind < 0 else f"request {self.request_ids[kind]}"
+        return NAMES[kind] if kind < 0 else " ".join(self.owner(kind))
+
+    def owner(self, kind: int) -> tuple[str, str]:
+        """Who holds a block: what it is, and its name."""
+        if kind < len(self.request_ids):
+            return "request", self.request_ids[kind]
+        return "held for", self.holds[kind - len(self.request_ids)]
+
+    def _named(self, kind: int) -> str:
+        what, name = self.owner(kind)
+        return f"{what} {name if len(name) <= MAX_NAME_LENGTH else f'{name[: MAX_NAME_LENGTH - 1]}…'}"
 
 
 def block_kinds(blocks: KVBlockMap) -> np.ndarray:
@@ -127,10 +136,6 @@ def grouped(kinds: Sequence[int], group: int) -> list[int]:
 
 def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def shortened(name: str) -> str:
-    return name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 1]}…"
 
 
 def html_cell(kind: int, title: str) -> str:

@@ -127,7 +127,8 @@ def shown_blocks(blocks: KVBlockMap, count: int, labels: Labels) -> ShownBlocks:
     ends = np.append(np.flatnonzero(np.diff(kinds)) + 1, len(kinds))
     lengths = np.diff(ends, prepend=0)
     runs = list(zip(kinds[ends - 1].tolist(), lengths.tolist())) if len(kinds) else []
-    return ShownBlocks(blocks.block_size, count, blocks.stride, [labels.of(each) for each in blocks.request_ids], runs)
+    owners = [labels.of(each) for each in blocks.request_ids] + blocks.holds
+    return ShownBlocks(blocks.block_size, count, blocks.stride, owners, runs)
 
 
 def shown_steps(before: StepRecord | None, records: Sequence[StepRecord], first: int) -> list[ShownStep]:
