@@ -280,7 +280,7 @@ def group_layers(specs: Sequence[CacheSpec]) -> tuple[KVCacheGroup, ...]:
 
 def blocks_for_tokens(num_tokens: int, block_size: int) -> int:
     """How many blocks hold `num_tokens` tokens."""
-    return math.ceil(num_tokens / block_size)
+    return -(-num_tokens // block_size)
 
 
 def max_blocks_per_request(groups: Sequence[KVCacheGroup], max_model_len: int, max_num_batched_tokens: int) -> int:

@@ -67,10 +67,8 @@ class CacheGroup:
             hit.append(block)
         return hit
 
-    def new_blocks(self, first: int, num_blocks: int, num_prompt_tokens: int, branch: int) -> list[KVCacheBlock]:
-        """Entries `first` and after of a table. Snapshots only where one is wanted and a block is free."""
-        if not self.is_state:
-            return self.pool.get_new_blocks(num_blocks)
+    def new_snapshots(self, first: int, num_blocks: int, num_prompt_tokens: int, branch: int) -> list[KVCacheBlock]:
+        """Entries `first` and after of a table of states: blocks where a snapshot is wanted, and a block is free."""
         blocks = []
         for end in range((first + 1) * self.block_size, (first + num_blocks + 1) * self.block_size, self.block_size):
             wanted = self.wants_snapshot(end, num_prompt_tokens, branch) and self.pool.num_free_blocks
@@ -99,11 +97,12 @@ class CacheGroups:
         self.unit = math.gcd(*sizes)  # tokens of one content hash
         self._alignment = math.lcm(*sizes)  # of hits
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._layouts = pool_layouts(groups)
-        pool_of = {g: pool for layout, pool in zip(self._layouts, pools, strict=True) for g in layout.group_idxs}
+        layouts = pool_layouts(groups)
+        pool_of = {g: pool for layout, pool in zip(layouts, pools, strict=True) for g in layout.group_idxs}
         self.groups = tuple(CacheGroup(g, group.spec, pool_of[g], self.unit) for g, group in enumerate(groups))
         self.have_states = any(group.is_state for group in self.groups)
-        self.groups_of_pool = tuple(layout.group_idxs for layout in self._layouts)
+        self.groups_of_pool = tuple(layout.group_idxs for layout in layouts)
+        self._specs_of_pool = [[group.spec for group in layout.groups] for layout in layouts]
 
     def __iter__(self):
         return iter(self.groups)
@@ -131,4 +130,5 @@ class CacheGroups:
 
     def max_blocks(self, num_tokens: int) -> list[int]:
         """Blocks that a request must have at most, of each pool, while its first `num_tokens` are computed."""
-        return [layout.max_blocks(num_tokens, self._max_num_batched_tokens) for layout in self._layouts]
+        step = self._max_num_batched_tokens
+        return [sum([spec.max_blocks(num_tokens, step) for spec in specs]) for specs in self._specs_of_pool]

@@ -79,12 +79,13 @@ class KVCacheManager:
         self._block_bytes = [layout.block_bytes(num_shards=1) for layout in kv_cache_config.pools]
         self.groups = CacheGroups(kv_cache_config.groups, self.pools, max_num_batched_tokens)
         self.num_groups = len(self.groups)
+        self._group_list = self.groups.groups
+        self._block_sizes = [group.block_size for group in self.groups]
         numbered = list(enumerate(self.groups))
         self._skipping_groups = [(g, group) for g, group in numbered if group.spec.num_read_blocks is not None]
         # Which groups' new entries must have blocks, by pool: all but snapshots.
-        self._needing_groups = [
-            [g for g, group in numbered if group.pool is p and not group.is_state] for p in self.pools
-        ]
+        needing = lambda pool: [g for g, group in numbered if group.pool is pool and not group.is_state]
+        self._needing_groups = [(pool, needing(pool)) for pool in self.pools]
         self._enable_prefix_caching = enable_prefix_caching
         self._record_events = enable_kv_cache_events
         self._hasher = BlockHasher(self.groups.unit)
@@ -172,8 +173,14 @@ class KVCacheManager:
         if not self._are_free(num_new):
             return None
         new_block_ids = []
-        for group, table, n in zip(self.groups, request.blocks, num_new):
-            new_blocks = group.new_blocks(len(table), n, request.num_prompt_tokens, request.branch) if n else []
+        for group, table, n in zip(self._group_list, request.blocks, num_new):
+            if not n:
+                new_block_ids.append([])
+                continue
+            if group.is_state:
+                new_blocks = group.new_snapshots(len(table), n, request.num_prompt_tokens, request.branch)
+            else:
+                new_blocks = group.pool.get_new_blocks(n)
             table += new_blocks
             new_block_ids.append([block.block_id for block in new_blocks])
         return tuple(new_block_ids)
@@ -186,12 +193,15 @@ class KVCacheManager:
     def _num_new_entries(self, request: Request, num_new_tokens: int) -> list[int]:
         """How many entries each table needs for the next `num_new_tokens` tokens; none when it has slots to spare."""
         end = request.num_computed_tokens + num_new_tokens
-        return [max(-(-end // group.block_size) - len(table), 0) for group, table in zip(self.groups, request.blocks)]
+        return [max(-(-end // size) - len(table), 0) for size, table in zip(self._block_sizes, request.blocks)]
 
     def _are_free(self, num_new: Sequence[int]) -> bool:
         """Whether there are blocks for as many new entries of the groups' tables. Snapshots do without."""
-        for pool, members in zip(self.pools, self._needing_groups):
-            if sum([num_new[g] for g in members]) > pool.num_free_blocks:
+        for pool, members in self._needing_groups:
+            num_needed = 0
+            for g in members:
+                num_needed += num_new[g]
+            if num_needed > pool.num_free_blocks:
                 return False
         return True
 
@@ -226,7 +236,7 @@ class KVCacheManager:
             group.pool.free_blocks(held)
 
     def num_slots(self, request: Request) -> int:
-        return min([len(table) * group.block_size for group, table in zip(self.groups, request.blocks)])
+        return min([len(table) * size for size, table in zip(self._block_sizes, request.blocks)])
 
     # ---- prefix cache --------------------------------------------------------------------------
 
@@ -238,19 +248,18 @@ class KVCacheManager:
         if end - first < self.groups.unit:
             return
         self._hasher.extend(request)
-        for g, (group, table) in enumerate(zip(self.groups, request.blocks)):
-            block_idxs = range(first // group.block_size, end // group.block_size)
-            stored = self._cache_group_blocks(request, group, table, block_idxs, step_id)
+        for g, table in enumerate(request.blocks):
+            stored = self._cache_group_blocks(request, self._group_list[g], table, first, end, step_id)
             if self._record_events:
                 self._record_stored(request, g, stored)
         request.num_entered_tokens = end // self.groups.unit * self.groups.unit
 
     def _cache_group_blocks(
-        self, request: Request, group: CacheGroup, table: list[KVCacheBlock], block_idxs: range, step_id: int
+        self, request: Request, group: CacheGroup, table: list[KVCacheBlock], first: int, end: int, step_id: int
     ) -> list[int]:
-        """Cache the blocks of one table; returns the indices of those whose content was not there before."""
-        pool, hashes, units, stored = group.pool, request.block_hashes, group.units, []
-        for block_idx in block_idxs:
+        """Cache the blocks that end between two tokens; returns the indices of those whose content was not there."""
+        pool, hashes, units, size, stored = group.pool, request.block_hashes, group.units, group.block_size, []
+        for block_idx in range(first // size, end // size):
             block = table[block_idx]
             if block is pool.null_block:
                 continue
