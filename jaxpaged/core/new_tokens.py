@@ -62,7 +62,7 @@ def num_drafts_in_step(request: Request, plan: StepPlan, manager: KVCacheManager
     most = min(request.num_drafts, num_left - 1, plan.num_spare, plan.budget - 1)
     if request.matcher is not None:
         most = min(most, request.matcher.num_free(request.num_output_placeholders) - 1)
-    if most <= 0 or sum(manager.num_new_blocks(request, 1 + most)) > manager.pool.num_free_blocks:
+    if most <= 0 or not manager.can_allocate([(request, 1 + most)]):
         return 0
     plan.num_spare -= most
     return most
