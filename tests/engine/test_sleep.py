@@ -4,6 +4,7 @@ import pytest
 
 from jaxpaged import LLM, PoolingParams, SamplingParams
 from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.core_calls import CollectiveRpc
 from jaxpaged.engine.sleep import MODES, SleepRecord
 from jaxpaged.errors import CheckpointError, ConflictError, UsageError
 from jaxpaged.messages import EngineCoreRequest
@@ -305,7 +306,7 @@ def test_what_other_weights_computed_is_never_found_again(way, in_flight):
         core.wake_up()
     else:
         executor.collective_rpc = lambda method, args, kwargs: [method(*args)]
-        core.collective_rpc(replace, (), {})
+        core.call(CollectiveRpc(replace))
     assert not cached_hashes(core)
     heard.to_end()
     assert cached_hashes(core) and not cached_hashes(core) & before
@@ -319,7 +320,7 @@ def test_the_same_weights_keep_what_they_computed_findable():
     core.add_request(request("old", range(20, 40)))
     heard.to_end()
     before = cached_hashes(core)
-    core.collective_rpc(lambda: None, (), {})
+    core.call(CollectiveRpc(lambda: None))
     assert cached_hashes(core) == before
     core.sleep(level=2)
     core.wake_up()
