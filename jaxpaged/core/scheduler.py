@@ -379,17 +379,6 @@ class Scheduler:
         """Forget all cached content. False, and nothing changed, while any request holds blocks."""
         return self.kv_cache_manager.reset_prefix_cache()
 
-    def lose_content(self) -> None:
-        """Forget all cached content, which is lost. Nobody runs, and no step is in flight."""
-        self.kv_cache_manager.lose_content()
-
-    def heed_weights(self, version: str) -> None:
-        """Other weights compute from now on: what was computed is lost, and never found again. No step is in flight."""
-        self.preempt_all()
-        for request in self.requests.values():
-            request.block_hashes.clear()
-        self.kv_cache_manager.change_root(version)
-
     def make_stats(self, scheduled: SchedulerOutput | None = None) -> SchedulerStats:
         """Queues and cache as they are now; step and tokens are those of `scheduled`, or of the last step."""
         last = scheduled is None

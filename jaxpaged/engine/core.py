@@ -176,7 +176,7 @@ class EngineCore(EngineCoreClient):
         if level > 0:
             with self._changing_books():
                 self._scheduler.preempt_all()
-                self._scheduler.lose_content()
+                self._scheduler.kv_cache_manager.lose_content()
         self._sleep.deepen(level)  # also when the executor fails to: nobody knows how much of it is freed
         self._pacer.interrupt()
         self._publish_events()
@@ -215,7 +215,8 @@ class EngineCore(EngineCoreClient):
             self._await_all()
             self._weights_version = version
             with self._changing_books():
-                self._scheduler.heed_weights(version)
+                self._scheduler.preempt_all()
+                self._scheduler.kv_cache_manager.change_root(version, self._scheduler.requests.values())
             self._publish_events()
 
     def shutdown(self) -> None:
@@ -342,7 +343,7 @@ class EngineCore(EngineCoreClient):
             reason = f"its cached keys and values were lost when {reason}"
             self._outbox.add(self._scheduler.fail_requests(left, reason))
             self._scheduler.forget_steps()
-            self._scheduler.lose_content()
+            self._scheduler.kv_cache_manager.lose_content()
             self.executor.recover()
         if not isinstance(error, Exception):
             raise error

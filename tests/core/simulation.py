@@ -423,7 +423,7 @@ class Engine:
         self.scheduler.preempt_all()
         self.scheduler.check_integrity()
         assert not self.scheduler.running
-        self.scheduler.lose_content()
+        self.scheduler.kv_cache_manager.lose_content()
         assert not any(block.cache_key for pool in self.scheduler.kv_cache_manager.pools for block in pool.blocks)
         self.runner.memory.clear()
 

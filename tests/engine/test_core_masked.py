@@ -89,8 +89,6 @@ class HalfStep:
 class MaskedExecutor(FakeExecutor):
     """A fake device that draws in a second half when a step is masked, and keeps a diary."""
 
-    weights_version = ""
-
     def __init__(self):
         super().__init__(counting_model(VOCAB), VOCAB)
         self.diary, self.masks, self.interrupt_at = [], {}, None

@@ -332,9 +332,12 @@ class KVCacheManager:
             hold.is_intact = False
         self._unconfirmed.clear()
 
-    def change_root(self, weights_version: str) -> None:
-        """From now on content is that of other weights. No request holds blocks, and hashes of before mean nothing."""
+    def change_root(self, weights_version: str, requests: Iterable[Request]) -> None:
+        """Other weights compute from now on: what was computed is lost, and never found again. `requests` are all that
+        there are; none holds blocks, and no step is in flight."""
         self.lose_content()
+        for request in requests:
+            request.block_hashes.clear()
         self._hasher.root = root_of(weights_version)
 
     def take_events(self) -> list[KVCacheEvent]:
