@@ -9,7 +9,7 @@ import pytest
 from jaxpaged.engine.observability.metrics import Histogram
 from jaxpaged.entrypoints.http.metric_help import HELP
 from jaxpaged.entrypoints.http.metrics import exposition
-from jaxpaged.entrypoints.http.request_counts import Exchange, RequestCounts
+from jaxpaged.entrypoints.http.transport.request_counts import Exchange, RequestCounts
 from tests.configs.queries import OF_FAILURES, missing_of, needs, panels, problems, queries, rules, unknown_values
 
 DRAFT_COUNTERS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")

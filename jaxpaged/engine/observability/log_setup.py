@@ -20,7 +20,7 @@ ERASE_LINE = "\r\x1b[2K"
 
 
 REPEATED = ("asyncio", "jaxpaged.engine.process.core_server", "jaxpaged.engine.observability.kv_event_publisher",
-            "jaxpaged.entrypoints.http.connections", "uvicorn.error")  # fmt: skip
+            "jaxpaged.entrypoints.http.transport.connections", "uvicorn.error")  # fmt: skip
 """Loggers that whoever reaches a socket can make say the same as often as it likes."""
 REPEAT_SECONDS = 60.0
 

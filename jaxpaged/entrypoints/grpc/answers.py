@@ -5,7 +5,7 @@ This module knows neither requests nor transport.
 
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxpaged.entrypoints.http.answer import AnswerReader
+from jaxpaged.entrypoints.http.generation.answer import AnswerReader
 from jaxpaged.entrypoints.http.openai.usage import Usage, UsageCounter
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb

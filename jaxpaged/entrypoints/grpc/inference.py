@@ -10,7 +10,8 @@ from jaxpaged.entrypoints.grpc.answers import Responses, usage_message, vectors
 from jaxpaged.entrypoints.grpc.multiplexer import Multiplexer
 from jaxpaged.entrypoints.http.body import off_loop
 from jaxpaged.entrypoints.http.errors import client_names
-from jaxpaged.entrypoints.http.generate import GenerationRequest, Numbered, Output, collect, stream
+from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Numbered, Output, collect, stream
+from jaxpaged.entrypoints.http.generation.stages import Parsed, Stages, parse
 from jaxpaged.entrypoints.http.health import Health
 from jaxpaged.entrypoints.http.openai.routes import CHATS, COMPLETIONS
 from jaxpaged.entrypoints.http.openai.tokens import prompt_of, text_of, token_strs
@@ -18,7 +19,6 @@ from jaxpaged.entrypoints.http.pooling.routes import EMBEDDINGS, SCORES
 from jaxpaged.entrypoints.http.pooling.write import scores_of, usage_of
 from jaxpaged.entrypoints.http.request_ids import own_or_new
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.stages import Parsed, Stages, parse
 from jaxpaged.proto import jaxpaged_pb2 as pb
 
 PREFIX = "grpc"

@@ -19,10 +19,10 @@ from google.protobuf.message_factory import GetMessageClass
 
 from jaxpaged.engine.observability.metrics import Counter, Metric, Tally
 from jaxpaged.entrypoints.grpc.errors import status_of
-from jaxpaged.entrypoints.http.auth import KeyRing, digest
 from jaxpaged.entrypoints.http.body import BODY_BYTES
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.trace_context import enter_trace
+from jaxpaged.entrypoints.http.transport.auth import KeyRing, digest
+from jaxpaged.entrypoints.http.transport.trace_context import enter_trace
 
 SECONDS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)  # fmt: skip
 CLIENT_LEFT = "CANCELLED"

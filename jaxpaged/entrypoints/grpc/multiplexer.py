@@ -15,7 +15,7 @@ from typing import Protocol
 from jaxpaged.entrypoints.grpc.answers import Responses
 from jaxpaged.entrypoints.grpc.errors import told
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.generate import GenerationRequest, Numbered
+from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Numbered
 from jaxpaged.messages import RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
 

@@ -20,8 +20,8 @@ from jaxpaged.entrypoints.grpc.inference import Inference
 from jaxpaged.entrypoints.grpc.methods import Access, CallCounts, handlers
 from jaxpaged.entrypoints.grpc.open_calls import HealthChecks, Reflection
 from jaxpaged.entrypoints.http.health import Health
-from jaxpaged.entrypoints.http.listener import MAX_CONNECTIONS
 from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.transport.listener import MAX_CONNECTIONS
 from jaxpaged.errors import UsageError
 from jaxpaged.proto import jaxpaged_pb2 as pb
 
@@ -126,7 +126,7 @@ class GrpcListener:
 
 
 def grpc_credentials(tls: Mapping[str, Any]) -> Any:
-    """The same TLS as HTTP has, see `http/tls.py`; None without it. gRPC does not check what is not needed."""
+    """The TLS of HTTP, see `http/transport/tls.py`; None without it. gRPC does not check what is not needed."""
     if not tls:
         return None
     certificate, key, authorities = (tls[f"ssl_{name}"] for name in ("certfile", "keyfile", "ca_certs"))

@@ -24,7 +24,6 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     MessagesResponse,
 )
 from jaxpaged.entrypoints.http.anthropic.routes import Messages
-from jaxpaged.entrypoints.http.auth import ApiKeys
 from jaxpaged.entrypoints.http.body import json_response
 from jaxpaged.entrypoints.http.endpoint import Endpoint, Query
 from jaxpaged.entrypoints.http.errors import answer_with_error
@@ -44,7 +43,6 @@ from jaxpaged.entrypoints.http.openai.protocol import (
 from jaxpaged.entrypoints.http.openai.routes import Generation
 from jaxpaged.entrypoints.http.openai.tokens import Tokens
 from jaxpaged.entrypoints.http.openapi import description
-from jaxpaged.entrypoints.http.origins import LOOPBACK_NAMES, CheckOrigins
 from jaxpaged.entrypoints.http.page.files import page_routes
 from jaxpaged.entrypoints.http.page.live import PATHS, Live
 from jaxpaged.entrypoints.http.pooling.protocol import (
@@ -59,12 +57,14 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
     ScoreResponse,
 )
 from jaxpaged.entrypoints.http.pooling.routes import Pooling
-from jaxpaged.entrypoints.http.request_counts import CountRequests
 from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, ResponsesRequest
 from jaxpaged.entrypoints.http.responses.protocol import Response as ResponseObject
 from jaxpaged.entrypoints.http.responses.routes import Responses
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.trace_context import TraceContext
+from jaxpaged.entrypoints.http.transport.auth import ApiKeys
+from jaxpaged.entrypoints.http.transport.origins import LOOPBACK_NAMES, CheckOrigins
+from jaxpaged.entrypoints.http.transport.request_counts import CountRequests
+from jaxpaged.entrypoints.http.transport.trace_context import TraceContext
 
 
 def public_endpoints(service: Service) -> list[Endpoint]:

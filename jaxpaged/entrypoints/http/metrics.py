@@ -12,8 +12,8 @@ from starlette.responses import Response
 from jaxpaged.engine.observability.metrics import Counter, Gauge, Histogram, Metric
 from jaxpaged.entrypoints.http.health import Health
 from jaxpaged.entrypoints.http.metric_help import HELP
-from jaxpaged.entrypoints.http.request_counts import Summary
 from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.transport.request_counts import Summary
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 KINDS = {Counter: "counter", Gauge: "gauge", Histogram: "histogram", Summary: "summary"}

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.entrypoints.http.app import create_admin_app, create_app
-from jaxpaged.entrypoints.http.connections import allowed_connections
-from jaxpaged.entrypoints.http.listener import BACKLOG, Listener, bind, bind_unix, url_of
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.tls import tls_settings
+from jaxpaged.entrypoints.http.transport.connections import allowed_connections
+from jaxpaged.entrypoints.http.transport.listener import BACKLOG, Listener, bind, bind_unix, url_of
+from jaxpaged.entrypoints.http.transport.tls import tls_settings
 from jaxpaged.errors import EngineError, UsageError
 
 logger = logging.getLogger(__name__)

@@ -13,15 +13,15 @@ from starlette.responses import Response
 from jaxpaged import __version__
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.observability.metrics import Metric
-from jaxpaged.entrypoints.http.conversation import answer_formats
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.grammar_desk import GrammarDesk
+from jaxpaged.entrypoints.http.generation.conversation import answer_formats
+from jaxpaged.entrypoints.http.generation.grammar_desk import GrammarDesk
+from jaxpaged.entrypoints.http.generation.prompts import PromptReader
+from jaxpaged.entrypoints.http.generation.traffic import Traffic
 from jaxpaged.entrypoints.http.options import ServerOptions
-from jaxpaged.entrypoints.http.prompts import PromptReader
-from jaxpaged.entrypoints.http.request_counts import RequestCounts
-from jaxpaged.entrypoints.http.sse import EventStream, answer_or_leave
-from jaxpaged.entrypoints.http.traffic import Traffic
+from jaxpaged.entrypoints.http.transport.request_counts import RequestCounts
+from jaxpaged.entrypoints.http.transport.sse import EventStream, answer_or_leave
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
 COUNTED_CONTEXTS = 8

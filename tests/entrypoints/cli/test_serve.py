@@ -13,7 +13,7 @@ from jaxpaged.errors import CapacityError
 pytest.importorskip("starlette", reason="needs the extra serve")
 
 from jaxpaged.entrypoints.http import server
-from jaxpaged.entrypoints.http.listener import bind
+from jaxpaged.entrypoints.http.transport.listener import bind
 from tests.entrypoints.http.async_engine import FakeAsyncEngine
 
 

@@ -12,8 +12,8 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from jaxpaged.entrypoints.grpc import methods, multiplexer, open_calls
 from jaxpaged.entrypoints.grpc import server as grpc_server
-from jaxpaged.entrypoints.http import auth
 from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.transport import auth
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from tests.entrypoints.grpc.test_server import ASKED, code_of, everything
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpaged.engine.input.chat_template import ChatTemplates
-from jaxpaged.entrypoints.http.conversation import AnswerFormats, answer_formats
+from jaxpaged.entrypoints.http.generation.conversation import AnswerFormats, answer_formats
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.errors import ConfigError
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from jaxpaged.entrypoints.http import auth
 from jaxpaged.entrypoints.http.app import admin_endpoints, public_endpoints
 from jaxpaged.entrypoints.http.health import OPEN_PATHS
+from jaxpaged.entrypoints.http.transport import auth
 from tests.entrypoints.http.live_server import make_service
 
 KEYS = ("first-key", "schlüssel")

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from jaxpaged.entrypoints.http import connections, listener
-from jaxpaged.entrypoints.http.connections import Connections, allowed_connections
-from jaxpaged.entrypoints.http.listener import Listener, bind
+from jaxpaged.entrypoints.http.transport import connections, listener
+from jaxpaged.entrypoints.http.transport.connections import Connections, allowed_connections
+from jaxpaged.entrypoints.http.transport.listener import Listener, bind
 
 ASKED = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 BIG = 20 * 2**20

@@ -3,9 +3,9 @@
 import asyncio
 from types import SimpleNamespace
 
-from jaxpaged.entrypoints.http import generate
-from jaxpaged.entrypoints.http.generate import GenerationRequest, merged
-from jaxpaged.entrypoints.http.prompts import TokenPrompt
+from jaxpaged.entrypoints.http.generation import generate
+from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, merged
+from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
 from jaxpaged.sampling_params import SamplingParams
 
 

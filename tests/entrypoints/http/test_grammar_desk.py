@@ -7,7 +7,7 @@ import pytest
 
 from jaxpaged.engine.input.grammar_checker import GrammarRefused
 from jaxpaged.entrypoints.http.app import create_app
-from jaxpaged.entrypoints.http.grammar_desk import GrammarDesk
+from jaxpaged.entrypoints.http.generation.grammar_desk import GrammarDesk
 from jaxpaged.errors import RequestError
 from jaxpaged.structured_outputs import StructuredOutputsParams
 from tests.entrypoints.http.asgi_client import Client

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from jaxpaged.entrypoints.http import server
-from jaxpaged.entrypoints.http.listener import bind, url_of
 from jaxpaged.entrypoints.http.options import ServerOptions
+from jaxpaged.entrypoints.http.transport.listener import bind, url_of
 from jaxpaged.errors import ConfigError, UsageError
 from tests.entrypoints.http.live_server import live_server
 

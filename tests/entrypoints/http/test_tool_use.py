@@ -2,7 +2,7 @@
 
 import json
 
-from jaxpaged.entrypoints.http.tool_use import NO_PARAMETERS, ToolUse, moved, parameters_of
+from jaxpaged.entrypoints.http.generation.tool_use import NO_PARAMETERS, ToolUse, moved, parameters_of
 
 
 def tool(name, parameters=None):

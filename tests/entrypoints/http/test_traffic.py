@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.traffic import Load, Traffic
+from jaxpaged.entrypoints.http.generation.traffic import Load, Traffic
 
 
 def admit(traffic, request_id, sequences=1, tokens=10):

@@ -17,13 +17,13 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     ThinkingOption,
 )
 from jaxpaged.entrypoints.http.body import check_depth
-from jaxpaged.entrypoints.http.conversation import Conversation, parse_conversation
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generate import GenerationRequest
-from jaxpaged.entrypoints.http.sampling_fields import check_refusals, check_stop
+from jaxpaged.entrypoints.http.generation.conversation import Conversation, parse_conversation
+from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
+from jaxpaged.entrypoints.http.generation.sampling_fields import check_refusals, check_stop
+from jaxpaged.entrypoints.http.generation.stages import Parsed
+from jaxpaged.entrypoints.http.generation.tool_use import ToolUse
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.stages import Parsed
-from jaxpaged.entrypoints.http.tool_use import ToolUse
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
 

@@ -6,8 +6,8 @@ from starlette.responses import Response
 from jaxpaged.entrypoints.http.anthropic import parse, write
 from jaxpaged.entrypoints.http.anthropic.protocol import CountTokensRequest, CountTokensResponse, MessagesRequest
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
+from jaxpaged.entrypoints.http.generation.stages import Stages, respond
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.stages import Stages, respond
 
 MESSAGES = Stages("msg", MessagesRequest, parse.parse, write.answer, write.events, write.late_error)
 

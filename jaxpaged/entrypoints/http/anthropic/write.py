@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jaxpaged.entrypoints.http.answer import AnswerPart
 from jaxpaged.entrypoints.http.anthropic.errors import messages_error
 from jaxpaged.entrypoints.http.anthropic.protocol import (
     BlockDelta,
@@ -36,10 +35,11 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     ToolUseBlock,
 )
 from jaxpaged.entrypoints.http.errors import RETRY_AFTER, HttpError, error_message
-from jaxpaged.entrypoints.http.generate import Numbered
+from jaxpaged.entrypoints.http.generation.answer import AnswerPart
+from jaxpaged.entrypoints.http.generation.generate import Numbered
+from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.stages import Parsed
 from jaxpaged.messages import RequestOutput
 from jaxpaged.parsing.deltas import Delta
 

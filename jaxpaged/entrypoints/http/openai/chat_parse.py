@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from jaxpaged.entrypoints.http.conversation import parse_conversation
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generate import GenerationRequest
+from jaxpaged.entrypoints.http.generation.conversation import parse_conversation
+from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
+from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.conversation import conversation_of, text_of
 from jaxpaged.entrypoints.http.openai.fields import beam_params, check_fields, sampling_params, shape_name
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.stages import Parsed
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 
 ENGINE_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}

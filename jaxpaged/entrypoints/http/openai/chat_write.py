@@ -7,8 +7,8 @@ from contextlib import aclosing
 
 import msgspec
 
-from jaxpaged.entrypoints.http.answer import AnswerReader
-from jaxpaged.entrypoints.http.generate import Numbered
+from jaxpaged.entrypoints.http.generation.answer import AnswerReader
+from jaxpaged.entrypoints.http.generation.generate import Numbered
 from jaxpaged.entrypoints.http.openai.chat_parse import ParsedChat
 from jaxpaged.entrypoints.http.openai.events import DONE, PLACEHOLDER, ChunkWriter, TextEvents
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
@@ -28,7 +28,7 @@ from jaxpaged.entrypoints.http.openai.protocol import (
 )
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.sse import LastPiece
+from jaxpaged.entrypoints.http.transport.sse import LastPiece
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.parsing.deltas import Delta, ParsedMessage
 

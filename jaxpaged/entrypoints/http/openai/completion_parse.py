@@ -1,11 +1,11 @@
 """The body of `/v1/completions` as what the engine is to do; what this API cannot do is refused by its field."""
 
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.generate import GenerationRequest
+from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
+from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.fields import beam_params, check_fields, sampling_params, shape_name, shape_of
 from jaxpaged.entrypoints.http.openai.protocol import DEFAULT_MAX_TOKENS, CompletionRequest
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.stages import Parsed
 from jaxpaged.sampling_params import SamplingParams
 
 MAX_PROMPTS = 1024

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
-from jaxpaged.entrypoints.http.generate import Numbered
+from jaxpaged.entrypoints.http.generation.generate import Numbered
+from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.events import DONE, PLACEHOLDER, Chunk, ChunkWriter, TextEvents
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
 from jaxpaged.entrypoints.http.openai.logprobs import (
@@ -29,8 +30,7 @@ from jaxpaged.entrypoints.http.openai.protocol import (
 )
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.sse import LastPiece
-from jaxpaged.entrypoints.http.stages import Parsed
+from jaxpaged.entrypoints.http.transport.sse import LastPiece
 from jaxpaged.messages import CompletionOutput, RequestOutput
 
 

@@ -11,7 +11,7 @@ from jaxpaged.entrypoints.http.openai.fields import UsageOptions
 from jaxpaged.entrypoints.http.openai.protocol import Chunk
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT
-from jaxpaged.entrypoints.http.sse import event
+from jaxpaged.entrypoints.http.transport.sse import event
 
 DONE = event(b"[DONE]")
 ENCODER = msgspec.json.Encoder()

@@ -13,7 +13,7 @@ import msgspec
 from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.sampling_fields import (
+from jaxpaged.entrypoints.http.generation.sampling_fields import (
     TRANSFER_REFUSALS,
     EngineFields,
     SamplingFields,

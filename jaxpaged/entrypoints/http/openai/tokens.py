@@ -6,9 +6,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.engine.input.long_text import Truncation
-from jaxpaged.entrypoints.http.big_answer import ITEMS_AT_ONCE, BigAnswer, encoded
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.openai.conversation import template_arguments, template_messages
 from jaxpaged.entrypoints.http.openai.protocol import (
     DetokenizeRequest,
@@ -16,8 +16,8 @@ from jaxpaged.entrypoints.http.openai.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from jaxpaged.entrypoints.http.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.transport.big_answer import ITEMS_AT_ONCE, BigAnswer, encoded
 
 
 class Tokens:

@@ -9,7 +9,9 @@ from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.engine.pooling.prompts import check_keep, cut_ids, text_ids
 from jaxpaged.engine.pooling.scoring import paired
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generate import GenerationRequest
+from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
+from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt, check_salt
+from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.pooling.protocol import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -17,9 +19,7 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from jaxpaged.entrypoints.http.prompts import TokenPrompt, check_salt
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.stages import Parsed
 from jaxpaged.pooling import PoolingParams
 
 MAX_INPUTS = 2048

@@ -8,11 +8,11 @@ import functools
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpaged.entrypoints.http.generation.stages import Stages, respond
 from jaxpaged.entrypoints.http.pooling import write
 from jaxpaged.entrypoints.http.pooling.parse import parse_inputs, parse_rerank, parse_score
 from jaxpaged.entrypoints.http.pooling.protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.stages import Stages, respond
 
 EMBEDDINGS = Stages("embd", EmbeddingRequest, functools.partial(parse_inputs, "embed"), write.embeddings)
 NUMBERS = Stages("pool", EmbeddingRequest, functools.partial(parse_inputs, None), write.numbers)

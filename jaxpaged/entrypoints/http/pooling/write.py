@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxpaged.engine.pooling.scoring import cosine
+from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.usage import PromptTokensDetails, Usage
 from jaxpaged.entrypoints.http.pooling.parse import ParsedPairs
 from jaxpaged.entrypoints.http.pooling.protocol import (
@@ -26,7 +27,6 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
     ScoreResponse,
 )
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.stages import Parsed
 from jaxpaged.pooling import PoolingRequestOutput
 
 Outputs = Sequence[PoolingRequestOutput]

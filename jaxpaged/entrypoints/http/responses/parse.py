@@ -9,11 +9,12 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.entrypoints.http.answer import AnswerReader, Reading
 from jaxpaged.entrypoints.http.body import check_depth
-from jaxpaged.entrypoints.http.conversation import Conversation, ParsedConversation, parse_conversation
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generate import GenerationRequest
+from jaxpaged.entrypoints.http.generation.answer import AnswerReader, Reading
+from jaxpaged.entrypoints.http.generation.conversation import Conversation, ParsedConversation, parse_conversation
+from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
+from jaxpaged.entrypoints.http.generation.sampling_fields import TRANSFER_REFUSALS, check_refusals, check_stop, given
 from jaxpaged.entrypoints.http.responses.conversation import (
     Item,
     Messages,
@@ -24,7 +25,6 @@ from jaxpaged.entrypoints.http.responses.conversation import (
 )
 from jaxpaged.entrypoints.http.responses.protocol import LOGPROBS, ReasoningOptions, Response, ResponsesRequest, new_id
 from jaxpaged.entrypoints.http.responses.store import ResponseStore
-from jaxpaged.entrypoints.http.sampling_fields import TRANSFER_REFUSALS, check_refusals, check_stop, given
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxpaged.entrypoints.http.generation.sampling_fields import EngineFields
 from jaxpaged.entrypoints.http.openai.logprobs import TokenLogprob
-from jaxpaged.entrypoints.http.sampling_fields import EngineFields
 
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that asks for log probabilities."""

@@ -7,11 +7,10 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from jaxpaged.entrypoints.http.auth import client_of, digest, given_key
-from jaxpaged.entrypoints.http.big_answer import answer_of
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generate import Numbered, all_results, stream
+from jaxpaged.entrypoints.http.generation.generate import Numbered, all_results, stream
+from jaxpaged.entrypoints.http.generation.stages import check_shape
 from jaxpaged.entrypoints.http.request_ids import request_id_of
 from jaxpaged.entrypoints.http.responses.generate import ResponseRun
 from jaxpaged.entrypoints.http.responses.parse import ParsedResponse, check, earlier_items, parse
@@ -19,7 +18,8 @@ from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, Respon
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
 from jaxpaged.entrypoints.http.responses.write import EventLog
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.stages import check_shape
+from jaxpaged.entrypoints.http.transport.auth import client_of, digest, given_key
+from jaxpaged.entrypoints.http.transport.big_answer import answer_of
 
 
 class Responses:

@@ -13,7 +13,7 @@ import msgspec
 
 from jaxpaged.entrypoints.http.errors import RETRY_AFTER, HttpError
 from jaxpaged.entrypoints.http.responses.protocol import Response
-from jaxpaged.entrypoints.http.sse import KEEP_ALIVE
+from jaxpaged.entrypoints.http.transport.sse import KEEP_ALIVE
 
 MAX_FORGOTTEN = 10_000
 """Ids of dropped responses that are remembered, to tell their owners what became of them."""

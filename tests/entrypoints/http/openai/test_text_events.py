@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.entrypoints.http.answer import AnswerReader, Reading
+from jaxpaged.entrypoints.http.generation.answer import AnswerReader, Reading
 from jaxpaged.entrypoints.http.openai.chat_write import ChatStream
 from jaxpaged.entrypoints.http.openai.completion_write import CompletionStream, CompletionStyle
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions

@@ -3,9 +3,9 @@
 import pytest
 
 from jaxpaged.engine.input.long_text import PromptTooLongError
-from jaxpaged.entrypoints.http.answer import Reading
-from jaxpaged.entrypoints.http.conversation import ParsedConversation
-from jaxpaged.entrypoints.http.prompts import TokenPrompt
+from jaxpaged.entrypoints.http.generation.answer import Reading
+from jaxpaged.entrypoints.http.generation.conversation import ParsedConversation
+from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.responses.conversation import newest_that_fit
 from jaxpaged.sampling_params import SamplingParams
 

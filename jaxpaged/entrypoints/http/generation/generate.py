@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import client_names, failed_request
-from jaxpaged.entrypoints.http.prompts import TokenPrompt
-from jaxpaged.entrypoints.http.trace_context import trace_headers
-from jaxpaged.entrypoints.http.traffic import Load, Traffic
+from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
+from jaxpaged.entrypoints.http.generation.traffic import Load, Traffic
+from jaxpaged.entrypoints.http.transport.trace_context import trace_headers
 from jaxpaged.messages import RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams

@@ -15,15 +15,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxpaged.entrypoints.http.answer import AnswerReader, Reading
-from jaxpaged.entrypoints.http.auth import client_of
-from jaxpaged.entrypoints.http.beams import search
-from jaxpaged.entrypoints.http.big_answer import answer_of
 from jaxpaged.entrypoints.http.body import off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generate import GenerationRequest, Numbered, Output, collect, stream
+from jaxpaged.entrypoints.http.generation.answer import AnswerReader, Reading
+from jaxpaged.entrypoints.http.generation.beams import search
+from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Numbered, Output, collect, stream
 from jaxpaged.entrypoints.http.request_ids import request_id_of
 from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.transport.auth import client_of
+from jaxpaged.entrypoints.http.transport.big_answer import answer_of
 
 
 @dataclass(frozen=True)

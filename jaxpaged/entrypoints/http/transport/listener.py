@@ -19,9 +19,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from jaxpaged.entrypoints.http.connections import Connections
 from jaxpaged.entrypoints.http.errors import HttpError, error_body
-from jaxpaged.entrypoints.http.sse import SEND_PIECE
+from jaxpaged.entrypoints.http.transport.connections import Connections
+from jaxpaged.entrypoints.http.transport.sse import SEND_PIECE
 from jaxpaged.errors import UsageError
 
 HEADER_TIMEOUT = 30.0

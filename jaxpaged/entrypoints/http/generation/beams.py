@@ -10,9 +10,9 @@ from jaxpaged.engine.output.detokenizer import make_detokenizer
 from jaxpaged.entrypoints.beam_search import BeamSearch, BeamSearchSequence, check_beam_width, one_token
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import client_names
-from jaxpaged.entrypoints.http.generate import GenerationRequest, last_results
-from jaxpaged.entrypoints.http.prompts import TokenPrompt
-from jaxpaged.entrypoints.http.traffic import Traffic
+from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, last_results
+from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
+from jaxpaged.entrypoints.http.generation.traffic import Traffic
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 

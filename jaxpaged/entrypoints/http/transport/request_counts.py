@@ -14,8 +14,8 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpaged.engine.observability.metrics import Counter, Metric, Tally
-from jaxpaged.entrypoints.http.access_log import log_request
-from jaxpaged.entrypoints.http.sse import SEND_PIECE
+from jaxpaged.entrypoints.http.transport.access_log import log_request
+from jaxpaged.entrypoints.http.transport.sse import SEND_PIECE
 
 FINE_BUCKETS = (.01, .025, .05, .075, .1, .25, .5, .75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)  # fmt: skip
 COARSE_BUCKETS = (.1, .5, 1)  # fmt: skip

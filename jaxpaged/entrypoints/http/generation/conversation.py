@@ -13,11 +13,11 @@ import msgspec
 
 from jaxpaged.engine.input.chat_template import ChatTemplates
 from jaxpaged.engine.input.long_text import Truncation
-from jaxpaged.entrypoints.http.answer import ANY_CALLS, Reading
 from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.generation.answer import ANY_CALLS, Reading
+from jaxpaged.entrypoints.http.generation.prompts import PromptReader, TokenPrompt
+from jaxpaged.entrypoints.http.generation.tool_use import WRITTEN, ToolUse, shape_or_calls
 from jaxpaged.entrypoints.http.options import ServerOptions
-from jaxpaged.entrypoints.http.prompts import PromptReader, TokenPrompt
-from jaxpaged.entrypoints.http.tool_use import WRITTEN, ToolUse, shape_or_calls
 from jaxpaged.errors import ConfigError, RequestError
 from jaxpaged.parsing.detect import tool_parser_of
 from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named
