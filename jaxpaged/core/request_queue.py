@@ -6,7 +6,7 @@ why a request waits.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from jaxpaged.core.request import Request
@@ -108,5 +108,5 @@ class PriorityQueue:
         return (request for _, request in self._heap if request not in self._removed)
 
 
-QUEUES = {"fcfs": FCFSQueue, "priority": PriorityQueue}
+QUEUES: dict[str, Callable[[], RequestQueue]] = {"fcfs": FCFSQueue, "priority": PriorityQueue}
 """Queue class by the name of the scheduling policy."""

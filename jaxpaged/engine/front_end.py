@@ -5,6 +5,7 @@ not know how a model's name becomes a folder.
 """
 
 from pathlib import Path
+from typing import Any
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.input.chat_template import load_chat_templates
@@ -29,6 +30,7 @@ def load_input_processor(
 ) -> InputProcessor:
     """`config` is resolved; `vocab_size` is the model's. Raises CheckpointError or ConfigError."""
     options = config.model
+    tokenizer: Any  # `NoTokenizer` refuses whatever it is asked
     if options.skip_tokenizer_init:
         if options.chat_template is not None:
             raise ConfigError("skip_tokenizer_init and chat_template are given, but chats are text. Leave one out.")

@@ -171,7 +171,7 @@ def template_option(option: str) -> str:
 class GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks what the assistant says, for training; here its body is just rendered."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -114,19 +114,19 @@ class InputProcessor:
         """
         check_identity(request_id, arrival_time, add_special_tokens)
         params = self._checked_kind(params)
-        pooling_params = params if isinstance(params, PoolingParams) else None
-        if pooling_params is None:
-            parsed = self.parse(prompt, add_special_tokens, Truncation(truncate_prompt_tokens))
-            token_ids = parsed.token_ids
-        else:
+        if isinstance(params, PoolingParams):
+            pooling_params, sampling_params = params, one_token(params)
             keep = params.truncate_prompt_tokens if truncate_prompt_tokens is None else truncate_prompt_tokens
             parsed = self._parse_for_pooling(prompt, keep, add_special_tokens)
-            token_ids = parsed.token_ids
+        else:
+            pooling_params, sampling_params = None, params
+            parsed = self.parse(prompt, add_special_tokens, Truncation(truncate_prompt_tokens))
+        token_ids = parsed.token_ids
         if parsed.priority is not None:
             priority = parsed.priority
         check_priority(priority, self.allow_priority)
         self._check_length(token_ids, room=0 if pooling_params else 1)
-        complete = self._completed(params if pooling_params is None else one_token(pooling_params), len(token_ids))
+        complete = self._completed(sampling_params, len(token_ids))
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,

@@ -87,7 +87,8 @@ class TraceExport:
         self._provider = TracerProvider(
             resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
-        self._provider.add_span_processor(BatchSpanProcessor(self._sender, max_queue_size=MAX_WAITING))
+        batches = BatchSpanProcessor(self._sender, max_queue_size=MAX_WAITING)  # type: ignore[arg-type]
+        self._provider.add_span_processor(batches)
         self.tracer = self._provider.get_tracer("jaxpaged", __version__)
         self._closing, self._closed = threading.Event(), threading.Event()
         # It waits from now on, since an interpreter that ends starts no threads.

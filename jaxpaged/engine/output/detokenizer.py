@@ -144,6 +144,7 @@ def make_detokenizer(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], para
     stream = TextStream(tokenizer, prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens)
     keep_stop = params.include_stop_str_in_output
     if params.stop:
+        assert isinstance(params.stop, list), "parameters were verified, which makes a list of one text"
         return StopDetokenizer(stream, params.stop, keep_stop, params.min_tokens)
     return PlainDetokenizer(stream, keep_stop)
 

@@ -85,6 +85,7 @@ class OutputProcessor:
     ) -> PromptState:
         """What is known of a request before it has results. Any thread may make it."""
         if request.pooling_params is not None:
+            assert self._pooler is not None, "input processors without a pooler refuse such requests"
             return PooledPrompt(request, text, [PooledSequence(children[0], 0, self._tokenizer)], self._pooler)
         return PromptState(request, text, [SequenceState(each, i, self._tokenizer) for i, each in enumerate(children)])
 
@@ -159,7 +160,9 @@ class OutputProcessor:
                 sequence.finish(reason)
                 engine_ids.append(sequence.request.request_id)
                 self._forget(prompt, sequence, now)
-            results.append(self._result(prompt, [sequence.index for sequence in running]))
+            result = self._result(prompt, [sequence.index for sequence in running])
+            assert result is not None, "the end of a prompt is always shown"
+            results.append(result)
         return engine_ids, results
 
     def discard(self, request_id: str) -> list[str]:
@@ -228,17 +231,18 @@ class OutputProcessor:
 def finished_sequence(sequence: SequenceState, now: float) -> FinishedSequence:
     """What is counted of a sequence that ends. Times are the core's and ours, of one machine's clock, which may be set
     back meanwhile."""
-    request, first = sequence.request, sequence.first_token_time
+    request, first, last = sequence.request, sequence.first_token_time, sequence.last_token_time
     queued, scheduled = sequence.times or (None, None)
+    assert sequence.finish_reason is not None and request.sampling_params.max_tokens is not None
     return FinishedSequence(
         finish_reason=sequence.finish_reason,
         num_prompt_tokens=len(request.prompt_token_ids),
         num_generated_tokens=len(sequence.token_ids),
         max_tokens=request.sampling_params.max_tokens,
         latency=max(now - request.arrival_time, 0.0),
-        queue_time=None if scheduled is None else max(scheduled - queued, 0.0),
+        queue_time=None if scheduled is None or queued is None else max(scheduled - queued, 0.0),
         prefill_time=None if scheduled is None or first is None else max(first - scheduled, 0.0),
-        decode_time=None if first is None else max(sequence.last_token_time - first, 0.0),
+        decode_time=None if first is None or last is None else max(last - first, 0.0),
     )
 
 

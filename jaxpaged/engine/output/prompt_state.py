@@ -15,7 +15,6 @@ from jaxpaged.messages import (
     CompletionOutput,
     EngineCoreOutput,
     EngineCoreRequest,
-    Logprob,
     RequestMetrics,
     RequestOutput,
 )
@@ -122,7 +121,7 @@ class PromptState:
         self._prompt_token_ids = request.prompt_token_ids
         self.sequences = sequences
         self.metrics = RequestMetrics(request.arrival_time)  # results share it: it is replaced, never changed
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.prompt_logprobs: Any = None  # as results have them, or `LatePromptLogprobs`, from which they are read
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
         self.trace_headers: Mapping[str, str] | None = None
@@ -184,7 +183,7 @@ class PromptState:
         sequence.token_ids.extend(new_ids)
         detokenizer, prompt_logprobs = sequence.detokenizer, None
         if self._by_delta:
-            text = "" if detokenizer is None else detokenizer.push_and_take(new_ids)
+            text = "" if detokenizer is None else detokenizer.push_and_take(new_ids)  # type: ignore[attr-defined]
             completion = CompletionOutput(0, text, new_ids, None, None)
         else:
             if detokenizer is not None:

@@ -28,19 +28,22 @@ class PooledSequence(SequenceState):
 class PooledPrompt(PromptState):
     """One prompt."""
 
+    sequences: Sequence[PooledSequence]
+
     def __init__(
         self, request: EngineCoreRequest, text: str | None, sequences: Sequence[PooledSequence], pooler: Pooler
     ):
         super().__init__(request, text, sequences)
         self._pooler = pooler
 
-    def output(self, changed: Sequence[int]) -> PoolingRequestOutput | None:
+    def output(self, changed: Sequence[int]) -> PoolingRequestOutput | None:  # type: ignore[override]
         """The result, once it is there: the numbers that were asked for, or an error."""
         if not self.finished:
             return None
         sequence, request = self.sequences[0], self.request
         pooled, error = sequence.pooled, self.error
         if pooled is not None:
+            assert request.pooling_params is not None, "only requests for vectors get one"
             pooled = self._pooler.finish(pooled, request.pooling_params)
         elif error is None:
             error = f"it ended before it was computed: {sequence.finish_reason}"
