@@ -87,7 +87,7 @@ class FreePrograms:
             return lambda *_: (state, state, state, state, state)
         if key.kind == "sample":
             tokens = self.tokens[key.size]
-            return lambda *_: (state, tokens if self.device is None else self.device.compute(tokens))
+            return lambda *_: (state, tokens if self.device is None else self.device.compute(tokens), None, None)
         if key.kind == "sample_full":
             full = (state, self.tokens[key.size], state, self.logprobs[key.size])
             return lambda *_: full
