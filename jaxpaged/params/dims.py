@@ -1,7 +1,8 @@
 """The alphabet: one letter for every kind of axis. It spells variable suffixes, einsum strings, and sharding.
 
 A module that needs another letter, or one of these for something else, says so in its docstring, in a paragraph that
-begins with "Letters:". `tests/test_house.py` finds letters that nobody explains.
+begins with "Letters:". `tests/test_house.py` finds letters that nobody explains. Names say the axes, and not types such
+as jaxtyping's, since a name is there where an array is used and an annotation only where it is handed over.
 
 This module knows names only; sizes come from a model's configuration, mesh axes from `sharding.py`.
 """
