@@ -250,7 +250,8 @@ class KVCacheConfig:
 
     def place_of_layer(self) -> dict[int, tuple[int, int]]:
         """layer index -> (group index, tensor index)."""
-        places, first = {}, 0
+        places: dict[int, tuple[int, int]] = {}
+        first = 0
         for pool in self.pools:
             for g, group in zip(pool.group_idxs, pool.groups):
                 places |= {layer: (g, first + i) for i, layer in enumerate(group.layer_idxs)}

@@ -29,13 +29,14 @@ class PendingOutput(Protocol):
 
 
 class Executor(Protocol):
-    """Computes steps in the order in which they are given.
-
-    `weights_version` names the weights as they are now: others have another name, in this engine or the next.
-    """
+    """Computes steps in the order in which they are given."""
 
     kv_cache_config: KVCacheConfig
-    weights_version: str
+
+    @property
+    def weights_version(self) -> str:
+        """Names the weights as they are now: others have another name, in this engine or the next."""
+        ...
 
     @property
     def workers(self) -> "Workers":
