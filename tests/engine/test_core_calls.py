@@ -1,0 +1,48 @@
+"""Calls of an engine core: they arrive as they were sent, and every one has its method."""
+
+import inspect
+
+import msgspec
+import pytest
+
+from jaxpaged.engine.control import AsyncEngineControl, EngineControl
+from jaxpaged.engine.core_calls import CALLS, CollectiveRpc, Sleep, Snapshot, StartProfile, WakeUp, call_named
+from jaxpaged.engine.process import wire
+from jaxpaged.errors import UsageError
+
+SPECIAL = [Sleep(2, "keep"), WakeUp(["weights"]), Snapshot(5), StartProfile("folder")]
+
+
+@pytest.mark.parametrize("call", [*(call() for call in CALLS.values()), *SPECIAL], ids=repr)
+def test_a_call_arrives_as_it_was_sent(call):
+    frames = wire.FrameEncoder().encode(wire.Call(3, call.name(), msgspec.structs.asdict(call)))
+    arrived = wire.FrameDecoder(wire.Call).decode(frames)
+    assert arrived.call_id == 3
+    assert call_named(arrived.name, arrived.arguments) == call
+
+
+@pytest.mark.parametrize("control", [EngineControl, AsyncEngineControl])
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_has_a_method_with_its_arguments(control, name):
+    arguments = list(inspect.signature(getattr(control, name)).parameters)[1:]
+    assert arguments == [field.name for field in msgspec.structs.fields(CALLS[name])]
+
+
+def test_functions_are_not_sent():
+    assert CollectiveRpc not in CALLS.values()
+    with pytest.raises(UsageError, match="no answer to 'collective_rpc'"):
+        call_named("collective_rpc", {"method": "stats"})
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "problem"),
+    [
+        ("sleep", {"level": "2"}, "Expected `int`"),
+        ("sleep", {"depth": 1}, "unknown field `depth`"),
+        ("wake_up", {"tags": 5}, "Expected `array | null`"),
+        ("shutdown", {}, "no answer"),
+    ],
+)
+def test_what_cannot_be_is_a_usage_error_that_says_why(name, arguments, problem):
+    with pytest.raises(UsageError, match=problem.replace("|", r"\|")):
+        call_named(name, arguments)
