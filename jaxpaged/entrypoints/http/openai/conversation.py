@@ -20,10 +20,11 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 
 def conversation_of(body: ChatCompletionRequest, trust_template: bool) -> Conversation:
     """The request as all APIs have it. Raises HttpError and RequestError 400."""
+    messages, template = template_messages(body.messages), template_arguments(body, trust_template)
     return Conversation(
-        messages=template_messages(body.messages),
-        template=template_arguments(body, trust_template),
-        tool_use=tool_use(body.tool_choice, body.tools, body.parallel_tool_calls),
+        messages=messages,
+        template=template,
+        tool_use=tool_use(body.tool_choice, template["tools"], body.parallel_tool_calls is not False),
         shape=shape_of(body),
         include_reasoning=body.include_reasoning is not False,
         truncation=body.truncation,
@@ -77,26 +78,27 @@ def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     return [msgspec.to_builtins(tool) for tool in tools]
 
 
-def tool_use(choice: str | NamedToolChoice | None, tools: list[Tool] | None, parallel: bool | None) -> ToolUse | None:
+def tool_use(
+    choice: str | NamedToolChoice | None, tools: list[dict[str, Any]] | None, parallel: bool
+) -> ToolUse | None:
     """The tools and whether to call them; None without tools. Raises HttpError 400 for a choice that cannot be."""
-    described = template_tools(tools)
-    if described is None:
+    if tools is None:
         if choice in (None, "none"):
             return None
         raise HttpError(400, "tool_choice is given without tools. Give tools, or leave it out.", "tool_choice")
-    names = [tool["function"]["name"] for tool in described]
+    names = [tool["function"]["name"] for tool in tools]
     if isinstance(choice, NamedToolChoice):
         if choice.function.name not in names:
             raise HttpError(
                 400, f"tool_choice names the function {choice.function.name!r}, but tools has {', '.join(names)}.",
                 "tool_choice",
             )  # fmt: skip
-        return ToolUse(described, "named", choice.function.name, parallel is not False)
+        return ToolUse(tools, "named", choice.function.name, parallel)
     if choice not in (None, "auto", "none", "required"):
         raise HttpError(
             400, f"tool_choice is {choice!r}; it must be 'none', 'auto', 'required', or name a function.", "tool_choice"
         )
-    return ToolUse(described, choice or "auto", parallel=parallel is not False)
+    return ToolUse(tools, choice or "auto", parallel=parallel)
 
 
 def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
