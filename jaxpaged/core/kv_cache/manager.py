@@ -19,6 +19,9 @@ it returns, so the device computes steps in the order in which they were schedul
   wrote behind its known tokens, where it got fewer than it might have, is written anew when a token is known there.
   And a block may be found only by later steps, not by the one that writes it, since kernels promise no order between
   requests of a step. So a step's blocks enter when its schedule is complete.
+* A snapshot of a recurrent state is such content, too: whoever computes the last token of a block writes it, so one
+  that was written behind tokens that a row did not get is written anew. The state of the row itself is no block. It
+  stands behind the tokens that the row has got, since a row keeps records of the others (`StateSpec`).
 * What a failed step was to write must leave the cache. That is the one fence by step number: blocks entered since
   a step was scheduled stay on record until that step is confirmed, and are taken out when it is revoked.
 
