@@ -248,15 +248,15 @@ class KVCacheConfig:
         needs = [pool.wanted_blocks(num_tokens, max_step_tokens) for pool in self.pools]
         return min(max(n - 1, 0) / need for n, need in zip(self.num_blocks, needs, strict=True))
 
-    def place_of_layer(self) -> dict[int, tuple[int, int]]:
-        """layer index -> (group index, tensor index)."""
-        places: dict[int, tuple[int, int]] = {}
+    def layer_caches(self) -> tuple[tuple[int, int], ...]:
+        """Per layer: the index of its group, and of its tensor."""
+        caches: dict[int, tuple[int, int]] = {}
         first = 0
         for pool in self.pools:
             for g, group in zip(pool.group_idxs, pool.groups):
-                places |= {layer: (g, first + i) for i, layer in enumerate(group.layer_idxs)}
+                caches |= {layer: (g, first + i) for i, layer in enumerate(group.layer_idxs)}
             first += pool.num_tensors
-        return places
+        return tuple(caches[layer] for layer in range(len(caches)))
 
 
 def group_layers(specs: Sequence[CacheSpec]) -> tuple[KVCacheGroup, ...]:

@@ -14,7 +14,7 @@ from jaxpaged.distributed.backend import start_backend
 from jaxpaged.errors import ConfigError
 from jaxpaged.params.sharding import MODEL_AXIS
 
-Place = tuple[int, ...]
+Coordinates = tuple[int, ...]
 """Where a TPU device lies: the coordinates of its chip in the torus, and which of the chip's cores it is."""
 
 
@@ -41,19 +41,19 @@ def sizes_of(devices: Sequence[jax.Device]) -> list[int]:
     return list(range(1, len(devices) + 1))
 
 
-def torus_sizes(places: Sequence[Place]) -> list[int]:
+def torus_sizes(coordinates: Sequence[Coordinates]) -> list[int]:
     """The sizes of the meshes that the first of these TPU devices can be.
 
     jax wants a box of the torus without holes. Of those XLA's collectives take powers of two and the whole: its
     compiler ends with a failed check for 6 devices of a v6e:2x4, and for 4 that are not the first ones.
     """
-    count = len(places)
-    return [n for n in range(1, count + 1) if (n == count or n.bit_count() == 1) and is_box(places[:n])]
+    count = len(coordinates)
+    return [n for n in range(1, count + 1) if (n == count or n.bit_count() == 1) and is_box(coordinates[:n])]
 
 
-def is_box(places: Sequence[Place]) -> bool:
-    """Whether the places fill the smallest box around them."""
-    return math.prod(max(axis) - min(axis) + 1 for axis in zip(*places, strict=True)) == len(set(places))
+def is_box(coordinates: Sequence[Coordinates]) -> bool:
+    """Whether devices at these coordinates fill the smallest box around them."""
+    return math.prod(max(axis) - min(axis) + 1 for axis in zip(*coordinates, strict=True)) == len(set(coordinates))
 
 
 def check_mesh_size(size: int, sizes: Sequence[int], num_devices: int, devices: str) -> None:

@@ -63,8 +63,8 @@ def test_layers_of_one_kind_share_a_group_and_unequal_kinds_get_groups_of_the_sm
     assert [(group.spec.window, group.layer_idxs) for group in groups] == [
         (None, (2, 5)), (100, (0, 1)), (100, (3, 4)),
     ]  # fmt: skip
-    places = KVCacheConfig((10,), groups).place_of_layer()
-    assert places == {2: (0, 0), 5: (0, 1), 0: (1, 0), 1: (1, 1), 3: (2, 0), 4: (2, 1)}
+    caches = KVCacheConfig((10,), groups).layer_caches()
+    assert dict(enumerate(caches)) == {2: (0, 0), 5: (0, 1), 0: (1, 0), 1: (1, 1), 3: (2, 0), 4: (2, 1)}
 
 
 def test_kinds_in_nearly_equal_numbers_share_few_groups_with_a_little_padding():
@@ -91,7 +91,7 @@ def test_layers_that_store_alike_share_a_pool_and_others_do_not():
     cache = KVCacheConfig((10, 20, 30), MIXED)
     assert [pool.group_idxs for pool in cache.pools] == [(0, 2), (1,), (3,)]
     assert [n for _, n in cache.tensors] == [10, 20, 30, 30, 30, 30, 30, 30]
-    assert cache.place_of_layer() == {
+    assert dict(enumerate(cache.layer_caches())) == {
         2: (0, 0), 6: (2, 0), 4: (1, 1), 0: (3, 2), 1: (3, 3), 3: (3, 4), 5: (3, 5), 7: (3, 6), 8: (3, 7),
     }  # fmt: skip
 

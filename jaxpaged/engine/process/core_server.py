@@ -129,7 +129,7 @@ class CoreServer:
         """Run one step, and tell every front end with requests under way what it gave."""
         self._heartbeat.beat()
         outputs = self._core.step()
-        shares: dict[Client, list[EngineCoreOutput]] = {c: [] for c in self._clients.values() if c.engine_ids}
+        news: dict[Client, list[EngineCoreOutput]] = {c: [] for c in self._clients.values() if c.engine_ids}
         for output in outputs.outputs:
             route = self._routes.get(output.request_id)
             if route is None:  # aborted
@@ -141,9 +141,9 @@ class CoreServer:
                 self._send(client, wire.REFUSED, wire.Refusal(request_id, output.error or "", output.error_parameter))
                 continue
             output.request_id = request_id
-            shares[client].append(output)
-        for client, share in shares.items():
-            self._send(client, wire.STEP, EngineCoreOutputs(share, outputs.stats))
+            news[client].append(output)
+        for client, its_outputs in news.items():
+            self._send(client, wire.STEP, EngineCoreOutputs(its_outputs, outputs.stats))
         self._stats_changed = True
         if time.monotonic() - self._stats_time > STATS_INTERVAL:
             self._send_stats()

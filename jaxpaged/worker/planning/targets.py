@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxpaged.distributed.backend import is_installed
-from jaxpaged.distributed.mesh import Place, check_mesh_size, make_mesh, sizes_of, torus_sizes
+from jaxpaged.distributed.mesh import Coordinates, check_mesh_size, make_mesh, sizes_of, torus_sizes
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.params.sharding import MODEL_AXIS
 from jaxpaged.plan import DeviceFacts
@@ -129,21 +129,21 @@ def tpu_target(name: str, kind: str, bounds: tuple[int, ...], compile: bool) -> 
     devices_per_chip = chip.num_physical_tensor_cores_per_chip // cores_per_device
     num_chips = math.prod(bounds)
     num_hosts = 1 if num_chips <= math.prod(host_bounds) else math.ceil(num_chips / CHIPS_OF_MANY_HOSTS)
-    host = (tuple(torus_sizes(places_of(host_bounds, devices_per_chip))), topology_name(kind, host_bounds))
+    host = (tuple(torus_sizes(coordinates_of(host_bounds, devices_per_chip))), topology_name(kind, host_bounds))
     if compile:
         devices = open_topology(topology_name(kind, bounds), bounds, num_hosts)
         facts, sizes = tpu_facts(kind, devices[0].num_cores), tuple(sizes_of(devices))
         return Target(name, "tpu", facts, len(devices), devices, num_hosts, sizes, *host)
-    places = places_of(bounds, devices_per_chip)
+    coordinates = coordinates_of(bounds, devices_per_chip)
     facts = tpu_facts(kind, cores_per_device)
-    return Target(name, "tpu", facts, len(places), (), num_hosts, tuple(torus_sizes(places)), *host)
+    return Target(name, "tpu", facts, len(coordinates), (), num_hosts, tuple(torus_sizes(coordinates)), *host)
 
 
 def topology_name(kind: str, bounds: tuple[int, ...]) -> str:
     return f"{kind}:{'x'.join(map(str, bounds))}"
 
 
-def places_of(bounds: tuple[int, ...], devices_per_chip: int) -> list[Place]:
+def coordinates_of(bounds: tuple[int, ...], devices_per_chip: int) -> list[Coordinates]:
     """Where the devices of a topology lie, in their order: cores of a chip first, then along the first axis."""
     axes = [range(extent) for extent in reversed(bounds)]
     return [(*reversed(chip), core) for chip in itertools.product(*axes) for core in range(devices_per_chip)]

@@ -106,15 +106,9 @@ class StepFunctions:
         parts, rows = place_rows(parts, rows)
         tokens_T, positions_T = locate_tokens(layout, parts, rows)
         attention = self.attention_batches(layout, parts, tables_GRM)
-        batch = Batch(tokens_T, positions_T, attention, self.layer_caches)
+        batch = Batch(tokens_T, positions_T, attention, self.kv_cache.layer_caches())
         hidden_TD, kv = self.model.forward(params, self.config, batch, kv)
         return hidden_TD, kv, rows
-
-    @property
-    def layer_caches(self) -> tuple[tuple[int, int], ...]:
-        """Per layer: the index of its KV group, and of its KV tensor."""
-        places = self.kv_cache.place_of_layer()
-        return tuple(places[layer] for layer in range(len(places)))
 
     def attention_batches(self, layout: StepLayout, parts: StepParts, tables_GRM: Any) -> tuple[AttentionBatch, ...]:
         """What attention needs to know of this step, once per KV group."""
