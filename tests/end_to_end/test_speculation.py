@@ -111,7 +111,7 @@ def test_the_draft_at_any_place_may_be_wrong(engine, wrong_at):
     expected = {name: joined(answer) for name, answer in answers_of(core_of(engine), requests).items()}
     lengths = ForcedLengths(lambda: MOST)
     core = core_of(engine, lengths, async_scheduling=False)
-    runner = core._executor.worker.runner
+    runner = core.executor.worker.runner
     true = {name: tokens for name, (tokens, *_) in expected.items()}
     prophet = Prophet(core, true, wrong_at)
     runner.drafter, runner.admitting = prophet, (prophet, *runner.finishers)
@@ -128,7 +128,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_text_there(engine):
     (request, *_) = requests_of(30)
     tokens, _, _ = joined(answers_of(core_of(engine), [request])["r0"])
     core = core_of(engine, ForcedLengths(lambda: MOST), async_scheduling=False)
-    runner = core._executor.worker.runner
+    runner = core.executor.worker.runner
     prophet = Prophet(core, {"r0": tokens}, MOST)
     runner.drafter, runner.admitting = prophet, (prophet, *runner.finishers)
     place = next(i for i in range(2, 30) if tokens[i] not in tokens[:i] and (i - 1) % (MOST + 1) not in (0, MOST))
