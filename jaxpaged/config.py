@@ -18,7 +18,7 @@ from typing import Any
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.option_checks import checked, option
 from jaxpaged.pooling import CONVERSIONS, RUNNERS, resolved_pooling
-from jaxpaged.speculation import resolved_speculation, speculation_of
+from jaxpaged.speculation import checked_speculation, resolved_speculation
 from jaxpaged.vllm_options import without_neutral
 
 EMBEDDED_MODEL = "demo"
@@ -131,12 +131,12 @@ class SpeculativeConfig:
     """Tokens that are drafted, and verified several at a time."""
 
     speculative_config: dict[str, Any] = option(
-        {}, "draft tokens and verify them in one step, as JSON with vLLM's keys: method ngram, num_speculative_tokens, "
-        "prompt_lookup_min, prompt_lookup_max"
+        {}, "draft tokens and verify them in one step, as JSON with vLLM's keys: method ngram or suffix, "
+        "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, suffix_decoding_max_tree_depth"
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        speculation_of(self.speculative_config)  # what is wrong with it is said before a model is read
+        checked_speculation(self.speculative_config)  # what is wrong with it is said before a model is read
 
     @property
     def num_drafts(self) -> int:

@@ -6,10 +6,18 @@ import pytest
 
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.errors import ConfigError
-from jaxpaged.speculation import LATER_METHODS, METHODS, speculation_of
+from jaxpaged.speculation import (
+    LATER_METHODS,
+    METHODS,
+    NUM_ANSWER_TOKENS,
+    Speculation,
+    checked_speculation,
+    speculation_of,
+)
 
 FACTS = ModelFacts(max_position_embeddings=4096, dtype="float32", num_heads=1, vocab_size=300)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
 
 
 def test_without_it_nothing_is_drafted():
@@ -21,8 +29,15 @@ def test_what_is_left_open_is_settled_once():
     config = EngineConfig.from_options(speculative_config=NGRAM).resolve(FACTS, "cpu")
     assert config.speculative.speculative_config == {**NGRAM, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
     assert config.speculative.num_drafts == 4
-    assert speculation_of({**NGRAM, "prompt_lookup_max": 1}).prompt_lookup_min == 1
-    assert speculation_of({**NGRAM, "prompt_lookup_min": 7}).prompt_lookup_max == 7
+    assert checked_speculation({**NGRAM, "prompt_lookup_max": 1})["prompt_lookup_min"] == 1
+    assert checked_speculation({**NGRAM, "prompt_lookup_min": 7})["prompt_lookup_max"] == 7
+    assert checked_speculation(SUFFIX) == {**SUFFIX, "suffix_decoding_max_tree_depth": 24}
+
+
+def test_what_is_settled_is_what_is_looked_for():
+    assert speculation_of(checked_speculation(NGRAM)) == Speculation("ngram", 4, (2, 5))
+    suffix = speculation_of(checked_speculation({**SUFFIX, "suffix_decoding_max_tree_depth": 7}))
+    assert suffix == Speculation("suffix", 4, (2, 7), NUM_ANSWER_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +51,8 @@ def test_what_is_left_open_is_settled_once():
         ({**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "(4) is more than prompt_lookup_max (3)"),
         ({**NGRAM, "method": "ngrm"}, "method is 'ngrm'; it must be one of"),
         ({"num_speculative_tokens": 3}, "method is None"),
+        ({**SUFFIX, "prompt_lookup_max": 3}, "unknown key 'prompt_lookup_max'"),
+        ({**SUFFIX, "suffix_decoding_max_tree_depth": 1}, "max_tree_depth is 1; it must be at least 2"),
     ],
 )
 def test_what_is_wrong_is_said_before_a_model_is_read(given, message):

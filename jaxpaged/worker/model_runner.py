@@ -91,6 +91,10 @@ class Drafter(Protocol):
         """Dispatch what drafts for `rows` of the step that is dispatched next."""
         ...
 
+    def release(self, device: Device, row: int, num_prompt_tokens: int) -> None:
+        """A row is taken back."""
+        ...
+
 
 class ModelRunner:
     """Runs steps. `layouts`: those of forward programs and runs, by bucket; `finishers` follow in their order, and a
@@ -118,6 +122,9 @@ class ModelRunner:
     def _update_rows(self, scheduled: SchedulerOutput, pending: PendingStep) -> list[tuple[int, int, int]]:
         """Take rows and give rows; returns the block table entries that the step brings."""
         for request_id in scheduled.removed_request_ids:
+            if self.drafter is not None and request_id in self.rows.row_of:
+                row = self.rows.row_of[request_id]
+                self.drafter.release(self.device, row, int(self.rows.num_prompt_R[row]))
             self.rows.remove(request_id)
         updates: list[tuple[int, int, int]] = []
         for request in scheduled.new_requests:

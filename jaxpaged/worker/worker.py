@@ -22,7 +22,7 @@ from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import DummyParams, checkpoint_version, load_params
 from jaxpaged.worker.device import Device, DeviceState
-from jaxpaged.worker.drafters.ngram import NgramDrafter
+from jaxpaged.worker.drafters.lookup import LookupDrafter
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.model_runner import Finisher, ModelRunner
@@ -129,7 +129,7 @@ class Worker:
         if not self.pools:
             sampler = Sampler(rows, programs.row_state, self.blueprint.custom, programs.runs)
             finishers = PromptScorer(rows), sampler
-        drafter = NgramDrafter() if self.blueprint.num_drafts else None
+        drafter = LookupDrafter() if self.blueprint.num_drafts else None
         return ModelRunner(self.device, rows, programs.layouts, finishers, drafter)
 
     def new_state(self) -> DeviceState:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 from tests.core.simulation import ForcedLengths, any_length
-from tests.end_to_end.test_decode_runs import answers_of, joined, serve
+from tests.end_to_end.test_decode_runs import VOCAB, answers_of, joined, serve
 from tests.models.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -23,7 +24,7 @@ MOST = 4
 OPTIONS = {
     "max_num_seqs": 6, "max_num_batched_tokens": 24, "token_buckets": (24,), "max_model_len": 64, "block_size": 4,
     "num_gpu_blocks_override": 50, "dtype": "float32", "max_logprobs": 3, "deterministic": True,
-    "speculative_config": {"method": "ngram", "num_speculative_tokens": MOST, "prompt_lookup_min": 1},
+    "speculative_config": {"method": "suffix", "num_speculative_tokens": MOST},
 }  # fmt: skip
 
 
@@ -33,9 +34,7 @@ def engine(tmp_path_factory):
     model = str(write_checkpoint("gemma2", tmp_path_factory.mktemp("model")))
     folder, functions, decoder, config = resolve_model(EngineConfig.from_options(model=model, **OPTIONS))
     executor = UniProcExecutor(config, functions, decoder, folder)
-    programs = executor.worker.programs
-    for key in programs.builders:
-        assert key.kind.endswith("masked") or programs[key]
+    executor.worker.programs.wait_all(on_demand=True)
     yield config, executor
     executor.shutdown()
 
@@ -76,6 +75,9 @@ class Prophet:
 
     def admit(self, device, row, request):
         self.name_of_row[row] = request.request_id
+
+    def release(self, device, row, num_prompt_tokens):
+        del self.name_of_row[row]
 
     def propose(self, device, key, rows, null_row):
         drafts_RK = np.full(device.state.rows.drafts_RK.shape, -1, np.int32)
@@ -135,6 +137,47 @@ def test_a_stop_token_among_accepted_drafts_ends_the_text_there(engine):
     request.sampling_params.stop_token_ids = [tokens[place]]
     got, (reason, stop), _ = joined(answers_of(core, [request])["r0"])
     assert (got, reason, stop) == (tokens[: place + 1], "stop", tokens[place])
+
+
+class EvenTokens:
+    """What a grammar shows the engine: it allows tokens of even numbers, and needs a mask for each."""
+
+    error, is_complete = None, False
+
+    def num_free(self, num_unknown):
+        return 0
+
+    def accept(self, token_ids):
+        return all(token_id % 2 == 0 for token_id in token_ids)
+
+    def fill(self, bits_W):
+        bits_W[:] = 0x55555555
+        return True
+
+
+def test_requests_that_follow_a_grammar_draw_one_token_beside_the_drafts_of_others(engine):
+    def answers_with(lengths):
+        core = core_of(engine, lengths)
+        constrained, requests = core._scheduler.constrained, requests_of(21)
+        constrained._grammars = SimpleNamespace(num_words=VOCAB // 32 + 1)
+        for request in requests:
+            core.add_request(request)
+        for name in ("r1", "r3"):
+            request = core._scheduler.requests[name]
+            request.matcher = EvenTokens()
+            constrained._following.add(request)
+        answers = {request.request_id: [] for request in requests}
+        while core.has_work():
+            for output in core.step().outputs:
+                answers[output.request_id].append(output)
+        return {name: joined(outputs) for name, outputs in answers.items()}, answers
+
+    lengths = ForcedLengths(lambda: MOST)
+    (expected, _), (got, outputs) = answers_with(None), answers_with(lengths)
+    assert got == expected and lengths.num_drafts > 0
+    for name in ("r1", "r3"):
+        assert all(token % 2 == 0 for token in got[name][0])
+        assert all(len(output.new_token_ids) <= 1 for output in outputs[name])
 
 
 def test_a_prompt_that_repeats_itself_is_drafted_from(engine):

@@ -26,8 +26,8 @@ from jaxpaged.sampling.limits import LimitsMethod, choose_method
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
 from jaxpaged.sampling_features import features_of
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.speculation import speculation_of
-from jaxpaged.worker.drafters.ngram import DRAFT_KIND, LOAD_KIND, lower_draft, lower_load_history
+from jaxpaged.speculation import Speculation, speculation_of
+from jaxpaged.worker.drafters.lookup import lookup_builders
 from jaxpaged.worker.kv_blocks import Demand, Division, tensor_struct
 from jaxpaged.worker.programs.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
 from jaxpaged.worker.programs.compiler_options import Options, compiler_options
@@ -173,6 +173,11 @@ class Blueprint:
         return activations + (6 + self.num_drafts) * scheduler.max_num_seqs * decoder.vocab_size * 4
 
     @property
+    def speculation(self) -> Speculation | None:
+        """How tokens are drafted; None: they are not."""
+        return speculation_of(self.config.speculative.speculative_config)
+
+    @property
     def num_drafts(self) -> int:
         """Tokens that are drafted for a row and step, at most."""
         return self.config.speculative.num_drafts
@@ -254,6 +259,7 @@ class StepPrograms:
         return self.shapes_type(
             self.functions, blueprint.param_shapes, *rows, blueprint.compiler_options,
             blueprint.config.model.max_model_len, blueprint.num_drafts,
+            blueprint.speculation.num_answer_tokens if blueprint.speculation else 0,
         )  # fmt: skip
 
     def builders(self) -> Builders:
@@ -288,13 +294,10 @@ class StepPrograms:
 
     def _draft_builders(self) -> Builders:
         """What drafts and what verifies, if anything does."""
-        speculation = speculation_of(self.blueprint.config.speculative.speculative_config)
-        sizes = self.blueprint.sample_buckets
+        speculation, sizes = self.blueprint.speculation, self.blueprint.sample_buckets
         if speculation is None:
             return {}
-        builders: Builders = {ProgramKey(LOAD_KIND): partial(lower_load_history, self.shapes)}
-        for size in sizes:
-            builders[ProgramKey(DRAFT_KIND, size)] = partial(lower_draft, self.shapes, speculation, size)
+        builders: Builders = lookup_builders(self.shapes, speculation, sizes)
         for sampler, kind in VERIFY_KINDS.items():
             for size in sizes:
                 asked = (sampler != "sample", sampler == MASKED_KIND)

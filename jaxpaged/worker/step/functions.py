@@ -45,21 +45,34 @@ TABLE_CHUNK = 1024
 """Block table entries that one call of the table program writes."""
 
 
+NOTHING = -1
+"""In place of a token: there is no draft, or a kept answer ends."""
+
+
+class Answers(NamedTuple):
+    """Answers to earlier requests, one after the other in a ring, each ended by NOTHING. The next goes to `cursor`."""
+
+    tokens_C: Any
+    cursor: Any
+
+
 class RowTokens(NamedTuple):
     """What the device knows of each row; the null row comes last and means nothing.
 
     last_token_R: the newest token, if it was drawn here. num_computed_R: how many tokens are computed. A token that
     the host does not know is the newest one, and stands behind them. Where tokens are drafted, history_RL holds all
-    known tokens of a row, and drafts_RK what a drafter supposes to follow the newest one, -1 for nothing.
+    known tokens of a row, and drafts_RK what a drafter supposes to follow the newest one; `answers` are kept where
+    drafts are looked for in them.
     """
 
     last_token_R: Any
     num_computed_R: Any
     history_RL: Any = None
     drafts_RK: Any = None
+    answers: Answers | None = None
 
 
-RESULT_TYPES = (KVTensor, SamplingState, LogprobOutput, RowTokens)
+RESULT_TYPES = (KVTensor, SamplingState, LogprobOutput, RowTokens, Answers)
 """What programs return besides arrays, tuples and lists."""
 
 PROMPT_LOGPROB_TILE = 32
@@ -217,7 +230,7 @@ class Shapes:
 
     def __init__(
         self, functions: StepFunctions, params: Any, kv: Any, sampling: StateLayout, max_blocks: int, max_tokens: int,
-        options: Mapping[str, Options], max_model_len: int, num_drafts: int = 0,
+        options: Mapping[str, Options], max_model_len: int, num_drafts: int = 0, num_answer_tokens: int = 0,
     ):  # fmt: skip
         self.functions, self.params, self.kv, self.options = functions, params, kv, options
         self.all_hidden = self.hidden(max_tokens)
@@ -227,6 +240,9 @@ class Shapes:
         if num_drafts:
             history, drafts = (self._array((rows, width), jnp.int32) for width in (max_model_len, num_drafts))
             self.rows = self.rows._replace(history_RL=history, drafts_RK=drafts)
+        if num_answer_tokens:
+            answers = Answers(self._array((num_answer_tokens,), jnp.int32), self._array((), jnp.int32))
+            self.rows = self.rows._replace(answers=answers)
         self.sampling = jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), sampling.abstract())
         self.head = functions.model.head(params)
 

@@ -1,0 +1,153 @@
+"""Drafts by looking up: what followed the newest tokens of a request when they last occurred, in the same request or,
+with the method "suffix", in answers to earlier ones.
+
+    draft[S]:      rows, rows of the step  -> rows
+    load_history:  rows, packed tokens     -> rows
+    remember:      rows, packed            -> rows
+
+All of it runs on the device, which alone knows the newest tokens while steps are in flight: the tokens of a row are
+written when it is given to a request, and those that are drawn by whatever draws them. Answers are kept one after the
+other in a ring of fixed size, the newest in place of the oldest. This module does not know which drafts are any good.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.messages import NewRequestData, ProgramKey
+from jaxpaged.speculation import Speculation
+from jaxpaged.worker.device import Device
+from jaxpaged.worker.step.functions import NOTHING, RowTokens, Shapes
+
+CHUNK = 512
+"""Tokens in one upload of `load_history`."""
+HEADER = 3  # row, position of the first token, number of tokens
+DRAFT_KIND = "draft"
+LOAD_KIND = "load_history"
+REMEMBER_KIND = "remember"
+
+
+class Matches(NamedTuple):
+    """What the search carries: tokens compared so far, places where all of them were the same, and how many were."""
+
+    distance: Any
+    matching_SW: Any
+    length_SW: Any
+
+
+def look_up(text_SW: Any, newest_S: Any, own: int, shortest: int, longest: int, num_drafts: int) -> Any:
+    """drafts_SK of rows whose newest token is at place `newest_S` of their text, -1 where there is none.
+
+    A row's own tokens begin at place `own`; before them are others, NOTHING between any two texts. The newest tokens,
+    `shortest` to `longest` of them, are looked for at earlier places: the longest match wins, then the latest. A draft
+    that reaches the newest token goes round, as if the tokens since the match repeated themselves.
+    """
+    width = text_SW.shape[1]
+    place_W = jnp.arange(width, dtype=jnp.int32)
+    padded = jnp.pad(text_SW, ((0, 0), (longest, 0)), constant_values=NOTHING)
+
+    def compare(matches: Matches) -> Matches:
+        wanted_S1 = jnp.take_along_axis(text_SW, jnp.maximum(newest_S - matches.distance, 0)[:, None], axis=1)
+        before_SW = jax.lax.dynamic_slice_in_dim(padded, longest - matches.distance, width, axis=1)
+        inside_S1 = (newest_S - matches.distance >= own)[:, None]
+        matching_SW = matches.matching_SW & (before_SW == wanted_S1) & inside_S1
+        return Matches(matches.distance + 1, matching_SW, matches.length_SW + matching_SW)
+
+    earlier_SW = place_W < newest_S[:, None]
+    first = Matches(jnp.int32(0), earlier_SW, jnp.zeros(text_SW.shape, jnp.int32))
+    going_on = lambda matches: (matches.distance < longest) & jnp.any(matches.matching_SW)
+    length_SW = jax.lax.while_loop(going_on, compare, first).length_SW
+    score_SW = jnp.where(length_SW >= shortest, length_SW * width + place_W, -1)
+    best_S = jnp.max(score_SW, axis=1)
+    first_S = best_S % width + 1
+    nth_SK = jnp.arange(num_drafts, dtype=jnp.int32) % jnp.maximum(newest_S + 1 - first_S, 1)[:, None]
+    drafts_SK = jnp.take_along_axis(text_SW, first_S[:, None] + nth_SK, axis=1, mode="clip")
+    ended_SK = jnp.cumsum(drafts_SK == NOTHING, axis=1) > 0
+    return jnp.where(ended_SK | (best_S[:, None] < 0), NOTHING, drafts_SK)
+
+
+def draft(speculation: Speculation, rows: RowTokens, row_S: Any) -> RowTokens:
+    """Drafts for some rows; the newest token of a row is the first that is not computed."""
+    text_SW, own = rows.history_RL[row_S], 0
+    if rows.answers is not None:
+        own = len(rows.answers.tokens_C) + 1
+        others_SC = jnp.broadcast_to(rows.answers.tokens_C, (len(row_S), own - 1))
+        text_SW = jnp.concatenate([others_SC, jnp.full((len(row_S), 1), NOTHING), text_SW], axis=1)
+    drafts_SK = look_up(
+        text_SW, own + rows.num_computed_R[row_S], own, *speculation.match_lengths, speculation.num_speculative_tokens
+    )
+    return rows._replace(drafts_RK=rows.drafts_RK.at[row_S].set(drafts_SK))
+
+
+def load_history(rows: RowTokens, packed: Any) -> RowTokens:
+    """Write one upload of `pack_history`."""
+    nth_C = jnp.arange(CHUNK, dtype=jnp.int32)
+    place_C = jnp.where(nth_C < packed[2], packed[1] + nth_C, rows.history_RL.shape[1])
+    history_RL = rows.history_RL.at[packed[0], place_C].set(packed[HEADER:], mode="drop")
+    return rows._replace(history_RL=history_RL)
+
+
+def remember(rows: RowTokens, packed: Any) -> RowTokens:
+    """Add the answer of a row to those that are kept. `packed`: the row, and the tokens of its prompt."""
+    row, num_prompt = packed
+    tokens_C, cursor = rows.answers
+    history_L = rows.history_RL[row]
+    count = jnp.clip(rows.num_computed_R[row] + 1 - num_prompt, 0, len(tokens_C) - 1)
+    nth_L = jnp.arange(len(history_L) + 1, dtype=jnp.int32)
+    answer_L = jnp.where(nth_L < count, history_L[jnp.minimum(num_prompt + nth_L, len(history_L) - 1)], NOTHING)
+    place_L = jnp.where(nth_L <= count, (cursor + nth_L) % len(tokens_C), len(tokens_C))
+    answers = rows.answers._replace(
+        tokens_C=tokens_C.at[place_L].set(answer_L, mode="drop"), cursor=(cursor + count + 1) % len(tokens_C)
+    )
+    return rows._replace(answers=answers)
+
+
+def pack_history(row: int, token_ids: Sequence[int]) -> Iterator[np.ndarray]:
+    """Uploads [HEADER + CHUNK], int32, of all that is known of a row."""
+    for first in range(0, len(token_ids), CHUNK):
+        chunk = token_ids[first : first + CHUNK]
+        packed = np.zeros(HEADER + CHUNK, np.int32)
+        packed[:HEADER] = row, first, len(chunk)
+        packed[HEADER : HEADER + len(chunk)] = chunk
+        yield packed
+
+
+def lookup_builders(shapes: Shapes, speculation: Speculation, sizes: Sequence[int]) -> dict[ProgramKey, Any]:
+    """How to lower the programs above."""
+
+    def lower(function: Any, *shape: int) -> jax.stages.Lowered:
+        step = jax.jit(function, donate_argnums=(0,), out_shardings=shapes.functions.replicated)
+        return step.lower(shapes.rows, shapes.packed(*shape))
+
+    builders = {ProgramKey(LOAD_KIND): partial(lower, load_history, HEADER + CHUNK)}
+    builders |= {ProgramKey(DRAFT_KIND, size): partial(lower, partial(draft, speculation), size) for size in sizes}
+    if shapes.rows.answers is not None:
+        builders[ProgramKey(REMEMBER_KIND)] = partial(lower, remember, 2)
+    return builders
+
+
+class LookupDrafter:
+    """Dispatches the programs above; the drafts stay on the device."""
+
+    def admit(self, device: Device, row: int, request: NewRequestData) -> None:
+        for packed in pack_history(row, request.token_ids):
+            self._call(device, ProgramKey(LOAD_KIND), packed)
+
+    def propose(self, device: Device, key: ProgramKey, rows: np.ndarray, null_row: int) -> None:
+        """Draft for `rows` of the step that is dispatched next."""
+        packed = np.full(key.size, null_row, np.int32)
+        packed[: len(rows)] = rows
+        self._call(device, key, packed)
+
+    def release(self, device: Device, row: int, num_prompt_tokens: int) -> None:
+        """A row is taken back: its answer may help others."""
+        if device.state.rows.answers is not None:
+            self._call(device, ProgramKey(REMEMBER_KIND), np.array([row, num_prompt_tokens], np.int32))
+
+    @staticmethod
+    def _call(device: Device, key: ProgramKey, packed: np.ndarray) -> None:
+        device.state.rows = device.call(key, device.state.rows, packed)
