@@ -27,10 +27,10 @@ LEAST_RATE = 1e-6
 PATIENCE = 48
 """Steps after which requests that are not worth drafts try them again, more where drafts are dear: a try costs less
 than a hundredth."""
-WEIGHT = 0.2
-"""Of a new measurement of time."""
+WEIGHT_LOWER, WEIGHT_HIGHER = 0.5, 0.05
+"""Of a new measurement. What else the machine does makes steps longer, never shorter, so short ones tell more."""
 NUM_PLAIN = 4
-"""Steps without drafts that are measured before the first drafts; the first ones may be slow, so the fastest counts."""
+"""Steps without drafts that are measured before the first drafts."""
 REMEASURE = 128
 """Steps with drafts after which one without is measured again, since contexts grow."""
 
@@ -60,7 +60,7 @@ class DraftRecord:
 class StepTimes:
     """Of steps with about so many requests: seconds of one without drafts, and the price of a draft."""
 
-    plain: float = math.inf
+    plain: float = 0.0
     num_plain: int = 0
     price: float = LEAST_PRICE
     age: int = 0  # steps with drafts since the last without
@@ -68,12 +68,11 @@ class StepTimes:
     def add(self, seconds: float, num_requests: int, num_drafts: int) -> None:
         """A step in which everybody decoded."""
         if not num_drafts:
-            first = self.num_plain < NUM_PLAIN
-            self.plain = min(self.plain, seconds) if first else self.plain + WEIGHT * (seconds - self.plain)
+            self.plain = followed(self.plain, seconds) if self.num_plain else seconds
             self.num_plain, self.age = self.num_plain + 1, 0
         elif self.num_plain:
             price = max(seconds / self.plain - 1, 0.0) * num_requests / num_drafts
-            self.price, self.age = self.price + WEIGHT * (price - self.price), self.age + 1
+            self.price, self.age = followed(self.price, price), self.age + 1
 
     @property
     def is_known(self) -> bool:
@@ -150,6 +149,11 @@ class DraftLengths:
             request.num_drafts = request.drafts.most
         if request.num_drafts:
             request.decode_limit = 0  # to decode needs a decision
+
+
+def followed(before: float, now: float) -> float:
+    """An average that is near the smallest of its newest values."""
+    return before + (WEIGHT_LOWER if now < before else WEIGHT_HIGHER) * (now - before)
 
 
 def most_drafts(request: Request) -> int:
