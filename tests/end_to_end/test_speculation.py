@@ -63,7 +63,7 @@ def test_random_traffic_gets_the_bits_of_single_steps(engine, seed, asynchronous
             assert got[0] == alone[0][: len(got[0])], name
         else:
             assert got == alone, name
-    assert engine[1].stats()["recompiles"] == 0
+    assert engine[1].worker.stats()["recompiles"] == 0
 
 
 class Prophet:
