@@ -52,7 +52,7 @@ def counts(llm: LLM) -> dict[str, int]:
 
 
 def compare(model: str, config: dict, repeat: int, fixed_steps: bool) -> None:
-    shared = {"max_model_len": 1024, "max_num_seqs": 8, "enable_prefix_caching": False}
+    shared = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 128, "enable_prefix_caching": False}
     if fixed_steps:
         shared["num_scheduler_steps"] = 1
     engines = [LLM(model, **shared), LLM(model, **shared, speculative_config=config)]

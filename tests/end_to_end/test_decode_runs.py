@@ -123,7 +123,7 @@ def test_random_traffic_gets_the_tokens_and_log_probabilities_of_single_steps(en
         assert [line.token_ids for line in lines] == [line.token_ids for line in expected_lines], name
         for line, expected_line in zip(lines, expected_lines, strict=True):
             np.testing.assert_allclose(line.logprobs, expected_line.logprobs, atol=1e-4)
-    assert engine[1].stats()["recompiles"] == 0
+    assert engine[1].worker.stats()["recompiles"] == 0
 
 
 def request_of(name, max_tokens, **params):
@@ -144,12 +144,12 @@ def test_a_run_ends_early_when_every_row_has_ended(engine):
 
 
 def test_the_counters_and_the_step_log_agree(engine):
-    core, before = core_of(engine, LONGEST), engine[1].stats()
+    core, before = core_of(engine, LONGEST), engine[1].worker.stats()
     for i, max_tokens in enumerate((5, 20, 31)):
         core.add_request(request_of(f"r{i}", max_tokens))
     while core.step().outputs or core._in_flight:
         pass
-    after, (records, _) = engine[1].stats(), core.step_log.read()
+    after, (records, _) = engine[1].worker.stats(), core.step_log.read()
     grown = {name: after[name] - before[name] for name in ("steps", "scheduled_tokens", "padded_tokens")}
     assert sum(record.num_steps for record in records) == grown["steps"] > len(records)
     assert sum(record.num_tokens for record in records) == grown["scheduled_tokens"] == 3 * 3 + 4 + 19 + 30
