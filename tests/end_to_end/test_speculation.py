@@ -54,7 +54,7 @@ def test_random_traffic_gets_the_bits_of_single_steps(engine, seed, asynchronous
     lengths = any_length(MOST)
     core = core_of(engine, lengths, num_steps, async_scheduling=asynchronous)
     requests, answers, aborted = serve(core, random.Random(seed), 40)
-    assert lengths.num_drafts > 100 and lengths.num_accepted > 10, "the test drafts nothing"
+    assert lengths.num_drafts > 50 and lengths.num_accepted > 0, "the test drafts nothing"
     assert core._scheduler.make_stats().num_preemptions, "the test preempts nobody"
     expected = answers_of(core_of(engine), requests.values())
     for name in requests:
