@@ -44,6 +44,7 @@ COLUMNS = {
 }  # fmt: skip
 """What is measured, and how it is written."""
 
+WATCHED = ", watched"
 Row = dict[str, float | str | None]
 
 
@@ -116,6 +117,17 @@ def open_page(url: str) -> Iterator[None]:
     finally:
         closed.set()
         viewer.join()
+
+
+def cost_of_page(rows: Sequence[Row]) -> str:
+    """What of the rate is left with the page open, on the average of all measurements."""
+    shares = []
+    for name in ("tokens/s", "tokens/CPU-s"):
+        watched, alone = (
+            [row[name] for row in rows if row["over"].endswith(WATCHED) is with_page] for with_page in (True, False)
+        )
+        shares.append(f"{np.mean(watched) / np.mean(alone):.3f} of {name}")
+    return f"with the page open: {', '.join(shares)}"
 
 
 # ---- the same work without HTTP
@@ -202,11 +214,14 @@ def main() -> None:
         wait_for_programs(started.url)
         rows = []
         for count, rate in zip(args.streams, rates, strict=True):
-            for place, watched in itertools.product(places, (False, True) if args.watched else (False,)):
+            turns = itertools.product(range(args.repeat), places, (False, True) if args.watched else (False,))
+            for _, place, watched in turns:
                 with open_page(started.url) if watched else contextlib.nullcontext():
                     rows.append(measured(place, count, asyncio.run(load(place, started.pid, args, count)), rate))
-                rows[-1]["over"] += ", watched" * watched
+                rows[-1]["over"] += WATCHED * watched
                 print(line(rows[-1]), flush=True)
+    if args.watched:
+        print(cost_of_page(rows))
     if args.json:
         args.json.write_text(json.dumps({"command": sys.argv[1:], "rows": rows}, indent=1), encoding="utf-8")
     if args.markdown:
@@ -223,6 +238,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--grpc", action="store_true", help="ask over gRPC too (extra grpc)")
     parser.add_argument("--watched", action="store_true", help="measure everything again with the page open")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="measure everything N times, in turn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
     instead = parser.add_mutually_exclusive_group()
