@@ -69,6 +69,21 @@ def test_a_bad_prompt_among_good_ones_ends_them_all(serving):
     assert answer.status == 400 and answer.error["param"] == "prompt"
 
 
+@pytest.mark.parametrize("interval", [0.0, 60.0])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("length", [1, 5])
+def test_the_last_words_of_a_stream_go_out_together(serving, path, length, interval):
+    async def scenario(server):
+        server.engine.executor.longest_run = 1
+        body = {**LONG, "max_tokens": length, "stream": True, "stream_options": {"include_usage": True}}
+        return await server.client.post(path, {**body, "messages": [{"role": "user", "content": "hi"}]})
+
+    answer = serving(scenario, options={"sse_keep_alive_interval": interval})
+    assert answer.pieces[-1].endswith(b"data: [DONE]\n\n") and answer.pieces[-1].count(b"data: ") >= 3
+    assert b'"finish_reason":"length"' in answer.pieces[-1] and b'"usage"' in answer.pieces[-1]
+    assert [event["usage"]["completion_tokens"] for event in answer.events[:-1] if "usage" in event] == [length]
+
+
 def test_silence_is_filled_with_comments_where_the_operator_wants_it(serving):
     async def scenario(server):
         server.engine.executor.longest_run = 1
