@@ -1,6 +1,6 @@
 """Answers that are large."""
 
-from jaxpaged.entrypoints.http import big_answer
+from jaxpaged.entrypoints.http.transport import big_answer
 
 
 def test_a_large_answer_says_the_same_and_what_it_took_is_given_back_once_it_is_sent(serving, monkeypatch):
