@@ -3,8 +3,8 @@
 
     python scripts/bench_speculation.py [--model demo] [--speculative-config '{...}'] [--repeat 5] [--fixed-steps]
 
-Each figure is the fastest of several runs. The requests repeat a text of their prompt (greedy), or tell stories (drawn,
-so that hardly anything occurs twice). Also printed: which share of the drafts was accepted at least so far, and how
+Each figure is the fastest of several runs. The requests repeat a text of their prompt (greedy), or go on at temperature
+2, so that hardly anything occurs twice. Also printed: which share of the drafts was accepted at least so far, and how
 many tokens were drafted. `--model` is whatever `jaxpaged generate` takes, or one of bench_offline's random models.
 `--fixed-steps` gives both one decode step a program, as slower models have anyway.
 """
@@ -28,7 +28,7 @@ SENTENCE = (
 )
 TEXTS = {
     "repeats": (SENTENCE * 4, {"temperature": 0.0}),
-    "does not": ("Once upon a time", {"temperature": 1.0}),
+    "does not": ("Once upon a time", {"temperature": 2.0}),
 }
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 COUNTS = "vllm:spec_decode_num_"
