@@ -250,6 +250,7 @@ class CoreServer:
         self._heartbeat.beat(CALL)
         with self._heartbeat.ticking() if reads_files else contextlib.nullcontext():
             value, error = self._asked(call)
+        self._heartbeat.tick()  # who hears the answer may count on it that the patience for calls is over
         if isinstance(call, Sleep | WakeUp):
             if self._core.has_work():
                 self._step()  # clients hear what sleep ended before they hear that it sleeps
