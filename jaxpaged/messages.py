@@ -61,6 +61,7 @@ class NewRequestData(msgspec.Struct):
 
     `token_ids` is everything known so far: prompt, and output when the request was preempted.
     `block_ids[g]` is the block table of KV group g, prefix-cache hits included.
+    `is_private`: it has a cache salt, so its speed must tell nothing of others' text, nor theirs of its own.
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class NewRequestData(msgspec.Struct):
     num_computed_tokens: int
     block_ids: tuple[list[int], ...]
     sampling_params: SamplingParams
+    is_private: bool = False
 
 
 class SchedulerOutput(msgspec.Struct):

@@ -31,6 +31,13 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "fast")
 hypothesis.configuration.set_hypothesis_home_dir(CACHE / "hypothesis")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The name of a test is the same in every process, or workers that run tests side by side find different ones."""
+    unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if unstable:
+        raise pytest.UsageError(f"an address in the name of a test: give its parameters ids. {unstable[0]}")
+
+
 @pytest.fixture
 def short_path() -> Iterator[Path]:
     """An empty folder for sockets, whose paths have 107 bytes at most, however long those of `tmp_path` are."""

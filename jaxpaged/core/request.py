@@ -169,6 +169,7 @@ class Request:
             num_computed_tokens=self.num_computed_tokens,
             block_ids=tuple([block.block_id for block in table] for table in self.blocks),
             sampling_params=self.sampling_params,
+            is_private=self.cache_salt is not None,
         )
 
     def note_admission(self) -> None:

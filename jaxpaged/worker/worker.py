@@ -129,7 +129,7 @@ class Worker:
         if not self.pools:
             sampler = Sampler(rows, programs.row_state, self.blueprint.custom, programs.runs)
             finishers = PromptScorer(rows), sampler
-        drafter = LookupDrafter() if self.blueprint.num_drafts else None
+        drafter = LookupDrafter(self.config.scheduler.max_num_seqs) if self.blueprint.num_drafts else None
         return ModelRunner(self.device, rows, programs.layouts, finishers, drafter)
 
     def new_state(self) -> DeviceState:

@@ -55,7 +55,11 @@ def fail_half_way(worker):
     raise OSError("the rest is missing")
 
 
-@pytest.mark.parametrize("call", [(other_weights, ()), ("apply_model", (set_one,)), (fail_half_way, ())], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [(other_weights, ()), ("apply_model", (set_one,)), (fail_half_way, ())],
+    ids=["a function", "apply_model", "a function that fails"],
+)
 def test_weights_that_a_function_replaces_have_another_name(executor, call):
     executor.collective_rpc("apply_model", (lambda params: params["weight"],), {})
     before = executor.weights_version

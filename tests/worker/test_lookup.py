@@ -1,5 +1,7 @@
 """Drafts by looking up, against a search that goes from place to place; and the answers that are kept."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpaged.messages import ProgramKey
 from jaxpaged.speculation import Speculation
-from jaxpaged.worker.drafters.lookup import CHUNK, draft, load_history, look_up, pack_history, remember
+from jaxpaged.worker.drafters.lookup import CHUNK, LookupDrafter, draft, load_history, look_up, pack_history, remember
 from jaxpaged.worker.step.functions import NOTHING, Answers, RowTokens
 
 WIDTH, MOST = 24, 5
@@ -30,9 +33,7 @@ def searched(tokens, shortest, longest, num_drafts):
     lengths=st.sampled_from([(1, 1), (1, 4), (3, 4)]),
 )
 def test_the_longest_then_latest_occurrence_is_found(texts, lengths):
-    text_SW = np.random.default_rng(0).integers(
-        0, 4, (3, WIDTH), np.int32
-    )  # what lies behind the newest is not looked at
+    text_SW = np.random.default_rng(0).integers(0, 4, (3, WIDTH), np.int32)  # behind the newest nothing is looked at
     for row, text in zip(text_SW, texts):
         row[: len(text)] = text
     newest_S = jnp.array([len(text) - 1 for text in texts])
@@ -81,13 +82,28 @@ def test_answers_of_others_are_drafted_from_up_to_their_end():
 def test_a_requests_own_tokens_go_before_as_long_a_match_elsewhere():
     rows = rows_of([[0, 1, 2, 3, 4], [1, 2, 9, 1, 2]], 16)
     rows = compiled_remember(rows, jnp.array([0, 0]))
-    assert compiled_draft(Speculation("suffix", MOST, (2, 8), 16), rows, jnp.array([1])).drafts_RK[1].tolist() == [
-        9,
-        1,
-        2,
-        9,
-        1,
-    ]
+    drafts_RK = compiled_draft(Speculation("suffix", MOST, (2, 8), 16), rows, jnp.array([1])).drafts_RK
+    assert drafts_RK[1].tolist() == [9, 1, 2, 9, 1]
+
+
+def test_who_has_a_cache_salt_neither_finds_the_answers_of_others_nor_leaves_its_own():
+    rows = compiled_remember(rows_of([[9, 1, 2, 3, 4], [7, 1, 2], [1, 2, 6, 1, 2]], 16), jnp.array([0, 1]))
+    calls = []
+    device = SimpleNamespace(
+        state=SimpleNamespace(rows=rows), call=lambda key, rows, packed: calls.append(packed) or rows
+    )
+    drafter = LookupDrafter(3)
+    for row, is_private in enumerate([False, True, True]):
+        request = SimpleNamespace(token_ids=[], is_private=is_private)
+        drafter.admit(device, row, request)
+    drafter.propose(device, ProgramKey("draft", 4), np.array([0, 1, 2]), 3)
+    drafter.release(device, 1, 0)
+    drafter.release(device, 2, 0)
+    assert [packed.tolist() for packed in calls] == [[0, -2, -3, 3]], "nothing of a private row is remembered"
+    packed_S = jnp.array(calls[0][:3])
+    drafts_RK = compiled_draft(Speculation("suffix", MOST, (2, 8), 16), rows, packed_S).drafts_RK
+    assert drafts_RK[1].tolist() == [NOTHING] * MOST and drafts_RK[2].tolist() == [6, 1, 2, 6, 1]
+    assert compiled_draft(Speculation("suffix", MOST, (2, 8), 16), rows, jnp.array([1])).drafts_RK[1, 0] == 3
 
 
 @pytest.mark.parametrize("size", [4, 7, 16])

@@ -70,12 +70,17 @@ def look_up(text_SW: Any, newest_S: Any, own: int, shortest: int, longest: int, 
     return jnp.where(ended_SK | (best_S[:, None] < 0), NOTHING, drafts_SK)
 
 
-def draft(speculation: Speculation, rows: RowTokens, row_S: Any) -> RowTokens:
-    """Drafts for some rows; the newest token of a row is the first that is not computed."""
+def draft(speculation: Speculation, rows: RowTokens, packed_S: Any) -> RowTokens:
+    """Drafts for some rows; the newest token of a row is the first that is not computed.
+
+    `packed_S` has row r, or -1 - r for one that looks at its own tokens only.
+    """
+    private_S = packed_S < 0
+    row_S = jnp.where(private_S, -1 - packed_S, packed_S)
     text_SW, own = rows.history_RL[row_S], 0
     if rows.answers is not None:
         own = len(rows.answers.tokens_C) + 1
-        others_SC = jnp.broadcast_to(rows.answers.tokens_C, (len(row_S), own - 1))
+        others_SC = jnp.where(private_S[:, None], NOTHING, rows.answers.tokens_C)
         text_SW = jnp.concatenate([others_SC, jnp.full((len(row_S), 1), NOTHING), text_SW], axis=1)
     drafts_SK = look_up(
         text_SW, own + rows.num_computed_R[row_S], own, *speculation.match_lengths, speculation.num_speculative_tokens
@@ -133,19 +138,23 @@ def lookup_builders(shapes: Shapes, speculation: Speculation, sizes: Sequence[in
 class LookupDrafter:
     """Dispatches the programs above; the drafts stay on the device."""
 
+    def __init__(self, max_num_seqs: int):
+        self._private_R = np.zeros(max_num_seqs, bool)
+
     def admit(self, device: Device, row: int, request: NewRequestData) -> None:
+        self._private_R[row] = request.is_private
         for packed in pack_history(row, request.token_ids):
             self._call(device, ProgramKey(LOAD_KIND), packed)
 
     def propose(self, device: Device, key: ProgramKey, rows: np.ndarray, null_row: int) -> None:
         """Draft for `rows` of the step that is dispatched next."""
         packed = np.full(key.size, null_row, np.int32)
-        packed[: len(rows)] = rows
+        packed[: len(rows)] = np.where(self._private_R[rows], -1 - rows, rows)
         self._call(device, key, packed)
 
     def release(self, device: Device, row: int, num_prompt_tokens: int) -> None:
         """A row is taken back: its answer may help others."""
-        if device.state.rows.answers is not None:
+        if device.state.rows.answers is not None and not self._private_R[row]:
             self._call(device, ProgramKey(REMEMBER_KIND), np.array([row, num_prompt_tokens], np.int32))
 
     @staticmethod
