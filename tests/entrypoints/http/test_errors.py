@@ -254,6 +254,7 @@ def test_long_messages_are_cut(ask):
         ("<function f at 0x7f0012345678> failed", "<function f at <address>> failed"),
         ("use 1/2 of meta/llama at https://x.org/a/b", "use 1/2 of meta/llama at https://x.org/a/b"),
     ],
+    ids=["a path", "an address", "neither"],
 )
 def test_messages_lose_paths_and_addresses_and_nothing_else(message, shown):
     assert scrubbed(message) == shown
