@@ -29,7 +29,7 @@ PER_MODEL = {
     "phi3_partial": {"dtype": "bfloat16", "num_gpu_blocks_override": 32, "quantization": "int8"},
     "llama_mqa_bias_tied": {"dtype": "float32", "num_gpu_blocks_override": 32},
 }
-EXHAUSTIVE = ("gemma2", "qwen3", "llama_mqa_bias_tied")
+EXHAUSTIVE = ("gemma2", "qwen3", "phi3_partial", "llama_mqa_bias_tied")
 MARKS = {"gemma3_new_spelling": ()} | dict.fromkeys(EXHAUSTIVE, pytest.mark.exhaustive)
 CHOICES = {
     "top_p": 0.8, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.5, "repetition_penalty": 1.3, "logprobs": 3,

@@ -61,9 +61,9 @@ def sleep_and_wake(llm, level):
     [
         {},
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param({"deterministic": True}, marks=pytest.mark.slow),
+        pytest.param({"deterministic": True}, marks=pytest.mark.exhaustive),
         pytest.param({"quantization": "int8"}, marks=pytest.mark.slow),
-        pytest.param({"load_format": "dummy"}, marks=pytest.mark.slow),
+        pytest.param({"load_format": "dummy"}, marks=pytest.mark.exhaustive),
     ],
     ids=lambda options: next(iter(options), "plain"),
 )
