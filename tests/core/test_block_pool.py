@@ -6,6 +6,8 @@ import pytest
 
 from jaxpaged.core.kv_cache.block_pool import BlockPool
 from jaxpaged.core.kv_cache.events import AllBlocksCleared, BlockRemoved
+from jaxpaged.core.kv_cache.manager import KVCacheManager
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 
 
 def key(name: str, group: int = 0) -> bytes:
@@ -101,14 +103,16 @@ def test_groups_do_not_find_each_others_content():
 
 
 def test_the_cache_is_cleared_only_when_nobody_holds_a_block():
-    pool = BlockPool(4, record_events=True)
+    config = KVCacheConfig((4,), (KVCacheGroup(AttentionSpec(4, 1, 8, 4), (0,)),))
+    manager = KVCacheManager(config, max_num_batched_tokens=8, enable_prefix_caching=True, enable_kv_cache_events=True)
+    [pool] = manager.pools
     blocks = pool.get_new_blocks(2)
     pool.cache(blocks[0], key("a"))
     pool.cache(blocks[1], key("a"))
-    assert not pool.reset_prefix_cache()
+    assert not manager.reset_prefix_cache()
     assert pool.get_cached_block(key("a")) is not None
     pool.free_blocks(blocks)
-    assert pool.reset_prefix_cache()
+    assert manager.reset_prefix_cache()
     assert pool.get_cached_block(key("a")) is None
     assert pool.events == [AllBlocksCleared()]
     pool.check_integrity(Counter())

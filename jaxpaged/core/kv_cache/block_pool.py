@@ -179,13 +179,6 @@ class BlockPool:
         group_idx = int.from_bytes(cache_key[-4:], "big")
         self.events.append(BlockRemoved(block_hashes=[cache_key[:-4]], group_idx=group_idx))
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all content, if nobody holds a block; else change nothing and return False."""
-        if self.num_held_blocks:
-            return False
-        self.lose_content()
-        return True
-
     def lose_content(self) -> None:
         """Forget all content: the memory that had it is gone, or means something else. Owners keep their blocks."""
         for block in self.blocks:

@@ -97,12 +97,11 @@ class CacheGroups:
         self.unit = math.gcd(*sizes)  # tokens of one content hash
         self._alignment = math.lcm(*sizes)  # of hits
         self._max_num_batched_tokens = max_num_batched_tokens
-        layouts = pool_layouts(groups)
-        pool_of = {g: pool for layout, pool in zip(layouts, pools, strict=True) for g in layout.group_idxs}
+        self._layouts = pool_layouts(groups)
+        pool_of = {g: pool for layout, pool in zip(self._layouts, pools, strict=True) for g in layout.group_idxs}
         self.groups = tuple(CacheGroup(g, group.spec, pool_of[g], self.unit) for g, group in enumerate(groups))
         self.have_states = any(group.is_state for group in self.groups)
-        self.groups_of_pool = tuple(layout.group_idxs for layout in layouts)
-        self._specs_of_pool = [[group.spec for group in layout.groups] for layout in layouts]
+        self.groups_of_pool = tuple(layout.group_idxs for layout in self._layouts)
 
     def __iter__(self):
         return iter(self.groups)
@@ -130,5 +129,4 @@ class CacheGroups:
 
     def max_blocks(self, num_tokens: int) -> list[int]:
         """Blocks that a request must have at most, of each pool, while its first `num_tokens` are computed."""
-        step = self._max_num_batched_tokens
-        return [sum([spec.max_blocks(num_tokens, step) for spec in specs]) for specs in self._specs_of_pool]
+        return [layout.max_blocks(num_tokens, self._max_num_batched_tokens) for layout in self._layouts]
