@@ -38,7 +38,7 @@ from jaxpaged.sampling_features import Extra
 
 
 class Scheduler:
-    """One token budget for all requests; KV blocks from one pool; preemption by recomputing.
+    """One token budget for all requests; KV blocks from shared pools; preemption by recomputing.
 
     A request is refused at intake when it could not run even alone, so the oldest request always finishes.
     """
@@ -55,8 +55,8 @@ class Scheduler:
         can_run: Callable[[Extra], bool] = lambda extra: True,
         num_drafts: int = 0,
     ):
-        """`scheduler_config` is resolved; `can_run`: see `Executor`; `num_drafts`: tokens that a request may draft for
-        a step. Raises ConfigError when options contradict."""
+        """`scheduler_config` is resolved. `can_run`: see `Executor`. `num_drafts`: of a request and step, at most.
+        Raises ConfigError when options contradict."""
         if scheduler_config.long_prefill_token_threshold and not scheduler_config.enable_chunked_prefill:
             raise ConfigError(
                 f"long_prefill_token_threshold is {scheduler_config.long_prefill_token_threshold}, but chunked "
@@ -124,12 +124,11 @@ class Scheduler:
     def schedule(self, max_steps: int = 1) -> SchedulerOutput:
         """Decide how many tokens every request computes in the next step.
 
-        Admitted requests go first, oldest first. When blocks run out the youngest is preempted and recomputed
-        later, or under the priority policy the least important. Waiting requests are admitted when nothing was
-        preempted, each only if all of its tokens would get blocks, and a step later if the step computes the greater
-        part of its prompt for another request. A step without tokens carries nothing, and
-        need not be executed; what the runner must know waits for the next one. When nobody waits and all decode,
-        it may be a run of up to `max_steps` steps (`new_tokens.py`).
+        Admitted requests go first, oldest first. When blocks run out the youngest is preempted and recomputed later, or
+        under the priority policy the least important. Waiting requests are admitted when nothing was preempted, each
+        only if all of its tokens would get blocks, and a step later if the step computes the greater part of its prompt
+        for another one. A step without tokens need not be executed; what the runner must know waits for the next one.
+        When nobody waits and all decode, it may be a run of up to `max_steps` steps (`new_tokens.py`).
         """
         plan = StepPlan(self._max_num_batched_tokens, len(self.running), len(self.kv_cache_manager.pools))
         if self.waiting or not plan_run(plan, self.running, max_steps, self.kv_cache_manager, self._last_step_id):
@@ -217,10 +216,9 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         manager = self.kv_cache_manager
-        if self.waiting:
-            for i, share in plan.shares.items():
-                plan.filled.update(manager.hashes_filled(plan.requests[i], share.num_tokens))
-        while plan.budget and self.waiting and len(self.running) < self._max_num_seqs:
+        if self._may_admit(plan):
+            plan.filled.update(*(manager.hashes_filled(plan.requests[i], s.num_tokens) for i, s in plan.shares.items()))
+        while self._may_admit(plan):
             request = self.waiting.peek()
             if request.num_output_placeholders:
                 break  # preempted with a token in flight: it goes on from there, and nobody overtakes it
@@ -235,6 +233,9 @@ class Scheduler:
                 break
             if not self._admit(request, hit, Share(num_tokens, int(num_tokens == wanted), None), plan):
                 break
+
+    def _may_admit(self, plan: StepPlan) -> bool:
+        return bool(plan.budget and self.waiting and len(self.running) < self._max_num_seqs)
 
     def _admit(self, request: Request, hit: CacheHit, share: Share, plan: StepPlan) -> bool:
         """Move the first waiting request into the step. False, and nothing changed, when it gets no blocks."""

@@ -151,7 +151,7 @@ class Blueprint:
         scheduler = self.config.scheduler
         return Demand(self.config.model.max_model_len, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
 
-    @property
+    @cached_property
     def division(self) -> Division:
         """How memory for KV blocks is divided."""
         return Division(self.kv_groups, self.demand, self.num_shards)
