@@ -24,7 +24,7 @@ from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_t
 from jaxpaged.engine.step_pacer import StepPacer
 from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.executor.base import Executor, PendingOutput
-from jaxpaged.interrupts import accepted_interrupts
+from jaxpaged.interrupts import accepted_interrupts, holding_interrupts
 from jaxpaged.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -207,6 +207,7 @@ class EngineCore(EngineCoreClient):
         """What the engine does now, with the steps after the first `since_step`. See `snapshot.py` for its bounds."""
         return take_snapshot(self._scheduler, self.step_log, self.executor, self.stats(), since_step)
 
+    @holding_interrupts
     def heed_weights(self) -> None:
         """If the weights are others than before, nothing that was computed with those is ever used again. Whoever runs
         begins anew with the tokens that it has."""

@@ -355,3 +355,26 @@ def test_an_event_loop_keeps_its_file_descriptor():
         assert signal.set_wakeup_fd(before) == theirs.fileno()
         ours.close()
         theirs.close()
+
+
+def test_an_interrupt_while_other_weights_are_heeded_waits_until_the_books_are_whole():
+    engine = small_engine()
+    core, executor = engine._core, engine._core.executor
+    engine.add_request("a", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step()
+    manager, changed = core._scheduler.kv_cache_manager, []
+
+    def change_root(version, requests, change=manager.change_root):
+        signal.raise_signal(signal.SIGINT)
+        change(version, requests)
+        changed.append(version)
+
+    manager.change_root = change_root
+    executor.collective_rpc = lambda *_: setattr(executor, "weights_version", "others")
+    with pytest.raises(KeyboardInterrupt):
+        engine.collective_rpc("replace")
+    assert changed == ["others"]
+    while engine.has_unfinished_requests():
+        results = engine.step()
+    assert len(results[0].outputs[0].token_ids) == 9
+    check_books(engine, "heed_weights")
