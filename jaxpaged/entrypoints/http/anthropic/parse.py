@@ -66,8 +66,7 @@ def count_tokens(service: Service, body: CountTokensRequest) -> int:
 
 def engine_names(body: MessagesPrompt) -> dict[str, str]:
     """The engine's name of a field -> what it is called here. Grammars come from a format or from forced tools."""
-    use = tool_use(body)
-    grammar = "tools" if use is not None and use.is_forced else "output_config.format"
+    grammar = "tools" if choice_of(body) in ("required", "named") else "output_config.format"
     return {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": grammar}
 
 
@@ -148,8 +147,7 @@ def check_thinking(thinking: ThinkingOption | None, choice: MessagesToolChoice |
 
 def check_calls_are_found(body: MessagesPrompt, tool_parser: str | None) -> None:
     """Raise HttpError 400 when the model may call tools as it likes, but nobody would find the calls."""
-    use = tool_use(body)
-    if use is not None and use.choice == "auto" and tool_parser is None:
+    if choice_of(body) == "auto" and tool_parser is None:
         raise HttpError(
             400, "tools are given, but this server does not look for calls. Start it with --enable-auto-tool-choice, "
             "or use a tool_choice of type 'any', 'tool' or 'none'.", "tools",
@@ -174,17 +172,20 @@ def conversation_of(body: MessagesPrompt, cache_salt: str | None = None) -> Conv
     )
 
 
+def choice_of(body: MessagesPrompt) -> str | None:
+    """What all APIs call the choice of tools; None where the model may call none."""
+    kind = "auto" if body.tool_choice is None else body.tool_choice.type
+    return None if not body.tools or kind == "none" else CHOICES[kind]
+
+
 def tool_use(body: MessagesPrompt) -> ToolUse | None:
     """The tools that the model may call, and whether it must."""
-    choice = body.tool_choice or MessagesToolChoice("auto")
-    if not body.tools or choice.type == "none":
+    choice, given = choice_of(body), body.tool_choice or MessagesToolChoice("auto")
+    if choice is None:
         return None
-    return ToolUse(
-        [template_tool(tool) for tool in body.tools],
-        CHOICES[choice.type],
-        choice.name if choice.type == "tool" else None,
-        parallel=not choice.disable_parallel_tool_use,
-    )
+    name = given.name if choice == "named" else None
+    tools = [template_tool(tool) for tool in body.tools]
+    return ToolUse(tools, choice, name, parallel=not given.disable_parallel_tool_use)
 
 
 def template_tool(tool: MessagesTool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generation.conversation import parse_conversation
+from jaxpaged.entrypoints.http.generation.conversation import Conversation, parse_conversation
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
 from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.conversation import conversation_of, text_of
@@ -29,7 +29,8 @@ def parse(service: Service, body: ChatCompletionRequest, request_id: str, model:
     check(body)
     params, beams = params_of(service, body)
     service.traffic.check_num_sequences(1, body.n or 1)
-    conversation, names = conversation_of(body, service.options.trust_request_chat_template), names_of(body)
+    conversation = conversation_of(body, service.options.trust_request_chat_template)
+    names = names_of(body, conversation)
     with client_names(names):
         prepared = parse_conversation(conversation, params, service.formats, service.prompts)
     last = conversation.messages[-1]
@@ -67,9 +68,8 @@ def check(body: ChatCompletionRequest) -> None:
         raise HttpError(400, "logprob_token_ids is given, but logprobs is not true. Set it.", "logprob_token_ids")
 
 
-def names_of(body: ChatCompletionRequest) -> dict[str, str]:
+def names_of(body: ChatCompletionRequest, conversation: Conversation) -> dict[str, str]:
     """What the request calls the engine's fields. The shape of forced calls follows from the tools."""
-    own = shape_name(body)
-    if body.tools and body.tool_choice not in (None, "auto", "none"):
-        own = {"structured_outputs": "tools"}
+    use = conversation.tool_use
+    own = {"structured_outputs": "tools"} if use is not None and use.is_forced else shape_name(body)
     return {**ENGINE_NAMES, **own}

@@ -11,10 +11,10 @@ import msgspec
 
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generation.answer import AnswerReader, Reading
 from jaxpaged.entrypoints.http.generation.conversation import Conversation, ParsedConversation, parse_conversation
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
 from jaxpaged.entrypoints.http.generation.sampling_fields import TRANSFER_REFUSALS, check_refusals, check_stop, given
+from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.responses.conversation import (
     Item,
     Messages,
@@ -63,18 +63,13 @@ SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultraf
 FORMATS = ("text", "json_object", "json_schema")
 
 
-@dataclass(frozen=True)
-class ParsedResponse:
-    """A request that was checked. `items` are the conversation up to the response, `owner` who may ask for it."""
+@dataclass(frozen=True, kw_only=True)
+class ParsedResponse(Parsed[ResponsesRequest]):
+    """A response to make. `items` are the conversation up to it, `owner` who may ask for it."""
 
     response: Response
     items: list[Item]
     owner: bytes
-    generation: GenerationRequest
-    reading: Reading
-
-    def new_reader(self) -> AnswerReader:
-        return AnswerReader(self.reading, self.generation.prompts[0].text)
 
 
 def parse(
@@ -95,7 +90,9 @@ def parse(
         prepared = parsed_conversation(service, body, turns.messages)
     response = response_of(body, model, prepared.params, is_kept(store, body))
     generation = GenerationRequest(response.id, [prepared.prompt], prepared.params, body.priority or 0, names)
-    return ParsedResponse(response, [*earlier, *items], owner, generation, prepared.reading)
+    return ParsedResponse(
+        body, model, generation, prepared.reading, response=response, items=[*earlier, *items], owner=owner
+    )
 
 
 def earlier_items(store: ResponseStore, body: ResponsesRequest, owner: bytes) -> list[Item]:
