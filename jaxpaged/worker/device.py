@@ -21,7 +21,7 @@ class DeviceState:
     tables: Any
     rows: Any  # `RowTokens`
     finisher: Any  # what the finisher keeps of rows: sampling state, or sums of prompts
-    hidden: Any  # of every token of the last step of single tokens, see `step.py`
+    hidden: Any  # of every token of the last step of single tokens, see `step/functions.py`
 
 
 @dataclass

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxpaged.sampling.rows import NUM_COLUMNS, ROW, lines_of_active
 from jaxpaged.worker.step.decode_loop import NOT_COMPUTED
-from jaxpaged.worker.step.functions import RowTokens, Shapes, StepFunctions
+from jaxpaged.worker.step.functions import NOTHING, RowTokens, Shapes, StepFunctions
 
 VERIFY_KINDS = {"sample": "verify", "sample_full": "verify_full", "sample_masked": "verify_masked"}
 """What draws in a step with drafts, in place of what draws one token a row."""
@@ -62,8 +62,8 @@ def verify(
     place_IS = first_S + jnp.minimum(nth_I[:, None], jnp.maximum(count_S - 1, 0))
     logits_SV = functions.model.compute_logits(head, functions.config, hidden_LD[place_IS.reshape(-1)])
     logits_ISV = logits_SV.reshape(num_most, len(row_S), -1)
-    drafts_SI = jnp.pad(rows.drafts_RK[row_S], ((0, 0), (0, 1)), constant_values=-1)
-    drafts_SI = jnp.where(nth_I + 1 < count_S[:, None], drafts_SI, -1)
+    drafts_SI = jnp.pad(rows.drafts_RK[row_S], ((0, 0), (0, 1)), constant_values=NOTHING)
+    drafts_SI = jnp.where(nth_I + 1 < count_S[:, None], drafts_SI, NOTHING)
     num_computed_R = rows.num_computed_R.at[row_S].add(-jnp.maximum(count_S - 1, 0))
 
     def draw_next(carry: Verification) -> Verification:
@@ -71,7 +71,7 @@ def verify(
         lines = lines_of_active(lines_SF, active_S, functions.max_num_seqs)
         masks = None if masks_SW is None else jnp.where(nth == 0, masks_SW, jnp.uint32(0xFFFFFFFF))
         rows, tokens_S, sampling, new = functions.draw(logits_ISV[nth], carry.rows, carry.sampling, lines, masks)
-        agrees_S = active_S & (drafts_SI[:, nth] >= 0) & (tokens_S == drafts_SI[:, nth])
+        agrees_S = active_S & (drafts_SI[:, nth] != NOTHING) & (tokens_S == drafts_SI[:, nth])
         return Verification(
             nth=nth + 1,
             active_S=agrees_S,
@@ -90,7 +90,7 @@ def verify(
         logprobs=None if sampling is None else functions.no_logprobs(num_most, len(row_S)),
     )
     end = jax.lax.while_loop(lambda carry: jnp.any(carry.active_S), draw_next, begin)
-    return end, jnp.sum(drafts_SI >= 0, axis=1)
+    return end, jnp.sum(drafts_SI != NOTHING, axis=1)
 
 
 def lower_verify(shapes: Shapes, size: int, full: bool, masked: bool = False) -> jax.stages.Lowered:
