@@ -359,7 +359,7 @@ def test_with_a_key_it_works_and_forgets_it_with_the_tab(window):
         window.wait_for("document.getElementById('model').textContent")
         assert not window.run("return document.getElementById('key').open")
         window.run("sessionStorage.clear()")
-    assert all("401" in each for each in window.complaints())
+        assert all("401" in each for each in window.complaints())
 
 
 def test_a_server_that_stops_is_told_and_one_that_comes_back_is_found(window):
@@ -391,4 +391,4 @@ def test_thinking_and_calls_of_tools_are_shown_and_results_given_back(window):
         window.click(".results button")
         window.wait_for("document.querySelectorAll('.answer:not(.busy)').length === 2")
         assert "the cat" in window.run("return document.querySelector('.answer:last-child .said').textContent")
-    assert window.complaints() == []
+        assert window.complaints() == []
