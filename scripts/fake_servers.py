@@ -1,6 +1,7 @@
 """Servers whose model computes nothing, for bench_serving.py: HTTP, scheduler and detokeniser are the real ones."""
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,9 +46,8 @@ def serve_counting(max_num_seqs: int, device_ms: float, grpc_port: int | None, *
 
 def serve_engine(engine: Any, config: Any, name: str, options: ServerOptions) -> None:
     sockets = Sockets(options)
-    sockets.listen()
-    announce(name, sockets, guarded=False)
-    run_loop(serve(Service(engine, served_model(config, (name,)), options), sockets))
+    service = Service(engine, served_model(config, (name,)), options)
+    run_loop(serve(service, sockets, on_listening=functools.partial(announce, name, sockets, guarded=False)))
 
 
 class Ready:

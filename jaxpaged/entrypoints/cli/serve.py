@@ -7,6 +7,7 @@ This module knows flags, and how engine and server are put together; what is ser
 import argparse
 import contextlib
 import dataclasses
+import functools
 import logging
 import sys
 from collections.abc import Mapping
@@ -84,9 +85,10 @@ def run(args: argparse.Namespace) -> int:
         engine = load_engine(of_engine, options)
         try:
             service = Service(engine, served_model(engine.config, options.served_model_name), options)
-            sockets.listen()
-            announce(service.model.names[0], sockets, guarded=bool(keys), logged=options.log_format == "json")
-            run_loop(server.serve(service, sockets, keys, admin_keys))
+            announcement = functools.partial(
+                announce, service.model.names[0], sockets, guarded=bool(keys), logged=options.log_format == "json"
+            )
+            run_loop(server.serve(service, sockets, keys, admin_keys, on_listening=announcement))
         finally:
             engine.shutdown()
     return 0

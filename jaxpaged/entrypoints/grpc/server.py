@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 class GrpcListener:
-    """Serves on the addresses until `should_exit` is set. `credentials` None: without TLS."""
+    """Serves on the addresses from `listen` on, until `should_exit` is set. `credentials` None: without TLS."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class GrpcListener:
         self._keys, self._admin_keys = keys, admin_keys
         self._credentials = credentials
         self._stop = asyncio.Event()
+        self._server: grpc.aio.Server | None = None
         self.ports: list[int] = []
 
     @property
@@ -77,21 +78,30 @@ class GrpcListener:
         if value:
             self._stop.set()
 
-    async def run_until_stopped(self) -> None:
-        """Serve. Raises UsageError for an address that cannot be had."""
+    async def listen(self) -> None:
+        """From now on calls are answered. Raises UsageError for an address that cannot be had."""
         server = self._made()
         self.ports = [self._bound(server, address) for address in self._addresses]
-        paths = [each.removeprefix("unix:") for each in self._addresses if each.startswith("unix:")]
-        for path in paths:
+        for path in self._paths:
             os.chmod(path, 0o660)  # as the Unix socket of HTTP
+        await server.start()
+        self._server = server
+
+    async def run_until_stopped(self) -> None:
+        """Serve, having listened, until `should_exit` is set."""
+        assert self._server is not None, "listen comes first"
         try:
-            await server.start()
             await self._stop.wait()
         finally:
-            await server.stop(CLOSING_SECONDS)
-            for path in paths:
+            await self._server.stop(CLOSING_SECONDS)
+            for path in self._paths:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
+
+    @property
+    def _paths(self) -> list[str]:
+        """Of the addresses that are Unix sockets."""
+        return [each.removeprefix("unix:") for each in self._addresses if each.startswith("unix:")]
 
     def _made(self) -> grpc.aio.Server:
         limits = {

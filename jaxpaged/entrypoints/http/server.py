@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from jaxpaged.entrypoints.http.app import create_admin_app, create_app
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.transport.connections import allowed_connections
-from jaxpaged.entrypoints.http.transport.listener import BACKLOG, Listener, bind, bind_unix, url_of
+from jaxpaged.entrypoints.http.transport.listener import Listener, bind, bind_unix, url_of
 from jaxpaged.entrypoints.http.transport.tls import tls_settings
 from jaxpaged.errors import EngineError, UsageError
 
@@ -44,6 +44,8 @@ class Sockets:
         if not options.http and options.grpc_port is None and options.grpc_uds is None:
             raise UsageError("--no-http leaves nothing to serve. Add --grpc-port or --grpc-uds.")
         self.public = self.admin = None
+        self.grpc_addresses: list[str] = []
+        """Where the gRPC server listens, as gRPC's clients write it."""
         self._grpc: list[socket.socket] = []
         try:
             if options.http:
@@ -57,11 +59,7 @@ class Sockets:
         except UsageError:
             self.close()
             raise
-
-    def listen(self) -> None:
-        """From now on clients that connect over HTTP are not refused; they wait until `serve` runs."""
-        for each in filter(None, (self.public, self.admin)):
-            each.listen(BACKLOG)
+        self.grpc_addresses += [url_of(each).removeprefix("http://") for each in self._grpc]
 
     def close(self) -> None:
         """Clients that connect are refused; a server that runs closes its sockets itself."""
@@ -78,21 +76,15 @@ class Sockets:
         public = [] if self.public is None else [url_of(self.public, "https" if self.tls else "http")]
         return public + ([] if self.admin is None else [url_of(self.admin)])
 
-    @property
-    def grpc_addresses(self) -> list[str]:
-        """Where the gRPC server listens, as gRPC's clients write it."""
-        return [url_of(each).removeprefix("http://") for each in self._grpc]
-
-    def release_grpc(self) -> list[str]:
-        """`grpc_addresses`, free for gRPC's library to take: it opens its sockets itself."""
-        addresses = self.grpc_addresses
-        for each, address in zip(self._grpc, addresses):
+    def release_grpc(self) -> None:
+        """Leave `grpc_addresses` for gRPC's library to take: it opens its sockets itself."""
+        for each in self._grpc:
+            path = each.getsockname()
             each.close()
-            if address.startswith("unix:"):
+            if isinstance(path, str):
                 with contextlib.suppress(OSError):
-                    os.unlink(address.removeprefix("unix:"))
+                    os.unlink(path)
         self._grpc.clear()
-        return addresses
 
 
 class StopRequests:
@@ -129,17 +121,25 @@ def keys_in(file: str | None, option: str) -> list[str]:
 
 
 async def serve(
-    service: Service, sockets: Sockets, keys: Sequence[str] = (), grpc_admin_keys: Sequence[str] = ()
-) -> None:
-    """Serve until a signal says otherwise."""
+    service: Service, sockets: Sockets, keys: Sequence[str] = (), grpc_admin_keys: Sequence[str] = (),
+    *, on_listening: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Serve until a signal says otherwise; `on_listening` is called once nobody who connects is refused any more.
+
+    Raises UsageError for an address that somebody took meanwhile.
+    """
     stop = StopRequests()
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, stop.on_signal)
     listeners = make_listeners(service, sockets, keys, grpc_admin_keys)
-    running = [asyncio.ensure_future(listener.run_until_stopped()) for listener in listeners]
+    running: list[asyncio.Future[None]] = []
     waiting = asyncio.ensure_future(stop.drain.wait())
     try:
+        for listener in listeners:
+            await listener.listen()
+        on_listening()
+        running += [asyncio.ensure_future(listener.run_until_stopped()) for listener in listeners]
         await asyncio.wait([waiting, *running], return_when=asyncio.FIRST_COMPLETED)
         await come_to_rest(service, stop)
     finally:
@@ -154,7 +154,7 @@ async def serve(
 def make_listeners(
     service: Service, sockets: Sockets, keys: Sequence[str], grpc_admin_keys: Sequence[str]
 ) -> list[Any]:
-    """What serves: each has `run_until_stopped()`, and ends when its `should_exit` is set."""
+    """What serves: each has `listen()`, then `run_until_stopped()`, which ends when its `should_exit` is set."""
     most = allowed_connections(service.options.max_connections)
     settings = {"max_header_bytes": service.options.max_header_bytes, "max_connections": most}
     listeners: list[Any] = []
@@ -162,8 +162,8 @@ def make_listeners(
         listeners.append(Listener(create_app(service, keys), sockets.public, tls=sockets.tls, **settings))
     if sockets.admin is not None:
         listeners.append(Listener(create_admin_app(service, keys), sockets.admin, **settings))
-    addresses = sockets.release_grpc()
-    if addresses:
+    sockets.release_grpc()
+    if addresses := sockets.grpc_addresses:
         from jaxpaged.entrypoints.grpc.server import GrpcListener, grpc_credentials  # an extra
 
         credentials = grpc_credentials(sockets.tls)

@@ -28,12 +28,10 @@ def grpc_server(*, keys=(), options=None, **engine_options):
     async def serve():
         service = make_service(options, **engine_options)
         listener = GrpcListener(service, ["127.0.0.1:0"], keys=keys)
-        running = asyncio.ensure_future(listener.run_until_stopped())
-        while not listener.ports:
-            await asyncio.sleep(0.001)
+        await listener.listen()
         found.update(service=service, listener=listener, loop=asyncio.get_running_loop())
         started.set()
-        await running
+        await listener.run_until_stopped()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()

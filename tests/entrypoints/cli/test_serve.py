@@ -1,6 +1,5 @@
 """`jaxpaged serve`: flags, and how engine and server are put together."""
 
-import asyncio
 import json
 import logging
 
@@ -34,9 +33,9 @@ def served(monkeypatch, capsys):
                 raise fail
             return Engine(model=options.get("model", "demo"))
 
-        async def serve(service, sockets, keys, grpc_admin_keys):
+        async def serve(service, sockets, keys, grpc_admin_keys, *, on_listening):
             seen.update(service=service, keys=list(keys), grpc_admin_keys=list(grpc_admin_keys))
-            await asyncio.sleep(0)
+            on_listening()
 
         monkeypatch.setattr(serve_command, "open_async_engine", open_engine)
 

@@ -63,9 +63,8 @@ def serving():
             engine = FakeAsyncEngine(**engine_options)
             service = Service(engine, served_model(engine.config, ("fake",)), ServerOptions.from_options(options or {}))
             listener = GrpcListener(service, [address], keys=keys, admin_keys=admin_keys, credentials=credentials)
+            await listener.listen()
             running = asyncio.ensure_future(listener.run_until_stopped())
-            while not listener.ports and not running.done():
-                await asyncio.sleep(0)
             target = address if address.startswith("unix:") else f"localhost:{listener.ports[0]}"
             channel = (
                 grpc.aio.insecure_channel(target) if client_credentials is None

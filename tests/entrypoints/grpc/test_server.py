@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import random
+import signal
 import socket
 import subprocess
 
@@ -17,9 +18,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jaxpaged import __version__
 from jaxpaged.entrypoints.grpc import open_calls
 from jaxpaged.entrypoints.grpc import server as grpc_server
+from jaxpaged.entrypoints.http import server as http_server
 from jaxpaged.entrypoints.http.app import create_app
+from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from tests.entrypoints.http.asgi_client import Client
+from tests.entrypoints.http.live_server import make_service
 
 ASKED = pb.GenerateRequest(text="ab", sampling_params=pb.SamplingParams(max_tokens=3, temperature=0))
 
@@ -256,7 +260,7 @@ def test_a_taken_address_is_refused_with_the_option_to_change(serving):
     async def scenario(server):
         taken = f"127.0.0.1:{server.listener.ports[0]}"
         with pytest.raises(UsageError, match="--grpc-port"):
-            await grpc_server.GrpcListener(server.service, [taken]).run_until_stopped()
+            await grpc_server.GrpcListener(server.service, [taken]).listen()
 
     serving(scenario)
 
@@ -264,6 +268,21 @@ def test_a_taken_address_is_refused_with_the_option_to_change(serving):
 async def reading(call):
     while (message := await call.read()) is not grpc.aio.EOF:
         yield message
+
+
+def test_the_address_is_told_once_whoever_connects_is_not_refused():
+    sockets = http_server.Sockets(ServerOptions(http=False, grpc_port=0))
+    [address] = sockets.grpc_addresses
+    host, _, port = address.partition(":")
+    connected = []
+
+    def on_listening():
+        with socket.create_connection((host, int(port))):
+            connected.append(port)
+        signal.raise_signal(signal.SIGTERM)
+
+    asyncio.run(asyncio.wait_for(http_server.serve(make_service(), sockets, on_listening=on_listening), 30))
+    assert connected == [port]
 
 
 def test_calls_under_way_end_with_the_server(serving):

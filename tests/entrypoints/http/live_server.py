@@ -46,9 +46,7 @@ def main():
         service = make_service({"shutdown_timeout": options.shutdown_timeout}, max_model_len=64)
         service.engine.executor.longest_run = 1
         service.engine.go_on = FileGate(gate)
-        sockets.listen()
-        print(*sockets.urls, flush=True)
-        await server.serve(service, sockets)
+        await server.serve(service, sockets, on_listening=lambda: print(*sockets.urls, flush=True))
         print("aborted", len(service.engine.aborted), flush=True)
 
     asyncio.run(run())

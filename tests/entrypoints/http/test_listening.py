@@ -42,7 +42,7 @@ def listening(loop_factory=None, **given):
     """The sockets of a server that runs with these options, as `jaxpaged serve` runs it."""
     options = ServerOptions.from_options({"port": 0, **given})
     sockets = server.Sockets(options)
-    sockets.listen()
+    sockets.public.listen()  # so that clients may connect before the thread has begun
     service = make_service(given)
     [listener] = server.make_listeners(service, sockets, (), ())
     assert isinstance(listener, Listener)

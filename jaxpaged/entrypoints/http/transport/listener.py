@@ -116,6 +116,10 @@ class Listener(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def listen(self) -> None:
+        """From now on clients that connect are not refused; they wait for `run_until_stopped`."""
+        self._bound.listen(BACKLOG)
+
     async def run_until_stopped(self) -> None:
         """Serve until `should_exit` is set."""
         await self.serve([self._bound])

@@ -83,14 +83,12 @@ def live_grpc(keys=(), **settings):
 
     async def serve():
         listener = GrpcListener(make_service(**settings), ["127.0.0.1:0"], keys=keys, admin_keys=(), credentials=None)
-        running = asyncio.ensure_future(listener.run_until_stopped())
-        while not listener.ports and not running.done():
-            await asyncio.sleep(0)
+        await listener.listen()
         loop = asyncio.get_running_loop()  # another thread must wake it
         stop = lambda: loop.call_soon_threadsafe(setattr, listener, "should_exit", True)
         place.extend([stop, f"127.0.0.1:{listener.ports[0]}"])
         started.set()
-        await running
+        await listener.run_until_stopped()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
