@@ -4,15 +4,39 @@ import argparse
 
 from jaxpaged.entrypoints.cli.values import number, whole_number
 
-NAMES = ("random", "sharegpt", "prefix_repetition", "custom", "timed_trace")
-FROM_FILES = ("sharegpt", "custom", "timed_trace")
+NAMES = ("random", "sharegpt", "prefix_repetition", "custom", "timed_trace", "burstgpt")
+FROM_FILES = ("sharegpt", "custom", "timed_trace", "burstgpt")
+TIMED = ("timed_trace", "burstgpt")
+"""Those whose requests bring along when they are sent."""
+MADE_UP = ("random", *TIMED)
+"""Those whose text says nothing, so that answers end only where their length is reached."""
+NO_PICTURES = "requests take text only"
+ELSEWHERE = "write its prompts as JSON lines, and ask them with --dataset-name custom"
+REFUSED = {
+    "hf": f"data sets of a hub differ in their fields; {ELSEWHERE}",
+    "spec_bench": ELSEWHERE,
+    "speed_bench": ELSEWHERE,
+    "random-mm": NO_PICTURES,
+    "custom_image": NO_PICTURES,
+    "custom_audio": NO_PICTURES,
+    "random-rerank": "answers are measured, and a rerank has none",
+}
+"""vLLM's data sets that are not here, and why."""
+
+
+def dataset_name(text: str) -> str:
+    """Raises ArgumentTypeError for a data set that vLLM has and this benchmark has not."""
+    if text in REFUSED:
+        raise argparse.ArgumentTypeError(f"{text} is not supported: {REFUSED[text]}.")
+    return text
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     """What is asked."""
     group = parser.add_argument_group("dataset")
-    group.add_argument("--dataset-name", choices=NAMES, default="random", help="what is asked (default: random)")
-    group.add_argument("--dataset-path", metavar="FILE", help="the file of sharegpt, custom or timed_trace")
+    group.add_argument("--dataset-name", type=dataset_name, choices=NAMES, default="random",
+                       help="what is asked (default: random)")  # fmt: skip
+    group.add_argument("--dataset-path", metavar="FILE", help="the file of sharegpt, custom, timed_trace or burstgpt")
     group.add_argument("--num-prompts", type=whole_number, default=1000, metavar="N", help="requests (default: 1000)")
     group.add_argument("--seed", type=whole_number, default=0, metavar="N",
                        help="for prompts and times of arrival (default: 0)")  # fmt: skip

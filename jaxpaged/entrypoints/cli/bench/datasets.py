@@ -1,27 +1,26 @@
-"""The requests of a benchmark: random text, and the files that vLLM's benchmark reads.
+"""The requests of a benchmark: random text, and prompts from the files that vLLM's benchmark reads.
 
 Lengths and choices are vLLM's; the same seed gives the same requests. This module knows flags only as attributes, and
 nothing of servers.
 """
 
 import argparse
-import json
 import math
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxpaged.entrypoints.cli.bench.client_text import ClientText
+from jaxpaged.entrypoints.cli.bench.dataset_files import json_lines, json_list
 from jaxpaged.entrypoints.cli.bench.dataset_flags import FROM_FILES
 from jaxpaged.entrypoints.cli.bench.random_text import RandomText
 from jaxpaged.entrypoints.cli.bench.requests import BenchRequest
+from jaxpaged.entrypoints.cli.bench.traces import burstgpt_requests, trace_requests
 from jaxpaged.errors import UsageError
 
 SHAREGPT_LENGTHS = {"least": 4, "prompt": 1024, "total": 2048}
 """Tokens of conversations that are asked: at least in prompt and answer, at most in the prompt, and in both."""
+REPEATED = ("sharegpt", "custom")
+"""Files whose prompts are asked again, up to `--num-prompts`; a trace is no longer than it is."""
 
 
 def sample_requests(args: argparse.Namespace, text: ClientText) -> list[BenchRequest]:
@@ -29,12 +28,12 @@ def sample_requests(args: argparse.Namespace, text: ClientText) -> list[BenchReq
     check_dataset(args)
     sample = {
         "random": random_requests, "sharegpt": sharegpt_requests, "prefix_repetition": prefix_requests,
-        "custom": custom_requests, "timed_trace": trace_requests,
+        "custom": custom_requests, "timed_trace": trace_requests, "burstgpt": burstgpt_requests,
     }[args.dataset_name]  # fmt: skip
     requests = sample(args, text)
     if not requests:
         raise UsageError(f"{args.dataset_path or args.dataset_name} gives no request.")
-    if args.dataset_name in FROM_FILES[:2] and not args.no_oversample:
+    if args.dataset_name in REPEATED and not args.no_oversample:
         again = random.Random(args.seed)
         requests += [again.choice(requests) for _ in range(args.num_prompts - len(requests))]
     return requests
@@ -194,88 +193,7 @@ def custom_prompt(row: dict[str, Any], where: str, text: ClientText, templated: 
     return prompt
 
 
-def trace_requests(args: argparse.Namespace, text: ClientText) -> list[BenchRequest]:
-    """Lines with a time, lengths, and ids of the blocks of the prompt: equal ids are equal tokens.
-
-    Prompts are token ids: text could not keep what they have in common. The last id may stand for a part of its tokens.
-    """
-    tokenizer = text.needed("timed_trace")
-    if text.chat:
-        raise UsageError(
-            "--dataset-name timed_trace has token ids, and a chat takes text. Use the backend openai or grpc."
-        )
-    allowed, size = RandomText(tokenizer, args.seed).allowed, args.timed_trace_chunk_hash_size
-    labels = [getattr(args, f"timed_trace_label_{name}")
-              for name in ("timestamp", "input_length", "output_length", "hash_ids")]  # fmt: skip
-    blocks: dict[int, list[int]] = {}
-    requests = []
-    for where, row in json_lines(args.dataset_path):
-        if len(requests) == args.num_prompts:
-            break
-        time, length, answer, ids = trace_line(row, labels, where, size)
-        for each in ids:
-            if each not in blocks:
-                rng = np.random.default_rng([args.seed, abs(each), int(each < 0)])
-                blocks[each] = allowed[rng.integers(0, len(allowed), size)].tolist()
-        prompt = [token for each in ids for token in blocks[each]][:length]
-        requests.append(BenchRequest(prompt, length, answer, time * args.timed_trace_sec_multiplier))
-    requests.sort(key=lambda request: request.timestamp)
-    first = requests[0].timestamp if requests else 0.0
-    return [BenchRequest(each.prompt, each.prompt_len, each.output_len, each.timestamp - first) for each in requests]
-
-
-def trace_line(row: dict[str, Any], labels: list[str], where: str, size: int) -> tuple[float, int, int, list[int]]:
-    """(time, tokens of the prompt, tokens of the answer, ids of blocks). Raises UsageError."""
-    time, length, answer, ids = (row.get(label) for label in labels)
-    whole = lambda value: isinstance(value, int) and not isinstance(value, bool)
-    if not (isinstance(time, int | float) and math.isfinite(time) and whole(length) and whole(answer)):
-        raise UsageError(f"{where} needs the numbers {', '.join(labels[:3])}. See --timed-trace-label-timestamp, ...")
-    if not isinstance(ids, list) or not all(map(whole, ids)):
-        raise UsageError(f"{where} needs {labels[3]}, a list of whole numbers.")
-    if length < 1 or answer < 1:
-        raise UsageError(f"{where} has {labels[1]} {length} and {labels[2]} {answer}; both must be at least 1.")
-    if len(ids) != math.ceil(length / size):
-        raise UsageError(
-            f"{where} has {len(ids)} hash ids for {length} tokens, {math.ceil(length / size)} blocks of {size}. "
-            "Set --timed-trace-chunk-hash-size to the trace's own: 512 for Mooncake's."
-        )
-    return float(time), length, answer, ids
-
-
 def shuffled[T](rows: list[T], args: argparse.Namespace) -> list[T]:
     if not args.disable_shuffle:
         random.Random(args.seed).shuffle(rows)
     return rows
-
-
-def json_list(path: str) -> list[Any]:
-    """The list in a JSON file. Raises UsageError."""
-    content = read(path, lambda file: json.load(file))
-    if not isinstance(content, list):
-        raise UsageError(f"{path} holds no JSON list of conversations.")
-    return content
-
-
-def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, object) of every line of a file. Raises UsageError."""
-    for number, line in enumerate(read(path, lambda file: file.read().splitlines()), 1):
-        if line.strip():
-            where = f"line {number} of {path}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UsageError(f"{where} is not JSON: {error}.") from None
-            if not isinstance(row, dict):
-                raise UsageError(f"{where} is no JSON object.")
-            yield where, row
-
-
-def read(path: str, how: Callable[[Any], Any]) -> Any:
-    """What a file holds. Raises UsageError."""
-    try:
-        with Path(path).open("r", encoding="utf-8") as file:
-            return how(file)
-    except OSError as error:
-        raise UsageError(f"cannot read --dataset-path {path}: {error.strerror}.") from None
-    except ValueError as error:  # not JSON, not UTF-8
-        raise UsageError(f"--dataset-path {path} cannot be read: {error}.") from None

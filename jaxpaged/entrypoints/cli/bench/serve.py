@@ -47,8 +47,15 @@ def add_parser(commands: Any) -> None:
     load.add_argument("--ramp-up-start-rps", type=number, metavar="X", help="requests a second of the first request")
     load.add_argument("--ramp-up-end-rps", type=number, metavar="X", help="requests a second of the last request")
     load.add_argument("--self-timed", action=argparse.BooleanOptionalAction, default=None,
-                      help="timed_trace: send at the times of the file (default: on)")  # fmt: skip
+                      help="send at the times of the file (default: on for timed_trace, off for burstgpt)")  # fmt: skip
     report = add_run_flags(parser, load)
+    report.add_argument("--profile", action="store_true",
+                        help="have the server record what its devices do meanwhile, to its --profile-dir")  # fmt: skip
+    report.add_argument("--admin-base-url", metavar="URL",
+                        help="where the server is told to: http://127.0.0.1:PORT with the --admin-port of `jaxpaged "
+                        "serve` (default: --base-url)")  # fmt: skip
+    report.add_argument("--plot-timeline", action="store_true",
+                        help="draw beside the result when requests waited and were answered")  # fmt: skip
     report.add_argument("--save-result", action="store_true", help="write the result as JSON")
     report.add_argument("--append-result", action="store_true", help="add the result to the file, as a line of JSON")
     report.add_argument("--save-detailed", action="store_true", help="with the figures and the text of every request")
@@ -105,7 +112,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
     """What every request asks for."""
     group = parser.add_argument_group("requests", "sampling parameters are the server's unless given")
     group.add_argument("--ignore-eos", action="store_true",
-                       help="answers as long as asked for; always so for random and timed_trace")  # fmt: skip
+                       help="answers as long as asked for; always so for made-up prompts")  # fmt: skip
     group.add_argument("--logprobs", type=whole_number, metavar="N", help="ask for log probabilities")
     for name, convert in SAMPLING.items():
         metavar = "N" if convert is whole_number else "X"
@@ -131,8 +138,17 @@ def add_statistics_flags(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report. Returns the exit status."""
-    from jaxpaged.entrypoints.cli.bench.serving import bench_serve, check_backend_extra
+    check_extras(args.backend)
+    from jaxpaged.entrypoints.cli.bench.serving import bench_serve
     from jaxpaged.entrypoints.cli.serve import run_loop
 
-    check_backend_extra(args.backend)
     return run_loop(bench_serve(args))
+
+
+def check_extras(backend: str) -> None:
+    """Raise UsageError when the libraries that a load needs are not installed."""
+    from jaxpaged.entrypoints.cli.serve import check_extra
+
+    check_extra("serve", "httptools")
+    if backend not in HTTP_ENDPOINTS:
+        check_extra("grpc", "grpc")

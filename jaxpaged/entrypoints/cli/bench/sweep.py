@@ -6,7 +6,7 @@ This module knows flags; what is done with them is in `sweeping.py`.
 import argparse
 from typing import Any
 
-from jaxpaged.entrypoints.cli.bench.serve import add_run_flags, add_server_flags
+from jaxpaged.entrypoints.cli.bench.serve import add_run_flags, add_server_flags, check_extras
 from jaxpaged.entrypoints.cli.flags import Parser
 from jaxpaged.entrypoints.cli.values import comma_separated, number, whole_number
 
@@ -49,9 +49,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report. Returns the exit status."""
-    from jaxpaged.entrypoints.cli.bench.serving import check_backend_extra
+    check_extras(args.backend)
     from jaxpaged.entrypoints.cli.bench.sweeping import bench_sweep
     from jaxpaged.entrypoints.cli.serve import run_loop
 
-    check_backend_extra(args.backend)
     return run_loop(bench_sweep(args))

@@ -19,15 +19,13 @@ from jaxpaged.entrypoints.cli.bench.datasets import check_dataset, sample_reques
 from jaxpaged.entrypoints.cli.bench.metrics import DEFAULT_METRICS
 from jaxpaged.entrypoints.cli.bench.offline import check_at_least
 from jaxpaged.entrypoints.cli.bench.requests import BenchRequest
+from jaxpaged.entrypoints.cli.bench.server import COMMAND, Server, open_server
 from jaxpaged.entrypoints.cli.bench.serving import (
-    COMMAND,
     FAILURE,
     INTERRUPTED,
     Load,
-    Server,
     Statistics,
     measure,
-    open_server,
     remark_on,
     result_of,
     warm_up,

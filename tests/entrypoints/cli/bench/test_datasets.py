@@ -164,6 +164,49 @@ def test_a_trace_may_use_other_names(text, tmp_path):
     assert request.prompt_len == 8 and request.timestamp == 0.0
 
 
+# ---- burstgpt
+
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+9,GPT-4,30,4,34,API log
+5,GPT-4,20,3,23,Conversation log
+6,ChatGPT,10,3,13,Conversation log
+7,GPT-4,10,0,10,Conversation log
+7.5,GPT-4,25,2,27,API log
+"""
+
+
+def burstgpt(tmp_path, content=BURSTGPT):
+    (tmp_path / "b.csv").write_text(content, encoding="utf-8")
+    return ("--dataset-name", "burstgpt", "--dataset-path", tmp_path / "b.csv")
+
+
+def test_burstgpt_has_the_lengths_and_times_of_gpt_4_rows_that_were_answered(text, tmp_path):
+    requests = sample_requests(flags(*burstgpt(tmp_path)), text)
+    assert [(each.prompt_len, each.output_len, each.timestamp) for each in requests] == [
+        (20, 3, 0.0), (25, 2, 2.5), (30, 4, 4.0),
+    ]  # fmt: skip
+    assert [text.count(each.prompt) for each in requests] == [20, 25, 30]
+    first = sample_requests(flags(*burstgpt(tmp_path), "--disable-shuffle", "--num-prompts", 2), text)
+    assert [each.prompt_len for each in first] == [20, 30]
+    drawn = sample_requests(flags(*burstgpt(tmp_path), "--num-prompts", 1, "--output-len", 9), text)
+    assert [(each.output_len, each.timestamp) for each in drawn] == [(9, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("a,b\n1,2\n", "no column 'Timestamp'"),
+        (BURSTGPT + "x,GPT-4,1,1,2,API log\n", "line 7 of .* needs the numbers Timestamp, Request tokens"),
+        (BURSTGPT + "1,GPT-4\n", "line 7 of"),
+        (BURSTGPT.splitlines()[0], "gives no request"),
+        ("", "no column"),
+    ],
+)
+def test_a_wrong_row_of_burstgpt_is_named(content, words, text, tmp_path):
+    with pytest.raises(UsageError, match=words):
+        sample_requests(flags(*burstgpt(tmp_path, content)), text)
+
+
 # ---- what is wrong
 
 

@@ -168,6 +168,43 @@ def test_requests_ask_for_what_vllm_asks_for(bench, questions, scripted):
     }  # fmt: skip
 
 
+def test_the_timeline_is_drawn_beside_the_result(bench, questions, scripted, tmp_path):
+    server = scripted(lambda path, body, headers: (404, [b"{}"]) if body is None else (200, answer("a", "b")))
+    flags = ["--base-url", server.url, "--model", "m", *questions, "--num-prompts", "2", "--save-result",
+             "--plot-timeline", "--result-dir", str(tmp_path), "--result-filename", "a.json"]  # fmt: skip
+    status, _, err = bench("serve", *flags)
+    assert status == 0 and "a.timeline.png" in err
+    assert (tmp_path / "a.timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_server_records_its_devices_during_the_measurement_only(bench, questions, scripted):
+    asked, refused = [], []
+
+    def script(path, body, headers):
+        if path.endswith("_profile"):
+            asked.append((path, headers["Authorization"]))
+            return (404, [b'{"error": "no such path"}']) if path in refused else (200, [b"{}"])
+        if body is not None:
+            asked.append(path)
+        return 200, answer("a")
+
+    server = scripted(script)
+    flags = ["--base-url", server.url, "--model", "m", *questions, "--num-prompts", "1", "--num-warmups", "1",
+             "--profile", "--api-key", "k"]  # fmt: skip
+    assert bench("serve", *flags)[0] == 0
+    completions = "/v1/completions"
+    start, stop = ("/start_profile", "Bearer k"), ("/stop_profile", "Bearer k")
+    assert asked == [completions, completions, start, completions, stop]
+    refused.append("/stop_profile")
+    status, out, err = bench("serve", *flags)
+    assert status == 0 and "Successful requests:" in out and "recording of the devices did not end" in err
+    refused.append("/start_profile")
+    status, out, err = bench("serve", *flags)
+    assert status == FAILURE and out == "" and "answers 404" in err and "--admin-base-url" in err
+    status, _, err = bench("serve", *flags, "--admin-base-url", "http://127.0.0.1:1")
+    assert status == FAILURE and "no answer from http://127.0.0.1:1" in err
+
+
 def test_results_are_appended_as_lines(bench, questions, scripted, tmp_path):
     server = scripted(lambda path, body, headers: (404, [b"{}"]) if body is None else (200, answer("a", "b")))
     flags = ["--base-url", server.url, "--model", "m", *questions, "--num-prompts", "2", "--append-result",
@@ -209,12 +246,16 @@ def test_a_server_that_is_not_ready_is_waited_for_if_asked(bench, questions, scr
         (["--metadata", "a"], "KEY=VALUE"),
         (["--header", "a"], "KEY=VALUE"),
         (["--self-timed"], "timed_trace"),
+        (["--dataset-name", "burstgpt", "--dataset-path", "x", "--self-timed", "--request-rate", "1"], "its own times"),
+        (["--dataset-name", "random-mm"], "random-mm is not supported: requests take text only"),
         (["--endpoint", "/v1/chat/completions"], "--endpoint"),
         (["--backend", "grpc", "--insecure"], "for HTTP"),
         (["--backend", "grpc", "--base-url", "http://x:1"], "host:port"),
         (["--dataset-path", "x"], "reads no file"),
         (["--dataset-name", "sharegpt"], "--dataset-path"),
         (["--save-detailed"], "--save-result"),
+        (["--plot-timeline", "--append-result"], "--save-result"),
+        (["--backend", "grpc", "--profile"], "--admin-base-url"),
         (["--save-result", "--result-dir", "/proc/nothing"], "/proc/nothing"),
         (["--num-prompts", "0"], "--num-prompts is 0"),
         (["--request-rates", "1"], "--request-rate"),
