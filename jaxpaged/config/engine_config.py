@@ -1,0 +1,91 @@
+"""All options of an engine as one value."""
+
+import dataclasses
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpaged.config.resolution import (
+    ModelFacts,
+    check_deterministic,
+    check_sizes,
+    for_pooling,
+    resolved_cache,
+    resolved_model,
+    resolved_scheduler,
+    settled,
+)
+from jaxpaged.config.sections import (
+    CacheConfig,
+    CompileConfig,
+    LoadConfig,
+    ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    ProfilerConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
+from jaxpaged.errors import ConfigError, did_you_mean
+from jaxpaged.option_checks import checked
+from jaxpaged.speculation import resolved_speculation
+from jaxpaged.vllm_options import without_neutral
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All options, by topic."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "EngineConfig":
+        """Build from flat keywords, of which None means that it was not given; `vllm_options` says which others of
+        vLLM's pass. Raises ConfigError for unknown names and for values out of range."""
+        given: dict[str, dict[str, Any]] = {}
+        owners = {f.name: (section, f) for section, f in all_options()}
+        for name, value in without_neutral(options).items():
+            if name not in owners:
+                raise ConfigError(f"unknown option {name!r}.{did_you_mean(name, owners)}")
+            section, f = owners[name]
+            given.setdefault(section, {})[name] = checked(f, value)
+        return cls(**{section: kind(**given[section]) for section, kind in section_types().items() if section in given})
+
+    @property
+    def max_model_len(self) -> int:
+        """Of a resolved config: tokens of a prompt and its answer, at most."""
+        return settled(self.model.max_model_len)
+
+    def options(self) -> dict[str, Any]:
+        """Every option by its name: `from_options` makes an equal config of them."""
+        return {f.name: getattr(getattr(self, section), f.name) for section, f in all_options()}
+
+    def resolve(self, facts: ModelFacts, platform: str) -> "EngineConfig":
+        """Settle what model and platform decide. Raises ConfigError where options contradict each other."""
+        model = resolved_model(self.model, facts)
+        cache = resolved_cache(self.cache, model, platform)
+        scheduler = resolved_scheduler(self.scheduler, self.compile, settled(model.max_model_len), platform)
+        speculative = SpeculativeConfig(resolved_speculation(self.speculative.speculative_config, model.runner))
+        check_sizes(model, scheduler, self.compile, self.parallel, facts)
+        check_deterministic(self.compile, self.parallel, platform)
+        if model.runner == "pooling":
+            cache, scheduler = for_pooling(model, cache, scheduler, self.compile)
+        return dataclasses.replace(self, model=model, cache=cache, scheduler=scheduler, speculative=speculative)
+
+
+def section_types() -> dict[str, type[Any]]:
+    """The class of every section, by the section's name."""
+    return typing.get_type_hints(EngineConfig)
+
+
+def all_options() -> list[tuple[str, dataclasses.Field]]:
+    """(section name, field) of every option, in order of declaration."""
+    return [(name, f) for name, section in section_types().items() for f in dataclasses.fields(section)]

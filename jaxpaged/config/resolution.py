@@ -1,0 +1,157 @@
+"""What model and platform decide of the options, and where options contradict each other.
+
+Functions from sections to settled sections; none changes what was given to it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpaged.config.sections import CacheConfig, CompileConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from jaxpaged.errors import ConfigError
+from jaxpaged.pooling import resolved_pooling
+
+# What suits a platform: (block_size, max_num_batched_tokens, max_num_seqs). On a CPU prefill chunks of about 512
+# tokens run at the highest share of the matmul peak.
+PLATFORM_DEFAULTS = {"cpu": (32, 512, 64), "gpu": (16, 8192, 256), "tpu": (128, 1024, 256)}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What checking the options needs to know of the model."""
+
+    max_position_embeddings: int
+    dtype: str  # of the checkpoint: bfloat16, float16 or float32
+    num_heads: int
+    vocab_size: int
+    task: str = "generate"  # what the checkpoint is made for; or "embed", "classify"
+    pooler: Mapping[str, Any] = field(default_factory=dict)  # pooling options that come with it
+
+
+def settled[T](value: T | None) -> T:
+    """An option of a resolved config that nobody need have given."""
+    assert value is not None, "the config is not resolved"
+    return value
+
+
+def defaults_of(platform: str) -> tuple[int, int, int]:
+    return PLATFORM_DEFAULTS.get(platform, PLATFORM_DEFAULTS["gpu"])
+
+
+def resolved_model(given: ModelConfig, facts: ModelFacts) -> ModelConfig:
+    """Type, lengths, and what the model is used for. Raises ConfigError."""
+    return dataclasses.replace(
+        given,
+        dtype=facts.dtype if given.dtype == "auto" else given.dtype,
+        tokenizer=given.tokenizer or given.model,
+        max_model_len=given.max_model_len or facts.max_position_embeddings,
+        max_logprobs=facts.vocab_size if given.max_logprobs == -1 else given.max_logprobs,
+        **resolved_pooling(given.runner, given.convert, given.pooler_config, facts.task, facts.pooler),
+    )
+
+
+def resolved_cache(given: CacheConfig, model: ModelConfig, platform: str) -> CacheConfig:
+    return dataclasses.replace(
+        given,
+        block_size=given.block_size or defaults_of(platform)[0],
+        kv_cache_dtype=model.dtype if given.kv_cache_dtype == "auto" else given.kv_cache_dtype,
+    )
+
+
+def resolved_scheduler(
+    given: SchedulerConfig, compile: CompileConfig, max_model_len: int, platform: str
+) -> SchedulerConfig:
+    """Step sizes: what was given, else what suits the other options, else what suits the platform."""
+    _, batched_tokens, num_seqs = defaults_of(platform)
+    if compile.token_buckets:
+        batched_tokens = max(compile.token_buckets)
+        num_seqs = min(num_seqs, batched_tokens)
+    max_num_seqs = given.max_num_seqs or min(num_seqs, given.max_num_batched_tokens or num_seqs)
+    max_num_batched_tokens = given.max_num_batched_tokens or max(batched_tokens, max_num_seqs)
+    if not given.enable_chunked_prefill and given.max_num_batched_tokens is None:
+        max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
+    return dataclasses.replace(given, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+
+
+def for_pooling(
+    model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, compile: CompileConfig
+) -> tuple[CacheConfig, SchedulerConfig]:
+    """What follows from pooling: no decode steps, and no cached tokens where every token's hidden state counts.
+
+    Raises ConfigError for options that it cannot honour.
+    """
+    if scheduler.num_scheduler_steps not in (None, 1) or model.logits_processors:
+        name = "logits_processors" if model.logits_processors else "num_scheduler_steps"
+        raise ConfigError(f"{name} is given, but a pooling engine draws no tokens. Leave it out.")
+    reads_cache = model.pooler_config["pooling_type"] == "LAST"
+    if compile.deterministic and not (model.convert == "embed" and reads_cache):
+        raise ConfigError(
+            "deterministic was asked for, but sums over chunks and classifiers have not been shown to be the same "
+            "in every batch. Use embeddings of the last token, or leave it out."
+        )
+    return (
+        dataclasses.replace(cache, enable_prefix_caching=cache.enable_prefix_caching and reads_cache),
+        dataclasses.replace(scheduler, num_scheduler_steps=1),
+    )
+
+
+def check_deterministic(compile: CompileConfig, parallel: ParallelConfig, platform: str) -> None:
+    """Raise ConfigError where equal bits in every batch are unproven."""
+    if not compile.deterministic:
+        return
+    if platform != "cpu":
+        raise ConfigError(
+            f"deterministic was asked for on {platform!r}, but equal bits in every batch have been shown on "
+            "'cpu' only. Leave the option out."
+        )
+    if parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"deterministic was asked for with tensor_parallel_size {parallel.tensor_parallel_size}, but the order in "
+            "which devices add their parts has not been shown to be the same for every batch. Use one device, or leave "
+            "it out."
+        )
+    if compile.attention_backend != "auto":
+        raise ConfigError(
+            f"deterministic needs an attention of its own, but attention_backend is {compile.attention_backend!r}. "
+            "Leave one of the two out."
+        )
+
+
+def check_sizes(
+    model: ModelConfig, scheduler: SchedulerConfig, compile: CompileConfig, parallel: ParallelConfig, facts: ModelFacts
+) -> None:
+    """Raise ConfigError for sizes of settled sections that do not go together."""
+    max_model_len, max_num_seqs = settled(model.max_model_len), settled(scheduler.max_num_seqs)
+    max_num_batched_tokens = settled(scheduler.max_num_batched_tokens)
+    if max_model_len > facts.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but the model was made for {facts.max_position_embeddings} positions. "
+            "Lower max_model_len."
+        )
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({max_num_batched_tokens}) is less than max_num_seqs ({max_num_seqs}), but every "
+            "running request needs a token per step. Raise the first or lower the second."
+        )
+    if not scheduler.enable_chunked_prefill and max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"without chunked prefill a whole prompt must fit one step, but max_num_batched_tokens "
+            f"({max_num_batched_tokens}) is less than max_model_len ({max_model_len}). "
+            "Raise it, or leave chunked prefill on."
+        )
+    if facts.num_heads % parallel.tensor_parallel_size:
+        raise ConfigError(
+            f"tensor_parallel_size {parallel.tensor_parallel_size} does not divide the model's {facts.num_heads} "
+            f"attention heads. Choose one of {divisors(facts.num_heads)}."
+        )
+    buckets = compile.token_buckets
+    if buckets is not None and max(buckets) < max_num_batched_tokens:
+        raise ConfigError(
+            f"the largest of token_buckets is {max(buckets)}, but a step may hold max_num_batched_tokens = "
+            f"{max_num_batched_tokens} tokens. Add a bucket of that size."
+        )
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,194 @@
+"""Every option of the engine, by topic: its name, type, default, help and limits stand here and nowhere else.
+
+The field names are vLLM's flag names, so `--max-num-seqs` on the command line, `max_num_seqs:` in a YAML file and
+`LLM(max_num_seqs=...)` are the same option. A field's help text and choices are in its metadata; command line
+and documentation are generated from it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpaged.option_checks import option
+from jaxpaged.pooling import CONVERSIONS, RUNNERS
+from jaxpaged.speculation import checked_speculation
+
+EMBEDDED_MODEL = "demo"
+"""The name of the model that ships inside the package."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and how requests may use it."""
+
+    model: str = option(EMBEDDED_MODEL, "a folder in Hugging Face format, a hub id, or 'demo', the embedded model")
+    tokenizer: str | None = option(None, "folder or hub id of the tokenizer, when it is not the model's")
+    skip_tokenizer_init: bool = option(False, "no tokenizer: prompts are token ids, and so are answers")
+    revision: str | None = option(None, "branch, tag or commit of the model on the hub")
+    dtype: str = option(
+        "auto", "type of weights and activations", choices=("auto", "bfloat16", "float16", "float32"),
+        aliases={"half": "float16", "float": "float32"},
+    )  # fmt: skip
+    quantization: str | None = option(
+        None, "round the weights when they are loaded: 'int8' halves 16-bit ones", choices=("int8",)
+    )
+    max_model_len: int | None = option(
+        None, "longest prompt plus output in tokens; 'auto', the default, is the model's own limit", minimum=1,
+        aliases={"auto": None, -1: None},
+    )  # fmt: skip
+    seed: int = option(
+        0,
+        "the seeds of requests that bring none are drawn from this one, and dummy weights",
+        minimum=0,
+        maximum=2**63 - 1,
+    )
+    max_logprobs: int = option(20, "most log probabilities per token that a request may ask for; -1: all", minimum=-1)
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        "what log probabilities show: before or after the sampling parameters, normalised or not",
+        choices=("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
+    )
+    generation_config: str = option(
+        "auto",
+        "where default sampling parameters come from: the model's own file, or vLLM's defaults",
+        choices=("auto", "vllm"),
+    )
+    override_generation_config: dict[str, Any] = option({}, "sampling defaults that override generation_config.json")
+    chat_template: str | None = option(None, "a Jinja file, or a template in one line, in place of the model's own")
+    logits_processors: tuple[Any, ...] = option((), "custom logits processors, as classes or 'module:Class'")
+    runner: str = option(
+        "auto", "what the engine is for: to generate, or pooling (embeddings, scores)", choices=RUNNERS
+    )
+    convert: str = option(
+        "auto", "what a pooling engine gives: embed, or classify with the checkpoint's classifier", choices=CONVERSIONS
+    )
+    pooler_config: dict[str, Any] = option(
+        {}, "pooling_type LAST, MEAN or CLS (the latter two without prefix caching), and use_activation"
+    )
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int | None = option(None, "tokens per KV block; what the device's kernel likes by default", minimum=1)
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of cached keys and values; 'auto' is the model's",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "share of device memory for weights, temporaries and KV blocks", above=0.0, maximum=1.0
+    )
+    kv_cache_memory_bytes: int | None = option(None, "bytes per device for KV blocks, in place of the share", minimum=1)
+    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, in place of any measurement", minimum=2)
+    enable_prefix_caching: bool = option(True, "reuse KV blocks of equal prompt beginnings")
+    kv_events_config: dict[str, Any] = option(
+        {}, "tell routers over ZeroMQ what enters and leaves the prefix cache, as vLLM does: enable_kv_cache_events "
+        "true, and endpoint, replay_endpoint, topic, ..., see engine/observability/kv_event_publisher.py"
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many devices share the work."""
+
+    tensor_parallel_size: int = option(1, "devices over which heads and feed-forward are split", minimum=1)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What one step may hold, and who goes first."""
+
+    max_num_batched_tokens: int | None = option(None, "most tokens in one step", minimum=1)
+    max_num_seqs: int | None = option(None, "most requests running at a time", minimum=1)
+    scheduling_policy: str = option("fcfs", "order of waiting requests", choices=("fcfs", "priority"))
+    enable_chunked_prefill: bool = option(True, "let a long prompt take several steps")
+    long_prefill_token_threshold: int = option(
+        0, "most tokens of one prompt in a step while others run; 0: no such limit", minimum=0
+    )
+    async_scheduling: bool = option(True, "prepare the next step while this one runs")
+    stream_interval: int = option(
+        1, "tokens of a stream that are handed out together, for less work per token; the first comes at once",
+        minimum=1,
+    )  # fmt: skip
+    num_scheduler_steps: int | None = option(
+        None, "most decode steps in one program while nobody waits; by default what measured times suggest, 1: always "
+        "one. Tokens are streamed, and new requests start, between programs", minimum=1, maximum=256,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Tokens that are drafted, and verified several at a time."""
+
+    speculative_config: dict[str, Any] = option(
+        {}, "draft tokens and verify them in one step, as JSON with vLLM's keys: method ngram or suffix, "
+        "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, suffix_decoding_max_tree_depth"
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        checked_speculation(self.speculative_config)  # what is wrong with it is said before a model is read
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that are drafted for a request and step, at most."""
+        return self.speculative_config.get("num_speculative_tokens", 0)
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """How weights get from files to devices."""
+
+    load_format: str = option(
+        "auto", "'dummy' makes random weights from the seed", choices=("auto", "safetensors", "orbax", "dummy")
+    )
+    download_dir: str | None = option(None, "where hub downloads are kept; huggingface_hub's cache by default")
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """Compiled programs."""
+
+    compilation_cache_dir: str | None = option(
+        None, "where compiled programs are kept between runs; 'off' for nowhere. Default: the user's cache folder"
+    )
+    bundle: str | None = option(
+        None, "folder of compiled programs from `jaxpaged compile`: nothing is compiled at the start", not_empty=True
+    )
+    token_buckets: tuple[int, ...] | None = option(
+        None, "padded step sizes in tokens that get a program", minimum=2, not_empty=True
+    )
+    attention_backend: str = option(
+        "auto",
+        "which attention kernel; those that end in -interpret simulate a device, very slowly, for tests",
+        choices=(
+            "auto",
+            "reference",
+            "tpu",
+            "gpu",
+            "gpu-triton",
+            "tpu-interpret",
+            "gpu-interpret",
+            "gpu-triton-interpret",
+        ),
+    )
+    deterministic: bool = option(
+        False, "the same bits for a request in every batch, however its prompt is cut, cached or computed again"
+    )
+
+
+@dataclass(frozen=True)
+class ProfilerConfig:
+    """Recordings of what the devices do."""
+
+    profile_dir: str | None = option(None, "folder for what /start_profile and start_profile record", not_empty=True)
+
+
+@dataclass(frozen=True)
+class ObservabilityConfig:
+    """What is told of requests, besides metrics."""
+
+    otlp_traces_endpoint: str | None = option(
+        None, "send a trace of every request to this OpenTelemetry collector (extra otel): http://HOST:4317 over gRPC, "
+        "http://HOST:4318/v1/traces over HTTP", not_empty=True,
+    )  # fmt: skip
