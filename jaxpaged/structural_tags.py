@@ -20,66 +20,66 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
     """One kind of format; its name is in the field "type"."""
 
 
-class ConstString(Node, tag="const_string"):
+class ConstString(Node, frozen=True, tag="const_string"):
     """This text."""
 
     value: Text
 
 
-class JsonSchema(Node, tag="json_schema"):
+class JsonSchema(Node, frozen=True, tag="json_schema"):
     """JSON that a schema allows."""
 
     json_schema: dict[str, Any] | bool
     style: Literal["json"] = "json"
 
 
-class Regex(Node, tag="regex"):
+class Regex(Node, frozen=True, tag="regex"):
     """What a regular expression matches."""
 
     pattern: Text
 
 
-class Grammar(Node, tag="grammar"):
+class Grammar(Node, frozen=True, tag="grammar"):
     """What a context-free grammar allows."""
 
     grammar: Text
 
 
-class AnyText(Node, tag="any_text"):
+class AnyText(Node, frozen=True, tag="any_text"):
     """Free text, up to the end of the tag that it stands in, or of the answer."""
 
 
-class Sequence(Node, tag="sequence"):
+class Sequence(Node, frozen=True, tag="sequence"):
     """One after the other."""
 
     elements: Annotated[list["Format"], msgspec.Meta(min_length=1)]
 
 
-class Or(Node, tag="or"):
+class Or(Node, frozen=True, tag="or"):
     """One of several. Which it is must show at once: where a fixed text and JSON begin alike, the fixed text counts."""
 
     elements: Annotated[list["Format"], msgspec.Meta(min_length=1)]
 
 
-class Optional(Node, tag="optional"):
+class Optional(Node, frozen=True, tag="optional"):
     """Once or not at all."""
 
     content: "Format"
 
 
-class Plus(Node, tag="plus"):
+class Plus(Node, frozen=True, tag="plus"):
     """Once or several times."""
 
     content: "Format"
 
 
-class Star(Node, tag="star"):
+class Star(Node, frozen=True, tag="star"):
     """Any number of times."""
 
     content: "Format"
 
 
-class Repeat(Node, tag="repeat"):
+class Repeat(Node, frozen=True, tag="repeat"):
     """At least `min` times, and at most `max` times unless that is -1."""
 
     min: Count
@@ -87,7 +87,7 @@ class Repeat(Node, tag="repeat"):
     content: "Format"
 
 
-class Tag(Node, tag="tag"):
+class Tag(Node, frozen=True, tag="tag"):
     """Something between two texts. With several ends one of them closes the tag, with an empty one nothing does."""
 
     begin: Text
@@ -100,7 +100,7 @@ class Tag(Node, tag="tag"):
         return tuple(self.end) if isinstance(self.end, list) else (self.end,) if self.end else ()
 
 
-class TriggeredTags(Node, tag="triggered_tags"):
+class TriggeredTags(Node, frozen=True, tag="triggered_tags"):
     """Free text with tags in it. Whoever writes a trigger must go on with a tag that begins with it.
 
     at_least_one: a tag comes first. stop_after_first: nothing comes after a tag.
@@ -112,7 +112,7 @@ class TriggeredTags(Node, tag="triggered_tags"):
     stop_after_first: bool = False
 
 
-class TagsWithSeparator(Node, tag="tags_with_separator"):
+class TagsWithSeparator(Node, frozen=True, tag="tags_with_separator"):
     """Nothing but tags, with the same text between each two."""
 
     tags: Annotated[list[Tag], msgspec.Meta(min_length=1)]
@@ -179,8 +179,8 @@ def check_format(tag: Format) -> None:
             for each in tags:
                 check_closed(each)
         case Sequence(elements):
-            for each in elements[:-1]:
-                check_closed(each)
+            for element in elements[:-1]:
+                check_closed(element)
         case Optional(content) | Plus(content) | Star(content) | Repeat(content=content):
             check_closed(content)
         case Tag(end=end) if isinstance(end, list) and len(set(end)) < len(end):

@@ -25,13 +25,18 @@ class ConstrainedRequests:
     """`grammars` None: there is no vocabulary to compile for, and such requests are refused."""
 
     def __init__(self, grammars: Grammars | None):
-        self._grammars = grammars
+        self._known_grammars = grammars
         self._following: set[Request] = set()
+
+    @property
+    def _grammars(self) -> Grammars:
+        assert self._known_grammars is not None, "`check` refuses such requests"
+        return self._known_grammars
 
     def check(self, message: EngineCoreRequest) -> None:
         """Raise RequestError when the request's tokens must be bound and cannot be."""
         bound_by = [name for name in BOUND_BY if getattr(message.sampling_params, name) is not None]
-        if bound_by and self._grammars is None:
+        if bound_by and self._known_grammars is None:
             what = f"{bound_by[0]} is given, but this engine has no tokenizer to compile it for. Leave it out."
             raise RequestError(what, bound_by[0])
 
@@ -51,13 +56,15 @@ class ConstrainedRequests:
         request.matcher = self._matcher_of(request, grammar)
         self._following.add(request)
 
-    def _matcher_of(self, request: Request, future: Future[Any]) -> "Matcher | BudgetMatcher":
+    def _matcher_of(self, request: Request, future: Future[Any]) -> Matcher | BudgetMatcher:
         """Raises what compiling raised."""
         params = request.sampling_params
         matcher = None if params.structured_outputs is None else self._grammars.matcher_of(future)
-        if params.thinking_token_budget is None:
-            return matcher
-        return BudgetMatcher(params.thinking_token_budget, *params.thinking_token_ids, request.all_token_ids, matcher)
+        if (budget := params.thinking_token_budget) is not None:
+            assert params.thinking_token_ids is not None, "the sampling parameters are not complete"
+            return BudgetMatcher(budget, *params.thinking_token_ids, request.all_token_ids, matcher)
+        assert matcher is not None, "nothing binds the request"
+        return matcher
 
     def forget(self, request: Request) -> None:
         """A request has ended."""

@@ -22,12 +22,12 @@ def add_logprobs(result: EngineCoreOutput, request: Request, output: ModelRunner
 
 def sampled_logprobs(request: Request, output: ModelRunnerOutput, line: int) -> TokenLogprobs:
     """Candidates of a token that a request sampled in a step. Raises EngineError when the step has none."""
-    if output.logprobs is None:
+    k = request.sampling_params.logprobs
+    if k is None or output.logprobs is None:
         raise EngineError(
-            f"request {request.request_id!r} asks for {request.sampling_params.logprobs} logprobs, but the output of "
-            f"step {output.step_id} has none."
+            f"request {request.request_id!r} asks for {k} logprobs, but the output of step {output.step_id} has none."
         )
-    return _cut_line(output.logprobs, line, request.sampling_params.logprobs)
+    return _cut_line(output.logprobs, line, k)
 
 
 def collect_prompt_logprobs(output: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:
@@ -37,8 +37,8 @@ def collect_prompt_logprobs(output: ModelRunnerOutput, requests: Mapping[str, Re
     """
     for request_id, chunk in output.prompt_logprobs.items():
         request = requests[request_id]
-        collected = request.prompt_logprobs
-        if collected is None or request.is_finished:
+        collected, k = request.prompt_logprobs, request.sampling_params.prompt_logprobs
+        if collected is None or k is None or request.is_finished:
             continue
         first = 1 + len(collected) - chunk.start
         if first < 0:
@@ -46,7 +46,6 @@ def collect_prompt_logprobs(output: ModelRunnerOutput, requests: Mapping[str, Re
                 f"the prompt logprobs of request {request_id!r} go on at token {chunk.start}, but only "
                 f"{len(collected)} lines came before."
             )
-        k = request.sampling_params.prompt_logprobs
         collected.extend(_cut_line(chunk, line, k) for line in range(first, len(chunk.ranks)))
 
 

@@ -49,6 +49,7 @@ def plan_run(
     for request, num_tokens in runs:
         manager.cache_blocks(request, last_step_id)
         block_ids = manager.allocate_slots(request, num_tokens)
+        assert block_ids is not None, "can_allocate has said that there are blocks"
         plan.add(request, Share(num_tokens, num_tokens, block_ids if any(block_ids) else None))
     return True
 
@@ -75,8 +76,9 @@ def take_tokens(requests: Mapping[str, Request], output: ModelRunnerOutput) -> t
     """
     if output.pooled is not None:
         return take_pooled(requests, output)
-    failed, results = output.failed, []
+    failed = output.failed
     ended: Ended = []
+    results: list[EngineCoreOutput] = []
     append, token_ids = results.append, output.sampled_token_ids
     first_lines = repeat(0) if output.logprobs is None else accumulate(map(len, token_ids), initial=0)
     for request_id, new, first_line in zip(output.request_ids, token_ids, first_lines):
@@ -103,6 +105,7 @@ def take_tokens(requests: Mapping[str, Request], output: ModelRunnerOutput) -> t
 
 def take_pooled(requests: Mapping[str, Request], output: ModelRunnerOutput) -> tuple[list[EngineCoreOutput], Ended]:
     """The same for requests that end with a vector in place of tokens."""
+    assert output.pooled is not None
     ended: Ended = []
     for request_id, pooled in zip(output.request_ids, output.pooled, strict=True):
         request = requests[request_id]

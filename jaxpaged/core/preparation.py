@@ -39,7 +39,8 @@ class Preparation:
     def take_ready(self) -> tuple[list[Request], list[tuple[Request, RequestError]]]:
         """(Requests that can be queued now, those that cannot be and why). The latter stay to be forgotten."""
         answers = {extra: self._ask(extra) for needs in self.requests.values() for extra in needs.extras}
-        ready, failed = [], []
+        ready: list[Request] = []
+        failed: list[tuple[Request, RequestError]] = []
         for request, needs in list(self.requests.items()):
             try:
                 if not is_done(needs, answers):
@@ -47,8 +48,8 @@ class Preparation:
                 if needs.grammar is not None:
                     self._constrained.bind(request, needs.grammar)
             except Exception as error:  # whatever the compiler makes of a grammar fails its own request
-                known = isinstance(error, RequestError)
-                failed.append((request, error if known else RequestError(reason_of(error))))
+                known = error if isinstance(error, RequestError) else RequestError(reason_of(error))
+                failed.append((request, known))
                 continue
             del self.requests[request]
             ready.append(request)
@@ -77,8 +78,8 @@ class Preparation:
 def is_done(needs: Needs, answers: dict[Extra, bool | Exception]) -> bool:
     """Whether there is nothing more to wait for. Raises why there never will be something of what is needed."""
     for extra in needs.extras:
-        if isinstance(answers[extra], Exception):
-            raise answers[extra]
+        if isinstance(answer := answers[extra], Exception):
+            raise answer
     if needs.grammar is None:
         return all(answers[extra] for extra in needs.extras)
     if not needs.grammar.done():

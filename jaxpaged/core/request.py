@@ -83,6 +83,7 @@ class Request:
         self.lora_name = message.lora_name
         self.mm_hashes = message.mm_hashes
 
+        assert params.max_tokens is not None, "the sampling parameters are not complete"
         self.all_token_ids = list(message.prompt_token_ids)
         self.num_prompt_tokens = len(self.all_token_ids)
         self.max_total_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
@@ -95,7 +96,8 @@ class Request:
         self.drafts: Any = None  # what `core/drafts.py` knows of them
         self.num_cached_tokens = -1  # prefix-cache hit of the first admission; -1 before it
         self.num_preemptions = 0
-        self.times = (time.time(), math.nan)  # of intake and of the first admission; None once they were told
+        # Of intake and of the first admission; None once they were told.
+        self.times: tuple[float, float] | None = (time.time(), math.nan)
 
         self.eos_token_id = None if params.ignore_eos else message.eos_token_id
         self.stop_ids = frozenset(params.stop_token_ids or ())
@@ -174,6 +176,7 @@ class Request:
 
     def note_admission(self) -> None:
         """It is scheduled for the first time."""
+        assert self.times is not None, "they are told with tokens, which come later"
         self.times = (self.times[0], time.time())
 
     def to_last_output(self) -> EngineCoreOutput:

@@ -10,7 +10,7 @@ This module knows no model, no device and no text.
 
 from collections.abc import Callable, Iterable
 
-from jaxpaged.config import SchedulerConfig
+from jaxpaged.config import SchedulerConfig, settled
 from jaxpaged.core.constrained import ConstrainedRequests
 from jaxpaged.core.counters import Counters
 from jaxpaged.core.drafts import DraftLengths
@@ -62,15 +62,15 @@ class Scheduler:
                 f"long_prefill_token_threshold is {scheduler_config.long_prefill_token_threshold}, but chunked "
                 "prefill is off, so no prompt can be cut. Set it to 0, or leave chunked prefill on."
             )
-        self._max_num_batched_tokens = scheduler_config.max_num_batched_tokens
-        self._max_num_seqs = scheduler_config.max_num_seqs
+        self._max_num_batched_tokens = settled(scheduler_config.max_num_batched_tokens)
+        self._max_num_seqs = settled(scheduler_config.max_num_seqs)
         self._chunked_prefill = scheduler_config.enable_chunked_prefill
         self._long_prefill_threshold = scheduler_config.long_prefill_token_threshold
         self._by_priority = scheduler_config.scheduling_policy == "priority"
         self._max_model_len = max_model_len
         self.kv_cache_manager = KVCacheManager(
             kv_cache_config,
-            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
+            max_num_batched_tokens=self._max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             enable_kv_cache_events=enable_kv_cache_events,
         )
@@ -313,6 +313,7 @@ class Scheduler:
             if result.error is not None:
                 self._fail(request, result.error)
             else:
+                assert result.finish_reason is not None
                 self._finish(request, result.finish_reason)
         failed = [(step.requests[request_id], reason) for request_id, reason in output.failed.items()]
         return results + [self._fail(each, *fault_of(each, reason)) for each, reason in failed if not each.is_finished]
@@ -380,16 +381,15 @@ class Scheduler:
         """Forget all cached content. False, and nothing changed, while any request holds blocks."""
         return self.kv_cache_manager.reset_prefix_cache()
 
-    def make_stats(self, scheduled: SchedulerOutput | None = None) -> SchedulerStats:
-        """Queues and cache as they are now; step and tokens are those of `scheduled`, or of the last step."""
-        last = scheduled is None
+    def make_stats(self, step: SchedulerOutput | None = None) -> SchedulerStats:
+        """Queues and cache as they are now; id and tokens are those of `step`, or of the last step."""
         return SchedulerStats(
-            step_id=self._last_step_id if last else scheduled.step_id,
+            step_id=self._last_step_id if step is None else step.step_id,
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.waiting) + len(self.preparation.requests),
             kv_cache_usage=self.kv_cache_manager.usage,
-            num_scheduled_tokens=self._num_scheduled_tokens if last else scheduled.total_num_scheduled_tokens,
-            num_steps=1 if last else scheduled.num_steps,
+            num_scheduled_tokens=self._num_scheduled_tokens if step is None else step.total_num_scheduled_tokens,
+            num_steps=1 if step is None else step.num_steps,
             **vars(self._counters),
         )
 

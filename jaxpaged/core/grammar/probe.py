@@ -35,10 +35,10 @@ def problem_with(params: StructuredOutputsParams) -> str | None:
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), text, log_level=0, limits=limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
-    error = error_of(matcher)
-    if error is None and matcher.is_stopped() and not matcher.is_accepting():
-        error = "no text fits the grammar."
-    return None if error is None else f"structured_outputs cannot be used: {error}"
+    problem = error_of(matcher)
+    if problem is None and matcher.is_stopped() and not matcher.is_accepting():
+        problem = "no text fits the grammar."
+    return None if problem is None else f"structured_outputs cannot be used: {problem}"
 
 
 def answer_lines() -> None:

@@ -87,6 +87,7 @@ class TagGrammar:
                 return self._separated(tag)
             case tags.TriggeredTags():
                 return self._alternatives(tag.tags)
+        assert isinstance(tag, tags.Tag), tag
         return f"{self._literal(tag.begin)} {self._rule_of(tag.content, tag.ends)}"
 
     def _separated(self, tag: tags.TagsWithSeparator) -> str:

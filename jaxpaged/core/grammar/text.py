@@ -37,16 +37,17 @@ def grammar_text(params: StructuredOutputsParams, added_tokens: Mapping[str, int
 
 def answer_grammar(params: StructuredOutputsParams, added_tokens: Mapping[str, int]) -> str:
     llguidance = import_llguidance()
+    kind = params.kind
     try:
-        match params.kind:
+        match kind:
             case "structural_tag":
-                tag = read_structural_tag(as_object(params.structural_tag))
+                tag = read_structural_tag(as_object(getattr(params, kind)))
                 return TagGrammar(partial(grammar_of, params), added_tokens).write(tag)
             case "json_object":
                 return grammar_of(params, "json", {"type": "object", "additionalProperties": True})
             case "choice":
                 return llguidance.grammar_from("choice", json.dumps(params.choice))
-            case kind:
+            case _:
                 return grammar_of(params, kind, getattr(params, kind))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"structured_outputs cannot be used: {error}.", "structured_outputs") from error
@@ -57,7 +58,7 @@ def grammar_of(params: StructuredOutputsParams, kind: str, value: Any) -> str:
     llguidance = import_llguidance()
     if kind != "json":
         return llguidance.grammar_from(kind, value)
-    options = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+    options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
     schema = json.dumps(schema_of(params, value))

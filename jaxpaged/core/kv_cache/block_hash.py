@@ -96,7 +96,7 @@ def extra_keys(request: Request, block_idx: int, block_size: int) -> ExtraKeys |
     """What changes the content of a block besides its tokens and those before; None when nothing does."""
     if request.lora_name is None and request.cache_salt is None and not request.mm_hashes:
         return None
-    keys = []
+    keys: list[tuple[str | int, ...]] = []
     start = block_idx * block_size
     if request.lora_name is not None:
         keys.append(("lora", request.lora_name))

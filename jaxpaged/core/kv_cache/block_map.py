@@ -14,9 +14,13 @@ from jaxpaged.messages import KVBlockMap
 class Books(Protocol):
     """What a `KVCacheManager` shows of itself."""
 
-    pools: Sequence[BlockPool]
     groups: CacheGroups
-    holds: Sequence[Any]
+
+    @property
+    def pools(self) -> Sequence[BlockPool]: ...
+
+    @property
+    def holds(self) -> Sequence[Any]: ...
 
 
 def map_blocks(books: Books, requests: Sequence[Request], most: int | None) -> KVBlockMap:

@@ -6,13 +6,14 @@ Nothing here knows requests or tokens: keys are opaque bytes.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxpaged.core.kv_cache.events import AllBlocksCleared, BlockRemoved, KVCacheEvent
 
 
 class KVCacheBlock:
-    """One block. `cache_key` is set while its content can be found in the prefix cache."""
+    """One block. `cache_key` is set while its content can be found in the prefix cache. In no list it is its own
+    neighbour."""
 
     __slots__ = ("block_id", "cache_key", "next_free", "prev_free", "ref_cnt")
 
@@ -20,8 +21,7 @@ class KVCacheBlock:
         self.block_id = block_id
         self.ref_cnt = 0
         self.cache_key: bytes | None = None
-        self.prev_free: KVCacheBlock | None = None
-        self.next_free: KVCacheBlock | None = None
+        self.prev_free = self.next_free = self
 
     def __repr__(self) -> str:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.cache_key is not None})"
@@ -47,14 +47,14 @@ class FreeBlockList:
         head, block = self._head, self._head.next_free
         after = head.next_free = block.next_free
         after.prev_free = head
-        block.prev_free = block.next_free = None
+        block.prev_free = block.next_free = block
         self.num_blocks -= 1
         return block
 
     def remove(self, block: KVCacheBlock) -> None:
         before, after = block.prev_free, block.next_free
         before.next_free, after.prev_free = after, before
-        block.prev_free = block.next_free = None
+        block.prev_free = block.next_free = block
         self.num_blocks -= 1
 
     def _link(self, before: KVCacheBlock, block: KVCacheBlock, after: KVCacheBlock) -> None:
@@ -62,7 +62,7 @@ class FreeBlockList:
         before.next_free = after.prev_free = block
         self.num_blocks += 1
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[KVCacheBlock]:
         block = self._head.next_free
         while block is not self._tail:
             yield block
@@ -156,7 +156,8 @@ class BlockPool:
     def uncache(self, block: KVCacheBlock) -> None:
         """Forget the content of a block, held or free."""
         cache_key, block.cache_key = block.cache_key, None
-        copies = self._duplicates.get(cache_key)
+        assert cache_key is not None, f"{block} holds nothing to be forgotten"
+        copies = self._duplicates.get(cache_key, [])
         if self._cached[cache_key] is not block:
             copies.remove(block)
         elif copies:
@@ -165,8 +166,8 @@ class BlockPool:
             del self._cached[cache_key]
             if self.record_events:
                 self._record_removal(cache_key)
-        if copies is not None and not copies:
-            del self._duplicates[cache_key]
+        if not copies:
+            self._duplicates.pop(cache_key, None)
 
     def forget(self, block: KVCacheBlock) -> None:
         """Uncache a block that nobody needs to find any more; if it is free, it is the next to be reused."""

@@ -175,7 +175,7 @@ class KVCacheManager:
         num_new = self._num_new_entries(request, num_new_tokens)
         if not self._are_free(num_new):
             return None
-        new_block_ids = []
+        new_block_ids: list[list[int]] = []
         for group, table, n in zip(self._group_list, request.blocks, num_new):
             if not n:
                 new_block_ids.append([])
@@ -287,7 +287,7 @@ class KVCacheManager:
         size, units = group.block_size, group.units
         keys = [extra_keys(request, block_idx, size) for block_idx in range(first, end)]
         # A key is published without its tag: the adapter's name, [content hash, offset], or the salt.
-        untagged = [k and [key[1] if len(key) == 2 else list(key[1:]) for key in k] for k in keys]
+        untagged = [None if k is None else [key[1] if len(key) == 2 else list(key[1:]) for key in k] for k in keys]
         return BlockStored(
             block_hashes=request.block_hashes[(first + 1) * units - 1 : end * units : units],
             parent_block_hash=request.block_hashes[first * units - 1] if first else None,
@@ -345,7 +345,8 @@ class KVCacheManager:
 
     def take_events(self) -> list[KVCacheEvent]:
         """The events since the last call, of all pools in the order in which they came."""
-        taken, self._events = self.pools[0].events, []
+        taken = self.pools[0].events
+        self._events: list[KVCacheEvent] = []
         for pool in self.pools:
             pool.events = self._events
         return taken

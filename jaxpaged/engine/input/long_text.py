@@ -6,8 +6,9 @@ may be a single token. This module knows no requests.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError
@@ -48,12 +49,12 @@ class Truncation:
             )
         return room if keep == -1 else keep
 
-    def cut(self, token_ids: list[int], room: int) -> list[int]:
+    def cut(self, token_ids: Sequence[Any], room: int) -> list[Any]:
         """Those that are kept."""
         length = self.length(room)
         if length is None:
-            return token_ids
-        return token_ids[:length] if self.from_right else token_ids[-length:]
+            return list(token_ids)
+        return list(token_ids[:length] if self.from_right else token_ids[-length:])
 
 
 def enough_text(tokenizer: Tokenizer, text: str, num_tokens: int, from_end: bool = False) -> str:

@@ -184,14 +184,13 @@ class InputProcessor:
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
             raise RequestError(f"the key 'prompt' holds {shown(text)}; it must be a text.", "prompt")
-        if text is None and ids is None:
+        if ids is not None:
+            token_ids = self._checked_ids(ids, truncation)
+        elif text is not None:
+            token_ids = self._encode(text, add_special_tokens, truncation)
+        else:
             raise RequestError("a prompt dict needs 'prompt' or 'prompt_token_ids'; it has neither.", "prompt")
-        return ParsedPrompt(
-            self._encode(text, add_special_tokens, truncation) if ids is None else self._checked_ids(ids, truncation),
-            text,
-            checked_cache_salt(prompt.get("cache_salt")),
-            prompt.get("priority"),
-        )
+        return ParsedPrompt(token_ids, text, checked_cache_salt(prompt.get("cache_salt")), prompt.get("priority"))
 
     def _encode(
         self, text: str, add_special_tokens: bool, truncation: Truncation = WHOLE, most: int | None = None
@@ -221,7 +220,7 @@ class InputProcessor:
             raise RequestError("the prompt has no token ids. Give it at least one.", "prompt")
         ids = truncation.cut(ids, self.max_model_len - 1)
         if set(map(type, ids)) == {int} and 0 <= min(ids) <= max(ids) < self.vocab_size:
-            return list(ids)
+            return ids
         for position, token_id in enumerate(ids):
             whole = isinstance(token_id, Integral) and not isinstance(token_id, bool)
             if not whole or not 0 <= token_id < self.vocab_size:
@@ -304,8 +303,8 @@ class InputProcessor:
             complete.seed = self._seeds.getrandbits(64)
         elif complete.seed == RANDOM_SEED:
             complete.seed = secrets.randbits(64)
-        if not complete.ignore_eos:
-            complete.stop_token_ids = list(dict.fromkeys([*complete.stop_token_ids, *self.eos_token_ids]))
+        ends = [] if complete.ignore_eos else self.eos_token_ids
+        complete.stop_token_ids = stop_ids = list(dict.fromkeys([*(complete.stop_token_ids or ()), *ends]))
         if complete.bad_words:
             complete.bad_words_token_ids = self._bad_words_in_tokens(complete.bad_words)
         if complete.thinking_token_budget is not None:
@@ -313,10 +312,10 @@ class InputProcessor:
         complete.verify(self.vocab_size, self.max_logprobs)
         if complete.structured_outputs is not None:
             self.grammar_checker.check(complete.structured_outputs)
-        if complete.min_tokens and len(complete.stop_token_ids) > MAX_MASKED_STOP_IDS:
+        if complete.min_tokens and len(stop_ids) > MAX_MASKED_STOP_IDS:
             raise RequestError(
                 f"with min_tokens at most {MAX_MASKED_STOP_IDS} stop ids are possible, the model's own included; "
-                f"there are {len(complete.stop_token_ids)}. Use fewer stop_token_ids.",
+                f"there are {len(stop_ids)}. Use fewer stop_token_ids.",
                 "stop_token_ids",
             )
         return complete
