@@ -9,15 +9,29 @@ from typing import Any
 
 from jaxpaged.errors import ConfigError, did_you_mean
 
-METHODS = {
-    "ngram": {"prompt_lookup_min": 32, "prompt_lookup_max": 32},
-    "suffix": {"suffix_decoding_max_tree_depth": 64},
-}
-"""Each method, its own keys, and the largest value of each."""
-LATER_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator")
-"""vLLM's methods that are not there yet."""
 MOST_DRAFTS = 32
 """Tokens that a row drafts at a time, at most: a program holds the logits of all of them."""
+NUMBERS = {
+    "num_speculative_tokens": MOST_DRAFTS,
+    "prompt_lookup_min": 32,
+    "prompt_lookup_max": 32,
+    "suffix_decoding_max_tree_depth": 64,
+    "draft_tensor_parallel_size": 4096,
+}
+"""Keys whose value is a whole number from 1, and its largest value."""
+METHODS = {
+    "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+    "suffix": ("suffix_decoding_max_tree_depth",),
+    "draft_model": ("model", "revision", "quantization", "draft_tensor_parallel_size"),
+}
+"""Each method and its own keys."""
+MODEL_METHODS = ("draft_model",)
+"""Methods whose drafts are made by a model with weights of its own."""
+OWN_DRAFT_MODELS = {"demo": "demo-draft"}
+"""The embedded model, and the model that ships beside it to draft for it."""
+LATER_METHODS = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator")
+"""vLLM's methods that are not there yet."""
+QUANTIZATIONS = (None, "int8")
 SHORTEST_SUFFIX = 2
 NUM_ANSWER_TOKENS = 16_384
 """Tokens of earlier answers in which suffixes are looked for."""
@@ -28,13 +42,13 @@ class Speculation:
     """A checked `speculative_config`.
 
     num_speculative_tokens: the most tokens that are drafted for a row and step. match_lengths: how many of the newest
-    tokens must have occurred before, at least, and how many are looked at. num_answer_tokens: of earlier answers, that
-    are looked at besides the request's own.
+    tokens must have occurred before, at least, and how many are looked at; None: nothing is looked up, a model drafts.
+    num_answer_tokens: of earlier answers, that are looked at besides the request's own.
     """
 
     method: str
     num_speculative_tokens: int
-    match_lengths: tuple[int, int]
+    match_lengths: tuple[int, int] | None
     num_answer_tokens: int = 0
 
 
@@ -43,6 +57,8 @@ def speculation_of(given: Mapping[str, Any]) -> Speculation | None:
     if not given:
         return None
     method, number = given["method"], given["num_speculative_tokens"]
+    if method in MODEL_METHODS:
+        return Speculation(method, number, None)
     if method == "suffix":
         lengths = SHORTEST_SUFFIX, given["suffix_decoding_max_tree_depth"]
         return Speculation(method, number, lengths, NUM_ANSWER_TOKENS)
@@ -54,20 +70,14 @@ def checked_speculation(given: Mapping[str, Any]) -> dict[str, Any]:
     if not given:
         return {}
     method = checked_method(given.get("method"))
-    limits = {"num_speculative_tokens": MOST_DRAFTS, **METHODS[method]}
+    known = ["method", "num_speculative_tokens", *METHODS[method]]
     for name, value in given.items():
-        if name == "method":
-            continue
-        if name not in limits:
-            known = ["method", *limits]
+        if name not in known:
             raise ConfigError(
                 f"speculative_config has the unknown key {name!r}.{did_you_mean(str(name), known)} "
                 f"Known for {method!r}: {', '.join(known)}."
             )
-        if type(value) is not int or not 1 <= value <= limits[name]:
-            raise ConfigError(
-                f"speculative_config.{name} is {value!r}; it must be a whole number from 1 to {limits[name]}."
-            )
+        check_value(name, value)
     if "num_speculative_tokens" not in given:
         raise ConfigError(
             "speculative_config has no num_speculative_tokens. Say how many tokens may be drafted at a time, such as 4."
@@ -75,8 +85,23 @@ def checked_speculation(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"method": method, **own_keys(method, given), **given}
 
 
-def own_keys(method: str, given: Mapping[str, Any]) -> dict[str, int]:
+def check_value(name: str, value: Any) -> None:
+    """Raise ConfigError unless a key may have that value."""
+    if name in NUMBERS:
+        allowed = f"a whole number from 1 to {NUMBERS[name]}"
+        is_allowed = type(value) is int and 1 <= value <= NUMBERS[name]
+    elif name == "quantization":
+        allowed, is_allowed = "'int8' or null", value in QUANTIZATIONS
+    else:
+        allowed, is_allowed = "a text", (isinstance(value, str) and value != "") or (name, value) == ("revision", None)
+    if not is_allowed:
+        raise ConfigError(f"speculative_config.{name} is {value!r}; it must be {allowed}.")
+
+
+def own_keys(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a method with nothing left open. Raises ConfigError where they contradict each other."""
+    if method in MODEL_METHODS:
+        return {"revision": None, "quantization": None}
     if method == "suffix":
         depth = given.get("suffix_decoding_max_tree_depth", 24)
         if depth < SHORTEST_SUFFIX:
@@ -95,7 +120,7 @@ def own_keys(method: str, given: Mapping[str, Any]) -> dict[str, int]:
 
 def checked_method(method: Any) -> str:
     """Raises ConfigError when there is no such method, or not yet."""
-    if method in METHODS:
+    if isinstance(method, str) and method in METHODS:
         return method
     if method in LATER_METHODS:
         raise ConfigError(
@@ -105,8 +130,24 @@ def checked_method(method: Any) -> str:
     raise ConfigError(f"speculative_config.method is {method!r}; it must be one of {', '.join(METHODS)}.{near}")
 
 
-def resolved_speculation(given: Mapping[str, Any], runner: str) -> dict[str, Any]:
-    """`speculative_config` with nothing left open. Raises ConfigError for what it cannot be."""
+def draft_model_of(given: Mapping[str, Any], model: str) -> str | None:
+    """Folder or hub id of the model that drafts for `model`; None where no model does. Raises ConfigError."""
+    if given.get("method") not in MODEL_METHODS:
+        return None
+    name = given.get("model") or OWN_DRAFT_MODELS.get(model)
+    if name is None:
+        raise ConfigError("speculative_config has no model. Name the folder or hub id of the model that drafts.")
+    return name
+
+
+def resolved_speculation(given: Mapping[str, Any], runner: str, num_devices: int, model: str) -> dict[str, Any]:
+    """`speculative_config` for `model` with nothing left open. Raises ConfigError for what it cannot be."""
     if given and runner == "pooling":
         raise ConfigError("speculative_config is given, but a pooling engine draws no tokens. Leave it out.")
-    return checked_speculation(given)
+    if given.get("draft_tensor_parallel_size", num_devices) != num_devices:
+        raise ConfigError(
+            f"speculative_config.draft_tensor_parallel_size is {given['draft_tensor_parallel_size']}, but the draft "
+            f"model is split like the other one, over tensor_parallel_size = {num_devices} devices. Leave it out."
+        )
+    draft_model = draft_model_of(given, model)
+    return checked_speculation({**given, "model": draft_model} if draft_model else given)

@@ -1,12 +1,14 @@
 #!/usr/bin/env python
 """What drafting gains and costs on this machine: tokens per second with drafts over those without, taken in turns.
 
-    python scripts/bench_speculation.py [--model demo] [--speculative-config '{...}'] [--repeat 5] [--fixed-steps]
+    python scripts/bench_speculation.py [--model demo] [--method ngram] [--repeat 5] [--fixed-steps]
 
 Each figure is the fastest of several runs. The requests repeat a text of their prompt (greedy), or go on at temperature
-2, so that hardly anything occurs twice. Also printed: which share of the drafts was accepted at least so far, and how
-many tokens were drafted. `--model` is whatever `jaxpaged generate` takes, or one of bench_offline's random models.
-`--fixed-steps` gives both one decode step a program, as slower models have anyway.
+2, so that hardly anything occurs twice; "tells" is a story of the embedded model at temperature 1, as drafts by a model
+are meant for. Also printed: which share of the drafts was accepted at least so far, and how many tokens were drafted.
+`--speculative-config` says more than `--method`, by which 4 tokens are drafted. `--model` is whatever `jaxpaged
+generate` takes, or one of bench_offline's random models. `--fixed-steps` gives both one decode step a program, as
+slower models have anyway.
 """
 
 import argparse
@@ -21,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from offline_bench import checkpoints
 
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.speculation import METHODS
 
 NUM_TOKENS = 256
 SENTENCE = (
@@ -28,9 +31,9 @@ SENTENCE = (
 )
 TEXTS = {
     "repeats": (SENTENCE * 4, {"temperature": 0.0}),
+    "tells": ("Once upon a time", {"temperature": 1.0}),
     "does not": ("Once upon a time", {"temperature": 2.0}),
 }
-NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 COUNTS = "vllm:spec_decode_num_"
 
 
@@ -82,14 +85,16 @@ def compare(model: str, config: dict, repeat: int, fixed_steps: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--speculative-config", type=json.loads, default=json.loads(NGRAM))
+    parser.add_argument("--method", default="ngram", choices=METHODS)
+    parser.add_argument("--speculative-config", type=json.loads)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--fixed-steps", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         shape = checkpoints.MODELS.get(options.model)
         model = str(checkpoints.make_checkpoint(shape, Path(folder))) if shape else options.model
-        compare(model, options.speculative_config, options.repeat, options.fixed_steps)
+        config = options.speculative_config or {"method": options.method, "num_speculative_tokens": 4}
+        compare(model, config, options.repeat, options.fixed_steps)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from jaxpaged.speculation import (
 FACTS = ModelFacts(max_position_embeddings=4096, dtype="float32", num_heads=1, vocab_size=300)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
+MODEL = {"method": "draft_model", "num_speculative_tokens": 4, "model": "small"}
 
 
 def test_without_it_nothing_is_drafted():
@@ -32,12 +33,14 @@ def test_what_is_left_open_is_settled_once():
     assert checked_speculation({**NGRAM, "prompt_lookup_max": 1})["prompt_lookup_min"] == 1
     assert checked_speculation({**NGRAM, "prompt_lookup_min": 7})["prompt_lookup_max"] == 7
     assert checked_speculation(SUFFIX) == {**SUFFIX, "suffix_decoding_max_tree_depth": 24}
+    assert checked_speculation(MODEL) == {**MODEL, "revision": None, "quantization": None}
 
 
 def test_what_is_settled_is_what_is_looked_for():
     assert speculation_of(checked_speculation(NGRAM)) == Speculation("ngram", 4, (2, 5))
     suffix = speculation_of(checked_speculation({**SUFFIX, "suffix_decoding_max_tree_depth": 7}))
     assert suffix == Speculation("suffix", 4, (2, 7), NUM_ANSWER_TOKENS)
+    assert speculation_of(checked_speculation(MODEL)) == Speculation("draft_model", 4, None)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,11 @@ def test_what_is_settled_is_what_is_looked_for():
         ({"num_speculative_tokens": 3}, "method is None"),
         ({**SUFFIX, "prompt_lookup_max": 3}, "unknown key 'prompt_lookup_max'"),
         ({**SUFFIX, "suffix_decoding_max_tree_depth": 1}, "max_tree_depth is 1; it must be at least 2"),
+        ({**SUFFIX, "model": "small"}, "unknown key 'model'"),
+        ({**MODEL, "max_model_len": 64}, "unknown key 'max_model_len'"),
+        ({**MODEL, "model": None}, "speculative_config.model is None; it must be a text"),
+        ({**MODEL, "quantization": "awq"}, "quantization is 'awq'; it must be 'int8' or null"),
+        ({**MODEL, "revision": 7}, "revision is 7; it must be a text"),
     ],
 )
 def test_what_is_wrong_is_said_before_a_model_is_read(given, message):
@@ -70,3 +78,22 @@ def test_methods_that_are_not_there_yet_are_refused_by_name(method):
 def test_an_engine_that_pools_drafts_nothing():
     with pytest.raises(ConfigError, match="a pooling engine draws no tokens"):
         EngineConfig.from_options(speculative_config=NGRAM, runner="pooling").resolve(FACTS, "cpu")
+
+
+def test_only_the_embedded_model_has_a_draft_model_of_its_own():
+    given = {"method": "draft_model", "num_speculative_tokens": 2}
+    config = EngineConfig.from_options(speculative_config=given)
+    assert config.resolve(FACTS, "cpu").speculative.speculative_config["model"] == "demo-draft"
+    with pytest.raises(ConfigError, match="speculative_config has no model. Name the folder"):
+        EngineConfig.from_options(model="other", speculative_config=given).resolve(FACTS, "cpu")
+
+
+def test_a_draft_model_is_split_like_the_other():
+    config = EngineConfig.from_options(speculative_config={**MODEL, "draft_tensor_parallel_size": 2})
+    with pytest.raises(
+        ConfigError, match="draft_tensor_parallel_size is 2, but the draft model is split like the other"
+    ):
+        config.resolve(FACTS, "cpu")
+    assert EngineConfig.from_options(speculative_config={**MODEL, "draft_tensor_parallel_size": 1}).resolve(
+        FACTS, "cpu"
+    )

@@ -73,7 +73,9 @@ class EngineConfig:
         model = resolved_model(self.model, facts)
         cache = resolved_cache(self.cache, model, platform)
         scheduler = resolved_scheduler(self.scheduler, self.compile, settled(model.max_model_len), platform)
-        speculative = SpeculativeConfig(resolved_speculation(self.speculative.speculative_config, model.runner))
+        speculation = self.speculative.speculative_config
+        num_devices = self.parallel.tensor_parallel_size
+        speculative = SpeculativeConfig(resolved_speculation(speculation, model.runner, num_devices, model.model))
         check_sizes(model, scheduler, self.compile, self.parallel, facts)
         check_deterministic(self.compile, self.parallel, platform)
         if model.runner == "pooling":

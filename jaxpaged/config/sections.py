@@ -122,8 +122,9 @@ class SpeculativeConfig:
     """Tokens that are drafted, and verified several at a time."""
 
     speculative_config: dict[str, Any] = option(
-        {}, "draft tokens and verify them in one step, as JSON with vLLM's keys: method ngram or suffix, "
-        "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, suffix_decoding_max_tree_depth"
+        {}, "draft tokens and verify them in one step, as JSON with vLLM's keys: method ngram, suffix or draft_model, "
+        "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, suffix_decoding_max_tree_depth, model, "
+        "revision, quantization"
     )  # fmt: skip
 
     def __post_init__(self) -> None:

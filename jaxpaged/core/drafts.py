@@ -28,7 +28,8 @@ PATIENCE = 48
 """Steps after which requests that are not worth drafts try them again, more where drafts are dear: a try costs less
 than a hundredth."""
 WEIGHT_LOWER, WEIGHT_HIGHER = 0.5, 0.05
-"""Of a new measurement. What else the machine does makes steps longer, never shorter, so short ones tell more."""
+"""Of a new measurement, after the first ones. What else the machine does makes steps longer, never shorter, so short
+ones tell more."""
 NUM_PLAIN = 4
 """Steps without drafts that are measured before the first drafts."""
 REMEASURE = 128
@@ -63,16 +64,18 @@ class StepTimes:
     plain: float = 0.0
     num_plain: int = 0
     price: float = LEAST_PRICE
+    num_priced: int = 0
     age: int = 0  # steps with drafts since the last without
 
     def add(self, seconds: float, num_requests: int, num_drafts: int) -> None:
         """A step in which everybody decoded."""
         if not num_drafts:
-            self.plain = followed(self.plain, seconds) if self.num_plain else seconds
+            self.plain = followed(self.plain, seconds, self.num_plain)
             self.num_plain, self.age = self.num_plain + 1, 0
         elif self.num_plain:
             price = max(seconds / self.plain - 1, 0.0) * num_requests / num_drafts
-            self.price, self.age = followed(self.price, price), self.age + 1
+            self.price = followed(self.price, price, self.num_priced)
+            self.num_priced, self.age = self.num_priced + 1, self.age + 1
 
     @property
     def is_known(self) -> bool:
@@ -151,9 +154,10 @@ class DraftLengths:
             request.decode_limit = 0  # to decode needs a decision
 
 
-def followed(before: float, now: float) -> float:
-    """An average that is near the smallest of its newest values."""
-    return before + (WEIGHT_LOWER if now < before else WEIGHT_HIGHER) * (now - before)
+def followed(before: float, now: float, num_before: int) -> float:
+    """An average that is near the smallest of its newest values, once there are some; the first is taken as it is."""
+    weight = WEIGHT_LOWER if now < before else WEIGHT_HIGHER
+    return before + max(weight, 1 / (1 + num_before)) * (now - before)
 
 
 def most_drafts(request: Request) -> int:

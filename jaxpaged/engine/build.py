@@ -7,7 +7,7 @@ any weight is read.
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.front_end import load_input_processor
 from jaxpaged.engine.input.processor import InputProcessor
+from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.observability.tracing import check_tracing
 from jaxpaged.engine.pooling.pooler import load_pooler_defaults
@@ -24,12 +25,13 @@ from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.executor.uniproc import UniProcExecutor, platform
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig, load_hf_config
-from jaxpaged.models.interface import Model
+from jaxpaged.models.interface import DraftModel, Model
 from jaxpaged.models.pooling import pooling_model
 from jaxpaged.models.registry import model_for, task_of
-from jaxpaged.params.hub import DESCRIPTION_FILES, resolve_model_folder
+from jaxpaged.params.hub import DESCRIPTION_FILES, WANTED_FILES, resolve_model_folder
 from jaxpaged.plan import Plan
 from jaxpaged.pooling import resolved_pooling
+from jaxpaged.speculation import draft_model_of
 
 if TYPE_CHECKING:
     from jaxpaged.engine.observability.kv_event_publisher import KVEventPublisher
@@ -81,6 +83,7 @@ def plan_engine(
     where = (model_config.revision, config.load.download_dir)
     folder = resolve_model_folder(model_config.model, *where, wanted=DESCRIPTION_FILES)
     model, decoder = read_model(folder)
+    model = with_draft_model(config, model, decoder, folder, wanted=DESCRIPTION_FILES)
     facts = facts_of(decoder, folder)
     asked = (model_config.runner, model_config.convert, model_config.pooler_config)
     wanted = resolved_pooling(*asked, facts.task, facts.pooler)
@@ -159,6 +162,7 @@ def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, Eng
     folder = resolve_model_folder(config.model.model, config.model.revision, config.load.download_dir)
     model, decoder = read_model(folder)
     config = config.resolve(facts_of(decoder, folder), platform(config.cache.gpu_memory_utilization))
+    model = with_draft_model(config, model, decoder, folder)
     if config.model.runner == "pooling":
         model = pooling_model(model, config.model.convert)
     return folder, model, decoder, config
@@ -169,6 +173,48 @@ def read_model(folder: Path) -> tuple[Model, DecoderConfig]:
     hf_config = load_hf_config(folder)
     model = model_for(hf_config)
     return model, model.config_from_hf(hf_config)
+
+
+def with_draft_model(
+    config: EngineConfig, model: Model, decoder: DecoderConfig, folder: Path, wanted: Sequence[str] = WANTED_FILES
+) -> Model:
+    """The model of `folder` with the one that is to draft for it, if one is. `wanted`: files of that from the hub.
+
+    Raises ConfigError when the two do not have the same tokens, and CheckpointError.
+    """
+    given = config.speculative.speculative_config
+    name = draft_model_of(given, config.model.model)
+    if name is None:
+        return model
+    length = config.model.max_model_len or decoder.max_position_embeddings
+    draft_folder = resolve_model_folder(name, given.get("revision"), config.load.download_dir, wanted=wanted)
+    draft, draft_decoder = read_model(draft_folder)
+    if draft_decoder.vocab_size != decoder.vocab_size:
+        raise ConfigError(
+            f"speculative_config.model {name} knows {draft_decoder.vocab_size} tokens, and {config.model.model} "
+            f"{decoder.vocab_size}. Choose a model with the same vocabulary."
+        )
+    if draft_decoder.max_position_embeddings < length:
+        raise ConfigError(
+            f"speculative_config.model {name} was made for {draft_decoder.max_position_embeddings} positions, and "
+            f"max_model_len is {length}. Lower max_model_len, or choose another model to draft."
+        )
+    if not config.model.skip_tokenizer_init:
+        check_same_tokens(folder, draft_folder)
+    return dataclasses.replace(model, draft=DraftModel(draft, draft_decoder, draft_folder, given.get("quantization")))
+
+
+def check_same_tokens(folder: Path, draft_folder: Path) -> None:
+    """Raise ConfigError when the tokenizers of two models, so far as both have one, give tokens other ids."""
+    files = [each / "tokenizer.json" for each in (folder, draft_folder)]
+    if not all(file.exists() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+        return
+    own, others = (set(load_tokenizer(each).backend.get_vocab().items()) for each in (folder, draft_folder))
+    if own != others:
+        raise ConfigError(
+            f"speculative_config.model has another tokenizer: {len(own - others)} of {len(own)} tokens have another "
+            f"id, or none, in {draft_folder}. Choose a model with the same tokens."
+        )
 
 
 def facts_of(decoder: DecoderConfig, folder: Path | None = None) -> ModelFacts:

@@ -14,7 +14,8 @@ to `layers.attention.attend`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Optional, Protocol
 
 import jax
 from flax import struct
@@ -70,6 +71,7 @@ class Model:
     `compute_logits(head, config, hidden_SD)` -> float32 logits_SV; columns that only pad the vocabulary are -inf.
     `attention_specs(config, block_size, dtype_bytes, num_model_shards)` -> one AttentionSpec per layer; key heads
         are counted after they were repeated for the shards.
+    `draft`: a smaller model that drafts tokens for this one, if one does.
     """
 
     architectures: tuple[str, ...]
@@ -79,3 +81,15 @@ class Model:
     head: Callable[[Any], Any]
     compute_logits: Callable[[Any, DecoderConfig, Any], Any]
     attention_specs: Callable[[DecoderConfig, int, int, int], list[AttentionSpec]]
+    draft: Optional["DraftModel"] = None
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A model that drafts tokens for another one, which has the same vocabulary. `quantization` is that of its weights,
+    which lie in `folder`."""
+
+    model: Model
+    config: DecoderConfig
+    folder: Path
+    quantization: str | None = None

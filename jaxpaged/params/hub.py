@@ -10,8 +10,11 @@ from pathlib import Path
 from jaxpaged.config import EMBEDDED_MODEL
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params.other_formats import refuse_gguf_name, refuse_pointers
+from jaxpaged.speculation import OWN_DRAFT_MODELS
 
-EMBEDDED_FOLDER = Path(__file__).parent.parent / "assets" / "demo"
+ASSETS = Path(__file__).parent.parent / "assets"
+EMBEDDED_FOLDER = ASSETS / EMBEDDED_MODEL
+EMBEDDED_FOLDERS = {name: ASSETS / name for name in (EMBEDDED_MODEL, *OWN_DRAFT_MODELS.values())}
 
 WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "vocab.txt", "merges.txt"]
 DESCRIPTION_FILES = ["config.json", "model_index.json"]
@@ -23,14 +26,14 @@ UNWANTED_FILES = ["consolidated*", "original/*", "onnx/*", "*/*"]
 def resolve_model_folder(
     name: str, revision: str | None = None, download_dir: str | None = None, *, wanted: Sequence[str] = WANTED_FILES
 ) -> Path:
-    """The folder of model `name`: "demo", an existing folder, or a hub id such as "Qwen/Qwen3-0.6B".
+    """The folder of model `name`: an embedded one, an existing folder, or a hub id such as "Qwen/Qwen3-0.6B".
 
     `revision` is a branch, tag or commit and `download_dir` the cache, both for the hub only, as are the files that are
     `wanted` from it. Raises CheckpointError when there is no such folder and the hub cannot give it, and for what is
     recognised as no checkpoint.
     """
-    if name == EMBEDDED_MODEL:
-        return EMBEDDED_FOLDER
+    if name in EMBEDDED_FOLDERS:
+        return EMBEDDED_FOLDERS[name]
     folder = Path(name).expanduser()
     if folder.is_dir():
         refuse_pointers(folder)

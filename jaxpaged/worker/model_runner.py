@@ -81,19 +81,30 @@ class Finisher(Protocol):
 
 
 class Drafter(Protocol):
-    """What guesses at the next tokens of rows."""
+    """What guesses at the next tokens of rows. `layouts`: by bucket, those of the steps that it computes to do so;
+    empty where it computes none."""
+
+    layouts: Mapping[int, StepLayout]
 
     def admit(self, device: Device, row: int, request: NewRequestData) -> None:
         """A request gets a row."""
         ...
 
-    def propose(self, device: Device, key: ProgramKey, rows: np.ndarray, null_row: int) -> None:
-        """Dispatch what drafts for `rows` of the step that is dispatched next."""
+    def propose(self, device: Device, key: ProgramKey, draft: "DraftRequest", packed: np.ndarray | None) -> None:
+        """Dispatch what drafts for the step that is dispatched next. `packed`: the array of a step of the newest
+        tokens, if there is a layout for it."""
         ...
 
     def release(self, device: Device, row: int, num_prompt_tokens: int) -> None:
         """A row is taken back."""
         ...
+
+
+class DraftRequest(NamedTuple):
+    """The rows of a step that draft, their newest tokens as a step, and how many tokens each drafts at most."""
+
+    newest: StepRequests
+    num_drafts: list[int]
 
 
 class ModelRunner:
@@ -143,18 +154,32 @@ class ModelRunner:
     def _dispatch(self, scheduled: SchedulerOutput, updates: list[tuple[int, int, int]], pending: PendingStep) -> None:
         requests, (key, *others) = self.reader.read(scheduled), scheduled.programs
         if key.kind == "draft":
-            self.drafter.propose(self.device, key, requests.rows[requests.samples], self.rows.null_row)
+            updates = self._draft(key, drafting(requests, scheduled.max_new_tokens), updates)
             key = others[0]
-        layout, pending.buckets = self.layouts[key.size], StepBuckets(key.size)
-        while len(updates) > layout.num_updates:
-            updates = self._write_tables(updates)
-        packed = pack_step(layout, requests, self.rows, updates)
+        pending.buckets = StepBuckets(key.size)
+        packed = self._pack(self.layouts[key.size], requests, updates)
         hidden_SD = self._forward(key, packed) if key.kind == "forward" else None
         if hidden_SD is not None:
             self.device.counts.add(int(requests.ends[-1]), key.size)
         step = Step(scheduled, requests, packed, hidden_SD)
         for finisher in self.finishers:
             finisher.finish(self.device, step, pending)
+
+    def _draft(
+        self, key: ProgramKey, draft: DraftRequest, updates: list[tuple[int, int, int]]
+    ) -> list[tuple[int, int, int]]:
+        """Let the drafter draft; returns the block table entries that are still to be written."""
+        layout, packed = self.drafter.layouts.get(key.size), None
+        if layout is not None:
+            packed, updates = self._pack(layout, draft.newest, updates), []
+        self.drafter.propose(self.device, key, draft, packed)
+        return updates
+
+    def _pack(self, layout: StepLayout, requests: StepRequests, updates: list[tuple[int, int, int]]) -> np.ndarray:
+        """The array of a step; block table entries that do not fit into it are written ahead."""
+        while len(updates) > layout.num_updates:
+            updates = self._write_tables(updates)
+        return pack_step(layout, requests, self.rows, updates)
 
     def _forward(self, key: ProgramKey, packed: np.ndarray) -> Any:
         """The hidden states of the tokens that sample."""
@@ -172,3 +197,13 @@ class ModelRunner:
         packed[:, : len(chunk)] = chunk.T
         self.device.state.tables = self.device.call(ProgramKey("tables"), self.device.state.tables, packed)
         return updates[TABLE_CHUNK:]
+
+
+def drafting(requests: StepRequests, max_new_tokens: list[int]) -> DraftRequest:
+    """What is asked of a drafter for a step: of those who may get more than one token, the first is known or drawn."""
+    places = np.array([i for i, most in enumerate(max_new_tokens) if most > 1], np.int32)
+    ones, num_computed = np.ones(len(places), np.int32), requests.num_computed[places]
+    newest = StepRequests(
+        requests.rows[places], ones, num_computed, num_computed + 1, ones.cumsum(dtype=np.int32), ones.astype(bool)
+    )
+    return DraftRequest(newest, [max_new_tokens[i] - 1 for i in places])

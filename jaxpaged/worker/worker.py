@@ -19,13 +19,15 @@ from jaxpaged.errors import ConflictError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.drafted import DraftedParams
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import DummyParams, checkpoint_version, load_params
 from jaxpaged.worker.device import Device, DeviceState
 from jaxpaged.worker.drafters.lookup import LookupDrafter
+from jaxpaged.worker.drafters.model import ModelDrafter
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
 from jaxpaged.worker.memory import reserve_of
-from jaxpaged.worker.model_runner import Finisher, ModelRunner
+from jaxpaged.worker.model_runner import Drafter, Finisher, ModelRunner
 from jaxpaged.worker.profiler import Profiler
 from jaxpaged.worker.programs.blueprint import DECODE_KINDS, Blueprint
 from jaxpaged.worker.programs.bundles import Bundle, save_bundle
@@ -61,7 +63,7 @@ class Worker:
         self.programs = self._make_programs()
         self.programs.start()
         on_host = self.blueprint.mesh.devices.flat[0].platform == "cpu"
-        identify = partial(checkpoint_version, folder) if folder and config.load.load_format != "dummy" else str
+        identify = partial(versions, self._folders(folder)) if config.load.load_format != "dummy" else str
         self.weights = Weights(self._loader(folder), identify, keeps_copies=not on_host)
         self.profiler = Profiler(config.profiler.profile_dir)
         begin = time.monotonic()
@@ -111,25 +113,41 @@ class Worker:
         programs, num_blocks = self.programs.wait_all(on_demand=True), self.kv_cache_config.num_blocks[0]
         save_bundle(folder, programs, self.blueprint.fingerprint(), num_blocks, RESULT_TYPES, self.progress)
 
+    def _folders(self, folder: Path | None) -> list[Path]:
+        """Where weights come from."""
+        draft = self.blueprint.draft
+        return [each for each in (folder, draft and draft.folder) if each is not None]
+
     def _loader(self, folder: Path | None) -> Callable[[], Any]:
         """What makes the parameters, again and again the same ones unless the checkpoint is another by then."""
-        blueprint, config = self.blueprint, self.config
-        target = (blueprint.mesh, blueprint.dtype)
-        if config.load.load_format == "dummy":
-            return DummyParams(blueprint.specs, blueprint.decoder, *target, seed=config.model.seed).make
-        progress = partial(self.progress, "weights")
+        blueprint = self.blueprint
+        load = self._loader_of(blueprint.specs, blueprint.decoder, folder)
+        if blueprint.draft is None:
+            return load
+        load_draft = self._loader_of(blueprint.draft_specs, blueprint.draft.config, blueprint.draft.folder)
+        return lambda: DraftedParams(load(), load_draft())
+
+    def _loader_of(self, specs: Any, decoder: DecoderConfig, folder: Path | None) -> Callable[[], Any]:
+        """The same for one model."""
+        target, load = (self.blueprint.mesh, self.blueprint.dtype), self.config.load
+        if load.load_format == "dummy":
+            return DummyParams(specs, decoder, *target, seed=self.config.model.seed).make
         return partial(
-            load_params, blueprint.specs, blueprint.decoder, folder, *target, progress, config.load.load_format
+            load_params, specs, decoder, folder, *target, partial(self.progress, "weights"), load.load_format
         )
 
     def _make_runner(self) -> ModelRunner:
         programs, num_groups = self.step_programs, len(self.kv_cache_config.groups)
         rows = RequestRows(self.config.scheduler.max_num_seqs, num_groups)
         finishers: tuple[Finisher, ...] = (PoolFinisher(),)
+        drafter: Drafter | None = None
         if not self.pools:
             sampler = Sampler(rows, programs.row_state, self.blueprint.custom, programs.runs)
             finishers = PromptScorer(rows), sampler
-        drafter = LookupDrafter(self.config.scheduler.max_num_seqs) if self.blueprint.num_drafts else None
+            if self.blueprint.draft is not None:
+                drafter = ModelDrafter(sampler, programs.draft_runs)
+            elif self.blueprint.num_drafts:
+                drafter = LookupDrafter(self.config.scheduler.max_num_seqs)
         return ModelRunner(self.device, rows, programs.layouts, finishers, drafter)
 
     def new_state(self) -> DeviceState:
@@ -211,6 +229,11 @@ class Worker:
         self.profiler.close()
         self.programs.stop()
         self.counter.close()
+
+
+def versions(folders: list[Path]) -> str:
+    """A name of all weights in these folders."""
+    return "+".join(map(checkpoint_version, folders))
 
 
 def free_state(device: Device) -> None:

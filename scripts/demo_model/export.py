@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -77,20 +78,27 @@ def generation_config(tokenizer: Tokenizer) -> dict:
 
 
 def export(folder: Path, params: Params, shape: Shape, tokenizer: Tokenizer, card: str) -> None:
-    """Write every file beside its target and rename it into place.
-
-    Readers then see old or new files, never half of one.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
+    """A model folder with its tokenizer."""
     texts = {
-        "config.json": _pretty(model_config(shape, tokenizer)),
         "generation_config.json": _pretty(generation_config(tokenizer)),
         "tokenizer_config.json": _pretty(tokenizer_config(shape.max_positions)),
         "chat_template.jinja": CHAT_TEMPLATE,
         "tokenizer.json": tokenizer.to_str(),
-        "README.md": card,
     }
-    for name, text in texts.items():
+    export_weights(folder, params, shape, tokenizer, card, texts)
+
+
+def export_weights(
+    folder: Path, params: Params, shape: Shape, tokenizer: Tokenizer, card: str, texts: Mapping[str, str] | None = None
+) -> None:
+    """Description, card and weights of a model, and other files of text.
+
+    Every file is written beside its target and renamed into place: readers then see old or new files, never half of
+    one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {"config.json": _pretty(model_config(shape, tokenizer)), "README.md": card}
+    for name, text in {**own, **(texts or {})}.items():
         partial = folder / f".{name}.partial"
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, folder / name)

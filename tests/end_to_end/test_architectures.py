@@ -7,6 +7,7 @@ import pytest
 
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.engine.build import with_draft_model
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.models.config import load_hf_config
@@ -29,7 +30,8 @@ def start(folder, num_devices, **options):
     model = model_for(hf)
     decoder = model.config_from_hf(hf)
     facts = ModelFacts(decoder.max_position_embeddings, decoder.dtype, decoder.num_heads, decoder.vocab_size)
-    config = EngineConfig.from_options(**OPTIONS, **options, tensor_parallel_size=num_devices).resolve(facts, "cpu")
+    given = EngineConfig.from_options(**OPTIONS, **options, tensor_parallel_size=num_devices)
+    config, model = given.resolve(facts, "cpu"), with_draft_model(given, model, decoder, folder)
     executor = UniProcExecutor(config, model, decoder, folder)
     scheduler = Scheduler(
         config.scheduler, executor.kv_cache_config, max_model_len=64, enable_prefix_caching=True,
@@ -55,18 +57,33 @@ def generate(scheduler, executor, prompts, max_tokens):
     return [tokens[str(i)] for i in range(len(prompts))]
 
 
-DRAFTED = ("llama", "gemma3")  # the others are exhaustive: a verification knows nothing of the model
+# The others are exhaustive: a verification knows nothing of the model.
+DRAFTED = (("llama", "ngram"), ("gemma3", "ngram"), ("llama", "draft_model"))
+
+
+def drafting(method, name, tmp_path):
+    """What drafts for a model; another model has another shape, so other pools and groups, unless it is the same."""
+    if method == "ngram":
+        return {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    drafts = {"llama": "gemma3", "gemma3": "llama"}.get(name, name)
+    (tmp_path / "draft").mkdir()
+    folder = write_checkpoint(drafts, tmp_path / "draft")
+    return {"method": method, "num_speculative_tokens": 3, "model": str(folder)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DRAFTED else pytest.mark.exhaustive) for name in NAMES]
+    ("name", "method", "num_devices"),
+    [
+        pytest.param(name, *drafter, marks=() if (name, drafter[0]) in DRAFTED else pytest.mark.exhaustive)
+        for name in NAMES
+        for drafter in (("ngram", 1), ("draft_model", 2))
+    ],
 )
-def test_greedy_tokens_are_those_of_transformers_where_tokens_are_drafted(name, tmp_path):
+def test_greedy_tokens_are_those_of_transformers_where_tokens_are_drafted(name, method, num_devices, tmp_path):
     folder = write_checkpoint(name, tmp_path)
     golden, prompt = golden_of(name)["greedy"], prompt_of(name)
-    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-    scheduler, executor = start(folder, 1, speculative_config=drafting)
+    scheduler, executor = start(folder, num_devices, speculative_config=drafting(method, name, tmp_path))
     scheduler.draft_lengths = any_length(3)
     try:
         first, *_, last = generate(scheduler, executor, [prompt, prompt[5:17], [7, 8, 9] * 4, prompt], len(golden))

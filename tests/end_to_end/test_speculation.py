@@ -24,17 +24,35 @@ MOST = 4
 OPTIONS = {
     "max_num_seqs": 6, "max_num_batched_tokens": 24, "token_buckets": (24,), "max_model_len": 64, "block_size": 4,
     "num_gpu_blocks_override": 50, "dtype": "float32", "max_logprobs": 3, "deterministic": True,
-    "speculative_config": {"method": "suffix", "num_speculative_tokens": MOST},
 }  # fmt: skip
 
 
+def started(folder, **speculation):
+    """(Options, an executor), whose programs are compiled when they are first needed."""
+    given = {"num_speculative_tokens": MOST, **speculation}
+    options = EngineConfig.from_options(model=str(folder), speculative_config=given, **OPTIONS)
+    path, functions, decoder, config = resolve_model(options)
+    return config, UniProcExecutor(config, functions, decoder, path)
+
+
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    """(Options, an executor all of whose programs are compiled)."""
-    model = str(write_checkpoint("gemma2", tmp_path_factory.mktemp("model")))
-    folder, functions, decoder, config = resolve_model(EngineConfig.from_options(model=model, **OPTIONS))
-    executor = UniProcExecutor(config, functions, decoder, folder)
+def folder(tmp_path_factory):
+    return write_checkpoint("gemma2", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    """With all programs compiled."""
+    config, executor = started(folder, method="suffix")
     executor.worker.programs.wait_all(on_demand=True)
+    yield config, executor
+    executor.shutdown()
+
+
+@pytest.fixture(scope="module")
+def own_drafts(folder):
+    """A model that drafts for itself: where its keys and values are right, every draft is."""
+    config, executor = started(folder, method="draft_model", model=str(folder))
     yield config, executor
     executor.shutdown()
 
@@ -49,9 +67,16 @@ def core_of(engine, lengths=None, num_steps=1, **changes):
     return core
 
 
-@pytest.mark.parametrize(("seed", "asynchronous", "num_steps"), [(1, True, 5), (3, False, 1)])
-def test_random_traffic_gets_the_bits_of_single_steps(engine, seed, asynchronous, num_steps):
-    lengths = any_length(MOST)
+@pytest.mark.parametrize(
+    ("method", "seed", "asynchronous", "num_steps"),
+    [
+        ("engine", 1, True, 5),
+        ("engine", 3, False, 1),
+        pytest.param("own_drafts", 1, True, 5, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_random_traffic_gets_the_bits_of_single_steps(request, method, seed, asynchronous, num_steps):
+    engine, lengths = request.getfixturevalue(method), any_length(MOST)
     core = core_of(engine, lengths, num_steps, async_scheduling=asynchronous)
     requests, answers, aborted = serve(core, random.Random(seed), 40)
     assert lengths.num_drafts > 50 and lengths.num_accepted > 0, "the test drafts nothing"
@@ -71,7 +96,7 @@ class Prophet:
 
     def __init__(self, core, answers, wrong_at):
         self.core, self.answers, self.wrong_at = core, answers, wrong_at
-        self.name_of_row = {}
+        self.name_of_row, self.layouts = {}, {}
 
     def admit(self, device, row, request):
         self.name_of_row[row] = request.request_id
@@ -79,9 +104,9 @@ class Prophet:
     def release(self, device, row, num_prompt_tokens):
         del self.name_of_row[row]
 
-    def propose(self, device, key, rows, null_row):
+    def propose(self, device, key, draft, packed):
         drafts_RK = np.full(device.state.rows.drafts_RK.shape, -1, np.int32)
-        for row in rows:
+        for row in draft.newest.rows:
             request = self.core._scheduler.requests[self.name_of_row[int(row)]]
             done = request.num_tokens - request.num_prompt_tokens
             true = self.answers[request.request_id][done : done + MOST]
@@ -191,3 +216,33 @@ def test_a_prompt_that_repeats_itself_is_drafted_from(engine):
     assert joined(got) == expected == ([7] * 40, ("length", None), [])
     assert lengths.num_accepted > 25
     assert sum(len(output.new_token_ids) > MOST for output in got) >= 5
+
+
+def plain_requests(num_requests, num_tokens):
+    """Greedy and drawn, with beginnings in common."""
+    asked = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 9}, {"temperature": 1.2}]
+    return [
+        EngineCoreRequest(
+            f"r{i}", [*range(3, 12 + i % 3), *range(40 + i, 44 + i)],
+            SamplingParams(seed=i, max_tokens=num_tokens, ignore_eos=True, **asked[i % len(asked)]), 0.0,
+        )
+        for i in range(num_requests)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asynchronous", "num_steps"), [(True, 5), (False, 1)])
+def test_a_model_that_drafts_for_itself_is_always_right(own_drafts, engine, asynchronous, num_steps):
+    """After preemptions, cached beginnings, sleep, runs and steps without drafts: its cache is what it must be."""
+    requests = plain_requests(12, 40)
+    expected = {name: joined(answer) for name, answer in answers_of(core_of(engine), requests).items()}
+    lengths = any_length(MOST)
+    core = core_of(own_drafts, lengths, num_steps, async_scheduling=asynchronous)
+    for _ in range(2):
+        got = answers_of(core, requests)
+        assert {name: joined(answer) for name, answer in got.items()} == expected
+        core.sleep(2, mode="wait")
+        core.wake_up()
+    stats = core._scheduler.make_stats()
+    assert stats.num_preemptions, "the test preempts nobody"
+    assert lengths.num_drafts > 100 and lengths.num_accepted == lengths.num_drafts
+    assert own_drafts[1].worker.stats()["recompiles"] == 0

@@ -6,9 +6,10 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.params.hub import resolve_model_folder
 
 
-def test_the_embedded_model_has_a_name():
-    folder = resolve_model_folder("demo")
-    assert folder.parts[-3:] == ("jaxpaged", "assets", "demo")
+@pytest.mark.parametrize("name", ["demo", "demo-draft"])
+def test_the_embedded_models_have_names(name):
+    folder = resolve_model_folder(name)
+    assert folder.parts[-3:] == ("jaxpaged", "assets", name) and (folder / "model.safetensors").exists()
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path):

@@ -7,10 +7,11 @@ import pytest
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
-from jaxpaged.engine.build import facts_of, read_model
+from jaxpaged.engine.build import facts_of, read_model, with_draft_model
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.attention import kv_struct
 from jaxpaged.worker.programs.blueprint import Blueprint
+from jaxpaged.worker.programs.fingerprint import difference
 from tests.models.checkpoints import write_checkpoint
 
 
@@ -22,7 +23,7 @@ def folder(tmp_path_factory):
 def blueprint(folder, **options):
     model, decoder = read_model(folder)
     config = EngineConfig.from_options(model=str(folder), dtype="float32", **options).resolve(facts_of(decoder), "cpu")
-    return Blueprint(config, model, decoder, make_mesh(1))
+    return Blueprint(config, with_draft_model(config, model, decoder, folder), decoder, make_mesh(1))
 
 
 @pytest.mark.parametrize("backend", ["reference", "tpu-interpret"])
@@ -41,3 +42,16 @@ def test_a_kernel_that_cannot_take_the_engines_blocks_is_refused_before_anything
 def test_a_kernel_for_another_device_is_refused_with_what_would_run(folder):
     with pytest.raises(ConfigError, match=r"'tpu' cannot run on 'cpu': it needs a TPU; 'tpu-interpret' runs the same"):
         _ = blueprint(folder, block_size=16, attention_backend="tpu").attention
+
+
+def test_programs_depend_on_the_model_that_drafts_and_not_on_where_it_lies(folder, tmp_path):
+    def fingerprint_with(name, place):
+        (tmp_path / place).mkdir()
+        draft = str(write_checkpoint(name, tmp_path / place))
+        given = {"method": "draft_model", "model": draft, "num_speculative_tokens": 2}
+        return blueprint(folder, speculative_config=given).fingerprint()
+
+    first = fingerprint_with("llama", "a")
+    assert difference(first, fingerprint_with("llama", "b")) is None
+    assert difference(first, fingerprint_with("gemma3", "c")).startswith("options.draft_model is DecoderConfig(")
+    assert difference(blueprint(folder).fingerprint(), first).startswith("options.speculation is None there")

@@ -96,7 +96,7 @@ def test_who_has_a_cache_salt_neither_finds_the_answers_of_others_nor_leaves_its
     for row, is_private in enumerate([False, True, True]):
         request = SimpleNamespace(token_ids=[], is_private=is_private)
         drafter.admit(device, row, request)
-    drafter.propose(device, ProgramKey("draft", 4), np.array([0, 1, 2]), 3)
+    drafter.propose(device, ProgramKey("draft", 4), SimpleNamespace(newest=SimpleNamespace(rows=np.arange(3))), None)
     drafter.release(device, 1, 0)
     drafter.release(device, 2, 0)
     assert [packed.tolist() for packed in calls] == [[0, -2, -3, 3]], "nothing of a private row is remembered"

@@ -3,13 +3,14 @@
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import msgspec
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.build import facts_of, plan_engine, read_model
+from jaxpaged.engine.build import facts_of, plan_engine, read_model, with_draft_model
 from jaxpaged.errors import ConfigError
 from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.models.pooling import pooling_model
@@ -65,6 +66,19 @@ def test_a_gpu_promises_its_share_of_what_cuda_counts(folder, gpu):
 def test_an_override_of_the_number_of_blocks_is_taken_as_it_is(folder):
     assert planner(folder, toy(8 * MIB), num_gpu_blocks_override=17).plan().num_blocks == 17
     assert planner(folder, toy(8 * MIB), kv_cache_memory_bytes=MIB).plan().kv_bytes <= MIB
+
+
+def test_a_model_that_drafts_is_part_of_the_plan(folder, tmp_path):
+    model, decoder = read_model(folder)
+    given = {"method": "draft_model", "model": str(write_checkpoint("gemma3", tmp_path)), "num_speculative_tokens": 2}
+    options = EngineConfig.from_options(model=str(folder), speculative_config=given, **OPTIONS)
+    drafted = with_draft_model(options, model, decoder, folder)
+    plan = planner_of(options, drafted, decoder, facts_of(decoder), toy(8 * MIB)).plan()
+    alone = planner(folder, toy(8 * MIB)).plan()
+    draft = planner(Path(given["model"]), toy(8 * MIB)).plan()
+    assert plan.weight_bytes == alone.weight_bytes + draft.weight_bytes
+    assert plan.fits and plan.concurrency[64] < alone.concurrency[64]
+    assert plan.decode[0].tokens_per_second < alone.decode[0].tokens_per_second
 
 
 def test_a_model_that_does_not_fit_is_told_what_would(folder):

@@ -10,8 +10,9 @@ written when it is given to a request, and those that are drawn by whatever draw
 other in a ring of fixed size, the newest in place of the oldest. This module does not know which drafts are any good.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,9 @@ import numpy as np
 from jaxpaged.messages import NewRequestData, ProgramKey
 from jaxpaged.speculation import Speculation
 from jaxpaged.worker.device import Device
+from jaxpaged.worker.model_runner import DraftRequest
 from jaxpaged.worker.step.functions import NOTHING, RowTokens, Shapes
+from jaxpaged.worker.step.packed import StepLayout
 
 CHUNK = 512
 """Tokens in one upload of `load_history`."""
@@ -138,7 +141,10 @@ def lookup_builders(shapes: Shapes, speculation: Speculation, sizes: Sequence[in
 class LookupDrafter:
     """Dispatches the programs above; the drafts stay on the device."""
 
+    layouts: Mapping[int, StepLayout] = MappingProxyType({})
+
     def __init__(self, max_num_seqs: int):
+        self._null_row = max_num_seqs
         self._private_R = np.zeros(max_num_seqs, bool)
 
     def admit(self, device: Device, row: int, request: NewRequestData) -> None:
@@ -146,11 +152,10 @@ class LookupDrafter:
         for packed in pack_history(row, request.token_ids):
             self._call(device, ProgramKey(LOAD_KIND), packed)
 
-    def propose(self, device: Device, key: ProgramKey, rows: np.ndarray, null_row: int) -> None:
-        """Draft for `rows` of the step that is dispatched next."""
-        packed = np.full(key.size, null_row, np.int32)
-        packed[: len(rows)] = np.where(self._private_R[rows], -1 - rows, rows)
-        self._call(device, key, packed)
+    def propose(self, device: Device, key: ProgramKey, draft: DraftRequest, packed: np.ndarray | None) -> None:
+        rows, places = draft.newest.rows, np.full(key.size, self._null_row, np.int32)
+        places[: len(rows)] = np.where(self._private_R[rows], -1 - rows, rows)
+        self._call(device, key, places)
 
     def release(self, device: Device, row: int, num_prompt_tokens: int) -> None:
         """A row is taken back: its answer may help others."""

@@ -210,9 +210,7 @@ class Planner:
     def work(self, programs: Sequence[PlannedProgram] = ()) -> Work:
         """What a token costs on one device. Unless programs say otherwise, collectives are waited for."""
         blueprint, decoder = self.blueprint, self.blueprint.decoder
-        params, shards = blueprint.param_shapes, blueprint.num_shards
-        embeddings = jax.tree.leaves((params.decoder if self.pools else params).embed_tokens)
-        looked_up = embeddings if self.pools or not decoder.tie_embeddings else []
+        params, shards, looked_up = blueprint.param_shapes, blueprint.num_shards, blueprint.looked_up
         head = blueprint.model.head(params)
         read = [leaf for leaf in jax.tree.leaves(params) if not any(leaf is other for other in looked_up)]
         waited = sum(program.waited_bytes for program in programs if program.kind == "forward")
@@ -224,7 +222,7 @@ class Planner:
             head_params=sum(elements_on_device(leaf) for leaf in jax.tree.leaves(head)),
             attention_layers=tuple(attention_layers(blueprint.kv_groups, shards)),
             heads=decoder.num_heads * decoder.head_dim // shards,
-            reduced_bytes=2 * decoder.num_layers * decoder.hidden_size * blueprint.dtype.itemsize,
+            reduced_bytes=2 * sum(e.num_layers * e.hidden_size for e in blueprint.decoders) * blueprint.dtype.itemsize,
             waited_share=waited / (waited + hidden) if waited + hidden else 1.0,
             steps_per_program=self.steps_per_program,
         )

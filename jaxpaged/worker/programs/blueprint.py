@@ -8,6 +8,7 @@ are kept or called.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, blocks_for_tokens, group_layers
 from jaxpaged.layers.attention import AttentionContext, check_attention
 from jaxpaged.models.config import DecoderConfig
-from jaxpaged.models.interface import Model
+from jaxpaged.models.drafted import DraftedParams, drafted_model
+from jaxpaged.models.interface import DraftModel, Model
 from jaxpaged.params.quantized import quantized_specs
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
@@ -28,6 +30,7 @@ from jaxpaged.sampling_features import features_of
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.speculation import Speculation, speculation_of
 from jaxpaged.worker.drafters.lookup import lookup_builders
+from jaxpaged.worker.drafters.model import draft_builders
 from jaxpaged.worker.kv_blocks import Demand, Division, tensor_struct
 from jaxpaged.worker.programs.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
 from jaxpaged.worker.programs.compiler_options import Options, compiler_options
@@ -66,15 +69,49 @@ class Blueprint:
 
     def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, mesh: Mesh | AbstractMesh):
         self.config, self.model, self.mesh = config, model, mesh
-        self.decoder = replace(
-            decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype,
-            deterministic=config.compile.deterministic,
-        )  # fmt: skip
+        self.decoder = self._settled(decoder)
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)
         self.kv_dtype = jnp.dtype(config.cache.kv_cache_dtype)
         self.specs = quantized_specs(model.param_specs(self.decoder, self.num_shards), config.model.quantization)
         self.param_shapes = param_shapes(self.specs, self.decoder, mesh, self.dtype)
+        self.draft: DraftModel | None = None
+        if model.draft is not None:
+            self._add_draft(model.draft)
+
+    def _settled(self, decoder: DecoderConfig) -> DecoderConfig:
+        """A description as the options want the model."""
+        config = self.config
+        return replace(
+            decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype,
+            deterministic=config.compile.deterministic,
+        )  # fmt: skip
+
+    def _add_draft(self, draft: DraftModel) -> None:
+        """From now on `model` and `param_shapes` are those of both models."""
+        self.draft = replace(draft, config=self._settled(draft.config))
+        self.model = drafted_model(self.model, self.draft)
+        specs = draft.model.param_specs(self.draft.config, self.num_shards)
+        self.draft_specs = quantized_specs(specs, draft.quantization)
+        shapes = param_shapes(self.draft_specs, self.draft.config, self.mesh, self.dtype)
+        self.param_shapes = DraftedParams(self.param_shapes, shapes)
+
+    @property
+    def decoders(self) -> tuple[DecoderConfig, ...]:
+        """The descriptions of all models, in the order of their layers."""
+        return (self.decoder,) if self.draft is None else (self.decoder, self.draft.config)
+
+    @property
+    def looked_up(self) -> list[Any]:
+        """Parameters of which a pass over tokens reads single rows, or none: embeddings that are not the head too, and
+        both tables of a model that drafts."""
+        params: Any = self.param_shapes
+        pools = self.config.model.runner == "pooling"
+        decoder = params.decoder if pools or self.draft is not None else params
+        tables = [decoder.embed_tokens] if pools or not self.decoder.tie_embeddings else []
+        if self.draft is not None:
+            tables += [params.draft.embed_tokens, params.draft.lm_head]
+        return jax.tree.leaves(tables)
 
     @property
     def platform(self) -> str:
@@ -111,11 +148,11 @@ class Blueprint:
         name = "invariant" if options.deterministic else options.attention_backend
         try:
             context = AttentionContext(self.mesh, choose_backend(name, self.platform))
-            for spec in self._attention_specs:
+            num_heads = [decoder.num_heads for decoder in self.decoders for _ in decoder.layers]
+            for heads, spec in zip(num_heads, self._attention_specs, strict=True):
                 check_attention(
-                    context, self.decoder.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, self.dtype,
-                    self.kv_dtype,
-                )  # fmt: skip
+                    context, heads, spec.num_kv_heads, spec.head_dim, spec.block_size, self.dtype, self.kv_dtype
+                )
         except ValueError as error:
             raise ConfigError(f"attention_backend: {error}") from error
         return context
@@ -167,10 +204,10 @@ class Blueprint:
 
         The largest step holds a few [T, F] and [T, D] arrays at a time, and the sampler a few float32 [S, V] ones.
         """
-        scheduler, decoder = self.config.scheduler, self.decoder
-        per_token = 3 * decoder.intermediate_size // self.num_shards + 8 * decoder.hidden_size
+        scheduler, shards = self.config.scheduler, self.num_shards
+        per_token = max(3 * each.intermediate_size // shards + 8 * each.hidden_size for each in self.decoders)
         activations = scheduler.max_num_batched_tokens * per_token * self.dtype.itemsize
-        return activations + (6 + self.num_drafts) * scheduler.max_num_seqs * decoder.vocab_size * 4
+        return activations + (6 + self.num_drafts) * scheduler.max_num_seqs * self.decoder.vocab_size * 4
 
     @property
     def speculation(self) -> Speculation | None:
@@ -189,6 +226,8 @@ class Blueprint:
             "sample_buckets": str(self.sample_buckets),
             "attention_backend": self.attention.backend,
             "compiler_options": str(self.compiler_options),
+            "speculation": str(self.speculation),
+            "draft_model": str(self.draft and self.draft.config),
         }
         return fingerprint(self.config, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)
 
@@ -219,6 +258,18 @@ class StepPrograms:
             size: RunLayout(layout, num_lines(layout), max_steps)
             for size, layout in self.layouts.items()
             if size <= largest
+        }
+
+    @cached_property
+    def draft_runs(self) -> dict[int, RunLayout]:
+        """Buckets of the decode steps of a model that drafts, if one does."""
+        blueprint = self.blueprint
+        if blueprint.draft is None:
+            return {}
+        layout = partial(step_layout, max_num_seqs=blueprint.config.scheduler.max_num_seqs)
+        return {
+            size: RunLayout(layout(size, block_sizes=self.kv_cache.block_sizes), size, blueprint.num_drafts)
+            for size in blueprint.sample_buckets
         }
 
     @property
@@ -258,8 +309,7 @@ class StepPrograms:
         rows = (kv, self.row_state, max_blocks, max_tokens)
         return self.shapes_type(
             self.functions, blueprint.param_shapes, *rows, blueprint.compiler_options,
-            blueprint.config.model.max_model_len, blueprint.num_drafts,
-            blueprint.speculation.num_answer_tokens if blueprint.speculation else 0,
+            blueprint.config.model.max_model_len, blueprint.speculation,
         )  # fmt: skip
 
     def builders(self) -> Builders:
@@ -297,7 +347,10 @@ class StepPrograms:
         speculation, sizes = self.blueprint.speculation, self.blueprint.sample_buckets
         if speculation is None:
             return {}
-        builders: Builders = lookup_builders(self.shapes, speculation, sizes)
+        if self.blueprint.draft is None:
+            builders: Builders = lookup_builders(self.shapes, speculation, sizes)
+        else:
+            builders = draft_builders(self.shapes, self.blueprint.draft, self.draft_runs)
         for sampler, kind in VERIFY_KINDS.items():
             for size in sizes:
                 asked = (sampler != "sample", sampler == MASKED_KIND)

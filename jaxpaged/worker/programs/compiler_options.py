@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 Options = Mapping[str, bool]
 """Name -> value, as `jax.jit` takes them."""
 
-LAYER_KINDS = ("forward", "decode", "decode_full")
+LAYER_KINDS = ("forward", "decode", "decode_full", "draft")
 """Programs with the model's layers in them."""
 
 LAYER_OPTIONS: Mapping[str, Options] = {

@@ -34,7 +34,7 @@ NOT_COMPILED_IN = frozenset(
     kv_events_config otlp_traces_endpoint
     scheduling_policy enable_chunked_prefill long_prefill_token_threshold async_scheduling stream_interval
     load_format download_dir compilation_cache_dir bundle profile_dir
-    token_buckets attention_backend logits_processors
+    token_buckets attention_backend logits_processors speculative_config
     """.split()
 )
 """Options that no program depends on, and, in the last line, those that count as what they were resolved to."""

@@ -65,7 +65,7 @@ class Sampler:
     ) -> None:
         (request_ids, rows), state = step.sampling(), device.state
         pending.buckets.sample_bucket = key.size
-        lines, hidden = self._lines(rows, key.size), step.hidden_SD
+        lines, hidden = self.lines(rows, key.size), step.hidden_SD
         if key.kind in VERIFY_KINDS.values():
             num_tokens = [most for most in step.scheduled.max_new_tokens if most]
             lines = verify_lines(lines, step.requests.ends[step.requests.samples] - num_tokens, num_tokens)
@@ -86,7 +86,7 @@ class Sampler:
         """Several decode steps, the forward passes included."""
         (request_ids, rows), state, layout = step.sampling(), device.state, self.runs[key.size]
         pending.buckets.sample_bucket = layout.num_lines
-        lines_SF, limits = self._lines(rows, layout.num_lines), step.scheduled.max_new_tokens
+        lines_SF, limits = self.lines(rows, layout.num_lines), step.scheduled.max_new_tokens
         lines_SC = run_lines(lines_SF, limits, self.rows.stop_ids_RJ[rows])
         kept = state.finisher if pending.buckets.full_sampler else None
         donated, tokens, logprobs = device.call(
@@ -98,7 +98,7 @@ class Sampler:
         count = partial(device.counts.add, bucket=key.size)
         pending.readings.append(DrawnTokens(request_ids, start_copy(tokens), start_copy(logprobs), count))
 
-    def _lines(self, rows: np.ndarray, bucket: int) -> np.ndarray:
+    def lines(self, rows: np.ndarray, bucket: int) -> np.ndarray:
         """What the rows ask for. Positions are counted from 0: where a row is, is known to the device."""
         return self.table.pack(rows, 0, -self.rows.num_prompt_R[rows], bucket)
 

@@ -37,6 +37,7 @@ from jaxpaged.sampling.logprobs import LogprobOutput, prompt_logprobs
 from jaxpaged.sampling.rows import NUM_COLUMNS, placed_lines, unpack_rows
 from jaxpaged.sampling.sampler import SampleOutput, sample_full, sample_plain
 from jaxpaged.sampling.state import SamplingState, StateLayout, load_row, load_tokens
+from jaxpaged.speculation import Speculation
 from jaxpaged.worker.programs.compiler_options import Options
 from jaxpaged.worker.step.packed import StepLayout, StepParts
 from pallas_kernels.ragged_paged_attention import KVTensor, make_metadata
@@ -60,9 +61,9 @@ class RowTokens(NamedTuple):
     """What the device knows of each row; the null row comes last and means nothing.
 
     last_token_R: the newest token, if it was drawn here. num_computed_R: how many tokens are computed. A token that
-    the host does not know is the newest one, and stands behind them. Where tokens are drafted, history_RL holds all
-    known tokens of a row, and drafts_RK what a drafter supposes to follow the newest one; `answers` are kept where
-    drafts are looked for in them.
+    the host does not know is the newest one, and stands behind them. Where tokens are drafted, drafts_RK is what a
+    drafter supposes to follow the newest one. Where drafts are looked for in a row, history_RL holds all its known
+    tokens, and `answers` are kept where they are looked for in those.
     """
 
     last_token_R: Any
@@ -81,7 +82,10 @@ PROMPT_LOGPROB_TILE = 32
 
 @dataclass(frozen=True)
 class StepFunctions:
-    """The step of one engine. `num_hidden` rows of hidden states go from forward to sample, whatever the bucket."""
+    """The step of one engine. `num_hidden` rows of hidden states go from forward to sample, whatever the bucket.
+
+    `first_layer`: where the layers of `model` begin among those that cache. Another model's may come before.
+    """
 
     model: Model
     config: DecoderConfig
@@ -93,6 +97,7 @@ class StepFunctions:
     max_logprobs: int
     custom: CustomProcessors
     limits: LimitsMethod
+    first_layer: int = 0
 
     @property
     def replicated(self) -> NamedSharding:
@@ -119,7 +124,7 @@ class StepFunctions:
         parts, rows = place_rows(parts, rows)
         tokens_T, positions_T = locate_tokens(layout, parts, rows)
         attention = self.attention_batches(layout, parts, tables_GRM)
-        batch = Batch(tokens_T, positions_T, attention, self.kv_cache.layer_caches())
+        batch = Batch(tokens_T, positions_T, attention, self.kv_cache.layer_caches()[self.first_layer :])
         hidden_TD, kv = self.model.forward(params, self.config, batch, kv)
         return hidden_TD, kv, rows
 
@@ -230,19 +235,21 @@ class Shapes:
 
     def __init__(
         self, functions: StepFunctions, params: Any, kv: Any, sampling: StateLayout, max_blocks: int, max_tokens: int,
-        options: Mapping[str, Options], max_model_len: int, num_drafts: int = 0, num_answer_tokens: int = 0,
+        options: Mapping[str, Options], max_model_len: int, speculation: Speculation | None = None,
     ):  # fmt: skip
         self.functions, self.params, self.kv, self.options = functions, params, kv, options
         self.all_hidden = self.hidden(max_tokens)
         rows = functions.max_num_seqs + 1
         self.tables = self._array((len(functions.kv_cache.groups), rows, max_blocks), jnp.int32)
         self.rows = RowTokens(self._array((rows,), jnp.int32), self._array((rows,), jnp.int32))
-        if num_drafts:
-            history, drafts = (self._array((rows, width), jnp.int32) for width in (max_model_len, num_drafts))
-            self.rows = self.rows._replace(history_RL=history, drafts_RK=drafts)
-        if num_answer_tokens:
-            answers = Answers(self._array((num_answer_tokens,), jnp.int32), self._array((), jnp.int32))
-            self.rows = self.rows._replace(answers=answers)
+        if speculation is not None:
+            drafts = self._array((rows, speculation.num_speculative_tokens), jnp.int32)
+            self.rows = self.rows._replace(drafts_RK=drafts)
+            if speculation.match_lengths is not None:
+                self.rows = self.rows._replace(history_RL=self._array((rows, max_model_len), jnp.int32))
+            if speculation.num_answer_tokens:
+                kept = self._array((speculation.num_answer_tokens,), jnp.int32), self._array((), jnp.int32)
+                self.rows = self.rows._replace(answers=Answers(*kept))
         self.sampling = jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), sampling.abstract())
         self.head = functions.model.head(params)
 
