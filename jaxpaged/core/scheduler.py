@@ -17,10 +17,11 @@ from jaxpaged.core.drafts import DraftLengths
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.intake import check_request
 from jaxpaged.core.integrity import check_books
-from jaxpaged.core.kv_cache.manager import CacheHit, KVCacheManager
+from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.logprob_lines import collect_prompt_logprobs
 from jaxpaged.core.new_tokens import fault_of, num_drafts_in_step, plan_run, take_tokens
 from jaxpaged.core.preparation import Preparation
+from jaxpaged.core.prompt_shares import PromptShares
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.request_queue import QUEUES, priority_order
 from jaxpaged.core.step_plan import Share, StepPlan, StepsInFlight
@@ -65,7 +66,6 @@ class Scheduler:
         self._max_num_batched_tokens = settled(scheduler_config.max_num_batched_tokens)
         self._max_num_seqs = settled(scheduler_config.max_num_seqs)
         self._chunked_prefill = scheduler_config.enable_chunked_prefill
-        self._long_prefill_threshold = scheduler_config.long_prefill_token_threshold
         self._by_priority = scheduler_config.scheduling_policy == "priority"
         self._max_model_len = max_model_len
         self.kv_cache_manager = KVCacheManager(
@@ -74,6 +74,7 @@ class Scheduler:
             enable_prefix_caching=enable_prefix_caching,
             enable_kv_cache_events=enable_kv_cache_events,
         )
+        self._prompt_shares = PromptShares(scheduler_config, self.kv_cache_manager)
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.running: list[Request] = []  # in order of admission
         self.waiting = QUEUES[scheduler_config.scheduling_policy]()
@@ -124,58 +125,72 @@ class Scheduler:
     def schedule(self, max_steps: int = 1) -> SchedulerOutput:
         """Decide how many tokens every request computes in the next step.
 
-        Admitted requests go first, oldest first. When blocks run out the youngest is preempted and recomputed later, or
-        under the priority policy the least important. Waiting requests are admitted when nothing was preempted, each
-        only if all of its tokens would get blocks, and a step later if the step computes the greater part of its prompt
-        for another one. A step without tokens need not be executed; what the runner must know waits for the next one.
-        When nobody waits and all decode, it may be a run of up to `max_steps` steps (`new_tokens.py`).
+        Requests that decode go first, then prompts, as `prompt_shares.py` says. When blocks run out the youngest is
+        preempted and recomputed later, or under the priority policy the least important. Waiting requests are admitted
+        when nothing was preempted, each only if all of its tokens would get blocks. A step without tokens need not be
+        executed; what the runner must know waits for the next one. When nobody waits and all decode, it may be a run
+        of up to `max_steps` steps (`new_tokens.py`).
         """
         plan = StepPlan(self._max_num_batched_tokens, len(self.running), len(self.kv_cache_manager.pools))
         if self.waiting or not plan_run(plan, self.running, max_steps, self.kv_cache_manager, self._last_step_id):
-            self._schedule_running(plan)
-            if not plan.preempted:
-                self._schedule_waiting(plan)
+            lacking = self._schedule_decodes(plan)
+            if plan.budget and (lacking or self.waiting):
+                self._schedule_prompts(lacking, plan)
         return self._commit(plan)
 
-    def _schedule_running(self, plan: StepPlan) -> None:
+    def _schedule_decodes(self, plan: StepPlan) -> list[Request]:
+        """Running requests that lack nothing but their newest token; returns the others. Both may be preempted."""
+        lacking = []
         budget, append = plan.budget, plan.requests.append
         for request in tuple(self.running):
-            if not budget:
-                break
-            computed = request.num_computed_tokens
-            if computed < request.decode_limit and request.num_tokens_with_placeholders == computed + 1:
+            computed, num_known = request.num_computed_tokens, request.num_tokens_with_placeholders
+            if num_known > computed + 1:
+                lacking.append(request)
+            elif not budget:
+                continue
+            elif computed < request.decode_limit:
                 append(request)
                 budget -= 1
             elif request.status is RequestStatus.RUNNING:  # not preempted just now
                 plan.budget = budget
-                self._schedule_running_request(request, plan)
+                self._schedule_decode(request, plan)
                 budget = plan.budget
         plan.budget = budget
+        return lacking
 
-    def _schedule_running_request(self, request: Request, plan: StepPlan) -> None:
-        """A running request that computes more than one token, or needs a slot, or is about to end."""
-        num_known = request.num_tokens_with_placeholders
-        if num_known >= request.max_total_tokens:
+    def _schedule_decode(self, request: Request, plan: StepPlan) -> None:
+        """A request that needs a slot, or may draft, or is about to end."""
+        if request.num_tokens_with_placeholders >= request.max_total_tokens:
             return  # its last token is being sampled
-        manager = self.kv_cache_manager
-        manager.cache_blocks(request, self._last_step_id)
-        wanted = num_known - request.num_computed_tokens
-        num_drafts = num_drafts_in_step(request, plan, manager) if wanted == 1 and request.num_drafts else 0
-        num_tokens = 1 + num_drafts if wanted == 1 else self._cut(wanted, plan.budget)
-        new_block_ids = self._allocate_or_preempt(request, num_tokens, plan)
-        if new_block_ids is None:
-            return
-        num_new = 1 + num_drafts if num_tokens >= wanted else 0
-        plan.add(request, Share(num_tokens, num_new, new_block_ids if any(new_block_ids) else None))
-        self._set_decode_limit(request)
-        if num_tokens < wanted:
-            manager.reserve_rest(request, plan.num_reserved_blocks)
+        self.kv_cache_manager.cache_blocks(request, self._last_step_id)
+        num_drafts = num_drafts_in_step(request, plan, self.kv_cache_manager) if request.num_drafts else 0
+        self._schedule_running(request, 1 + num_drafts, 1 + num_drafts, plan)
 
-    def _cut(self, num_tokens: int, budget: int) -> int:
-        """How many of the tokens that a request still has to compute go into one step."""
-        if self._long_prefill_threshold and len(self.requests) > 1:
-            num_tokens = min(num_tokens, self._long_prefill_threshold)
-        return min(num_tokens, budget)
+    def _schedule_running(self, request: Request, num_tokens: int, max_new_tokens: int, plan: StepPlan) -> None:
+        """Give a running request a share, and slots for it, unless it has to be preempted."""
+        new_block_ids = self._allocate_or_preempt(request, num_tokens, plan)
+        if new_block_ids is not None:
+            plan.add(request, Share(num_tokens, max_new_tokens, new_block_ids if any(new_block_ids) else None))
+            self._set_decode_limit(request)
+
+    def _schedule_prompts(self, lacking: list[Request], plan: StepPlan) -> None:
+        """Share out what decoding leaves among those of the running requests that do not, and those that wait."""
+        manager, running = self.kv_cache_manager, RequestStatus.RUNNING
+        lacking = [request for request in lacking if request.status is running]
+        num_rows = 0 if plan.preempted else self._max_num_seqs - len(self.running)
+        granted = self._prompt_shares.of_step(
+            lacking, self.waiting, num_rows, plan.budget, alone=len(self.requests) == 1
+        )
+        for (request, num_lacking, _), num_tokens in granted:
+            if num_tokens and request.status is running:
+                manager.cache_blocks(request, self._last_step_id)
+                self._schedule_running(request, num_tokens, int(num_tokens == num_lacking), plan)
+            if num_tokens < num_lacking and request.status is running:
+                manager.reserve_rest(request, plan.num_reserved_blocks)
+        for (request, _, _), num_tokens in granted:
+            waits = request.status is not running
+            if plan.preempted or (waits and num_tokens and not self._admit(request, num_tokens, plan)):
+                break
 
     def _set_decode_limit(self, request: Request) -> None:
         limit = 0 if request.num_drafts else self.kv_cache_manager.num_slots(request)
@@ -214,47 +229,29 @@ class Scheduler:
         self.kv_cache_manager.free(request)
         self._removed_request_ids.append(request.request_id)
 
-    def _schedule_waiting(self, plan: StepPlan) -> None:
+    def _admit(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
+        """Move a waiting request into the step. False, and nothing changed, when others took what it was to get."""
         manager = self.kv_cache_manager
-        if self._may_admit(plan):
-            plan.filled.update(*(manager.hashes_filled(plan.requests[i], s.num_tokens) for i, s in plan.shares.items()))
-        while self._may_admit(plan):
-            request = self.waiting.peek()
-            if request.num_output_placeholders:
-                break  # preempted with a token in flight: it goes on from there, and nobody overtakes it
-            hit = manager.get_computed_blocks(request)
-            wanted = request.num_tokens - hit.num_tokens
-            if 2 * manager.num_tokens_behind(request, hit, plan.filled) > wanted:
-                break  # this step computes most of that for somebody else, and the next one finds it
-            num_tokens = self._cut(wanted, plan.budget)
-            if num_tokens < wanted and not self._chunked_prefill:
-                break
-            if not manager.fits_whole(request, hit, plan.num_reserved_blocks):
-                break
-            if not self._admit(request, hit, Share(num_tokens, int(num_tokens == wanted), None), plan):
-                break
-
-    def _may_admit(self, plan: StepPlan) -> bool:
-        return bool(plan.budget and self.waiting and len(self.running) < self._max_num_seqs)
-
-    def _admit(self, request: Request, hit: CacheHit, share: Share, plan: StepPlan) -> bool:
-        """Move the first waiting request into the step. False, and nothing changed, when it gets no blocks."""
-        manager = self.kv_cache_manager
+        hit = manager.get_computed_blocks(request)
+        lacking = request.num_tokens - hit.num_tokens
+        num_tokens = min(num_tokens, lacking)
+        is_cut = num_tokens < lacking and not self._chunked_prefill
+        if is_cut or not manager.fits_whole(request, hit, plan.num_reserved_blocks):
+            return False
         manager.adopt_hit(request, hit)
-        if manager.allocate_slots(request, share.num_tokens) is None:
+        if manager.allocate_slots(request, num_tokens) is None:
             manager.free(request)
             request.num_computed_tokens = 0
             return False
-        self.waiting.pop()
+        self.waiting.remove(request)
         self.running.append(request)
         request.status = RequestStatus.RUNNING
         self._set_decode_limit(request)
         self._counters.count_hit(request, hit.num_tokens)
-        plan.filled.update(manager.hashes_filled(request, share.num_tokens))
         self.draft_lengths.begin(request)
-        plan.add(request, share)
+        plan.add(request, Share(num_tokens, int(num_tokens == lacking), None))
         plan.new_requests.append(request.to_new_request_data())
-        if not share.max_new_tokens:
+        if num_tokens < lacking:
             manager.reserve_rest(request, plan.num_reserved_blocks)
         return True
 

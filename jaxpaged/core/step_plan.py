@@ -31,7 +31,6 @@ class StepPlan:
         self.requests: list[Request] = []
         self.shares: dict[int, Share] = {}
         self.new_requests: list[NewRequestData] = []
-        self.filled: set[bytes] = set()  # hashes of the blocks that prompts fill, known once all that run are in
         self.num_reserved_blocks = [0] * num_pools  # that running requests need to finish their prompts
         self.preempted = False
         self.num_steps = 1  # above 1: a run of decode steps

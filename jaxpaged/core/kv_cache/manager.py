@@ -132,12 +132,20 @@ class KVCacheManager:
 
     def fits_whole(self, request: Request, hit: CacheHit, num_reserved: Sequence[int]) -> bool:
         """Whether all known tokens would get slots, with `num_reserved` of the free blocks left alone."""
-        for p, needed in enumerate(self.groups.max_blocks(request.num_tokens)):
-            tables = [hit.tables[g] for g in self.groups.groups_of_pool[p]]
-            num_shared = sum(block.ref_cnt > 0 for table in tables for block in table)
-            if needed - num_shared > self.pools[p].num_free_blocks - num_reserved[p]:
-                return False
-        return True
+        needed = self._num_needed(request, hit)
+        return all(n <= pool.num_free_blocks - left for n, pool, left in zip(needed, self.pools, num_reserved))
+
+    def reserve_whole(self, request: Request, hit: CacheHit, num_reserved: list[int]) -> None:
+        """Add how many free blocks a waiting request would take until all its known tokens are computed."""
+        for p, needed in enumerate(self._num_needed(request, hit)):
+            num_reserved[p] += max(needed, 0)
+
+    def _num_needed(self, request: Request, hit: CacheHit) -> list[int]:
+        """Of the blocks that all known tokens need, those that are free now."""
+        needed = self.groups.max_blocks(request.num_tokens)
+        for p, members in enumerate(self.groups.groups_of_pool):
+            needed[p] -= sum(block.ref_cnt > 0 for g in members for block in hit.tables[g])
+        return needed
 
     def reserve_rest(self, request: Request, num_reserved: list[int]) -> None:
         """Add how many more blocks a partly computed request may take until all its known tokens are computed."""

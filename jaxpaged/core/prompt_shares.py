@@ -1,0 +1,124 @@
+"""Who computes how much of its prompt in a step: the tokens that decoding leaves are shared out by age, and by length.
+
+Whoever is to sample next has to compute what it lacks of its known tokens: a claim. Claims are met by age, so that of
+equal ones each is done as early as can be. But a claim of at most half of what the oldest one lacks goes before it,
+in half of the step: a short prompt behind long ones is read in the next steps, and a long one takes at most twice the
+steps. From there on the mean wait would grow: L and S tokens one after the other take L and L + S, with half a step
+for each 2 S and L + S, which is no more in sum while S is at most L / 2. This module knows no model and no step.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from jaxpaged.config import SchedulerConfig
+from jaxpaged.core.kv_cache.manager import KVCacheManager
+from jaxpaged.core.request import Request
+from jaxpaged.core.request_queue import RequestQueue, priority_order
+
+LOOKAHEAD = 64
+"""Waiting requests that are looked at in a step at most, each for what the prefix cache has of it."""
+
+
+class Claim(NamedTuple):
+    """A request that lacks `num_tokens` before it samples, of which a step takes `most`."""
+
+    request: Request
+    num_tokens: int
+    most: int
+
+
+AGES: dict[str, Callable[[Claim], Any]] = {
+    "fcfs": lambda claim: claim.request.arrival_order,
+    "priority": lambda claim: priority_order(claim.request),
+}
+"""Sort key of claims by the name of the scheduling policy: the oldest, or the most important, is the first."""
+
+
+def share_out(claims: Sequence[Claim], budget: int) -> list[int]:
+    """How many tokens of a step each of the claims gets, the oldest of which is the first.
+
+    One that is less important than the oldest does not go before it.
+    """
+    shares = [0] * len(claims)
+    if not claims:
+        return shares
+    oldest, left = claims[0], budget // 2
+    short = [
+        place
+        for place, claim in enumerate(claims)
+        if 2 * claim.num_tokens <= oldest.num_tokens and claim.request.priority <= oldest.request.priority
+    ]
+    for place in sorted(short, key=lambda place: claims[place].num_tokens):
+        shares[place] = min(claims[place].most, left)
+        left -= shares[place]
+    left += budget - budget // 2
+    for place, claim in enumerate(claims):
+        more = min(claim.most - shares[place], left)
+        shares[place] += more
+        left -= more
+    return shares
+
+
+class PromptShares:
+    """The options that count for it."""
+
+    def __init__(self, config: SchedulerConfig, manager: KVCacheManager):
+        """`config` is resolved."""
+        self._is_cut = config.enable_chunked_prefill
+        self._threshold = config.long_prefill_token_threshold
+        self._age = AGES[config.scheduling_policy]
+        self._manager = manager
+
+    def of_step(
+        self, lacking: Sequence[Request], queue: RequestQueue, num_rows: int, budget: int, *, alone: bool
+    ) -> list[tuple[Claim, int]]:
+        """What each gets of the `budget` tokens of a step, nothing included, in the order in which they are to get it.
+
+        `lacking`: running requests that do not decode. `queue`: others, the next one first, of which `num_rows` could
+        run beside those that do. `alone`: there is only one request, which no threshold limits.
+        """
+        limit = 0 if alone else self._threshold
+        claims = [claim_of(request, request.num_computed_tokens, limit) for request in lacking]
+        if queue and num_rows:
+            claims += self._waiting(claims, queue, num_rows, budget, limit)
+        claims.sort(key=self._age)
+        return list(zip(claims, share_out(claims, budget)))
+
+    def _waiting(
+        self, running: Sequence[Claim], queue: RequestQueue, num_rows: int, budget: int, limit: int
+    ) -> list[Claim]:
+        """Claims of requests in the queue.
+
+        One most of whose tokens somebody before it is about to compute waits, and lets others pass: it will find them
+        in the prefix cache. Nobody else is passed by for want of blocks, or where prompts are not cut, of tokens:
+        behind one that would not fit with all before it nobody has a claim, nor behind one with a token in flight,
+        from which it goes on.
+        """
+        manager, claims = self._manager, list[Claim]()
+        reserved, promised = [0] * len(manager.pools), set[bytes]()
+        for claim in running:
+            manager.reserve_rest(claim.request, reserved)
+            promised.update(manager.hashes_filled(claim.request, claim.num_tokens))
+        for request in islice(queue, LOOKAHEAD):
+            hit = manager.get_computed_blocks(request)
+            claim = claim_of(request, hit.num_tokens, limit)
+            if request.num_output_placeholders or not manager.fits_whole(request, hit, reserved):
+                break
+            if 2 * manager.num_tokens_behind(request, hit, promised) > claim.num_tokens:
+                continue
+            budget -= claim.most
+            if budget < 0 and not self._is_cut:
+                break
+            claims.append(claim)
+            if len(claims) == num_rows:
+                break
+            manager.reserve_whole(request, hit, reserved)
+            promised.update(manager.hashes_filled(request, request.num_tokens))
+        return claims
+
+
+def claim_of(request: Request, num_computed: int, limit: int) -> Claim:
+    """`limit`: of a step; 0: none."""
+    num_tokens = request.num_tokens_with_placeholders - num_computed
+    return Claim(request, num_tokens, min(num_tokens, limit or num_tokens))
