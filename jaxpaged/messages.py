@@ -155,6 +155,8 @@ class ModelRunnerOutput(msgspec.Struct):
 
     A pooling engine gives `pooled`, a float32 line per request, in place of tokens. Where drafts were verified,
     `num_drafts[i]` is how many each had: what drafts may find fewer than were asked for.
+
+    `corrupted` are those of the failed ones for which the model computed no finite numbers.
     """
 
     step_id: int
@@ -166,6 +168,7 @@ class ModelRunnerOutput(msgspec.Struct):
     buckets: StepBuckets | None = None  # None where nothing is padded
     pooled: np.ndarray | None = None
     num_drafts: list[int] | None = None
+    corrupted: list[str] = []
 
 
 # ---- Scheduler -> front end --------------------------------------------------------------------
@@ -206,6 +209,7 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     prefix_cache_queries: int = 0  # tokens, since the engine started
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    num_corrupted_reqs: int = 0  # that failed since what the model computed were no finite numbers
     num_scheduled_tokens: int = 0  # of this step
     num_steps: int = 1  # that ran in one program
     sleep_level: int | None = None  # None: the engine is awake

@@ -302,8 +302,8 @@ class Scheduler:
         if step is None:
             return []
         self.kv_cache_manager.confirm(scheduled.step_id)
-        if output.prompt_logprobs:
-            collect_prompt_logprobs(output, step.requests)
+        self._counters.count_corrupted(step.requests[request_id] for request_id in output.corrupted)
+        collect_prompt_logprobs(output, step.requests)
         self.draft_lengths.observe(step.requests, scheduled, output)
         results, ended = take_tokens(step.requests, output)
         for request, result in ended:

@@ -25,11 +25,13 @@ BY_CANDIDATES = LimitsMethod()
 @flax.struct.dataclass
 class SampleOutput:
     """What a step drew. Where `bad_S` is set the logits were not a distribution (NaN, +inf, or all -inf): the token
-    is 0 and means nothing. `logprobs` comes from the full program only.
+    is 0 and means nothing. Where `corrupted_S` is set too, they were none as they came from the model. `logprobs` comes
+    from the full program only.
     """
 
     tokens_S: jax.Array
     bad_S: jax.Array
+    corrupted_S: jax.Array
     logprobs: LogprobOutput | None = None
 
 
@@ -38,7 +40,7 @@ def sample_plain(logits_SV: jax.Array, packed_SF: jax.Array, method: LimitsMetho
     rows = unpack_rows(packed_SF)
     bad_S = not_a_distribution(logits_SV)
     tokens_S, _ = draw(logits_SV, rows, method)
-    return SampleOutput(jnp.where(bad_S, 0, tokens_S), bad_S)
+    return SampleOutput(jnp.where(bad_S, 0, tokens_S), bad_S, bad_S)
 
 
 def sample_full(
@@ -59,11 +61,12 @@ def sample_full(
     rows that need them gain the drawn token.
     """
     rows = unpack_rows(packed_SF)
+    corrupted_S = not_a_distribution(logits_SV)
     if mask_bits_SW is not None:
         logits_SV = apply_bitmask(logits_SV, mask_bits_SW)
     processed_SV = change_logits(logits_SV, state, rows)
     processed_SV = custom.apply(processed_SV, state.custom_RP[rows.row_S], rows)
-    bad_S = not_a_distribution(logits_SV) | not_a_distribution(processed_SV)
+    bad_S = corrupted_S | not_a_distribution(logits_SV) | not_a_distribution(processed_SV)
 
     tokens_S, least_S = draw(processed_SV, rows, method)
     tokens_S = jnp.where(bad_S, 0, tokens_S)
@@ -72,7 +75,7 @@ def sample_full(
         scaled_SV = by_temperature(processed_SV, rows)
         shown_SV = jnp.where(scaled_SV >= least_S[:, None], scaled_SV, -jnp.inf)
     logprobs = row_logprobs(shown_SV, tokens_S, state, rows, max_logprobs, logprobs_mode)
-    return record_tokens(state, rows, tokens_S), SampleOutput(tokens_S, bad_S, logprobs)
+    return record_tokens(state, rows, tokens_S), SampleOutput(tokens_S, bad_S, corrupted_S, logprobs)
 
 
 def draw(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod) -> tuple[jax.Array, jax.Array]:

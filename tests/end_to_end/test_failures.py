@@ -70,14 +70,17 @@ def test_a_recovery_that_is_cut_short_can_be_made_again(llm, monkeypatch):
     assert texts(llm, ["Hello"]) == [("length", None)]
 
 
-def test_logits_that_are_not_numbers_fail_the_request_with_the_reason(llm, runner, monkeypatch):
+def test_logits_that_are_not_numbers_fail_the_request_and_are_counted(llm, runner, monkeypatch, caplog):
     device = llm.llm_engine._core.executor.worker.device
     with monkeypatch.context() as patch:
         patch.setattr(device, "head", jnp.full_like(device.head, jnp.nan))
-        ((reason, error),) = texts(llm, ["Hello"])
-    assert reason == "error"
-    assert "no token can be drawn" in error
+        failed = texts(llm, ["Hello", "Hi"])
+    assert [reason for reason, _ in failed] == ["error", "error"]
+    assert all("logits for this request are not finite numbers" in error for _, error in failed)
     assert texts(llm, ["Hello"]) == [("length", None)]
+    counted = {metric.name: metric for metric in llm.get_metrics()}
+    assert counted["vllm:corrupted_requests"].value == 2
+    assert [record.levelname for record in caplog.records if "no finite numbers" in record.message] == ["WARNING"]
 
 
 def test_a_request_that_a_logits_processor_refuses_fails_alone(llm):

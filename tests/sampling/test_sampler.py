@@ -184,7 +184,7 @@ def test_a_row_that_is_no_distribution_is_reported_and_harms_no_other(value, pla
     requests = [Request(params(seed=line, temperature=line / 2)) for line in range(4)]
     output, clean = sample_plainly(logits_SV, requests), sample_plainly(LOGITS, requests)
     broken = np.isnan(value) or value > 0 or place == slice(None)
-    assert output.bad_S.tolist() == [False, broken, False, False]
+    assert output.bad_S.tolist() == output.corrupted_S.tolist() == [False, broken, False, False]
     if broken:
         assert output.tokens_S[1] == 0
     np.testing.assert_array_equal(np.delete(output.tokens_S, 1), np.delete(clean.tokens_S, 1))
@@ -203,6 +203,7 @@ def test_the_full_program_reports_rows_that_are_no_distribution_before_or_after_
         engine.add(row, request)
     output = engine.sample(logits_SV[:3], range(3), requests)
     assert output.bad_S.tolist()[:3] == [True, True, False]
+    assert output.corrupted_S.tolist()[:3] == [True, False, False], "the second's own parameters leave nothing"
     assert output.tokens_S.tolist()[:3] == [0, 0, 5]
 
 

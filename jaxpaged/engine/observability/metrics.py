@@ -5,11 +5,16 @@ This module knows no exposition format and no HTTP: `EngineMetrics.read` returns
 
 import bisect
 import itertools
+import logging
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpaged.messages import SchedulerStats
+
+logger = logging.getLogger(__name__)
 
 TTFT_BUCKETS = (
     .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -22,6 +27,7 @@ STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 
 N_BUCKETS = (1, 2, 5, 10, 20)
 SLEEP_STATES = (("awake", None), ("weights_offloaded", 1), ("discard_all", 2))
 """vLLM's name of the state, and the level. At level 0, where only scheduling pauses, there is none of them."""
+WARNING_SECONDS = 60.0
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -101,6 +107,7 @@ class EngineMetrics:
     spans_lost: Callable[[], int] | None = None  # of traces, where there are any
 
     def __post_init__(self) -> None:
+        self._num_unwarned, self._next_warning = 0, -math.inf
         lengths = length_buckets(self.max_model_len)
         self.tallies = {
             "vllm:time_to_first_token_seconds": Tally(TTFT_BUCKETS),
@@ -129,12 +136,23 @@ class EngineMetrics:
 
         Steps that gave none are not counted, and those of a run one by one.
         """
+        self._warn_of_corrupted(stats.num_corrupted_reqs - self.stats.num_corrupted_reqs)
         self.stats = stats
         num_steps = min(stats.num_steps, num_tokens)
         if num_steps:
             each, more = divmod(num_tokens, num_steps)
             self.tallies["vllm:iteration_tokens_total"].observe(each, num_steps - more)
             self.tallies["vllm:iteration_tokens_total"].observe(each + 1, more)
+
+    def _warn_of_corrupted(self, num_new: int) -> None:
+        """Log, once in `WARNING_SECONDS` at most, that the model computes no finite numbers for some requests."""
+        self._num_unwarned += max(num_new, 0)
+        if self._num_unwarned and time.monotonic() >= self._next_warning:
+            logger.warning(
+                "%d requests failed: what the model computed for them were no finite numbers. Check its weights, and "
+                "dtype: float16 overflows where bfloat16 does not.", self._num_unwarned,
+            )  # fmt: skip
+            self._num_unwarned, self._next_warning = 0, time.monotonic() + WARNING_SECONDS
 
     def record_finished_prompt(self, lengths: Sequence[int]) -> None:
         """All sequences of a prompt have ended, with so many tokens."""
@@ -191,6 +209,7 @@ class EngineMetrics:
             Counter("vllm:prefix_cache_queries", {}, stats.prefix_cache_queries),
             Counter("vllm:prefix_cache_hits", {}, stats.prefix_cache_hits),
             Counter("vllm:num_preemptions", {}, stats.num_preemptions),
+            Counter("vllm:corrupted_requests", {}, stats.num_corrupted_reqs),
             *draft_counters(stats),
             *(Counter("vllm:request_success", {"finished_reason": r}, n) for r, n in self.finished.items()),
             Counter("jaxpaged:engine_restarts", {}, num_restarts),

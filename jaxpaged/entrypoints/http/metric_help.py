@@ -8,6 +8,7 @@ OF_REQUESTS = {
     "vllm:generation_tokens": "Tokens that were generated.",
     "vllm:request_success": "Sequences that ended, by what ended them; an error is counted too.",
     "vllm:num_preemptions": "Sequences that lost their KV blocks to others, to be computed again later.",
+    "vllm:corrupted_requests": "Sequences that failed since what the model computed were no finite numbers.",
     "vllm:time_to_first_token_seconds": "From the arrival of a prompt to the first token of a sequence.",
     "vllm:inter_token_latency_seconds": "From one token of a sequence to the next.",
     "vllm:request_time_per_output_token_seconds": "The mean of that over one sequence.",

@@ -19,11 +19,8 @@ import jax.numpy as jnp
 
 from jaxpaged.sampling.rows import NUM_COLUMNS, lines_of_active
 from jaxpaged.worker.request_rows import NUM_STOP_IDS
-from jaxpaged.worker.step.functions import RowTokens, Shapes, StepFunctions, write_tables
+from jaxpaged.worker.step.functions import NOT_COMPUTED, RowTokens, Shapes, StepFunctions, write_tables
 from jaxpaged.worker.step.packed import RunLayout, StepParts
-
-NOT_COMPUTED = -2
-"""In place of a token: the row had ended. -1 is a token that means nothing, as in a single step."""
 
 
 class Run(NamedTuple):

@@ -20,8 +20,7 @@ from jaxpaged.sampling.state import StateLayout, pack_masks
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.model_runner import PendingStep, Step
 from jaxpaged.worker.request_rows import RequestRows
-from jaxpaged.worker.step.decode_loop import NOT_COMPUTED
-from jaxpaged.worker.step.functions import PROMPT_LOGPROB_TILE
+from jaxpaged.worker.step.functions import CORRUPTED, NOT_COMPUTED, PROMPT_LOGPROB_TILE
 from jaxpaged.worker.step.input_batch import run_lines
 from jaxpaged.worker.step.packed import RunLayout
 from jaxpaged.worker.step.row_uploads import admit
@@ -30,8 +29,11 @@ from jaxpaged.worker.step.verify import VERIFY_KINDS, verify_lines
 PLAIN_KINDS = ("sample", "decode", VERIFY_KINDS["sample"])
 """Programs without the full sampler."""
 NOTHING_TO_DRAW = (
-    "no token can be drawn: the model's logits for this request are not finite numbers, or its own structured_outputs, "
-    "allowed_token_ids, logit_bias, bad_words and min_tokens leave none. Other requests are unharmed."
+    "no token can be drawn: its own structured_outputs, allowed_token_ids, logit_bias, bad_words and min_tokens leave "
+    "none. Other requests are unharmed."
+)
+NOT_NUMBERS = (
+    "no token can be drawn: the model's logits for this request are not finite numbers. Other requests are unharmed."
 )
 
 
@@ -124,9 +126,11 @@ class DrawnTokens:
             good_SI &= np.array([[request_id not in output.failed] for request_id in self.request_ids])
         if not good_SI.all():
             output.sampled_token_ids = [tokens_I[good_I].tolist() for tokens_I, good_I in zip(tokens_SI, good_SI)]
-            bad_S = ((tokens_SI < 0) & (tokens_SI != NOT_COMPUTED)).any(axis=1)
-            for place in np.flatnonzero(bad_S):
-                output.failed.setdefault(self.request_ids[place], NOTHING_TO_DRAW)
+            corrupted_S = (tokens_SI == CORRUPTED).any(axis=1)
+            output.corrupted = [self.request_ids[place] for place in np.flatnonzero(corrupted_S)]
+            for place in np.flatnonzero(((tokens_SI < 0) & (tokens_SI != NOT_COMPUTED)).any(axis=1)):
+                reason = NOT_NUMBERS if corrupted_S[place] else NOTHING_TO_DRAW
+                output.failed.setdefault(self.request_ids[place], reason)
         if self.logprobs is not None:
             lines = jax.tree.map(lambda array: np.asarray(array).swapaxes(0, 1)[: len(good_SI)][good_SI], self.logprobs)
             output.logprobs = SampledLogprobs(lines.token_ids_SJ, lines.logprobs_SJ, lines.ranks_S)

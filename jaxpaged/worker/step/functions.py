@@ -48,6 +48,8 @@ TABLE_CHUNK = 1024
 
 NOTHING = -1
 """In place of a token: there is no draft, or a kept answer ends."""
+NOTHING_ALLOWED, NOT_COMPUTED, CORRUPTED = -1, -2, -3
+"""In place of a drawn token: what the request asks for leaves none; its row had ended; the logits are no numbers."""
 
 
 class Answers(NamedTuple):
@@ -174,13 +176,14 @@ class StepFunctions:
 
 
 def record_sample(rows: RowTokens, lines_SF: Any, output: SampleOutput) -> tuple[RowTokens, Any]:
-    """Keep the drawn tokens for the next step, and mark those that mean nothing by -1."""
+    """Keep the drawn tokens for the next step, and mark those that mean nothing."""
     params = unpack_rows(lines_SF)
     rows = rows._replace(last_token_R=rows.last_token_R.at[params.row_S].set(output.tokens_S))
     if rows.history_RL is not None:
         history_RL = rows.history_RL.at[params.row_S, params.position_S].set(output.tokens_S, mode="drop")
         rows = rows._replace(history_RL=history_RL)
-    return rows, jnp.where(output.bad_S, -1, output.tokens_S)
+    reason_S = jnp.where(output.corrupted_S, CORRUPTED, NOTHING_ALLOWED)
+    return rows, jnp.where(output.bad_S, reason_S, output.tokens_S)
 
 
 def place_rows(parts: StepParts, rows: RowTokens) -> tuple[StepParts, RowTokens]:

@@ -161,4 +161,5 @@ class PooledLines:
     def read(self, output: ModelRunnerOutput) -> None:
         output.request_ids, output.pooled = self.request_ids, np.asarray(self.pooled)[: len(self.request_ids)]
         is_finite = np.isfinite(output.pooled).all(axis=1)
-        output.failed.update((self.request_ids[i], NOT_NUMBERS) for i in np.flatnonzero(~is_finite))
+        output.corrupted = [self.request_ids[i] for i in np.flatnonzero(~is_finite)]
+        output.failed.update(dict.fromkeys(output.corrupted, NOT_NUMBERS))

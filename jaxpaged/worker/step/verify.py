@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.sampling.rows import NUM_COLUMNS, ROW, lines_of_active
-from jaxpaged.worker.step.decode_loop import NOT_COMPUTED
-from jaxpaged.worker.step.functions import NOTHING, RowTokens, Shapes, StepFunctions
+from jaxpaged.worker.step.functions import NOT_COMPUTED, NOTHING, RowTokens, Shapes, StepFunctions
 
 VERIFY_KINDS = {"sample": "verify", "sample_full": "verify_full", "sample_masked": "verify_masked"}
 """What draws in a step with drafts, in place of what draws one token a row."""
