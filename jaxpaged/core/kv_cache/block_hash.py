@@ -26,17 +26,17 @@ def encode_cbor(value: int | bytes | str | tuple | list | None) -> bytes:
     if value is None:
         return b"\xf6"
     if isinstance(value, int):
-        return _head(0, value) if value >= 0 else _head(1, -1 - value)
+        return _item_start(0, value) if value >= 0 else _item_start(1, -1 - value)
     if isinstance(value, bytes):
-        return _head(2, len(value)) + value
+        return _item_start(2, len(value)) + value
     if isinstance(value, str):
         text = value.encode()
-        return _head(3, len(text)) + text
-    return _head(4, len(value)) + b"".join(map(encode_cbor, value))
+        return _item_start(3, len(text)) + text
+    return _item_start(4, len(value)) + b"".join(map(encode_cbor, value))
 
 
-def _head(major_type: int, argument: int) -> bytes:
-    """The shortest head of a data item: three bits of type, then the argument in 0, 1, 2, 4 or 8 bytes."""
+def _item_start(major_type: int, argument: int) -> bytes:
+    """The shortest beginning of a data item: three bits of type, then the argument in 0, 1, 2, 4 or 8 bytes."""
     if argument < 24:
         return bytes((major_type << 5 | argument,))
     for code, num_bytes in ((24, 1), (25, 2), (26, 4), (27, 8)):
@@ -61,7 +61,7 @@ class _EncodedTokens(dict):
     """token id -> its CBOR, filled as tokens are seen: at most one small entry per word of the vocabulary."""
 
     def __missing__(self, token_id: int) -> bytes:
-        encoded = self[token_id] = _head(0, token_id)
+        encoded = self[token_id] = _item_start(0, token_id)
         return encoded
 
 
@@ -72,7 +72,7 @@ class BlockHasher:
         self.block_size = block_size
         self.root = NONE_HASH
         self._encoded_tokens = _EncodedTokens()
-        self._array_head = _head(4, block_size)
+        self._array_start = _item_start(4, block_size)
 
     def extend(self, request: Request) -> None:
         """Append to `request.block_hashes` until every full block of known tokens has its hash."""
@@ -82,12 +82,12 @@ class BlockHasher:
             return
         encoded = self._encoded_tokens.__getitem__
         only_tokens = request.lora_name is None and request.cache_salt is None and not request.mm_hashes
-        prefix, head = b"\x83\x58\x20", self._array_head  # an array of 3, whose first is 32 bytes
+        pair_start, array_start = b"\x83\x58\x20", self._array_start  # an array of 3, whose first is 32 bytes
         parent = hashes[-1] if hashes else self.root
         for block_idx in range(len(hashes), num_full_blocks):
             start = block_idx * block_size
             extra = NO_EXTRA_KEYS if only_tokens else encode_cbor(extra_keys(request, block_idx, block_size))
-            parts = (prefix, parent, head, *map(encoded, tokens[start : start + block_size]), extra)
+            parts = (pair_start, parent, array_start, *map(encoded, tokens[start : start + block_size]), extra)
             parent = hashlib.sha256(b"".join(parts)).digest()
             hashes.append(parent)
 

@@ -24,7 +24,7 @@ class TextResults:
         self.out = out or sys.stdout
         self.outputs: dict[int, RequestOutput] = {}
         self.failed: set[int] = set()
-        self.head = 0  # the first prompt that is not completely shown
+        self.shown_index = 0  # the first prompt that is not completely shown
         self.num_shown = 0  # characters of its answer
 
     def update(self, index: int, output: RequestOutput) -> None:
@@ -37,16 +37,16 @@ class TextResults:
         self._advance()
 
     def _advance(self) -> None:
-        while self.head < len(self.sources) and self._show_head():
-            self.head += 1
+        while self.shown_index < len(self.sources) and self._show_next():
+            self.shown_index += 1
             self.num_shown = 0
         self.out.flush()
 
-    def _show_head(self) -> bool:
-        """Show what the head prompt has now. True when that is all."""
-        if self.head in self.failed:
+    def _show_next(self) -> bool:
+        """Show what the prompt has now whose turn it is. True when that is all."""
+        if self.shown_index in self.failed:
             return True
-        output = self.outputs.get(self.head)
+        output = self.outputs.get(self.shown_index)
         if output is None:
             return False
         single = len(output.outputs) == 1
@@ -63,8 +63,8 @@ class TextResults:
 
     def _heading(self) -> None:
         if len(self.sources) > 1:
-            gap = "\n" if self.head else ""
-            self.out.write(f"{gap}{styled('> ' + self.sources[self.head].title, 'bold', self.out)}\n")
+            gap = "\n" if self.shown_index else ""
+            self.out.write(f"{gap}{styled('> ' + self.sources[self.shown_index].title, 'bold', self.out)}\n")
 
 
 class JsonResults:
@@ -79,7 +79,7 @@ class JsonResults:
         self.sources = sources
         self.out = out or sys.stdout
         self.lines: dict[int, list[dict[str, Any]]] = {}
-        self.head = 0
+        self.shown_index = 0
 
     def update(self, index: int, output: RequestOutput) -> None:
         if output.finished:
@@ -92,10 +92,10 @@ class JsonResults:
         source = self.sources[index]
         prompt = source.messages or source.token_ids or source.text
         self.lines[index] = [{"index": index, "prompt": prompt, **answer} for answer in answers]
-        while self.head in self.lines:
-            for line in self.lines.pop(self.head):
+        while self.shown_index in self.lines:
+            for line in self.lines.pop(self.shown_index):
                 self.out.write(json.dumps(line, ensure_ascii=False) + "\n")
-            self.head += 1
+            self.shown_index += 1
         self.out.flush()
 
 

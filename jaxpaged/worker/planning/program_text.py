@@ -56,9 +56,9 @@ class ProgramText:
         self.entry = ""
         current: list[Instruction] = []
         for line in text.splitlines():
-            if head := COMPUTATION.match(line):
-                current = self.computations.setdefault(head[2], [])
-                self.entry = head[2] if head[1] else self.entry
+            if heading := COMPUTATION.match(line):
+                current = self.computations.setdefault(heading[2], [])
+                self.entry = heading[2] if heading[1] else self.entry
             elif (found := INSTRUCTION.match(line)) and (instruction := parse(found[1], found[2])):
                 current.append(instruction)
 

@@ -43,7 +43,7 @@ class Manifest(msgspec.Struct, frozen=True):
     programs: list[StoredProgram]
 
 
-class Head(msgspec.Struct, frozen=True):
+class Label(msgspec.Struct, frozen=True):
     """What is read first. `digest` is the SHA-256 of programs.json."""
 
     format: int
@@ -72,8 +72,8 @@ def save_bundle(
     manifest = msgspec.json.encode(Manifest(num_blocks, stored))
     write(folder / PROGRAMS, manifest)
     # Last: a folder with this file is complete.
-    head = msgspec.json.encode(Head(FORMAT, sha256(manifest), fingerprint))
-    write(folder / FINGERPRINT, msgspec.json.format(head))
+    label = msgspec.json.encode(Label(FORMAT, sha256(manifest), fingerprint))
+    write(folder / FINGERPRINT, msgspec.json.format(label))
 
 
 def write(path: Path, data: bytes) -> None:
@@ -93,11 +93,11 @@ class Bundle:
         self.folder = folder
         if not (folder / FINGERPRINT).exists():
             raise ConfigError(f"bundle {folder} has no {FINGERPRINT}: it is no bundle, or was not finished. {AGAIN}")
-        head = decoded(folder / FINGERPRINT, read(folder / FINGERPRINT), Head)
-        if head.format != FORMAT:
-            raise ConfigError(f"bundle {folder} has format {head.format}; this version reads {FORMAT}. {AGAIN}")
-        self.fingerprint = head.fingerprint
-        manifest = checked(folder / PROGRAMS, head.digest)
+        label = decoded(folder / FINGERPRINT, read(folder / FINGERPRINT), Label)
+        if label.format != FORMAT:
+            raise ConfigError(f"bundle {folder} has format {label.format}; this version reads {FORMAT}. {AGAIN}")
+        self.fingerprint = label.fingerprint
+        manifest = checked(folder / PROGRAMS, label.digest)
         self.manifest = decoded(folder / PROGRAMS, manifest, Manifest)
         # All of them at once: a damaged file must not be found by the first long prompt.
         for program in self.manifest.programs:

@@ -108,7 +108,7 @@ class HttpClient:
         self._path = urlsplit(self.base_url).path
         self._clock = clock
         place = self.base_url.partition("://")[2].partition("/")[0]
-        self._head = head_lines({"Host": place, "User-Agent": "jaxpaged-bench", **headers})
+        self._headers = header_lines({"Host": place, "User-Agent": "jaxpaged-bench", **headers})
         self._context = tls_context(insecure, ca_certificate) if self._tls else None
         self._idle: list[Connection] = []
 
@@ -116,7 +116,7 @@ class HttpClient:
         """The status and the content at a path. Raises OSError, also when it takes longer than `timeout` seconds."""
         parts: list[bytes] = []
         async with asyncio.timeout(timeout):
-            status, refusal = await self._ask(f"GET {self._path}{path} HTTP/1.1\r\n{self._head}\r\n".encode(),
+            status, refusal = await self._ask(f"GET {self._path}{path} HTTP/1.1\r\n{self._headers}\r\n".encode(),
                                               lambda data, now: parts.append(data))  # fmt: skip
         return status, b"".join(parts) if status == 200 else refusal
 
@@ -124,12 +124,12 @@ class HttpClient:
         self, path: str, body: bytes, sink: Sink, more: Mapping[str, str], timeout: float
     ) -> tuple[int, bytes]:
         """Post JSON; a good answer goes to `sink`. Returns the status and what a bad answer says. Raises OSError."""
-        head = (
-            f"POST {self._path}{path} HTTP/1.1\r\n{self._head}{head_lines(more)}Content-Type: application/json\r\n"
+        headers = (
+            f"POST {self._path}{path} HTTP/1.1\r\n{self._headers}{header_lines(more)}Content-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
         async with asyncio.timeout(timeout):
-            return await self._ask(head.encode() + body, sink)
+            return await self._ask(headers.encode() + body, sink)
 
     async def _ask(self, request: bytes, sink: Sink) -> tuple[int, bytes]:
         connection = self._kept() or await self._connect()
@@ -174,7 +174,7 @@ def server_of(url: str) -> tuple[str, int, bool]:
     raise UsageError(f"--base-url is {url!r}; it must look like http://127.0.0.1:8000 or https://host/path.")
 
 
-def head_lines(headers: Mapping[str, str]) -> str:
+def header_lines(headers: Mapping[str, str]) -> str:
     """Headers as they are sent. Raises UsageError for one that would end the line."""
     for name, value in headers.items():
         if not name or any(not " " < letter <= "~" or letter == ":" for letter in name):

@@ -270,10 +270,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refused = True
         self._end_timer()
         body = error_body(error)
-        head = (
+        headers = (
             f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         if not self.transport.is_closing():
-            self.transport.write(head.encode() + body)
+            self.transport.write(headers.encode() + body)
             self._close()
