@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 CHILDREN_AT_ONCE = 32
 """Sequences of a prompt that are sent to the core between two looks at what others want."""
-PROMPT_THREADS = 4
+PROMPT_THREADS = max(2, min(4, os.cpu_count() or 1))
 CONNECT_SECONDS = 60.0
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 
 import pytest
 
@@ -124,3 +125,12 @@ def test_missing_libraries_are_named_with_the_extra_that_brings_them(served, mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
     status, _, err = served()
     assert status == 2 and "uvicorn" in err and "jaxpaged[serve]" in err
+
+
+def test_the_loop_never_waits_long_for_its_turn_and_what_was_set_for_it_is_set_back():
+    async def turn():
+        return sys.getswitchinterval()
+
+    before = sys.getswitchinterval()
+    assert serve_command.run_loop(turn()) == pytest.approx(serve_command.TURN_SECONDS) and before > 0.004
+    assert sys.getswitchinterval() == before

@@ -1,6 +1,40 @@
 """Answers that are large."""
 
+import msgspec
+
 from jaxpaged.entrypoints.http.transport import big_answer
+from jaxpaged.messages import Logprob
+
+
+class Nested(msgspec.Struct):
+    """What an answer may hold."""
+
+    name: str
+    items: list[int]
+    best: Logprob | None = None
+
+
+def test_an_answer_in_parts_is_the_one_encoded_at_once():
+    candidates = [{i: Logprob(-0.5 * i, i, "a") for i in range(n)} for n in (0, 3, 200)]
+    nested = [Nested("a", list(range(n)), Logprob(-1.0)) for n in (0, 300)]
+    value = {
+        "ids": list(range(1000)),
+        "candidates": [None, *candidates] * 100,
+        "nested": nested,
+        "mixed": [1, nested[1]],
+    }
+    assert big_answer.encoded(value) == msgspec.json.encode(value)
+
+
+def test_no_long_list_is_encoded_at_once(monkeypatch):
+    longest, encode = [], msgspec.json.encode
+    monkeypatch.setattr(
+        msgspec.json,
+        "encode",
+        lambda value: longest.append(len(value) if isinstance(value, list) else 0) or encode(value),
+    )
+    big_answer.encoded({"nested": [Nested("a", list(range(1000)))], "candidates": [{7: Logprob(-1.0)}] * 1000})
+    assert max(longest) == big_answer.ITEMS_AT_ONCE and len(longest) > 16
 
 
 def test_a_large_answer_says_the_same_and_what_it_took_is_given_back_once_it_is_sent(serving, monkeypatch):

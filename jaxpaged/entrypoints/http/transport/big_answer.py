@@ -7,8 +7,9 @@ endpoint.
 import asyncio
 import contextlib
 import ctypes
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 from starlette.responses import Response
@@ -20,6 +21,7 @@ SMALL_ANSWER = 2**15
 """Bytes up to which an answer is not worth a thread: they are encoded in less than a millisecond."""
 ITEMS_AT_ONCE = 128
 """Of a list, encoded at a time."""
+SCALARS = frozenset({str, int, float, bool, type(None)})
 PIECE = 2**18
 """Bytes that are handed to a connection at a time."""
 
@@ -41,6 +43,8 @@ def in_small_parts(value: Any) -> Any:
     if isinstance(value, list):
         return list_in_parts(value)
     if isinstance(value, dict):
+        if len(value) <= ITEMS_AT_ONCE and are_scalar(value.values()):
+            return value  # such as the candidates of a token: to look at each of 80,000 takes ten times what they do
         return {key: in_small_parts(each) for key, each in value.items()}
     if isinstance(value, msgspec.Struct):
         long = {
@@ -55,9 +59,24 @@ def in_small_parts(value: Any) -> Any:
 def list_in_parts(items: list[Any]) -> msgspec.Raw:
     parts = []
     for start in range(0, len(items), ITEMS_AT_ONCE):
-        few = [in_small_parts(each) for each in items[start : start + ITEMS_AT_ONCE]]
+        few = items[start : start + ITEMS_AT_ONCE]
+        if not are_scalar(few):
+            few = [in_small_parts(each) for each in few]
         parts.append(msgspec.json.encode(few)[1:-1])
     return msgspec.Raw(b"[%b]" % b",".join(parts))
+
+
+def are_scalar(values: Iterable[Any]) -> bool:
+    return all(map(is_scalar, set(map(type, values))))
+
+
+@functools.cache
+def is_scalar(kind: type) -> bool:
+    """Whether what is of a type holds nothing that might be long but texts."""
+    if not issubclass(kind, msgspec.Struct):
+        return kind in SCALARS
+    hints = get_type_hints(kind)
+    return all(SCALARS.issuperset(get_args(hints[name]) or [hints[name]]) for name in kind.__struct_fields__)
 
 
 class BigAnswer(Response):
