@@ -83,6 +83,20 @@ def test_logits_that_are_not_numbers_fail_the_request_and_are_counted(llm, runne
     assert [record.levelname for record in caplog.records if "no finite numbers" in record.message] == ["WARNING"]
 
 
+def test_what_nobody_has_written_may_hold_anything(llm):
+    """Blocks, and hidden states of no token, are not numbers at first: no answer changes."""
+    state = llm.llm_engine._core.executor.worker.device.state
+    prompts = ["Hello", "What is the capital of Kenya? " * 20]
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    assert llm.reset_prefix_cache()
+    state.kv, state.hidden = jax.tree.map(poisoned, (state.kv, state.hidden))
+    assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)] == expected
+
+
+def poisoned(array):
+    return jax.device_put(jnp.full_like(array, jnp.nan), array.sharding)
+
+
 def test_a_request_that_a_logits_processor_refuses_fails_alone(llm):
     refused = SamplingParams(temperature=0.0, max_tokens=4, extra_args={"ban_below": "much"})
     outputs = llm.generate(["Hello", "Hello"], [refused, GREEDY], use_tqdm=False)
