@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 0, "num_iters_cold", "num_iters_warmup", "num_iters_warm")
     if args.num_iters_cold + args.num_iters_warm < 1:
         raise UsageError("--num-iters-cold and --num-iters-warm are 0, so nothing is measured.")
+    if args.num_iters_warm and not args.num_iters_warmup:
+        raise UsageError("--num-iters-warmup is 0, so the first warm start would find an empty cache. Make it 1.")
     check_json_path(args.output_json)
     options = options_of(args)
     if options.get("bundle") is not None or options.get("compilation_cache_dir") is not None:

@@ -172,6 +172,7 @@ def test_a_process_that_dies_is_told():
     ("command", "words"),
     [
         (["startup", "--num-iters-cold", "0", "--num-iters-warm", "0"], "nothing is measured"),
+        (["startup", "--num-iters-warmup", "0"], "the first warm start would find an empty cache"),
         (["startup", "--bundle", "x"], "--bundle"),
         (["latency", "--num-iters", "0"], "--num-iters is 0"),
         (["latency", "--output-json", "/nowhere/x.json"], "/nowhere"),
