@@ -13,7 +13,7 @@ import pytest
 
 import jaxpaged
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.engine.async_llm import SETS_IN_CORE, AsyncLLM
 from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.engine.observability import throughput_log
 from jaxpaged.engine.process import core_link, core_supervisor, heartbeat
@@ -602,3 +602,32 @@ def test_the_front_end_imports_no_jax():
     program = "import sys; from jaxpaged import AsyncLLM; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_many_sequences_of_a_prompt_are_never_all_in_the_core_so_that_others_come_between(llm, monkeypatch):
+    count, num_sent, most, add = 700, 0, 0, llm._link.add_requests
+
+    def counted(requests):
+        nonlocal num_sent, most
+        num_sent += len(requests)
+        if "many" in llm._streams:
+            most = max(most, num_sent - (count - llm._output_processor.num_unfinished("many")))
+        add(requests)
+
+    monkeypatch.setattr(llm._link, "add_requests", counted)
+    (output,) = asyncio.run(outputs_of(llm, "many", n=count, max_tokens=2, kind=RequestOutputKind.FINAL_ONLY))
+    assert [each.token_ids for each in output.outputs] == [answer(len(PROMPT), 2)] * count
+    assert (num_sent, most, llm._unsent) == (count, SETS_IN_CORE * 64, {})
+
+
+def test_what_was_not_sent_of_an_aborted_prompt_never_is(llm, monkeypatch):
+    sent, add = [], llm._link.add_requests
+    monkeypatch.setattr(llm._link, "add_requests", lambda requests: sent.extend(requests) or add(requests))
+
+    async def scenario():
+        async with contextlib.aclosing(llm.generate(PROMPT, params(n=700, max_tokens=3000), "many")) as outputs:
+            await anext(outputs)
+        return await tokens_of(llm, "other")
+
+    assert asyncio.run(scenario()) == answer(len(PROMPT), 5)
+    assert len(sent) == SETS_IN_CORE * 64 + 1 and not llm._unsent
