@@ -46,6 +46,7 @@ from jaxpaged.worker.device import Device as RealDevice
 from jaxpaged.worker.device import DeviceState
 from jaxpaged.worker.model_runner import ModelRunner, PendingStep
 from jaxpaged.worker.programs.buckets import doubling_buckets
+from jaxpaged.worker.programs.compile_queue import Activity
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step.finishers import PromptScorer, Sampler
 from jaxpaged.worker.step.packed import step_layout
@@ -69,6 +70,7 @@ class FreePrograms:
     seconds_waited = 0.0  # for programs
 
     def __init__(self, token_id: int, device: "Device | None"):
+        self.activity = Activity(shares_cores=False)
         self.state = jax.device_put(np.zeros(2, np.int32))
         sizes = doubling_buckets(4096, "cpu")
         self.tokens = {size: jax.device_put(np.full((1, size), token_id, np.int32)) for size in sizes}

@@ -156,6 +156,9 @@ class CompileConfig:
     bundle: str | None = option(
         None, "folder of compiled programs from `jaxpaged compile`: nothing is compiled at the start", not_empty=True
     )
+    wait_for_programs: bool = option(
+        False, "start only once all programs of ordinary requests are compiled: none of them is ever slowed by that"
+    )
     token_buckets: tuple[int, ...] | None = option(
         None, "padded step sizes in tokens that get a program", minimum=2, not_empty=True
     )

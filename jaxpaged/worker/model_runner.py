@@ -16,6 +16,7 @@ import numpy as np
 from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey, SchedulerOutput, StepBuckets
 from jaxpaged.worker.device import Device
+from jaxpaged.worker.programs.compile_queue import Activity
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step.functions import TABLE_CHUNK
 from jaxpaged.worker.step.input_batch import StepReader, StepRequests, pack_step
@@ -56,6 +57,7 @@ class PendingStep:
     refused: dict[str, str] = field(default_factory=dict)
     buckets: StepBuckets | None = None
     draw: Callable[[np.ndarray], None] | None = None  # of a masked step: its second half
+    activity: Activity | None = None  # that hears when the step has ended
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step. Raises EngineError when the devices could not compute it."""
@@ -65,6 +67,8 @@ class PendingStep:
                 reading.read(output)
         except jax.errors.JaxRuntimeError as error:
             raise EngineError(f"step {self.step_id} failed on the device: {error}") from error
+        if self.activity is not None:
+            self.activity.end(self.step_id)
         return output
 
 
@@ -126,6 +130,8 @@ class ModelRunner:
         pending = PendingStep(scheduled.step_id)
         updates = self._update_rows(scheduled, pending)
         if scheduled.request_ids:
+            pending.activity = self.device.programs.activity
+            pending.activity.begin(scheduled.step_id)
             self._dispatch(scheduled, updates, pending)
             pending.buckets.program_wait = self.device.programs.seconds_waited - waited_before
         return pending

@@ -29,7 +29,7 @@ from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cac
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.model_runner import Drafter, Finisher, ModelRunner
 from jaxpaged.worker.profiler import Profiler
-from jaxpaged.worker.programs.blueprint import DECODE_KINDS, Blueprint
+from jaxpaged.worker.programs.blueprint import DECODE_KINDS, NUM_FIRST, Blueprint
 from jaxpaged.worker.programs.bundles import Bundle, save_bundle
 from jaxpaged.worker.programs.table import CompileCounter, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
@@ -73,10 +73,13 @@ class Worker:
             with memory_for("KV cache", "Lower gpu_memory_utilization, or whatever option sets its size."):
                 self.device = Device(self.programs, params, self.blueprint.model.head(params), self.new_state())
             self.runner = self._make_runner()
+            seconds = time.monotonic() - begin
+            if config.compile.wait_for_programs:
+                self.programs.wait_all()
         except BaseException:
             self.programs.stop()
             raise
-        seconds = time.monotonic() - begin
+        self.programs.activity.end_all()  # the first request may come now
         self.counter = CompileCounter()
         self.memory = planned_memory(self.blueprint, self.kv_cache_config)
         log_start(self.blueprint, self.kv_cache_config, seconds)
@@ -105,8 +108,10 @@ class Worker:
         unsure = self.config.scheduler.num_scheduler_steps is None
         rare = {key for key in builders if key.kind in self.step_programs.rare_kinds}
         late = rare.union(key for key in builders if unsure and key.kind in DECODE_KINDS)
-        on_demand = () if stored else late
-        return Programs(builders, progress=self.progress, stored=stored, on_demand=on_demand, rare=rare)
+        return Programs(
+            builders, progress=self.progress, stored=stored, on_demand=() if stored else late, rare=rare,
+            first=NUM_FIRST, shares_cores=self.blueprint.platform == "cpu",
+        )  # fmt: skip
 
     def save_bundle(self, folder: Path) -> None:
         """Write all programs, once they are compiled, to an empty folder. Raises UsageError."""
@@ -161,6 +166,7 @@ class Worker:
         """
         free_state(self.device)
         self.device.state = self.new_state()
+        self.programs.activity.end_all()
         self.runner = self._make_runner()
 
     def sleep(self, discard: bool) -> None:

@@ -1,5 +1,6 @@
 """What a blueprint says of the KV cache and of the attention kernel, against the arrays that it would allocate."""
 
+import json
 import math
 
 import jax
@@ -10,8 +11,10 @@ from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.engine.build import facts_of, read_model, with_draft_model
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.attention import kv_struct
-from jaxpaged.worker.programs.blueprint import Blueprint
+from jaxpaged.worker.kv_blocks import size_kv_cache
+from jaxpaged.worker.programs.blueprint import Blueprint, StepPrograms
 from jaxpaged.worker.programs.fingerprint import difference
+from jaxpaged.worker.programs.table import ProgramKey
 from tests.models.checkpoints import write_checkpoint
 
 
@@ -55,3 +58,17 @@ def test_programs_depend_on_the_model_that_drafts_and_not_on_where_it_lies(folde
     assert difference(first, fingerprint_with("llama", "b")) is None
     assert difference(first, fingerprint_with("gemma3", "c")).startswith("options.draft_model is DecoderConfig(")
     assert difference(blueprint(folder).fingerprint(), first).startswith("options.speculation is None there")
+
+
+def test_a_second_model_of_the_same_shape_has_the_same_programs(folder, tmp_path_factory):
+    """Neither weights nor names nor folders are part of what the compilation cache goes by."""
+    other = write_checkpoint("llama", tmp_path_factory.mktemp("other"))
+    described = json.loads((other / "config.json").read_text(encoding="utf-8"))
+    (other / "config.json").write_text(json.dumps(described | {"_name_or_path": "other"}), encoding="utf-8")
+    texts = []
+    for model in (folder, other):
+        plan = blueprint(model, max_num_seqs=4, max_num_batched_tokens=8, max_model_len=32, num_gpu_blocks_override=9)
+        kv_cache = size_kv_cache(plan.config.cache, plan.division, plan.demand, 0, plan.mesh.devices.flat[0])
+        builders = StepPrograms(plan, kv_cache).builders()
+        texts.append([builders[ProgramKey(kind, 8)]().as_text() for kind in ("forward", "sample")])
+    assert texts[0] == texts[1] and str(folder) not in texts[0][0]

@@ -41,7 +41,7 @@ def test_asking_for_a_program_moves_it_to_the_front():
     assert begun.wait(10)
     waiter = threading.Thread(target=lambda: programs[keys[2]])
     waiter.start()
-    while not programs._queue or programs._queue[0] != keys[2]:
+    while keys[2] not in programs._queue._hurried:
         pass
     gate.set()
     waiter.join(10)
@@ -114,23 +114,27 @@ def test_after_stop_nothing_more_is_compiled():
         programs[ProgramKey("forward", 8)]
 
 
-def test_a_program_on_demand_is_compiled_once_it_is_wanted_after_all_others():
+def test_a_program_on_demand_is_compiled_once_it_is_wanted_before_what_nobody_asked_for():
     gate, built = threading.Event(), []
     keys = [ProgramKey("forward", 8), ProgramKey("forward", 16), ProgramKey("decode", 8), ProgramKey("decode", 16)]
+    begun = threading.Event()
 
     def build(key):
         built.append(key)
+        begun.set()
         return FakeLowered(key, gate)
 
     builders = {key: lambda key=key: build(key) for key in keys}
     programs = Programs(builders, num_threads=1, on_demand=keys[2:])
     assert programs.num_wanted == 2
     programs.start()
+    assert begun.wait(10)
     assert not programs.is_ready(keys[2])
     assert programs.num_wanted == 3
     gate.set()
-    programs.wait_all()
-    assert built == keys[:3]
+    while programs.num_ready < 3:
+        pass
+    assert built == [keys[0], keys[2], keys[1]]
     assert programs.is_ready(keys[2])
     assert list(programs.wait_all(on_demand=True)) == keys, "also when all threads have ended before"
 

@@ -62,6 +62,8 @@ Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
 
 SMALL_PROMPT = 64
 """Tokens of a prompt that must not wait for larger programs."""
+NUM_FIRST = 4
+"""How many of `StepPrograms.builders()` a lone short prompt and its answer need."""
 
 
 class Blueprint:

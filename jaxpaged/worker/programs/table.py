@@ -1,8 +1,9 @@
 """The table of compiled programs: zero recompiles by construction.
 
 Every program is lowered from shapes and compiled ahead of time, and only `Compiled` objects are ever called: a
-wrong shape, dtype or sharding raises instead of compiling. Threads compile while requests are already served;
-asking for a program that is not ready moves it to the front, and waits for it or looks again later.
+wrong shape, dtype or sharding raises instead of compiling. Threads compile while requests are already served, in
+the order and at the times of `CompileQueue`; asking for a program that is not ready moves it to the front, and waits
+for it or looks again later.
 
 `CompileCounter` counts every compilation of the process, ours or not, so that "no recompile" is measured and not
 only intended.
@@ -22,10 +23,13 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxpaged.interrupts import accepted_interrupts
 from jaxpaged.messages import ProgramKey, Progress
+from jaxpaged.worker.programs.compile_queue import Activity, CompileQueue
 
 logger = logging.getLogger(__name__)
 
 THREAD_NAME = "jaxpaged-compile"
+LOOK_SECONDS = 0.1
+"""How often a thread that lets steps go first looks whether it may go on."""
 
 
 class CompileCounter:
@@ -58,9 +62,10 @@ class Programs:
     """key -> compiled program.
 
     `builders` map a key to a function that lowers the program. They are compiled in the given order, by
-    `num_threads` threads, beginning with `start()`. Those in `stored` are not compiled: their function loads them.
-    Those in `on_demand` are left out until they are wanted, and then come last, one at a time; those in `rare`, which
-    only requests out of the ordinary need, come after the others.
+    `num_threads` threads, beginning with `start()`; the `first` of them are waited for from the beginning, and the
+    others stand back while steps are computed, if these share the cores. `activity` is to be told of steps. Those in
+    `stored` are not compiled: their function loads them. Those in `on_demand` are left out until they are wanted; those
+    in `rare`, which only requests out of the ordinary need, come after the others.
     """
 
     def __init__(
@@ -71,6 +76,8 @@ class Programs:
         stored: Mapping[ProgramKey, Callable[[], Any]] = MappingProxyType({}),
         on_demand: Collection[ProgramKey] = (),
         rare: Collection[ProgramKey] = (),
+        first: int = 0,
+        shares_cores: bool = False,
     ):
         self.builders, self.stored = builders, stored
         self.progress = progress or (lambda stage, done, total: None)
@@ -79,7 +86,9 @@ class Programs:
         self.seconds_waited = 0.0  # by whoever asked for a program that was not ready
         self._unwanted = set(on_demand)
         wanted = [key for key in builders if key not in self._unwanted]
-        self._queue = sorted(wanted, key=lambda key: key in rare)
+        self.activity = Activity(shares_cores)
+        in_order, most_unhurried = sorted(wanted, key=lambda key: key in rare), max(self.num_threads - 1, 1)
+        self._queue = CompileQueue(in_order, first, most_unhurried, self.activity)
         self.ordinary = tuple(key for key in wanted if key not in rare)
         self._num_workers = 0
         self._begun: list[ProgramKey] = []
@@ -113,22 +122,22 @@ class Programs:
         if isinstance(program, BaseException):
             raise program
         if program is None:
-            with self._changed:
-                self._hurry(key)
+            self._hurry([key])
         return program is not None
 
-    def _hurry(self, key: ProgramKey) -> None:
-        """Compile a program next. The lock is held."""
-        self._want(key)
-        if key in self._queue:
-            self._queue.remove(key)
-            self._queue.insert(0, key)
+    def _hurry(self, keys: Sequence[ProgramKey]) -> None:
+        """Compile programs next, the first one first."""
+        with self._changed:
+            for key in reversed(keys):
+                self._want(key)
+                self._queue.hurry(key)
+            self._changed.notify_all()
 
     def _want(self, key: ProgramKey) -> None:
         """Queue a program that was kept on demand. The lock is held."""
         if key in self._unwanted and not self._stopped:
             self._unwanted.remove(key)
-            self._queue.append(key)
+            self._queue.add(key)
             if not self._num_workers:
                 self._add_worker()
 
@@ -148,13 +157,21 @@ class Programs:
         """
         fitting = [bucket for bucket in buckets if bucket >= size]
         assert fitting, f"a {kind} step of size {size} is larger than the largest bucket {buckets[-1]}"
-        ready = (bucket for bucket in fitting if ProgramKey(kind, bucket) in self._done)
+        if ProgramKey(kind, fitting[0]) in self._done:
+            return fitting[0]
+        ready = next((bucket for bucket in fitting if ProgramKey(kind, bucket) in self._done), None)
+        if ready is not None:
+            with self._changed:
+                self._queue.miss(ProgramKey(kind, fitting[0]), ready - fitting[0])
+            return ready
         begun = (key.size for key in tuple(self._begun) if key.kind == kind and key.size in fitting)
-        return next(ready, None) or next(begun, fitting[0])
+        return next(begun, fitting[0])
 
     def wait_all(self, on_demand: bool = False) -> dict[ProgramKey, Any]:
         """Every program, once all are compiled; `on_demand`: also those that nobody has wanted yet."""
-        return {key: self[key] for key in self.builders if on_demand or key not in self._unwanted}
+        keys = [key for key in self.builders if on_demand or key not in self._unwanted]
+        self._hurry(keys)
+        return {key: self[key] for key in keys}
 
     @property
     def num_wanted(self) -> int:
@@ -195,8 +212,8 @@ class Programs:
 
     def _wait(self, key: ProgramKey) -> Any:
         begin = time.perf_counter()
+        self._hurry([key])
         with self._changed:
-            self._hurry(key)
             while key not in self._done:
                 if self._stopped:
                     raise RuntimeError(f"program {key} was asked for after the engine was shut down")
@@ -206,13 +223,16 @@ class Programs:
             return self._done[key]
 
     def _next(self) -> ProgramKey | None:
+        """The program to prepare, as soon as one may be; None once there is none."""
         with self._changed:
             # Threads are not daemons: killing one inside XLA crashes the process. They end with the main thread.
-            if not self._queue or not threading.main_thread().is_alive():
-                self._num_workers -= 1
-                return None
-            self._begun.append(self._queue.pop(0))
-            return self._begun[-1]
+            while self._queue and threading.main_thread().is_alive():
+                if (key := self._queue.take()) is not None:
+                    self._begun.append(key)
+                    return key
+                self._changed.wait(LOOK_SECONDS)
+            self._num_workers -= 1
+            return None
 
     def _work(self) -> None:
         while (key := self._next()) is not None:
@@ -226,6 +246,7 @@ class Programs:
                 if key not in self.stored:
                     self.seconds[key] = time.monotonic() - begin
                 self._done[key] = program
+                self._queue.done(key)
                 num_ready = len(self._done)
                 self._changed.notify_all()
             logger.debug("%s of size %d is ready after %.2f s", key.kind, key.size, time.monotonic() - begin)

@@ -1,0 +1,120 @@
+"""Steps come before compiling, on a clock that the tests turn."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from jaxpaged.messages import ProgramKey
+from jaxpaged.worker.programs.compile_queue import MISSED_TOKENS, PAUSE_SECONDS, REST_SHARE, Activity, CompileQueue
+
+KEYS = [ProgramKey("forward", size) for size in (64, 2, 8, 16, 32)]
+
+
+class Clock:
+    seconds = 1000.0
+
+    def __call__(self):
+        return self.seconds
+
+
+@pytest.fixture
+def made():
+    """A queue, nothing of which is waited for, while a step is computed."""
+    clock = Clock()
+    activity = Activity(shares_cores=True, now=clock)
+    activity.begin(1)
+    return SimpleNamespace(clock=clock, activity=activity, queue=CompileQueue(KEYS, 0, 2, activity))
+
+
+def prepare(made, seconds=1.0):
+    """One program, which takes so long."""
+    key = made.queue.take()
+    made.clock.seconds += seconds
+    made.queue.done(key)
+    return key
+
+
+def test_activity_is_quiet_from_the_end_of_the_newest_step_on(made):
+    activity, clock = made.activity, made.clock
+    assert Activity(shares_cores=True).quiet_seconds() == math.inf, "before the first step"
+    activity.begin(2)
+    activity.end(1)
+    clock.seconds += 5
+    assert activity.quiet_seconds() == 0, "step 2 is in flight"
+    activity.end(2)
+    clock.seconds += 5
+    assert activity.quiet_seconds() == 5
+    activity.begin(3)
+    assert activity.quiet_seconds() == 0
+    activity.end_all()
+    assert (activity.quiet_seconds(), activity.begin(4)) == (0, None)
+    elsewhere = Activity(shares_cores=False)
+    elsewhere.begin(1)
+    assert elsewhere.quiet_seconds() == math.inf
+
+
+def test_while_steps_are_computed_a_program_that_nobody_missed_comes_after_a_rest_and_alone(made):
+    assert made.queue.take() == KEYS[0]
+    assert made.queue.take() is None, "one at a time"
+    made.clock.seconds += 2
+    made.queue.done(KEYS[0])
+    assert made.queue.take() is None
+    made.clock.seconds += 2 * REST_SHARE - 0.1
+    assert made.queue.take() is None
+    made.clock.seconds += 0.2
+    assert made.queue.take() == KEYS[1]
+
+
+def test_in_a_pause_there_is_no_rest(made):
+    prepare(made)
+    made.activity.end(1)
+    assert made.queue.take() is None, "the next step may follow at once"
+    made.clock.seconds += PAUSE_SECONDS
+    assert [made.queue.take() for _ in range(3)] == [KEYS[1], KEYS[2], None], "one thread is left for who waits"
+    made.activity.begin(2)
+    made.queue.done(KEYS[1])
+    assert made.queue.take() is None
+
+
+def test_what_steps_were_padded_for_most_comes_without_a_rest_once_that_is_worth_it(made):
+    prepare(made)
+    made.queue.miss(KEYS[3], MISSED_TOKENS - 1)
+    assert made.queue.take() is None
+    made.queue.miss(KEYS[4], MISSED_TOKENS)
+    made.queue.miss(KEYS[3], 2)
+    assert [prepare(made), prepare(made)] == [KEYS[3], KEYS[4]]
+    assert made.queue.take() is None
+
+
+def test_who_waits_waits_for_nobody_and_nothing_else_takes_the_cores_meanwhile(made):
+    assert made.queue.take() == KEYS[0]
+    made.queue.hurry(KEYS[4])
+    made.queue.hurry(KEYS[3])
+    assert [made.queue.take(), made.queue.take()] == [KEYS[3], KEYS[4]]
+    made.activity.end(1)
+    made.clock.seconds += 100
+    assert made.queue.take() is None
+    made.queue.done(KEYS[3])
+    made.queue.done(KEYS[4])
+    assert made.queue.take() == KEYS[1]
+
+
+def test_the_first_programs_are_waited_for_from_the_beginning(made):
+    queue = CompileQueue(KEYS, 2, 2, made.activity)
+    assert [queue.take(), queue.take(), queue.take()] == [*KEYS[:2], None]
+
+
+def test_where_steps_are_computed_elsewhere_everything_is_prepared_at_once():
+    activity = Activity(shares_cores=False)
+    activity.begin(1)
+    queue = CompileQueue(KEYS, 1, 3, activity)
+    assert [queue.take() for _ in range(5)] == [*KEYS[:4], None]
+    queue.add(late := ProgramKey("decode", 8))
+    queue.done(KEYS[1])
+    assert queue.take() == late, "somebody would use it at once"
+
+
+def test_a_queue_of_nothing_gives_nothing(made):
+    made.queue.clear()
+    assert (bool(made.queue), made.queue.take()) == (False, None)
