@@ -6,6 +6,7 @@ checked by `verify`. A field that is not here does not exist: unknown names are 
 This module knows neither models, tokenizers nor devices.
 """
 
+import copy
 import enum
 import logging
 from collections.abc import Mapping
@@ -166,12 +167,11 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
 
     def clone(self) -> "SamplingParams":
         """A copy that shares no list or dict with this one."""
-        containers = {
-            name: value.copy()
-            for name in self.__struct_fields__
-            if isinstance(value := getattr(self, name), CONTAINERS)
-        }
-        return msgspec.structs.replace(self, **containers)
+        copied = copy.copy(self)  # which has been checked, and is not again
+        for name in self.__struct_fields__:
+            if isinstance(value := getattr(self, name), CONTAINERS):
+                setattr(copied, name, value.copy())
+        return copied
 
     def child(self, index: int) -> "SamplingParams":
         """Parameters of sequence `index` of `n`: one sequence, its own seed if a seed was given."""

@@ -26,9 +26,10 @@ from jaxpaged.engine.input.public_tokenizer import public_tokenizer
 from jaxpaged.engine.observability.metrics import EngineMetrics, Metric
 from jaxpaged.engine.observability.throughput_log import ThroughputLog, log_arrival
 from jaxpaged.engine.observability.tracing import request_tracer
+from jaxpaged.engine.outbox import as_one
 from jaxpaged.engine.output.logprobs import LatePromptLogprobs
 from jaxpaged.engine.output.processor import OutputProcessor, fan_out
-from jaxpaged.engine.output.stream import OutputStream
+from jaxpaged.engine.output.stream import OutputStream, Taker
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_link import CoreLink
 from jaxpaged.engine.process.core_supervisor import FACTORY, CoreSupervisor
@@ -83,7 +84,7 @@ class AsyncLLM(AsyncEngineControl):
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, "prompts")
         self._grammar_threads = ThreadPoolExecutor(MOST_CHILDREN, "grammars")
         handlers: dict[bytes, Callable[[Any], None]] = {
-            wire.STEP: self._on_step,
+            wire.STEP: self._on_steps,
             wire.STATS: self._on_stats,
             wire.REFUSED: self._on_refusal,
         }
@@ -143,11 +144,14 @@ class AsyncLLM(AsyncEngineControl):
         arrival_time: float | None = None,
         truncate_prompt_tokens: int | None = None,
         add_special_tokens: bool = True,
+        take: Taker | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """The results of a prompt as they come, the last of which is `finished`. None: the model's own parameters.
 
         Closing the iterator, or cancelling who waits for it, aborts the request. A consumer slower than the engine gets
-        several results in one. Raises RequestError, EngineRestartError or EngineDeadError.
+        several results in one. `take` is asked first, where a result arises, and what it takes is not yielded: who has
+        nothing to await saves a task's turn for every token (see `OutputStream`). Raises RequestError,
+        EngineRestartError or EngineDeadError.
         """
         check_arguments(lora_request=lora_request, data_parallel_rank=data_parallel_rank)
         tokenization = {
@@ -161,7 +165,7 @@ class AsyncLLM(AsyncEngineControl):
         await self._link.until_ready()  # it may have ended meanwhile
         # What the core still says of an aborted request must not be taken for a later one of the same name.
         children = await self._expect(request, text, f"{request_id}#{next(self._numbers)}", trace_headers)
-        stream = OutputStream(request.sampling_params.output_kind is RequestOutputKind.DELTA)
+        stream = OutputStream(request.sampling_params.output_kind is RequestOutputKind.DELTA, take)
         self._streams[request_id] = stream
         self._throughput.wake()
         log_arrival(request, len(children))
@@ -337,15 +341,16 @@ class AsyncLLM(AsyncEngineControl):
 
     # ---- what the core says
 
-    def _on_step(self, outputs: EngineCoreOutputs) -> None:
+    def _on_steps(self, steps: Sequence[EngineCoreOutputs]) -> None:
+        came = as_one(steps)
         try:
-            processed = self._output_processor.process(outputs.outputs)
+            processed = self._output_processor.process(came.outputs)
         except Exception as error:  # nobody may wait for ever for what is lost
             logger.exception("results of a step could not be processed")
             self._fail_all(EngineError(f"its results could not be processed: {error!r}."))
             return
         self._link.abort_requests(processed.ids_to_abort)
-        self.metrics.record_step(outputs.stats, processed.num_tokens)
+        self.metrics.record_step(came.stats, processed.num_tokens)
         for request_id in list(self._unsent):
             self._send_more(request_id)
         for result in processed.request_outputs:

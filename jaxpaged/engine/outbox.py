@@ -1,12 +1,14 @@
 """What an engine core has to say and has not said yet: one output a request, however many steps it comes from.
 
 Usually that is what one step gave. More gathers while the core awaits all that is in flight, to reset its cache or to
-sleep. This module knows no steps, and nothing of who hears it.
+sleep, and on the front end's side while that does not keep up. This module knows nothing of who hears it.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
-from jaxpaged.messages import EngineCoreOutput
+import msgspec
+
+from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs
 
 NEWEST = ("num_cached_tokens", "num_preemptions")
 """Fields in which a later output says how things are now. In the others it may have nothing to say."""
@@ -48,6 +50,17 @@ class Outbox:
         if self._outputs:
             unwanted: Collection[str] = frozenset(request_ids)
             self._outputs = [output for output in self._outputs if output.request_id not in unwanted]
+
+
+def as_one(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:
+    """What several steps said, one after the other, as if it were a run of them. Their outputs are used up."""
+    if len(steps) == 1:
+        return steps[0]
+    outbox = Outbox()
+    for step in steps:
+        outbox.add(step.outputs)
+    num_steps = sum(step.stats.num_steps for step in steps)
+    return EngineCoreOutputs(outbox.take(), msgspec.structs.replace(steps[-1].stats, num_steps=num_steps))
 
 
 def join(first: EngineCoreOutput, second: EngineCoreOutput) -> None:

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from jaxpaged.engine.outbox import GROWING, Outbox, join
-from jaxpaged.messages import EngineCoreOutput, TokenLogprobs
+from jaxpaged.engine.outbox import GROWING, Outbox, as_one, join
+from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats, TokenLogprobs
 
 
 def said(name, *tokens, **fields):
@@ -21,6 +21,12 @@ def test_what_several_steps_gave_is_one_output_a_request():
         said("a", 1, finish_reason="abort"), said("b", 2, 3, 4, num_preemptions=1), said("c", 5, 6),
     ]  # fmt: skip
     assert len(outbox) == 0 and outbox.take() == []
+
+
+def test_steps_that_came_together_are_a_run_of_them():
+    steps = [EngineCoreOutputs([said("a", token)], SchedulerStats(token, num_steps=token)) for token in (1, 2, 3)]
+    assert as_one(steps[:1]) is steps[0]
+    assert as_one(steps) == EngineCoreOutputs([said("a", 1, 2, 3)], SchedulerStats(3, num_steps=6))
 
 
 def test_what_aborted_requests_had_to_say_is_forgotten():

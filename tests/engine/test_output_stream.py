@@ -54,6 +54,44 @@ def test_of_results_that_hold_everything_the_last_is_enough():
     assert asyncio.run(consume()).outputs[0].text == "ab"
 
 
+def test_what_is_taken_where_it_arises_is_not_given_out_again():
+    """Results are taken while the consumer waits, unless they are refused, the last, or long to read."""
+
+    async def consume():
+        taken, wanted = [], [True]
+        stream = OutputStream(by_delta=True, take=lambda output: wanted[0] and not taken.append(output))
+        stream.put(delta(piece(0, "a", [1])))  # nobody waits yet
+        got = [await stream.get()]
+
+        async def next_after(*outputs):
+            waiting = asyncio.ensure_future(stream.get())
+            await asyncio.sleep(0)
+            for output in outputs:
+                stream.put(output)
+            got.append(await waiting)
+
+        await next_after(delta(piece(0, "b", [2])), delta(piece(0, "c", [3]), prompt_logprobs=[None]))
+        wanted[0] = False
+        await next_after(delta(piece(0, "d", [4])), delta(piece(0, "e", [5])))
+        wanted[0] = True
+        await next_after(delta(piece(0, "f", [6])), delta(piece(0, "", [7], "stop"), finished=True))
+        return [output.outputs[0].text for output in taken], [output.outputs[0].text for output in got]
+
+    assert asyncio.run(consume()) == (["b", "f"], ["a", "c", "de", ""])
+
+
+def test_where_taking_fails_the_consumer_hears_of_it():
+    async def consume():
+        stream = OutputStream(by_delta=True, take=lambda output: 1 / 0)
+        waiting = asyncio.ensure_future(stream.get())
+        await asyncio.sleep(0)
+        stream.put(delta(piece(0, "a", [1])))
+        with pytest.raises(ZeroDivisionError):
+            await waiting
+
+    asyncio.run(consume())
+
+
 def test_an_error_reaches_who_waits_and_who_comes_later():
     async def consume():
         stream = OutputStream(by_delta=True)

@@ -1,27 +1,44 @@
 """The results of one request on their way to whoever waits for them.
 
-A consumer that is slower than the engine finds what came meanwhile as one result: nothing queues up. This module knows
-neither engines nor sockets.
+A consumer that is slower than the engine finds what came meanwhile as one result: nothing queues up. One that keeps up
+may leave a function that takes results where they arise, so that nobody is woken for them. This module knows neither
+engines nor sockets.
 """
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 
 from jaxpaged.messages import CompletionOutput, RequestOutput
 
+Taker = Callable[[RequestOutput], bool]
+"""Takes a result at once, and for good; False: not now, so it comes by the way of all others."""
+
 
 class OutputStream:
-    """For one producer and one consumer in the same event loop. `by_delta`: results hold only what is new."""
+    """For one producer and one consumer in the same event loop. `by_delta`: results hold only what is new.
 
-    def __init__(self, by_delta: bool):
+    `take` is asked first for every result that comes while the consumer waits in `get`, but for the last one, and for
+    those with log probabilities of the prompt, which take long to read. Where it raises, this stream fails.
+    """
+
+    def __init__(self, by_delta: bool, take: Taker | None = None):
         self._by_delta = by_delta
+        self._take = take
         self._waiting: RequestOutput | None = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future | None = None  # of a consumer who came before there was something
 
     def put(self, output: RequestOutput) -> None:
         """The next result."""
+        if self._take is not None and self._is_awaited and not output.finished and output.prompt_logprobs is None:
+            try:
+                if self._take(output):
+                    return
+            except Exception as error:
+                self.fail(error)
+                return
         before = self._waiting
         self._waiting = output if before is None or not self._by_delta else joined(before, output)
         self._wake()
@@ -44,6 +61,11 @@ class OutputStream:
         output, self._waiting = self._waiting, None
         assert output is not None, "it was woken for nothing"
         return output
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether the consumer has dealt with all before, and waits for more."""
+        return self._waiter is not None and not self._waiter.done()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -1,12 +1,14 @@
 """The front end's side of the socket to an engine core in another process, inside an asyncio event loop.
 
-What arrives is handed to its handler at once, in the loop; sending never waits. This module knows neither text nor
-prompts, nor what is to be done when the core goes away.
+What arrives is handed to its handler at once, in the loop; steps that came while the loop was busy are handed over
+together, since to make one of them costs less than to deal with each. Sending never waits. This module knows neither
+text nor prompts, nor what is to be done when the core goes away.
 """
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -32,7 +34,7 @@ TYPES = {
 
 
 Handlers = Mapping[bytes, Callable[[Any], None]]
-"""Who is told what a core says, by the kind of the message, with its value."""
+"""Who is told what a core says, by the kind of the message, with its value: of kind STEP a list of them."""
 
 
 class ZmqClient:
@@ -135,15 +137,27 @@ class ZmqClient:
         self._loop.call_soon(self._receive)
 
     def _receive(self) -> None:
-        for _ in range(MESSAGES_AT_ONCE):
-            if self._socket is None:  # closed by what the last message led to
+        came = list(itertools.islice(self._messages(), MESSAGES_AT_ONCE))
+        if len(came) == MESSAGES_AT_ONCE:
+            self._loop.call_soon(self._receive)
+        socket, steps = self._socket, []
+        for kind, *frames in [*came, [b""]]:
+            if kind == wire.STEP:
+                steps.append(self._decoders[kind].decode(frames))
+                continue
+            if steps:
+                self._handlers[wire.STEP](steps)
+                steps = []
+            if kind:
+                self._take(kind, frames)
+            if self._socket is not socket:  # closed by what the message led to
                 return
-            try:
-                kind, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(kind, frames)
-        self._loop.call_soon(self._receive)
+
+    def _messages(self) -> Iterator[list[bytes]]:
+        """Those that are there."""
+        with contextlib.suppress(zmq.Again):
+            while self._socket is not None:
+                yield self._socket.recv_multipart(zmq.NOBLOCK)
 
     def _take(self, kind: bytes, frames: Sequence[bytes]) -> None:
         if kind == wire.ANSWER:

@@ -7,6 +7,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.control import AsyncEngineControl
 from jaxpaged.engine.input.processor import InputProcessor, Prompt
 from jaxpaged.engine.observability.metrics import Metric
+from jaxpaged.engine.output.stream import Taker
 from jaxpaged.messages import RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import SamplingParams
@@ -41,8 +42,10 @@ class Engine(AsyncEngineControl, Protocol):
         truncate_prompt_tokens: int | None = None,
         add_special_tokens: bool = True,
         trace_headers: Mapping[str, str] | None = None,
+        take: Taker | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Results of one prompt as they come. Closing the generator, or cancelling who reads it, aborts the request.
+        """Results of one prompt as they come, but those that `take` takes while the generator waits for them. Closing
+        the generator, or cancelling who reads it, aborts the request.
 
         Raises RequestError for a bad request, EngineError when the engine fails it, and EngineDeadError once it has
         stopped.

@@ -3,7 +3,7 @@
 import functools
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from jaxpaged.entrypoints.http.generation.prompts import PromptReader
 from jaxpaged.entrypoints.http.generation.traffic import Traffic
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.transport.request_counts import RequestCounts
-from jaxpaged.entrypoints.http.transport.sse import EventStream, answer_or_leave
+from jaxpaged.entrypoints.http.transport.sse import EventStream, Pieces, answer_or_leave
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
 COUNTED_CONTEXTS = 8
@@ -118,12 +118,10 @@ class Service:
         response.headers.update(self.answer_headers(request_id))
         return response
 
-    def streamed(
-        self, request_id: str, events: AsyncGenerator[bytes], late_error: Callable[[HttpError], bytes]
-    ) -> Response:
-        """The events as they are made; `late_error` makes the one for a failure after the first."""
+    def streamed(self, request_id: str, pieces: Pieces, late_error: Callable[[HttpError], bytes]) -> Response:
+        """The pieces as they are made; `late_error` makes the one for a failure after the first."""
         headers = self.answer_headers(request_id)
-        return EventStream(events, late_error, self.options.sse_keep_alive_interval, headers)
+        return EventStream(pieces, late_error, self.options.sse_keep_alive_interval, headers)
 
     def answer_headers(self, request_id: str) -> dict[str, str]:
         if not self.options.enable_request_id_headers:

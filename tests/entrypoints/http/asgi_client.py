@@ -4,6 +4,8 @@ import asyncio
 import json
 from dataclasses import dataclass, field
 
+from jaxpaged.entrypoints.http.transport.sse import PIPE
+
 
 @dataclass
 class Answer:
@@ -34,12 +36,37 @@ class Answer:
         return [each if each == "[DONE]" else json.loads(each) for each in data]
 
 
-class Client:
-    """Asks an application. `headers` go with every request."""
+class Pipe:
+    """The pipe to a client that has begun to get an answer; clear while `is_reading` says so."""
 
-    def __init__(self, app, headers=None):
+    def __init__(self, answer, is_reading, take):
+        self._answer = answer
+        self._is_reading = is_reading
+        self._take = take
+        self.num_bytes = self.num_pieces = 0
+        self.last_time = 0.0
+
+    @property
+    def is_clear(self):
+        return bool(self._answer.pieces) and self._is_reading()
+
+    def write(self, piece):
+        assert piece
+        self._take(piece)
+        self.num_bytes += len(piece)
+        self.num_pieces += 1
+        self.last_time = asyncio.get_running_loop().time()
+
+
+class Client:
+    """Asks an application. `headers` go with every request. `is_reading`: answers have a pipe, which is clear while
+    this function says so."""
+
+    def __init__(self, app, headers=None, is_reading=None):
         self.app = app
         self.headers = headers or {}
+        self.is_reading = is_reading
+        self.pipe = None  # of the last answer
 
     async def get(self, path, **headers):
         return await self.ask("GET", path, b"", headers)
@@ -63,17 +90,24 @@ class Client:
             await left.wait()
             return {"type": "http.disconnect"}
 
+        def take(piece):
+            answer.pieces.append(piece)
+            if leave_after and len(answer.pieces) >= leave_after:
+                left.set()
+
         async def send(message):
             if message["type"] == "http.response.start":
                 answer.status = message["status"]
                 answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
             elif message["body"]:
-                answer.pieces.append(message["body"])
-                if leave_after and len(answer.pieces) >= leave_after:
-                    left.set()
+                take(message["body"])
+                if left.is_set():
                     await asyncio.sleep(0)
 
-        await self.app(scope_of(method, path, {**self.headers, **headers}), receive, send)
+        scope = scope_of(method, path, {**self.headers, **headers})
+        if self.is_reading is not None:
+            scope[PIPE] = self.pipe = Pipe(answer, self.is_reading, take)
+        await self.app(scope, receive, send)
         return answer
 
 

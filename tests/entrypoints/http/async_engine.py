@@ -9,6 +9,29 @@ from jaxpaged.errors import EngineDeadError, EngineError
 from tests.engine.fake_engine import make_engine
 
 
+class Results(asyncio.Queue):
+    """All results of a request, each by itself, but those that `take` takes while somebody waits for the next."""
+
+    def __init__(self, take):
+        super().__init__()
+        self._take = take
+        self._is_awaited = False
+
+    async def get(self):
+        self._is_awaited = self.empty()
+        return await super().get()
+
+    def put_nowait(self, result):
+        is_usual = self._take is not None and not isinstance(result, Exception) and not result.finished
+        try:
+            if is_usual and self._is_awaited and self._take(result):
+                return
+        except Exception as error:
+            result = error
+        self._is_awaited = False
+        super().put_nowait(result)
+
+
 class FakeAsyncEngine(AsyncEngineControl):
     """Steps a `LLMEngine` while there is something to do, and hands its results to whoever waits for them.
 
@@ -45,7 +68,7 @@ class FakeAsyncEngine(AsyncEngineControl):
 
     async def generate(
         self, prompt, sampling_params, request_id, *, priority=0, arrival_time=None, truncate_prompt_tokens=None,
-        add_special_tokens=True, trace_headers=None,
+        add_special_tokens=True, trace_headers=None, take=None,
     ):  # fmt: skip
         if self.is_dead:
             raise EngineDeadError("the engine core at 0x7f0012345678 died: /srv/engine/core.py. Restart it.")
@@ -57,7 +80,7 @@ class FakeAsyncEngine(AsyncEngineControl):
             },
         )  # fmt: skip
         self.seen.append((prompt, sampling_params, request_id))
-        results = self._results[request_id] = asyncio.Queue()
+        results = self._results[request_id] = Results(take)
         if self._stepper is None or self._stepper.done():
             self._stepper = asyncio.ensure_future(self._step_on())
         finished = False

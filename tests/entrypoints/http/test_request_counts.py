@@ -24,10 +24,11 @@ def value(found, name, **labels):
     return found[name, tuple(sorted(labels.items()))]
 
 
-def counted(serving, *asked, **settings):
+def counted(serving, *asked, is_reading=None, **settings):
     """What is counted after these (method, path, body)."""
 
     async def scenario(server):
+        server.client.is_reading = is_reading
         answers = []
         for method, path, body in asked:
             data = b"" if body is None else json.dumps(body).encode()
@@ -54,8 +55,10 @@ def test_requests_are_counted_with_their_times_and_sizes(serving):
     assert value(found, "http_response_size_bytes_count", **HANDLER) == 3
 
 
-def test_all_pieces_of_a_stream_count(serving):
-    [answer], found = counted(serving, ("POST", "/v1/completions", {**COMPLETION, "stream": True}))
+@pytest.mark.parametrize("is_reading", [None, lambda: True])
+def test_all_pieces_of_a_stream_count(serving, is_reading):
+    asked = ("POST", "/v1/completions", {**COMPLETION, "stream": True})
+    [answer], found = counted(serving, asked, is_reading=is_reading)
     assert value(found, "http_response_size_bytes_sum", **HANDLER) == len(answer.body) > 500
 
 

@@ -20,11 +20,13 @@ async def nothing_is_left(server):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("leave_after", [1, 3])
-def test_a_stream_whose_client_leaves_is_aborted(serving, path, leave_after):
+@pytest.mark.parametrize("is_reading", [None, lambda: True])
+def test_a_stream_whose_client_leaves_is_aborted(serving, path, leave_after, is_reading):
     body = {**LONG, "stream": True, "n": 2, "messages": [{"role": "user", "content": "hi"}]}
 
     async def scenario(server):
         server.engine.executor.longest_run = 1
+        server.client.is_reading = is_reading
         answer = await server.client.post(path, body, leave_after=leave_after)
         await nothing_is_left(server)
         return answer, server.engine.aborted

@@ -9,7 +9,7 @@ from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.generation.stages import Stages, respond
 from jaxpaged.entrypoints.http.service import Service
 
-MESSAGES = Stages("msg", MessagesRequest, parse.parse, write.answer, write.events, write.late_error)
+MESSAGES = Stages("msg", MessagesRequest, parse.parse, write.answer, write.MessageWriter)
 
 
 class Messages:

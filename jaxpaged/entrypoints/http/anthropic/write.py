@@ -5,8 +5,7 @@ cut into blocks in the same way: a block lasts as long as deltas are of its kind
 """
 
 import hashlib
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -36,7 +35,6 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
 )
 from jaxpaged.entrypoints.http.errors import RETRY_AFTER, HttpError, error_message
 from jaxpaged.entrypoints.http.generation.answer import AnswerPart
-from jaxpaged.entrypoints.http.generation.generate import Numbered
 from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service
@@ -58,27 +56,38 @@ def answer(service: Service, parsed: Parsed[MessagesRequest], outputs: Sequence[
     return message(parsed, counter, content, ending(parsed, part, counter, has_calls))
 
 
-async def events(
-    service: Service, parsed: Parsed[MessagesRequest], results: AsyncGenerator[Numbered]
-) -> AsyncGenerator[bytes]:
-    """The events of a stream, while results come: the first opens the message, and the last closes it."""
-    counter, reader = UsageCounter(service.options.enable_prompt_tokens_details), parsed.new_reader()
-    told, begun, has_calls = MessageStream(), False, False
-    async with aclosing(results):
-        async for _, output in results:
-            counter.add(0, output)
-            if not begun:
-                begun = True
-                for event in told.start(message(parsed, counter, [])):
-                    yield frame(event)
-            part = reader.read(output.outputs[0])
-            has_calls = has_calls or any(delta.tool_call is not None for delta in part.deltas)
-            for event in told.of(part.deltas):
-                yield frame(event)
-            if part.finish_reason is not None:
-                end = ending(parsed, part, counter, has_calls)
-                for event in told.end(end, usage_of(counter)):
-                    yield frame(event)
+class MessageWriter:
+    """Writes a stream: its first events open the message, and those of the last result close it."""
+
+    def __init__(self, service: Service, parsed: Parsed[MessagesRequest]):
+        self._parsed = parsed
+        self._counter = UsageCounter(service.options.enable_prompt_tokens_details)
+        self._reader = parsed.new_reader()
+        self._told = MessageStream()
+        self._begun = self._has_calls = False
+
+    def of(self, number: int, output: RequestOutput) -> bytes:
+        """Events of a new result. Raises HttpError 503 when the request was aborted."""
+        self._counter.add(number, output)
+        events: list[Event] = []
+        if not self._begun:
+            self._begun = True
+            events += self._told.start(message(self._parsed, self._counter, []))
+        part = self._reader.read(output.outputs[0])
+        self._has_calls = self._has_calls or any(delta.tool_call is not None for delta in part.deltas)
+        events += self._told.of(part.deltas)
+        if part.finish_reason is not None:
+            end = ending(self._parsed, part, self._counter, self._has_calls)
+            events += self._told.end(end, usage_of(self._counter))
+        return b"".join(map(frame, events))
+
+    def end(self) -> bytes:
+        """Nothing: the last result has closed the message."""
+        return b""
+
+    def late_error(self, error: HttpError) -> bytes:
+        """An error in a stream that has begun: it takes the place of the rest."""
+        return named("error", ENCODER.encode(messages_error(error.status, error_message(error))))
 
 
 # ---- the message
@@ -250,11 +259,6 @@ class MessageStream:
 def frame(event: Event) -> bytes:
     """The bytes of an event."""
     return named(event.__struct_config__.tag, ENCODER.encode(event))
-
-
-def late_error(error: HttpError) -> bytes:
-    """An error in a stream that has begun: it takes the place of the rest."""
-    return named("error", ENCODER.encode(messages_error(error.status, error_message(error))))
 
 
 def named(name: str, data: bytes) -> bytes:

@@ -6,7 +6,7 @@ This module knows neither what the prompts are nor what the results become.
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -37,6 +37,8 @@ READERS_AT_ONCE = 8
 Output = RequestOutput | PoolingRequestOutput
 Numbered = tuple[int, Output]
 """The number of a prompt, and a result of it."""
+NumberedTaker = Callable[[int, Output], bool]
+"""Takes them where they arise; False: not now, so it comes by the way of all others."""
 
 
 @dataclass(frozen=True)
@@ -109,20 +111,19 @@ def reported(count: int) -> int:
     return max(count, 0)
 
 
-async def stream(engine: Engine, traffic: Traffic, request: GenerationRequest) -> AsyncGenerator[Numbered]:
+async def stream(
+    engine: Engine, traffic: Traffic, request: GenerationRequest, take: NumberedTaker | None = None
+) -> AsyncGenerator[Numbered]:
     """Results of all prompts as they come; closing the generator aborts those that are not done.
 
-    Raises HttpError when there is no room or when a prompt fails, and what the engine raises.
+    What `take` takes is not among them. It is asked while the generator is awaited, if there is one prompt only, since
+    those of several wait for each other. Raises HttpError when there is no room or when a prompt fails, and what the
+    engine raises.
     """
     with client_names(request.names), traffic.admitted(request.load(engine.input_processor.max_model_len)):
-        if len(request.prompts) == 1:  # as in `results_of`, which would be a generator more for every token
-            async with contextlib.aclosing(outputs_of(engine, request, 0)) as outputs:
-                async for output in outputs:
-                    yield 0, checked(output)
-        else:
-            async with contextlib.aclosing(merged(engine, request)) as results:
-                async for numbered in results:
-                    yield numbered
+        async with contextlib.aclosing(all_results(engine, request, take)) as results:
+            async for numbered in results:
+                yield numbered
 
 
 async def collect(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[Output]:
@@ -140,23 +141,33 @@ async def last_results(engine: Engine, request: GenerationRequest) -> list[Outpu
     return [last[number] for number in range(len(request.prompts))]
 
 
-def all_results(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Numbered]:
+def all_results(
+    engine: Engine, request: GenerationRequest, take: NumberedTaker | None = None
+) -> AsyncGenerator[Numbered]:
     """`stream` of a request that was admitted."""
-    return results_of(engine, request, 0) if len(request.prompts) == 1 else merged(engine, request)
+    return results_of(engine, request, 0, take) if len(request.prompts) == 1 else merged(engine, request)
 
 
-async def results_of(engine: Engine, request: GenerationRequest, number: int) -> AsyncGenerator[Numbered]:
+async def results_of(
+    engine: Engine, request: GenerationRequest, number: int, take: NumberedTaker | None = None
+) -> AsyncGenerator[Numbered]:
     """Results of one prompt. Raises HttpError when it fails while it is computed."""
-    async with contextlib.aclosing(outputs_of(engine, request, number)) as outputs:
+    async with contextlib.aclosing(outputs_of(engine, request, number, take)) as outputs:
         async for output in outputs:
             yield number, checked(output)
 
 
-def outputs_of(engine: Engine, request: GenerationRequest, number: int) -> AsyncGenerator[Output]:
+def outputs_of(
+    engine: Engine, request: GenerationRequest, number: int, take: NumberedTaker | None
+) -> AsyncGenerator[Output]:
     """What the engine says of one prompt."""
-    return (engine.encode if request.is_pooling else engine.generate)(
-        request.prompts[number].for_engine(), request.params, request.engine_id(number), priority=request.priority,
-        trace_headers=trace_headers(request.request_id),
+    prompt, engine_id = request.prompts[number].for_engine(), request.engine_id(number)
+    headers = trace_headers(request.request_id)
+    if request.is_pooling:
+        return engine.encode(prompt, request.params, engine_id, priority=request.priority, trace_headers=headers)
+    return engine.generate(
+        prompt, request.params, engine_id, priority=request.priority, trace_headers=headers,
+        take=None if take is None else lambda output: take(number, checked(output)),
     )  # fmt: skip
 
 

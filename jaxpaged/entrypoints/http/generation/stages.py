@@ -3,14 +3,17 @@
     protocol   the structs of the body and of the answer
     parse      body -> Parsed: what the engine is to do; what cannot be is refused here, by the name of its field
     generate   Parsed -> results of the engine (`generate.py`)
-    write      results -> the answer, or the events of a stream
+    write      results -> the answer, or the events of a stream, each result by itself and at once
 
-An API declares its stages as `Stages`; `respond` is the route of all of them. This module knows no API.
+An API declares its stages as `Stages`; `respond` is the route of all of them. Most tokens of a stream pass the last two
+where they arise, among those of all others that a step gave: the result goes through the writer into the client's
+connection, and no task has its turn for it (`streamed_pieces`). This module knows no API.
 """
 
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,11 +22,12 @@ from jaxpaged.entrypoints.http.body import off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.answer import AnswerReader, Reading
 from jaxpaged.entrypoints.http.generation.beams import search
-from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Numbered, Output, collect, stream
+from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Output, collect, stream
 from jaxpaged.entrypoints.http.request_ids import request_id_of
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.transport.auth import client_of
 from jaxpaged.entrypoints.http.transport.big_answer import answer_of
+from jaxpaged.entrypoints.http.transport.sse import LastPiece, Pieces, Pipe
 
 
 @dataclass(frozen=True)
@@ -43,19 +47,34 @@ class Parsed[Body]:
         return AnswerReader(self.reading, self.generation.prompts[0].text)
 
 
+class EventWriter(Protocol):
+    """Writes one stream: the events of results, in the order in which these come."""
+
+    def of(self, number: int, output: Any) -> bytes:
+        """Events of a new result of prompt `number`; empty if it says nothing that a client sees."""
+        ...
+
+    def end(self) -> bytes:
+        """Events after the last result."""
+        ...
+
+    def late_error(self, error: HttpError) -> bytes:
+        """Events for a failure after the first result: they take the place of the rest."""
+        ...
+
+
 @dataclass(frozen=True)
 class Stages:
     """The stages of one API. `prefix` begins its ids; its body has `model`, and may have `request_id`.
 
-    Where a body has `stream`, there are `events`, and `late_error` makes the one for a failure after the first.
+    Where a body has `stream`, there is a `writer`.
     """
 
     prefix: str
     body: type
     parse: Callable[[Service, Any, str, str], Parsed]  # of a body, with the request's id and the model's name
     answer: Callable[[Service, Parsed, Sequence[Output]], Any]
-    events: Callable[[Service, Parsed, AsyncGenerator[Numbered]], AsyncGenerator[bytes]] | None = None
-    late_error: Callable[[HttpError], bytes] | None = None
+    writer: Callable[[Service, Parsed], EventWriter] | None = None
 
 
 async def respond(service: Service, stages: Stages, request: Request) -> Response:
@@ -64,9 +83,8 @@ async def respond(service: Service, stages: Stages, request: Request) -> Respons
     model = service.check_model(body.model)
     request_id = request_id_of(request, stages.prefix, getattr(body, "request_id", None))
     parsed = await parse(service, stages, body, request_id, model, client_of(request))
-    if stages.events is not None and body.stream:
-        results = stream(service.engine, service.traffic, parsed.generation)
-        return service.streamed(request_id, stages.events(service, parsed, results), stages.late_error)
+    if stages.writer is not None and body.stream:
+        return streamed(service, request_id, parsed.generation, stages.writer(service, parsed))
     return await service.answered(request, request_id, answer(service, stages, parsed))
 
 
@@ -84,6 +102,38 @@ async def check_shape(service: Service, generation: GenerationRequest, client: s
     """Raise RequestError 400 for a shape that cannot be; it is looked at in the turns of the client that asks."""
     with client_names(generation.names):
         await service.check_shape_for(client)(generation.shape)
+
+
+def streamed(service: Service, request_id: str, generation: GenerationRequest, writer: EventWriter) -> Response:
+    """The stages `generate` and `write`, for a client that wants to see every result as it comes."""
+    return service.streamed(request_id, streamed_pieces(service, generation, writer), writer.late_error)
+
+
+def streamed_pieces(service: Service, generation: GenerationRequest, writer: EventWriter) -> Pieces:
+    """Pieces of a stream: written into the pipe where results arise, or yielded, as the first, the last, and what comes
+    while the client does not read."""
+    is_alone = len(generation.prompts) == 1
+
+    async def pieces(pipe: Pipe | None) -> AsyncGenerator[bytes]:
+        def take(number: int, output: Output) -> bool:
+            if not pipe.is_clear:
+                return False
+            if piece := writer.of(number, output):
+                pipe.write(piece)
+            return True
+
+        tail = b""
+        results = stream(service.engine, service.traffic, generation, None if pipe is None else take)
+        async with contextlib.aclosing(results):
+            async for number, output in results:
+                piece = writer.of(number, output)
+                if is_alone and output.finished:
+                    tail = piece
+                elif piece:
+                    yield piece
+        yield LastPiece(tail + writer.end())
+
+    return pieces
 
 
 async def answer(service: Service, stages: Stages, parsed: Parsed) -> Response:

@@ -2,22 +2,18 @@
 
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from jaxpaged.entrypoints.http.generation.answer import AnswerReader
-from jaxpaged.entrypoints.http.generation.generate import Numbered
 from jaxpaged.entrypoints.http.openai.chat_parse import ParsedChat
-from jaxpaged.entrypoints.http.openai.events import DONE, PLACEHOLDER, ChunkWriter, TextEvents
-from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
+from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, OpenAIStream, TextEvents
 from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from jaxpaged.entrypoints.http.openai.protocol import (
     CalledFunction,
     ChatChoice,
     ChatCompletionChunk,
-    ChatCompletionRequest,
     ChatCompletionResponse,
     ChatDelta,
     ChatMessage,
@@ -28,7 +24,6 @@ from jaxpaged.entrypoints.http.openai.protocol import (
 )
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.transport.sse import LastPiece
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.parsing.deltas import Delta, ParsedMessage
 
@@ -49,25 +44,6 @@ def answer(service: Service, chat: ParsedChat, outputs: Sequence[RequestOutput])
         prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
         prompt_text=output.prompt if body.return_prompt_text else None,
     )
-
-
-async def events(service: Service, chat: ParsedChat, results: AsyncGenerator[Numbered]) -> AsyncGenerator[bytes]:
-    """The chunks of a stream, while results come."""
-    usage = usage_options(chat.body, service.options.enable_force_include_usage)
-    counter = UsageCounter(service.options.enable_prompt_tokens_details)
-    chunks = ChatStream(
-        chat.body, chat.generation.request_id, chat.model, chat.role, chat.echo, usage, counter, chat.new_reader
-    )
-    tail = b""
-    async with aclosing(results):
-        async for _, output in results:
-            piece = b"".join(chunks.of(output))
-            if output.finished:
-                tail = piece
-            elif piece:
-                yield piece
-    usage_event = chunks.last(num_thinking(service, chat, chunks.readers)) if usage.at_end else b""
-    yield LastPiece(tail + usage_event + DONE)
 
 
 def num_thinking(service: Service, chat: ParsedChat, readers: Iterable[AnswerReader]) -> int | None:
@@ -105,55 +81,41 @@ def chat_message(chat: ParsedChat, parsed: ParsedMessage) -> ChatMessage:
     )
 
 
-class ChatStream:
-    """Turns results into events: for every answer its role, what it says as it comes, and how it ended.
+class ChatStream(OpenAIStream):
+    """Writes the chunks of a stream: for every answer its role, what it says as it comes, and how it ended."""
 
-    `new_reader` makes what reads one of the answers.
-    """
-
-    def __init__(
-        self,
-        body: ChatCompletionRequest,
-        request_id: str,
-        model: str,
-        role: str,
-        echo: str,
-        usage: UsageOptions,
-        counter: UsageCounter,
-        new_reader: Callable[[], AnswerReader],
-    ):
-        self._readers = defaultdict(new_reader)
-        self._chunks = ChunkWriter(ChatCompletionChunk, "chat.completion.chunk", request_id, model, usage, counter)
-        self._role = role
-        self._echo = echo
-        self._counter = counter
+    def __init__(self, service: Service, chat: ParsedChat):
+        super().__init__(service, chat, ChatCompletionChunk, "chat.completion.chunk")
+        self._service = service
+        self._chat = chat
+        body = chat.body
+        self._readers = defaultdict(chat.new_reader)
         self._n = body.n or 1
         self._top = body.num_logprobs or 0
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._with_ids = bool(body.return_token_ids)
         self._with_prompt = bool(body.return_prompt_text)
-        self._only_text = not (self._with_ids or usage.in_every_chunk)  # beyond what the engine may give with a token
+        # Beyond what the engine may give with a token:
+        self._only_text = not (self._with_ids or self._usage.in_every_chunk)
         self._text_events: dict[int, TextEvents] = {}  # of answers that have begun
         self._begun = False
 
-    def of(self, output: RequestOutput) -> Iterator[bytes]:
+    def of(self, number: int, output: RequestOutput) -> bytes:
         """Events of a new result; before the first come those that open every answer."""
+        events = b""
         if not self._begun:
             self._begun = True
-            yield from self._opening(output)
-        self._counter.add(0, output)
+            events = b"".join(self._opening(output))
+        self._counter.add(number, output)
         for completion in output.outputs:
-            if self._is_text(completion):
-                if completion.text:
-                    yield self._text_event(completion.index, completion.text)
-                continue
-            for choice in self._choices(completion):
-                yield self._chunks.chunk(choice)
+            if not self._is_text(completion):
+                events += b"".join(map(self._chunks.chunk, self._choices(completion)))
+            elif completion.text:
+                events += self._text_event(completion.index, completion.text)
+        return events
 
-    @property
-    def readers(self) -> Iterable[AnswerReader]:
-        """What has read the answers that have come."""
-        return self._readers.values()
+    def _num_thinking(self) -> int | None:
+        return num_thinking(self._service, self._chat, self._readers.values())
 
     def _is_text(self, completion: CompletionOutput) -> bool:
         """Whether a result brings nothing but text, all of which is content. This is the way of most tokens."""
@@ -168,23 +130,19 @@ class ChatStream:
             events = self._text_events[index] = TextEvents(self._chunks.chunk(choice))
         return events.of(text)
 
-    def last(self, num_thinking: int | None = None) -> bytes:
-        """The event with the usage of the whole request."""
-        return self._chunks.last(num_thinking)
-
     def _opening(self, output: RequestOutput) -> Iterator[bytes]:
         for index in range(self._n):
             opening = ChatStreamChoice(
-                index=index, delta=ChatDelta(role=self._role, content=""), logprobs=None, finish_reason=None
+                index=index, delta=ChatDelta(role=self._chat.role, content=""), logprobs=None, finish_reason=None
             )
             yield self._chunks.chunk(
                 opening,
                 prompt_token_ids=output.prompt_token_ids if self._with_ids else None,
                 prompt_text=output.prompt if self._with_prompt else None,
             )
-        for index in range(self._n if self._echo else 0):
-            echo = ChatStreamChoice(index=index, delta=ChatDelta(content=self._echo), logprobs=None, finish_reason=None)
-            yield self._chunks.chunk(echo)
+        for index in range(self._n if self._chat.echo else 0):
+            delta = ChatDelta(content=self._chat.echo)
+            yield self._chunks.chunk(ChatStreamChoice(index=index, delta=delta, logprobs=None, finish_reason=None))
 
     def _shows_tokens(self, completion: CompletionOutput) -> bool:
         """Whether there is something to show although the text has not grown."""

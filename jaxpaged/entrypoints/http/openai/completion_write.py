@@ -5,17 +5,14 @@ A sequence shows text, tokens and log probabilities, and the prompt before them 
 
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
-from jaxpaged.entrypoints.http.generation.generate import Numbered
 from jaxpaged.entrypoints.http.generation.stages import Parsed
-from jaxpaged.entrypoints.http.openai.events import DONE, PLACEHOLDER, Chunk, ChunkWriter, TextEvents
-from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
+from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, Chunk, OpenAIStream, TextEvents
 from jaxpaged.entrypoints.http.openai.logprobs import (
     Candidates,
     CompletionLogprobs,
@@ -30,7 +27,6 @@ from jaxpaged.entrypoints.http.openai.protocol import (
 )
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.transport.sse import LastPiece
 from jaxpaged.messages import CompletionOutput, RequestOutput
 
 
@@ -46,28 +42,6 @@ def answer(service: Service, parsed: Parsed[CompletionRequest], outputs: Sequenc
         id=parsed.generation.request_id, created=int(time.time()), model=parsed.model, choices=all_choices,
         usage=usage.read(),
     )  # fmt: skip
-
-
-async def events(
-    service: Service, parsed: Parsed[CompletionRequest], results: AsyncGenerator[Numbered]
-) -> AsyncGenerator[bytes]:
-    """The chunks of a stream, while results come."""
-    body, options = parsed.body, service.options
-    usage = usage_options(body, options.enable_force_include_usage)
-    chunks = CompletionStream(
-        parsed.generation.request_id, parsed.model, style_of(body), service.engine.input_processor.tokenizer, usage,
-        UsageCounter(options.enable_prompt_tokens_details), n=parsed.generation.params.n,
-        with_ids=bool(body.return_token_ids),
-    )  # fmt: skip
-    is_alone, tail = len(parsed.generation.prompts) == 1, b""
-    async with aclosing(results):
-        async for number, output in results:
-            piece = b"".join(chunks.of(number, output))
-            if is_alone and output.finished:
-                tail = piece
-            elif piece:
-                yield piece
-    yield LastPiece(tail + (chunks.last() if usage.at_end else b"") + DONE)
 
 
 @dataclass(frozen=True)
@@ -133,43 +107,34 @@ class SequenceText:
         return shown
 
 
-class CompletionStream:
-    """Turns results of prompts, each with `n` sequences, into events."""
+class CompletionStream(OpenAIStream):
+    """Writes the chunks of a stream: results of prompts, each with `n` sequences."""
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        style: CompletionStyle,
-        tokenizer: Tokenizer,
-        usage: UsageOptions,
-        counter: UsageCounter,
-        *,
-        n: int,
-        with_ids: bool,
-    ):
-        self._chunks = ChunkWriter(Chunk, "text_completion", request_id, model, usage, counter)
-        self._style = style
-        self._counter = counter
-        self._n = n
-        self._with_ids = with_ids
-        self._only_text = not (style.logprobs or style.echo or with_ids or usage.in_every_chunk)
+    def __init__(self, service: Service, parsed: Parsed[CompletionRequest]):
+        super().__init__(service, parsed, Chunk, "text_completion")
+        self._style = style = style_of(parsed.body)
+        self._n = parsed.generation.params.n
+        self._with_ids = bool(parsed.body.return_token_ids)
+        self._only_text = not (style.logprobs or style.echo or self._with_ids or self._usage.in_every_chunk)
         self._text_events: dict[int, TextEvents] = {}  # of sequences that have begun, if text is all there is
+        tokenizer = service.engine.input_processor.tokenizer
         self._sequences: dict[int, SequenceText] = defaultdict(lambda: SequenceText(style, tokenizer))
 
-    def of(self, number: int, output: RequestOutput) -> Iterator[bytes]:
+    def of(self, number: int, output: RequestOutput) -> bytes:
         """Events of a new result of prompt `number`: one for every sequence that has something new."""
         self._counter.add(number, output, self._style.num_dropped(output) if self._style.only_echo else 0)
+        events = b""
         for completion in output.outputs:
             index = number * self._n + completion.index
             if self._only_text and completion.finish_reason is None:
                 if completion.text or completion.token_ids:
-                    yield self._text_event(index, completion.text)
+                    events += self._text_event(index, completion.text)
                 continue
             first = index not in self._sequences
             shown = self._sequences[index].show(output, completion)
             if shown.text or shown.token_ids or completion.finish_reason is not None:
-                yield self._chunks.chunk(self._choice(index, shown, output, completion, first))
+                events += self._chunks.chunk(self._choice(index, shown, output, completion, first))
+        return events
 
     def _text_event(self, index: int, text: str) -> bytes:
         events = self._text_events.get(index)
@@ -177,10 +142,6 @@ class CompletionStream:
             choice = CompletionStreamChoice(index=index, text=PLACEHOLDER, logprobs=None, finish_reason=None)
             events = self._text_events[index] = TextEvents(self._chunks.chunk(choice))
         return events.of(text)
-
-    def last(self) -> bytes:
-        """The event with the usage of the whole request."""
-        return self._chunks.last()
 
     def _choice(
         self, index: int, shown: Shown, output: RequestOutput, completion: CompletionOutput, first: bool

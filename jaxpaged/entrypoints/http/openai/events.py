@@ -1,4 +1,7 @@
-"""The frames of OpenAI's streams: chunks, the end, and an error after the first chunk."""
+"""The frames of OpenAI's streams: chunks, the end, and an error after the first chunk.
+
+This module knows neither completions nor chats.
+"""
 
 import functools
 import time
@@ -7,10 +10,11 @@ from typing import Any
 import msgspec
 
 from jaxpaged.entrypoints.http.errors import HttpError, error_body
-from jaxpaged.entrypoints.http.openai.fields import UsageOptions
+from jaxpaged.entrypoints.http.generation.stages import Parsed
+from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
 from jaxpaged.entrypoints.http.openai.protocol import Chunk
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
-from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT
+from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT, Service
 from jaxpaged.entrypoints.http.transport.sse import event
 
 DONE = event(b"[DONE]")
@@ -63,6 +67,24 @@ class TextEvents:
         return self._before + ENCODER.encode(text) + self._behind
 
 
-def late_error(error: HttpError) -> bytes:
-    """An error in a stream that has begun: it takes the place of the rest."""
-    return event(error_body(error)) + DONE
+class OpenAIStream:
+    """What the writers of OpenAI's streams have in common: chunks of type `kind`, the usage, and how they end."""
+
+    def __init__(self, service: Service, parsed: Parsed, kind: type[Chunk], name: str):
+        options = service.options
+        self._usage = usage_options(parsed.body, options.enable_force_include_usage)
+        self._counter = UsageCounter(options.enable_prompt_tokens_details)
+        self._chunks = ChunkWriter(kind, name, parsed.generation.request_id, parsed.model, self._usage, self._counter)
+
+    def end(self) -> bytes:
+        """The usage of the whole request where it is asked for, and the end."""
+        usage = self._chunks.last(self._num_thinking()) if self._usage.at_end else b""
+        return usage + DONE
+
+    def _num_thinking(self) -> int | None:
+        """How many tokens were thinking; None: it is not looked for."""
+        return None
+
+    def late_error(self, error: HttpError) -> bytes:
+        """An error in a stream that has begun: it takes the place of the rest."""
+        return event(error_body(error)) + DONE

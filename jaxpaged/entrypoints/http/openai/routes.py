@@ -5,14 +5,13 @@ from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.generation.stages import Stages, respond
 from jaxpaged.entrypoints.http.openai import chat_parse, chat_write, completion_parse, completion_write
-from jaxpaged.entrypoints.http.openai.events import late_error
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, CompletionRequest
 from jaxpaged.entrypoints.http.service import Service
 
 COMPLETIONS = Stages(
-    "cmpl", CompletionRequest, completion_parse.parse, completion_write.answer, completion_write.events, late_error
+    "cmpl", CompletionRequest, completion_parse.parse, completion_write.answer, completion_write.CompletionStream
 )
-CHATS = Stages("chatcmpl", ChatCompletionRequest, chat_parse.parse, chat_write.answer, chat_write.events, late_error)
+CHATS = Stages("chatcmpl", ChatCompletionRequest, chat_parse.parse, chat_write.answer, chat_write.ChatStream)
 
 
 class Generation:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 
-from jaxpaged.entrypoints.http.errors import as_http_error
+from jaxpaged.entrypoints.http.errors import HttpError, as_http_error
 from jaxpaged.entrypoints.http.generation.generate import Numbered
 from jaxpaged.entrypoints.http.openai.logprobs import TokenLogprob, chat_logprobs
 from jaxpaged.entrypoints.http.responses.parse import ParsedResponse
@@ -38,31 +38,46 @@ class ResponseRun:
         self._writer = ResponseWriter(parsed.response, log)
         self._reader = parsed.new_reader()
         self._logprobs = TextLogprobs(parsed.reading.is_plain)
+        self._begun = False
         self._num_output_tokens = 0
         self.answer_bytes = 0  # of an answer that comes whole, about
         self._admission = contextlib.ExitStack()
 
     async def events(self, results: AsyncGenerator[Numbered]) -> AsyncGenerator[list[bytes]]:
-        """Events as they come, those of a result together.
+        """Events as they come, those of a result together, for who waits for the whole or reads it from the store.
 
         Raises what `results` raises before its first one; a later failure is told by an event.
         """
-        begun = False
         try:
             async with contextlib.aclosing(results):
                 async for _, output in results:
-                    if not begun:
-                        self._writer.begin()
-                        begun = True
                     await self._take(output)
                     yield self._log.take()
         except Exception as error:
-            if not begun:
+            if not self._begun:
                 raise
-            self._admission.close()
-            self._writer.fail(as_http_error(error))
-            self._keep()
+            self._fail(as_http_error(error))
             yield self._log.take()
+
+    # ---- a stream in the foreground
+
+    def of(self, number: int, output: RequestOutput) -> bytes:
+        """Events of a new result. The last one ends the response, which is kept before anybody hears of that."""
+        self._read(output)
+        if output.outputs[0].finish_reason is not None:
+            self._keep()
+        return b"".join(self._log.take())
+
+    def end(self) -> bytes:
+        """Nothing: the last result has ended the response."""
+        return b""
+
+    def late_error(self, error: HttpError) -> bytes:
+        """The response fails, and is kept so."""
+        self._fail(error)
+        return b"".join(self._log.take())
+
+    # ---- a response in the background
 
     def start(self, results: AsyncGenerator[Numbered], admission: contextlib.ExitStack) -> StoredResponse:
         """Make the response in a task. `admission` is closed before anybody can see that the response has ended."""
@@ -111,7 +126,10 @@ class ResponseRun:
         return self._stored.measure(encoded)
 
     def _read(self, output: RequestOutput) -> None:
-        """Write what a result adds."""
+        """Write what a result adds; before the first, that the response has begun."""
+        if not self._begun:
+            self._begun = True
+            self._writer.begin()
         completion = output.outputs[0]
         self._num_output_tokens += len(completion.token_ids)
         for piece in [completion] if self._parsed.reading.is_plain else by_token(completion):
@@ -143,6 +161,11 @@ class ResponseRun:
         items = [item for item in self._parsed.response.output if isinstance(item, ReasoningItem)]
         count = sum(self._service.count_tokens(part.text) for item in items for part in item.content)
         return min(count, self._num_output_tokens)
+
+    def _fail(self, error: HttpError) -> None:
+        self._admission.close()
+        self._writer.fail(error)
+        self._keep()
 
     def _keep(self, size: int | None = None) -> None:
         if self._parsed.response.store:

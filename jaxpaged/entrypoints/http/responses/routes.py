@@ -2,15 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
 
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
-from jaxpaged.entrypoints.http.generation.generate import Numbered, all_results, stream
-from jaxpaged.entrypoints.http.generation.stages import check_shape
+from jaxpaged.entrypoints.http.generation.generate import all_results, stream
+from jaxpaged.entrypoints.http.generation.stages import check_shape, streamed
 from jaxpaged.entrypoints.http.request_ids import request_id_of
 from jaxpaged.entrypoints.http.responses.generate import ResponseRun
 from jaxpaged.entrypoints.http.responses.parse import ParsedResponse, check, earlier_items, parse
@@ -43,7 +42,8 @@ class Responses:
                 return self._following(request_id, stored, -1)
             return json_response(stored.response, headers=service.answer_headers(request_id))
         if body.stream:
-            return self._streamed(request_id, parsed)
+            run = ResponseRun(service, parsed, self._store, EventLog())
+            return streamed(service, request_id, parsed.generation, run)
         return await service.answered(request, request_id, self._complete(parsed))
 
     async def _parsed(self, request: Request, body: ResponsesRequest) -> ParsedResponse:
@@ -94,21 +94,9 @@ class Responses:
 
     async def _complete(self, parsed: ParsedResponse) -> HttpResponse:
         run = ResponseRun(self._service, parsed, self._store, EventLog(silent=True))
-        async for _ in run.events(self._results(parsed)):
+        async for _ in run.events(stream(self._service.engine, self._service.traffic, parsed.generation)):
             pass
         return await answer_of(run.answer_bytes, lambda: parsed.response)
-
-    def _streamed(self, request_id: str, parsed: ParsedResponse) -> HttpResponse:
-        log = EventLog()
-        run = ResponseRun(self._service, parsed, self._store, log)
-
-        async def events() -> AsyncGenerator[bytes]:
-            async with contextlib.aclosing(run.events(self._results(parsed))) as made:
-                async for frames in made:
-                    if frames:
-                        yield b"".join(frames)
-
-        return self._service.streamed(request_id, events(), log.late_error)
 
     async def _begin_in_background(self, parsed: ParsedResponse, with_events: bool) -> StoredResponse:
         """Everything that is wrong with a request by itself is found before it is answered."""
@@ -125,11 +113,8 @@ class Responses:
             run = ResponseRun(service, parsed, self._store, EventLog(silent=not with_events))
             return run.start(all_results(service.engine, generation), admission.pop_all())
 
-    def _results(self, parsed: ParsedResponse) -> AsyncGenerator[Numbered]:
-        return stream(self._service.engine, self._service.traffic, parsed.generation)
-
     def _following(self, request_id: str, stored: StoredResponse, after: int) -> HttpResponse:
-        return self._service.streamed(request_id, stored.follow(after), EventLog().late_error)
+        return self._service.streamed(request_id, lambda pipe: stored.follow(after), EventLog().late_error)
 
 
 def owner_of(request: Request) -> bytes:

@@ -17,11 +17,11 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from jaxpaged.entrypoints.http.errors import HttpError, error_body
 from jaxpaged.entrypoints.http.transport.connections import Connections
-from jaxpaged.entrypoints.http.transport.sse import SEND_PIECE
+from jaxpaged.entrypoints.http.transport.sse import PIPE
 from jaxpaged.errors import UsageError
 
 HEADER_TIMEOUT = 30.0
@@ -125,6 +125,27 @@ class Listener(uvicorn.Server):
         await self.serve([self._bound])
 
 
+class AnswerPipe:
+    """The `Pipe` of one answer: its chunks go straight to the connection."""
+
+    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop):
+        self._cycle = cycle
+        self._now = loop.time
+        self.num_bytes = 0
+        self.last_time = 0.0
+
+    @property
+    def is_clear(self) -> bool:
+        cycle = self._cycle
+        is_open = cycle.chunked_encoding and not (cycle.response_complete or cycle.disconnected)
+        return bool(is_open and not cycle.flow.write_paused)
+
+    def write(self, piece: bytes) -> None:
+        self.num_bytes += len(piece)
+        self.last_time = self._now()
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """HTTP/1.1 whose headers must be short, come soon, and name one host; who neither asks nor reads is left."""
 
@@ -184,7 +205,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(problem)
         if not self._refused:
             super().on_headers_complete()
-            self.scope[SEND_PIECE] = self.cycle.send
+            self.scope[PIPE] = AnswerPipe(self.cycle, self.loop)
 
     def on_response_complete(self) -> None:
         last = not self.pipeline

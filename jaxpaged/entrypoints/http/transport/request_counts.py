@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpaged.engine.observability.metrics import Counter, Metric, Tally
 from jaxpaged.entrypoints.http.transport.access_log import log_request
-from jaxpaged.entrypoints.http.transport.sse import SEND_PIECE
+from jaxpaged.entrypoints.http.transport.sse import PIPE
 
 FINE_BUCKETS = (.01, .025, .05, .075, .1, .25, .5, .75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)  # fmt: skip
 COARSE_BUCKETS = (.1, .5, 1)  # fmt: skip
@@ -125,20 +125,18 @@ class CountRequests:
             num_bytes_in += len(message.get("body", b""))
             return message
 
-        def sent(message: Message) -> Awaitable[None]:  # no coroutine of its own: streams come by for every token
+        def sent(message: Message) -> Awaitable[None]:
             nonlocal status, num_bytes_out
-            if "body" in message:
-                num_bytes_out += len(message["body"])
-                return send_piece(message)
+            num_bytes_out += len(message.get("body", b""))
             if "status" in message:
                 status = message["status"]
             return send(message)
 
-        send_piece, scope[SEND_PIECE] = scope.get(SEND_PIECE, send), sent
         try:
             await self._app(scope, received, sent)
         finally:
             handler, seconds = self._handlers.get(scope.get("endpoint"), NOWHERE), time.perf_counter() - start
+            num_bytes_out += scope[PIPE].num_bytes if PIPE in scope else 0
             if handler not in UNCOUNTED:
                 exchange = Exchange(scope["method"], handler, status, num_bytes_in, num_bytes_out)
                 self._counts.add(exchange, seconds)

@@ -1,11 +1,13 @@
 """Answers that end when the client goes away: streams of server-sent events, and work that is waited for.
 
-This module knows ASGI and bytes; what the events say is the business of who makes them.
+A stream is a generator of pieces. Once it has begun, its maker may also write pieces into the `Pipe` to the client,
+where they arise and without waking the task of the answer. This module knows ASGI and bytes; what the events say is the
+business of who makes them.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,11 +17,32 @@ from jaxpaged.entrypoints.http.errors import HttpError, as_http_error, error_res
 
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-SEND_PIECE = "jaxpaged.send_piece"
-"""Where a scope has the `send` for pieces of an answer that has begun: the protocol's, then that of who counts them.
-Other layers look at how an answer begins; pieces go by them, since streams have one for every token."""
+PIPE = "jaxpaged.pipe"
+"""Where a scope has the `Pipe` to its client, if the server that runs the application gives one."""
 CLIENT_CLOSED_REQUEST = 499
 """What logs show for a request whose client did not wait for the answer; nobody receives it."""
+
+
+class Pipe(Protocol):
+    """The short way to a client for pieces of its answer. Nobody else may send one meanwhile."""
+
+    num_bytes: int
+    """That went through."""
+    last_time: float
+    """When something last did, by the event loop's clock."""
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the answer has begun, and the client has taken so much of it that more can be written."""
+        ...
+
+    def write(self, piece: bytes) -> None:
+        """Write a piece that is not empty, while the pipe is clear."""
+        ...
+
+
+Pieces = Callable[[Pipe | None], AsyncGenerator[bytes]]
+"""Makes the pieces of a stream. While the generator is awaited its maker may write into the pipe, if there is one."""
 
 
 class LastPiece(bytes):
@@ -32,9 +55,9 @@ def event(data: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """Streams events as they are made.
+    """Streams pieces as they are made.
 
-    The answer begins with the first event, so a failure before it is an ordinary error. One after it is told by
+    The answer begins with the first piece, so a failure before it is an ordinary error. One after it is told by
     `late_error`, and ends the stream. When the client goes away the generator is closed.
     """
 
@@ -42,7 +65,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes],
+        pieces: Pieces,
         late_error: Callable[[HttpError], bytes],
         keep_alive_interval: float = 0.0,
         headers: dict[str, str] | None = None,
@@ -50,49 +73,57 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self.body = b""
-        self._events = events
+        self._pieces = pieces
         self._late_error = late_error
         self._interval = keep_alive_interval
         self.init_headers({**HEADERS, **(headers or {})})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pipe = scope.get(PIPE)
+        pieces = self._pieces(pipe)
+
         async def answer() -> None:
             try:
-                first = await anext(self._events)
+                first = await anext(pieces)
             except Exception as error:
                 await error_response(as_http_error(error))(scope, receive, send)
             else:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await self._send_all(first, scope.get(SEND_PIECE, send))
+                await self._send_all(first, pieces, send, pipe)
 
         try:
             await until_disconnect(receive, answer())
         finally:
-            await self._events.aclose()
+            await pieces.aclose()
 
-    async def _send_all(self, first: bytes, send: Send) -> None:
+    async def _send_all(self, first: bytes, pieces: AsyncGenerator[bytes], send: Send, pipe: Pipe | None) -> None:
         try:
             ended = await send_piece(send, first)
             if self._interval and not ended:
-                ended = await self._send_with_comments(send)
+                ended = await self._send_with_comments(pieces, send, pipe)
             elif not ended:
-                async for piece in self._events:  # the way of most pieces: no call more than it takes
-                    more = type(piece) is not LastPiece
-                    await send({"type": "http.response.body", "body": piece, "more_body": more})
-                    ended = not more
+                async for piece in pieces:
+                    ended = await send_piece(send, piece)
         except Exception as error:
             ended = await send_piece(send, LastPiece(self._late_error(as_http_error(error))))
         if not ended:
             await send_piece(send, LastPiece())
 
-    async def _send_with_comments(self, send: Send) -> bool:
+    async def _send_with_comments(self, pieces: AsyncGenerator[bytes], send: Send, pipe: Pipe | None) -> bool:
         """Fill silences with comments. Whether the answer has ended."""
+        loop = asyncio.get_running_loop()
         while True:
-            following = asyncio.ensure_future(anext(self._events, None))
+            following, silent_since = asyncio.ensure_future(anext(pieces, None)), loop.time()
             try:
-                while not (await asyncio.wait({following}, timeout=self._interval))[0]:
-                    await send_piece(send, KEEP_ALIVE)
+                while not following.done():
+                    silent_since = max(silent_since, pipe.last_time if pipe else 0.0)
+                    left = silent_since + self._interval - loop.time()
+                    if left > 0:
+                        await asyncio.wait({following}, timeout=left)
+                    else:
+                        await send_piece(send, KEEP_ALIVE)
+                        silent_since = loop.time()
             finally:
                 following.cancel()
             piece = await following

@@ -1,37 +1,43 @@
 """Events whose surroundings are encoded once are those that are encoded as a whole."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.entrypoints.http.generation.answer import AnswerReader, Reading
+from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
+from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
+from jaxpaged.entrypoints.http.generation.stages import Parsed
+from jaxpaged.entrypoints.http.openai.chat_parse import ParsedChat
 from jaxpaged.entrypoints.http.openai.chat_write import ChatStream
-from jaxpaged.entrypoints.http.openai.completion_write import CompletionStream, CompletionStyle
-from jaxpaged.entrypoints.http.openai.fields import UsageOptions
-from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest
-from jaxpaged.entrypoints.http.openai.usage import UsageCounter
+from jaxpaged.entrypoints.http.openai.completion_write import CompletionStream
+from jaxpaged.entrypoints.http.openai.fields import StreamOptions
+from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, CompletionRequest
+from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.messages import CompletionOutput, RequestOutput
+from jaxpaged.sampling_params import SamplingParams
 from tests.engine.small_tokenizer import make_tokenizer
 
-TOKENIZER = make_tokenizer()
-USAGE = UsageOptions(at_end=True, in_every_chunk=False)
-AWKWARD_ID = 'cmpl-"\\u0000"'
+SERVICE = SimpleNamespace(
+    options=ServerOptions.from_options({}),
+    engine=SimpleNamespace(input_processor=SimpleNamespace(tokenizer=make_tokenizer())),
+)
+GENERATION = GenerationRequest('cmpl-"\\u0000"', [TokenPrompt([1, 2])], SamplingParams(n=2))
+USAGE = {"stream_options": StreamOptions(include_usage=True)}
 
 
-def completion_stream(counter):
-    style = CompletionStyle(logprobs=False, echo=False, only_echo=False, as_token_ids=False)
-    return CompletionStream(AWKWARD_ID, "m\u00e9", style, TOKENIZER, USAGE, counter, n=2, with_ids=False)
+def completion_stream():
+    return CompletionStream(SERVICE, Parsed(CompletionRequest(prompt="a", n=2, **USAGE), "m\u00e9", GENERATION))
 
 
-def chat_stream(counter):
-    wanted = ChatCompletionRequest(messages=[])
-    return ChatStream(wanted, AWKWARD_ID, "m", "assistant", "", USAGE, counter, lambda: AnswerReader(Reading(), None))
+def chat_stream():
+    return ChatStream(SERVICE, ParsedChat(ChatCompletionRequest(messages=[], **USAGE), "m", GENERATION))
 
 
-def events(stream, outputs, is_chat):
+def events(stream, outputs):
     stream._chunks._new.keywords["created"] = 1
-    of = stream.of if is_chat else lambda output: stream.of(0, output)
-    return [event for output in outputs for event in of(output)]
+    return b"".join(stream.of(0, output) for output in outputs) + stream.end()
 
 
 @pytest.mark.parametrize("make", [completion_stream, chat_stream])
@@ -42,9 +48,7 @@ def test_the_short_way_writes_what_the_long_one_writes(make, pieces):
         RequestOutput("r", None, [1, 2], None, [CompletionOutput(index, text, ids, None, None, end)], end is not None)
         for (index, text, ids), end in zip(pieces, ends)
     ]
-    short, long = (make(UsageCounter(with_details=False)) for _ in range(2))
+    short, long = make(), make()
     assert short._only_text
     long._only_text = False
-    is_chat = make is chat_stream
-    assert events(short, outputs, is_chat) == events(long, outputs, is_chat)
-    assert short.last() == long.last()
+    assert events(short, outputs) == events(long, outputs)
