@@ -1,10 +1,11 @@
-"""Results of the engine as messages of `jaxpaged.proto`.
+"""Results of the engine as messages of `jaxpaged.proto`, in bytes.
 
 This module knows neither requests nor transport.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 
+from jaxpaged.entrypoints.grpc.wire_format import nested, packed, varint
 from jaxpaged.entrypoints.http.generation.answer import AnswerReader
 from jaxpaged.entrypoints.http.openai.usage import Usage, UsageCounter
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
@@ -23,18 +24,31 @@ class Responses:
         with_cached_tokens: bool,
     ):
         self._request_id = request_id
+        self._head = nested(1, request_id.encode())
         self._new_reader = new_reader
         self._readers: dict[int, AnswerReader] = {}
         self._with_prompt = with_prompt
         self._usage = UsageCounter(with_cached_tokens)
         self._begun = False
 
-    def write(self, output: RequestOutput, response: pb.GenerateResponse) -> bool:
-        """Write what a result says into an empty response; False when that is nothing that a client sees.
-
-        Fields are set one by one: messages that are made of values, or copied, take twice the time, for every token.
-        """
+    def of(self, output: RequestOutput) -> bytes:
+        """The response to a result: a `GenerateResponse`; empty when it says nothing that a client sees."""
         self._usage.add(0, output)
+        if self._is_plain(output):
+            sequences = b"".join([sequence_delta(each) for each in output.outputs])
+            return self._head + sequences if sequences else b""
+        response = pb.GenerateResponse()
+        return response.SerializeToString() if self._write(output, response) else b""
+
+    def _is_plain(self, output: RequestOutput) -> bool:
+        """Whether a result brings nothing but more tokens, all of whose text is content. This is the way of most."""
+        if output.finished or self._new_reader is not None or not self._begun or output.prompt_logprobs is not None:
+            return False
+        others = [each for each in output.outputs if each.finish_reason is not None or each.logprobs]
+        return not others
+
+    def _write(self, output: RequestOutput, response: pb.GenerateResponse) -> bool:
+        """Write what a result says into an empty response; False when that is nothing that a client sees."""
         for completion in output.outputs:
             self._add(response, completion)
         if not self._begun and self._with_prompt:
@@ -81,6 +95,19 @@ class Responses:
                 sequence.stop_text = stop_reason
             elif stop_reason is not None:
                 sequence.stop_token_id = stop_reason
+
+
+def sequence_delta(completion: CompletionOutput) -> bytes:
+    """More text and tokens as a field `sequences`; empty where there are none."""
+    text, token_ids = completion.text, completion.token_ids
+    if not (text or token_ids):
+        return b""
+    delta = b"\x08" + varint(completion.index) if completion.index else b""
+    if text:
+        delta += nested(2, text.encode())
+    if token_ids:
+        delta += packed(3, token_ids)
+    return nested(2, delta)
 
 
 def candidates(of_position: dict[int, Logprob] | None) -> pb.TokenLogprobs:

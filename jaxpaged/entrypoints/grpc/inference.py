@@ -10,7 +10,14 @@ from jaxpaged.entrypoints.grpc.answers import Responses, usage_message, vectors
 from jaxpaged.entrypoints.grpc.multiplexer import Multiplexer
 from jaxpaged.entrypoints.http.body import off_loop
 from jaxpaged.entrypoints.http.errors import client_names
-from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Numbered, Output, collect, stream
+from jaxpaged.entrypoints.http.generation.generate import (
+    GenerationRequest,
+    Numbered,
+    NumberedTaker,
+    Output,
+    collect,
+    stream,
+)
 from jaxpaged.entrypoints.http.generation.stages import Parsed, Stages, parse
 from jaxpaged.entrypoints.http.health import Health
 from jaxpaged.entrypoints.http.openai.routes import CHATS, COMPLETIONS
@@ -34,17 +41,16 @@ class Inference:
 
     # ---- generating
 
-    async def Generate(self, request: pb.GenerateRequest, caller: str) -> AsyncGenerator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, caller: str) -> AsyncGenerator[bytes]:
         generation, responses = await self.prepared(request, caller)
         async with aclosing(self.results(generation)) as results:
             async for _, output in results:
-                response = pb.GenerateResponse()
-                if responses.write(output, response):
+                if response := responses.of(output):
                     yield response
 
     async def GenerateStream(
         self, given: AsyncIterator[pb.GenerateStreamRequest], caller: str
-    ) -> AsyncGenerator[pb.GenerateStreamResponse]:
+    ) -> AsyncGenerator[bytes]:
         async with aclosing(Multiplexer(self, caller).responses(given)) as messages:
             async for message in messages:
                 yield message
@@ -56,7 +62,7 @@ class Inference:
         parsed = await self._parsed(CHATS if is_chat else COMPLETIONS, wanted, caller)
         return parsed.generation, Responses(
             own_id(parsed.generation.request_id),
-            parsed.new_reader if is_chat else None,
+            None if parsed.reading.is_plain else parsed.new_reader,
             with_prompt=request.return_prompt_token_ids,
             with_cached_tokens=self._service.options.enable_prompt_tokens_details,
         )
@@ -67,9 +73,9 @@ class Inference:
         request_id = f"{PREFIX}-{own_or_new(wanted.request_id)}"
         return await parse(self._service, stages, wanted, request_id, model, caller)
 
-    def results(self, generation: GenerationRequest) -> AsyncGenerator[Numbered]:
-        """Results as they come. Closing the generator ends the request."""
-        return stream(self._service.engine, self._service.traffic, generation)
+    def results(self, generation: GenerationRequest, take: NumberedTaker | None = None) -> AsyncGenerator[Numbered]:
+        """Results as they come, but those that `take` takes. Closing the generator ends the request."""
+        return stream(self._service.engine, self._service.traffic, generation, take)
 
     async def abort(self, generation: GenerationRequest) -> None:
         """End a request; what reads its results gets the last one."""

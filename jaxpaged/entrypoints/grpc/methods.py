@@ -97,8 +97,8 @@ def handlers(
 def handler(
     method: MethodDescriptor, function: Callable[..., Any], access: Access, counts: CallCounts, traced: bool
 ) -> grpc.RpcMethodHandler:
-    """`function(request, caller)` gives a message or, for a method that streams, an asynchronous generator of them; a
-    method whose requests are a stream gets their iterator.
+    """`function(request, caller)` gives a message or, for a method that streams, an asynchronous generator of messages
+    in bytes; a method whose requests are a stream gets their iterator.
 
     To grpcio the requests of every method are a stream: so who may not call is told before anything is read, and what
     does not come, or is not taken, holds the call only for so long.
@@ -129,10 +129,10 @@ def handler(
                     await context.write(response)
                     writing.number += 1
 
-    serializer = GetMessageClass(method.output_type).SerializeToString
     if kind == "unary":
+        serializer = GetMessageClass(method.output_type).SerializeToString
         return grpc.stream_unary_rpc_method_handler(unary, response_serializer=serializer)
-    return grpc.stream_stream_rpc_method_handler(stream, response_serializer=serializer)
+    return grpc.stream_stream_rpc_method_handler(stream)
 
 
 async def first_of(given: AsyncIterator[bytes]) -> bytes:

@@ -1,21 +1,22 @@
 """Many requests on one stream of messages: `GenerateStream`.
 
-Every request is a task. What they have to say is gathered in one message until the one before is written, so a step of
-the engine costs one message, however many requests it serves: writing takes longer than making a dozen events. In the
-gathered message a request has one response at most; its task waits before the next. The engine goes on, and joins what
-is new of each sequence into one result meanwhile. So a slow client costs memory for its texts alone, and holds up
-nobody else.
+Every request is a task, which sleeps through most of its results: they are written where they arise. What there is to
+say is gathered in one message until the one before is written, so a step of the engine costs one message, however many
+requests it serves: writing takes longer than making a dozen events. In the gathered message a request has one response
+at most; its task waits before the next. The engine goes on, and joins what is new of each sequence into one result
+meanwhile. So a slow client costs memory for its texts alone, and holds up nobody else.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
 from jaxpaged.entrypoints.grpc.answers import Responses
 from jaxpaged.entrypoints.grpc.errors import told
+from jaxpaged.entrypoints.grpc.wire_format import nested
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Numbered
+from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Numbered, NumberedTaker
 from jaxpaged.messages import RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
 
@@ -32,7 +33,7 @@ class Generator(Protocol):
 
     async def prepared(self, request: pb.GenerateRequest, caller: str) -> tuple[GenerationRequest, Responses]: ...
 
-    def results(self, generation: GenerationRequest) -> AsyncGenerator[Numbered]: ...
+    def results(self, generation: GenerationRequest, take: NumberedTaker) -> AsyncGenerator[Numbered]: ...
 
     async def abort(self, generation: GenerationRequest) -> None: ...
 
@@ -46,10 +47,10 @@ class Call:
 
 
 class Gathered:
-    """What was said since the last message."""
+    """What was said since the last message: events, as the fields of a message in bytes."""
 
     def __init__(self) -> None:
-        self.message = pb.GenerateStreamResponse()
+        self.events: list[bytes] = []
         self.taken = asyncio.Event()
 
 
@@ -68,10 +69,9 @@ class Multiplexer:
         self._ended = False  # nothing more will be said
         self._error: Exception | None = None  # for which the whole stream ends
 
-    async def responses(
-        self, given: AsyncIterator[pb.GenerateStreamRequest]
-    ) -> AsyncGenerator[pb.GenerateStreamResponse]:
-        """What all requests say, until the client has closed its side and all are done. Raises what reading raises."""
+    async def responses(self, given: AsyncIterator[pb.GenerateStreamRequest]) -> AsyncGenerator[bytes]:
+        """What all requests say, until the client has closed its side and all are done: messages of the type
+        `GenerateStreamResponse`, in bytes. Raises what reading raises."""
         reading = asyncio.ensure_future(self._read(given))
         self._look(0)
         try:
@@ -80,7 +80,7 @@ class Multiplexer:
                 self._news.clear()
                 gathered, self._gathered = self._gathered, Gathered()
                 gathered.taken.set()
-                for message in in_parts(gathered.message):
+                for message in in_parts(gathered.events):
                     yield message
             if self._error is not None:
                 raise self._error
@@ -162,48 +162,52 @@ class Multiplexer:
 
     async def _say_results(self, request_id: str, generation: GenerationRequest, responses: Responses) -> None:
         said = None  # where the last response was written
-        async with aclosing(self._generator.results(generation)) as results:
-            async for _, output in results:
-                while said is self._gathered:
-                    await said.taken.wait()
-                said = self._say(request_id, output, responses) or said
+        head = nested(1, request_id.encode())
 
-    def _say(self, request_id: str, output: RequestOutput, responses: Responses) -> Gathered | None:
-        """Where a result was written; None when it says nothing."""
-        events = self._gathered.message.events
-        event = events.add()
-        if not responses.write(output, event.response):
-            del events[-1]
+        def take(number: int, output: RequestOutput) -> bool:
+            nonlocal said
+            if said is self._gathered:
+                return False
+            said = self._say(head, responses.of(output)) or said
+            return True
+
+        async with aclosing(self._generator.results(generation, take)) as results:
+            async for number, output in results:
+                while not take(number, output):
+                    await self._gathered.taken.wait()
+
+    def _say(self, head: bytes, response: bytes) -> Gathered | None:
+        """Where a response was written, as an event that begins with `head`; None when it is empty."""
+        if not response:
             return None
-        event.request_id = request_id
+        self._gathered.events.append(nested(1, head + nested(2, response)))
         self._news.set()
         return self._gathered
 
     def _say_aborted(self, request_id: str, n: int) -> None:
         """That a request was aborted before it began."""
-        response = self._gathered.message.events.add(request_id=request_id).response
-        response.request_id = request_id
-        response.sequences.extend(pb.SequenceDelta(index=i, finish_reason="abort") for i in range(n))
-        self._news.set()
+        ends = [pb.SequenceDelta(index=i, finish_reason="abort") for i in range(n)]
+        response = pb.GenerateResponse(request_id=request_id, sequences=ends)
+        self._say(nested(1, request_id.encode()), response.SerializeToString())
 
     async def _say_last(self, request_id: str, **event: pb.Done | pb.Error) -> None:
         """How a request ended. Returns when that was taken."""
         gathered = self._gathered
-        gathered.message.events.add(request_id=request_id, **event)
+        last = pb.GenerateStreamEvent(request_id=request_id, **event)
+        gathered.events.append(nested(1, last.SerializeToString()))
         self._news.set()
         await gathered.taken.wait()
 
 
-def in_parts(message: pb.GenerateStreamResponse) -> list[pb.GenerateStreamResponse]:
+def in_parts(events: Sequence[bytes]) -> Iterator[bytes]:
     """The events in as many messages as it takes for none to be very long; no message without events."""
-    if message.ByteSize() <= MAX_MESSAGE_BYTES:
-        return [message] if message.events else []
-    parts, size = [pb.GenerateStreamResponse()], 0
-    for event in message.events:
-        num_bytes = event.ByteSize()
-        if size and size + num_bytes > MAX_MESSAGE_BYTES:
-            parts.append(pb.GenerateStreamResponse())
-            size = 0
-        parts[-1].events.append(event)
-        size += num_bytes
-    return parts
+    part: list[bytes] = []
+    size = 0
+    for event in events:
+        if part and size + len(event) > MAX_MESSAGE_BYTES:
+            yield b"".join(part)
+            part, size = [], 0
+        part.append(event)
+        size += len(event)
+    if part:
+        yield b"".join(part)

@@ -165,15 +165,14 @@ class Endless:
     async def prepared(self, request, caller):
         return None, self
 
-    async def results(self, generation):
+    async def results(self, generation, take):
         while True:
             self.num_made += 1
             yield 0, None
             await asyncio.sleep(0)
 
-    def write(self, output, response):
-        response.sequences.add(text="x" * (self._length or 1))
-        return True
+    def of(self, output):
+        return pb.GenerateResponse(sequences=[pb.SequenceDelta(text="x" * (self._length or 1))]).SerializeToString()
 
     async def abort(self, generation):
         raise AssertionError
@@ -190,7 +189,7 @@ async def messages_of(engine, names, num_messages):
     messages = []
     async with contextlib.aclosing(multiplexer.Multiplexer(engine, "me").responses(given())) as responses:
         for _ in range(num_messages):
-            messages.append(await anext(responses))
+            messages.append(pb.GenerateStreamResponse.FromString(await anext(responses)))
             for _ in range(100):
                 await asyncio.sleep(0)
     return messages
@@ -232,7 +231,7 @@ def test_requests_that_end_while_nobody_reads_are_bounded(monkeypatch):
             for _ in range(1000):
                 await asyncio.sleep(0)
             assert len(refused) < 20
-            events = [event async for message in responses for event in message.events]
-            return len(events)
+            messages = [pb.GenerateStreamResponse.FromString(message) async for message in responses]
+            return sum(len(message.events) for message in messages)
 
     assert asyncio.run(run()) > 80
