@@ -167,12 +167,16 @@ def run_loop(running: Any) -> Any:
     """What a coroutine returns, run on uvloop where it is installed: it streams 1.2 times as many events a second.
 
     Threads that compute in Python, such as those that encode large answers, let others go on after `TURN_SECONDS`: the
-    loop waits for its turn after every look at its sockets, and perhaps for the turns of all of them.
+    loop waits for its turn after every look at its sockets, and perhaps for the turns of all of them. What was loaded
+    until now stays for good, and the garbage collector need not look at it again and again.
     """
     import asyncio
+    import gc
     from concurrent.futures import ThreadPoolExecutor
     from importlib.util import find_spec
 
+    gc.collect()
+    gc.freeze()
     factory, turn = None, sys.getswitchinterval()
     if find_spec("uvloop") is not None:
         import uvloop
