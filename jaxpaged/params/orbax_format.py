@@ -6,12 +6,14 @@ and generation settings, so that it is a `--model` by itself. Knows letters and 
 """
 
 import json
+import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -23,6 +25,9 @@ from jaxpaged.params.spec import Spec
 
 ARRAYS = "orbax"
 """The folder inside the checkpoint's folder that orbax owns."""
+
+BYTES_AT_ONCE = 2**30
+"""That are read between two words of progress: orbax says nothing before all that it was asked for is there."""
 
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 """What is copied along: configuration, tokenizer, chat template."""
@@ -89,16 +94,31 @@ def load_orbax(
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             path = (folder / ARRAYS).absolute()
             check_arrays(checkpointer.metadata(path).item_metadata, stored, path)
-            found = checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=wanted))
+            found: dict[str, Any] = {}
+            sizes_in_bytes = {name: math.prod(stored[name]) * jnp.dtype(dtype).itemsize for name in names}
+            for few in read_at_once(sizes_in_bytes):
+                some = {name: wanted[name] for name in few}
+                found |= checkpointer.restore(path, args=ocp.args.PyTreeRestore(some, some, partial_restore=True))
+                progress(sum(sizes_in_bytes[name] for name in found), sum(sizes_in_bytes.values()))
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder / ARRAYS} cannot be read: {error}. Run `jaxpaged convert` again.") from error
     arrays = [
         found[name] if isinstance(found[name], jax.Array) else place_part(spec, found[name], sizes, mesh, dtype)
         for name, spec in zip(names, jax.tree.leaves(specs), strict=True)
     ]
-    total = sum(array.nbytes for array in arrays)
-    progress(total, total)
     return jax.tree.unflatten(jax.tree.structure(specs), arrays)
+
+
+def read_at_once(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """The names of arrays in their order, as many at a time as have `BYTES_AT_ONCE`, or one that has more."""
+    few, num_bytes = list[str](), 0
+    for name, size in sizes.items():
+        if few and num_bytes + size > BYTES_AT_ONCE:
+            yield few
+            few, num_bytes = [], 0
+        few.append(name)
+        num_bytes += size
+    yield few
 
 
 def names_of(specs: Any) -> list[str]:

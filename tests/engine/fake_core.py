@@ -2,7 +2,7 @@
 
 `extra_args={"fake": ...}` of a request says what its first step does: "die" (signal 9), "hang", "raise" (the step
 fails), "break" (and the device does not recover), "slow" (20 ms in this and every later step until one fails), or
-"stuck" (sleep never ends).
+"stuck" (sleep never ends), "slow to wake" (which takes 2.4 s, and tells of it) or "never awake" (and tells nothing).
 """
 
 import contextlib
@@ -62,6 +62,8 @@ class CountingExecutor:
         self.slow = False
         self.broken = False
         self.stuck = False
+        self.waking: str | None = None
+        self.progress: Progress = lambda *told: None
         self.asleep: set[str] = set()
         self.profiling = False
 
@@ -92,6 +94,8 @@ class CountingExecutor:
             self.slow = True
         elif order == "stuck":
             self.stuck = True
+        elif order in ("slow to wake", "never awake"):
+            self.waking = order
 
     def max_decode_steps(self) -> int:
         return 1
@@ -113,6 +117,9 @@ class CountingExecutor:
         self.asleep = {"weights", "kv_cache"}
 
     def wake_up(self, part: str) -> None:
+        for done in range(8 if part == "weights" and self.waking else 0):
+            time.sleep(0.3 if self.waking == "slow to wake" else 3600)
+            self.progress("weights", done, 8)
         self.asleep.remove(part)
 
     def start_profile(self, folder: str | None) -> None:
@@ -148,7 +155,9 @@ def build(config: EngineConfig, announce: Callable[[CoreFacts], None], progress:
     announce(facts)
     progress("weights", 1, 2)
     progress("weights", 2, 2)
-    return make_core(config)
+    core = make_core(config)
+    core.executor.progress = progress
+    return core
 
 
 def build_nothing(config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress) -> EngineCore:

@@ -531,6 +531,25 @@ def test_a_device_that_never_falls_asleep_counts_as_hung(monkeypatch):
         asyncio.run(main(llm))
 
 
+@pytest.mark.slow
+def test_weights_may_be_read_for_long_as_long_as_there_is_progress(monkeypatch):
+    async def main(llm):
+        pid = (await llm.executor_stats())["pid"]
+        await tokens_of(llm, fake="slow to wake")
+        await llm.sleep(2)
+        await llm.wake_up()
+        assert (await llm.executor_stats())["pid"] == pid
+        await tokens_of(llm, fake="never awake")
+        await llm.sleep(2)
+        with pytest.raises(EngineError, match="went away before it answered"):
+            await llm.wake_up()
+        assert await tokens_of(llm) == answer(len(PROMPT), 5)
+
+    monkeypatch.setattr(heartbeat, "CALL_PATIENCE", 1.2)
+    with llm_with_process(step_timeout=0.5) as llm:
+        asyncio.run(main(llm))
+
+
 def test_a_core_that_dies_too_often_stays_dead():
     async def main(llm):
         with pytest.raises(EngineRestartError):

@@ -12,6 +12,7 @@ from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import CheckpointError, UsageError
 from jaxpaged.models.config import dtype_of, load_hf_config
 from jaxpaged.models.registry import model_for
+from jaxpaged.params import orbax_format
 from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.orbax_format import ARRAYS, save_orbax
 from tests.models.checkpoints import write_checkpoint
@@ -42,6 +43,17 @@ def test_a_converted_checkpoint_loads_like_its_source(folders, num_shards):
     expected, found = load(source, num_shards)[2], load(converted, num_shards)[2]
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, expected)
+
+
+def test_a_checkpoint_is_read_in_parts_and_each_is_told(folders, monkeypatch):
+    source, converted = folders
+    specs, config, expected = load(source)
+    told = []
+    monkeypatch.setattr(orbax_format, "BYTES_AT_ONCE", max(array.nbytes for array in jax.tree.leaves(expected)))
+    found = load_params(specs, config, converted, make_mesh(1), jnp.float32, lambda *counts: told.append(counts))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    num_bytes = sum(array.nbytes for array in jax.tree.leaves(expected))
+    assert len(told) > 2 and told == sorted(set(told)) and told[-1] == (num_bytes, num_bytes)
 
 
 def test_weights_are_cast_at_load(folders):

@@ -245,11 +245,9 @@ class CoreServer:
 
     def _answer(self, client: Client, call_id: int, call: CoreCall[Any]) -> None:
         """Ask the core, and tell the front end what it says. It may take longer than a step, and to read weights from
-        files again may take any time."""
-        reads_files = isinstance(call, WakeUp) and self._core.sleep_level == max(LEVELS)
+        files again longer still: every array that is loaded is a sign of life, so only a read that hangs counts so."""
         self._heartbeat.beat(CALL)
-        with self._heartbeat.ticking() if reads_files else contextlib.nullcontext():
-            value, error = self._asked(call)
+        value, error = self._asked(call)
         self._heartbeat.tick()  # who hears the answer may count on it that the patience for calls is over
         if isinstance(call, Sleep | WakeUp):
             if self._core.has_work():

@@ -20,7 +20,8 @@ TICK_SECONDS = 0.25
 LEAST_PATIENCE = 5.0
 """Seconds of silence that are never too long for a process that only ticks: the machine may be busy."""
 CALL_PATIENCE = 60.0
-"""Seconds of silence that are never too long for a call: falling asleep takes all weights from the devices."""
+"""Seconds of silence that are never too long for a call: falling asleep takes all weights from the devices. To read
+them again takes longer, but every array that was read is told."""
 
 
 class Heartbeat:
