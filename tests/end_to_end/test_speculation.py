@@ -11,8 +11,10 @@ import pytest
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.build import resolve_model
 from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import EngineCoreRequest
+from jaxpaged.params.hub import EMBEDDED_FOLDER
 from jaxpaged.sampling_params import SamplingParams
 from tests.core.simulation import ForcedLengths, any_length
 from tests.end_to_end.test_decode_runs import VOCAB, answers_of, joined, serve
@@ -246,3 +248,22 @@ def test_a_model_that_drafts_for_itself_is_always_right(own_drafts, engine, asyn
     assert stats.num_preemptions, "the test preempts nobody"
     assert lengths.num_drafts > 100 and lengths.num_accepted == lengths.num_drafts
     assert own_drafts[1].worker.stats()["recompiles"] == 0
+
+
+@pytest.mark.exhaustive
+def test_the_model_that_drafts_for_the_embedded_one_mostly_knows_what_that_says():
+    engine = _, executor = started("demo", method="draft_model")
+    prompt = load_tokenizer(EMBEDDED_FOLDER).encode("Once upon a time")
+    asked = [{"temperature": 0.0}, {"temperature": 1.0}]
+    requests = [
+        EngineCoreRequest(f"r{i}", prompt, SamplingParams(seed=i, max_tokens=40, **params), 0.0)
+        for i, params in enumerate(asked)
+    ]
+    try:
+        expected = {name: joined(answer) for name, answer in answers_of(core_of(engine), requests).items()}
+        lengths = ForcedLengths(lambda: MOST)
+        got = answers_of(core_of(engine, lengths), requests)
+        assert {name: joined(answer) for name, answer in got.items()} == expected
+        assert lengths.num_accepted > lengths.num_drafts / 2 > 20
+    finally:
+        executor.shutdown()
