@@ -39,7 +39,7 @@ def draw_requests(result: Mapping[str, Any]) -> "Figure":
         canvas.plain_axes(axes)
     figure.legend(*lines.get_legend_handles_labels(), loc="outside upper right", ncols=4, frameon=False, fontsize=9)
     title = f"{result['model_id']}, {result['backend']}: {result['num_prompts']} requests"
-    figure.suptitle(title, fontsize=13, color=canvas.INK)
+    figure.suptitle(title, x=0.02, ha="left", fontsize=13, color=canvas.INK)
     return figure
 
 
