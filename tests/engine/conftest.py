@@ -2,4 +2,4 @@
 
 from jaxpaged.engine.observability.trace_export import is_installed
 
-collect_ignore = [] if is_installed("opentelemetry.sdk") else ["test_tracing.py"]
+collect_ignore = [] if is_installed("opentelemetry.sdk") else ["observability/test_tracing.py"]

@@ -15,7 +15,7 @@ from jaxpaged.engine.observability.trace_export import is_installed
 
 NEEDED = ("starlette", "uvicorn", "httptools", "openai", "anthropic", "prometheus_client")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-FOLDERS = ("", "openai/", "anthropic/", "responses/", "pooling/")
+FOLDERS = ("", "openai/", "anthropic/", "responses/", "pooling/", "transport/", "generation/", "page/")
 collect_ignore_glob = [f"{folder}test_*.py" for folder in FOLDERS] if MISSING else []
 collect_ignore = [] if is_installed("opentelemetry.sdk") else ["test_traces.py"]
 

@@ -17,7 +17,7 @@ from jaxpaged.structured_outputs import StructuredOutputsParams
 
 pytest.importorskip("llguidance")
 
-TOKENIZER = next(Path(__file__).parents[2].glob("jaxpaged/assets/**/tokenizer.json"))
+TOKENIZER = next(Path(__file__).parents[3].glob("jaxpaged/assets/**/tokenizer.json"))
 VOCAB, EOS = 2051, 1  # a few ids more than the tokenizer has, as models do
 SCHEMA = {
     "type": "object",

@@ -69,7 +69,10 @@ def test_setting_up_again_replaces_what_was_set_up(level, capsys):
 def test_the_core_process_logs_like_the_one_that_starts_it(capfd):
     set_up_logging("debug", "json")
     supervisor = CoreSupervisor(
-        EngineConfig(), step_timeout=60.0, max_restarts=0, factory="tests.engine.test_log_setup:build_and_say"
+        EngineConfig(),
+        step_timeout=60.0,
+        max_restarts=0,
+        factory="tests.engine.observability.test_log_setup:build_and_say",
     )
     supervisor.start()
     supervisor.wait_until_serving()

@@ -7,7 +7,7 @@ from jaxpaged.sampling.rows import NUM_COLUMNS
 from jaxpaged.worker.request_rows import NUM_STOP_IDS, RequestRows
 from jaxpaged.worker.step.input_batch import StepReader, pack_step, run_lines
 from jaxpaged.worker.step.packed import step_layout
-from tests.worker.test_input_batch import new_request
+from tests.worker.step.test_input_batch import new_request
 
 LAYOUT = step_layout(8, 4, [8])
 

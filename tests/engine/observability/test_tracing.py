@@ -32,7 +32,7 @@ from tests.engine.fake_core import llm_in_thread
 from tests.engine.fake_engine import make_engine, run_to_end
 from tests.engine.fake_pooling import make_pooling_engine
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SERVER, ERROR = 2, 2  # of the protocol
 ASKED = SamplingParams(max_tokens=6, temperature=0.5, top_p=0.9, seed=1, ignore_eos=True)
 
