@@ -54,6 +54,7 @@ class AttentionMetadata:
     after `num_seqs` equal the number of tokens. seq_lens_R: [R], context length with this step's tokens, 0 for
     rows not in use. block_tables_RM: [R, M]; ids beyond the context or before the window may be anything.
     plan: what the backend computes from these once a step, for all layers that share the block tables.
+    decodes_only: no row has more than one token, so programs need nothing for those that have.
     """
 
     num_seqs: jax.Array
@@ -61,6 +62,7 @@ class AttentionMetadata:
     seq_lens_R: jax.Array
     block_tables_RM: jax.Array
     plan: Any
+    decodes_only: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def backends(platform: str) -> dict[str, str | None]:
@@ -167,10 +169,11 @@ def make_metadata(
     block_size: int,
     window: int | None,
     backend: str,
+    decodes_only: bool = False,
 ) -> AttentionMetadata:
     """Metadata of one step for the layers that share `block_tables_RM` and `window`; can be traced.
 
-    `num_tokens` is T, the padded number of tokens of the step. See `AttentionMetadata` for the arrays.
+    `num_tokens` is T, the padded number of tokens of the step. See `AttentionMetadata` for the others.
     """
     assert query_start_loc_R1.shape == (seq_lens_R.shape[0] + 1,), (query_start_loc_R1.shape, seq_lens_R.shape)
     assert block_tables_RM.shape[0] == seq_lens_R.shape[0], (block_tables_RM.shape, seq_lens_R.shape)
@@ -179,7 +182,7 @@ def make_metadata(
     plan = _module(backend).make_plan(
         query_start_loc_R1, seq_lens_R, block_tables_RM, num_tokens=num_tokens, block_size=block_size, window=window
     )
-    return AttentionMetadata(num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM, plan)
+    return AttentionMetadata(num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM, plan, decodes_only)
 
 
 def ragged_paged_attention(

@@ -170,7 +170,8 @@ def attention(
     sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, N // K)
     problem = Problem(q_TKGH, k_BKSH, v_BKSH, sinks_KG, metadata, scale, window, soft_cap, numerics or PLAIN)
     out_TKGH = jnp.zeros_like(q_TKGH)
-    out_TKGH = _attend_query_tiles(problem, out_TKGH)
+    if not metadata.decodes_only:
+        out_TKGH = _attend_query_tiles(problem, out_TKGH)
     out_TKGH = _attend_items(problem, out_TKGH)
     return out_TKGH.reshape(T, N, H), (k_BKSH, v_BKSH), ()
 

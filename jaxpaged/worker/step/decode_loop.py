@@ -8,6 +8,9 @@ A row that samples one of its stop ids, or whose logits are not numbers, compute
 last row. The host decides what ends a request: rows stop here only so that less is computed in vain, and a stop id
 that did not fit into the row costs time, not correctness.
 
+No row has more than one token in a step, so attention has nothing in it for prompts. Two layers of a 1B Llama and all
+that is around them, 32 rows on a v6e: 0.64 million estimated cycles with that, and 0.58 without; 29 kernels and 21.
+
 The steps are those of `StepFunctions`, and so are their tokens. This module knows nothing of why a run is as long as
 it is.
 """
@@ -89,7 +92,9 @@ def decode_step(
     """One token of every row that has not ended: those rows' tokens lie one after the other, as in a single step."""
     active_R = run.step < run.limit_R
     step_parts = parts_of_step(layout, parts, active_R)
-    hidden_TD, kv, rows = functions.hidden_states(layout.step, params, run.kv, tables_GRM, run.rows, step_parts)
+    hidden_TD, kv, rows = functions.hidden_states(
+        layout.step, params, run.kv, tables_GRM, run.rows, step_parts, decodes_only=True
+    )
     num_rows, num_lines = layout.step.num_rows, layout.num_lines
     hidden_SD = jnp.pad(hidden_TD[step_parts.sample_idxs_R], ((0, num_lines - num_rows), (0, 0)))
     active_S = jnp.pad(active_R, (0, num_lines - num_rows))

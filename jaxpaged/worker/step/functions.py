@@ -120,24 +120,30 @@ class StepFunctions:
         return kv, tables_GRM, rows, jax.lax.dynamic_update_slice(hidden_LD, hidden_TD, (0, 0)), hidden_SD
 
     def hidden_states(
-        self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, parts: StepParts
-    ) -> tuple[Any, Any, RowTokens]:
-        """The model on the tokens of a step -> (hidden_TD, kv, rows with these tokens computed)."""
+        self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, parts: StepParts,
+        decodes_only: bool = False,
+    ) -> tuple[Any, Any, RowTokens]:  # fmt: skip
+        """The model on the tokens of a step -> (hidden_TD, kv, rows with these tokens computed).
+
+        `decodes_only`: no request has more than one of them.
+        """
         parts, rows = place_rows(parts, rows)
         tokens_T, positions_T = locate_tokens(layout, parts, rows)
-        attention = self.attention_batches(layout, parts, tables_GRM)
+        attention = self.attention_batches(layout, parts, tables_GRM, decodes_only)
         batch = Batch(tokens_T, positions_T, attention, self.kv_cache.layer_caches()[self.first_layer :])
         hidden_TD, kv = self.model.forward(params, self.config, batch, kv)
         return hidden_TD, kv, rows
 
-    def attention_batches(self, layout: StepLayout, parts: StepParts, tables_GRM: Any) -> tuple[AttentionBatch, ...]:
+    def attention_batches(
+        self, layout: StepLayout, parts: StepParts, tables_GRM: Any, decodes_only: bool
+    ) -> tuple[AttentionBatch, ...]:
         """What attention needs to know of this step, once per KV group."""
 
         def of_group(g: int, spec: AttentionSpec) -> AttentionBatch:
             metadata = make_metadata(
                 parts.num_seqs[0], parts.query_start_loc_R1, parts.seq_lens_R, tables_GRM[g, parts.rows_R],
                 num_tokens=layout.num_tokens, block_size=spec.block_size, window=spec.window,
-                backend=self.attention.backend,
+                backend=self.attention.backend, decodes_only=decodes_only,
             )  # fmt: skip
             return AttentionBatch(metadata, self.attention, spec.window)
 

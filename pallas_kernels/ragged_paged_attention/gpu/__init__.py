@@ -181,7 +181,7 @@ class GpuBackend:
         R, T = len(num_queries_R), num_tokens
         few = self.choose("decode", group_size, head_dim, dtype, kind)
         most = few.queries(group_size)
-        if T <= ALL_DECODE_TOKENS:
+        if T <= ALL_DECODE_TOKENS or metadata.decodes_only:
             return [WorkClass(few, num_queries_R > 0, min(T, T // most + R))]
         many = self.choose("prefill", group_size, head_dim, dtype, kind)
         num_others = min(R, T // (most + 1))  # a row that is no decode has more than `most` tokens

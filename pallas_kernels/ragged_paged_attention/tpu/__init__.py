@@ -7,7 +7,8 @@ them are computed (`fetch.py`). The block table need not fit any other memory.
 Grid: (groups of kv heads, blocks of requests) for rows with one new token (`decode.py`), (groups of kv heads, tiles of
 neighbouring tokens) for the others (`prefill.py`). Within a grid block, steps go over the pieces of its requests'
 contexts (`plan.py`): several at a time, of whatever requests, for decodes, one chunk for prompts. So a step costs the
-same whoever it belongs to, and one long context among short ones costs what it holds.
+same whoever it belongs to, and one long context among short ones costs what it holds. A program for decodes only has
+neither the prompts' kernel nor what orders tokens for it.
 
 Skipping: blocks behind the last query or before its window are neither fetched nor looked up, pieces of context
 without such blocks are not worked on, chunks that all queries of a tile see whole are not masked.
@@ -123,8 +124,14 @@ class TpuBackend:
         sinks_KG = None if sinks_N is None else LOG2_E * sinks_N.astype(jnp.float32).reshape(K, N // K)
         layer = _Layer(problem, plan, ScoreRule(scale, soft_cap), window, sinks_KG, kv_BKSW, scales, settings)
         q_TKGD = pad_lanes(q_TNH, problem.lanes.operand).reshape(T, K, N // K, problem.lanes.operand)
-        decoded_TKGD = layer.decode(q_TKGD).at[plan.decode_segment_T].get(mode="clip")
-        out_TKGD = jnp.where(plan.decode_segment_T[:, None, None, None] >= 0, decoded_TKGD, layer.prefill(q_TKGD))
+        is_decode_T = (plan.decode_segment_T >= 0)[:, None, None, None]
+        if metadata.decodes_only:  # segment i is token i
+            decoded_ZKGD = layer.decode(_resized(q_TKGD, len(plan.decode_token_Z)))
+            out_TKGD = jnp.where(is_decode_T, _resized(decoded_ZKGD, T), 0)
+        else:
+            decoded_TKGD = layer.decode(q_TKGD.at[plan.decode_token_Z].get(mode="clip"))
+            decoded_TKGD = decoded_TKGD.at[plan.decode_segment_T].get(mode="clip")
+            out_TKGD = jnp.where(is_decode_T, decoded_TKGD, layer.prefill(q_TKGD))
         return out_TKGD[..., problem.lanes.outputs].reshape(T, N, H), (kv_BKSW,), scales
 
     def _new_slots(
@@ -155,13 +162,12 @@ class _Layer:
     scales: tuple[jax.Array, ...]
     settings: dict[str, Any]
 
-    def decode(self, q_TKGD: jax.Array) -> jax.Array:
+    def decode(self, q_ZKGD: jax.Array) -> jax.Array:
         """out_ZKGD of the rows that decode."""
         problem, plan = self.problem, self.plan
         rows = work.rows_per_block(len(plan.decode_token_Z))
         heads = tiles.decode_heads(problem, rows)
         fetch = self._fetch(tiles.decode_items(problem, heads), heads, work.DECODE_ITEM_SLOTS)
-        q_ZKGD = q_TKGD.at[plan.decode_token_Z].get(mode="clip")
         q_ZKXD = _pad_axis(q_ZKGD, 2, problem.decode_rows)
         operands = self._operands(plan.decode, q_ZKXD, problem.decode_rows)
         shape = DecodeShape(fetch, problem.lanes, self.rule, rows)
@@ -205,6 +211,11 @@ class _Layer:
 def _over_lanes(x: jax.Array) -> jax.Array:
     """[..., lanes], all lanes alike."""
     return jnp.broadcast_to(x[..., None], (*x.shape, NUM_LANES))
+
+
+def _resized(x: jax.Array, size: int) -> jax.Array:
+    """The first lines, and zeros behind them where there are fewer than `size`."""
+    return _pad_axis(x[:size], 0, size)
 
 
 def _pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:

@@ -33,7 +33,7 @@ def attend_step(
     def attend(q_TNH, k_TKH, v_TKH, kv, sinks_N, num_seqs, *where):
         metadata = rpa.make_metadata(
             num_seqs, *where, num_tokens=q_TNH.shape[0], block_size=case.block_size, window=settings["window"],
-            backend=backend,
+            backend=backend, decodes_only=all(new <= 1 for _, new in case.rows),
         )  # fmt: skip
         return rpa.ragged_paged_attention(
             q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N=sinks_N, backend=backend, **settings
