@@ -9,7 +9,8 @@
 Every stream is a connection that asks `--requests` times, one after the other, for `--tokens` tokens of a prompt of its
 own; "gRPC stream" asks for all of them by one call of `GenerateStream`. The client is this process, the server another
 one. "tokens/CPU-s" are tokens per second of CPU time of the server's process, so other programs on the machine, and
-this client, do not count in it.
+this client, do not count in it. "client CPU" is how much of one core the client took: near 100 % it is the client that
+sets the pace, and on a machine with few cores it takes from the server what it takes.
 
 With `--free` scheduler, detokeniser, HTTP and events are the real ones, in one thread; the executor returns the same
 token for ever. Without it `jaxpaged serve` is started, and for each number of streams the same prompts go through an
@@ -19,7 +20,6 @@ with `--device-ms` everything is real but the model, which counts, while the pro
 """
 
 import argparse
-import asyncio
 import contextlib
 import itertools
 import json
@@ -36,11 +36,13 @@ import numpy as np
 from server_process import serve_command, server
 from serving_clients import Load, Place, load, prompt_ids
 
+from jaxpaged.entrypoints.cli.serve import run_loop
+
 ME = Path(__file__).resolve()
 COLUMNS = {
     "over": "s", "streams": "d", "requests/s": ".1f", "tokens/s": ".0f", "TTFT p50 ms": ".1f", "TTFT p99 ms": ".1f",
     "chunk gap p50 ms": ".2f", "chunk gap p99 ms": ".2f", "tokens/chunk": ".2f", "tokens/CPU-s": ".0f",
-    "offline tokens/s": ".0f", "overhead": ".1%",
+    "client CPU": ".0%", "offline tokens/s": ".0f", "overhead": ".1%",
 }  # fmt: skip
 """What is measured, and how it is written."""
 
@@ -77,6 +79,7 @@ def measured(place: Place, num_streams: int, result: Load, offline: float | None
         *np.percentile([1e3 * gap for outcome in result.outcomes for gap in outcome.itl], [50, 99]).tolist(),
         result.num_tokens / num_chunks,
         result.num_tokens / max(result.cpu_seconds, 0.01),
+        result.client_seconds / result.seconds,
         offline,
         None if offline is None else 1 - rate / offline,
     )
@@ -210,14 +213,14 @@ def main() -> None:
         places += [Place(over, started.grpc) for over in ("gRPC", "gRPC stream") if started.grpc]
         print(line())
         for place in places:
-            asyncio.run(load(place, started.pid, args, max(args.streams)))  # warms up
+            run_loop(load(place, started.pid, args, max(args.streams)))  # warms up
         wait_for_programs(started.url)
         rows = []
         for count, rate in zip(args.streams, rates, strict=True):
             turns = itertools.product(range(args.repeat), places, (False, True) if args.watched else (False,))
             for _, place, watched in turns:
                 with open_page(started.url) if watched else contextlib.nullcontext():
-                    rows.append(measured(place, count, asyncio.run(load(place, started.pid, args, count)), rate))
+                    rows.append(measured(place, count, run_loop(load(place, started.pid, args, count)), rate))
                 rows[-1]["over"] += WATCHED * watched
                 print(line(rows[-1]), flush=True)
     if args.watched:

@@ -27,10 +27,11 @@ class Place(NamedTuple):
 
 @dataclass
 class Load:
-    """All requests of one measurement."""
+    """All requests of one measurement. CPU time is that of the server's process, and of this one."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+    client_seconds: float = 0.0
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
@@ -131,7 +132,7 @@ async def load(place: Place, pid: int, args: argparse.Namespace, num_streams: in
         for request, prompt in enumerate(prompts(number)):
             result.outcomes.append(await one.ask(f"{number}-{request}", prompt, args.tokens))
 
-    cpu, begin = cpu_seconds(pid), time.perf_counter()
+    cpu, client, begin = cpu_seconds(pid), time.process_time(), time.perf_counter()
     if place.over == "gRPC stream":
         async with stub() as opened:
             one = Multiplexed(opened)
@@ -141,6 +142,7 @@ async def load(place: Place, pid: int, args: argparse.Namespace, num_streams: in
         ask_all = connection if place.over == "HTTP" else calls
         await asyncio.gather(*(ask_all(number) for number in range(num_streams)))
     result.seconds, result.cpu_seconds = time.perf_counter() - begin, cpu_seconds(pid) - cpu
+    result.client_seconds = time.process_time() - client
     if errors := [outcome.error for outcome in result.outcomes if outcome.error]:
         raise SystemExit(f"{len(errors)} requests failed over {place.over}, the first one: {errors[0]}")
     return result

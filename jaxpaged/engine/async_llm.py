@@ -342,8 +342,8 @@ class AsyncLLM(AsyncEngineControl):
     # ---- what the core says
 
     def _on_steps(self, steps: Sequence[EngineCoreOutputs]) -> None:
-        came = as_one(steps)
         try:
+            came = as_one(steps)
             processed = self._output_processor.process(came.outputs)
         except Exception as error:  # nobody may wait for ever for what is lost
             logger.exception("results of a step could not be processed")
