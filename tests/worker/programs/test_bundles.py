@@ -14,6 +14,7 @@ from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.worker.programs import bundles
+from tests.core.simulation import ForcedLengths
 from tests.models.checkpoints import prompt_of, write_checkpoint
 
 OPTIONS = {
@@ -59,10 +60,11 @@ def start(model, **changes):
     return config, UniProcExecutor(config, functions, decoder, folder)
 
 
-def answers(config, executor):
+def answers(config, executor, lengths=None):
     """Tokens of a plain, a penalised and a log probability request: every kind of program runs."""
     executor.worker.programs.wait_all(on_demand=True)
     scheduler = Scheduler(config.scheduler, executor.kv_cache_config, max_model_len=32, enable_prefix_caching=True)
+    scheduler.draft_lengths = lengths or scheduler.draft_lengths
     logprobs = {"seed": 4, "logprobs": 2, "prompt_logprobs": 1}
     kinds = ({"temperature": 0.0}, {"seed": 3, "repetition_penalty": 1.3}, logprobs)
     for i, options in enumerate(kinds):
@@ -74,6 +76,22 @@ def answers(config, executor):
         for output in scheduler.update_from_output(scheduled, executor.execute(scheduled).result()):
             found.setdefault(output.request_id, []).append((output.new_token_ids, output.new_logprobs))
     return found
+
+
+@pytest.mark.exhaustive
+def test_a_bundle_holds_what_drafts_too(model, tmp_path):
+    drafting = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+    config, executor = start(model, speculative_config=drafting)
+    executor.worker.save_bundle(tmp_path)
+    expected = answers(config, executor, ForcedLengths(lambda: 2))
+    executor.shutdown()
+    config, executor = start(model, speculative_config=drafting, bundle=str(tmp_path))
+    try:
+        lengths = ForcedLengths(lambda: 2)
+        assert answers(config, executor, lengths) == expected and lengths.num_accepted > 0
+        assert not executor.worker.programs.seconds, "a program was compiled"
+    finally:
+        executor.shutdown()
 
 
 def test_an_engine_from_a_bundle_compiles_nothing_and_gives_the_same_tokens(model, compiled):
