@@ -108,7 +108,7 @@ def test_random_traffic_gets_the_tokens_and_log_probabilities_of_single_steps(en
     core = core_of(engine, LONGEST, async_scheduling=asynchronous)
     requests, answers, aborted = serve(core, random.Random(seed), 40)
     records, _ = core.step_log.read()
-    assert sum(record.num_steps > 1 for record in records) > 5, "the test has no runs"
+    assert sum(record.num_steps > 1 for record in records) >= 5, "the test has no runs"
     assert any(record.num_steps > 1 and record.full_sampler for record in records)
     assert any(record.num_steps > 1 and not record.full_sampler for record in records)
     assert core._scheduler.make_stats().num_preemptions, "the test preempts nobody"
