@@ -78,12 +78,11 @@ def grammars(scale: float) -> list[Request]:
 
 def many_sequences(scale: float) -> list[Request]:
     n = max(int(2048 * scale), 2)
-    drawn = {"max_tokens": 1, "temperature": 1}  # several of what is not drawn would be equal, which is refused
     return [
-        post(COMPLETIONS, prompt="a", n=16_384, **drawn),
-        post(COMPLETIONS, prompt="a", n=n, **drawn),
-        post(COMPLETIONS, prompt=["a"] * 1024, n=16, **drawn),
-        post(COMPLETIONS, prompt=["a"] * (n // 2), **drawn),
+        post(COMPLETIONS, prompt="a", max_tokens=1, n=16_384),
+        post(COMPLETIONS, prompt="a", max_tokens=1, n=n),
+        post(COMPLETIONS, prompt=["a"] * 1024, max_tokens=1, n=16),
+        post(COMPLETIONS, prompt=["a"] * (n // 2), max_tokens=1),
     ]
 
 

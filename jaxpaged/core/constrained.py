@@ -4,9 +4,8 @@ Until its grammar is compiled a request waits in `preparation.py`. This module d
 which of them need masks, and makes these.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -78,19 +77,25 @@ class ConstrainedRequests:
             if most
         )
 
-    def masks(self, scheduled: SchedulerOutput, requests: Mapping[str, Request]) -> np.ndarray:
-        """Which tokens those that sample in a step may draw, uint32 [n, words]: all of them without a grammar, none
-        where a grammar cannot be followed any more.
+    def masks(
+        self, scheduled: SchedulerOutput, requests: Mapping[str, Request], drafts: Sequence[Sequence[int]] = ()
+    ) -> np.ndarray:
+        """Which tokens may be drawn in a step, uint32 [N, words]: a line for each token that each request may get, in
+        their order. All of them without a grammar, none where a grammar cannot be followed any more.
 
-        The tokens of all steps before it must be known. `requests` are those that are unfinished.
+        The tokens of all steps before it must be known. `requests` are those that are unfinished; `drafts` those of the
+        requests that may get more than one token: the second one is drawn behind the first of them, and so on.
         """
-        sampling = list(compress(scheduled.request_ids, scheduled.max_new_tokens))
-        masks_SW = np.full((len(sampling), self._grammars.num_words), EVERY_TOKEN)
-        for mask_W, request_id in zip(masks_SW, sampling):
+        masks_NW = np.full((sum(scheduled.max_new_tokens), self._grammars.num_words), EVERY_TOKEN)
+        drafted, end = iter(drafts), 0
+        for request_id, most in zip(scheduled.request_ids, scheduled.max_new_tokens):
+            end += most
+            follow = next(drafted)[: most - 1] if most > 1 else ()
             request = requests.get(request_id)
-            if request is not None and request.matcher is not None and not request.matcher.fill(mask_W):
-                mask_W[:] = 0
-        return masks_SW
+            if most and request is not None and request.matcher is not None:
+                num_follow = next((i for i, token_id in enumerate(follow) if token_id in request.stop_ids), len(follow))
+                request.matcher.fill(masks_NW[end - most : end], follow[:num_follow])
+        return masks_NW
 
 
 def reason_of(error: Exception) -> str:

@@ -55,14 +55,9 @@ def plan_run(
 
 
 def num_drafts_in_step(request: Request, plan: StepPlan, manager: KVCacheManager) -> int:
-    """How many drafts of a request that decodes go into a step: none that nobody else has room for.
-
-    The first token of a shape or a budget of thinking that is not free needs a mask, which comes from the host.
-    """
+    """How many drafts of a request that decodes go into a step: none that nobody else has room for."""
     num_left = request.max_total_tokens - request.num_tokens_with_placeholders
     most = min(request.num_drafts, num_left - 1, plan.num_spare, plan.budget - 1)
-    if request.matcher is not None:
-        most = min(most, request.matcher.num_free(request.num_output_placeholders) - 1)
     if most <= 0 or not manager.can_allocate([(request, 1 + most)]):
         return 0
     plan.num_spare -= most

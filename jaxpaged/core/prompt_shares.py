@@ -96,15 +96,16 @@ class PromptShares:
         from which it goes on.
         """
         manager, claims = self._manager, list[Claim]()
-        reserved, before = [0] * len(manager.pools), [claim.request for claim in running]
-        for each in before:
-            manager.reserve_rest(each, reserved)
+        reserved, promised = [0] * len(manager.pools), set[bytes]()
+        for claim in running:
+            manager.reserve_rest(claim.request, reserved)
+            promised.update(manager.hashes_filled(claim.request, claim.num_tokens))
         for request in islice(queue, LOOKAHEAD):
             hit = manager.get_computed_blocks(request)
             claim = claim_of(request, hit.num_tokens, limit)
             if request.num_output_placeholders or not manager.fits_whole(request, hit, reserved):
                 break
-            if manager.is_behind(request, hit, before):
+            if 2 * manager.num_tokens_behind(request, hit, promised) > claim.num_tokens:
                 continue
             budget -= claim.most
             if budget < 0 and not self._is_cut:
@@ -113,7 +114,7 @@ class PromptShares:
             if len(claims) == num_rows:
                 break
             manager.reserve_whole(request, hit, reserved)
-            before.append(request)
+            promised.update(manager.hashes_filled(request, request.num_tokens))
         return claims
 
 

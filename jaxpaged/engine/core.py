@@ -292,8 +292,14 @@ class EngineCore(EngineCoreClient):
 
     def _draw(self, step: Step) -> None:
         """Let a step draw with masks that follow from all tokens before it: it is the oldest in flight."""
+        try:
+            with accepted_interrupts():
+                drafts = step.pending.drafts() if max(step.scheduled.max_new_tokens) > 1 else ()
+        except Exception as error:
+            self._fail(error, step.scheduled)
+            return
         with self._changing_books():
-            masks = self._scheduler.constrained.masks(step.scheduled, self._scheduler.requests)
+            masks = self._scheduler.constrained.masks(step.scheduled, self._scheduler.requests, drafts)
         try:
             step.pending.draw(masks)
             step.needs_masks = False

@@ -21,9 +21,15 @@ class PendingOutput(Protocol):
         """Wait for the step and return what it produced. Raises EngineError when the step failed."""
         ...
 
-    def draw(self, masks_SW: np.ndarray) -> None:
-        """Dispatch the rest of a `masked` step: `masks_SW` are bits of the tokens that each sampling request may draw,
-        uint32. Nothing else may be dispatched before. Steps that are not masked have drawn already.
+    def drafts(self) -> list[list[int]]:
+        """Wait for what was drafted for each request that samples in a `masked` step with drafts. Raises EngineError
+        when the devices could not compute it."""
+        ...
+
+    def draw(self, masks_NW: np.ndarray) -> None:
+        """Dispatch the rest of a `masked` step: `masks_NW` are bits of the tokens that may be drawn, uint32, a line for
+        each token that each request may get. Nothing else may be dispatched before. Steps that are not masked have
+        drawn already.
         """
         ...
 

@@ -172,12 +172,16 @@ def allowed_bits(token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray
     return np.packbits(allowed, bitorder="little").view("<u4")
 
 
-def pack_masks(masks_SW: np.ndarray, size: int, vocab_size: int) -> np.ndarray:
-    """The masks [size, ceil(vocab_size / 32)] of a step, from those of the rows that sample, which may be fewer and,
-    where the logits are padded, narrower. Rows that nobody uses allow everything."""
-    packed = np.full((size, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
-    packed[: len(masks_SW), : masks_SW.shape[1]] = masks_SW
-    packed[: len(masks_SW), masks_SW.shape[1] :] = 0
+def pack_masks(
+    masks_NW: np.ndarray, num_tokens: Sequence[int], num_most: int, size: int, vocab_size: int
+) -> np.ndarray:
+    """The masks [num_most, size, ceil(vocab_size / 32)] of a step, from a line for each of the `num_tokens` that each
+    row may get: fewer rows and, where the logits are padded, fewer words. What nobody uses allows everything."""
+    packed = np.full((num_most, size, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+    nth_N = np.concatenate([np.arange(count) for count in num_tokens])
+    row_N = np.repeat(np.arange(len(num_tokens)), num_tokens)
+    packed[nth_N, row_N, : masks_NW.shape[1]] = masks_NW
+    packed[nth_N, row_N, masks_NW.shape[1] :] = 0
     return packed
 
 

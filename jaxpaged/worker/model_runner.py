@@ -15,10 +15,10 @@ import numpy as np
 
 from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey, SchedulerOutput, StepBuckets
-from jaxpaged.worker.device import Device
+from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.programs.compile_queue import Activity
 from jaxpaged.worker.request_rows import RequestRows
-from jaxpaged.worker.step.functions import TABLE_CHUNK
+from jaxpaged.worker.step.functions import NOTHING, TABLE_CHUNK
 from jaxpaged.worker.step.input_batch import StepReader, StepRequests, pack_step
 from jaxpaged.worker.step.packed import StepLayout
 
@@ -39,6 +39,10 @@ class Step(NamedTuple):
             return self.scheduled.request_ids, self.requests.rows
         return list(compress(self.scheduled.request_ids, self.scheduled.max_new_tokens)), self.requests.rows[samples]
 
+    def num_most(self) -> list[int]:
+        """How many tokens each of these may get."""
+        return [most for most in self.scheduled.max_new_tokens if most]
+
 
 class Reading(Protocol):
     """Arrays on their way to the host."""
@@ -58,6 +62,16 @@ class PendingStep:
     buckets: StepBuckets | None = None
     draw: Callable[[np.ndarray], None] | None = None  # of a masked step: its second half
     activity: Activity | None = None  # that hears when the step has ended
+    drafted: tuple[Any, int] | None = None  # of a masked step with drafts: these, on their way to the host, for n rows
+
+    def drafts(self) -> list[list[int]]:
+        """See `executor.base.PendingOutput`."""
+        assert self.drafted is not None, "the step is not masked, or has no drafts"
+        drafts_SK, num_rows = self.drafted
+        try:
+            return [[token for token in line if token != NOTHING] for line in np.asarray(drafts_SK)[:num_rows].tolist()]
+        except jax.errors.JaxRuntimeError as error:
+            raise EngineError(f"the drafts of step {self.step_id} failed on the device: {error}") from error
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step. Raises EngineError when the devices could not compute it."""
@@ -94,9 +108,9 @@ class Drafter(Protocol):
         """A request gets a row."""
         ...
 
-    def propose(self, device: Device, key: ProgramKey, draft: "DraftRequest", packed: np.ndarray | None) -> None:
-        """Dispatch what drafts for the step that is dispatched next. `packed`: the array of a step of the newest
-        tokens, if there is a layout for it."""
+    def propose(self, device: Device, key: ProgramKey, draft: "DraftRequest", packed: np.ndarray | None) -> Any:
+        """Dispatch what drafts for the step that is dispatched next; returns the drafts, padded, in the order of
+        `draft`. `packed`: the array of a step of the newest tokens, if there is a layout for it."""
         ...
 
     def release(self, device: Device, row: int, num_prompt_tokens: int) -> None:
@@ -160,7 +174,10 @@ class ModelRunner:
     def _dispatch(self, scheduled: SchedulerOutput, updates: list[tuple[int, int, int]], pending: PendingStep) -> None:
         requests, (key, *others) = self.reader.read(scheduled), scheduled.programs
         if key.kind == "draft":
-            updates = self._draft(key, drafting(requests, scheduled.max_new_tokens), updates)
+            draft = drafting(requests, scheduled.max_new_tokens)
+            updates, drafts_SK = self._draft(key, draft, updates)
+            if scheduled.masked:
+                pending.drafted = start_copy(drafts_SK), len(draft.num_drafts)
             key = others[0]
         pending.buckets = StepBuckets(key.size)
         packed = self._pack(self.layouts[key.size], requests, updates)
@@ -173,13 +190,12 @@ class ModelRunner:
 
     def _draft(
         self, key: ProgramKey, draft: DraftRequest, updates: list[tuple[int, int, int]]
-    ) -> list[tuple[int, int, int]]:
-        """Let the drafter draft; returns the block table entries that are still to be written."""
+    ) -> tuple[list[tuple[int, int, int]], Any]:
+        """Let the drafter draft -> (the block table entries that are still to be written, the drafts)."""
         layout, packed = self.drafter.layouts.get(key.size), None
         if layout is not None:
             packed, updates = self._pack(layout, draft.newest, updates), []
-        self.drafter.propose(self.device, key, draft, packed)
-        return updates
+        return updates, self.drafter.propose(self.device, key, draft, packed)
 
     def _pack(self, layout: StepLayout, requests: StepRequests, updates: list[tuple[int, int, int]]) -> np.ndarray:
         """The array of a step; block table entries that do not fit into it are written ahead."""

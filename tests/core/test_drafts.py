@@ -181,12 +181,14 @@ def test_drafts_take_neither_the_budget_nor_the_blocks_of_others():
     tight.run()
 
 
-def test_a_request_that_follows_a_grammar_drafts_what_needs_no_mask():
-    engine = engine_of(prompt_of(5), prompt_of(6, 1), prompt_of(4, 2))
-    requests = engine.scheduler.requests
-    requests["r1"].matcher = SimpleNamespace(num_free=lambda num_unknown: 0)
-    requests["r2"].matcher = SimpleNamespace(num_free=lambda num_unknown: 2)
-    assert engine.scheduler.schedule().max_new_tokens == [4, 1, 2]
+def test_a_request_that_follows_a_grammar_drafts_and_needs_masks_where_its_tokens_are_not_free():
+    for num_free, masked in ((4, False), (3, True), (0, True)):
+        engine = engine_of(prompt_of(5), prompt_of(6, 1))
+        request = engine.scheduler.requests["r1"]
+        request.matcher = SimpleNamespace(num_free=lambda num_unknown, free=num_free: free)
+        engine.scheduler.constrained._following.add(request)
+        scheduled = engine.scheduler.schedule()
+        assert (scheduled.max_new_tokens, scheduled.masked) == ([4, 4], masked)
 
 
 def test_a_prompt_is_computed_beside_drafts():

@@ -113,8 +113,10 @@ class Prophet:
             done = request.num_tokens - request.num_prompt_tokens
             true = self.answers[request.request_id][done : done + MOST]
             drafts_RK[row, : len(true)] = [token ^ (i == self.wrong_at) for i, token in enumerate(true)]
+        drafts_SK = jax.device_put(drafts_RK[draft.newest.rows])
         drafts_RK = jax.device_put(drafts_RK, device.state.rows.drafts_RK.sharding)
         device.state.rows = device.state.rows._replace(drafts_RK=drafts_RK)
+        return drafts_SK
 
 
 def requests_of(num_tokens):
@@ -177,16 +179,25 @@ class EvenTokens:
     def accept(self, token_ids):
         return all(token_id % 2 == 0 for token_id in token_ids)
 
-    def fill(self, bits_W):
-        bits_W[:] = 0x55555555
-        return True
+    def fill(self, bits_IW, token_ids=()):
+        bits_IW[0] = 0x55555555
+        for bits_W, token_id in zip(bits_IW[1:], token_ids):
+            if token_id % 2:
+                return
+            bits_W[:] = 0x55555555
 
 
-def test_requests_that_follow_a_grammar_draw_one_token_beside_the_drafts_of_others(engine):
-    def answers_with(lengths):
-        core = core_of(engine, lengths)
+@pytest.mark.parametrize("wrong_at", [None, 0, 1, MOST])
+def test_a_grammar_holds_for_drafts_beside_those_of_others(engine, wrong_at):
+    """A draft that is wrong here is one that the grammar forbids."""
+
+    def answers_with(lengths, true=None):
+        core = core_of(engine, lengths, async_scheduling=true is None)
+        if true is not None:
+            runner, prophet = core.executor.worker.runner, Prophet(core, true, wrong_at)
+            runner.drafter, runner.admitting = prophet, (prophet, *runner.finishers)
         constrained, requests = core._scheduler.constrained, requests_of(21)
-        constrained._grammars = SimpleNamespace(num_words=VOCAB // 32 + 1)
+        constrained._known_grammars = SimpleNamespace(num_words=VOCAB // 32 + 1)
         for request in requests:
             core.add_request(request)
         for name in ("r1", "r3"):
@@ -200,11 +211,15 @@ def test_requests_that_follow_a_grammar_draw_one_token_beside_the_drafts_of_othe
         return {name: joined(outputs) for name, outputs in answers.items()}, answers
 
     lengths = ForcedLengths(lambda: MOST)
-    (expected, _), (got, outputs) = answers_with(None), answers_with(lengths)
+    expected, _ = answers_with(None)
+    true = None if wrong_at is None else {name: tokens for name, (tokens, *_) in expected.items()}
+    got, outputs = answers_with(lengths, true)
     assert got == expected and lengths.num_drafts > 0
     for name in ("r1", "r3"):
         assert all(token % 2 == 0 for token in got[name][0])
-        assert all(len(output.new_token_ids) <= 1 for output in outputs[name])
+        if true is not None:
+            given = [len(output.new_token_ids) for output in outputs[name] if output.new_token_ids]
+            assert given[1:-1] == [wrong_at + 1] * (len(given) - 2)
 
 
 def test_a_prompt_that_repeats_itself_is_drafted_from(engine):

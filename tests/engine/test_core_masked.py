@@ -34,13 +34,12 @@ class ScriptMatcher:
         self.at += len(token_ids)
         return True
 
-    def fill(self, bits_W):
-        if self.at == self.breaks_at:
-            return False
-        token = self.script[self.at]
-        bits_W[:] = 0
-        bits_W[token // 32] = 1 << (token % 32)
-        return True
+    def fill(self, bits_IW, token_ids=()):
+        assert len(bits_IW) == 1 and not token_ids, "nothing is drafted here"
+        bits_IW[:] = 0
+        if self.at != self.breaks_at:
+            token = self.script[self.at]
+            bits_IW[0, token // 32] = 1 << (token % 32)
 
 
 class ScriptGrammars:
@@ -72,6 +71,9 @@ class HalfStep:
 
     def __init__(self, executor, scheduled):
         self.executor, self.scheduled, self.done = executor, scheduled, None
+
+    def drafts(self):
+        raise AssertionError("nothing is drafted here")
 
     def draw(self, masks_SW):
         self.executor.note("draw", self.scheduled)

@@ -135,6 +135,9 @@ def test_counts_end_at_their_type_and_never_wrap():
 
 
 def test_masks_are_padded_with_rows_that_allow_everything_and_columns_that_allow_nothing():
-    packed = pack_masks(np.array([[1], [0]], np.uint32), size=3, vocab_size=V)
+    all_of_them = [0xFFFFFFFF, 0xFFFFFFFF]
+    packed = pack_masks(np.array([[1], [0]], np.uint32), [1, 1], num_most=1, size=3, vocab_size=V)
     assert packed.dtype == np.uint32
-    assert packed.tolist() == [[1, 0], [0, 0], [0xFFFFFFFF, 0xFFFFFFFF]]
+    assert packed.tolist() == [[[1, 0], [0, 0], all_of_them]]
+    packed = pack_masks(np.array([[1], [2], [3], [4]], np.uint32), [1, 3], num_most=3, size=2, vocab_size=V)
+    assert packed.tolist() == [[[1, 0], [2, 0]], [all_of_them, [3, 0]], [all_of_them, [4, 0]]]

@@ -58,19 +58,32 @@ class Matcher:
         """Move on. False: a token did not fit, and the matcher has an error."""
         return self._matcher.consume_tokens(list(token_ids))
 
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the newest tokens."""
-        assert self._matcher.rollback(num_tokens), f"{num_tokens} tokens cannot be taken back: {self.error}"
-
-    def fill(self, bits_W: np.ndarray) -> bool:
-        """Write which tokens may come next: bit t % 32 of word t // 32, uint32. False: none, there is an error."""
-        raw = self._matcher.compute_bitmask()
+    def fill(self, bits_IW: np.ndarray, token_ids: Sequence[int] = ()) -> None:
+        """Write which tokens may come next, and which behind each of `token_ids` if these come; the matcher stays where
+        it is. `bits_IW` is uint32 [1 + number of tokens, words], bit t % 32 of word t // 32 for token t: zeros where
+        the grammar cannot be followed. Lines behind a token that does not fit or completes the answer are left alone.
+        """
+        self._fill_line(bits_IW[0])
+        if not token_ids or self._matcher.is_error():
+            return
+        before, num_taken = self._matcher.deep_copy(), 0
+        fitting = token_ids[: self._matcher.validate_tokens(list(token_ids))]
+        for bits_W, token_id in zip(bits_IW[1:], fitting):
+            self._matcher.consume_token(token_id)
+            num_taken += 1
+            if self._matcher.is_stopped():
+                break
+            self._fill_line(bits_W)
         if self._matcher.is_error():
-            return False
+            self._matcher = before  # what costs too much behind tokens that may never come fails nobody
+        elif num_taken:
+            assert self._matcher.rollback(num_taken), f"{num_taken} tokens cannot be taken back: {self.error}"
+
+    def _fill_line(self, bits_W: np.ndarray) -> None:
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         bits_W[:] = 0
-        words = np.frombuffer(raw, np.uint32)
-        bits_W[: len(words)] = words[: len(bits_W)]
-        return True
+        if not self._matcher.is_error():
+            bits_W[: len(words)] = words[: len(bits_W)]
 
 
 class Grammars:

@@ -5,7 +5,7 @@ as it might be due, and what the mask allows is decided when all tokens before i
 in which it cannot be due have none. This module knows no grammar and no device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -39,13 +39,15 @@ class BudgetMatcher:
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Move on. False: a token did not fit the grammar."""
         for token_id in token_ids:
-            if token_id == self._end_id:
-                self._num_thought = None
-            elif self._num_thought is not None:
-                self._num_thought += 1
-            elif token_id == self._start_id:
-                self._num_thought = 0
+            self._num_thought = self._thought_with(token_id, self._num_thought)
         return self._inner is None or self._inner.accept(token_ids)
+
+    def _thought_with(self, token_id: int, num_thought: int | None) -> int | None:
+        if token_id == self._end_id:
+            return None
+        if num_thought is not None:
+            return num_thought + 1
+        return 0 if token_id == self._start_id else None
 
     def num_free(self, num_unknown: int) -> int:
         """How many tokens certainly need no mask after `num_unknown` that were drawn and are not known yet."""
@@ -54,14 +56,21 @@ class BudgetMatcher:
         thought = -1 if self._num_thought is None else self._num_thought  # the next one may begin to think
         return max(self._budget - thought - num_unknown, 0)
 
-    def fill(self, bits_W: np.ndarray) -> bool:
-        """Write which tokens may come next, as `Matcher.fill` does."""
+    def fill(self, bits_IW: np.ndarray, token_ids: Sequence[int] = ()) -> None:
+        """Write which tokens may come next, and behind each of `token_ids`, as `Matcher.fill` does."""
         if self._inner is None:
-            bits_W[:] = np.uint32(0xFFFFFFFF)
-        elif not self._inner.fill(bits_W):
-            return False
+            bits_IW[: len(token_ids) + 1] = np.uint32(0xFFFFFFFF)
+        else:
+            self._inner.fill(bits_IW, token_ids)
         word, bit = self._end_id // 32, np.uint32(1 << (self._end_id % 32))
-        if self._num_thought is not None and self._num_thought >= self._budget and bits_W[word] & bit:
-            bits_W[:] = 0
-            bits_W[word] = bit
-        return True
+        for num_thought, bits_W in zip(self._thought_along(token_ids), bits_IW):
+            if num_thought is not None and num_thought >= self._budget and bits_W[word] & bit:
+                bits_W[:] = 0
+                bits_W[word] = bit
+
+    def _thought_along(self, token_ids: Sequence[int]) -> Iterator[int | None]:
+        num_thought = self._num_thought
+        yield num_thought
+        for token_id in token_ids:
+            num_thought = self._thought_with(token_id, num_thought)
+            yield num_thought

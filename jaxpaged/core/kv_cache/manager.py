@@ -29,7 +29,8 @@ This module decides nothing about who gets blocks; that is the scheduler's.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
+from itertools import takewhile
 from typing import NamedTuple
 
 from jaxpaged.core.kv_cache.block_hash import BlockHasher, extra_keys, root_of
@@ -112,26 +113,22 @@ class KVCacheManager:
         tables, branch = self.groups.find_longest_hit(request.block_hashes, request.num_tokens - 1)
         return CacheHit(tables, len(tables[0]) * self.groups.groups[0].block_size, branch)
 
-    def is_behind(self, request: Request, hit: CacheHit, others: Iterable[Request]) -> bool:
-        """Whether one of the others has yet to compute more than half of what a hit leaves of a request. Not where a
-        hit needs a snapshot, too, since there will hardly be one in the right place.
-
-        A content hash stands for all before it, so it is enough to compare the block in the middle.
-        """
-        unit, lacking = self.groups.unit, request.num_tokens - hit.num_tokens
-        middle = (hit.num_tokens + lacking // 2) // unit
-        is_shared = self._enable_prefix_caching and request.reads_prefix_cache and not self.groups.have_states
-        if not is_shared or (middle + 1) * unit >= request.num_tokens:
-            return False
-        return any(
-            other.num_computed_tokens < (middle + 1) * unit <= other.num_tokens
-            and self._hashes_of(other)[middle] == request.block_hashes[middle]
-            for other in others
-        )
-
-    def _hashes_of(self, request: Request) -> list[bytes]:
+    def hashes_filled(self, request: Request, num_new_tokens: int) -> list[bytes]:
+        """Of the blocks that a request fills with its next, known tokens, and that others may find one step later."""
+        if not self._enable_prefix_caching or num_new_tokens < 2:
+            return []
         self._hasher.extend(request)
-        return request.block_hashes
+        first, end = request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
+        return request.block_hashes[first // self.groups.unit : end // self.groups.unit]
+
+    def num_tokens_behind(self, request: Request, hit: CacheHit, hashes: Set[bytes]) -> int:
+        """By how many tokens a hit would be longer if these blocks were cached. By none where it needs a snapshot, too,
+        since there will hardly be one in the right place."""
+        if not hashes or not request.reads_prefix_cache or self.groups.have_states:
+            return 0
+        first, end = hit.num_tokens // self.groups.unit, (request.num_tokens - 1) // self.groups.unit
+        behind = takewhile(hashes.__contains__, request.block_hashes[first:end])
+        return sum(1 for _ in behind) * self.groups.unit
 
     def fits_whole(self, request: Request, hit: CacheHit, num_reserved: Sequence[int]) -> bool:
         """Whether all known tokens would get slots, with `num_reserved` of the free blocks left alone."""

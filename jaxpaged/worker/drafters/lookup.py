@@ -1,7 +1,7 @@
 """Drafts by looking up: what followed the newest tokens of a request when they last occurred, in the same request or,
 with the method "suffix", in answers to earlier ones.
 
-    draft[S]:      rows, rows of the step  -> rows
+    draft[S]:      rows, rows of the step  -> rows, drafts
     load_history:  rows, packed tokens     -> rows
     remember:      rows, packed            -> rows
 
@@ -73,8 +73,8 @@ def look_up(text_SW: Any, newest_S: Any, own: int, shortest: int, longest: int, 
     return jnp.where(ended_SK | (best_S[:, None] < 0), NOTHING, drafts_SK)
 
 
-def draft(speculation: Speculation, rows: RowTokens, packed_S: Any) -> RowTokens:
-    """Drafts for some rows; the newest token of a row is the first that is not computed.
+def draft(speculation: Speculation, rows: RowTokens, packed_S: Any) -> tuple[RowTokens, Any]:
+    """(Rows with drafts for some of them, these drafts_SK). A row's newest token is the first that is not computed.
 
     `packed_S` has row r, or -1 - r for one that looks at its own tokens only.
     """
@@ -88,7 +88,7 @@ def draft(speculation: Speculation, rows: RowTokens, packed_S: Any) -> RowTokens
     drafts_SK = look_up(
         text_SW, own + rows.num_computed_R[row_S], own, *speculation.match_lengths, speculation.num_speculative_tokens
     )
-    return rows._replace(drafts_RK=rows.drafts_RK.at[row_S].set(drafts_SK))
+    return rows._replace(drafts_RK=rows.drafts_RK.at[row_S].set(drafts_SK)), drafts_SK
 
 
 def load_history(rows: RowTokens, packed: Any) -> RowTokens:
@@ -152,10 +152,11 @@ class LookupDrafter:
         for packed in pack_history(row, request.token_ids):
             self._call(device, ProgramKey(LOAD_KIND), packed)
 
-    def propose(self, device: Device, key: ProgramKey, draft: DraftRequest, packed: np.ndarray | None) -> None:
+    def propose(self, device: Device, key: ProgramKey, draft: DraftRequest, packed: np.ndarray | None) -> Any:
         rows, places = draft.newest.rows, np.full(key.size, self._null_row, np.int32)
         places[: len(rows)] = np.where(self._private_R[rows], -1 - rows, rows)
-        self._call(device, key, places)
+        device.state.rows, drafts_SK = device.call(key, device.state.rows, places)
+        return drafts_SK
 
     def release(self, device: Device, row: int, num_prompt_tokens: int) -> None:
         """A row is taken back: its answer may help others."""

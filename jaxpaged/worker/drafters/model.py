@@ -1,6 +1,6 @@
 """Drafts by a model: a run of its decode steps (`step/decode_loop.py`), in one program.
 
-    draft[S]: params, state, packed, lines -> state
+    draft[S]: params, state, packed, lines -> state, drafts
 
 The layers of this model lie behind those of the other one, and each pass over tokens of a request is one of both
 (`models/drafted.py`): so drafting begins with the newest token, and needs no catching up. What it writes into the
@@ -36,16 +36,16 @@ DRAFT_KIND = "draft"
 
 def draft(
     functions: StepFunctions, layout: RunLayout, params: Any, state: tuple[Any, ...], packed: Any, lines_SC: Any
-) -> tuple[Any, ...]:
-    """The device state (kv, tables, rows) with drafts for the rows of a step. `functions` are those of the draft
-    model, and `params` its parameters."""
+) -> tuple[tuple[Any, ...], Any]:
+    """(The device state (kv, tables, rows) with drafts for the rows of a step, these drafts_SK). `functions` are those
+    of the draft model, and `params` its parameters."""
     kv, tables, rows = state
     head = functions.model.head(params)
     own = rows._replace(drafts_RK=None)
     run, tables = decode(functions, layout, params, head, kv, tables, own, None, packed, lines_SC)
     row_S = layout.step.split(packed).rows_R
     drafts_SK = jnp.where(run.tokens_IR < 0, NOTHING, run.tokens_IR).T
-    return run.kv, tables, rows._replace(drafts_RK=rows.drafts_RK.at[row_S].set(drafts_SK))
+    return (run.kv, tables, rows._replace(drafts_RK=rows.drafts_RK.at[row_S].set(drafts_SK))), drafts_SK
 
 
 def draft_functions(functions: StepFunctions, model: DraftModel) -> StepFunctions:
@@ -62,7 +62,8 @@ def lower_draft(shapes: Shapes, model: DraftModel, layout: RunLayout) -> jax.sta
 
     state = (shapes.kv, shapes.tables, shapes.rows)
     program = jax.jit(
-        draft_step, donate_argnames=("state",), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, state),
+        draft_step, donate_argnames=("state",),
+        out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, state), functions.replicated),
         compiler_options=shapes.options.get(DRAFT_KIND),
     )  # fmt: skip
     lines = shapes.packed(layout.num_lines, NUM_COLUMNS + 1 + NUM_STOP_IDS)
@@ -84,13 +85,14 @@ class ModelDrafter:
     def admit(self, device: Device, row: int, request: NewRequestData) -> None:
         """The step's own pass computes the prompt."""
 
-    def propose(self, device: Device, key: ProgramKey, draft: DraftRequest, packed: np.ndarray | None) -> None:
+    def propose(self, device: Device, key: ProgramKey, draft: DraftRequest, packed: np.ndarray | None) -> Any:
         rows, state = draft.newest.rows, device.state
         lines_SF, stop_ids_RJ = self._sampler.lines(rows, key.size), self._sampler.rows.stop_ids_RJ[rows]
-        state.kv, state.tables, state.rows = device.call(
+        (state.kv, state.tables, state.rows), drafts_SK = device.call(
             key, device.params, (state.kv, state.tables, state.rows), packed,
             run_lines(lines_SF, draft.num_drafts, stop_ids_RJ),
         )  # fmt: skip
+        return drafts_SK
 
     def release(self, device: Device, row: int, num_prompt_tokens: int) -> None:
         """Nothing is kept of a row."""

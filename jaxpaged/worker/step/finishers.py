@@ -63,17 +63,19 @@ class Sampler:
             self._draw(device, step, pending, key)
 
     def _draw(
-        self, device: Device, step: Step, pending: PendingStep, key: ProgramKey, masks_SW: np.ndarray | None = None
+        self, device: Device, step: Step, pending: PendingStep, key: ProgramKey, masks_NW: np.ndarray | None = None
     ) -> None:
         (request_ids, rows), state = step.sampling(), device.state
         pending.buckets.sample_bucket = key.size
-        lines, hidden = self.lines(rows, key.size), step.hidden_SD
+        lines, hidden, num_most = self.lines(rows, key.size), step.hidden_SD, 1
         if key.kind in VERIFY_KINDS.values():
-            num_tokens = [most for most in step.scheduled.max_new_tokens if most]
+            num_tokens = step.num_most()
             lines = verify_lines(lines, step.requests.ends[step.requests.samples] - num_tokens, num_tokens)
-            hidden = state.hidden
+            hidden, num_most = state.hidden, state.rows.drafts_RK.shape[1] + 1
         kept = state.finisher if pending.buckets.full_sampler else None
-        masks = () if masks_SW is None else (pack_masks(masks_SW, key.size, self.layout.vocab_size),)
+        masks = ()
+        if masks_NW is not None:
+            masks = (pack_masks(masks_NW, step.num_most(), num_most, key.size, self.layout.vocab_size),)
         state.rows, tokens, kept, logprobs, *num_drafts = device.call(
             key, device.head, hidden, state.rows, kept, lines, *masks
         )

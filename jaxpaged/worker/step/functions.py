@@ -302,16 +302,18 @@ class Shapes:
 
         def sample(head, hidden, rows, sampling, packed, masks=None):
             logits_SV = f.model.compute_logits(head, f.config, hidden[:size])
-            rows, tokens_S, sampling, logprobs = f.draw(logits_SV, rows, sampling, packed, masks)
+            of_first = None if masks is None else masks[0]
+            rows, tokens_S, sampling, logprobs = f.draw(logits_SV, rows, sampling, packed, of_first)
             return rows, tokens_S[None], sampling, jax.tree.map(lambda lines: lines[None], logprobs)
 
         step = jax.jit(sample, donate_argnames=("rows", "sampling"), out_shardings=f.replicated)
         arguments = (self.head, self.hidden(f.num_hidden), self.rows, self.sampling if full else None, self.lines(size))
-        return step.lower(*arguments, *self.masks(size, masked))
+        return step.lower(*arguments, *self.masks(1, size, masked))
 
-    def masks(self, size: int, masked: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The argument with the masks of grammars, if there is one."""
-        return (self._array((size, -(-self.sampling.seen_RV.shape[1] // 32)), jnp.uint32),) if masked else ()
+    def masks(self, num_most: int, size: int, masked: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The argument with the masks of grammars, if there is one: for every token that each row may get."""
+        num_words = -(-self.sampling.seen_RV.shape[1] // 32)
+        return (self._array((num_most, size, num_words), jnp.uint32),) if masked else ()
 
     def lower_prompt_logprobs(self) -> jax.stages.Lowered:
         step = jax.jit(self.functions.prompt_logprobs, out_shardings=self.functions.replicated)

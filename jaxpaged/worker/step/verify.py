@@ -49,11 +49,11 @@ def verify_lines(lines_SF: np.ndarray, first_places: np.ndarray, num_tokens: lis
 
 def verify(
     functions: StepFunctions, head: Any, hidden_LD: Any, rows: RowTokens, sampling: Any, packed_SC: Any,
-    masks_SW: Any = None,
+    masks_ISW: Any = None,
 ) -> tuple[Verification, Any]:  # fmt: skip
     """All tokens of a step -> (what the last one left, num_drafts_S: how many drafts each row had).
 
-    A grammar's mask is that of a row's first token, and a row that follows one has no drafts.
+    Each token has a mask of its own, which follows from the drafts before it.
     """
     lines_SF, first_S, count_S = packed_SC[:, :NUM_COLUMNS], packed_SC[:, NUM_COLUMNS], packed_SC[:, NUM_COLUMNS + 1]
     row_S, num_most = lines_SF[:, ROW], rows.drafts_RK.shape[1] + 1
@@ -68,7 +68,7 @@ def verify(
     def draw_next(carry: Verification) -> Verification:
         nth, active_S = carry.nth, carry.active_S
         lines = lines_of_active(lines_SF, active_S, functions.max_num_seqs)
-        masks = None if masks_SW is None else jnp.where(nth == 0, masks_SW, jnp.uint32(0xFFFFFFFF))
+        masks = None if masks_ISW is None else masks_ISW[nth]
         rows, tokens_S, sampling, new = functions.draw(logits_ISV[nth], carry.rows, carry.sampling, lines, masks)
         agrees_S = active_S & (drafts_SI[:, nth] != NOTHING) & (tokens_S == drafts_SI[:, nth])
         return Verification(
@@ -102,4 +102,5 @@ def lower_verify(shapes: Shapes, size: int, full: bool, masked: bool = False) ->
 
     step = jax.jit(verify_step, donate_argnames=("rows", "sampling"), out_shardings=f.replicated)
     arguments = (shapes.head, shapes.all_hidden, shapes.rows, shapes.sampling if full else None)
-    return step.lower(*arguments, shapes.packed(size, NUM_VERIFY_COLUMNS), *shapes.masks(size, masked))
+    num_most = shapes.rows.drafts_RK.shape[1] + 1
+    return step.lower(*arguments, shapes.packed(size, NUM_VERIFY_COLUMNS), *shapes.masks(num_most, size, masked))

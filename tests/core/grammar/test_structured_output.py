@@ -46,8 +46,13 @@ def matcher_of(grammars, **fields):
 
 
 def allowed(grammars, matcher) -> list[int]:
-    bits_W = np.full(grammars.num_words, 0xFFFFFFFF, np.uint32)
-    assert matcher.fill(bits_W), matcher.error
+    bits_IW = np.full((1, grammars.num_words), 0xFFFFFFFF, np.uint32)
+    matcher.fill(bits_IW)
+    assert matcher.error is None and bits_IW.any()
+    return tokens_of(bits_IW[0])
+
+
+def tokens_of(bits_W) -> list[int]:
     return np.flatnonzero(np.unpackbits(bits_W.view(np.uint8), bitorder="little")).tolist()
 
 
@@ -121,26 +126,61 @@ def test_no_id_beyond_the_tokenizers_is_ever_allowed(grammars):
 
 @settings(max_examples=10)
 @given(st.randoms(use_true_random=False))
-def test_a_rollback_leads_back_to_the_same_masks(grammars, draw):
-    matcher = matcher_of(grammars, json=SCHEMA)
-    masks, tokens = [allowed(grammars, matcher)], []
+def test_behind_drafts_a_matcher_allows_what_it_would_if_they_had_come(grammars, draw):
+    """As far as they fit; and it stays where it is."""
+    matcher, guide = matcher_of(grammars, json=SCHEMA), matcher_of(grammars, json=SCHEMA)
+    tokens, masks = [], [allowed(grammars, guide)]
     for _ in range(12):
-        token = draw.choice([token for token in masks[-1] if token != EOS] or [EOS])
-        tokens.append(token)
-        assert matcher.accept([token])
-        masks.append(allowed(grammars, matcher))
-    back = draw.randint(1, 12)
-    matcher.rollback(back)
-    assert allowed(grammars, matcher) == masks[12 - back]
-    assert matcher.accept(tokens[12 - back :])
-    assert allowed(grammars, matcher) == masks[12]
+        tokens.append(draw.choice([token for token in masks[-1] if token != EOS] or [EOS]))
+        assert guide.accept(tokens[-1:])
+        masks.append(allowed(grammars, guide))
+    known, num_fit = draw.randint(0, 8), draw.randint(0, 4)
+    assert matcher.accept(tokens[:known])
+    drafts = tokens[known : known + num_fit]
+    drafts += [token for token in range(2048) if token not in masks[known + num_fit]][:2]  # the first does not fit
+    bits_IW = np.zeros((len(drafts) + 1, grammars.num_words), np.uint32)
+    matcher.fill(bits_IW, drafts)
+    whole = next((i for i in range(len(tokens) + 1) if masks[i] == [EOS]), 99)
+    for i in range(min(num_fit, whole - known) + 1):
+        assert tokens_of(bits_IW[i]) == masks[known + i] or known + i == whole
+    assert not bits_IW[num_fit + 1 :].any(), "behind what does not fit nothing is said"
+    assert allowed(grammars, matcher) == masks[known]
+    assert matcher.accept(tokens[known:])
+
+
+def test_what_drafts_would_cost_fails_nobody(grammars):
+    """The matcher of llguidance never recovers from an error; behind tokens that did not come it need not."""
+    matcher = matcher_of(grammars, regex="a+b")
+    (a, *_) = allowed(grammars, matcher)
+
+    class Costly:
+        def __init__(self, inner):
+            self.inner, self.broken = inner, False
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def consume_token(self, token_id):
+            self.broken = True
+            return self.inner.consume_token(token_id)
+
+        def is_error(self):
+            return self.broken
+
+    matcher._matcher = Costly(matcher._matcher)
+    bits_IW = np.full((2, grammars.num_words), 0xFFFFFFFF, np.uint32)
+    matcher.fill(bits_IW, [a])
+    assert a in tokens_of(bits_IW[0]) and not bits_IW[1].any()
+    assert matcher.error is None and matcher.accept([a])
 
 
 def test_a_token_that_does_not_fit_spoils_this_matcher_only(grammars, tokenizer):
     first, second = matcher_of(grammars, choice=["yes"]), matcher_of(grammars, choice=["yes"])
     assert not first.accept(tokenizer.encode("no").ids)
     assert "doesn't satisfy the grammar" in first.error
-    assert not first.fill(np.zeros(grammars.num_words, np.uint32)) and not first.is_complete
+    bits_IW = np.full((2, grammars.num_words), 0xFFFFFFFF, np.uint32)
+    first.fill(bits_IW, [3])
+    assert not bits_IW[0].any() and not first.is_complete
     assert second.error is None and second.accept(tokenizer.encode("yes").ids)
 
 

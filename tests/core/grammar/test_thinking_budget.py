@@ -27,9 +27,9 @@ def is_due(budget, prompt, tokens):
 
 
 def allowed(matcher):
-    bits_W = np.zeros(WORDS, np.uint32)
-    assert matcher.fill(bits_W)
-    return bits_W
+    bits_IW = np.zeros((1, WORDS), np.uint32)
+    matcher.fill(bits_IW)
+    return bits_IW[0]
 
 
 @given(st.integers(0, 6), TOKENS, TOKENS)
@@ -40,6 +40,17 @@ def test_the_end_is_the_only_token_exactly_when_it_is_due(budget, prompt, tokens
         expected = np.array([0, 1 << (END - 32)], np.uint32) if due else EVERYTHING
         np.testing.assert_array_equal(allowed(matcher), expected)
         assert matcher.accept([token]) and not matcher.is_complete and matcher.error is None
+
+
+@given(st.integers(0, 6), TOKENS, TOKENS, TOKENS)
+def test_behind_drafts_it_allows_what_it_would_if_they_had_come(budget, prompt, known, drafts):
+    matcher = BudgetMatcher(budget, START, END, prompt)
+    matcher.accept(known)
+    bits_IW = np.zeros((len(drafts) + 1, WORDS), np.uint32)
+    matcher.fill(bits_IW, drafts)
+    for place, bits_W in enumerate(bits_IW):
+        np.testing.assert_array_equal(bits_W, allowed(matcher))
+        matcher.accept(drafts[place : place + 1])
 
 
 @given(st.integers(0, 6), TOKENS, TOKENS, st.integers(0, 3), TOKENS)
@@ -83,9 +94,8 @@ class OddOnly:
     def num_free(self, num_unknown):
         return 0
 
-    def fill(self, bits_W):
-        bits_W[:] = np.uint32(0xAAAAAAAA)
-        return len(self.taken) < 3
+    def fill(self, bits_IW, token_ids=()):
+        bits_IW[:] = np.uint32(0xAAAAAAAA) if len(self.taken) < 3 else 0
 
 
 def test_with_a_grammar_the_end_is_forced_where_that_allows_it():
@@ -99,4 +109,4 @@ def test_with_a_grammar_the_end_is_forced_where_that_allows_it():
     np.testing.assert_array_equal(allowed(other), [0xAAAAAAAA] * 2)
     assert not matcher.accept([2])
     matcher.accept([3])
-    assert not matcher.fill(np.zeros(WORDS, np.uint32))
+    assert not allowed(matcher).any()
