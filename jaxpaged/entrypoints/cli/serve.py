@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TURN_SECONDS = 0.001
-"""How long a thread computes before another has the interpreter. With Python's 5 ms and four threads that compute, one
-that does no more than read and write waited 49 ms for an answer, and with this 14 (median, two busy cores)."""
+"""How long a thread computes before another has the interpreter: 5 ms in Python. The event loop waits for the turns of
+all threads that compute, after each of its looks at its sockets."""
 BACKGROUND_THREADS = max(2, min(4, os.cpu_count() or 1))
 """For what would hold up the event loop: more of them would only take turns."""
 NEW_OBJECTS = 10_000
-"""After which the garbage collector looks at the new ones. A request makes hundreds, which end with it: after 700, as
-Python has it, the collector took 13 % of the front end's time, and after so many 8."""
+"""After which the garbage collector looks at the new ones: 700 in Python. A request makes hundreds, which end with it,
+so the collector would look often and find nothing."""
 EPILOG = """\
 The server listens on this machine only, unless --host says otherwise; then give it --api-key-file.
 Ctrl-C, or SIGTERM, lets requests under way finish; a second one ends them.
@@ -169,10 +169,9 @@ def announce(model: str, sockets: "Sockets", guarded: bool, logged: bool = False
 def run_loop(running: Any) -> Any:
     """What a coroutine returns, run on uvloop where it is installed: it streams 1.2 times as many events a second.
 
-    Threads that compute in Python, such as those that encode large answers, let others go on after `TURN_SECONDS`: the
-    loop waits for its turn after every look at its sockets, and perhaps for the turns of all of them. What was loaded
-    until now stays for good, so the garbage collector need not look at it again and again, and at what is new only
-    after `NEW_OBJECTS`.
+    Threads that compute in Python, such as those that encode large answers, let others go on after `TURN_SECONDS`. What
+    was loaded until now stays for good, so the garbage collector need not look at it again and again, and at what is
+    new only after `NEW_OBJECTS`.
     """
     import asyncio
     import gc
