@@ -10,7 +10,6 @@ import functools
 import itertools
 import logging
 import os
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -35,6 +34,7 @@ from jaxpaged.engine.process.core_link import CoreLink
 from jaxpaged.engine.process.core_supervisor import FACTORY, CoreSupervisor
 from jaxpaged.engine.process.wire import CoreStats, Refusal
 from jaxpaged.engine.process.zmq_client import ZmqClient, ask_facts
+from jaxpaged.engine.send_window import SendWindow
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError
 from jaxpaged.messages import (
     EngineCoreOutputs,
@@ -52,8 +52,7 @@ logger = logging.getLogger(__name__)
 CHILDREN_AT_ONCE = 32
 """Sequences of a prompt that are sent to the core between two looks at what others want."""
 SETS_IN_CORE = 4
-"""Of a prompt at most so many times `max_num_seqs` sequences are in the core: enough that it never waits for more, and
-no more for others to wait behind, whatever the prompt asks for."""
+"""Of a group at most so many times `max_num_seqs` sequences are in the core."""
 PROMPT_THREADS = max(2, min(4, os.cpu_count() or 1))
 CONNECT_SECONDS = 60.0
 
@@ -77,8 +76,10 @@ class AsyncLLM(AsyncEngineControl):
             input_processor.tokenizer, self.metrics, input_processor.pooler, request_tracer(config), late=True
         )
         self._streams: dict[str, OutputStream] = {}
-        self._unsent: dict[str, deque[EngineCoreRequest]] = {}  # of prompts of which the core has enough for now
-        self._most_in_core = SETS_IN_CORE * (config.scheduler.max_num_seqs or CHILDREN_AT_ONCE)
+        self._window = SendWindow(
+            SETS_IN_CORE * (config.scheduler.max_num_seqs or CHILDREN_AT_ONCE),
+            self._output_processor.is_unfinished, lambda requests: self._link.add_requests(requests),
+        )  # fmt: skip
         self._numbers = itertools.count()
         self._executor_stats: dict[str, Any] | None = None  # of the core that serves now, once it has said them
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, "prompts")
@@ -145,13 +146,14 @@ class AsyncLLM(AsyncEngineControl):
         truncate_prompt_tokens: int | None = None,
         add_special_tokens: bool = True,
         take: Taker | None = None,
+        group: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """The results of a prompt as they come, the last of which is `finished`. None: the model's own parameters.
 
         Closing the iterator, or cancelling who waits for it, aborts the request. A consumer slower than the engine gets
         several results in one. `take` is asked first, where a result arises, and what it takes is not yielded: who has
-        nothing to await saves a task's turn for every token (see `OutputStream`). Raises RequestError,
-        EngineRestartError or EngineDeadError.
+        nothing to await saves a task's turn for every token (see `OutputStream`). Of the prompts of a `group` the
+        core has no more at a time than keeps it busy. Raises RequestError, EngineRestartError or EngineDeadError.
         """
         check_arguments(lora_request=lora_request, data_parallel_rank=data_parallel_rank)
         tokenization = {
@@ -169,16 +171,11 @@ class AsyncLLM(AsyncEngineControl):
         self._streams[request_id] = stream
         self._throughput.wake()
         log_arrival(request, len(children))
+        group = request_id if group is None else group
+        self._window.enter(group, children)
         try:
-            for few in itertools.batched(children[: self._most_in_core], CHILDREN_AT_ONCE):
-                if self._streams.get(request_id) is not stream:  # it was aborted, or the core has gone
-                    break
-                self._link.add_requests(few)
-                if len(children) > CHILDREN_AT_ONCE:
-                    await asyncio.sleep(0)
-            if len(children) > self._most_in_core and self._streams.get(request_id) is stream:
-                self._unsent[request_id] = deque(children[self._most_in_core :])
-                self._send_more(request_id)
+            while self._window.refill(group, CHILDREN_AT_ONCE):
+                await asyncio.sleep(0)
             finished = False
             while not finished:
                 output = await stream.get()
@@ -189,6 +186,7 @@ class AsyncLLM(AsyncEngineControl):
         finally:
             if self._streams.get(request_id) is stream:
                 self._stop([request_id])
+            self._window.leave(group)
             logger.debug("request %s is over", request_id, extra={"request_id": request_id})
 
     async def encode(
@@ -217,7 +215,6 @@ class AsyncLLM(AsyncEngineControl):
         """End requests here and in the core; returns what they had so far."""
         for request_id in request_ids:
             self._streams.pop(request_id, None)
-            self._unsent.pop(request_id, None)
         engine_ids, results = self._output_processor.abort(request_ids, reason)
         self._link.abort_requests(engine_ids)
         return results
@@ -233,16 +230,6 @@ class AsyncLLM(AsyncEngineControl):
         await self._link.until_ready()
         self._output_processor.register(state, children, trace_headers)
         return children
-
-    def _send_more(self, request_id: str) -> None:
-        """Sequences of a prompt in place of those that have ended."""
-        unsent = self._unsent[request_id]
-        num_in_core = self._output_processor.num_unfinished(request_id) - len(unsent)
-        more = [unsent.popleft() for _ in range(min(self._most_in_core - num_in_core, len(unsent)))]
-        if not unsent:
-            del self._unsent[request_id]
-        if more:
-            self._link.add_requests(more)
 
     async def _processed(
         self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams | None, **options: Any
@@ -351,8 +338,7 @@ class AsyncLLM(AsyncEngineControl):
             return
         self._link.abort_requests(processed.ids_to_abort)
         self.metrics.record_step(came.stats, processed.num_tokens)
-        for request_id in list(self._unsent):
-            self._send_more(request_id)
+        self._window.refill_all()
         for result in processed.request_outputs:
             stream = self._streams.pop(result.request_id) if result.finished else self._streams[result.request_id]
             stream.put(result)
@@ -365,7 +351,6 @@ class AsyncLLM(AsyncEngineControl):
         request_id = self._output_processor.prompt_of(refusal.request_id)
         if request_id is not None:
             stream = self._streams.pop(request_id)
-            self._unsent.pop(request_id, None)
             self._link.abort_requests(self._output_processor.discard(request_id))
             message = refusal.message.replace(repr(refusal.request_id), repr(request_id))
             stream.fail(RequestError(message, refusal.parameter))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,8 +61,8 @@ def params(max_tokens=5, kind=RequestOutputKind.DELTA, fake=None, **options):
     )  # fmt: skip
 
 
-async def outputs_of(llm, request_id="r", prompt=PROMPT, **options):
-    return [output async for output in llm.generate(prompt, params(**options), request_id)]
+async def outputs_of(llm, request_id="r", prompt=PROMPT, group=None, **options):
+    return [output async for output in llm.generate(prompt, params(**options), request_id, group=group)]
 
 
 async def tokens_of(llm, request_id="r", prompt=PROMPT, **options):
@@ -623,30 +624,41 @@ def test_the_front_end_imports_no_jax():
     assert done.stdout.strip() == "False"
 
 
-def test_many_sequences_of_a_prompt_are_never_all_in_the_core_so_that_others_come_between(llm, monkeypatch):
-    count, num_sent, most, add = 700, 0, 0, llm._link.add_requests
+@pytest.fixture
+def most_in_core(llm, monkeypatch):
+    """How many sequences were in the core at a time, at most."""
+    add, sent = llm._link.add_requests, []
+    seen = SimpleNamespace(most=0, sent=sent)
 
     def counted(requests):
-        nonlocal num_sent, most
-        num_sent += len(requests)
-        if "many" in llm._streams:
-            most = max(most, num_sent - (count - llm._output_processor.num_unfinished("many")))
+        sent.extend(request.request_id for request in requests)
+        seen.most = max(seen.most, sum(map(llm._output_processor.is_unfinished, sent)))
         add(requests)
 
     monkeypatch.setattr(llm._link, "add_requests", counted)
+    return seen
+
+
+def test_many_sequences_of_a_prompt_are_never_all_in_the_core_so_that_others_come_between(llm, most_in_core):
+    count = 700
     (output,) = asyncio.run(outputs_of(llm, "many", n=count, max_tokens=2, kind=RequestOutputKind.FINAL_ONLY))
     assert [each.token_ids for each in output.outputs] == [answer(len(PROMPT), 2)] * count
-    assert (num_sent, most, llm._unsent) == (count, SETS_IN_CORE * 64, {})
+    assert (len(most_in_core.sent), most_in_core.most) == (count, SETS_IN_CORE * 64)
 
 
-def test_what_was_not_sent_of_an_aborted_prompt_never_is(llm, monkeypatch):
-    sent, add = [], llm._link.add_requests
-    monkeypatch.setattr(llm._link, "add_requests", lambda requests: sent.extend(requests) or add(requests))
+def test_nor_are_many_prompts_of_a_group(llm, most_in_core):
+    async def scenario():
+        return await asyncio.gather(*(tokens_of(llm, f"r{i}", n=2, group="all") for i in range(200)))
 
+    assert asyncio.run(scenario()) == [answer(len(PROMPT), 5)] * 200
+    assert (len(most_in_core.sent), most_in_core.most) == (400, SETS_IN_CORE * 64)
+
+
+def test_what_was_not_sent_of_an_aborted_prompt_never_is(llm, most_in_core):
     async def scenario():
         async with contextlib.aclosing(llm.generate(PROMPT, params(n=700, max_tokens=3000), "many")) as outputs:
             await anext(outputs)
         return await tokens_of(llm, "other")
 
     assert asyncio.run(scenario()) == answer(len(PROMPT), 5)
-    assert len(sent) == SETS_IN_CORE * 64 + 1 and not llm._unsent
+    assert len(most_in_core.sent) == SETS_IN_CORE * 64 + 1

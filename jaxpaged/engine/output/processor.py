@@ -99,9 +99,9 @@ class OutputProcessor:
         found = self._sequences.get(engine_id)
         return None if found is None else found[0].request_id
 
-    def num_unfinished(self, request_id: str) -> int:
-        """Sequences of a prompt under way that have not ended."""
-        return self._prompts[request_id].num_unfinished
+    def is_unfinished(self, engine_id: str) -> bool:
+        """Whether more is expected of an engine request."""
+        return engine_id in self._sequences
 
     def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
         """Turn the outputs of one engine step, at most one of each engine request, into what users see.

@@ -43,6 +43,7 @@ class Engine(AsyncEngineControl, Protocol):
         add_special_tokens: bool = True,
         trace_headers: Mapping[str, str] | None = None,
         take: Taker | None = None,
+        group: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Results of one prompt as they come, but those that `take` takes while the generator waits for them. Closing
         the generator, or cancelling who reads it, aborts the request.
@@ -54,7 +55,7 @@ class Engine(AsyncEngineControl, Protocol):
 
     def encode(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0,
-        trace_headers: Mapping[str, str] | None = None,
+        trace_headers: Mapping[str, str] | None = None, group: str | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput]:  # fmt: skip
         """The one result of a prompt, with the behaviour of `generate`."""
         ...

@@ -68,7 +68,7 @@ class FakeAsyncEngine(AsyncEngineControl):
 
     async def generate(
         self, prompt, sampling_params, request_id, *, priority=0, arrival_time=None, truncate_prompt_tokens=None,
-        add_special_tokens=True, trace_headers=None, take=None,
+        add_special_tokens=True, trace_headers=None, take=None, group=None,
     ):  # fmt: skip
         if self.is_dead:
             raise EngineDeadError("the engine core at 0x7f0012345678 died: /srv/engine/core.py. Restart it.")

@@ -63,6 +63,11 @@ class GenerationRequest:
         return f"{self.request_id}-{number}-{self.unique}"
 
     @property
+    def group(self) -> str:
+        """The engine's name for all prompts together."""
+        return f"{self.request_id}-{self.unique}"
+
+    @property
     def shape(self) -> StructuredOutputsParams | None:
         """What the answers must look like."""
         return None if self.is_pooling else self.params.structured_outputs
@@ -162,11 +167,13 @@ def outputs_of(
 ) -> AsyncGenerator[Output]:
     """What the engine says of one prompt."""
     prompt, engine_id = request.prompts[number].for_engine(), request.engine_id(number)
-    headers = trace_headers(request.request_id)
+    headers, group = trace_headers(request.request_id), request.group
     if request.is_pooling:
-        return engine.encode(prompt, request.params, engine_id, priority=request.priority, trace_headers=headers)
+        return engine.encode(
+            prompt, request.params, engine_id, priority=request.priority, trace_headers=headers, group=group
+        )
     return engine.generate(
-        prompt, request.params, engine_id, priority=request.priority, trace_headers=headers,
+        prompt, request.params, engine_id, priority=request.priority, trace_headers=headers, group=group,
         take=None if take is None else lambda output: take(number, checked(output)),
     )  # fmt: skip
 
