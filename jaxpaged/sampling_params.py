@@ -6,7 +6,6 @@ checked by `verify`. A field that is not here does not exist: unknown names are 
 This module knows neither models, tokenizers nor devices.
 """
 
-import copy
 import enum
 import logging
 from collections.abc import Mapping
@@ -166,12 +165,13 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
         return self.temperature < GREEDY_BELOW
 
     def clone(self) -> "SamplingParams":
-        """A copy that shares no list or dict with this one."""
-        copied = copy.copy(self)  # which has been checked, and is not again
-        for name in self.__struct_fields__:
-            if isinstance(value := getattr(self, name), CONTAINERS):
-                setattr(copied, name, value.copy())
-        return copied
+        """A copy that shares no list or dict with this one, and is checked: an attribute may have been set since."""
+        containers = {
+            name: value.copy()
+            for name in self.__struct_fields__
+            if isinstance(value := getattr(self, name), CONTAINERS)
+        }
+        return msgspec.structs.replace(self, **containers)
 
     def child(self, index: int) -> "SamplingParams":
         """Parameters of sequence `index` of `n`: one sequence, its own seed if a seed was given."""

@@ -1,5 +1,6 @@
 """A core's process: how it starts, fails to start, ends, and is replaced."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -131,7 +132,8 @@ def test_a_process_that_the_system_does_not_end_is_the_end_of_the_engine(monkeyp
         patch.setattr(core_child.CoreChild, "kill", lambda self: None)
         wait_for(lambda: supervisor.state.phase == "dead")
     assert "the system does not end it" in supervisor.state.reason
-    os.kill(supervisor.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # the supervisor may have killed it since it can
+        os.kill(supervisor.pid, signal.SIGKILL)
     supervisor.close()
 
 

@@ -73,7 +73,7 @@ def test_answers_of_others_are_drafted_from_up_to_their_end():
     speculation = Speculation("suffix", MOST, (2, 8), 16)
     rows = rows_of([[9, 1, 2, 3, 4, 5], [7, 1, 2], [8, 4, 5], [5, 6]], 16)
     rows = compiled_remember(rows, jnp.array([0, 1]))  # the answer of row 0, whose prompt is one token
-    drafts_RK = compiled_draft(speculation, rows, jnp.arange(4)).drafts_RK
+    drafts_RK = compiled_draft(speculation, rows, jnp.arange(4))[0].drafts_RK
     assert drafts_RK[1].tolist() == [3, 4, 5, NOTHING, NOTHING]
     assert drafts_RK[2].tolist() == [NOTHING] * MOST, "that answer ends there"
     assert drafts_RK[3].tolist() == [NOTHING] * MOST
@@ -82,7 +82,7 @@ def test_answers_of_others_are_drafted_from_up_to_their_end():
 def test_a_requests_own_tokens_go_before_as_long_a_match_elsewhere():
     rows = rows_of([[0, 1, 2, 3, 4], [1, 2, 9, 1, 2]], 16)
     rows = compiled_remember(rows, jnp.array([0, 0]))
-    drafts_RK = compiled_draft(Speculation("suffix", MOST, (2, 8), 16), rows, jnp.array([1])).drafts_RK
+    drafts_RK = compiled_draft(Speculation("suffix", MOST, (2, 8), 16), rows, jnp.array([1]))[0].drafts_RK
     assert drafts_RK[1].tolist() == [9, 1, 2, 9, 1]
 
 
@@ -90,7 +90,7 @@ def test_who_has_a_cache_salt_neither_finds_the_answers_of_others_nor_leaves_its
     rows = compiled_remember(rows_of([[9, 1, 2, 3, 4], [7, 1, 2], [1, 2, 6, 1, 2]], 16), jnp.array([0, 1]))
     calls = []
     device = SimpleNamespace(
-        state=SimpleNamespace(rows=rows), call=lambda key, rows, packed: calls.append(packed) or rows
+        state=SimpleNamespace(rows=rows), call=lambda key, rows, packed: calls.append(packed) or (rows, None)
     )
     drafter = LookupDrafter(3)
     for row, is_private in enumerate([False, True, True]):
@@ -101,9 +101,9 @@ def test_who_has_a_cache_salt_neither_finds_the_answers_of_others_nor_leaves_its
     drafter.release(device, 2, 0)
     assert [packed.tolist() for packed in calls] == [[0, -2, -3, 3]], "nothing of a private row is remembered"
     packed_S = jnp.array(calls[0][:3])
-    drafts_RK = compiled_draft(Speculation("suffix", MOST, (2, 8), 16), rows, packed_S).drafts_RK
+    drafts_RK = compiled_draft(Speculation("suffix", MOST, (2, 8), 16), rows, packed_S)[0].drafts_RK
     assert drafts_RK[1].tolist() == [NOTHING] * MOST and drafts_RK[2].tolist() == [6, 1, 2, 6, 1]
-    assert compiled_draft(Speculation("suffix", MOST, (2, 8), 16), rows, jnp.array([1])).drafts_RK[1, 0] == 3
+    assert compiled_draft(Speculation("suffix", MOST, (2, 8), 16), rows, jnp.array([1]))[0].drafts_RK[1, 0] == 3
 
 
 @pytest.mark.parametrize("size", [4, 7, 16])
