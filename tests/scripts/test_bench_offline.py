@@ -23,6 +23,7 @@ def test_figures_out_of_range_are_refused(words, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # 80 s
 def test_a_small_run_goes_from_end_to_end(tmp_path, capsys):
     words = ["--models", "tiny", "--workloads", "single", "shared", "--peers", "none", "--repeat", "1"]
     flags = "--max-num-seqs 8 --max-num-batched-tokens 16"

@@ -64,6 +64,7 @@ def test_the_kernels_read_what_was_written(tune, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # 50 s in the interpreter
 def test_tiles_are_tuned_for_real_in_the_interpreter(tune):
     (entry,) = tune("--cases", "decode, 4").values()
     assert entry["milliseconds"] > 0
