@@ -3,6 +3,7 @@
 Here endpoints get their paths. This module knows no socket: any ASGI server can run what it makes.
 """
 
+import asyncio
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
@@ -196,11 +197,13 @@ def application(
     guarded = Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS.union(page.path for page in pages))
     known = Middleware(CheckOrigins, allowed=origins, local=local, own_paths=PATHS)
     traced = [Middleware(TraceContext)] if service.is_tracing else []
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=[*below, counted, *cors, Middleware(MessagesErrors), guarded, known, *traced],
         exception_handlers={HTTPException: answer_with_error},
     )
+    app.state.long_bodies = asyncio.Lock()
+    return app
 
 
 class BelowRoot:

@@ -22,6 +22,9 @@ BODY_TIMEOUT = 60.0
 """Seconds within which the whole body must have come."""
 SHORT_BODY = 4096
 """Bytes up to which a body is not worth a thread."""
+LONG_BODY, REST_SECONDS = 2**20, 0.02
+"""Longer bodies are decoded one at a time, and so long after one another: 15 MB hold the loop for as long, and five of
+them in one of its rounds for a tenth of a second."""
 BODY_BYTES: ContextVar[int] = ContextVar("body_bytes", default=SHORT_BODY + 1)
 """Of the request that a task serves, as far as it was read here; what is not known counts as long."""
 MOST_VALUES = 2_000_000
@@ -44,6 +47,15 @@ async def read_struct[T](request: Request, kind: type[T], max_body_bytes: int) -
     check_media_type(request.headers.get("content-type", ""))
     body = await read_body(request, max_body_bytes)
     BODY_BYTES.set(len(body))
+    if len(body) <= LONG_BODY:
+        return decoded(body, kind)
+    async with request.app.state.long_bodies:
+        await asyncio.sleep(REST_SECONDS)
+        return decoded(body, kind)
+
+
+def decoded[T](body: bytes | bytearray, kind: type[T]) -> T:
+    """The struct in a body. Raises HttpError 400."""
     try:
         return decoder(kind).decode(body)
     except msgspec.ValidationError as error:
@@ -75,7 +87,7 @@ def check_media_type(header: str) -> None:
         )
 
 
-async def read_body(request: Request, max_body_bytes: int) -> bytes:
+async def read_body(request: Request, max_body_bytes: int) -> bytearray:
     """The whole body. Raises HttpError 413 as soon as it is known to be too long, 408 when it does not come, and 400
     for what is no UTF-8."""
     announced = announced_length(request)
@@ -98,11 +110,11 @@ def announced_length(request: Request) -> float:
     return int(announced) if announced.isdigit() else math.inf
 
 
-async def joined(request: Request, max_body_bytes: int) -> bytes:
+async def joined(request: Request, max_body_bytes: int) -> bytearray:
     """Looks at every piece as it comes: a body that would be decoded into very many objects is refused before that,
     since the decoder holds up everybody until it is done. It also does not look at names that it does not know, so what
     is no text is found here."""
-    pieces, length, values, text = [], 0, 0, codecs.getincrementaldecoder("utf-8")()
+    body, length, values, text = bytearray(), 0, 0, codecs.getincrementaldecoder("utf-8")()
     is_cut = False  # in the middle of a character
     is_small = announced_length(request) <= MOST_VALUES // max(COSTS.values())  # so that it cannot have so many
     async for piece in request.stream():
@@ -118,9 +130,9 @@ async def joined(request: Request, max_body_bytes: int) -> bytes:
         if is_cut or not piece.isascii():
             text.decode(piece)
             is_cut = bool(text.getstate()[0])
-        pieces.append(piece)
+        body += piece
     text.decode(b"", final=True)
-    return b"".join(pieces)
+    return body
 
 
 def too_large(limit: int, length: int | None = None) -> HttpError:

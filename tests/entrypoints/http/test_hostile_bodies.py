@@ -1,6 +1,7 @@
 """Bytes that no client of good will sends: whatever a body holds, the answer is no 500, and says what is wrong."""
 
 import asyncio
+import itertools
 import json
 import random
 from typing import ClassVar
@@ -8,9 +9,11 @@ from typing import ClassVar
 import pytest
 
 from jaxpaged.core import new_tokens
+from jaxpaged.entrypoints.http import body as bodies_read
 from jaxpaged.entrypoints.http.app import create_app, public_endpoints
-from jaxpaged.entrypoints.http.body import read_body
+from jaxpaged.entrypoints.http.body import read_body, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.openai.protocol import CompletionRequest
 from tests.engine.fake_pooling import CLASSES, EMBEDS, FakePoolingExecutor
 from tests.entrypoints.http.asgi_client import Client
 from tests.entrypoints.http.live_server import make_service
@@ -98,19 +101,49 @@ def test_invalid_utf8_in_a_name_that_nobody_knows_is_400(asked, path):
         assert answer.status == 400 and b"UTF-8" in answer.body, body
 
 
+class Request:
+    """What `body.py` sees of one; `app` is that of several."""
+
+    headers: ClassVar = {"content-type": "application/json"}
+
+    def __init__(self, *pieces, app=None):
+        self.pieces, self.app = pieces, app
+
+    async def stream(self):
+        for piece in self.pieces:
+            yield piece
+
+
+def test_others_have_their_turn_between_long_bodies(monkeypatch):
+    """Decoding one cannot be interrupted; that of all which came together would hold up everybody."""
+    turns, at, decoded = 0, [], bodies_read.decoded
+
+    def counted(text, kind):
+        at.append(turns)
+        return decoded(text, kind)
+
+    async def read_all(app):
+        async def look():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        looking = asyncio.ensure_future(look())
+        long = b'{"prompt": "%b"}' % (b"a" * bodies_read.LONG_BODY)
+        reading = [read_struct(Request(long, app=app), CompletionRequest, 2**24) for _ in range(4)]
+        texts = await asyncio.gather(*reading)
+        looking.cancel()
+        return texts
+
+    monkeypatch.setattr(bodies_read, "decoded", counted)
+    app = create_app(make_service())
+    assert all(len(each.prompt) == bodies_read.LONG_BODY for each in asyncio.run(read_all(app)))
+    assert len(at) == 4 and min(b - a for a, b in itertools.pairwise(at)) > 5
+
+
 def test_a_character_may_come_in_pieces():
     """And its second half may be missing, or be another's."""
-
-    class Request:
-        headers: ClassVar = {}
-
-        def __init__(self, *pieces):
-            self.pieces = pieces
-
-        async def stream(self):
-            for piece in self.pieces:
-                yield piece
-
     euro = "€".encode()
     for pieces in ((euro[:1], euro[1:]), (euro[:2], euro[2:] + b"a"), (b"a", euro, b"b"), (euro[:1], b"", euro[1:])):
         assert asyncio.run(read_body(Request(*pieces), 100)) == b"".join(pieces)
