@@ -5,6 +5,7 @@ between runs in `.cache/`: compiling is most of the suite's time. LLVM optimises
 takes two thirds of that time; what promises bits is run as users have it too, by `.ci/run` (XLA_FLAGS decides).
 """
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -45,3 +46,13 @@ def short_path() -> Iterator[Path]:
     """An empty folder for sockets, whose paths have 107 bytes at most, however long those of `tmp_path` are."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """What a test sets up for logging ends with it."""
+    root, ours = logging.getLogger(), logging.getLogger("jaxpaged")
+    before = root.handlers[:], ours.level
+    yield
+    root.handlers[:], level = before
+    ours.setLevel(level)

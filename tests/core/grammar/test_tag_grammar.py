@@ -3,20 +3,14 @@
 import json
 
 import pytest
-from tokenizers import AddedToken
 
 from jaxpaged.core.grammar.text import grammar_text
 from jaxpaged.structured_outputs import StructuredOutputsParams, Thinking
-from tests.engine.small_tokenizer import make_backend
+from tests.core.grammar.marked_tokenizer import marked_tokenizer
 
 llguidance = pytest.importorskip("llguidance")
 
-BACKEND = make_backend()
-BACKEND.add_special_tokens([AddedToken("[CALL]", special=True), AddedToken("[/CALL]", special=True)])
-BACKEND.add_tokens([AddedToken("<tool>", special=False), AddedToken("</tool>", special=False)])
-TEXT = BACKEND.to_str()
-ADDED = {token["content"]: token["id"] for token in json.loads(TEXT)["added_tokens"]}
-TOKENIZER = llguidance.LLTokenizer(TEXT, n_vocab=BACKEND.get_vocab_size(), eos_token=[2])
+TOKENIZER = marked_tokenizer(["[CALL]", "[/CALL]"], ["<tool>", "</tool>"])
 
 NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 ANY = {"type": "any_text"}
@@ -33,18 +27,18 @@ def triggered(*tags, triggers=("<f=",), **options):
 
 def spelled(text):
     """Tokens of single characters, none of which stands for a marker."""
-    return [token for letter in text for token in BACKEND.encode(letter, add_special_tokens=False).ids]
+    return [token for letter in text for token in TOKENIZER.encode(letter)]
 
 
 def matcher_of(structural_tag, **fields):
     params = StructuredOutputsParams(structural_tag=structural_tag, **fields)
-    matcher = llguidance.LLMatcher(TOKENIZER, grammar_text(params, ADDED), log_level=0)
+    matcher = llguidance.LLMatcher(TOKENIZER.for_grammars, grammar_text(params, TOKENIZER.ids), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
 
 
 def allows(form, text, encode=None, **fields):
-    ids = (encode or (lambda text: BACKEND.encode(text, add_special_tokens=False).ids))(text)
+    ids = (encode or TOKENIZER.encode)(text)
     matcher = matcher_of({"type": "structural_tag", "format": form}, **fields)
     return matcher.consume_tokens(ids) and matcher.is_accepting()
 
@@ -138,7 +132,7 @@ def test_the_form_of_before_means_the_same():
         }  # fmt: skip
         new = {"type": "structural_tag", "format": triggered(TWO[0])}
         for form in (old, json.dumps(old)):
-            same = [grammar_text(StructuredOutputsParams(structural_tag=value), ADDED) for value in (form, new)]
+            same = [grammar_text(StructuredOutputsParams(structural_tag=value), TOKENIZER.ids) for value in (form, new)]
             assert same[0] == same[1]
 
 

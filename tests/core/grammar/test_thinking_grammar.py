@@ -1,22 +1,14 @@
 """Grammars of thinking and an answer: real ones, followed by a matcher."""
 
-import json
-
 import pytest
-from tokenizers import AddedToken
 
 from jaxpaged.core.grammar.text import grammar_text
 from jaxpaged.structured_outputs import StructuredOutputsParams, Thinking
-from tests.engine.small_tokenizer import make_backend
+from tests.core.grammar.marked_tokenizer import marked_tokenizer
 
 llguidance = pytest.importorskip("llguidance")
 
-BACKEND = make_backend()
-BACKEND.add_special_tokens([AddedToken("[THINK]", special=True), AddedToken("[/THINK]", special=True)])
-BACKEND.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
-TEXT = BACKEND.to_str()
-ADDED = {token["content"]: token["id"] for token in json.loads(TEXT)["added_tokens"]}
-TOKENIZER = llguidance.LLTokenizer(TEXT, n_vocab=BACKEND.get_vocab_size(), eos_token=[2])
+TOKENIZER = marked_tokenizer(["[THINK]", "[/THINK]"], ["<think>", "</think>"])
 
 SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "integer"}}}
 SHAPES = [
@@ -33,12 +25,12 @@ MARKS = [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("Start:", "End:"), (
 @pytest.mark.parametrize(("start", "end"), MARKS)
 @pytest.mark.parametrize(("shape", "good", "bad"), SHAPES)
 def test_an_answer_keeps_its_shape_after_free_thinking(shape, good, bad, start, end, is_open):
-    text = grammar_text(StructuredOutputsParams(**shape, thinking=Thinking(start, end, is_open)), ADDED)
+    text = grammar_text(StructuredOutputsParams(**shape, thinking=Thinking(start, end, is_open)), TOKENIZER.ids)
 
     def allows(answer):
-        matcher = llguidance.LLMatcher(TOKENIZER, text, log_level=0)
+        matcher = llguidance.LLMatcher(TOKENIZER.for_grammars, text, log_level=0)
         assert not matcher.is_error(), matcher.get_error()
-        return matcher.consume_tokens(BACKEND.encode(answer, add_special_tokens=False).ids) and matcher.is_accepting()
+        return matcher.consume_tokens(TOKENIZER.encode(answer)) and matcher.is_accepting()
 
     assert allows(f"{start} a {{}}\n b{end}\n\n{good}") and allows(start + end + good)
     assert allows(f"no start{end}{good}") == is_open

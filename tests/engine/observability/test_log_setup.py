@@ -15,13 +15,7 @@ from jaxpaged.engine.process.core_supervisor import CoreSupervisor
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00"
 
 
-@pytest.fixture(autouse=True)
-def as_before():
-    root, ours = logging.getLogger(), logging.getLogger("jaxpaged")
-    before = root.handlers[:], ours.level
-    yield
-    root.handlers[:], level = before
-    ours.setLevel(level)
+pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
 def fail():

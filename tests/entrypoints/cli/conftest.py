@@ -1,7 +1,6 @@
 """An engine that echoes, in place of the real one, and a way to run commands with it."""
 
 import dataclasses
-import logging
 import time
 from types import SimpleNamespace
 
@@ -16,13 +15,8 @@ CHARACTERS_PER_STEP = 3
 
 
 @pytest.fixture(autouse=True)
-def logging_as_before():
+def commands_leave_logging_as_before(logging_as_before):
     """Commands set up what their process logs."""
-    root, ours = logging.getLogger(), logging.getLogger("jaxpaged")
-    before = root.handlers[:], ours.level
-    yield
-    root.handlers[:], level = before
-    ours.setLevel(level)
 
 
 class EchoInputs:

@@ -29,7 +29,10 @@ def test_every_request_has_its_phases_in_seconds_from_the_first():
 @pytest.mark.parametrize("count", [0, 1, 2000])
 def test_no_and_many_requests_can_be_drawn(count, tmp_path):
     fields = {name: [0.1] * count for name in ("start_times", "queue_times", "ttfts", "latencies")}
-    draw_requests({**RESULT, **fields, "errors": [""] * count}).savefig(tmp_path / "x.png")
+    figure = draw_requests({**RESULT, **fields, "errors": [""] * count})
+    figure.savefig(tmp_path / "x.png")
+    drawn = {each.get_label(): len(each.get_segments()) for each in figure.axes[0].collections}
+    assert drawn == (dict.fromkeys(["held back by the client", "until the first token"], count) if count else {})
 
 
 def test_an_instant_counts_for_nothing():
