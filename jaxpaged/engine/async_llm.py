@@ -53,7 +53,8 @@ CHILDREN_AT_ONCE = 32
 """Sequences of a prompt that are sent to the core between two looks at what others want."""
 SETS_IN_CORE = 4
 """Of a group at most so many times `max_num_seqs` sequences are in the core."""
-PROMPT_THREADS = max(2, min(4, os.cpu_count() or 1))
+NUM_THREADS = max(2, min(4, os.cpu_count() or 1))
+"""For what would hold up the event loop: more of them would only take turns."""
 CONNECT_SECONDS = 60.0
 
 
@@ -82,7 +83,7 @@ class AsyncLLM(AsyncEngineControl):
         )  # fmt: skip
         self._numbers = itertools.count()
         self._executor_stats: dict[str, Any] | None = None  # of the core that serves now, once it has said them
-        self._threads = ThreadPoolExecutor(PROMPT_THREADS, "prompts")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "prompts")
         self._grammar_threads = ThreadPoolExecutor(MOST_CHILDREN, "grammars")
         handlers: dict[bytes, Callable[[Any], None]] = {
             wire.STEP: self._on_steps,

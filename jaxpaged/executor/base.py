@@ -22,8 +22,8 @@ class PendingOutput(Protocol):
         ...
 
     def drafts(self) -> list[list[int]]:
-        """Wait for what was drafted for each request that samples in a `masked` step with drafts. Raises EngineError
-        when the devices could not compute it."""
+        """Wait for what was drafted in a `masked` step, for each request that may get more than one token. Raises
+        EngineError when the devices could not compute it."""
         ...
 
     def draw(self, masks_NW: np.ndarray) -> None:

@@ -22,6 +22,9 @@ from jaxpaged.worker.step.functions import NOTHING, TABLE_CHUNK
 from jaxpaged.worker.step.input_batch import StepReader, StepRequests, pack_step
 from jaxpaged.worker.step.packed import StepLayout
 
+DRAFT_KIND = "draft"
+"""The kind of the programs that draft, whatever the drafter."""
+
 
 class Step(NamedTuple):
     """A step that was begun: `packed` is its array, `hidden_SD` the hidden states of the tokens that sample. None:
@@ -173,7 +176,7 @@ class ModelRunner:
 
     def _dispatch(self, scheduled: SchedulerOutput, updates: list[tuple[int, int, int]], pending: PendingStep) -> None:
         requests, (key, *others) = self.reader.read(scheduled), scheduled.programs
-        if key.kind == "draft":
+        if key.kind == DRAFT_KIND:
             draft = drafting(requests, scheduled.max_new_tokens)
             updates, drafts_SK = self._draft(key, draft, updates)
             if scheduled.masked:

@@ -32,7 +32,8 @@ class OutputStream:
 
     def put(self, output: RequestOutput) -> None:
         """The next result."""
-        if self._take is not None and self._is_awaited and not output.finished and output.prompt_logprobs is None:
+        is_awaited = self._awaiting() is not None
+        if self._take is not None and is_awaited and not output.finished and output.prompt_logprobs is None:
             try:
                 if self._take(output):
                     return
@@ -62,14 +63,13 @@ class OutputStream:
         assert output is not None, "it was woken for nothing"
         return output
 
-    @property
-    def _is_awaited(self) -> bool:
-        """Whether the consumer has dealt with all before, and waits for more."""
-        return self._waiter is not None and not self._waiter.done()
+    def _awaiting(self) -> asyncio.Future | None:
+        """The waiter of a consumer who has dealt with all before, and waits for more."""
+        return None if self._waiter is None or self._waiter.done() else self._waiter
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if (waiter := self._awaiting()) is not None:
+            waiter.set_result(None)
 
 
 def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:

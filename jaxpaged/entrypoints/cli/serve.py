@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -34,8 +33,6 @@ logger = logging.getLogger(__name__)
 TURN_SECONDS = 0.001
 """How long a thread computes before another has the interpreter: 5 ms in Python. The event loop waits for the turns of
 all threads that compute, after each of its looks at its sockets."""
-BACKGROUND_THREADS = max(2, min(4, os.cpu_count() or 1))
-"""For what would hold up the event loop: more of them would only take turns."""
 NEW_OBJECTS = 10_000
 """After which the garbage collector looks at the new ones: 700 in Python. A request makes hundreds, which end with it,
 so the collector would look often and find nothing."""
@@ -178,6 +175,8 @@ def run_loop(running: Any) -> Any:
     from concurrent.futures import ThreadPoolExecutor
     from importlib.util import find_spec
 
+    from jaxpaged.engine.async_llm import NUM_THREADS
+
     gc.collect()
     gc.freeze()
     factory, turn, thresholds = None, sys.getswitchinterval(), gc.get_threshold()
@@ -189,8 +188,9 @@ def run_loop(running: Any) -> Any:
     sys.setswitchinterval(TURN_SECONDS)
     try:
         with asyncio.Runner(loop_factory=factory) as runner:
-            runner.get_loop().set_default_executor(ThreadPoolExecutor(BACKGROUND_THREADS, "background"))
+            runner.get_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS, "background"))
             return runner.run(running)
     finally:
         sys.setswitchinterval(turn)
         gc.set_threshold(*thresholds)
+        gc.unfreeze()

@@ -30,10 +30,9 @@ def varint(number: int) -> bytes:
 
 def nested(number: int, content: bytes) -> bytes:
     """Field `number`, up to 15, that holds a text or a message of these bytes."""
-    size = len(content)
-    return TAGS[number] + (VARINTS[size] if size < NUM_VARINTS else encoded(size)) + content
+    return TAGS[number] + varint(len(content)) + content
 
 
 def packed(number: int, values: Sequence[int]) -> bytes:
     """Field `number` that holds several numbers."""
-    return nested(number, b"".join([VARINTS[each] if each < NUM_VARINTS else encoded(each) for each in values]))
+    return nested(number, b"".join(map(varint, values)))

@@ -54,7 +54,7 @@ async def read_struct[T](request: Request, kind: type[T], max_body_bytes: int) -
         return decoded(body, kind)
 
 
-def decoded[T](body: bytes | bytearray, kind: type[T]) -> T:
+def decoded[T](body: bytearray, kind: type[T]) -> T:
     """The struct in a body. Raises HttpError 400."""
     try:
         return decoder(kind).decode(body)

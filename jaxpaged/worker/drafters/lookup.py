@@ -22,14 +22,13 @@ import numpy as np
 from jaxpaged.messages import NewRequestData, ProgramKey
 from jaxpaged.speculation import Speculation
 from jaxpaged.worker.device import Device
-from jaxpaged.worker.model_runner import DraftRequest
+from jaxpaged.worker.model_runner import DRAFT_KIND, DraftRequest
 from jaxpaged.worker.step.functions import NOTHING, RowTokens, Shapes
 from jaxpaged.worker.step.packed import StepLayout
 
 CHUNK = 512
 """Tokens in one upload of `load_history`."""
 HEADER = 3  # row, position of the first token, number of tokens
-DRAFT_KIND = "draft"
 LOAD_KIND = "load_history"
 REMEMBER_KIND = "remember"
 

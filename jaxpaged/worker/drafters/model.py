@@ -23,15 +23,13 @@ from jaxpaged.messages import NewRequestData, ProgramKey
 from jaxpaged.models.interface import DraftModel
 from jaxpaged.sampling.rows import NUM_COLUMNS
 from jaxpaged.worker.device import Device
-from jaxpaged.worker.model_runner import DraftRequest
+from jaxpaged.worker.model_runner import DRAFT_KIND, DraftRequest
 from jaxpaged.worker.request_rows import NUM_STOP_IDS
 from jaxpaged.worker.step.decode_loop import decode
 from jaxpaged.worker.step.finishers import Sampler
 from jaxpaged.worker.step.functions import NOTHING, Shapes, StepFunctions
 from jaxpaged.worker.step.input_batch import run_lines
 from jaxpaged.worker.step.packed import RunLayout, StepLayout
-
-DRAFT_KIND = "draft"
 
 
 def draft(
