@@ -106,7 +106,9 @@ class FreeAsyncEngine(AsyncEngineControl):
     def obstacle(self, when_compiled: bool = True) -> None:
         return None
 
-    async def generate(self, prompt: Any, params: Any, request_id: str, *, take: Any = None, **others: Any):
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, *, take: Any = None, group: Any = None, **others: Any
+    ):
         self.engine.add_request(request_id, prompt, params, **others)
         results = self._streams[request_id] = OutputStream(by_delta=True, take=take)
         if self._stepping is None or self._stepping.done():
