@@ -13,17 +13,17 @@ from itertools import accumulate, repeat
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.logprob_lines import add_logprobs
 from jaxpaged.core.request import Request
-from jaxpaged.core.step_plan import Share, StepPlan
+from jaxpaged.core.steps import Grant, NewStep
 from jaxpaged.messages import EngineCoreOutput, ModelRunnerOutput
 
 Ended = list[tuple[Request, EngineCoreOutput]]
 """Requests, and the outputs whose finish reason says that they have ended, or failed."""
 
 
-def plan_run(
-    plan: StepPlan, running: Sequence[Request], max_steps: int, manager: KVCacheManager, last_step_id: int
+def add_run(
+    step: NewStep, running: Sequence[Request], max_steps: int, manager: KVCacheManager, last_step_id: int
 ) -> bool:
-    """Fill an empty plan with a run of at most `max_steps`. False, and nothing changed, when it must be one step.
+    """Fill an empty step with a run of at most `max_steps`. False, and nothing changed, when it must be one step.
 
     It must when somebody still computes a prompt, or needs a mask, which comes from the host; when blocks are too few,
     and when nobody has two tokens to go.
@@ -45,22 +45,22 @@ def plan_run(
     num_steps = max((num_tokens for _, num_tokens in runs), default=0)
     if num_steps < 2 or not manager.can_allocate(runs):
         return False
-    plan.num_steps = num_steps
+    step.num_steps = num_steps
     for request, num_tokens in runs:
         manager.cache_blocks(request, last_step_id)
         block_ids = manager.allocate_slots(request, num_tokens)
         assert block_ids is not None, "can_allocate has said that there are blocks"
-        plan.add(request, Share(num_tokens, num_tokens, block_ids if any(block_ids) else None))
+        step.add(request, Grant(num_tokens, num_tokens, block_ids if any(block_ids) else None))
     return True
 
 
-def num_drafts_in_step(request: Request, plan: StepPlan, manager: KVCacheManager) -> int:
+def num_drafts_in_step(request: Request, step: NewStep, manager: KVCacheManager) -> int:
     """How many drafts of a request that decodes go into a step: none that nobody else has room for."""
     num_left = request.max_total_tokens - request.num_tokens_with_placeholders
-    most = min(request.num_drafts, num_left - 1, plan.num_spare, plan.budget - 1)
+    most = min(request.num_drafts, num_left - 1, step.num_spare, step.budget - 1)
     if most <= 0 or not manager.can_allocate([(request, 1 + most)]):
         return 0
-    plan.num_spare -= most
+    step.num_spare -= most
     return most
 
 

@@ -19,12 +19,12 @@ from jaxpaged.core.intake import check_request
 from jaxpaged.core.integrity import check_books
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.logprob_lines import collect_prompt_logprobs
-from jaxpaged.core.new_tokens import fault_of, num_drafts_in_step, plan_run, take_tokens
+from jaxpaged.core.new_tokens import add_run, fault_of, num_drafts_in_step, take_tokens
 from jaxpaged.core.preparation import Preparation
-from jaxpaged.core.prompt_shares import PromptShares
+from jaxpaged.core.prompt_grants import PromptGrants
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.request_queue import QUEUES, priority_order
-from jaxpaged.core.step_plan import Share, StepPlan, StepsInFlight
+from jaxpaged.core.steps import Grant, NewStep, StepsInFlight
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import (
@@ -74,7 +74,7 @@ class Scheduler:
             enable_prefix_caching=enable_prefix_caching,
             enable_kv_cache_events=enable_kv_cache_events,
         )
-        self._prompt_shares = PromptShares(scheduler_config, self.kv_cache_manager)
+        self._prompt_grants = PromptGrants(scheduler_config, self.kv_cache_manager)
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.running: list[Request] = []  # in order of admission
         self.waiting = QUEUES[scheduler_config.scheduling_policy]()
@@ -125,23 +125,23 @@ class Scheduler:
     def schedule(self, max_steps: int = 1) -> SchedulerOutput:
         """Decide how many tokens every request computes in the next step.
 
-        Requests that decode go first, then prompts, as `prompt_shares.py` says. When blocks run out the youngest is
+        Requests that decode go first, then prompts, as `prompt_grants.py` says. When blocks run out the youngest is
         preempted and recomputed later, or under the priority policy the least important. Waiting requests are admitted
         when nothing was preempted, each only if all of its tokens would get blocks. A step without tokens need not be
         executed; what the runner must know waits for the next one. When nobody waits and all decode, it may be a run
         of up to `max_steps` steps (`new_tokens.py`).
         """
-        plan = StepPlan(self._max_num_batched_tokens, len(self.running), len(self.kv_cache_manager.pools))
-        if self.waiting or not plan_run(plan, self.running, max_steps, self.kv_cache_manager, self._last_step_id):
-            lacking = self._schedule_decodes(plan)
-            if plan.budget and (lacking or self.waiting):
-                self._schedule_prompts(lacking, plan)
-        return self._commit(plan)
+        step = NewStep(self._max_num_batched_tokens, len(self.running), len(self.kv_cache_manager.pools))
+        if self.waiting or not add_run(step, self.running, max_steps, self.kv_cache_manager, self._last_step_id):
+            lacking = self._schedule_decodes(step)
+            if step.budget and (lacking or self.waiting):
+                self._schedule_prompts(lacking, step)
+        return self._commit(step)
 
-    def _schedule_decodes(self, plan: StepPlan) -> list[Request]:
+    def _schedule_decodes(self, step: NewStep) -> list[Request]:
         """Running requests that lack nothing but their newest token; returns the others. Both may be preempted."""
         lacking = []
-        budget, append = plan.budget, plan.requests.append
+        budget, append = step.budget, step.requests.append
         for request in tuple(self.running):
             computed, num_known = request.num_computed_tokens, request.num_tokens_with_placeholders
             if num_known > computed + 1:
@@ -152,56 +152,56 @@ class Scheduler:
                 append(request)
                 budget -= 1
             elif request.status is RequestStatus.RUNNING:  # not preempted just now
-                plan.budget = budget
-                self._schedule_decode(request, plan)
-                budget = plan.budget
-        plan.budget = budget
+                step.budget = budget
+                self._schedule_decode(request, step)
+                budget = step.budget
+        step.budget = budget
         return lacking
 
-    def _schedule_decode(self, request: Request, plan: StepPlan) -> None:
+    def _schedule_decode(self, request: Request, step: NewStep) -> None:
         """A request that needs a slot, or may draft, or is about to end."""
         if request.num_tokens_with_placeholders >= request.max_total_tokens:
             return  # its last token is being sampled
         self.kv_cache_manager.cache_blocks(request, self._last_step_id)
-        num_drafts = num_drafts_in_step(request, plan, self.kv_cache_manager) if request.num_drafts else 0
-        self._schedule_running(request, 1 + num_drafts, 1 + num_drafts, plan)
+        num_drafts = num_drafts_in_step(request, step, self.kv_cache_manager) if request.num_drafts else 0
+        self._schedule_running(request, 1 + num_drafts, 1 + num_drafts, step)
 
-    def _schedule_running(self, request: Request, num_tokens: int, max_new_tokens: int, plan: StepPlan) -> None:
-        """Give a running request a share, and slots for it, unless it has to be preempted."""
-        new_block_ids = self._allocate_or_preempt(request, num_tokens, plan)
+    def _schedule_running(self, request: Request, num_tokens: int, max_new_tokens: int, step: NewStep) -> None:
+        """Give a running request a grant, and slots for it, unless it has to be preempted."""
+        new_block_ids = self._allocate_or_preempt(request, num_tokens, step)
         if new_block_ids is not None:
-            plan.add(request, Share(num_tokens, max_new_tokens, new_block_ids if any(new_block_ids) else None))
+            step.add(request, Grant(num_tokens, max_new_tokens, new_block_ids if any(new_block_ids) else None))
             self._set_decode_limit(request)
 
-    def _schedule_prompts(self, lacking: list[Request], plan: StepPlan) -> None:
-        """Share out what decoding leaves among those of the running requests that do not, and those that wait."""
+    def _schedule_prompts(self, lacking: list[Request], step: NewStep) -> None:
+        """Divide what decoding leaves among those of the running requests that do not, and those that wait."""
         manager, running = self.kv_cache_manager, RequestStatus.RUNNING
         lacking = [request for request in lacking if request.status is running]
-        num_rows = 0 if plan.preempted else self._max_num_seqs - len(self.running)
-        granted = self._prompt_shares.of_step(
-            lacking, self.waiting, num_rows, plan.budget, alone=len(self.requests) == 1
+        num_rows = 0 if step.preempted else self._max_num_seqs - len(self.running)
+        granted = self._prompt_grants.of_step(
+            lacking, self.waiting, num_rows, step.budget, alone=len(self.requests) == 1
         )
         for (request, num_lacking, _), num_tokens in granted:
             if num_tokens and request.status is running:
                 manager.cache_blocks(request, self._last_step_id)
-                self._schedule_running(request, num_tokens, int(num_tokens == num_lacking), plan)
+                self._schedule_running(request, num_tokens, int(num_tokens == num_lacking), step)
             if num_tokens < num_lacking and request.status is running:
-                manager.reserve_rest(request, plan.num_reserved_blocks)
+                manager.reserve_rest(request, step.num_reserved_blocks)
         for (request, _, _), num_tokens in granted:
             waits = request.status is not running
-            if plan.preempted or (waits and num_tokens and not self._admit(request, num_tokens, plan)):
+            if step.preempted or (waits and num_tokens and not self._admit(request, num_tokens, step)):
                 break
 
     def _set_decode_limit(self, request: Request) -> None:
         limit = 0 if request.num_drafts else self.kv_cache_manager.num_slots(request)
         request.decode_limit = min(limit, request.max_total_tokens - 1)
 
-    def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> tuple[list[int], ...] | None:
+    def _allocate_or_preempt(self, request: Request, num_tokens: int, step: NewStep) -> tuple[list[int], ...] | None:
         """Slots for a running request, taken from less important ones if need be. None: it was preempted itself."""
         while (block_ids := self.kv_cache_manager.allocate_slots(request, num_tokens)) is None:
             victim = max(self.running, key=priority_order) if self._by_priority else self.running[-1]
-            plan.discard(victim)
-            plan.preempted = True
+            step.discard(victim)
+            step.preempted = True
             self._preempt(victim)
             if victim is request:
                 return None
@@ -229,14 +229,14 @@ class Scheduler:
         self.kv_cache_manager.free(request)
         self._removed_request_ids.append(request.request_id)
 
-    def _admit(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
+    def _admit(self, request: Request, num_tokens: int, step: NewStep) -> bool:
         """Move a waiting request into the step. False, and nothing changed, when others took what it was to get."""
         manager = self.kv_cache_manager
         hit = manager.get_computed_blocks(request)
         lacking = request.num_tokens - hit.num_tokens
         num_tokens = min(num_tokens, lacking)
         is_cut = num_tokens < lacking and not self._chunked_prefill
-        if is_cut or not manager.fits_whole(request, hit, plan.num_reserved_blocks):
+        if is_cut or not manager.fits_whole(request, hit, step.num_reserved_blocks):
             return False
         manager.adopt_hit(request, hit)
         if manager.allocate_slots(request, num_tokens) is None:
@@ -249,33 +249,33 @@ class Scheduler:
         self._set_decode_limit(request)
         self._counters.count_hit(request, hit.num_tokens)
         self.draft_lengths.begin(request)
-        plan.add(request, Share(num_tokens, int(num_tokens == lacking), None))
-        plan.new_requests.append(request.to_new_request_data())
+        step.add(request, Grant(num_tokens, int(num_tokens == lacking), None))
+        step.new_requests.append(request.to_new_request_data())
         if num_tokens < lacking:
-            manager.reserve_rest(request, plan.num_reserved_blocks)
+            manager.reserve_rest(request, step.num_reserved_blocks)
         return True
 
-    def _commit(self, plan: StepPlan) -> SchedulerOutput:
-        """Turn the plan into a message, and advance the requests as if the step were done."""
+    def _commit(self, step: NewStep) -> SchedulerOutput:
+        """Turn the step into a message, and advance the requests as if the step were done."""
         self._last_step_id += 1
-        requests, num_requests = plan.requests, len(plan.requests)
+        requests, num_requests = step.requests, len(step.requests)
         num_tokens, max_new_tokens = [1] * num_requests, [1] * num_requests
         new_block_ids: list[tuple[list[int], ...] | None] = [None] * num_requests
-        for i, share in plan.shares.items():
-            num_tokens[i], max_new_tokens[i], new_block_ids[i] = share
+        for i, grant in step.grants.items():
+            num_tokens[i], max_new_tokens[i], new_block_ids[i] = grant
         num_computed = [request.num_computed_tokens for request in requests]
         for request, n, most in zip(requests, num_tokens, max_new_tokens):
             request.num_computed_tokens += n
             request.num_tokens_with_placeholders += most
-        for i, share in plan.shares.items():
-            if share.num_tokens > 1:  # a single token fills a block that its next step, needing another, enters
+        for i, grant in step.grants.items():
+            if grant.num_tokens > 1:  # a single token fills a block that its next step, needing another, enters
                 self.kv_cache_manager.cache_blocks(requests[i], self._last_step_id)
         removed = self._take_removed(num_requests)
         request_ids = self._steps.ids_of(requests)
-        self._num_scheduled_tokens = self._max_num_batched_tokens - plan.budget
+        self._num_scheduled_tokens = self._max_num_batched_tokens - step.budget
         scheduled = SchedulerOutput(
-            self._last_step_id, plan.new_requests, removed, request_ids, num_tokens, num_computed, max_new_tokens,
-            new_block_ids, self._num_scheduled_tokens, plan.num_steps,
+            self._last_step_id, step.new_requests, removed, request_ids, num_tokens, num_computed, max_new_tokens,
+            new_block_ids, self._num_scheduled_tokens, step.num_steps,
             self.constrained.need_masks(requests, max_new_tokens),
         )  # fmt: skip
         if requests:

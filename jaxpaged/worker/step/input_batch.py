@@ -35,20 +35,20 @@ class StepReader:
 
     def __init__(self, rows: RequestRows):
         self._rows = rows
-        self._shares = [], [], False  # tokens in and out of the last step, whether it was a run, and its arrays
-        self._arrays = share_arrays(*self._shares)
+        self._counts = [], [], False  # tokens in and out of the last step, whether it was a run, and its arrays
+        self._arrays = count_arrays(*self._counts)
 
     def read(self, scheduled: SchedulerOutput) -> StepRequests:
-        shares = scheduled.num_scheduled_tokens, scheduled.max_new_tokens, scheduled.num_steps > 1
-        if shares != self._shares:
-            self._shares, self._arrays = shares, share_arrays(*shares)
+        counts = scheduled.num_scheduled_tokens, scheduled.max_new_tokens, scheduled.num_steps > 1
+        if counts != self._counts:
+            self._counts, self._arrays = counts, count_arrays(*counts)
         num_scheduled, ends, samples = self._arrays
         num_computed = int32_array(scheduled.num_computed_tokens)
         rows, seq_lens = self._rows.rows_of(scheduled.request_ids), num_computed + num_scheduled
         return StepRequests(rows, num_scheduled, num_computed, seq_lens, ends, samples)
 
 
-def share_arrays(
+def count_arrays(
     num_scheduled_tokens: list[int], max_new_tokens: list[int], is_run: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens, where they end in the step, who samples) of the requests of a step. In a run all that a request may get

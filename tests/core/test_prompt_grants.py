@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.core.prompt_shares import Claim, share_out
+from jaxpaged.core.prompt_grants import Claim, grant_tokens
 from jaxpaged.core.request import Request
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
@@ -43,24 +43,24 @@ def steps_until(engine: Engine, *request_ids: str, each_step=lambda: None) -> in
 @given(st.lists(st.integers(1, 40), max_size=8), st.integers(1, 60))
 def test_nothing_is_wasted_the_oldest_has_half_and_nobody_more_than_it_lacks(lengths, budget):
     claims = claims_of(lengths)
-    shares = share_out(claims, budget)
-    assert sum(shares) == min(budget, sum(lengths))
-    assert all(0 <= share <= length for share, length in zip(shares, lengths))
+    grants = grant_tokens(claims, budget)
+    assert sum(grants) == min(budget, sum(lengths))
+    assert all(0 <= grant <= length for grant, length in zip(grants, lengths))
     if claims:
-        assert shares[0] >= min(lengths[0], budget - budget // 2)
+        assert grants[0] >= min(lengths[0], budget - budget // 2)
 
 
 def test_the_order_is_that_of_age_among_those_of_about_the_same_length():
-    assert share_out(claims_of([30, 30, 16]), 20) == [20, 0, 0]
-    assert share_out(claims_of([12, 30, 7]), 20) == [12, 8, 0]
+    assert grant_tokens(claims_of([30, 30, 16]), 20) == [20, 0, 0]
+    assert grant_tokens(claims_of([12, 30, 7]), 20) == [12, 8, 0]
 
 
 def test_the_shortest_go_first_in_half_of_the_step():
-    assert share_out(claims_of([30, 15, 4, 3]), 20) == [10, 3, 4, 3]
+    assert grant_tokens(claims_of([30, 15, 4, 3]), 20) == [10, 3, 4, 3]
 
 
 def test_nobody_goes_before_a_more_important_request():
-    assert share_out(claims_of([30, 4, 4], priorities=[0, 1, 0]), 20) == [16, 0, 4]
+    assert grant_tokens(claims_of([30, 4, 4], priorities=[0, 1, 0]), 20) == [16, 0, 4]
 
 
 def test_a_short_prompt_behind_long_ones_has_its_first_token_after_a_step():

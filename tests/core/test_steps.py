@@ -1,10 +1,10 @@
-"""A plan keeps the share of every request, whoever is taken out of it again."""
+"""A step keeps the grant of every request, whoever is taken out of it again."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.core.request import Request
-from jaxpaged.core.step_plan import Share, StepPlan
+from jaxpaged.core.steps import Grant, NewStep
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 
@@ -15,20 +15,20 @@ def request(number):
 
 @given(st.lists(st.sampled_from([None, 1, 5]), max_size=6), st.lists(st.integers(0, 7), max_size=4))
 def test_shares_stay_with_their_requests_and_tokens_come_back(tokens, discarded):
-    plan, expected = StepPlan(100, 1), {}
+    step, expected = NewStep(100, 1), {}
     requests = [request(i) for i in range(8)]
     for each, num_tokens in zip(requests, tokens):
         if num_tokens is None:  # it decodes one token in a slot that it has
-            plan.requests.append(each)
-            plan.budget -= 1
+            step.requests.append(each)
+            step.budget -= 1
         else:
-            plan.add(each, Share(num_tokens, 1, None))
+            step.add(each, Grant(num_tokens, 1, None))
         expected[each] = num_tokens
     for number in discarded:
-        plan.discard(requests[number])
+        step.discard(requests[number])
         expected.pop(requests[number], None)
-    assert plan.requests == list(expected)
-    assert {plan.requests[i]: share.num_tokens for i, share in plan.shares.items()} == {
+    assert step.requests == list(expected)
+    assert {step.requests[i]: grant.num_tokens for i, grant in step.grants.items()} == {
         each: num_tokens for each, num_tokens in expected.items() if num_tokens is not None
     }
-    assert plan.budget == 100 - sum(num_tokens or 1 for num_tokens in expected.values())
+    assert step.budget == 100 - sum(num_tokens or 1 for num_tokens in expected.values())

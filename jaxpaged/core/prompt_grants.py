@@ -1,4 +1,4 @@
-"""Who computes how much of its prompt in a step: the tokens that decoding leaves are shared out by age, and by length.
+"""Who computes how much of its prompt in a step: the tokens that decoding leaves are granted by age, and by length.
 
 Whoever is to sample next has to compute what it lacks of its known tokens: a claim. Claims are met by age, so that of
 equal ones each is done as early as can be. But a claim of at most half of what the oldest one lacks goes before it,
@@ -35,32 +35,32 @@ AGES: dict[str, Callable[[Claim], Any]] = {
 """Sort key of claims by the name of the scheduling policy: the oldest, or the most important, is the first."""
 
 
-def share_out(claims: Sequence[Claim], budget: int) -> list[int]:
+def grant_tokens(claims: Sequence[Claim], budget: int) -> list[int]:
     """How many tokens of a step each of the claims gets, the oldest of which is the first.
 
     One that is less important than the oldest does not go before it.
     """
-    shares = [0] * len(claims)
+    grants = [0] * len(claims)
     if not claims:
-        return shares
+        return grants
     oldest, left = claims[0], budget // 2
     short = [
-        place
-        for place, claim in enumerate(claims)
+        index
+        for index, claim in enumerate(claims)
         if 2 * claim.num_tokens <= oldest.num_tokens and claim.request.priority <= oldest.request.priority
     ]
-    for place in sorted(short, key=lambda place: claims[place].num_tokens):
-        shares[place] = min(claims[place].most, left)
-        left -= shares[place]
+    for index in sorted(short, key=lambda index: claims[index].num_tokens):
+        grants[index] = min(claims[index].most, left)
+        left -= grants[index]
     left += budget - budget // 2
-    for place, claim in enumerate(claims):
-        more = min(claim.most - shares[place], left)
-        shares[place] += more
+    for index, claim in enumerate(claims):
+        more = min(claim.most - grants[index], left)
+        grants[index] += more
         left -= more
-    return shares
+    return grants
 
 
-class PromptShares:
+class PromptGrants:
     """The options that count for it."""
 
     def __init__(self, config: SchedulerConfig, manager: KVCacheManager):
@@ -83,7 +83,7 @@ class PromptShares:
         if queue and num_rows:
             claims += self._waiting(claims, queue, num_rows, budget, limit)
         claims.sort(key=self._age)
-        return list(zip(claims, share_out(claims, budget)))
+        return list(zip(claims, grant_tokens(claims, budget)))
 
     def _waiting(
         self, running: Sequence[Claim], queue: RequestQueue, num_rows: int, budget: int, limit: int

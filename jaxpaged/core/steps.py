@@ -11,7 +11,7 @@ from jaxpaged.errors import EngineError
 from jaxpaged.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 
-class Share(NamedTuple):
+class Grant(NamedTuple):
     """What a request gets of a step, where it is not one decoded token in a slot that it has."""
 
     num_tokens: int
@@ -19,35 +19,35 @@ class Share(NamedTuple):
     new_block_ids: tuple[list[int], ...] | None
 
 
-class StepPlan:
-    """A step while it is being decided. Requests without a `Share` decode one token.
+class NewStep:
+    """A step while it is being decided. Requests without a `Grant` decode one token.
 
-    `shares` are by the request's place in `requests`.
+    `grants` are by the request's index in `requests`.
     """
 
     def __init__(self, budget: int, num_running: int = 0, num_pools: int = 1):
         self.budget = budget  # tokens left
         self.num_spare = budget - num_running  # of them for drafts: everybody's own token comes first
         self.requests: list[Request] = []
-        self.shares: dict[int, Share] = {}
+        self.grants: dict[int, Grant] = {}
         self.new_requests: list[NewRequestData] = []
         self.num_reserved_blocks = [0] * num_pools  # that running requests need to finish their prompts
         self.preempted = False
         self.num_steps = 1  # above 1: a run of decode steps
 
-    def add(self, request: Request, share: Share) -> None:
-        self.shares[len(self.requests)] = share
+    def add(self, request: Request, grant: Grant) -> None:
+        self.grants[len(self.requests)] = grant
         self.requests.append(request)
-        self.budget -= share.num_tokens
+        self.budget -= grant.num_tokens
 
     def discard(self, request: Request) -> None:
         """Take a request out, if it is in, and its tokens back."""
         if request in self.requests:
-            place = self.requests.index(request)
-            del self.requests[place]
-            share = self.shares.pop(place, None)
-            self.budget += share.num_tokens if share else 1
-            self.shares = {each - (each > place): share for each, share in self.shares.items()}
+            index = self.requests.index(request)
+            del self.requests[index]
+            grant = self.grants.pop(index, None)
+            self.budget += grant.num_tokens if grant else 1
+            self.grants = {each - (each > index): grant for each, grant in self.grants.items()}
 
 
 class InFlightStep(NamedTuple):
