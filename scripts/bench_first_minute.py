@@ -5,8 +5,9 @@
 An engine of a process of its own starts with an empty compilation cache (`--warm`: with the one that the start before
 filled) and gets as many requests at a time as `--requests` says, each of 32 to 512 random tokens and 64 to 128 more, a
 new one as soon as one ends. Tokens, of prompts and answers, count from the first token of an answer on, for as long as
-`--seconds` says; then all programs are waited for, and the same goes on for a quarter of that. Models besides the
-embedded one are those of scripts/bench_offline.py.
+`--seconds` says. Then all programs are waited for, and requests of the same sizes, with other tokens, run until they
+have as many: so both speeds are those of the same work. Models besides the embedded one are those of
+scripts/bench_offline.py.
 
 On a machine with other work the second ratio is the one to look at: tokens per second of the process's CPU time, with
 the minute measured so too. It counts as lost what compiling took of cores that were idle, and so is the lower one.
@@ -14,6 +15,7 @@ the minute measured so too. It counts as lost what compiling took of cores that 
 
 import argparse
 import json
+import math
 import os
 import random
 import sys
@@ -21,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from offline_bench import checkpoints, workloads
 
@@ -30,47 +32,67 @@ TOKEN_IDS = range(5, 300)  # every model has them
 
 
 class Load:
-    """Keeps `num_requests` under way, and tells how many tokens came of it."""
+    """Keeps `num_requests` under way, and tells how many tokens came of it. Every load has the same sizes, in the same
+    order; `name` decides about the tokens, which no cache has then."""
 
-    def __init__(self, engine: Any, num_requests: int):
-        self.engine, self.num_requests = engine, num_requests
-        self.draw = random.Random(0)
+    def __init__(self, engine: Any, num_requests: int, name: str):
+        self.engine, self.num_requests, self.name = engine, num_requests, name
+        self.draw_sizes, self.draw_tokens = random.Random(0), random.Random(name)
         self.prompts: dict[str, int] = {}  # id -> tokens, of prompts that are not computed yet
-        self.num_added = self.num_running = 0
+        self.num_added = 0
+        self.running: set[str] = set()
 
     def add(self) -> None:
         from jaxpaged import SamplingParams
         from jaxpaged.sampling_params import RequestOutputKind
 
-        [(num_in, num_out)] = workloads.mixed_sizes(self.draw, 1)
+        [(num_in, num_out)] = workloads.mixed_sizes(self.draw_sizes, 1)
         params = SamplingParams(
             temperature=0.0, max_tokens=num_out, ignore_eos=True, output_kind=RequestOutputKind.DELTA
         )
-        self.num_added, self.num_running = self.num_added + 1, self.num_running + 1
-        self.prompts[name := str(self.num_added)] = num_in
-        prompt = [self.draw.choice(TOKEN_IDS) for _ in range(num_in)]
+        self.num_added += 1
+        self.running.add(name := f"{self.name} {self.num_added}")
+        self.prompts[name] = num_in
+        prompt = [self.draw_tokens.choice(TOKEN_IDS) for _ in range(num_in)]
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def steps(self) -> Iterator[int]:
         """Tokens that each step gave."""
         while True:
-            while self.num_running < self.num_requests:
+            while len(self.running) < self.num_requests:
                 self.add()
             num_tokens = 0
             for output in self.engine.step():
                 num_tokens += len(output.outputs[0].token_ids) + self.prompts.pop(output.request_id, 0)
-                self.num_running -= output.finished
+                if output.finished:
+                    self.running.discard(output.request_id)
             yield num_tokens
 
-    def speed(self, seconds: float) -> tuple[float, float]:
-        """Tokens per second, and per second of CPU time over the number of cores, for so long by the latter."""
+    def first_token(self) -> "Load":
+        """Itself, at its first token."""
+        next(num_tokens for num_tokens in self.steps() if num_tokens)
+        return self
+
+    def measure(self, seconds: float = math.inf, num_tokens: int | float = math.inf) -> "Speed":
+        """Go on for so many seconds of the cores, or until so many tokens came."""
         begin, cpu_begin, total = time.perf_counter(), time.process_time(), 0
-        for num_tokens in self.steps():
-            total += num_tokens
+        for came in self.steps():
+            total += came
             cpu_seconds = (time.process_time() - cpu_begin) / os.cpu_count()
-            if cpu_seconds >= seconds:
-                return total / (time.perf_counter() - begin), total / cpu_seconds
+            if cpu_seconds >= seconds or total >= num_tokens:
+                return Speed(total, time.perf_counter() - begin, cpu_seconds)
         raise AssertionError("steps do not end")
+
+    def stop(self) -> None:
+        self.engine.abort_request(list(self.running))
+
+
+class Speed(NamedTuple):
+    """What came, in seconds, and in seconds of CPU time over the number of cores."""
+
+    num_tokens: int
+    seconds: float
+    cpu_seconds: float
 
 
 def measure(origin: float, options: dict[str, Any], num_requests: int, seconds: float) -> dict[str, Any]:
@@ -79,21 +101,23 @@ def measure(origin: float, options: dict[str, Any], num_requests: int, seconds: 
     from jaxpaged.engine.llm_engine import LLMEngine
 
     engine = LLMEngine.from_config(EngineConfig.from_options(**options))
-    load = Load(engine, num_requests)
-    next(num_tokens for num_tokens in load.steps() if num_tokens)
-    told = {"first_token": time.time() - origin, "first_minute": load.speed(seconds)}
+    load = Load(engine, num_requests, "first").first_token()
+    told = {"first_token": time.time() - origin, "first_minute": (first := load.measure(seconds))}
+    load.stop()
     stats = engine.executor_stats()
     told |= {"ready": stats["programs_ready"], "wanted": stats["programs"]}
     engine.wait_for_programs()
-    load.speed(seconds / 20)
-    return told | {"afterwards": load.speed(seconds / 4)}
+    again = Load(engine, num_requests, "again").first_token()
+    return told | {"afterwards": again.measure(num_tokens=first.num_tokens)}
 
 
 def row(name: str, num_requests: int, told: dict[str, Any]) -> str:
-    (first, cpu_first), (after, cpu_after) = told["first_minute"], told["afterwards"]
+    first, after = Speed(*told["first_minute"]), Speed(*told["afterwards"])
+    speed, speed_after = first.num_tokens / first.seconds, after.num_tokens / after.seconds
+    by_cpu_time = (first.num_tokens / first.cpu_seconds) / (after.num_tokens / after.cpu_seconds)
     cells = (
-        name, f"{num_requests}", f"{told['first_token']:.1f}", f"{first:,.0f}", f"{after:,.0f}", f"{first / after:.2f}",
-        f"{cpu_first / cpu_after:.2f}", f"{told['ready']} of {told['wanted']}",
+        name, f"{num_requests}", f"{told['first_token']:.1f}", f"{speed:,.0f}", f"{speed_after:,.0f}",
+        f"{speed / speed_after:.2f}", f"{by_cpu_time:.2f}", f"{told['ready']} of {told['wanted']}",
     )  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
