@@ -45,14 +45,15 @@ def forward(
 ) -> tuple[jax.Array, list[KVTensor]]:
     """The decoder's hidden states, and the KV tensors with this step's tokens of both models.
 
-    If `deterministic`, the second pass begins when the first is over, so that XLA does not fuse them.
+    The second pass begins when the first is over. Keys of its first layer follow from tokens alone, so XLA would write
+    them while layers of the first pass still read the array that both share, and copy all of it before. And in
+    `deterministic` engines nothing of both may be fused.
     """
     own, others = batch.caches[: config.num_layers], batch.caches[config.num_layers :]
     hidden_TD, kv = model.forward(params.decoder, config, batch.replace(caches=own), kv)
     again = batch.replace(caches=others)
-    if config.deterministic:
-        hidden_TD, tokens_T, positions_T = jax.lax.optimization_barrier((hidden_TD, batch.tokens_T, batch.positions_T))
-        again = again.replace(tokens_T=tokens_T, positions_T=positions_T)
+    hidden_TD, tokens_T, positions_T = jax.lax.optimization_barrier((hidden_TD, batch.tokens_T, batch.positions_T))
+    again = again.replace(tokens_T=tokens_T, positions_T=positions_T)
     _, kv = draft.model.forward(params.draft, draft.config, again, kv)
     return hidden_TD, kv
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import jax
 import pytest
@@ -27,6 +28,15 @@ def blueprint(folder, **options):
     model, decoder = read_model(folder)
     config = EngineConfig.from_options(model=str(folder), dtype="float32", **options).resolve(facts_of(decoder), "cpu")
     return Blueprint(config, with_draft_model(config, model, decoder, folder), decoder, make_mesh(1))
+
+
+def programs(folder, **options):
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 32, "num_gpu_blocks_override": 9}
+    of_model = blueprint(folder, **sizes, **options)
+    kv_cache = size_kv_cache(
+        of_model.config.cache, of_model.division, of_model.demand, 0, of_model.mesh.devices.flat[0]
+    )
+    return StepPrograms(of_model, kv_cache)
 
 
 @pytest.mark.parametrize("backend", ["reference", "tpu-interpret"])
@@ -67,8 +77,17 @@ def test_a_second_model_of_the_same_shape_has_the_same_programs(folder, tmp_path
     (other / "config.json").write_text(json.dumps(described | {"_name_or_path": "other"}), encoding="utf-8")
     texts = []
     for model in (folder, other):
-        plan = blueprint(model, max_num_seqs=4, max_num_batched_tokens=8, max_model_len=32, num_gpu_blocks_override=9)
-        kv_cache = size_kv_cache(plan.config.cache, plan.division, plan.demand, 0, plan.mesh.devices.flat[0])
-        builders = StepPrograms(plan, kv_cache).builders()
+        builders = programs(model).builders()
         texts.append([builders[ProgramKey(kind, 8)]().as_text() for kind in ("forward", "sample")])
     assert texts[0] == texts[1] and str(folder) not in texts[0][0]
+
+
+def test_a_model_that_drafts_has_no_program_copy_the_cache(tmp_path):
+    """Its layers write to arrays that layers of the other model read in the same program."""
+    model = write_checkpoint("gemma3", tmp_path)
+    given = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+    made = programs(model, speculative_config=given)
+    shape = ",".join(map(str, made.shapes.kv[0].arrays[0].shape))
+    text = made.builders()[ProgramKey("forward", 8)]().compile().as_text()
+    assert f"f32[{shape}]" in text, "the cache has another shape"
+    assert re.findall(rf"= f32\[{shape}\]\S* copy\(.*", text) == []
