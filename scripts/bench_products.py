@@ -6,7 +6,8 @@
 Which form of a product XLA:CPU runs fastest decides how weights are kept (jaxpaged/layers). Every form is timed in
 turns with the others over weights that come from memory, in milliseconds of CPU time of all threads together, and the
 smallest of several is kept: on a machine that others use too, that is steadier than the wall clock. `x` is the time
-of "bfloat16", the form of unquantized models, over the form's own. GB/s and GFLOP/s are those of all cores when
+of "bfloat16", the form of unquantized models, over the form's own. With the extra `cpu`, "our kernel" is what decoding
+takes for up to 8 rows. GB/s and GFLOP/s are those of all cores when
 each does its share of that CPU time.
 """
 
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.layers.few_rows import XLA, choose_few_rows
 from jaxpaged.layers.int8 import int8_product
 from jaxpaged.layers.linear import matrix_product
 from jaxpaged.params.quantized import QuantizedArray
@@ -57,6 +59,17 @@ FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
     "int8 -> bfloat16": ("int8", lambda x, w: converted_weight(x, w, "bfloat16")),
     "int8 -> float32": ("int8", lambda x, w: converted_weight(x, w, "float32")),
 }
+KERNEL = choose_few_rows("cpu", 1, deterministic=False)
+KERNEL_FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
+    "bfloat16, our kernel": ("bfloat16", lambda x, w: matrix_product(x, w, jnp.bfloat16, KERNEL)),
+    "int8, two planes, our kernel": ("int8", lambda x, w: int8_product(x, w, jnp.bfloat16, KERNEL)),
+}
+MOST_KERNEL_ROWS = 8
+
+
+def forms_for(rows: int) -> dict[str, tuple[str, Callable[..., jax.Array]]]:
+    """Those that there are for so many rows: kernels for few, with the extra `cpu`."""
+    return FORMS | (KERNEL_FORMS if rows <= MOST_KERNEL_ROWS and KERNEL != XLA else {})
 
 
 def make_weights(kind: str, num_out: int, num_in: int) -> list[jax.Array | QuantizedArray]:
@@ -99,15 +112,16 @@ def compare(rows: int, num_out: int, num_in: int, weights: dict[str, list], repe
     """A line for each form of x [rows, in] times weight [out, in]."""
     x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, num_in), np.float32), jnp.bfloat16)
     used = {kind: some[: 2 if rows > FEW_ROWS else None] for kind, some in weights.items()}
-    programs = {name: jax.jit(form).lower(x, used[kind][0]).compile() for name, (kind, form) in FORMS.items()}
+    forms = forms_for(rows)
+    programs = {name: jax.jit(form).lower(x, used[kind][0]).compile() for name, (kind, form) in forms.items()}
     runs = {
         name: lambda program=programs[name], some=used[kind]: [program(x, w) for w in some]
-        for name, (kind, _) in FORMS.items()
+        for name, (kind, _) in forms.items()
     }
-    seconds = {name: best / len(used[FORMS[name][0]]) for name, best in race(runs, repeat).items()}
+    seconds = {name: best / len(used[forms[name][0]]) for name, best in race(runs, repeat).items()}
     for name, each in seconds.items():
         ratio, speed = seconds["bfloat16"] / each, CORES / each / 1e9
-        num_bytes = used[FORMS[name][0]][0].nbytes
+        num_bytes = used[forms[name][0]][0].nbytes
         yield (
             f"  {name:28} {each * 1e3:9.3f} ms  {ratio:5.2f} x  {num_bytes * speed:6.1f} GB/s  "
             f"{2 * rows * num_out * num_in * speed:6.0f} GFLOP/s"

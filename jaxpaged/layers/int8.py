@@ -11,25 +11,28 @@ Elsewhere the weights are converted to the type of x inside of the product, whic
 Letters: I inputs and O outputs of a product, each all of its axes in one; P rows of both planes, 2 T.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxpaged.layers.few_rows import XLA, few_rows_product
 from jaxpaged.params.quantized import LARGEST, QuantizedArray
 
 LOW_STEPS = 2 * LARGEST
 """Steps of the low plane in one of the high plane: what rounding leaves is at most half a high step."""
 
 
-def int8_product(x_TI: jax.Array, weight: QuantizedArray, dtype: Any) -> jax.Array:
+def int8_product(x_TI: jax.Array, weight: QuantizedArray, dtype: Any, few_rows: str = XLA) -> jax.Array:
     """x_TI times the weight, whose axes are merged to [O, I] -> [T, O] in `dtype`."""
     value_OI, scale_O = weight.values.reshape(-1, x_TI.shape[1]), weight.scales.reshape(-1)
-    sums_TO = jax.lax.platform_dependent(x_TI, value_OI, cpu=two_plane_product, default=converted_product)
+    on_cpu = partial(two_plane_product, few_rows=few_rows)
+    sums_TO = jax.lax.platform_dependent(x_TI, value_OI, cpu=on_cpu, default=converted_product)
     return (sums_TO * scale_O).astype(dtype)
 
 
-def two_plane_product(x_TI: jax.Array, value_OI: jax.Array) -> jax.Array:
+def two_plane_product(x_TI: jax.Array, value_OI: jax.Array, few_rows: str = XLA) -> jax.Array:
     """Float32 [T, O] from one product of integers, with the planes as 2 T rows."""
     num_tokens = x_TI.shape[0]
     x_TI = x_TI.astype(jnp.float32)
@@ -38,7 +41,10 @@ def two_plane_product(x_TI: jax.Array, value_OI: jax.Array) -> jax.Array:
     high_TI = jnp.round(steps_TI)
     low_TI = jnp.round((steps_TI - high_TI) * LOW_STEPS)
     planes_PI = jnp.concatenate([high_TI, low_TI]).astype(jnp.int8)
-    sums_PO = jnp.einsum("PI,OI->PO", planes_PI, value_OI, preferred_element_type=jnp.int32).astype(jnp.float32)
+    sums_PO = few_rows_product(planes_PI, value_OI, few_rows)
+    if sums_PO is None:
+        sums_PO = jnp.einsum("PI,OI->PO", planes_PI, value_OI, preferred_element_type=jnp.int32)
+    sums_PO = sums_PO.astype(jnp.float32)
     return (sums_PO[:num_tokens] + sums_PO[num_tokens:] / LOW_STEPS) * step_T1
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxpaged.layers.few_rows import XLA, few_rows_product
 from jaxpaged.layers.int8 import int8_product
 from jaxpaged.params.quantized import QuantizedArray
 
@@ -22,8 +23,9 @@ class Linear:
     bias: jax.Array | None = None
 
 
-def apply_linear(letters: str, x: jax.Array, p: Linear) -> jax.Array:
+def apply_linear(letters: str, x: jax.Array, p: Linear, few_rows: str = XLA) -> jax.Array:
     """`einsum(letters, x, weight) + bias` in the type of `x`; `letters` is like "TD,NHD->TNH" or "TNH,DNH->TD".
+    `few_rows` is the backend of products of few rows.
 
     The weight is contracted over its last axes: XLA:CPU runs that layout at the speed of memory, the transposed one
     2-4x slower. It is computed as a product of two matrices, since with three axes XLA:CPU falls back to a loop
@@ -36,12 +38,15 @@ def apply_linear(letters: str, x: jax.Array, p: Linear) -> jax.Array:
     out_shape = p.weight.shape[: -len(inputs)]
     x_TI = x.reshape(x.shape[0], math.prod(x.shape[1:]))
     product = int8_product if isinstance(p.weight, QuantizedArray) else matrix_product
-    out = product(x_TI, p.weight, x.dtype).reshape(x.shape[0], *out_shape)
+    out = product(x_TI, p.weight, x.dtype, few_rows).reshape(x.shape[0], *out_shape)
     return out if p.bias is None else out + p.bias
 
 
-def matrix_product(x_TI: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
+def matrix_product(x_TI: jax.Array, weight: jax.Array, dtype: Any, few_rows: str = XLA) -> jax.Array:
     """x_TI times the weight, whose axes are merged to [O, I] -> [T, O] in `dtype`."""
-    num_in = x_TI.shape[1]
+    weight_OI = weight.reshape(-1, x_TI.shape[1])
+    sums_TO = few_rows_product(x_TI, weight_OI, few_rows)
+    if sums_TO is not None:
+        return sums_TO.astype(dtype)
     precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None
-    return jnp.einsum("ti,oi->to", x_TI, weight.reshape(-1, num_in), preferred_element_type=dtype, precision=precision)
+    return jnp.einsum("ti,oi->to", x_TI, weight_OI, preferred_element_type=dtype, precision=precision)

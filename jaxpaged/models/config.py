@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.errors import CheckpointError
+from jaxpaged.layers.few_rows import XLA
 from jaxpaged.layers.norm import NormConfig
 from jaxpaged.layers.rope import RopeConfig
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_part_of_pipeline
@@ -31,7 +32,8 @@ class DecoderConfig:
 
     `query_scale` multiplies the attention scores, `embed_scale` the embeddings. `max_position_embeddings` is the
     longest sequence the model is made for, rope scaling included. `max_model_len` is the engine's limit, equal to
-    it until replaced. `dtype` is the checkpoint's. `deterministic` is the engine's option.
+    it until replaced. `dtype` is the checkpoint's. `deterministic` is the engine's option, and `few_rows` how the
+    engine's device multiplies a few rows with a weight (`layers/few_rows.py`).
     `offset_norms`: the weights of norms say how far a factor is from 1.
     """
 
@@ -62,6 +64,7 @@ class DecoderConfig:
     num_labels: int = 0  # of the classifier, if there is one
     offset_norms: bool = False
     deterministic: bool = False
+    few_rows: str = XLA
 
     @property
     def norm(self) -> NormConfig:

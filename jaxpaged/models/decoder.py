@@ -73,9 +73,9 @@ def self_attention(
 
     This step's keys and values go into the cache before it is read, so a token sees itself and its neighbours.
     """
-    q_TNH = apply_linear("TD,NHD->TNH", x_TD, p.q_proj)
-    k_TKH = apply_linear("TD,KHD->TKH", x_TD, p.k_proj)
-    v_TKH = apply_linear("TD,KHD->TKH", x_TD, p.v_proj)
+    q_TNH = apply_linear("TD,NHD->TNH", x_TD, p.q_proj, config.few_rows)
+    k_TKH = apply_linear("TD,KHD->TKH", x_TD, p.k_proj, config.few_rows)
+    v_TKH = apply_linear("TD,KHD->TKH", x_TD, p.v_proj, config.few_rows)
     if p.q_norm is not None:
         q_TNH = rms_norm(q_TNH, p.q_norm, config.norm)
         k_TKH = rms_norm(k_TKH, p.k_norm, config.norm)
@@ -83,7 +83,7 @@ def self_attention(
     o_TNH, kv = attend(
         batch.attention, q_TNH, k_TKH, v_TKH, kv, scale=config.query_scale, soft_cap=config.attn_soft_cap
     )
-    return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj), kv
+    return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj, config.few_rows), kv
 
 
 def forward(
@@ -127,7 +127,7 @@ def head(params: Decoder) -> jax.Array:
 
 def compute_logits(head_VD: jax.Array, config: DecoderConfig, hidden_SD: jax.Array) -> jax.Array:
     """Float32 logits [S, V] with the final soft cap; columns that only pad the vocabulary are -inf."""
-    return vocabulary_logits(hidden_SD, head_VD, config.vocab_size, config.final_soft_cap)
+    return vocabulary_logits(hidden_SD, head_VD, config.vocab_size, config.final_soft_cap, config.few_rows)
 
 
 def attention_specs(

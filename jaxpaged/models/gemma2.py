@@ -62,7 +62,8 @@ def decoder_layer(
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
     attended_TD, kv = self_attention(p.self_attn, config, rms_norm(x_TD, p.input_layernorm, config.norm), kv, batch)
     x_TD = x_TD + rms_norm(attended_TD, p.post_attention_layernorm, config.norm)
-    out_TD = gated_mlp(rms_norm(x_TD, p.pre_feedforward_layernorm, config.norm), p.mlp, config.activation)
+    normed_TD = rms_norm(x_TD, p.pre_feedforward_layernorm, config.norm)
+    out_TD = gated_mlp(normed_TD, p.mlp, config.activation, config.few_rows)
     return x_TD + rms_norm(out_TD, p.post_feedforward_layernorm, config.norm), kv
 
 

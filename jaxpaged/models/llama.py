@@ -84,7 +84,8 @@ def decoder_layer(
     """x + attention(norm(x)), then x + mlp(norm(x))."""
     attended_TD, kv = self_attention(p.self_attn, config, rms_norm(x_TD, p.input_layernorm, config.norm), kv, batch)
     x_TD = x_TD + attended_TD
-    return x_TD + gated_mlp(rms_norm(x_TD, p.post_attention_layernorm, config.norm), p.mlp, config.activation), kv
+    normed_TD = rms_norm(x_TD, p.post_attention_layernorm, config.norm)
+    return x_TD + gated_mlp(normed_TD, p.mlp, config.activation, config.few_rows), kv
 
 
 LLAMA = Model(

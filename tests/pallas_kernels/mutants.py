@@ -199,4 +199,20 @@ MUTANTS = (
             "visible_s = position_s <= position + 1",
         ),
     ),
+    *_of(
+        "few_rows_matmul/cpu/tiles.py",
+        "kernels_of_every_machine",
+        ("inputs beyond the last register are left out", "self._add_last_inputs(columns, totals)", "pass"),
+        (
+            "a tile's rows go beyond the last output",
+            "b.smaller(b.add(output, whole(r)), last)",
+            "b.add(output, whole(r))",
+        ),
+        ("weights without a sign are not made good", "if offsets is not None:", "if False:"),
+        (
+            "all rows of x are the first",
+            "self._at(whole(t), d, self.step.x_size)",
+            "self._at(whole(0), d, self.step.x_size)",
+        ),
+    ),
 )

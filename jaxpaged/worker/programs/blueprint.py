@@ -18,6 +18,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, blocks_for_tokens, group_layers
 from jaxpaged.layers.attention import AttentionContext, check_attention
+from jaxpaged.layers.few_rows import choose_few_rows
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.drafted import DraftedParams, drafted_model
 from jaxpaged.models.interface import DraftModel, Model
@@ -87,6 +88,7 @@ class Blueprint:
         return replace(
             decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype,
             deterministic=config.compile.deterministic,
+            few_rows=choose_few_rows(self.platform, self.mesh.size, config.compile.deterministic),
         )  # fmt: skip
 
     def _add_draft(self, draft: DraftModel) -> None:

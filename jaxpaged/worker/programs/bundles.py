@@ -22,8 +22,9 @@ from jaxpaged.messages import Progress
 from jaxpaged.worker.programs.executables import LoadedProgram, ProgramRecord, Unstorable, load, store
 from jaxpaged.worker.programs.fingerprint import Fingerprint, difference
 from jaxpaged.worker.programs.table import ProgramKey
+from pallas_kernels.llvm.calls import calls_in, prepare
 
-FORMAT = 1
+FORMAT = 2
 FINGERPRINT, PROGRAMS = "fingerprint.json", "programs.json"
 AGAIN = "Make it again: jaxpaged compile MODEL -o FOLDER, with the options of this engine."
 
@@ -39,8 +40,11 @@ class StoredProgram(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
+    """`kernels`: what the programs call besides themselves, by XLA's names."""
+
     num_blocks: int
     programs: list[StoredProgram]
+    kernels: list[str]
 
 
 class Label(msgspec.Struct, frozen=True):
@@ -59,7 +63,7 @@ def save_bundle(
     node_types: Sequence[type], progress: Progress,
 ) -> None:  # fmt: skip
     """Write compiled programs to an empty folder. Raises UsageError when it cannot be written or they not stored."""
-    stored = []
+    stored, kernels = [], set()
     for key, program in programs.items():
         progress("bundle", len(stored), len(programs))
         try:
@@ -69,7 +73,8 @@ def save_bundle(
         file = f"{key.kind}-{key.size}.xla" if key.size else f"{key.kind}.xla"
         write(folder / file, code)
         stored.append(StoredProgram(key.kind, key.size, file, sha256(code), record))
-    manifest = msgspec.json.encode(Manifest(num_blocks, stored))
+        kernels |= calls_in(program.as_text())
+    manifest = msgspec.json.encode(Manifest(num_blocks, stored, sorted(kernels)))
     write(folder / PROGRAMS, manifest)
     # Last: a folder with this file is complete.
     label = msgspec.json.encode(Label(FORMAT, sha256(manifest), fingerprint))
@@ -118,7 +123,12 @@ class Bundle:
     def loaders(
         self, keys: Sequence[ProgramKey], mesh: Mesh, node_types: Sequence[type]
     ) -> dict[ProgramKey, Callable[[], LoadedProgram]]:
-        """How to load every program onto the devices of `mesh`. Raises ConfigError unless these are just `keys`."""
+        """How to load every program onto the devices of `mesh`. Raises ConfigError unless these are just `keys`, and
+        this machine has the kernels that they call."""
+        try:
+            prepare(self.manifest.kernels)
+        except ValueError as error:
+            raise ConfigError(f"bundle {self.folder} cannot be used: {error}. {AGAIN}") from None
         stored = [(program.kind, program.size) for program in self.manifest.programs]
         self._compare({"programs": names_of(stored)}, {"programs": names_of(keys)})
         return {

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -14,6 +17,9 @@ from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.worker.programs import bundles
+from pallas_kernels import backends
+from pallas_kernels.llvm import calls
+from pallas_kernels.llvm.machine import why_not
 from tests.core.simulation import ForcedLengths
 from tests.models.checkpoints import prompt_of, write_checkpoint
 
@@ -78,6 +84,11 @@ def answers(config, executor, lengths=None):
     return found
 
 
+def tokens_of(found):
+    """Request -> its tokens."""
+    return {request: [token for tokens, _ in steps for token in tokens] for request, steps in found.items()}
+
+
 @pytest.mark.exhaustive
 def test_a_bundle_holds_what_drafts_too(model, tmp_path):
     drafting = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
@@ -110,6 +121,40 @@ def test_an_engine_from_a_bundle_compiles_nothing_and_gives_the_same_tokens(mode
     assert loaded.worker.programs.seconds == {}
     stats = loaded.worker.stats()
     assert stats["programs_from_bundle"] == stats["programs_ready"] == stats["programs"]
+
+
+ELSEWHERE = """
+import sys
+from tests.worker.programs.test_bundles import answers, start, tokens_of
+config, executor = start(sys.argv[1], bundle=sys.argv[2], dtype="bfloat16")
+print(tokens_of(answers(config, executor)), executor.worker.programs.seconds)
+executor.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_programs_that_call_kernels_find_them_in_another_process_and_are_refused_without_them(
+    model, tmp_path, monkeypatch
+):
+    config, executor = start(model, dtype="bfloat16")
+    executor.worker.save_bundle(tmp_path)
+    expected = tokens_of(answers(config, executor))
+    executor.shutdown()
+    kernels = bundles.Bundle(tmp_path).manifest.kernels
+    assert {tuple(name.split(".")[1:4]) for name in kernels} == {
+        ("few_rows_matmul", "bfloat16", str(size)) for size in (2, 8)
+    }
+    command = [sys.executable, "-c", ELSEWHERE, str(model), str(tmp_path)]
+    process = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=300)
+    assert process.stdout.strip() == f"{expected} {{}}", process.stderr
+    monkeypatch.setattr(backends, "why_not", lambda: "llvmlite is not there")
+    with pytest.raises(ConfigError, match=r"model\.few_rows is cpu there and reference here"):
+        start(model, bundle=str(tmp_path), dtype="bfloat16")
+    monkeypatch.setattr(bundles.Bundle, "check", lambda *_: None)  # as if the fingerprint had not seen it
+    monkeypatch.setattr(calls, "why_not", lambda: "llvmlite is not there")
+    with pytest.raises(ConfigError, match="there is no kernel pallas_kernels.few_rows_matmul.*: llvmlite is not there"):
+        start(model, bundle=str(tmp_path), dtype="bfloat16")
 
 
 @pytest.mark.slow

@@ -1,0 +1,38 @@
+"""Products of a few rows with a weight as checkpoints store it, [outputs, inputs]: what decoding is made of.
+
+Validates, picks a backend, and says why others were refused. `reference` is XLA, and as good as any on TPUs and GPUs.
+On a CPU XLA reads the weights of such products at half the speed of memory; `cpu` reads each once, as fast as it comes.
+Letters: T rows (tokens), D inputs, F outputs.
+"""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import backends as choosing
+
+_OP, _BACKENDS = "few_rows_matmul", ("reference", "cpu")
+SUMS = {"bfloat16": "float32", "int8": "int32"}
+"""Type of both operands -> type of the sums."""
+
+
+def backends(platform: str, x_TD: Any = None, weight_FD: Any = None) -> dict[str, str | None]:
+    """Every backend's name, with the reason why it cannot run on `platform`, or cannot take the operands, or None."""
+    return choosing.refusals(_OP, _BACKENDS, platform, *([] if weight_FD is None else [x_TD, weight_FD]))
+
+
+def choose_backend(name: str, platform: str, x_TD: Any = None, weight_FD: Any = None) -> str:
+    """The backend called `name`, or for "auto" the best one. Raises ValueError if it cannot run there."""
+    return choosing.choose(_OP, _BACKENDS, name, platform, *([] if weight_FD is None else [x_TD, weight_FD]))
+
+
+def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, *, backend: str) -> jax.Array:
+    """x times the transposed weight: float32 sums_TF of bfloat16 operands, int32 sums of int8 ones, which are exact.
+
+    Raises ValueError for other operands.
+    """
+    for name, x in (("x_TD", x_TD), ("weight_FD", weight_FD)):
+        if x.ndim != 2 or str(x.dtype) not in SUMS or x.dtype != x_TD.dtype or x.shape[1] != x_TD.shape[1]:
+            accepted = f"{' or '.join(SUMS)}, [rows, inputs] and [outputs, inputs] of one type"
+            raise ValueError(f"{name} is {x.dtype}{list(x.shape)}; accepted are {accepted}.")
+    return choosing.require(_OP, _BACKENDS, backend, x_TD, weight_FD).few_rows_matmul(x_TD, weight_FD)

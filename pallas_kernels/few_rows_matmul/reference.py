@@ -1,0 +1,23 @@
+"""Products of few rows in XLA: the definition.
+
+Numerics: products of bfloat16 are exact in float32, and summed there; sums of int8 are exact.
+
+Knows nothing of backends.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import few_rows_matmul as op
+
+
+def cannot_take(x_TD: Any, weight_FD: Any) -> str | None:
+    """It takes any operands."""
+    return None
+
+
+def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array) -> jax.Array:
+    """See `few_rows_matmul.few_rows_matmul`."""
+    return jnp.einsum("TD,FD->TF", x_TD, weight_FD, preferred_element_type=op.SUMS[str(x_TD.dtype)])

@@ -1,0 +1,138 @@
+"""Products of few rows against numpy in float64, on this CPU and as one with fewer instructions would compute them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import few_rows_matmul as op
+from pallas_kernels.few_rows_matmul import cpu
+from pallas_kernels.few_rows_matmul.cases import CASES, Case
+from pallas_kernels.llvm.machine import Machine, this_machine, why_not
+from pallas_kernels.testing import tolerance
+
+needs_kernels = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+# What the kernels can do without AVX512, and with it but without its products of pairs: every x86 machine of ten years
+# has the former, and this one the latter if it has AVX512 at all.
+AVX2 = Machine("haswell", "+avx2,+fma", lanes=8, num_registers=16)
+
+
+def make_operands(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    dims = (case.num_rows, case.num_inputs), (case.num_outputs, case.num_inputs)
+    if case.dtype == "int8":
+        return tuple(rng.integers(-128, 128, shape).astype(np.int8) for shape in dims)
+    return tuple(rng.normal(size=shape).astype(case.dtype) for shape in dims)
+
+
+def check(case: Case, sums_TF: jax.Array, x_TD: np.ndarray, weight_FD: np.ndarray) -> None:
+    expected = x_TD.astype(np.float64) @ weight_FD.astype(np.float64).T
+    assert sums_TF.dtype == op.SUMS[case.dtype] and sums_TF.shape == expected.shape
+    bound = 0 if case.dtype == "int8" else tolerance(np.float32, case.num_inputs) * np.sqrt(case.num_inputs)
+    assert np.abs(np.asarray(sums_TF, np.float64) - expected).max() <= bound
+
+
+def machines() -> list[Machine]:
+    """This one, and lesser ones that it can stand for."""
+    here = this_machine()
+    plain = here.features.replace("+avx512bf16", "-avx512bf16").replace("+avx512vnni", "-avx512vnni")
+    return list(dict.fromkeys([here, Machine(here.name, plain, here.lanes, here.num_registers), AVX2]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_case_equals_the_product_in_float64(case):
+    x_TD, weight_FD = make_operands(case)
+    check(case, op.few_rows_matmul(jnp.asarray(x_TD), jnp.asarray(weight_FD), backend="reference"), x_TD, weight_FD)
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_kernels_of_every_machine_compute_a_case(case):
+    x_TD, weight_FD = make_operands(case)
+    for machine in machines():
+        check(case, cpu.few_rows_matmul(jnp.asarray(x_TD), jnp.asarray(weight_FD), machine), x_TD, weight_FD)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", op.SUMS)
+def test_what_lies_around_operands_is_never_read_into_a_sum_and_rows_stay_apart(dtype):
+    """Rows and weights lie in larger arrays, at odd places, with NaN (or the largest numbers) around them."""
+    num_inputs, num_outputs = 75, 9
+    rng = np.random.default_rng(1)
+    poison = 127 if dtype == "int8" else np.nan
+    around = np.full((20, num_inputs), poison).astype(dtype)
+    x_TD, weight_FD = around.copy(), around.copy()
+    x_TD[3:6], weight_FD[5 : 5 + num_outputs] = (
+        rng.integers(-9, 9, (3, num_inputs)), rng.integers(-9, 9, (num_outputs, num_inputs)),
+    )  # fmt: skip
+    expected = x_TD[3:6].astype(np.float64) @ weight_FD[5 : 5 + num_outputs].astype(np.float64).T
+    if dtype == "bfloat16":
+        x_TD[4, 70], expected[1] = np.nan, np.nan  # of one row, in the last inputs: it stays there
+    product = jax.jit(lambda x, w: op.few_rows_matmul(x[3:6], w[5 : 5 + num_outputs], backend="cpu"))
+    np.testing.assert_array_equal(product(x_TD, weight_FD), expected)
+
+
+@needs_kernels
+def test_a_row_has_the_same_bits_in_any_company():
+    x_TD, weight_FD = make_operands(Case("", 8, 333, 70))
+    together = op.few_rows_matmul(jnp.asarray(x_TD), jnp.asarray(weight_FD), backend="cpu")
+    for rows in ([0], [3, 7], [2, 5, 1]):
+        alone = op.few_rows_matmul(jnp.asarray(x_TD[rows]), jnp.asarray(weight_FD), backend="cpu")
+        np.testing.assert_array_equal(np.asarray(together)[rows], alone)
+
+
+BITS = """
+import hashlib, os, sys
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(sys.argv[1])])
+import jax, numpy as np
+from pallas_kernels.few_rows_matmul import few_rows_matmul
+rng = np.random.default_rng(0)
+x, weight = (jax.numpy.asarray(rng.normal(size=shape).astype("bfloat16")) for shape in ((3, 512), (2000, 512)))
+product = jax.jit(lambda: few_rows_matmul(x, weight, backend="cpu"))
+found = {hashlib.sha256(np.asarray(product()).tobytes()).hexdigest() for _ in range(50)}
+print(len(found), *found)
+"""
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_threads_change_no_bit():
+    """XLA has as many threads as the process may use cores, and chunks go to whoever is free."""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", BITS, str(num_threads)], check=True, capture_output=True, text=True, timeout=120,
+            cwd=Path(__file__).parents[3], env={**os.environ, "XLA_FLAGS": ""},
+        ).stdout
+        for num_threads in (1, 8)
+    }  # fmt: skip
+    assert len(found) == 1 and found.pop().startswith("1 ")
+
+
+def test_other_operands_are_refused_by_name():
+    x_TD, weight_FD = jnp.zeros((2, 8), jnp.bfloat16), jnp.zeros((4, 8), jnp.bfloat16)
+    for x, weight, message in (
+        (x_TD.astype(jnp.float32), weight_FD, "x_TD is float32"),
+        (x_TD, weight_FD.astype(jnp.int8), "weight_FD is int8"),
+        (x_TD, weight_FD[:, :7], r"weight_FD is bfloat16\[4, 7\]"),
+        (x_TD[0], weight_FD, r"x_TD is bfloat16\[8\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            op.few_rows_matmul(x, weight, backend="reference")
+    with pytest.raises(ValueError, match="unknown few_rows_matmul backend 'gpu'"):
+        op.few_rows_matmul(x_TD, weight_FD, backend="gpu")
+
+
+@needs_kernels
+def test_auto_takes_the_kernels_for_few_rows_on_a_cpu_only():
+    rows = lambda number: jax.ShapeDtypeStruct((number, 8), jnp.bfloat16)
+    assert op.choose_backend("auto", "cpu") == "cpu"
+    assert op.choose_backend("auto", "cpu", rows(8), rows(4)) == "cpu"
+    assert op.choose_backend("auto", "cpu", rows(9), rows(4)) == "reference"
+    assert op.choose_backend("auto", "tpu", rows(2), rows(4)) == "reference"
+    with pytest.raises(ValueError, match="x_TD has 9 rows; accepted are 1 to 8 of bfloat16"):
+        op.few_rows_matmul(jnp.zeros((9, 8), jnp.bfloat16), jnp.zeros((4, 8), jnp.bfloat16), backend="cpu")

@@ -1,0 +1,81 @@
+"""Machine code on disk, the names of kernels, and what stands in their way."""
+
+import re
+
+import pytest
+
+from pallas_kernels import backends
+from pallas_kernels.few_rows_matmul import cpu
+from pallas_kernels.llvm import code, machine
+from pallas_kernels.llvm.calls import calls_in, prepare
+from pallas_kernels.llvm.machine import Machine, this_machine, why_not
+
+needs_kernels = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+IR = "define i64 @handler(i64 %x) {\n  %y = add i64 %x, 1\n  ret i64 %y\n}\n"
+
+
+@needs_kernels
+def test_code_is_compiled_once_for_a_machine_and_made_again_where_a_file_is_damaged(tmp_path):
+    folder = tmp_path / "new" / code.FOLDER
+    first = code.machine_code(IR, this_machine(), folder)
+    (file,) = folder.iterdir()
+    assert first.startswith(b"\x7fELF") or first
+    file.write_bytes(file.read_bytes()[:32] + first)  # the same, written by hand
+    assert code.machine_code(IR, this_machine(), folder) == first
+    for damaged in (b"", file.read_bytes()[:-1], bytes(32) + first):
+        file.write_bytes(damaged)
+        assert code.machine_code(IR, this_machine(), folder) == first
+        assert file.read_bytes()[32:] == first, "the file was not written again"
+    code.machine_code(IR, Machine("haswell", "+avx2,+fma", 8, 16), folder)
+    code.machine_code(IR.replace("1", "2"), this_machine(), folder)
+    assert len(list(folder.iterdir())) == 3
+
+
+@needs_kernels
+def test_a_stored_file_is_used_and_a_folder_that_takes_nothing_costs_time_only(tmp_path, monkeypatch):
+    first = code.machine_code(IR, this_machine(), tmp_path)
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert code.machine_code(IR, this_machine(), tmp_path / "file" / "below") == first
+    monkeypatch.delattr(code, "_compile")
+    assert code.machine_code(IR, this_machine(), tmp_path) == first
+
+
+@needs_kernels
+def test_stored_names_make_the_same_kernels_known_again():
+    name = cpu.kernel("bfloat16", 2, machine=this_machine())
+    text = f'%x = f32[2,8] custom-call(%a, %b), custom_call_target="{name}", %y = custom_call_target="__onednn"'
+    assert calls_in(text) == {name}
+    prepare(calls_in(text))
+    digest = name.rsplit(".", 1)[1]
+    for wrong, message in (
+        (name.replace(digest, "0" * 12), "it is pallas_kernels.few_rows_matmul.bfloat16.2"),
+        (name.replace("few_rows", "os"), "no op has it"),
+        (name.replace("few_rows_matmul", "llvm"), "no op has it"),
+        (name.replace(".2.", ".9."), "no kernel for 9 rows of bfloat16"),
+        (name.replace(".2.", ".two."), "invalid literal"),
+        (name.replace(".2.", "."), "missing 1 required"),
+        ("pallas_kernels", "no op has it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare([wrong])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda patch: patch.setattr(machine.importlib.util, "find_spec", lambda name: None), "llvmlite is not there"),
+        (lambda patch: patch.setattr(machine, "ffi_version", lambda: (1, 0)), r"interface has version \(1, 0\)"),
+        (lambda patch: patch.setattr(machine, "KNOWN_LLVM", (14,)), "llvmlite has LLVM"),
+        (lambda patch: patch.setattr(machine.os, "name", "nt"), "POSIX"),
+    ],
+    ids=["no llvmlite", "another interface", "another LLVM", "another system"],
+)  # fmt: skip
+def test_what_stands_in_the_way_of_kernels_is_told(monkeypatch, change, message):
+    if "LLVM" in message and why_not() is not None:
+        pytest.skip(why_not())
+    with monkeypatch.context() as patch:
+        change(patch)
+        reason = machine.why_not.__wrapped__()
+        patch.setattr(backends, "why_not", lambda: reason)
+        found = backends.refusals("few_rows_matmul", ("reference", "cpu"), "cpu")
+    assert found["reference"] is None and re.search(message, found["cpu"])
