@@ -18,7 +18,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, blocks_for_tokens, group_layers
 from jaxpaged.layers.attention import AttentionContext, check_attention
-from jaxpaged.layers.few_rows import choose_few_rows
+from jaxpaged.layers.few_rows import XLA, choose_few_rows
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.drafted import DraftedParams, drafted_model
 from jaxpaged.models.interface import DraftModel, Model
@@ -88,8 +88,15 @@ class Blueprint:
         return replace(
             decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype,
             deterministic=config.compile.deterministic,
-            few_rows=choose_few_rows(self.platform, self.mesh.size, config.compile.deterministic),
+            few_rows=self._few_rows,
         )  # fmt: skip
+
+    @property
+    def _few_rows(self) -> str:
+        """How few rows are multiplied with a weight. Devices that are not here have no kernels."""
+        if isinstance(self.mesh, AbstractMesh):
+            return XLA
+        return choose_few_rows(self.platform, self.mesh.size, self.config.compile.deterministic)
 
     def _add_draft(self, draft: DraftModel) -> None:
         """From now on `model` and `param_shapes` are those of both models."""
