@@ -1,12 +1,15 @@
-"""What a core says reaches its handlers in order, and steps that came together are handed over together."""
+"""What a core says reaches its handlers in order, and steps that came together are handed over together; so are
+requests, the other way."""
 
 import asyncio
 
+import pytest
 import zmq
 
 from jaxpaged.engine.process import wire
-from jaxpaged.engine.process.zmq_client import MESSAGES_AT_ONCE, ZmqClient
-from jaxpaged.messages import EngineCoreOutputs, SchedulerStats
+from jaxpaged.engine.process.zmq_client import MESSAGES_AT_ONCE, MOST_GATHERED, MOST_GATHERED_BYTES, ZmqClient
+from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from jaxpaged.sampling_params import SamplingParams
 
 
 def heard(tmp_path, said, until):
@@ -57,3 +60,53 @@ def test_however_many_steps_wait_none_is_lost_and_others_get_their_turn(tmp_path
     number = 3 * MESSAGES_AT_ONCE
     got = heard(tmp_path, [(wire.STEP, step(i)) for i in range(number)] + [(wire.READY, None)] * 0, 3)
     assert max(len(steps) for _, steps in got) <= MESSAGES_AT_ONCE
+
+
+def request(name, num_tokens=1):
+    return EngineCoreRequest(name, [7] * num_tokens, SamplingParams(seed=0), 0.0)
+
+
+def said(tmp_path, say, number):
+    """The first `number` messages, but for greetings, of a client with which `say(client)` is done in one round of the
+    loop."""
+
+    async def speak():
+        client = ZmqClient(f"ipc://{tmp_path}/core", watch_connection=False)
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as core:
+            core.bind(client.address)
+            client.open(asyncio.get_running_loop(), {}, lambda: None)
+            say(client)
+            came = []
+            while len(came) < number:
+                await asyncio.sleep(0.01)
+                while core.poll(0):
+                    _, kind, frame = core.recv_multipart()
+                    came += [] if kind == wire.HELLO else [(kind, frame)]
+            client.close()
+        decoders = {wire.ADD: wire.FrameDecoder(list[EngineCoreRequest]), wire.ABORT: wire.FrameDecoder(list[str])}
+        return [(kind, decoders[kind].decode([frame])) for kind, frame in came]
+
+    return asyncio.run(asyncio.wait_for(speak(), 10))
+
+
+def test_requests_of_one_round_go_out_together_before_what_is_said_next_and_a_bad_one_fails_alone(tmp_path):
+    def say(client):
+        client.add_requests([request("a"), request("b")])
+        bad = request("bad")
+        bad.prompt_token_ids = [object()]
+        with pytest.raises(TypeError):
+            client.add_requests([bad])
+        client.add_requests([request("c")])
+        client.abort_requests(["a"])
+        client.add_requests([request("d")])
+
+    messages = said(tmp_path, say, 3)
+    assert [kind for kind, _ in messages] == [wire.ADD, wire.ABORT, wire.ADD]
+    assert [[each.request_id for each in value] for kind, value in messages if kind == wire.ADD] == [list("abc"), ["d"]]
+
+
+def test_one_message_holds_only_so_many_requests_and_so_many_bytes(tmp_path):
+    few = [request(str(number)) for number in range(MOST_GATHERED + 1)]
+    long = [request(name, MOST_GATHERED_BYTES * 2 // 3) for name in ("x", "y")]
+    messages = said(tmp_path, lambda client: client.add_requests([*few, *long]), 3)
+    assert [len(value) for _, value in messages] == [MOST_GATHERED, 2, 1]

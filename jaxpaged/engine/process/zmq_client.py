@@ -1,12 +1,12 @@
 """The front end's side of the socket to an engine core in another process, inside an asyncio event loop.
 
 What arrives is handed to its handler at once, in the loop; steps that came while the loop was busy are handed over
-together, since to make one of them costs less than to deal with each. Sending never waits. This module knows neither
-text nor prompts, nor what is to be done when the core goes away.
+together, since to make one of them costs less than to deal with each. Sending never waits; requests that are made in
+one round of the loop go out together behind it. This module knows neither text nor prompts, nor what is to be done when
+the core goes away.
 """
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +23,8 @@ HELLO_INTERVAL, LONGEST_HELLO_INTERVAL = 0.1, 1.0
 """Seconds between attempts to reach a core that is not there yet: the first, doubled every time, and the last."""
 MESSAGES_AT_ONCE = 16
 """So many messages are handled before the event loop's other tasks get their turn."""
+MOST_GATHERED, MOST_GATHERED_BYTES = 32, 2**20
+"""Requests that one message holds, unless the first alone is longer."""
 
 TYPES = {
     wire.READY: wire.CoreFacts,
@@ -54,6 +56,8 @@ class ZmqClient:
         self._monitor: zmq.Socket | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
         self._encoder = wire.FrameEncoder()
+        self._gathered: list[msgspec.Raw] = []  # requests that are not sent yet, encoded
+        self._num_gathered_bytes = 0
         self._decoders = {kind: wire.FrameDecoder(type) for kind, type in TYPES.items()}
         self._call_ids = itertools.count()
         self._calls: dict[int, tuple[Any, asyncio.Future[Any]]] = {}  # by id: the type of the answer, and who waits
@@ -74,7 +78,15 @@ class ZmqClient:
         self._context.destroy(linger=0)
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        self._send(wire.ADD, requests)
+        """They go out before whatever is said next. To send a message takes as long as to make five requests."""
+        for request in requests:
+            (encoded,) = self._encoder.encode(request)  # what cannot be encoded fails alone; it holds no arrays
+            if not self._gathered:
+                self._loop.call_soon(self._send_gathered)
+            elif len(self._gathered) == MOST_GATHERED or self._num_gathered_bytes + len(encoded) > MOST_GATHERED_BYTES:
+                self._send_gathered()
+            self._gathered.append(msgspec.Raw(encoded))
+            self._num_gathered_bytes += len(encoded)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         if request_ids:
@@ -115,6 +127,7 @@ class ZmqClient:
             self._forget_reader(self._socket)
             self._socket.close(linger=0)
             self._socket = None
+        self._gathered, self._num_gathered_bytes = [], 0
         for _, future in self._calls.values():
             if not future.done() and not self._loop.is_closed():
                 future.set_exception(EngineError("the engine core went away before it answered. Ask again."))
@@ -130,8 +143,14 @@ class ZmqClient:
         self._hello_timer = self._loop.call_later(interval, self._say_hello, next_interval)
         self._send(wire.HELLO, None)
 
+    def _send_gathered(self) -> None:
+        if self._gathered:
+            requests, self._gathered, self._num_gathered_bytes = self._gathered, [], 0
+            self._send(wire.ADD, requests)
+
     def _send(self, kind: bytes, value: Any) -> None:
         assert self._socket is not None, "nothing is sent before `open` and after `close`"
+        self._send_gathered()
         self._socket.send_multipart([kind, *self._encoder.encode(value)], zmq.NOBLOCK)
         # The descriptor is readable when something changes, not while something is there; sending uses up changes.
         self._loop.call_soon(self._receive)
@@ -154,10 +173,9 @@ class ZmqClient:
                 return
 
     def _messages(self) -> Iterator[list[bytes]]:
-        """Those that are there."""
-        with contextlib.suppress(zmq.Again):
-            while self._socket is not None:
-                yield self._socket.recv_multipart(zmq.NOBLOCK)
+        """Those that are there. To be told that there is none, by an error, takes as long as to receive one."""
+        while self._socket is not None and self._socket.poll(0):
+            yield self._socket.recv_multipart(zmq.NOBLOCK)
 
     def _take(self, kind: bytes, frames: Sequence[bytes]) -> None:
         if kind == wire.ANSWER:

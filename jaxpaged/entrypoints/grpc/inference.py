@@ -69,6 +69,7 @@ class Inference:
 
     async def _parsed(self, stages: Stages, wanted: Any, caller: str) -> Parsed:
         """The stage `parse` of a request in the form of an HTTP API."""
+        await self._service.pace.turn()
         model = self._service.check_model(wanted.model)
         request_id = f"{PREFIX}-{own_or_new(wanted.request_id)}"
         return await parse(self._service, stages, wanted, request_id, model, caller)

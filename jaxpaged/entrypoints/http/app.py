@@ -26,7 +26,7 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
 )
 from jaxpaged.entrypoints.http.anthropic.routes import Messages
 from jaxpaged.entrypoints.http.body import json_response
-from jaxpaged.entrypoints.http.endpoint import Endpoint, Query
+from jaxpaged.entrypoints.http.endpoint import Endpoint, KnownPaths, Query
 from jaxpaged.entrypoints.http.errors import answer_with_error
 from jaxpaged.entrypoints.http.health import OPEN_PATHS, Health
 from jaxpaged.entrypoints.http.metrics import Metrics
@@ -197,9 +197,10 @@ def application(
     guarded = Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS.union(page.path for page in pages))
     known = Middleware(CheckOrigins, allowed=origins, local=local, own_paths=PATHS)
     traced = [Middleware(TraceContext)] if service.is_tracing else []
+    straight = Middleware(KnownPaths, endpoints=endpoints)
     app = Starlette(
         routes=routes,
-        middleware=[*below, counted, *cors, Middleware(MessagesErrors), guarded, known, *traced],
+        middleware=[*below, counted, *cors, Middleware(MessagesErrors), guarded, known, *traced, straight],
         exception_handlers={HTTPException: answer_with_error},
     )
     app.state.long_bodies = asyncio.Lock()

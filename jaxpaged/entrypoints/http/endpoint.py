@@ -1,11 +1,12 @@
 """An endpoint's declaration: from it come the route and its place in the OpenAPI description."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpaged.entrypoints.http.errors import ErrorBody, as_http_error, error_response
 from jaxpaged.entrypoints.http.request_ids import header_id
@@ -40,12 +41,33 @@ class Endpoint:
     error: type = ErrorBody  # what answers that are errors hold
 
     def route(self) -> Route:
-        return Route(self.path, self._answer, methods=[self.method])
+        return Route(self.path, self.respond, methods=[self.method])
 
-    async def _answer(self, request: Request) -> Response:
+    async def respond(self, request: Request) -> Response:
         """Whatever the handler raises becomes an answer, and so does a bad X-Request-Id before it is asked."""
         try:
             header_id(request)
             return await self.handler(request)
         except Exception as error:
             return error_response(as_http_error(error))
+
+
+class KnownPaths:
+    """Leads requests to endpoints whose path has no parameters, past the router, which tries one path after the other
+    and has a layer of its own around each. All else goes the router's way, and so does a known path with another
+    method."""
+
+    def __init__(self, app: ASGIApp, endpoints: Iterable[Endpoint]):
+        self._app = app
+        self._endpoints = {(each.method, each.path): each for each in endpoints if "{" not in each.path}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = None
+        if scope["type"] == "http" and not scope.get("root_path"):
+            endpoint = self._endpoints.get((scope["method"], scope["path"]))
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        scope["endpoint"] = endpoint.respond
+        response = await endpoint.respond(Request(scope, receive, send))
+        await response(scope, receive, send)

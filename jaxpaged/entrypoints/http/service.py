@@ -17,6 +17,7 @@ from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation.conversation import answer_formats
 from jaxpaged.entrypoints.http.generation.grammar_desk import GrammarDesk
+from jaxpaged.entrypoints.http.generation.pace import Pace
 from jaxpaged.entrypoints.http.generation.prompts import PromptReader
 from jaxpaged.entrypoints.http.generation.traffic import Traffic
 from jaxpaged.entrypoints.http.options import ServerOptions
@@ -78,6 +79,7 @@ class Service:
         self.prompts = PromptReader(engine.input_processor)
         self.formats = answer_formats(options, engine.input_processor.chat_templates)
         self.most_counted = COUNTED_CONTEXTS * model.max_model_len
+        self.pace = Pace()
         self._grammars = GrammarDesk(engine.input_processor.grammar_checker)
         self.requests = RequestCounts()
         self.has_been_ready = False  # at some time since the start

@@ -79,6 +79,7 @@ class Stages:
 
 async def respond(service: Service, stages: Stages, request: Request) -> Response:
     """The answer to a request, or the stream of its events."""
+    await service.pace.turn()
     body = await read_struct(request, stages.body, service.options.max_body_bytes)
     model = service.check_model(body.model)
     request_id = request_id_of(request, stages.prefix, getattr(body, "request_id", None))

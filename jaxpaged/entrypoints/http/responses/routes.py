@@ -32,6 +32,7 @@ class Responses:
     async def create(self, request: Request) -> HttpResponse:
         """Answer an input with a response: at once, as a stream, or in the background."""
         service = self._service
+        await service.pace.turn()
         body = await read_struct(request, ResponsesRequest, service.options.max_body_bytes)
         await off_loop(check, body)
         request_id = request_id_of(request, "resp")

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import stat
+import weakref
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -126,24 +127,30 @@ class Listener(uvicorn.Server):
 
 
 class AnswerPipe:
-    """The `Pipe` of one answer: its chunks go straight to the connection."""
+    """The `Pipe` of one answer: its chunks go straight to the connection.
+
+    The library's record of the exchange has the scope, and that has the pipe, which therefore does not keep the record:
+    what holds itself stays until the garbage collector looks.
+    """
 
     def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop):
-        self._cycle = cycle
+        self._cycle = weakref.ref(cycle)
+        self._transport = cycle.transport
         self._now = loop.time
         self.num_bytes = 0
         self.last_time = 0.0
 
     @property
     def is_clear(self) -> bool:
-        cycle = self._cycle
-        is_open = cycle.chunked_encoding and not (cycle.response_complete or cycle.disconnected)
-        return bool(is_open and not cycle.flow.write_paused)
+        cycle = self._cycle()
+        if cycle is None or not cycle.chunked_encoding:
+            return False
+        return not (cycle.response_complete or cycle.disconnected or cycle.flow.write_paused)
 
     def write(self, piece: bytes) -> None:
         self.num_bytes += len(piece)
         self.last_time = self._now()
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 class LimitedProtocol(HttpToolsProtocol):

@@ -6,6 +6,7 @@ business of who makes them.
 """
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol
 
@@ -16,7 +17,9 @@ from starlette.types import Receive, Scope, Send
 from jaxpaged.entrypoints.http.errors import HttpError, as_http_error, error_response
 
 KEEP_ALIVE = b": keep-alive\n\n"
-HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+MEDIA_TYPE = "text/event-stream"
+HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+CONTENT_TYPE = (b"content-type", f"{MEDIA_TYPE}; charset=utf-8".encode())
 PIPE = "jaxpaged.pipe"
 """Where a scope has the `Pipe` to its client, if the server that runs the application gives one."""
 CLIENT_CLOSED_REQUEST = 499
@@ -61,7 +64,7 @@ class EventStream(Response):
     `late_error`, and ends the stream. When the client goes away the generator is closed.
     """
 
-    media_type = "text/event-stream"
+    media_type = MEDIA_TYPE
 
     def __init__(
         self,
@@ -76,8 +79,8 @@ class EventStream(Response):
         self._pieces = pieces
         self._late_error = late_error
         self._interval = keep_alive_interval
-        self.init_headers({**HEADERS, **(headers or {})})
-        del self.headers["content-length"]
+        more = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+        self.raw_headers = [*HEADERS, *more, CONTENT_TYPE]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pipe = scope.get(PIPE)
@@ -149,14 +152,27 @@ async def answer_or_leave(request: Request, work: Coroutine[Any, Any, Response])
 async def until_disconnect[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """Run `work`; None, with the work cancelled, when the client goes away first. The body must have been read."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
+    leaving.add_done_callback(functools.partial(cancel_when_left, working))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        return await working
+    except asyncio.CancelledError:
+        if leaving.done() and not leaving.cancelled() and not cancelling():
+            return None
+        raise
     finally:
         leaving.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.gather(working, leaving, return_exceptions=True)
+        del working  # its error would hold this frame, and this frame the error
+
+
+def cancel_when_left(working: asyncio.Future[Any], leaving: asyncio.Future[None]) -> None:
+    if not leaving.cancelled():
+        working.cancel()
+
+
+def cancelling() -> bool:
+    """Whether somebody has cancelled the task that runs."""
+    task = asyncio.current_task()
+    return task is not None and bool(task.cancelling())
 
 
 async def disconnected(receive: Receive) -> None:

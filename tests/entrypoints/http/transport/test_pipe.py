@@ -1,9 +1,15 @@
 """Pieces of a stream that are written where they arise: the same bytes, and the same care of who is slow or gone."""
 
 import asyncio
+import gc
+import http.client
+import json
 import random
+from urllib.parse import urlsplit
 
 from jaxpaged.entrypoints.http.anthropic import write
+from jaxpaged.entrypoints.http.transport.listener import AnswerPipe
+from tests.entrypoints.http.live_server import live_server
 from tests.entrypoints.http.stream_corpus import requests, without_chance
 
 STREAM = {"prompt": "the cat", "max_tokens": 60, "ignore_eos": True, "stream": True}
@@ -82,3 +88,20 @@ def test_silence_after_pieces_in_the_pipe_is_filled_with_comments(serving):
     answer, num_pieces = serving(scenario, options={"sse_keep_alive_interval": 0.02})
     assert num_pieces > 40 and b": keep-alive\n\n" in answer.body and answer.events[-1] == "[DONE]"
     assert sum(len(event["choices"]) for event in answer.events[:-1]) == 60
+
+
+def test_an_exchange_that_is_over_leaves_nothing_for_the_garbage_collector():
+    """What would stay until it looks is the request and its body, too."""
+    with live_server() as (url, _):
+        connection = http.client.HTTPConnection(urlsplit(url).netloc)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                connection.request("POST", "/v1/completions", json.dumps(STREAM), {"Content-Type": "application/json"})
+                assert b"[DONE]" in connection.getresponse().read()
+            pipes = [each for each in gc.get_objects() if type(each) is AnswerPipe]
+        finally:
+            gc.enable()
+            connection.close()
+    assert len(pipes) == 1, "a connection keeps the exchange that was last"
