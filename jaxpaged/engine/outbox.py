@@ -14,6 +14,7 @@ NEWEST = ("num_cached_tokens", "num_preemptions")
 """Fields in which a later output says how things are now. In the others it may have nothing to say."""
 GROWING = ("new_token_ids", "new_logprobs")
 """Fields in which it says what came besides."""
+OTHERS = tuple(name for name in EngineCoreOutput.__struct_fields__[1:] if name not in (*NEWEST, *GROWING))
 
 
 class Outbox:
@@ -33,12 +34,7 @@ class Outbox:
         if not self._outputs:
             self._outputs = outputs
             return
-        before = {output.request_id: output for output in self._outputs}
-        for output in outputs:
-            if output.request_id in before:
-                join(before[output.request_id], output)
-            else:
-                self._outputs.append(output)
+        self._outputs = merged([self._outputs, outputs])
 
     def take(self) -> list[EngineCoreOutput]:
         """All there is; nothing is left."""
@@ -56,22 +52,31 @@ def as_one(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:
     """What several steps said, one after the other, as if it were a run of them. Their outputs are used up."""
     if len(steps) == 1:
         return steps[0]
-    outbox = Outbox()
-    for step in steps:
-        outbox.add(step.outputs)
     num_steps = sum(step.stats.num_steps for step in steps)
-    return EngineCoreOutputs(outbox.take(), msgspec.structs.replace(steps[-1].stats, num_steps=num_steps))
+    stats = msgspec.structs.replace(steps[-1].stats, num_steps=num_steps)
+    return EngineCoreOutputs(merged(step.outputs for step in steps), stats)
+
+
+def merged(lists: Iterable[list[EngineCoreOutput]]) -> list[EngineCoreOutput]:
+    """One output a request, of lists that came one after the other and have at most one each."""
+    outputs: dict[str, EngineCoreOutput] = {}
+    for each in lists:
+        for output in each:
+            before = outputs.setdefault(output.request_id, output)
+            if before is not output:
+                join(before, output)
+    return list(outputs.values())
 
 
 def join(first: EngineCoreOutput, second: EngineCoreOutput) -> None:
-    """Add to `first` what the next output of the same request says."""
+    """Add to `first` what the next output of the same request says. Where a front end does not keep up, this is done
+    for most tokens, and most outputs say nothing but tokens."""
     assert first.finish_reason is None, f"{first.request_id} had ended, and says more"
-    for name in EngineCoreOutput.__struct_fields__[1:]:
+    first.new_token_ids.extend(second.new_token_ids)
+    first.num_cached_tokens, first.num_preemptions = second.num_cached_tokens, second.num_preemptions
+    if second.new_logprobs:
+        first.new_logprobs = [*(first.new_logprobs or ()), *second.new_logprobs]
+    for name in OTHERS:
         value = getattr(second, name)
-        if name in GROWING:
-            if value and not getattr(first, name):
-                setattr(first, name, value)
-            elif value:
-                getattr(first, name).extend(value)
-        elif name in NEWEST or value is not None:
+        if value is not None:
             setattr(first, name, value)

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.errors import HttpError
@@ -117,12 +117,7 @@ async def joined(request: Request, max_body_bytes: int) -> bytearray:
     body, length, values, text = bytearray(), 0, 0, codecs.getincrementaldecoder("utf-8")()
     is_cut = False  # in the middle of a character
     is_small = announced_length(request) <= MOST_VALUES // max(COSTS.values())  # so that it cannot have so many
-    more = True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect()
-        piece, more = message.get("body", b""), message.get("more_body", False)
+    async for piece in request.stream():
         length += len(piece)
         if length > max_body_bytes:
             raise too_large(max_body_bytes)
