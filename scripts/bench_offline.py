@@ -5,6 +5,7 @@
     python scripts/bench_offline.py --quick --peers none       # jaxpaged alone, a minute or two
     python scripts/bench_offline.py --models llama-8b          # on an accelerator
     python scripts/bench_offline.py --peers none --jaxpaged= --jaxpaged="--max-num-seqs 32"     # side by side
+    python scripts/bench_offline.py --peers none --jaxpaged= --jaxpaged=--without-kernels       # the extra `cpu`
 
 Models have random weights, which the script writes to the user's cache folder. Every engine runs each round in a fresh
 process, one at a time, on the same cores; rounds alternate their order. The first round starts with an empty
