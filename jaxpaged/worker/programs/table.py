@@ -277,10 +277,15 @@ def enable_compilation_cache(folder: str | None) -> None:
 
 
 def use_cache_folder(path: str | None) -> None:
-    """jax opens its cache once: another folder, or none, needs a reset."""
+    """jax opens its cache once: another folder, or none, needs a reset.
+
+    So does what it keeps in memory. A program that came from the old folder has lost the code that a bundle stores, and
+    whoever compiles it again would get that one.
+    """
     if jax.config.jax_compilation_cache_dir != path:
         jax.config.update("jax_compilation_cache_dir", path)
         reset_cache()
+        jax.clear_caches()
 
 
 def default_cache_folder() -> Path:

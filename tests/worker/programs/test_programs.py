@@ -284,6 +284,18 @@ def test_an_entry_that_was_cut_off_is_a_warning_and_compiled_again(cache_folder)
     assert answer_of(program) == 5
 
 
+def test_where_the_cache_is_off_nothing_that_came_from_it_is_taken_for_compiled(cache_folder):
+    """It could not be stored in a bundle."""
+    lowered = lambda: jax.jit(jnp.add).lower(*[jax.ShapeDtypeStruct((11,), jnp.int32)] * 2)
+    with CompileCounter() as counter:
+        lowered().compile()
+        lowered().compile()
+        assert counter.count == 1
+        enable_compilation_cache("off")
+        lowered().compile()
+        assert counter.count == 2
+
+
 def test_stored_programs_are_loaded_and_not_compiled():
     keys = [ProgramKey("forward", 8), ProgramKey("forward", 32)]
     programs = Programs({key: builder("compiled") for key in keys}, stored={keys[0]: lambda: "loaded"})
