@@ -3,16 +3,23 @@
 A draft is worth the probability that it is accepted, which is that of the tokens before it too; it costs the time by
 which it makes a step longer. With `rate` the share of a request's drafts that were accepted, and `price` the time of a
 draft in units of the time that a token of a step without drafts takes, the n-th draft is worth it while rate ** n is
-more than price. The price follows the number of requests: where a step is bound by memory drafts cost next to nothing,
-and where it is bound by products, or where decode steps are run several in one program, much.
+more than price.
+
+Steps are padded, so drafts come in lots: those with which a step just fills a bucket cost what one of them costs. Of
+the buckets that the drafts of all requests could fill the one is chosen in which most tokens are expected per second;
+or none, where a step is bound by products, or where decode steps are run several in one program. What buckets cost is
+measured, and until then supposed to grow with their size.
 
 Only the length is decided here. That drafts change no token is the worker's, which verifies them.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
 
 from jaxpaged.core.counters import Counters
 from jaxpaged.core.request import Request
@@ -27,9 +34,11 @@ LEAST_RATE = 1e-6
 PATIENCE = 48
 """Steps after which requests that are not worth drafts try them again, more where drafts are dear: a try costs less
 than a hundredth."""
-WEIGHT_LOWER, WEIGHT_HIGHER = 0.5, 0.05
-"""Of a new measurement, after the first ones. What else the machine does makes steps longer, never shorter, so short
-ones tell more."""
+NUM_KEPT, NUM_ENOUGH = 7, 3
+"""Of the newest steps of a size the median time counts, once there are enough: a result that the host takes late makes
+its step longer, and the next one shorter."""
+LEAST_GAIN = 1.02
+"""How many times as many tokens per second there must be with drafts: measurements err."""
 NUM_PLAIN = 4
 """Steps without drafts that are measured before the first drafts."""
 REMEASURE = 128
@@ -56,41 +65,103 @@ class DraftRecord:
             return 0
         return self.most if rate >= 1 else min(int(math.log(max(price, LEAST_PRICE)) / math.log(rate)), self.most)
 
+    def expected(self, num_drafts: int) -> float:
+        """How many of so many drafts will be accepted."""
+        rate = self.accepted / self.seen
+        return sum(rate**n for n in range(1, num_drafts + 1))
+
 
 @dataclass
-class StepTimes:
-    """Of steps with about so many requests: seconds of one without drafts, and the price of a draft."""
+class StepTime:
+    """Of steps of one size, in which everybody decodes."""
 
-    plain: float = 0.0
-    num_plain: int = 0
-    price: float = LEAST_PRICE
-    num_priced: int = 0
-    age: int = 0  # steps with drafts since the last without
+    newest: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+
+    @property
+    def seconds(self) -> float:
+        return median(self.newest)
+
+
+class Lot(NamedTuple):
+    """Drafts that a step has room for: `num_drafts` of all requests, `most` of one, at a price each. `cost` is the time
+    of the step in units of that without drafts."""
+
+    num_drafts: int
+    most: int
+    price: float
+    cost: float
+
+
+NO_LOT = Lot(0, 0, math.inf, 1.0)
+
+
+class StepTimes:
+    """Seconds of steps by the number of tokens to which they are padded, with drafts and without. `buckets` are these
+    numbers, sorted; empty: nothing is padded."""
+
+    def __init__(self, buckets: Sequence[int]):
+        self._buckets = buckets
+        self._plain: dict[int, StepTime] = {}
+        self._drafting: dict[int, StepTime] = {}
+        self._age: dict[int, int] = {}  # steps with drafts since the last without
+
+    def padded(self, num_tokens: int) -> int:
+        return next((size for size in self._buckets if size >= num_tokens), num_tokens)
 
     def add(self, seconds: float, num_requests: int, num_drafts: int) -> None:
         """A step in which everybody decoded."""
-        if not num_drafts:
-            self.plain = followed(self.plain, seconds, self.num_plain)
-            self.num_plain, self.age = self.num_plain + 1, 0
-        elif self.num_plain:
-            price = max(seconds / self.plain - 1, 0.0) * num_requests / num_drafts
-            self.price = followed(self.price, price, self.num_priced)
-            self.num_priced, self.age = self.num_priced + 1, self.age + 1
+        plain = self.padded(num_requests)
+        times, key = (self._drafting, self.padded(num_requests + num_drafts)) if num_drafts else (self._plain, plain)
+        times.setdefault(key, StepTime()).newest.append(seconds)
+        self._age[plain] = self._age.get(plain, 0) + 1 if num_drafts else 0
 
-    @property
-    def is_known(self) -> bool:
-        return self.num_plain >= NUM_PLAIN and self.age <= REMEASURE
+    def is_known(self, num_requests: int) -> bool:
+        """Whether enough is known of steps without drafts."""
+        plain = self.padded(num_requests)
+        return plain in self._plain and len(self._plain[plain].newest) >= NUM_PLAIN and self._age[plain] <= REMEASURE
+
+    def lots(self, num_requests: int, most: int) -> list[Lot]:
+        """What so many requests may draft, `most` each: as much as fills each of the buckets, the smallest first."""
+        sizes = sorted({self.padded(num_requests * (1 + n)) for n in range(1, most + 1)} | {self.padded(num_requests)})
+        lots = []
+        for size in sizes:
+            num_drafts = min(size - num_requests, num_requests * most)
+            if num_drafts:
+                cost = self._cost(size, self.padded(num_requests))
+                price = max((cost - 1) * num_requests / num_drafts, LEAST_PRICE)
+                lots.append(Lot(num_drafts, -(-num_drafts // num_requests), price, cost))
+        return lots
+
+    def _cost(self, size: int, plain_size: int) -> float:
+        """The time of a step with drafts, of `size` tokens: measured, or else from the next larger size that was, or
+        the next smaller; nothing before any was, often enough."""
+        plain = self._plain[plain_size].seconds
+        enough = [size for size, time in self._drafting.items() if len(time.newest) >= NUM_ENOUGH]
+        seen = [each for each in enough if each == size or each > plain_size]
+        if not seen:
+            return 1.0
+        nearest = min(seen, key=lambda each: (each != size, each < size, abs(each - size)))
+        more = self._drafting[nearest].seconds / plain - 1
+        if nearest != size:
+            more *= (size - plain_size) / (nearest - plain_size)
+        return 1 + max(more, 0.0)
 
 
 class DraftLengths:
-    """Sets `Request.num_drafts`. `most`: tokens that a row may draft, 0: none, and then nothing is measured."""
+    """Sets `Request.num_drafts`. `most`: tokens that a row may draft, 0: none, and then nothing is measured.
 
-    def __init__(self, most: int, counters: Counters, clock: Callable[[], float] = time.perf_counter):
+    `buckets`: numbers of tokens to which steps are padded. `most_in_step`: drafts that a step may have.
+    """
+
+    def __init__(
+        self, most: int, counters: Counters, buckets: Sequence[int] = (), clock: Callable[[], float] = time.perf_counter
+    ):
         self._most, self._counters, self._clock = most, counters, clock
-        self._times: dict[int, StepTimes] = {}  # by the number of requests, to a power of two
+        self._times = StepTimes(buckets)
         self._scheduled_at: dict[int, float] = {}
         self._last_result = -math.inf
         self._patience = PATIENCE  # steps until the next try
+        self.most_in_step = 0
         counters.num_accepted_per_pos = [0] * most
 
     def begin(self, request: Request) -> None:
@@ -107,13 +178,10 @@ class DraftLengths:
         """The tokens of a step are there, and not taken yet: count drafts, and say how many there are next."""
         if not self._most:
             return
-        times, price = self._measure(scheduled, output), None
+        self._measure(scheduled, output)
         self._patience -= scheduled.num_steps
-        tries = self._patience <= 0
-        if times.is_known:
-            price = times.price
-            self._patience = int(PATIENCE * (1 + self._most * price)) if tries else self._patience
         asked = dict(zip(scheduled.request_ids, scheduled.max_new_tokens))
+        going_on = []
         for i, request_id in enumerate(output.request_ids):
             request, num_asked = requests[request_id], asked[request_id] - 1
             if request.drafts is None or request.is_finished:
@@ -122,42 +190,56 @@ class DraftLengths:
                 num_accepted = max(len(output.sampled_token_ids[i]) - 1, 0)
                 request.drafts.add(num_accepted, num_asked)
                 self._count(output.num_drafts[i], num_accepted)
-            self._set_length(request, price, tries)
+            going_on.append(request)
+        if going_on:
+            self._set_lengths(going_on, len(scheduled.request_ids))
 
-    def _measure(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepTimes:
-        """Learn how long a step took, of which the result is here; returns the times of such steps."""
+    def _measure(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Learn how long a step took, of which the result is here."""
         now, begin, num_requests = self._clock(), self._last_result, len(scheduled.request_ids)
         self._last_result = now
         for step_id in [each for each in self._scheduled_at if each <= scheduled.step_id]:
             begin = max(begin, self._scheduled_at.pop(step_id))
-        times = self._times.setdefault(num_requests.bit_length(), StepTimes())
         waited = output.buckets is not None and output.buckets.program_wait > 0
         if scheduled.num_scheduled_tokens == scheduled.max_new_tokens and not waited:
             num_drafts = 0 if scheduled.num_steps > 1 else sum(scheduled.max_new_tokens) - num_requests
-            times.add((now - begin) / scheduled.num_steps, num_requests, num_drafts)
-        return times
+            self._times.add((now - begin) / scheduled.num_steps, num_requests, num_drafts)
 
     def _count(self, num_drafts: int, num_accepted: int) -> None:
         counters = self._counters
         counters.num_drafts += num_drafts > 0
         counters.num_draft_tokens += num_drafts
         counters.num_accepted_tokens += num_accepted
-        for place in range(num_accepted):
-            counters.num_accepted_per_pos[place] += 1
+        for nth in range(num_accepted):
+            counters.num_accepted_per_pos[nth] += 1
 
-    def _set_length(self, request: Request, price: float | None, tries: bool) -> None:
-        """`price` None: it is to be measured first."""
-        request.num_drafts = 0 if price is None else request.drafts.worth(price)
-        if tries and price is not None and not request.num_drafts:
-            request.num_drafts = request.drafts.most
-        if request.num_drafts:
-            request.decode_limit = 0  # to decode needs a decision
+    def _set_lengths(self, requests: Sequence[Request], num_requests: int) -> None:
+        """How many tokens each of these drafts next, in a step of so many requests: none while nothing is known of
+        steps without drafts."""
+        lot, tries = NO_LOT, False
+        if self._times.is_known(num_requests):
+            lots = self._times.lots(num_requests, self._most)
+            lot = max([NO_LOT, *lots], key=lambda lot: gain(lot, requests, num_requests))
+            if tries := self._patience <= 0:
+                self._patience = int(PATIENCE * (1 + self._most * (lots[0].cost - 1)))
+                lot = lots[0] if lot is NO_LOT else lot
+        self.most_in_step = lot.num_drafts
+        for request in requests:
+            request.num_drafts = min(request.drafts.worth(lot.price), lot.most)
+            if tries and not request.num_drafts:
+                request.num_drafts = min(request.drafts.most, lot.most)
+            if request.num_drafts:
+                request.decode_limit = 0  # to decode needs a decision
 
 
-def followed(before: float, now: float, num_before: int) -> float:
-    """An average that is near the smallest of its newest values, once there are some; the first is taken as it is."""
-    weight = WEIGHT_LOWER if now < before else WEIGHT_HIGHER
-    return before + max(weight, 1 / (1 + num_before)) * (now - before)
+def gain(lot: Lot, requests: Sequence[Request], num_requests: int) -> float:
+    """How many times as many tokens per second are expected with these drafts; `LEAST_GAIN` for none of them."""
+    if lot is NO_LOT:
+        return LEAST_GAIN
+    lengths = [min(request.drafts.worth(lot.price), lot.most) for request in requests]
+    accepted = sum(request.drafts.expected(n) for request, n in zip(requests, lengths))
+    within = min(lot.num_drafts / max(sum(lengths), 1), 1.0)
+    return (num_requests + within * accepted) / (num_requests * lot.cost)
 
 
 def most_drafts(request: Request) -> int:

@@ -8,7 +8,7 @@ Why blocks need almost no fence for that is told in `kv_cache/manager.py`.
 This module knows no model, no device and no text.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxpaged.config import SchedulerConfig, settled
 from jaxpaged.core.constrained import ConstrainedRequests
@@ -55,6 +55,7 @@ class Scheduler:
         grammars: Grammars | None = None,
         can_run: Callable[[Extra], bool] = lambda extra: True,
         num_drafts: int = 0,
+        token_buckets: Sequence[int] = (),
     ):
         """`scheduler_config` is resolved. `can_run`: see `Executor`. `num_drafts`: of a request and step, at most.
         Raises ConfigError when options contradict."""
@@ -86,7 +87,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_scheduled_tokens = 0  # of the last step
         self._counters = Counters()
-        self.draft_lengths = DraftLengths(num_drafts, self._counters)
+        self.draft_lengths = DraftLengths(num_drafts, self._counters, token_buckets)
 
     # ---- intake and questions ------------------------------------------------------------------
 
@@ -131,8 +132,9 @@ class Scheduler:
         executed; what the runner must know waits for the next one. When nobody waits and all decode, it may be a run
         of up to `max_steps` steps (`new_tokens.py`).
         """
-        step = NewStep(self._max_num_batched_tokens, len(self.running), len(self.kv_cache_manager.pools))
-        if self.waiting or not add_run(step, self.running, max_steps, self.kv_cache_manager, self._last_step_id):
+        manager, most_drafts = self.kv_cache_manager, self.draft_lengths.most_in_step
+        step = NewStep(self._max_num_batched_tokens, len(self.running), len(manager.pools), most_drafts)
+        if self.waiting or not add_run(step, self.running, max_steps, manager, self._last_step_id):
             lacking = self._schedule_decodes(step)
             if step.budget and (lacking or self.waiting):
                 self._schedule_prompts(lacking, step)

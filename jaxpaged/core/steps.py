@@ -25,9 +25,9 @@ class NewStep:
     `grants` are by the request's index in `requests`.
     """
 
-    def __init__(self, budget: int, num_running: int = 0, num_pools: int = 1):
+    def __init__(self, budget: int, num_running: int = 0, num_pools: int = 1, most_drafts: int = 0):
         self.budget = budget  # tokens left
-        self.num_spare = budget - num_running  # of them for drafts: everybody's own token comes first
+        self.num_spare = min(budget - num_running, most_drafts)  # for drafts: everybody's own token comes first
         self.requests: list[Request] = []
         self.grants: dict[int, Grant] = {}
         self.new_requests: list[NewRequestData] = []

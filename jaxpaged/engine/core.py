@@ -79,6 +79,7 @@ class EngineCore(EngineCoreClient):
             grammars=grammars,
             can_run=executor.can_run,
             num_drafts=config.speculative.num_drafts,
+            token_buckets=executor.token_buckets if config.speculative.num_drafts else (),
         )
         self._depth = STEPS_IN_FLIGHT if config.scheduler.async_scheduling else 1
         self._in_flight: deque[Step] = deque()

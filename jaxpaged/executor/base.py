@@ -45,6 +45,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def token_buckets(self) -> Sequence[int]:
+        """Numbers of tokens to which steps are padded, sorted."""
+        ...
+
+    @property
     def workers(self) -> "Workers":
         """What holds weights, KV cache and programs."""
         ...

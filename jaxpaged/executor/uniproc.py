@@ -65,6 +65,10 @@ class UniProcExecutor:
         return self.worker.runner.execute(scheduler_output)
 
     @property
+    def token_buckets(self) -> Sequence[int]:
+        return self.worker.blueprint.token_buckets
+
+    @property
     def weights_version(self) -> str:
         return self.worker.weights.version
 

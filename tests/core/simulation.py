@@ -301,6 +301,8 @@ class SimulatedRunner:
 class ForcedLengths:
     """As many drafts as a test wants, in place of what measurements suggest; counts them."""
 
+    most_in_step = 1000
+
     def __init__(self, choose: Callable[[], int]):
         self.choose, self.num_drafts, self.num_accepted = choose, 0, 0
 

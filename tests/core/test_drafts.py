@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.core.counters import Counters
-from jaxpaged.core.drafts import NUM_PLAIN, PATIENCE, DraftLengths, DraftRecord
+from jaxpaged.core.drafts import NUM_ENOUGH, NUM_PLAIN, PATIENCE, DraftLengths, DraftRecord
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
 from tests.core.simulation import BLOCK_SIZE, STOP, Engine, ForcedLengths, prompt_of
 
@@ -24,9 +24,9 @@ class Clock:
 class Traffic:
     """Requests that decode, steps that take what they are said to take, and drafts that are as good as they are."""
 
-    def __init__(self, num_requests, price, *accepted):
+    def __init__(self, num_requests, price, *accepted, buckets=()):
         self.clock, self.counters = Clock(), Counters()
-        self.lengths = DraftLengths(MOST, self.counters, self.clock)
+        self.lengths = DraftLengths(MOST, self.counters, buckets, self.clock)
         self.price, self.accepted = price, accepted
         self.requests = {}
         for i in range(num_requests):
@@ -41,15 +41,19 @@ class Traffic:
             )
             self.lengths.begin(request)
         self.step_id = 0
+        self.padded = lambda num_tokens: next((size for size in buckets if size >= num_tokens), num_tokens)
 
     def step(self):
         """One step with the drafts that are wanted; returns how many each request has."""
         self.step_id += 1
-        asked = [request.num_drafts for request in self.requests.values()]
+        asked, left = [], self.lengths.most_in_step
+        for request in self.requests.values():
+            asked.append(min(request.num_drafts, left))
+            left -= asked[-1]
         most, num = [1 + n for n in asked], len(asked)
         scheduled = SchedulerOutput(self.step_id, [], [], list(self.requests), most, [0] * num, most, [None] * num)
         self.lengths.note(self.step_id)
-        self.clock.now += 1 + self.price * sum(asked) / num
+        self.clock.now += 1 + self.price * (self.padded(num + sum(asked)) - self.padded(num)) / num
         tokens = [[7] * (1 + min(n, accepted)) for n, accepted in zip(asked, self.accepted)]
         output = ModelRunnerOutput(self.step_id, list(self.requests), tokens, num_drafts=asked if any(asked) else None)
         self.lengths.observe(self.requests, scheduled, output)
@@ -72,7 +76,30 @@ def test_good_drafts_grow_as_long_as_they_may_and_bad_ones_cease():
 def test_drafts_that_cost_more_than_they_bring_cease_however_good_they_are():
     traffic = Traffic(8, 1.5, *[MOST] * 8)
     asked = [traffic.step() for _ in range(PATIENCE - 1)]
-    assert any(asked[NUM_PLAIN]) and not any(map(any, asked[NUM_PLAIN + 1 :])), "the first price is believed"
+    assert all(map(any, asked[NUM_PLAIN : NUM_PLAIN + NUM_ENOUGH]))
+    assert not any(map(any, asked[NUM_PLAIN + NUM_ENOUGH :])), "the first prices are believed"
+
+
+def test_drafts_fill_the_bucket_in_which_they_cost_least():
+    traffic = Traffic(8, 0.4, *[MOST] * 8, buckets=(2, 8, 16, 32, 64))
+    asked = [sum(traffic.step()) for _ in range(2 * PATIENCE)]
+    assert asked[NUM_PLAIN] == 8 * MOST and set(asked[NUM_PLAIN + NUM_ENOUGH :]) == {24}, "40 tokens are padded to 64"
+
+
+def test_drafts_in_place_of_padding_cost_nothing():
+    traffic = Traffic(5, 3.0, *[MOST] * 5, buckets=(2, 8, 16, 32))
+    assert [sum(traffic.step()) for _ in range(PATIENCE)][-1] == 3
+
+
+@pytest.mark.parametrize(("accepted", "price"), [(0, 0.1), (0, 1.5), (MOST, 1.5), (1, 0.7)])
+@pytest.mark.parametrize("num_requests", [1, 5, 8])
+def test_drafts_never_lose_more_than_trying_them_costs(num_requests, accepted, price):
+    """In steps of which each without drafts takes a second."""
+    traffic = Traffic(num_requests, price, *[accepted] * num_requests, buckets=(2, 8, 16, 32, 64))
+    num_steps, num_more = 1000, 0
+    for _ in range(num_steps):
+        num_more += sum(min(n, accepted) for n in traffic.step())
+    assert num_requests * num_steps + num_more > 0.97 * num_requests * traffic.clock.now
 
 
 def test_bad_drafts_are_tried_again_now_and_then():

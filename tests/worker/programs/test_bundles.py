@@ -271,7 +271,7 @@ def test_a_folder_that_is_no_bundle_or_of_another_format_is_refused(model, copy,
         start(model, bundle=str(tmp_path / "nowhere"))
     head = json.loads((copy / bundles.FINGERPRINT).read_text())
     (copy / bundles.FINGERPRINT).write_text(json.dumps({**head, "format": 99}))
-    with pytest.raises(ConfigError, match="has format 99; this version reads 1"):
+    with pytest.raises(ConfigError, match=f"has format 99; this version reads {bundles.FORMAT}"):
         start(model, bundle=str(copy))
 
 
