@@ -61,6 +61,10 @@ CROSSINGS: dict[tuple[str, str], str] = {
 NO_JAX = {"client", "core", "engine", "entrypoints", "parsing", "proto"} | LEAVES
 JAX_FAMILY = {"jax", "jaxlib", "flax", "optax", "orbax"}
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+# Words of the house with one meaning: in whose names they may be.
+WORDS = {
+    "plan": r"jaxpaged/(plan|engine/build|executor/planning|worker/planning/\w+|entrypoints/(cli|pictures)/\w+)\.py",
+}
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
 
 MAX_FILE_LINES = 400
@@ -188,6 +192,16 @@ def undeclared_problems(path: str, tree: ast.AST) -> Iterator[str]:
             yield f"{path} imports {module}, but pyproject.toml does not ask for {distribution}. Add it, or do without."
 
 
+def word_problems(path: str, tree: ast.AST) -> Iterator[str]:
+    """Functions and classes that are called by a word which means something else elsewhere."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        for word in {part.lower() for part in re.findall(r"[A-Z]?[a-z]+", node.name)} & WORDS.keys():
+            if not re.fullmatch(WORDS[word], path):
+                yield f"{path}:{node.lineno} {node.name}: README says what a {word} is. Use another word for this."
+
+
 def encoding_problems(path: str, tree: ast.AST) -> Iterator[str]:
     """Files opened as text in whatever encoding the locale has."""
     for node in ast.walk(tree):
@@ -287,6 +301,10 @@ def test_no_module_has_a_name_that_says_nothing():
     report(vague)
 
 
+def test_words_with_a_meaning_have_no_other_one():
+    report(p for path, tree in sources("jaxpaged") for p in word_problems(path, tree))
+
+
 def test_nothing_is_left_to_do_in_comments():
     marker = re.compile(r"#.*\b(TODO|FIXME|XXX|HACK)\b")
     left = (
@@ -383,6 +401,12 @@ def test_a_long_function_is_found_but_its_docstring_does_not_count():
     assert list(length_problems("x.py", ast.parse("def f():\n" + body), 1))
     documented = 'def f():\n    """' + "words\n" * 100 + '"""\n' + "    x = 1\n" * 10
     assert not list(length_problems("x.py", ast.parse(documented), 1))
+
+
+def test_another_meaning_of_a_word_is_found():
+    tree = ast.parse("class StepPlan: ...\n\n\ndef explanation(): ...")
+    assert len(list(word_problems("jaxpaged/core/steps.py", tree))) == 1
+    assert not list(word_problems("jaxpaged/plan.py", tree))
 
 
 def test_an_undeclared_package_is_found():
