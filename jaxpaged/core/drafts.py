@@ -219,7 +219,12 @@ class DraftLengths:
         lot, tries = NO_LOT, False
         if self._times.is_known(num_requests):
             lots = self._times.lots(num_requests, self._most)
-            lot = max([NO_LOT, *lots], key=lambda lot: gain(lot, requests, num_requests))
+            together = DraftRecord(
+                self._most,
+                sum(request.drafts.accepted for request in requests),
+                sum(request.drafts.seen for request in requests),
+            )
+            lot = max([NO_LOT, *lots], key=lambda lot: gain(lot, together, num_requests))
             if tries := self._patience <= 0:
                 self._patience = int(PATIENCE * (1 + self._most * (lots[0].cost - 1)))
                 lot = lots[0] if lot is NO_LOT else lot
@@ -232,14 +237,14 @@ class DraftLengths:
                 request.decode_limit = 0  # to decode needs a decision
 
 
-def gain(lot: Lot, requests: Sequence[Request], num_requests: int) -> float:
-    """How many times as many tokens per second are expected with these drafts; `LEAST_GAIN` for none of them."""
+def gain(lot: Lot, together: DraftRecord, num_requests: int) -> float:
+    """How many times as many tokens per second are expected with these drafts of requests that are all like those of
+    the record; `LEAST_GAIN` for none of them."""
     if lot is NO_LOT:
         return LEAST_GAIN
-    lengths = [min(request.drafts.worth(lot.price), lot.most) for request in requests]
-    accepted = sum(request.drafts.expected(n) for request, n in zip(requests, lengths))
-    within = min(lot.num_drafts / max(sum(lengths), 1), 1.0)
-    return (num_requests + within * accepted) / (num_requests * lot.cost)
+    length = min(together.worth(lot.price), lot.most)
+    within = min(lot.num_drafts / max(length * num_requests, 1), 1.0)
+    return (1 + within * together.expected(length)) / lot.cost
 
 
 def most_drafts(request: Request) -> int:
