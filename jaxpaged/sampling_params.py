@@ -54,7 +54,14 @@ LEAST_TEMPERATURE = 0.01
 RANDOM_SEED = -1
 """What `seed` is for another result in every run."""
 
-CONTAINERS = (list, dict)
+CONTAINERS = (
+    "stop", "stop_token_ids", "bad_words", "logprob_token_ids", "logit_bias", "allowed_token_ids", "extra_args",
+    "bad_words_token_ids",
+)  # fmt: skip
+"""Fields that hold a list or a dict, unless they hold None."""
+SWITCHES = (
+    "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
 FILLED_IN = ("bad_words_token_ids", "thinking_token_ids")
 """Fields that no request sets."""
 
@@ -167,9 +174,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     def clone(self) -> "SamplingParams":
         """A copy that shares no list or dict with this one, and is checked: an attribute may have been set since."""
         containers = {
-            name: value.copy()
-            for name in self.__struct_fields__
-            if isinstance(value := getattr(self, name), CONTAINERS)
+            name: value.copy() for name in CONTAINERS if isinstance(value := getattr(self, name), list | dict)
         }
         return msgspec.structs.replace(self, **containers)
 
@@ -255,11 +260,13 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
 
     def _check_texts(self) -> None:
         self.stop = checked_texts("stop", self.stop)
-        check_count("stop", len(self.stop), 0, MAX_STOPS)
-        check_text_lengths("stop", self.stop, MAX_STOP_CHARACTERS)
+        if self.stop:
+            check_count("stop", len(self.stop), 0, MAX_STOPS)
+            check_text_lengths("stop", self.stop, MAX_STOP_CHARACTERS)
         self.bad_words = checked_texts("bad_words", self.bad_words)
-        check_count("bad_words", len(self.bad_words), 0, MAX_BAD_WORDS)
-        check_text_lengths("bad_words", self.bad_words, MAX_BAD_WORD_CHARACTERS)
+        if self.bad_words:
+            check_count("bad_words", len(self.bad_words), 0, MAX_BAD_WORDS)
+            check_text_lengths("bad_words", self.bad_words, MAX_BAD_WORD_CHARACTERS)
         if self.stop and self.detokenize is False:
             raise RequestError(
                 f"stop is {self.stop!r}, but detokenize is False, so there is no text to find it in. "
@@ -283,10 +290,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
             self.logit_bias = checked_bias(self.logit_bias)
 
     def _check_switches(self) -> None:
-        for name in (
-            "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens",
-            "spaces_between_special_tokens",
-        ):  # fmt: skip
+        for name in SWITCHES:
             check_bool(name, getattr(self, name))
         if self.skip_reading_prefix_cache is not None:
             check_bool("skip_reading_prefix_cache", self.skip_reading_prefix_cache)

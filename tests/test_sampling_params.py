@@ -2,6 +2,7 @@
 
 import logging
 import math
+from typing import get_args, get_origin
 
 import msgspec
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.errors import RequestError
-from jaxpaged.sampling_params import RANDOM_SEED, BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxpaged.sampling_params import CONTAINERS, RANDOM_SEED, BeamSearchParams, RequestOutputKind, SamplingParams
 
 NAN, INF = math.nan, math.inf
 
@@ -205,6 +206,9 @@ def test_a_clone_shares_nothing_that_changes():
     clone.stop_token_ids.append(9)
     assert (params.stop, params.logit_bias) == (["a"], {1: 2.0})
     assert (params.extra_args, params.stop_token_ids) == ({"k": 1}, [3])
+    fields = msgspec.structs.fields(SamplingParams)
+    changeable = [each.name for each in fields if {list, dict} & {get_origin(part) for part in get_args(each.type)}]
+    assert set(changeable) == set(CONTAINERS), "what a clone copies"
 
 
 def test_children_differ_by_their_seed():

@@ -32,10 +32,10 @@ class OutputStream:
 
     def put(self, output: RequestOutput) -> None:
         """The next result."""
-        is_awaited = self._awaiting() is not None
-        if self._take is not None and is_awaited and not output.finished and output.prompt_logprobs is None:
+        waiter, take = self._waiter, self._take
+        if take is not None and waiter is not None and not output.finished and output.prompt_logprobs is None:
             try:
-                if self._take(output):
+                if not waiter.done() and take(output):
                     return
             except Exception as error:
                 self.fail(error)
@@ -63,13 +63,10 @@ class OutputStream:
         assert output is not None, "it was woken for nothing"
         return output
 
-    def _awaiting(self) -> asyncio.Future | None:
-        """The waiter of a consumer who has dealt with all before, and waits for more."""
-        return None if self._waiter is None or self._waiter.done() else self._waiter
-
     def _wake(self) -> None:
-        if (waiter := self._awaiting()) is not None:
-            waiter.set_result(None)
+        """Wake a consumer who has dealt with all before, and waits for more."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:

@@ -180,9 +180,12 @@ def outputs_of(
 
 def checked[O: Output](output: O) -> O:
     """The result. Raises HttpError when it says that its prompt failed."""
-    completions = output.outputs if isinstance(output, RequestOutput) else ()
-    if output.error is not None or "error" in [each.finish_reason for each in completions]:
+    if output.error is not None:
         raise failed_request(output.error)
+    if isinstance(output, RequestOutput):
+        for completion in output.outputs:
+            if completion.finish_reason == "error":
+                raise failed_request(None)
     return output
 
 
