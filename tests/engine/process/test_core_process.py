@@ -1,0 +1,34 @@
+"""What happens in a core's process between loading and serving."""
+
+import gc
+import os
+from types import SimpleNamespace
+
+from jaxpaged.engine.process import core_process, wire
+
+LOADED = [[number] for number in range(1000)]
+
+
+def make_core(config, announce, progress):
+    announce(wire.CoreFacts(config.options(), 8, "", ""))
+    return SimpleNamespace(shutdown=lambda: None)
+
+
+def test_what_was_loaded_is_nothing_that_the_garbage_collector_looks_at(monkeypatch, tmp_path):
+    seen = []
+
+    def server(*args):
+        seen.extend(gc.get_objects())
+        return SimpleNamespace(run=lambda: None, close=lambda: None)
+
+    monkeypatch.setattr(core_process, "CoreServer", server)
+    reader, writer = os.pipe()
+    start = wire.Start({}, f"{__name__}:make_core", str(tmp_path), 0, "text")
+    try:
+        core_process.serve(start, tmp_path, core_process.StatusPipe(writer), SimpleNamespace(hold=lambda server: None))
+    finally:
+        gc.unfreeze()
+        os.close(reader)
+        os.close(writer)
+    looked_at = set(map(id, seen))
+    assert not any(id(each) in looked_at for each in LOADED)
