@@ -43,3 +43,26 @@ def test_who_leaves_takes_nobodys_turn_and_later_ones_do_not_wait():
             return True
 
     assert asyncio.run(scenario())
+
+
+def test_after_a_round_that_other_work_made_long_more_begin():
+    async def scenario():
+        loop, pace, begun = asyncio.get_running_loop(), Pace(2), []
+        now = loop.time()
+        loop.time = lambda: now
+
+        async def begin(number):
+            await pace.turn()
+            begun.append(number)
+
+        tasks = [asyncio.ensure_future(begin(number)) for number in range(20)]
+        await asyncio.sleep(0)
+        now += 0.0095  # what else the loop did, at a thousand beginnings a second
+        first = len(begun)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        second = len(begun) - first
+        await asyncio.gather(*tasks)
+        return first, second
+
+    assert asyncio.run(scenario()) == (2, 9)
