@@ -5,6 +5,7 @@ The oracle is per-row dense attention in numpy float64: too simple to be wrong. 
 
 import dataclasses
 from collections.abc import Callable
+from itertools import pairwise, takewhile
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import ragged_paged_attention as rpa
+from pallas_kernels.ragged_paged_attention import reference
+from pallas_kernels.ragged_paged_attention.sharing import NUM_LINES, SharedWork, fill_spans
 
 
 def dense_attention(
@@ -56,6 +59,7 @@ class Step:
     query_start_loc_R1: np.ndarray
     seq_lens_R: np.ndarray
     block_tables_RM: np.ndarray
+    shared_6R: np.ndarray  # what `spans_of_step` finds
     contexts: list[tuple[np.ndarray, np.ndarray]]  # keys and values [P, K, H] of each row
 
 
@@ -69,6 +73,9 @@ def make_step(case: Any, dtype: Any, seed: int = 0) -> Step:
 
     num_tokens = case.num_tokens + case.padding
     contexts = [(normal(cached + new, K, H), normal(cached + new, K, H)) for cached, new in case.rows]
+    for row, other, num_blocks in case.shared:
+        for one_PKH, other_PKH in zip(contexts[row], contexts[other]):
+            one_PKH[: num_blocks * S] = other_PKH[: num_blocks * S]
     k_TKH, v_TKH = (np.full((num_tokens, K, H), np.nan, np.float32) for _ in range(2))
     start_R = np.cumsum([0] + [new for _, new in case.rows])
     for (cached, new), start, (k_PKH, v_PKH) in zip(case.rows, start_R, contexts):
@@ -90,8 +97,27 @@ def make_step(case: Any, dtype: Any, seed: int = 0) -> Step:
         query_start_loc_R1=np.append(start_R, [start_R[-1]] * case.empty_rows).astype(np.int32),
         seq_lens_R=np.array(seq_lens, np.int32),
         block_tables_RM=block_tables_RM,
+        shared_6R=spans_of_step(case, block_tables_RM),
         contexts=contexts,
     )
+
+
+def spans_of_step(case: Any, block_tables_RM: np.ndarray, work: SharedWork | None = None) -> np.ndarray:
+    """What `sharing.fill_spans` finds in a step whose rows share what they have cached; two are enough to share."""
+    work = work or reference.shared_work(case.num_tokens + case.padding, case.block_size)._replace(
+        tile=10**6, break_even=1
+    )
+    unit_blocks = work.unit // case.block_size
+    keys = []
+    for (cached, _), table_M in zip(case.rows, block_tables_RM.tolist()):
+        num_units = cached // work.unit
+        keys.append([tuple(table_M[i * unit_blocks : (i + 1) * unit_blocks]) for i in range(num_units)])
+    places = sorted(range(len(keys)), key=keys.__getitem__)
+    equal = lambda pair: pair[0] == pair[1]
+    common = [sum(1 for _ in takewhile(equal, zip(keys[one], keys[other]))) for one, other in pairwise(places)]
+    shared_6R = np.zeros((NUM_LINES, len(block_tables_RM)), np.int32)
+    fill_spans(shared_6R, places, [0, *common], np.array([new for _, new in case.rows]), work)
+    return shared_6R
 
 
 def expected(case: Any, step: Step) -> np.ndarray:
@@ -149,6 +175,9 @@ def _block_tables(case: Any, seq_lens: list[int], rng: np.random.Generator) -> t
     for row, (cached, _) in enumerate(case.rows):
         for column in range(_first_visible(case, cached) // S, num_needed[row]):
             tables_RM[row, column] = next(ids)
+    for row, other, blocks in case.shared:
+        hold = [_first_visible(case, case.rows[i][0]) // S for i in (row, other)]
+        tables_RM[row, max(hold) : blocks] = tables_RM[other, max(hold) : blocks]
     return tables_RM.astype(np.int32), num_blocks
 
 

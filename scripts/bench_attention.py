@@ -21,31 +21,39 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import ragged_paged_attention as rpa
+from pallas_kernels.ragged_paged_attention.sharing import NUM_LINES, fill_spans
 
 BACKEND = "reference"
-HEADS = {"K8 G2 H128": (8, 2, 128), "K4 G1 H64 (multi-head)": (4, 1, 64), "K1 G4 H256 (multi-query)": (1, 4, 256)}
+HEADS = {"K8 G2 H128": (8, 2, 128), "K12 G1 H64 (multi-head)": (12, 1, 64), "K1 G4 H256 (multi-query)": (1, 4, 256)}
 LONG_TAIL = [(8191, 1)] + [(31 + 15 * i, 1) for i in range(31)]
 EQUAL = [(sum(cached for cached, _ in LONG_TAIL) // 32, 1)] * 32
 
 
-def paged(rows, heads, block_size, dtype, num_blocks=None) -> Callable[[], None]:
-    """A compiled step over `rows`, (cached, new) tokens each, with a donated cache of shuffled blocks."""
+def paged(rows, heads, block_size, dtype, num_blocks=None, in_common=0, reads_once=True) -> Callable[[], None]:
+    """A compiled step over `rows`, (cached, new) tokens each, with a donated cache of shuffled blocks. The first
+    `in_common` tokens of all rows lie in the same blocks; `reads_once`: attention is told so."""
     (K, G, H), S = heads, block_size
     needed = [-(-sum(row) // S) for row in rows]
     table_RM = np.zeros((len(rows), max(needed)), np.int32)
     ids = iter(np.random.default_rng(0).permutation(sum(needed)) + 1)
     for row, n in enumerate(needed):
         table_RM[row, :n] = [next(ids) for _ in range(n)]
+    table_RM[:, : in_common // S] = table_RM[0, : in_common // S]
     start_R1 = np.cumsum([0] + [new for _, new in rows])
     T = int(start_R1[-1])
     q_TNH, k_TKH = (jax.random.normal(jax.random.key(0), (T, heads, H), dtype) for heads in (K * G, K))
     kv = rpa.kv_zeros(num_blocks or sum(needed) + 1, S, K, H, dtype, BACKEND)
-    where = [jnp.asarray(x, jnp.int32) for x in (start_R1, [sum(row) for row in rows], table_RM)]
+    work, shared_6R = rpa.shared_work(BACKEND, T, S), np.zeros((NUM_LINES, len(rows)), np.int32)
+    if reads_once:
+        units = [0] + [in_common // work.unit] * (len(rows) - 1)
+        fill_spans(shared_6R, range(len(rows)), units, np.array([new for _, new in rows]), work)
+    where = [jnp.asarray(x, jnp.int32) for x in (start_R1, [sum(row) for row in rows], table_RM, shared_6R)]
 
-    def step(q_TNH, k_TKH, kv, start_R1, seq_lens_R, table_RM):
+    def step(q_TNH, k_TKH, kv, start_R1, seq_lens_R, table_RM, shared_6R):
         metadata = rpa.make_metadata(
-            len(rows), start_R1, seq_lens_R, table_RM, num_tokens=T, block_size=S, window=None, backend=BACKEND
-        )
+            len(rows), start_R1, seq_lens_R, table_RM, num_tokens=T, block_size=S, window=None, backend=BACKEND,
+            decodes_only=all(new == 1 for _, new in rows), shared_6R=shared_6R,
+        )  # fmt: skip
         return rpa.ragged_paged_attention(q_TNH, k_TKH, k_TKH, kv, metadata, scale=H**-0.5, backend=BACKEND)
 
     program = jax.jit(step, donate_argnums=2).lower(q_TNH, k_TKH, kv, *where).compile()
@@ -109,6 +117,13 @@ def main() -> None:
     prefills = {f"512 new tokens after {n}": paged([(n, 512)], heads, 32, dtype) for n in (0, 2048, 8192)}
     prefills["32 prompts of 16"] = paged([(0, 16)] * 32, heads, 32, dtype)
     race(f"prefill, {names[0]}", prefills, options.repeat)
+    for name in names:
+        for title, rows in (("decodes", [(527, 1)] * 32), ("prompts of 16 more", [(512, 16)] * 31)):
+            runs = {
+                "each by itself": paged(rows, HEADS[name], 16, dtype, in_common=512, reads_once=False),
+                "what they share once": paged(rows, HEADS[name], 16, dtype, in_common=512),
+            }
+            race(f"{len(rows)} {title} with 512 in common, {name}", runs, options.repeat)
     rows = [(0, 1)] * 32
     writes = {f"32 rows of one token, {n} blocks": paged(rows, heads, 32, dtype, n) for n in (64, 512, 4096)}
     race("KV write and little else: must not grow with the number of blocks", writes, options.repeat)

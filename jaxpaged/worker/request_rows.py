@@ -5,9 +5,12 @@ Rows are taken when the runner first sees a request and given back when it finis
 `max_num_seqs`, the null row, belongs to nobody: padding points to it.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jaxpaged.messages import NewRequestData
+from jaxpaged.worker.shared_blocks import SharedBlocks
 
 NUM_STOP_IDS = 8
 """Stop ids of a row that the device sees. Further ones are seen by the host alone."""
@@ -19,9 +22,10 @@ class RequestRows:
     num_known_R: tokens that the host uploaded; later ones were sampled here and are on the device.
     stop_ids_RJ: tokens that end the request, padded with -1.
     num_blocks_GR: entries of the block table on the device, per KV group.
+    shared: which rows hold the same blocks, per KV group; empty where attention does not ask.
     """
 
-    def __init__(self, max_num_seqs: int, num_groups: int):
+    def __init__(self, max_num_seqs: int, num_groups: int, shared: Sequence[SharedBlocks] = ()):
         self.max_num_seqs = max_num_seqs
         self.null_row = max_num_seqs
         self.row_of: dict[str, int] = {}
@@ -31,6 +35,7 @@ class RequestRows:
         self.prompt_logprobs_R = np.zeros(max_num_seqs, bool)
         self.stop_ids_RJ = np.full((max_num_seqs, NUM_STOP_IDS), -1, np.int32)
         self.num_blocks_GR = [[0] * max_num_seqs for _ in range(num_groups)]
+        self.shared = shared
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._last_ids: list[str] = []  # that `rows_of` was asked for, and its answer
         self._last_rows = np.zeros(0, np.int32)
@@ -58,6 +63,8 @@ class RequestRows:
         self.stop_ids_RJ[row, : len(stop_ids)] = stop_ids
         for counts_R in self.num_blocks_GR:
             counts_R[row] = 0
+        for group in self.shared:
+            group.begin(row, request.num_prompt_tokens)
         return row
 
     def remove(self, request_id: str) -> None:
@@ -66,6 +73,8 @@ class RequestRows:
         if row is not None:
             self.token_ids[row] = None
             self.prompt_logprobs_R[row] = False
+            for group in self.shared:
+                group.end(row)
             self._free.append(row)
             self._last_ids = []
 
@@ -76,3 +85,5 @@ class RequestRows:
             place, first = group * stride + row, counts_R[row]
             updates += [(place, first + i, block) for i, block in enumerate(blocks)]
             counts_R[row] = first + len(blocks)
+        for shared, blocks in zip(self.shared, block_ids):
+            shared.append(row, blocks)

@@ -33,6 +33,7 @@ from jaxpaged.worker.programs.blueprint import DECODE_KINDS, NUM_FIRST, Blueprin
 from jaxpaged.worker.programs.bundles import Bundle, save_bundle
 from jaxpaged.worker.programs.table import CompileCounter, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
+from jaxpaged.worker.shared_blocks import SharedBlocks
 from jaxpaged.worker.step.finishers import PromptScorer, Sampler
 from jaxpaged.worker.step.functions import RESULT_TYPES
 from jaxpaged.worker.step.pooling import PoolFinisher, programs_for
@@ -142,8 +143,10 @@ class Worker:
         )
 
     def _make_runner(self) -> ModelRunner:
-        programs, num_groups = self.step_programs, len(self.kv_cache_config.groups)
-        rows = RequestRows(self.config.scheduler.max_num_seqs, num_groups)
+        programs, sizes = self.step_programs, self.kv_cache_config.block_sizes
+        works = next(iter(programs.layouts.values())).shared_work  # their units are those of all layouts
+        shared = [SharedBlocks(size, work.unit) for size, work in zip(sizes, works)]
+        rows = RequestRows(self.config.scheduler.max_num_seqs, len(sizes), shared)
         finishers: tuple[Finisher, ...] = (PoolFinisher(),)
         drafter: Drafter | None = None
         if not self.pools:

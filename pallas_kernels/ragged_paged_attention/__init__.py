@@ -18,6 +18,7 @@ from pallas_kernels.ragged_paged_attention import invariant, quantized, referenc
 from pallas_kernels.ragged_paged_attention.deferred import DeferredTpuBackend
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
 from pallas_kernels.ragged_paged_attention.layout import KVLayout
+from pallas_kernels.ragged_paged_attention.sharing import SharedWork
 
 # "auto" takes the first that can run; what is interpreted comes last, since it is for tests.
 _BACKENDS = {
@@ -100,6 +101,12 @@ def kv_heads_axis(backend: str) -> int:
     return kv_layout(backend).heads_axis
 
 
+def shared_work(backend: str, num_tokens: int, block_size: int) -> SharedWork | None:
+    """What spans cost that several rows of a step share, `num_tokens` with padding; None for a backend that reads each
+    row's context by itself, whoever else holds the same blocks."""
+    return _module(backend).shared_work(num_tokens, block_size)
+
+
 def num_kv_arrays(backend: str) -> int:
     """How many arrays a `KVTensor` of this backend holds."""
     return kv_layout(backend).num_arrays
@@ -170,18 +177,22 @@ def make_metadata(
     window: int | None,
     backend: str,
     decodes_only: bool = False,
+    shared_6R: jax.Array | None = None,
 ) -> AttentionMetadata:
     """Metadata of one step for the layers that share `block_tables_RM` and `window`; can be traced.
 
-    `num_tokens` is T, the padded number of tokens of the step. See `AttentionMetadata` for the others.
+    `num_tokens` is T, the padded number of tokens of the step. `shared_6R`: what `sharing.fill_spans` found, for a
+    backend that has a `shared_work`. See `AttentionMetadata` for the others.
     """
     assert query_start_loc_R1.shape == (seq_lens_R.shape[0] + 1,), (query_start_loc_R1.shape, seq_lens_R.shape)
     assert block_tables_RM.shape[0] == seq_lens_R.shape[0], (block_tables_RM.shape, seq_lens_R.shape)
     arrays = (num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM)
     num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM = (jnp.asarray(x, jnp.int32) for x in arrays)
+    spans = {} if shared_6R is None else {"shared_6R": shared_6R}
     plan = _module(backend).make_plan(
-        query_start_loc_R1, seq_lens_R, block_tables_RM, num_tokens=num_tokens, block_size=block_size, window=window
-    )
+        query_start_loc_R1, seq_lens_R, block_tables_RM,
+        num_tokens=num_tokens, block_size=block_size, window=window, **spans,
+    )  # fmt: skip
     return AttentionMetadata(num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM, plan, decodes_only)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 class Case:
     """A step: for each row how many tokens it has cached and how many are new, and the layer that attends.
 
-    `rows` are (cached, new) pairs; `padding` tokens and `empty_rows` rows follow them, not in use.
+    `rows` are (cached, new) pairs; `padding` tokens and `empty_rows` rows follow them, not in use. `shared`: (row, an
+    earlier row, blocks): so many blocks at the beginnings of both are the same.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Case:
     sinks: bool = False
     padding: int = 3
     empty_rows: int = 2
+    shared: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +57,29 @@ CASES = (
     Case("rows with no new token", ((50, 0), (20, 1), (9, 0), (0, 80), (3, 0))),
     Case("padded far beyond the total", ((10, 1), (0, 30)), padding=400, empty_rows=40),
     Case("nothing at all", (), padding=8),
+)
+
+# Six rows have 64 slots in common, four of these 64 more, three another 64, and two the last 64; some have prompts.
+_TREE = ((210, 1), (100, 40), (70, 1), (300, 3), (200, 1), (270, 90), (40, 1))
+_HELD = ((1, 0, 4), (2, 0, 4), (3, 0, 12), (4, 3, 11), (5, 3, 16))
+
+# For backends that read once what rows share.
+SHARED_CASES = (
+    Case("rows that share beginnings", _TREE, shared=_HELD),
+    Case(
+        "rows that share beginnings, window, soft cap and sinks",
+        _TREE,
+        shared=_HELD,
+        window=100,
+        soft_cap=1.5,
+        sinks=True,
+    ),
+    Case(
+        "decodes that share a beginning, multi-head",
+        ((310, 1), (290, 1), (200, 1), (33, 1)),
+        group_size=1,
+        shared=((1, 0, 18), (2, 1, 9)),
+    ),
 )
 
 

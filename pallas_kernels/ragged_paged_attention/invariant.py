@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ragged_paged_attention import numerics, reference
+from pallas_kernels.ragged_paged_attention import numerics, reference, work_lists
 from pallas_kernels.ragged_paged_attention.numerics import LOWEST, Numerics, Softmax
 from pallas_kernels.ragged_paged_attention.reference import Problem
 
 LAYOUT = reference.LAYOUT
 cannot_take = reference.cannot_take
 make_plan = reference.make_plan
+shared_work = reference.shared_work
 
 LANES = 64
 """Columns to which float32 products are padded: with fewer, XLA:CPU takes other loops for few rows than for many."""
@@ -47,7 +48,7 @@ def add_chunk(
 ) -> Softmax:
     """The state with the items of one chunk added, one after the other."""
     (K, C, H), X = k_KCH.shape, q_KXH.shape[1]
-    item_slots, _ = reference.item_and_chunk_slots(problem.k_BKSH.shape[2])
+    item_slots, _ = work_lists.item_and_chunk_slots(problem.k_BKSH.shape[2])
     score_KXC = masked_scores(problem, q_KXH, k_KCH, visible_XC)
     score_KIXC = score_KXC.reshape(K, X, C // item_slots, item_slots).transpose(0, 2, 1, 3)
     part_KIX = attend_scores(score_KIXC, v_KCH.reshape(K, C // item_slots, item_slots, H))
@@ -128,4 +129,9 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(biased << 23, jnp.float32)
 
 
-attention = partial(reference.attention, numerics=Numerics(add_chunk, attend_items, merge_queries, divide))
+def add(one: Softmax, other: Softmax) -> Softmax:
+    """The merger of two parts of the same queries' contexts."""
+    return add_in_order([one, other])
+
+
+attention = partial(reference.attention, numerics=Numerics(add_chunk, attend_items, add, merge_queries, divide))

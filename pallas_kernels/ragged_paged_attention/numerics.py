@@ -32,12 +32,14 @@ class Numerics(NamedTuple):
 
     add_chunk(problem, state_KX, q_KXH, k_KCH, v_KCH, visible_XC): the state with one more chunk of the context.
     attend_items(problem, q_IKGH, k_IKCH, v_IKCH, visible_IC): every query's attention to its item's slots.
+    add(one, other): the merger of two parts of the same queries' contexts, the earlier one first.
     merge_queries(part_JKG, token_J): for every part, the merger of all parts of the same query.
     divide(state, sinks): weighted values over the sum of weights.
     """
 
     add_chunk: Callable[..., Softmax]
     attend_items: Callable[..., Softmax]
+    add: Callable[..., Softmax]
     merge_queries: Callable[..., Softmax]
     divide: Callable[..., jax.Array]
 
@@ -64,6 +66,16 @@ def _add_chunk(
         part_KX.top,
         state_KX.total * fade_KX + part_KX.total,
         state_KX.out * fade_KX[..., None] + part_KX.out,
+    )
+
+
+def _add(one: Softmax, other: Softmax) -> Softmax:
+    top = jnp.maximum(one.top, other.top)
+    fade_one, fade_other = jnp.exp(one.top - top), jnp.exp(other.top - top)
+    return Softmax(
+        top,
+        one.total * fade_one + other.total * fade_other,
+        one.out * fade_one[..., None] + other.out * fade_other[..., None],
     )
 
 
@@ -117,4 +129,4 @@ def _divide(state: Softmax, sinks: jax.Array | None) -> jax.Array:
     return state.out * (weight / (state.total * weight + jnp.exp(sinks - top)))[..., None]
 
 
-PLAIN = Numerics(_add_chunk, _attend_each_item, _merge_queries, _divide)
+PLAIN = Numerics(_add_chunk, _attend_each_item, _add, _merge_queries, _divide)

@@ -13,6 +13,8 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.worker import shared_blocks
+from pallas_kernels.ragged_paged_attention import sharing
 from tests.models.checkpoints import write_checkpoint
 
 VOCAB = 211
@@ -119,12 +121,20 @@ def test_any_company_any_chunks_and_any_cached_prefix_give_the_same_bits(engine,
     assert answers == {index: engine.alone[index] for index in company}
 
 
-def test_prefix_hits_and_runs_of_steps_give_the_same_bits(engine):
+def test_prefix_hits_and_runs_of_steps_give_the_same_bits(engine, monkeypatch):
+    shared = []
+
+    def fill_spans(shared_6R, *rows):
+        sharing.fill_spans(shared_6R, *rows)
+        shared.append(shared_6R.any())
+
+    monkeypatch.setattr(shared_blocks, "fill_spans", fill_spans)
     core = engine.core(max_num_batched_tokens=23)
     assert serve(core, range(len(REQUESTS))) == dict(enumerate(engine.alone))
     records, _ = core.step_log.read()
     assert core._scheduler.make_stats().prefix_cache_hits > 100, "the test is too easy"
     assert any(record.num_steps > 1 for record in records), "the test has no runs"
+    assert any(shared), "no rows share a beginning that is long enough"
     assert engine.executor.worker.stats()["recompiles"] == 0
 
 

@@ -252,8 +252,12 @@ class StepPrograms:
     @cached_property
     def layouts(self) -> dict[int, StepLayout]:
         """Forward bucket -> where the parts of its packed array lie."""
-        max_num_seqs, cache = self.blueprint.config.scheduler.max_num_seqs, self.kv_cache
-        return {size: step_layout(size, max_num_seqs, cache.block_sizes) for size in self.blueprint.token_buckets}
+        return {size: self.layout(size) for size in self.blueprint.token_buckets}
+
+    def layout(self, num_tokens: int) -> StepLayout:
+        """Of a step with so many tokens."""
+        max_num_seqs, backend = self.blueprint.config.scheduler.max_num_seqs, self.blueprint.attention.backend
+        return step_layout(num_tokens, max_num_seqs, self.kv_cache.block_sizes, backend)
 
     @cached_property
     def runs(self) -> dict[int, RunLayout]:
@@ -277,11 +281,7 @@ class StepPrograms:
         blueprint = self.blueprint
         if blueprint.draft is None:
             return {}
-        layout = partial(step_layout, max_num_seqs=blueprint.config.scheduler.max_num_seqs)
-        return {
-            size: RunLayout(layout(size, block_sizes=self.kv_cache.block_sizes), size, blueprint.num_drafts)
-            for size in blueprint.sample_buckets
-        }
+        return {size: RunLayout(self.layout(size), size, blueprint.num_drafts) for size in blueprint.sample_buckets}
 
     @property
     def row_state(self) -> StateLayout:

@@ -139,11 +139,14 @@ class StepFunctions:
     ) -> tuple[AttentionBatch, ...]:
         """What attention needs to know of this step, once per KV group."""
 
+        shared_G6R = layout.shared_of_groups(parts) if layout.shared_work else None
+
         def of_group(g: int, spec: AttentionSpec) -> AttentionBatch:
             metadata = make_metadata(
                 parts.num_seqs[0], parts.query_start_loc_R1, parts.seq_lens_R, tables_GRM[g, parts.rows_R],
                 num_tokens=layout.num_tokens, block_size=spec.block_size, window=spec.window,
                 backend=self.attention.backend, decodes_only=decodes_only,
+                shared_6R=None if shared_G6R is None else shared_G6R[g],
             )  # fmt: skip
             return AttentionBatch(metadata, self.attention, spec.window)
 

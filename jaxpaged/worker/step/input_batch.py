@@ -82,6 +82,8 @@ def pack_step(
     parts.sample_idxs_R[: len(sample_ends)] = sample_ends - 1
     fill_token_ids(parts.token_ids_T, requests, rows, num_uploaded)
     write_updates(parts, rows, updates)
+    for shared, shared_6R, work in zip(rows.shared, layout.shared_of_groups(parts), layout.shared_work):
+        shared.fill(shared_6R, requests.rows, requests.num_scheduled, work)
     return packed
 
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from pallas_kernels.ragged_paged_attention import shared_work
+from pallas_kernels.ragged_paged_attention.sharing import NUM_LINES, SharedWork
+
 
 class StepParts(NamedTuple):
     """The parts of a step, all int32. Unused entries are zero, unused rows the null row.
@@ -19,6 +22,7 @@ class StepParts(NamedTuple):
     token_ids_T: -1 means the row's last sampled token, or behind it a draft.
     sample_idxs_R: position in the step of the token whose logits are sampled, for the requests that sample.
     table_place_U, table_idx_U, table_block_U: block table entries to write; a place is group * (rows + 1) + row.
+    shared: what rows share in each KV group, as `shared_of_groups` takes it apart.
     """
 
     num_seqs: Any
@@ -30,20 +34,23 @@ class StepParts(NamedTuple):
     table_place_U: Any
     table_idx_U: Any
     table_block_U: Any
+    shared: Any
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The sizes of one forward bucket: tokens, requests, and block table updates that travel with the step."""
+    """The sizes of one forward bucket: tokens, requests, and block table updates that travel with the step; and for
+    each KV group what shared spans cost, or nothing where attention does not look for them."""
 
     num_tokens: int
     num_rows: int
     num_updates: int
+    shared_work: tuple[SharedWork, ...] = ()
 
     @property
     def sizes(self) -> StepParts:
         T, R, U = self.num_tokens, self.num_rows, self.num_updates
-        return StepParts(1, R, R + 1, R, T, R, U, U, U)
+        return StepParts(1, R, R + 1, R, T, R, U, U, U, len(self.shared_work) * NUM_LINES * R)
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
@@ -55,6 +62,10 @@ class StepLayout:
 
     def split(self, packed: Any) -> StepParts:
         return StepParts(*[packed[part] for part in self.slices])
+
+    def shared_of_groups(self, parts: StepParts) -> Any:
+        """[groups, 6, rows]: for each KV group the array of `pallas_kernels`' `sharing.py`."""
+        return parts.shared.reshape(len(self.shared_work), NUM_LINES, self.num_rows)
 
 
 @dataclass(frozen=True)
@@ -74,11 +85,16 @@ def slices_of(sizes: Iterable[int]) -> tuple[slice, ...]:
     return tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
-def step_layout(num_tokens: int, max_num_seqs: int, block_sizes: Sequence[int]) -> StepLayout:
-    """The layout of the forward bucket of `num_tokens`, with a block table for each of `block_sizes`.
+def step_layout(
+    num_tokens: int, max_num_seqs: int, block_sizes: Sequence[int], backend: str | None = None
+) -> StepLayout:
+    """The layout of the forward bucket of `num_tokens`, with a block table for each of `block_sizes`. `backend`: that
+    of attention, which may read once what rows share.
 
     A request gets at most one block more than its tokens fill, so the updates of ordinary steps fit; what an
     admission with a long prefix hit adds beyond, or a long run, goes through the table program first.
     """
     num_rows = min(num_tokens, max_num_seqs)
-    return StepLayout(num_tokens, num_rows, sum(num_tokens // size + num_rows for size in block_sizes))
+    works = [backend and shared_work(backend, num_tokens, size) for size in block_sizes]
+    num_updates = sum(num_tokens // size + num_rows for size in block_sizes)
+    return StepLayout(num_tokens, num_rows, num_updates, tuple(work for work in works if work))

@@ -118,6 +118,10 @@ class GpuBackend:
             return f"{num_heads // num_kv_heads} query heads per kv head; accepted are at most {MAX_GROUP_SIZE}"
         return None
 
+    def shared_work(self, num_tokens: int, block_size: int) -> None:
+        """Each row's context is read by itself, whoever else holds the same blocks."""
+        return None
+
     def make_plan(
         self,
         query_start_loc_R1: jax.Array,

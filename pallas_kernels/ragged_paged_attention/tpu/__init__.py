@@ -72,6 +72,10 @@ class TpuBackend:
     LAYOUT = LanesLayout()
     make_plan = staticmethod(work.make_plan)
 
+    def shared_work(self, num_tokens: int, block_size: int) -> None:
+        """Each row's context is read by itself, whoever else holds the same blocks."""
+        return None
+
     def cannot_take(
         self,
         *,

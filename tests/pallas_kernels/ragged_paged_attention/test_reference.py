@@ -6,57 +6,28 @@ import inspect
 import sys
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import ragged_paged_attention as rpa
-from pallas_kernels.ragged_paged_attention import numerics, reference
-from pallas_kernels.ragged_paged_attention.cases import CASES, Case
-from pallas_kernels.testing import QUICK_COMPILE, Step, expected, make_step, tolerance
+from pallas_kernels.ragged_paged_attention import numerics, reference, work_lists
+from pallas_kernels.ragged_paged_attention.cases import CASES, SHARED_CASES, Case
+from pallas_kernels.testing import make_step
+from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, error
+from tests.pallas_kernels.ragged_paged_attention.one_step import run as run_on_backend
 
-CASE = {case.name: case for case in CASES}
+CASE = {case.name: case for case in (*CASES, *SHARED_CASES)}
 MIXED = CASE["decodes and prompts in any order"]
+SHARING = CASE["rows that share beginnings"]
 
 
-def run(case: Case, step: Step, dtype, **changes) -> tuple[np.ndarray, rpa.KVTensor]:
-    """(out_TNH, cache after the step). `changes` lets mutants pass other settings than the case's."""
-    settings = {"window": case.window, "soft_cap": case.soft_cap, "scale": case.head_dim**-0.5} | changes
-
-    @functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
-    def attend(q_TNH, k_TKH, v_TKH, kv, sinks_N, num_seqs, *where):
-        metadata = rpa.make_metadata(
-            num_seqs, *where, num_tokens=q_TNH.shape[0], block_size=case.block_size, window=settings["window"],
-            backend="reference",
-        )  # fmt: skip
-        return rpa.ragged_paged_attention(
-            q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N=sinks_N, backend="reference", **settings
-        )
-
-    q_TNH, k_TKH, v_TKH, k_BKSH, v_BKSH = (
-        jnp.asarray(x, dtype) for x in (step.q_TNH, step.k_TKH, step.v_TKH, step.k_BKSH, step.v_BKSH)
-    )
-    out_TNH, kv = attend(
-        q_TNH, k_TKH, v_TKH, rpa.KVTensor((k_BKSH, v_BKSH)), step.sinks_N,
-        len(case.rows), step.query_start_loc_R1, step.seq_lens_R, step.block_tables_RM,
-    )  # fmt: skip
-    return np.asarray(out_TNH, np.float32), kv
-
-
-def error(case: Case, out_TNH: np.ndarray, step: Step) -> float:
-    """The largest difference to the oracle; infinity where something is not a number."""
-    difference = np.abs(out_TNH - expected(case, step)).max(initial=0)
-    return float(difference) if np.isfinite(difference) else np.inf
-
-
-def case_tolerance(case: Case, dtype) -> float:
-    return tolerance(dtype, max((sum(row) for row in case.rows), default=1))
+run = functools.partial(run_on_backend, backend="reference")
 
 
 # What bfloat16 changes does not depend on the case: one of each kind is enough, and every case takes a compilation.
 IN_BFLOAT16 = ("one decode", "one prompt", MIXED.name, "window, soft cap and sinks", "long tail", "nothing at all")
-CASES_AND_TYPES = [(case, jnp.float32) for case in CASES] + [(CASE[name], jnp.bfloat16) for name in IN_BFLOAT16]
+CASES_AND_TYPES = [(case, jnp.float32) for case in CASE.values()] + [(CASE[name], jnp.bfloat16) for name in IN_BFLOAT16]
 
 
 @pytest.mark.parametrize(
@@ -67,13 +38,8 @@ def test_a_case_equals_dense_attention_and_changes_only_the_slots_of_its_new_tok
     out_TNH, kv = run(case, step, dtype)
     assert error(case, out_TNH, step) <= case_tolerance(case, dtype)
     assert (out_TNH[case.num_tokens :] == 0).all()
-    for before_BKSH, after_BKSH, which in ((step.k_BKSH, kv.arrays[0], 0), (step.v_BKSH, kv.arrays[1], 1)):
-        should_BKSH = before_BKSH.copy()
-        for row, (cached, new) in enumerate(case.rows):
-            position = np.arange(cached, cached + new)
-            block = step.block_tables_RM[row, position // case.block_size]
-            should_BKSH[block, :, position % case.block_size] = step.contexts[row][which][cached:]
-        np.testing.assert_array_equal(np.asarray(after_BKSH, np.float32), should_BKSH)
+    for is_BKSH, should_BKSH in zip(kv.arrays, after(case, step)):
+        np.testing.assert_array_equal(np.asarray(is_BKSH, np.float32), should_BKSH)
 
 
 def test_a_batch_equals_each_of_its_requests_alone():
@@ -113,7 +79,7 @@ def test_a_prompt_in_chunks_equals_the_whole_prompt(window):
 @pytest.mark.parametrize("query_tiles", [False, True])
 def test_both_lists_of_work_give_the_same(monkeypatch, query_tiles):
     case = CASE["window, soft cap and sinks"]
-    monkeypatch.setattr(reference, "ITEMS_PER_CHUNK", -1 if query_tiles else 10**6)
+    monkeypatch.setattr(work_lists, "items_per_chunk", lambda num_tokens: -1 if query_tiles else 10**6)
     step = make_step(case, jnp.float32)
     assert error(case, run(case, step, jnp.float32)[0], step) <= case_tolerance(case, jnp.float32)
 
@@ -137,13 +103,13 @@ def test_wrong_settings_are_noticed(name, changes):
     assert error(case, run(case, step, jnp.bfloat16, **changes)[0], step) > case_tolerance(case, jnp.bfloat16)
 
 
-# what is wrong: (a case that must notice, text of the reference or its numerics, what the mutant has in its place)
+# what is wrong: (a case that must notice, text of the reference, its numerics or lists, what the mutant has there)
 MUTANTS = {
     "values that nobody may see only get a weight of zero": (
         MIXED, "jnp.where(needed[..., None, :, None], v, 0)", "v",
     ),
     "queries in a tile see one position ahead": (
-        MIXED, "(position_C <= position_Q[:, None])", "(position_C <= position_Q[:, None] + 1)",
+        MIXED, "(position_C <= last_Q[:, None])", "(position_C <= last_Q[:, None] + 1)",
     ),
     "queries in a list see one position less": (
         MIXED, "(position_IC <= position_I[:, None])", "(position_IC < position_I[:, None])",
@@ -161,6 +127,13 @@ MUTANTS = {
         CASE["long tail"], 'mode="drop"), token_J[-1],', 'mode="drop"), jnp.int32(NOWHERE),',
     ),
     "a sink is forgotten": (CASE["sinks"], "if sinks is None:", "if True:"),
+    "what rows share is read again by each": (
+        SHARING, "first_R // item_slots,\n", "first_R * 0,\n",
+    ),
+    "what rows share is forgotten by lists": (SHARING, "(nth_I == 0) & real_I", "(nth_I < 0) & real_I"),
+    "what rows share is counted for each item": (SHARING, "(nth_I == 0) & real_I", "real_I"),
+    "what rows share is forgotten by tiles": (SHARING, "if begun_QKG is None else", "if True else"),
+    "a shared span has no end": (SHARING, "jnp.minimum(position_Q, tile.end - 1)", "position_Q"),
     "padding tokens write to a block": (
         CASE["rows with no new token"], "jnp.where(token_T < end_R[-1], block_T, NOWHERE)", "block_T * 0 + 1",
     ),
@@ -177,10 +150,12 @@ def module_of(name, text):
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_of_the_reference_is_noticed(monkeypatch, mutant):
     case, original, wrong = MUTANTS[mutant]
-    texts = [inspect.getsource(module) for module in (numerics, reference)]
+    texts = [inspect.getsource(module) for module in (numerics, work_lists, reference)]
     assert sum(text.count(original) for text in texts) == 1, f"the mutant {mutant!r} no longer applies; update it."
-    sums, attention = (text.replace(original, wrong) for text in texts)
+    sums, lists, attention = (text.replace(original, wrong) for text in texts)
     monkeypatch.setitem(sys.modules, numerics.__name__, module_of("numerics", sums))
+    monkeypatch.setattr(rpa, "work_lists", module_of("work_lists", lists))
+    monkeypatch.setitem(sys.modules, work_lists.__name__, rpa.work_lists)
     monkeypatch.setitem(rpa._BACKENDS, "reference", module_of("reference", attention))
     step = make_step(case, jnp.float32)
     assert error(case, run(case, step, jnp.float32)[0], step) > 10 * case_tolerance(case, jnp.float32)
