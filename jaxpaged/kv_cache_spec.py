@@ -93,6 +93,7 @@ class LatentSpec:
     that split the heads have each the whole of it."""
 
     kind: ClassVar[str] = "mla_attention"
+    window: ClassVar[None] = None
     num_read_blocks: ClassVar[None] = None
     row_bytes: ClassVar[int] = 0
     is_split: ClassVar[bool] = False

@@ -19,17 +19,19 @@ NUMBERS = {
     "draft_tensor_parallel_size": 4096,
 }
 """Keys whose value is a whole number from 1, and its largest value."""
+MODEL_KEYS = ("model", "revision", "quantization", "draft_tensor_parallel_size")
 METHODS = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("suffix_decoding_max_tree_depth",),
-    "draft_model": ("model", "revision", "quantization", "draft_tensor_parallel_size"),
+    "draft_model": MODEL_KEYS,
+    "eagle3": MODEL_KEYS,
 }
 """Each method and its own keys."""
-MODEL_METHODS = ("draft_model",)
-"""Methods whose drafts are made by a model with weights of its own."""
-OWN_DRAFT_MODELS = {"demo": "demo-draft"}
-"""The embedded model, and the model that ships beside it to draft for it."""
-LATER_METHODS = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator")
+MODEL_METHODS = ("draft_model", "eagle3")
+"""Methods whose drafts are made by a model or a head with weights of its own."""
+OWN_DRAFT_MODELS = {("draft_model", "demo"): "demo-draft", ("eagle3", "demo"): "demo-eagle3"}
+"""Method and embedded model, and what ships beside it to draft for it."""
+LATER_METHODS = ("eagle", "mtp", "medusa", "mlp_speculator")
 """vLLM's methods that are not there yet."""
 QUANTIZATIONS = (None, "int8")
 SHORTEST_SUFFIX = 2
@@ -131,12 +133,14 @@ def checked_method(method: Any) -> str:
 
 
 def draft_model_of(given: Mapping[str, Any], model: str) -> str | None:
-    """Folder or hub id of the model that drafts for `model`; None where no model does. Raises ConfigError."""
-    if given.get("method") not in MODEL_METHODS:
+    """Folder or hub id of what drafts for `model`; None where it has no weights of its own. Raises ConfigError."""
+    method = given.get("method")
+    if method not in MODEL_METHODS:
         return None
-    name = given.get("model") or OWN_DRAFT_MODELS.get(model)
+    name = given.get("model") or OWN_DRAFT_MODELS.get((method, model))
     if name is None:
-        raise ConfigError("speculative_config has no model. Name the folder or hub id of the model that drafts.")
+        what = "model" if method == "draft_model" else "head"
+        raise ConfigError(f"speculative_config has no model. Name the folder or hub id of the {what} that drafts.")
     return name
 
 

@@ -7,27 +7,22 @@ would be accepted.
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from demo_model.batches import Batch
-from demo_model.export import export_weights
+from demo_model.distilling import ASSETS, distil, held_out, load_teacher, plan_of
+from demo_model.export import export_weights, halved, model_config
 from demo_model.network import Params, Shape, hidden_states, init_params, logits
-from demo_model.optimizer import make_optimizer
-from demo_model.training import Plan, batches_from, learning_rate
+from demo_model.training import Plan
 
-ASSETS = Path(__file__).resolve().parent.parent / "jaxpaged" / "assets"
 SMALL = Shape(hidden_size=128, intermediate_size=256, num_layers=1, num_heads=2, full_attention_every=1)
-NUM_HELD_OUT = 20
 CARD = """---
 license: apache-2.0
 language: en
@@ -77,35 +72,10 @@ def agreement(params: Params, teacher: Params, batch: Batch, key: jax.Array) -> 
     return jnp.sum(counts), same(own, others), same(own + noise, others + noise)
 
 
-def train(teacher: Params, tokenizer: Tokenizer, plan: Plan) -> tuple[Params, float]:
-    """(Parameters, seconds)."""
-    optimizer = make_optimizer(learning_rate(plan, plan.matrix_rate), learning_rate(plan, plan.other_rate), 0.0)
-    params = init_params(SMALL, plan.seed)
-    state = optimizer.init(params)
-
-    @jax.jit
-    def step(params: Params, state, batches: tuple[Batch, ...]):
-        weight = sum(jnp.sum(batch.weights) for batch in batches)
-        loss = lambda params: sum(divergence(params, teacher, batch) for batch in batches) / weight
-        value, gradient = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    began, losses = time.monotonic(), []
-    for number, batches in enumerate(batches_from(plan, tokenizer, 0), 1):
-        params, state, loss = step(params, state, batches)
-        losses.append(float(loss))
-        if number % 20 == 0:
-            seconds = time.monotonic() - began
-            print(f"step {number} loss {np.mean(losses[-20:]):.4f} seconds {seconds:.0f}", flush=True)
-    return params, time.monotonic() - began
-
-
 def evaluate(params: Params, teacher: Params, tokenizer: Tokenizer, plan: Plan) -> tuple[float, float]:
     """The two shares of `agreement`, on samples drawn with another seed."""
-    other = Plan(seed=plan.seed + 1, steps=NUM_HELD_OUT, medium_every=NUM_HELD_OUT, long_from=1.0)
     found = np.zeros(3)
-    for number, (batch, *_) in enumerate(batches_from(other, tokenizer, 0)):
+    for number, batch in enumerate(held_out(plan, tokenizer)):
         found += [int(count) for count in agreement(params, teacher, batch, jax.random.key(number))]
     return found[1] / found[0], found[2] / found[0]
 
@@ -116,16 +86,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    plan = Plan(seed=arguments.seed, steps=arguments.steps, short_rows=(8, 128), medium_every=6, long_from=1.0)
-    tokenizer = Tokenizer.from_file(str(ASSETS / "demo" / "tokenizer.json"))
-    stored = load_file(ASSETS / "demo" / "model.safetensors")
-    teacher = {name: jnp.asarray(array, jnp.float32) for name, array in stored.items()}
-    params, seconds = train(teacher, tokenizer, plan)
+    plan = plan_of(arguments.seed, arguments.steps)
+    teacher, tokenizer = load_teacher()
+    params, seconds = distil(init_params(SMALL, plan.seed), teacher, tokenizer, plan, divergence)
     rounded = {name: array.astype(jnp.bfloat16).astype(jnp.float32) for name, array in params.items()}
     greedy, drawn = evaluate(rounded, teacher, tokenizer, plan)
     millions = sum(array.size for array in params.values()) / 1e6
     card = CARD.format(millions=millions, steps=plan.steps, minutes=seconds / 60, greedy=greedy, drawn=drawn)
-    export_weights(arguments.output, params, SMALL, tokenizer, card)
+    export_weights(arguments.output, halved(params), model_config(SMALL, tokenizer), card)
     print(card)
 
 

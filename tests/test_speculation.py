@@ -80,10 +80,11 @@ def test_an_engine_that_pools_drafts_nothing():
         EngineConfig.from_options(speculative_config=NGRAM, runner="pooling").resolve(FACTS, "cpu")
 
 
-def test_only_the_embedded_model_has_a_draft_model_of_its_own():
-    given = {"method": "draft_model", "num_speculative_tokens": 2}
+@pytest.mark.parametrize(("method", "own"), [("draft_model", "demo-draft"), ("eagle3", "demo-eagle3")])
+def test_only_the_embedded_model_has_a_draft_model_of_its_own(method, own):
+    given = {"method": method, "num_speculative_tokens": 2}
     config = EngineConfig.from_options(speculative_config=given)
-    assert config.resolve(FACTS, "cpu").speculative.speculative_config["model"] == "demo-draft"
+    assert config.resolve(FACTS, "cpu").speculative.speculative_config["model"] == own
     with pytest.raises(ConfigError, match="speculative_config has no model. Name the folder"):
         EngineConfig.from_options(model="other", speculative_config=given).resolve(FACTS, "cpu")
 

@@ -24,8 +24,10 @@ from jaxpaged.engine.process.wire import CoreFacts
 from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.executor.uniproc import UniProcExecutor, platform
 from jaxpaged.messages import Progress
+from jaxpaged.models import eagle3
 from jaxpaged.models.config import DecoderConfig, load_hf_config
-from jaxpaged.models.interface import DraftModel, Model
+from jaxpaged.models.eagle3 import EAGLE3
+from jaxpaged.models.interface import DraftModel, Head, Model
 from jaxpaged.models.pooling import pooling_model
 from jaxpaged.models.registry import model_for, task_of
 from jaxpaged.params.hub import DESCRIPTION_FILES, WANTED_FILES, resolve_model_folder
@@ -178,23 +180,27 @@ def read_model(folder: Path) -> tuple[Model, DecoderConfig]:
 def with_draft_model(
     config: EngineConfig, model: Model, decoder: DecoderConfig, folder: Path, wanted: Sequence[str] = WANTED_FILES
 ) -> Model:
-    """The model of `folder` with the one that is to draft for it, if one is. `wanted`: files of that from the hub.
+    """The model of `folder` with what is to draft for it, if anything is. `wanted`: files of that from the hub.
 
-    Raises ConfigError when the two do not have the same tokens, and CheckpointError.
+    Raises ConfigError when the two do not go together, and CheckpointError.
     """
     given = config.speculative.speculative_config
     name = draft_model_of(given, config.model.model)
     if name is None:
         return model
+    draft: Model | Head
     length = config.model.max_model_len or decoder.max_position_embeddings
     draft_folder = resolve_model_folder(name, given.get("revision"), config.load.download_dir, wanted=wanted)
-    draft, draft_decoder = read_model(draft_folder)
+    if given["method"] == "eagle3":
+        draft, draft_decoder = EAGLE3, eagle3.config_from_hf(load_hf_config(draft_folder), draft_folder, decoder)
+    else:
+        draft, draft_decoder = read_model(draft_folder)
     if draft_decoder.vocab_size != decoder.vocab_size:
         raise ConfigError(
             f"speculative_config.model {name} knows {draft_decoder.vocab_size} tokens, and {config.model.model} "
             f"{decoder.vocab_size}. Choose a model with the same vocabulary."
         )
-    if draft_decoder.max_position_embeddings < length:
+    if isinstance(draft, Model) and draft_decoder.max_position_embeddings < length:
         raise ConfigError(
             f"speculative_config.model {name} was made for {draft_decoder.max_position_embeddings} positions, and "
             f"max_model_len is {length}. Lower max_model_len, or choose another model to draft."

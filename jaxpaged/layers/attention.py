@@ -8,12 +8,19 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.params.sharding import MODEL_AXIS
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention import AttentionMetadata, KVTensor
+
+HIDING_DIM = 8
+"""Components that heads have besides their own where some keys are hidden. One of them would do, and rows of memory
+that are a multiple of eight are faster."""
+HIDING_QUERY, HIDING_KEY = 64.0, -30_000.0
+"""That component of every query, and of a hidden key: numbers of float16, whose product no other score comes near."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +53,22 @@ def attend(
     scale: float,
     soft_cap: float | None = None,
     sinks_N: jax.Array | None = None,
+    hidden_T: jax.Array | None = None,
 ) -> tuple[jax.Array, KVTensor]:
     """Causal attention of T new tokens over everything their requests have cached, themselves included.
 
     This step's keys and values go into the cache before the cache is read. `scale`, `soft_cap` and `sinks_N` are those
     of `ragged_paged_attention`. Returns (out_TNH, the cache with the new tokens).
 
+    `hidden_T`: which of the new tokens no query ever sees. The cache then has heads that are wider by `HIDING_DIM`, and
+    the probability of a hidden token is 0 exactly. Who sees no other gets 0.
+
     Raises ValueError when the mesh has more devices on `MODEL_AXIS` than there are kv heads to split.
     """
-    context = batch.context
+    context, head_dim = batch.context, q_TNH.shape[-1]
+    if hidden_T is not None:
+        assert soft_cap is None, "capped scores of hidden tokens are not far from others"
+        q_TNH, k_TKH, v_TKH = hide(q_TNH, k_TKH, v_TKH, hidden_T)
     check_heads(context.mesh, q_TNH.shape[1], k_TKH.shape[1])
 
     def attend_heads(q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N):
@@ -71,7 +85,24 @@ def attend(
         out_specs=(heads, cache),
         check_vma=False,  # the kernel's loops start from constants, which vary over no axis
     )
-    return sharded(q_TNH, k_TKH, v_TKH, kv, batch.metadata, sinks_N)
+    out_TNH, kv = sharded(q_TNH, k_TKH, v_TKH, kv, batch.metadata, sinks_N)
+    return out_TNH[..., :head_dim], kv
+
+
+def hide(
+    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, hidden_T: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values with `HIDING_DIM` more components, which make the scores of hidden tokens tiny."""
+    hidden_T11 = hidden_T[:, None, None]
+    k_TKH, v_TKH = (jnp.where(hidden_T11, 0, x) for x in (k_TKH, v_TKH))
+    hiding_T11 = jnp.where(hidden_T11, HIDING_KEY, 0).astype(k_TKH.dtype)
+    first = jnp.arange(HIDING_DIM) == 0
+    widen = lambda x, more: jnp.concatenate([x, jnp.broadcast_to(more, (*x.shape[:2], HIDING_DIM))], axis=-1)
+    return (
+        widen(q_TNH, jnp.where(first, HIDING_QUERY, 0).astype(q_TNH.dtype)),
+        widen(k_TKH, jnp.where(first, hiding_T11, 0)),
+        widen(v_TKH, jnp.zeros((), v_TKH.dtype)),
+    )
 
 
 def check_heads(mesh: Mesh, num_heads: int, num_kv_heads: int) -> None:

@@ -81,24 +81,37 @@ def self_attention(
         k_TKH = rms_norm(k_TKH, p.k_norm, config.norm)
     q_TNH, k_TKH = apply_rope(q_TNH, *batch.cos_sin), apply_rope(k_TKH, *batch.cos_sin)
     o_TNH, kv = attend(
-        batch.attention, q_TNH, k_TKH, v_TKH, kv, scale=config.query_scale, soft_cap=config.attn_soft_cap
-    )
+        batch.attention, q_TNH, k_TKH, v_TKH, kv,
+        scale=config.query_scale, soft_cap=config.attn_soft_cap, hidden_T=batch.hidden_T,
+    )  # fmt: skip
     return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj, config.few_rows), kv
 
 
 def forward(
     decoder_layer: DecoderLayer, params: Decoder, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor]
 ) -> tuple[jax.Array, list[KVTensor]]:
-    """Hidden states after the final norm, and the KV tensors: `Model.forward` once `decoder_layer` is bound.
+    """Hidden states after the final norm, and the KV tensors: `Model.forward` once `decoder_layer` is bound."""
+    hidden_TD, _, kv = tapped_forward(decoder_layer, params, config, batch, kv, ())
+    return hidden_TD, kv
+
+
+def tapped_forward(
+    decoder_layer: DecoderLayer, params: Decoder, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor],
+    taps: tuple[int, ...],
+) -> tuple[jax.Array, tuple[jax.Array, ...], list[KVTensor]]:  # fmt: skip
+    """`forward`, with the residual stream before each of the layers `taps` in the middle.
 
     The one loop over layers. It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once.
     """
+    streams: dict[int, jax.Array] = {}
     x_TD, kv = embed(batch.tokens_T, params.embed_tokens, config.embed_scale), list(kv)
     x_TD, cos_sin = kept_apart(config, x_TD, rotations(config, batch.positions_T))
-    for p, layer, (group, tensor) in zip(params.layers, config.layers, batch.caches, strict=True):
+    for i, (p, layer, (group, tensor)) in enumerate(zip(params.layers, config.layers, batch.caches, strict=True)):
+        streams[i] = x_TD
         here = LayerBatch(batch.attention[group], cos_sin[layer.rope])
         x_TD, kv[tensor] = decoder_layer(p, config, x_TD, kv[tensor], here)
-    return rms_norm(x_TD, params.norm, config.norm), kv
+    streams[config.num_layers] = x_TD
+    return rms_norm(x_TD, params.norm, config.norm), tuple(streams[i] for i in taps), kv
 
 
 def rotations(config: DecoderConfig, positions_T: jax.Array) -> dict[RopeConfig, CosSin]:

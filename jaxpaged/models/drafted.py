@@ -1,11 +1,11 @@
-"""A decoder and the model that drafts for it, as one: every pass over tokens is a pass of both.
+"""A decoder and what drafts for it, a model or a head, as one: every pass over tokens is a pass of both.
 
-So the draft model's keys and values are there wherever the decoder's are, in layers of their own behind those of the
+So the layers that draft have their keys and values wherever the decoder has its own, in layers behind those of the
 decoder: a cached prefix, a request that was preempted, and a run of decode steps need nothing of their own, and what a
-wrong draft wrote is written over like the decoder's. It costs a pass of the small model in each step, whose last layer
+wrong draft wrote is written over like the decoder's. It costs a pass of a small model in each step, whose last layer
 ends with its keys and values, since nobody reads what comes after them.
 
-Drafting itself is elsewhere; this module does not know how it is done.
+Drafting itself is elsewhere; this module does not know how it is done. `heads.py` has what heads need.
 """
 
 from collections.abc import Sequence
@@ -16,22 +16,23 @@ from typing import Any
 import jax
 from flax import struct
 
-from jaxpaged.kv_cache_spec import AttentionSpec
+from jaxpaged.kv_cache_spec import CacheSpec
 from jaxpaged.layers.attention import KVTensor
+from jaxpaged.models import heads
 from jaxpaged.models.config import DecoderConfig
-from jaxpaged.models.interface import Batch, DraftModel, Model
+from jaxpaged.models.interface import Batch, DraftModel, Head, Model
 
 
 @struct.dataclass
 class DraftedParams:
-    """All parameters: those of the decoder, whose tokens are the answer, and those of the model that drafts."""
+    """All parameters: those of the decoder, whose tokens are the answer, and those of what drafts."""
 
     decoder: Any
     draft: Any
 
 
 def drafted_model(model: Model, draft: DraftModel) -> Model:
-    """The decoder with its draft model beside it; its `param_specs` stay those of the decoder alone."""
+    """The decoder with what drafts beside it; its `param_specs` stay those of the decoder alone."""
     return replace(
         model,
         forward=partial(forward, model, draft),
@@ -40,31 +41,76 @@ def drafted_model(model: Model, draft: DraftModel) -> Model:
     )
 
 
+def drafting_model(model: Model, draft: DraftModel) -> Model:
+    """What drafts as a model of its own, on the parameters of both, whose `batch.caches` are those behind the
+    decoder's. Its config is `draft.config`."""
+    own = draft.model
+    passes = head_pass if isinstance(own, Head) else model_pass
+    return replace(
+        model, forward=partial(passes, own), head=partial(draft_head, model, own), compute_logits=own.compute_logits
+    )
+
+
 def forward(
     model: Model, draft: DraftModel, params: DraftedParams, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor]
 ) -> tuple[jax.Array, list[KVTensor]]:
-    """The decoder's hidden states, and the KV tensors with this step's tokens of both models.
+    """The decoder's hidden states, and the KV tensors with this step's tokens of both.
 
     The second pass begins when the first is over. Keys of its first layer follow from tokens alone, so XLA would write
     them while layers of the first pass still read the array that both share, and copy all of it before. And in
     `deterministic` engines nothing of both may be fused.
     """
+    taps = getattr(draft.config, "taps", ())
     own, others = batch.caches[: config.num_layers], batch.caches[config.num_layers :]
-    hidden_TD, kv = model.forward(params.decoder, config, batch.replace(caches=own), kv)
+    hidden_TD, tapped, kv = model.tapped_forward(params.decoder, config, batch.replace(caches=own), kv, taps)
     again = batch.replace(caches=others)
-    hidden_TD, tokens_T, positions_T = jax.lax.optimization_barrier((hidden_TD, batch.tokens_T, batch.positions_T))
+    hidden_TD, tapped, tokens_T, positions_T = jax.lax.optimization_barrier(
+        (hidden_TD, tapped, batch.tokens_T, batch.positions_T)
+    )
     again = again.replace(tokens_T=tokens_T, positions_T=positions_T)
-    _, kv = draft.model.forward(params.draft, draft.config, again, kv)
+    if isinstance(draft.model, Head):
+        features_TD = draft.model.features(params.draft, draft.config, hidden_TD, tapped)
+        kv = heads.remember(again, kv, features_TD)
+        _, _, kv = heads.forward(draft.model, params.draft, embeddings(params), draft.config, again, kv)
+    else:
+        _, kv = model_pass(draft.model, params, draft.config, again, kv)
     return hidden_TD, kv
+
+
+def model_pass(
+    own: Model, params: DraftedParams, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor]
+) -> tuple[jax.Array, list[KVTensor]]:
+    """`Model.forward` of a model that drafts."""
+    return own.forward(params.draft, config, batch, kv)
+
+
+def head_pass(
+    own: Head, params: DraftedParams, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor]
+) -> tuple[jax.Array, list[KVTensor]]:
+    """The same of a head, whose output stands for what the decoder has not computed yet."""
+    hidden_TD, features_TD, kv = heads.forward(own, params.draft, embeddings(params), config, batch, kv)
+    return hidden_TD, heads.remember(batch, kv, features_TD)
+
+
+def embeddings(params: DraftedParams) -> Any:
+    """The table from which a head takes embeddings."""
+    own = params.draft.embed_tokens
+    return params.decoder.embed_tokens if own is None else own
 
 
 def decoder_head(model: Model, params: DraftedParams) -> Any:
     return model.head(params.decoder)
 
 
+def draft_head(model: Model, own: Model | Head, params: DraftedParams) -> Any:
+    """What the logits of drafts are computed with."""
+    return own.head(params.draft, model.head(params.decoder)) if isinstance(own, Head) else own.head(params.draft)
+
+
 def attention_specs(
     model: Model, draft: DraftModel, config: DecoderConfig, block_size: int, dtype_bytes: int, num_model_shards: int
-) -> list[AttentionSpec]:
-    """What the decoder's layers cache, then what the draft model's do."""
+) -> list[CacheSpec]:
+    """What the decoder's layers cache, then what those do that draft."""
     sizes = (block_size, dtype_bytes, num_model_shards)
-    return [*model.attention_specs(config, *sizes), *draft.model.attention_specs(draft.config, *sizes)]
+    own = heads.cache_specs if isinstance(draft.model, Head) else draft.model.attention_specs
+    return [*model.attention_specs(config, *sizes), *own(draft.config, *sizes)]

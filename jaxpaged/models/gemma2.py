@@ -16,6 +16,7 @@ from jaxpaged.models.decoder import (
     forward,
     head,
     self_attention,
+    tapped_forward,
 )
 from jaxpaged.models.decoder_specs import decoder_specs
 from jaxpaged.models.interface import LayerBatch, Model
@@ -72,6 +73,7 @@ GEMMA2 = Model(
     config_from_hf=config_from_hf,
     param_specs=partial(decoder_specs, sandwich_norms=True),
     forward=partial(forward, decoder_layer),
+    tapped_forward=partial(tapped_forward, decoder_layer),
     head=head,
     compute_logits=compute_logits,
     attention_specs=attention_specs,

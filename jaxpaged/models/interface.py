@@ -20,7 +20,7 @@ from typing import Any, Optional, Protocol
 import jax
 from flax import struct
 
-from jaxpaged.kv_cache_spec import AttentionSpec
+from jaxpaged.kv_cache_spec import CacheSpec
 from jaxpaged.layers.attention import AttentionBatch, KVTensor
 from jaxpaged.layers.rope import CosSin
 from jaxpaged.models.config import DecoderConfig
@@ -42,10 +42,14 @@ class Batch:
 
 @struct.dataclass
 class LayerBatch:
-    """The part of a `Batch` that one layer needs. `cos_sin` are of the tokens' angles, in the layer's own rotation."""
+    """The part of a `Batch` that one layer needs. `cos_sin` are of the tokens' angles, in the layer's own rotation.
+
+    `hidden_T`: tokens that no query ever sees, for layers that have some; see `layers.attention.attend`.
+    """
 
     attention: AttentionBatch
     cos_sin: CosSin
+    hidden_T: jax.Array | None = None
 
 
 class Forward(Protocol):
@@ -58,6 +62,16 @@ class Forward(Protocol):
         ...
 
 
+class TappedForward(Protocol):
+    """The same, and what layers passed on."""
+
+    def __call__(
+        self, params: Any, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor], taps: tuple[int, ...]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], list[KVTensor]]:
+        """(hidden_TD, the residual stream [T, D] before each of the layers `taps`, the KV tensors)."""
+        ...
+
+
 @dataclass(frozen=True)
 class Model:
     """One architecture.
@@ -67,29 +81,61 @@ class Model:
     `forward(params, config, batch, kv)` -> (hidden_TD, kv): hidden states after the final norm. Layer i reads and
         writes `kv[tensor]` under `batch.attention[group]`, where `(group, tensor) = batch.caches[i]`. T must be at
         least 2: on CPU a product with one row is several times slower.
+    `tapped_forward(params, config, batch, kv, taps)`: the same, with residual streams, for heads that draft.
     `head(params)` -> what `compute_logits` needs of the parameters.
     `compute_logits(head, config, hidden_SD)` -> float32 logits_SV; columns that only pad the vocabulary are -inf.
     `attention_specs(config, block_size, dtype_bytes, num_model_shards)` -> one AttentionSpec per layer; key heads
         are counted after they were repeated for the shards.
-    `draft`: a smaller model that drafts tokens for this one, if one does.
+    `draft`: what drafts tokens for this one, if a model or a head does.
     """
 
     architectures: tuple[str, ...]
     config_from_hf: Callable[[dict[str, Any]], DecoderConfig]
     param_specs: Callable[[DecoderConfig, int], Any]
     forward: Forward
+    tapped_forward: TappedForward
     head: Callable[[Any], Any]
     compute_logits: Callable[[Any, DecoderConfig, Any], Any]
-    attention_specs: Callable[[DecoderConfig, int, int, int], list[AttentionSpec]]
+    attention_specs: Callable[[DecoderConfig, int, int, int], Sequence[CacheSpec]]
     draft: Optional["DraftModel"] = None
 
 
 @dataclass(frozen=True)
-class DraftModel:
-    """A model that drafts tokens for another one, which has the same vocabulary. `quantization` is that of its weights,
-    which lie in `folder`."""
+class HeadConfig(DecoderConfig):
+    """Of a head that drafts. `taps`: layers before which it reads the decoder's residual stream."""
 
-    model: Model
+    taps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Head:
+    """A layer that drafts from the hidden states of a decoder (EAGLE, multi-token prediction).
+
+    What it knows of the past is one vector for each token, the feature: `features` makes it of the decoder's hidden
+    states, and where there are none yet, behind the newest token, the layer's own output takes its place.
+
+    `param_specs(config, num_model_shards)` -> pytree of Spec, with `embed_tokens`: None where the decoder's serve.
+    `features(params, config, hidden_TD, taps)` -> [T, D], of the final hidden states and the tapped residual streams.
+    `forward(params, config, embedded_TD, before_TD, kv, batch)` -> (hidden_TD for `compute_logits`, the features in
+        place of the decoder's, kv); `before_TD` are the features of the tokens before these.
+    `head(params, table_VD)` -> what `compute_logits` needs of the parameters, and of the decoder's table of logits.
+    `compute_logits(head, config, hidden_SD)` -> float32 logits_SV over the decoder's vocabulary, as wide as its own;
+        -inf for tokens that the head does not know.
+    """
+
+    param_specs: Callable[[Any, int], Any]
+    features: Callable[[Any, Any, jax.Array, tuple[jax.Array, ...]], jax.Array]
+    forward: Callable[[Any, Any, jax.Array, jax.Array, KVTensor, LayerBatch], tuple[jax.Array, jax.Array, KVTensor]]
+    head: Callable[[Any, Any], Any]
+    compute_logits: Callable[[Any, Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """What drafts tokens for a model of the same vocabulary: another model, or a head. `quantization` is that of its
+    weights, which lie in `folder`."""
+
+    model: Model | Head
     config: DecoderConfig
     folder: Path
     quantization: str | None = None

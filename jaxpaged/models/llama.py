@@ -22,6 +22,7 @@ from jaxpaged.models.decoder import (
     forward,
     head,
     self_attention,
+    tapped_forward,
 )
 from jaxpaged.models.decoder_specs import decoder_specs
 from jaxpaged.models.interface import LayerBatch, Model
@@ -93,6 +94,7 @@ LLAMA = Model(
     config_from_hf=config_from_hf,
     param_specs=decoder_specs,
     forward=partial(forward, decoder_layer),
+    tapped_forward=partial(tapped_forward, decoder_layer),
     head=head,
     compute_logits=compute_logits,
     attention_specs=attention_specs,

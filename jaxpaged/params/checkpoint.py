@@ -23,24 +23,31 @@ from jaxpaged.params import orbax_format
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
 from jaxpaged.params.placing import place, stored_shape
 from jaxpaged.params.quantized import QuantizedArray, is_quantized, rounded_rows
-from jaxpaged.params.safetensors_reader import TensorEntry, mapped, read_header
+from jaxpaged.params.safetensors_reader import DTYPES, WHOLE_DTYPES, TensorEntry, mapped, read_header
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.params.spec import Spec
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
-OTHER_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
-"""Where models that also see images keep their language model -> the names of a text model."""
+OTHER_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.", ""),
+    ("midlayer.", "model.layers.0."),
+)
+"""Where models that also see images keep their language model, and heads that draft their only layer -> the names of a
+text model."""
 
 BARE = re.compile(r"(embed_tokens|layers|norm)\.")
 """Beginnings of names in checkpoints of a model without a head, as embedding models are stored."""
 
 IGNORED = re.compile(
-    r"(.*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*|(lm_head|score)\.weight)"
+    r"(.*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*|(lm_head|score)\.weight|t2d|d2t)"
 )
 """Tensors that a checkpoint may hold and a text model does not use. A tied head may be stored a second time.
-Pooling leaves out the head, and embedding the classifier."""
+Pooling leaves out the head, and embedding the classifier. Which tokens a head that drafts knows is said twice, and says
+nothing where it knows all."""
 
 
 def checkpoint_version(folder: Path) -> str:
@@ -75,7 +82,7 @@ def load_params(
 
     def load(spec: Spec) -> jax.Array | QuantizedArray:
         nonlocal done
-        with mapped(entries[spec.hf_name]) as stored:
+        with mapped(entries[spec.hf_name], DTYPES if spec.dtype is None else WHOLE_DTYPES) as stored:
             array = place(spec, stored, config.dim_sizes(), mesh, dtype)
         done += array.nbytes
         progress(done, total)
@@ -193,6 +200,8 @@ class DummyParams:
 
 def random_param(key: jax.Array, like: Any) -> Any:
     """A random parameter, quantized where `like` is."""
+    if jnp.issubdtype(like.dtype, jnp.integer):
+        return jnp.zeros(like.shape, like.dtype)
     if len(like.shape) == 1:
         return jnp.ones(like.shape, like.dtype)
     weight = jax.random.uniform(key, like.shape, like.dtype, minval=-0.035, maxval=0.035)

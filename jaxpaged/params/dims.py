@@ -28,5 +28,8 @@ ALPHABET = {
     "P": "parameters of custom logits processors",
     "I": "steps of a run",
     "U": "updates of block tables",
+    "A": "what a head that drafts reads of a decoder: several hidden states, one behind the other",
+    "E": "an embedding and a hidden state, one behind the other",
+    "X": "vocabulary of drafts",
 }
 """Every letter that may name an axis."""

@@ -45,7 +45,7 @@ def place(spec: Spec, stored: np.ndarray, sizes: Mapping[str, int], mesh: Mesh, 
 def place_part(spec: Spec, part: np.ndarray, sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> Any:
     """Like `place`, for an array that has the parameter's axes already, in the checkpoint's sizes."""
     if not spec.quantized:
-        return place_array(spec, part, sizes, mesh, dtype)
+        return place_array(spec, part, sizes, mesh, spec.dtype or dtype)
     scales = scales_spec(spec)
     rounded = quantize(part, len(scales.dims))
     return QuantizedArray(

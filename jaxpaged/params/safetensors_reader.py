@@ -7,7 +7,7 @@ the header claims is checked against the file before any data is used. Knows nei
 import json
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """The types that weights may have. Others appear in quantised checkpoints only."""
+WHOLE_DTYPES = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
+"""The types of tables of token ids."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format's own implementation; a larger number means a damaged file."""
@@ -76,24 +78,26 @@ def parse_entry(path: Path, name: str, entry: Any, data_start: int, file_bytes: 
         raise CheckpointError(
             f"{path} is truncated: tensor {name} ends at byte {data_start + end} of {file_bytes}. {AGAIN}"
         )
-    if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
+    known = DTYPES | WHOLE_DTYPES
+    if dtype in known and math.prod(shape) * known[dtype].itemsize != end - begin:
         raise CheckpointError(f"{path}: tensor {name} has shape {shape} but {end - begin} bytes of {dtype}. {AGAIN}")
     return TensorEntry(path, name, dtype, shape, data_start + begin, end - begin)
 
 
 @contextmanager
-def mapped(entry: TensorEntry) -> Iterator[np.ndarray]:
+def mapped(entry: TensorEntry, dtypes: Mapping[str, np.dtype] = DTYPES) -> Iterator[np.ndarray]:
     """The tensor as a read-only view of the file; what is kept of it must be copied before the block ends.
 
-    Only this tensor is mapped, and it is unmapped afterwards: the pages that were read do not add up.
+    `dtypes`: those that it may have. Only this tensor is mapped, and it is unmapped afterwards: the pages that were
+    read do not add up.
     """
-    if entry.dtype not in DTYPES:
+    if entry.dtype not in dtypes:
         raise CheckpointError(
-            f"{entry.path}: tensor {entry.name} has type {entry.dtype}; supported: {', '.join(DTYPES)}. "
+            f"{entry.path}: tensor {entry.name} has type {entry.dtype}; supported: {', '.join(dtypes)}. "
             "Use the model's bfloat16, float16 or float32 version."
         )
     if entry.num_bytes == 0:
-        yield np.empty(entry.shape, DTYPES[entry.dtype])
+        yield np.empty(entry.shape, dtypes[entry.dtype])
         return
     start = entry.begin - entry.begin % mmap.ALLOCATIONGRANULARITY
     with entry.path.open("rb") as file:
@@ -101,4 +105,4 @@ def mapped(entry: TensorEntry) -> Iterator[np.ndarray]:
         memory = mmap.mmap(file.fileno(), length, offset=start, access=mmap.ACCESS_READ)
     buffer = np.frombuffer(memory, np.uint8)[entry.begin - start :]
     # The map is released with the last view of it: closing it here would fail while a caller's frame holds one.
-    yield buffer.view(DTYPES[entry.dtype]).reshape(entry.shape)
+    yield buffer.view(dtypes[entry.dtype]).reshape(entry.shape)

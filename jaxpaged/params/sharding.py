@@ -17,7 +17,7 @@ from jaxpaged.params.spec import Spec
 MODEL_AXIS = "model"
 """The mesh axis over which heads, feed-forward and vocabulary are split."""
 
-MESH_AXIS_OF = {"N": MODEL_AXIS, "K": MODEL_AXIS, "F": MODEL_AXIS, "V": MODEL_AXIS}
+MESH_AXIS_OF = {"N": MODEL_AXIS, "K": MODEL_AXIS, "F": MODEL_AXIS, "V": MODEL_AXIS, "X": MODEL_AXIS}
 """Letter -> mesh axis. Letters that are not here are whole on every device."""
 
 
@@ -39,11 +39,12 @@ def num_model_shards(mesh: Mesh) -> int:
 def device_sizes(sizes: Mapping[str, int], num_shards: int) -> dict[str, int]:
     """Letter -> size of the axis over all devices, from its size in the checkpoint.
 
-    Key and value heads are repeated when there are fewer of them than shards; the vocabulary is padded to a
+    Key and value heads are repeated when there are fewer of them than shards; vocabularies are padded to a
     multiple of the shards. Raises ConfigError when heads or feed-forward do not divide.
     """
     result = dict(sizes)
-    result["V"] = -(-sizes["V"] // num_shards) * num_shards
+    for letter in {"V", "X"} & sizes.keys():
+        result[letter] = -(-sizes[letter] // num_shards) * num_shards
     result["K"] = kv_heads_on_devices(sizes["K"], num_shards)
     for letter, name in (("N", "attention heads"), ("F", "feed-forward columns")):
         if sizes[letter] % num_shards:
@@ -82,7 +83,16 @@ def param_shapes(specs: Any, config: Any, mesh: Mesh, dtype: Any) -> Any:
 
     def shape(spec: Spec) -> jax.ShapeDtypeStruct | QuantizedArray:
         if not spec.quantized:
-            return array(spec, dtype)
+            return array(spec, spec.dtype or dtype)
         return QuantizedArray(array(spec, jnp.int8), array(scales_spec(spec), jnp.float32), jnp.dtype(dtype).name)
 
     return jax.tree.map(shape, specs)
+
+
+def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of one device's part of an array."""
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    size = leaf.dtype.itemsize
+    for extent in shape:
+        size *= extent
+    return size

@@ -22,7 +22,8 @@ class Spec:
 
         k_proj = Spec("KHD", "KH D", "....qkv_proj.weight", fused=("NH", "KH", "KH"), part=1)
 
-    `quantized`: the model uses a `QuantizedArray` (quantized.py) instead of an array.
+    `quantized`: the model uses a `QuantizedArray` (quantized.py) instead of an array. `dtype` is that of numbers which
+    are no weights, such as "int32"; None: that of the weights.
     """
 
     dims: str
@@ -31,6 +32,7 @@ class Spec:
     fused: tuple[str, ...] = ()
     part: int = 0
     quantized: bool = False
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         assert set(self.dims) <= ALPHABET.keys(), f"{self.dims!r} uses letters outside the alphabet"

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxpaged.worker.programs.blueprint import Blueprint, bytes_on_device
+from jaxpaged.params.sharding import bytes_on_device
+from jaxpaged.worker.programs.blueprint import Blueprint
 from jaxpaged.worker.step.pooling import programs_for
 
 

@@ -85,11 +85,11 @@ def export(folder: Path, params: Params, shape: Shape, tokenizer: Tokenizer, car
         "chat_template.jinja": CHAT_TEMPLATE,
         "tokenizer.json": tokenizer.to_str(),
     }
-    export_weights(folder, params, shape, tokenizer, card, texts)
+    export_weights(folder, halved(params), model_config(shape, tokenizer), card, texts)
 
 
 def export_weights(
-    folder: Path, params: Params, shape: Shape, tokenizer: Tokenizer, card: str, texts: Mapping[str, str] | None = None
+    folder: Path, tensors: Mapping[str, np.ndarray], config: dict, card: str, texts: Mapping[str, str] | None = None
 ) -> None:
     """Description, card and weights of a model, and other files of text.
 
@@ -97,16 +97,20 @@ def export_weights(
     one.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    own = {"config.json": _pretty(model_config(shape, tokenizer)), "README.md": card}
+    own = {"config.json": _pretty(config), "README.md": card}
     for name, text in {**own, **(texts or {})}.items():
         partial = folder / f".{name}.partial"
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, folder / name)
     partial = folder / ".model.safetensors.partial"
-    tensors = {k: np.asarray(v.astype(jnp.bfloat16)) for k, v in params.items()}
-    save_file(tensors, partial, metadata={"format": "pt"})
+    save_file(dict(tensors), partial, metadata={"format": "pt"})
     partial.chmod(0o644)  # safetensors makes files that only their owner can read
     os.replace(partial, folder / "model.safetensors")
+
+
+def halved(params: Params) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint, in bfloat16."""
+    return {name: np.asarray(value.astype(jnp.bfloat16)) for name, value in params.items()}
 
 
 def _pretty(value: dict) -> str:

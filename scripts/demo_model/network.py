@@ -84,27 +84,27 @@ def init_params(shape: Shape, seed: int) -> Params:
     return params
 
 
-def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     # With one flat token axis the weight gradient is a plain matrix product,
     # nearly twice as fast on a CPU as one that contracts two axes.
     flat = x.reshape(-1, x.shape[-1]) @ weight.T
     return flat.reshape(*x.shape[:-1], -1)
 
 
-def _rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)
     return (wide * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
 
 
-def _rotation(length: int, head_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
+def rotation_table(length: int, head_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
     inverse = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     angles = np.arange(length)[:, None] * inverse[None, :]
     angles = np.concatenate([angles, angles], -1)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def _rotate(x: jax.Array, rotation: tuple[np.ndarray, np.ndarray]) -> jax.Array:
+def rotate(x: jax.Array, rotation: tuple[np.ndarray, np.ndarray]) -> jax.Array:
     first, second = jnp.split(x, 2, -1)
     turned = jnp.concatenate([-second, first], -1)
     return (x * rotation[0] + turned * rotation[1]).astype(x.dtype)
@@ -139,27 +139,27 @@ def _attend(q, k, v, segments, window: int | None) -> jax.Array:
 def _attention_layer(x, weights: Params, segments, shape: Shape, full: bool):
     batch, length, _ = x.shape
     theta = shape.rope_theta if full else shape.rope_local_theta
-    rotation = _rotation(length, shape.head_dim, theta)
+    rotation = rotation_table(length, shape.head_dim, theta)
 
     def heads(name: str) -> jax.Array:
-        flat = _linear(x, weights[f"{name}_proj.weight"])
+        flat = linear(x, weights[f"{name}_proj.weight"])
         return flat.reshape(batch, length, -1, shape.head_dim).swapaxes(1, 2)
 
-    q = _rms_norm(heads("q"), weights["q_norm.weight"], shape.norm_epsilon)
-    k = _rms_norm(heads("k"), weights["k_norm.weight"], shape.norm_epsilon)
-    q = _rotate(q, rotation) * shape.head_dim**-0.5
+    q = rms_norm(heads("q"), weights["q_norm.weight"], shape.norm_epsilon)
+    k = rms_norm(heads("k"), weights["k_norm.weight"], shape.norm_epsilon)
+    q = rotate(q, rotation) * shape.head_dim**-0.5
     q = q.reshape(batch, shape.num_kv_heads, -1, length, shape.head_dim)
     window = None if full else shape.sliding_window
-    out = _attend(q, _rotate(k, rotation), heads("v"), segments, window)
+    out = _attend(q, rotate(k, rotation), heads("v"), segments, window)
     out = out.reshape(batch, shape.num_heads, length, shape.head_dim)
     out = out.swapaxes(1, 2).reshape(batch, length, -1)
-    return _linear(out, weights["o_proj.weight"])
+    return linear(out, weights["o_proj.weight"])
 
 
-def _mlp(x, weights: Params) -> jax.Array:
-    gate = jax.nn.gelu(_linear(x, weights["gate_proj.weight"]), approximate=True)
-    up = _linear(x, weights["up_proj.weight"])
-    return _linear(gate * up, weights["down_proj.weight"])
+def mlp(x, weights: Params) -> jax.Array:
+    gate = jax.nn.gelu(linear(x, weights["gate_proj.weight"]), approximate=True)
+    up = linear(x, weights["up_proj.weight"])
+    return linear(gate * up, weights["down_proj.weight"])
 
 
 def _below(params: Params, prefix: str) -> Params:
@@ -167,7 +167,13 @@ def _below(params: Params, prefix: str) -> Params:
 
 
 def hidden_states(params: Params, tokens, segments, shape: Shape) -> jax.Array:
-    """Final normalised hidden states of [batch, length] tokens.
+    """Final normalised hidden states of [batch, length] tokens."""
+    *_, last = residual_streams(params, tokens, segments, shape)
+    return rms_norm(last, params["model.norm.weight"], shape.norm_epsilon)
+
+
+def residual_streams(params: Params, tokens, segments, shape: Shape) -> list[jax.Array]:
+    """What goes into each layer, and what comes out of the last.
 
     Tokens see only earlier tokens with the same segment number, so several
     short samples can share a row.  The precision is that of the embedding.
@@ -176,8 +182,9 @@ def hidden_states(params: Params, tokens, segments, shape: Shape) -> jax.Array:
     x = table[tokens] * jnp.asarray(shape.hidden_size**0.5, table.dtype)
 
     def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return _rms_norm(x, weight, shape.norm_epsilon)
+        return rms_norm(x, weight, shape.norm_epsilon)
 
+    streams = [x]
     for layer in range(shape.num_layers):
         w = _below(params, f"model.layers.{layer}.")
         out = _attention_layer(
@@ -188,11 +195,12 @@ def hidden_states(params: Params, tokens, segments, shape: Shape) -> jax.Array:
             shape.is_full_attention(layer),
         )
         x = x + norm(out, w["post_attention_layernorm.weight"])
-        out = _mlp(norm(x, w["pre_feedforward_layernorm.weight"]), _below(w, "mlp."))
+        out = mlp(norm(x, w["pre_feedforward_layernorm.weight"]), _below(w, "mlp."))
         x = x + norm(out, w["post_feedforward_layernorm.weight"])
-    return norm(x, params["model.norm.weight"])
+        streams.append(x)
+    return streams
 
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """Float32 scores over the vocabulary; the head is the embedding."""
-    return _linear(hidden, params["model.embed_tokens.weight"]).astype(jnp.float32)
+    return linear(hidden, params["model.embed_tokens.weight"]).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""The optimiser: Muon for the matrices, Adam for the embedding and the norms.
+"""The optimiser: Muon for the matrices, Adam for embeddings, heads and norms.
 
 Muon (Jordan et al., 2024) replaces the momentum of a matrix by the nearest
 orthogonal matrix.  Weights are stored [outputs, inputs].
@@ -56,7 +56,9 @@ def make_optimizer(matrix_rate: Schedule, other_rate: Schedule, weight_decay: fl
     adam = optax.adam(other_rate, b1=0.9, b2=0.98)
 
     def labels(params: Params) -> dict[str, str]:
-        return {name: "muon" if value.ndim == 2 and "embed" not in name else "adam" for name, value in params.items()}
+        tables = ("embed_tokens", "lm_head")
+        is_matrix = lambda name, value: value.ndim == 2 and not any(table in name for table in tables)
+        return {name: "muon" if is_matrix(name, value) else "adam" for name, value in params.items()}
 
     return optax.chain(
         optax.clip_by_global_norm(1.0),

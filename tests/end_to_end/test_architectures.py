@@ -15,6 +15,7 @@ from jaxpaged.models.registry import model_for
 from jaxpaged.sampling_params import SamplingParams
 from tests.core.simulation import any_length
 from tests.models.checkpoints import prompt_of, write_checkpoint
+from tests.models.draft_heads import write_eagle3
 from tests.models.paged import golden_of
 
 NAMES = ("llama", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
@@ -58,13 +59,16 @@ def generate(scheduler, executor, prompts, max_tokens):
 
 
 # The others are exhaustive: a verification knows nothing of the model.
-DRAFTED = (("llama", "ngram"), ("gemma3", "ngram"), ("llama", "draft_model"))
+DRAFTED = (("llama", "ngram"), ("gemma3", "ngram"), ("llama", "draft_model"), ("gemma2", "eagle3"))
 
 
 def drafting(method, name, tmp_path):
     """What drafts for a model; another model has another shape, so other pools and groups, unless it is the same."""
     if method == "ngram":
         return {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    if method == "eagle3":
+        folder = write_eagle3(tmp_path / "head", name, has_embeddings=True, norm_before_residual=True)
+        return {"method": method, "num_speculative_tokens": 3, "model": str(folder), "quantization": "int8"}
     drafts = {"llama": "gemma3", "gemma3": "llama"}.get(name, name)
     (tmp_path / "draft").mkdir()
     folder = write_checkpoint(drafts, tmp_path / "draft")
@@ -77,7 +81,7 @@ def drafting(method, name, tmp_path):
     [
         pytest.param(name, *drafter, marks=() if (name, drafter[0]) in DRAFTED else pytest.mark.exhaustive)
         for name in NAMES
-        for drafter in (("ngram", 1), ("draft_model", 2))
+        for drafter in (("ngram", 1), ("draft_model", 2), ("eagle3", 2))
     ],
 )
 def test_greedy_tokens_are_those_of_transformers_where_tokens_are_drafted(name, method, num_devices, tmp_path):

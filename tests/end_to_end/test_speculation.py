@@ -25,14 +25,15 @@ MOST = 4
 # A window and full attention; so few blocks that requests are preempted.
 OPTIONS = {
     "max_num_seqs": 6, "max_num_batched_tokens": 24, "token_buckets": (24,), "max_model_len": 64, "block_size": 4,
-    "num_gpu_blocks_override": 50, "dtype": "float32", "max_logprobs": 3, "deterministic": True,
+    "dtype": "float32", "max_logprobs": 3, "deterministic": True,
 }  # fmt: skip
 
 
-def started(folder, **speculation):
+def started(folder, num_blocks=50, **speculation):
     """(Options, an executor), whose programs are compiled when they are first needed."""
+    options = {**OPTIONS, "num_gpu_blocks_override": num_blocks}
     given = {"num_speculative_tokens": MOST, **speculation}
-    options = EngineConfig.from_options(model=str(folder), speculative_config=given, **OPTIONS)
+    options = EngineConfig.from_options(model=str(folder), speculative_config=given, **options)
     path, functions, decoder, config = resolve_model(options)
     return config, UniProcExecutor(config, functions, decoder, path)
 
@@ -78,7 +79,12 @@ def core_of(engine, lengths=None, num_steps=1, **changes):
     ],
 )
 def test_random_traffic_gets_the_bits_of_single_steps(request, method, seed, asynchronous, num_steps):
-    engine, lengths = request.getfixturevalue(method), any_length(MOST)
+    check_random_traffic(request.getfixturevalue(method), seed, asynchronous, num_steps)
+
+
+def check_random_traffic(engine, seed, asynchronous, num_steps):
+    """That any requests, with any numbers of drafts, get what they get without, bit for bit."""
+    lengths = any_length(MOST)
     core = core_of(engine, lengths, num_steps, async_scheduling=asynchronous)
     requests, answers, aborted = serve(core, random.Random(seed), 40)
     assert lengths.num_drafts > 50 and lengths.num_accepted > 0, "the test drafts nothing"

@@ -7,9 +7,10 @@ import pytest
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.build import check_same_tokens, read_model, with_draft_model
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.params.hub import EMBEDDED_FOLDER
 from tests.models.checkpoints import write_checkpoint
+from tests.models.draft_heads import TAPS_KEY, write_eagle3
 
 
 def drafted_by(draft, tmp_path, **options):
@@ -37,6 +38,42 @@ def test_a_model_with_another_vocabulary_may_not(tmp_path):
 def test_a_model_for_fewer_positions_may_draft_for_shorter_texts_only(tmp_path):
     with pytest.raises(ConfigError, match=r"made for 64 positions, and max_model_len is 128\. Lower"):
         drafted_by("llama_longrope", tmp_path)
+
+
+def headed_by(tmp_path, **changes):
+    """What becomes of a tiny Llama with a head that drafts."""
+    folder, head = write_checkpoint("llama", tmp_path / "model"), write_eagle3(tmp_path / "head", **changes)
+    speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
+    config = EngineConfig.from_options(model=str(folder), speculative_config=speculation)
+    return with_draft_model(config, *read_model(folder), folder)
+
+
+def test_a_head_says_what_it_reads_and_what_it_knows(tmp_path):
+    config = headed_by(tmp_path / "a", has_embeddings=True, norm_before_residual=True).draft.config
+    assert (config.taps, config.draft_vocab_size, config.vocab_size) == ((0, 1, 2), 150, 211)
+    assert config.has_embeddings and config.norm_before_residual
+    inner = {"eagle_config": {TAPS_KEY: [2, 0, 1], "use_aux_hidden_state": True}, TAPS_KEY: None}
+    config = headed_by(tmp_path / "b", draft_vocab_size=211, **inner).draft.config
+    assert config.taps == (2, 0, 1) and not config.has_embeddings and not config.maps_tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"vocab_size": 300}, ConfigError, r"head knows 300 tokens, and .*model 211\. Choose"),
+        ({"target_hidden_size": 64}, ConfigError, "made for a model of width 64, and this one has 48"),
+        ({"hidden_size": 32}, ConfigError, "has a width of 32 and no embeddings"),
+        ({"num_hidden_layers": 2}, CheckpointError, "num_hidden_layers is 2; an EAGLE-3 head has 1"),
+        ({TAPS_KEY: None}, CheckpointError, r"is \[2, 1, -1\]; it must name 3 of the decoder's 2 layers"),
+        ({TAPS_KEY: [1, 2]}, CheckpointError, r"is \[1, 2\]; it must name 3"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, CheckpointError, "use_aux_hidden_state is false"),
+        ({"logit_scale": 0.5}, CheckpointError, "logit_scale is 0.5"),
+    ],
+)
+def test_a_head_of_another_model_or_kind_is_refused(changes, error, message, tmp_path):
+    changes = {"target_hidden_size": 48} | changes
+    with pytest.raises(error, match=message):
+        headed_by(tmp_path, **changes)
 
 
 def test_tokenizers_that_give_tokens_other_ids_are_told_apart(tmp_path):

@@ -1,13 +1,13 @@
-"""Drafts by a model: a run of its decode steps (`step/decode_loop.py`), in one program.
+"""Drafts by a model or a head: a run of its decode steps (`step/decode_loop.py`), in one program.
 
     draft[S]: params, state, packed, lines -> state, drafts
 
-The layers of this model lie behind those of the other one, and each pass over tokens of a request is one of both
+Its layers lie behind those of the decoder, and each pass over tokens of a request is one of both
 (`models/drafted.py`): so drafting begins with the newest token, and needs no catching up. What it writes into the
 cache lies at places of the newest token and of the drafts behind it, which the step that verifies writes again.
 
 A row drafts as it draws: with its temperature, limits, seed and positions. A draft is accepted where it is what the
-other model draws, and two models of nearly the same probabilities mostly draw the same with the same noise.
+decoder draws, and two models of nearly the same probabilities mostly draw the same with the same noise.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.messages import NewRequestData, ProgramKey
-from jaxpaged.models.interface import DraftModel
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.interface import Model
 from jaxpaged.sampling.rows import NUM_COLUMNS
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.model_runner import DRAFT_KIND, DraftRequest
@@ -36,7 +37,7 @@ def draft(
     functions: StepFunctions, layout: RunLayout, params: Any, state: tuple[Any, ...], packed: Any, lines_SC: Any
 ) -> tuple[tuple[Any, ...], Any]:
     """(The device state (kv, tables, rows) with drafts for the rows of a step, these drafts_SK). `functions` are those
-    of the draft model, and `params` its parameters."""
+    of what drafts (`drafting_model`), and `params` the parameters of both."""
     kv, tables, rows = state
     head = functions.model.head(params)
     own = rows._replace(drafts_RK=None)
@@ -46,17 +47,11 @@ def draft(
     return (run.kv, tables, rows._replace(drafts_RK=rows.drafts_RK.at[row_S].set(drafts_SK))), drafts_SK
 
 
-def draft_functions(functions: StepFunctions, model: DraftModel) -> StepFunctions:
-    """The functions of an engine, with the layers of the model that drafts for it."""
-    return replace(functions, model=model.model, config=model.config, first_layer=functions.config.num_layers)
-
-
-def lower_draft(shapes: Shapes, model: DraftModel, layout: RunLayout) -> jax.stages.Lowered:
-    """The program of a bucket."""
-    functions = draft_functions(shapes.functions, model)
+def lower_draft(shapes: Shapes, functions: StepFunctions, layout: RunLayout) -> jax.stages.Lowered:
+    """The program of a bucket. `functions` as in `draft`."""
 
     def draft_step(params, state, packed, lines):
-        return draft(functions, layout, params.draft, state, packed, lines)
+        return draft(functions, layout, params, state, packed, lines)
 
     state = (shapes.kv, shapes.tables, shapes.rows)
     program = jax.jit(
@@ -68,9 +63,15 @@ def lower_draft(shapes: Shapes, model: DraftModel, layout: RunLayout) -> jax.sta
     return program.lower(shapes.params, state, shapes.packed(layout.step.size), lines)
 
 
-def draft_builders(shapes: Shapes, model: DraftModel, layouts: Mapping[int, RunLayout]) -> dict[ProgramKey, Any]:
-    """How to lower the program of every bucket."""
-    return {ProgramKey(DRAFT_KIND, size): partial(lower_draft, shapes, model, each) for size, each in layouts.items()}
+def draft_builders(
+    shapes: Shapes, model: Model, config: DecoderConfig, layouts: Mapping[int, RunLayout]
+) -> dict[ProgramKey, Any]:
+    """How to lower the program of every bucket. `model` drafts (`drafting_model`), and its layers, which `config`
+    describes, lie behind the decoder's."""
+    functions = replace(shapes.functions, model=model, config=config, first_layer=shapes.functions.config.num_layers)
+    return {
+        ProgramKey(DRAFT_KIND, size): partial(lower_draft, shapes, functions, each) for size, each in layouts.items()
+    }
 
 
 class ModelDrafter:

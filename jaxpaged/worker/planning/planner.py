@@ -22,6 +22,7 @@ from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, StateSpec
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
+from jaxpaged.params.sharding import bytes_on_device
 from jaxpaged.plan import Plan, PlannedProgram, Speed
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.planning.program_text import ProgramText
@@ -35,7 +36,7 @@ from jaxpaged.worker.planning.roofline import (
     prefill_speed,
 )
 from jaxpaged.worker.planning.targets import Target, shapes_mesh
-from jaxpaged.worker.programs.blueprint import MAX_STEPS, Blueprint, Builders, bytes_on_device
+from jaxpaged.worker.programs.blueprint import MAX_STEPS, Blueprint, Builders
 from jaxpaged.worker.programs.bundles import save_bundle
 from jaxpaged.worker.programs.table import ProgramKey
 from jaxpaged.worker.step.functions import RESULT_TYPES

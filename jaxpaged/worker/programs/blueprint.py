@@ -5,7 +5,7 @@ builds an engine from them; they are as good for a topology of devices that are 
 are kept or called.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -16,14 +16,21 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, blocks_for_tokens, group_layers
+from jaxpaged.kv_cache_spec import (
+    AttentionSpec,
+    CacheSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    blocks_for_tokens,
+    group_layers,
+)
 from jaxpaged.layers.attention import AttentionContext, check_attention
 from jaxpaged.layers.few_rows import XLA, choose_few_rows
 from jaxpaged.models.config import DecoderConfig
-from jaxpaged.models.drafted import DraftedParams, drafted_model
+from jaxpaged.models.drafted import DraftedParams, drafted_model, drafting_model
 from jaxpaged.models.interface import DraftModel, Model
 from jaxpaged.params.quantized import quantized_specs
-from jaxpaged.params.sharding import param_shapes
+from jaxpaged.params.sharding import bytes_on_device, param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.limits import LimitsMethod, choose_method
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
@@ -79,10 +86,11 @@ class Blueprint:
         self.specs = quantized_specs(model.param_specs(self.decoder, self.num_shards), config.model.quantization)
         self.param_shapes = param_shapes(self.specs, self.decoder, mesh, self.dtype)
         self.draft: DraftModel | None = None
+
         if model.draft is not None:
             self._add_draft(model.draft)
 
-    def _settled(self, decoder: DecoderConfig) -> DecoderConfig:
+    def _settled[C: DecoderConfig](self, decoder: C) -> C:
         """A description as the options want the model."""
         config = self.config
         return replace(
@@ -99,8 +107,9 @@ class Blueprint:
         return choose_few_rows(self.platform, self.mesh.size, self.config.compile.deterministic)
 
     def _add_draft(self, draft: DraftModel) -> None:
-        """From now on `model` and `param_shapes` are those of both models."""
+        """From now on `model` and `param_shapes` are those of both; `drafting` is what drafts."""
         self.draft = replace(draft, config=self._settled(draft.config))
+        self.drafting = drafting_model(self.model, self.draft)
         self.model = drafted_model(self.model, self.draft)
         specs = draft.model.param_specs(self.draft.config, self.num_shards)
         self.draft_specs = quantized_specs(specs, draft.quantization)
@@ -160,7 +169,8 @@ class Blueprint:
         try:
             context = AttentionContext(self.mesh, choose_backend(name, self.platform))
             num_heads = [decoder.num_heads for decoder in self.decoders for _ in decoder.layers]
-            for heads, spec in zip(num_heads, self._attention_specs, strict=True):
+            specs = [spec for spec in self._cache_specs if isinstance(spec, AttentionSpec)]
+            for heads, spec in zip(num_heads, specs, strict=True):
                 check_attention(
                     context, heads, spec.num_kv_heads, spec.head_dim, spec.block_size, self.dtype, self.kv_dtype
                 )
@@ -169,7 +179,7 @@ class Blueprint:
         return context
 
     @property
-    def _attention_specs(self) -> list[AttentionSpec]:
+    def _cache_specs(self) -> Sequence[CacheSpec]:
         block_size, itemsize = self.config.cache.block_size, self.kv_dtype.itemsize
         return self.model.attention_specs(self.decoder, block_size, itemsize, self.num_shards)
 
@@ -191,7 +201,8 @@ class Blueprint:
     def kv_groups(self) -> tuple[KVCacheGroup, ...]:
         """Layers that cache alike, with the bytes that the kernel's layout takes."""
         stored_dim = kv_layout(self.attention.backend).stored_dim
-        return group_layers([replace(x, stored_dim=stored_dim(x.head_dim)) for x in self._attention_specs])
+        stored = lambda spec: replace(spec, stored_dim=stored_dim(spec.head_dim))
+        return group_layers([stored(x) if isinstance(x, AttentionSpec) else x for x in self._cache_specs])
 
     @property
     def demand(self) -> Demand:
@@ -277,7 +288,7 @@ class StepPrograms:
 
     @cached_property
     def draft_runs(self) -> dict[int, RunLayout]:
-        """Buckets of the decode steps of a model that drafts, if one does."""
+        """Buckets of the decode steps of a model or a head that drafts, if one does."""
         blueprint = self.blueprint
         if blueprint.draft is None:
             return {}
@@ -361,7 +372,9 @@ class StepPrograms:
         if self.blueprint.draft is None:
             builders: Builders = lookup_builders(self.shapes, speculation, sizes)
         else:
-            builders = draft_builders(self.shapes, self.blueprint.draft, self.draft_runs)
+            builders = draft_builders(
+                self.shapes, self.blueprint.drafting, self.blueprint.draft.config, self.draft_runs
+            )
         for sampler, kind in VERIFY_KINDS.items():
             for size in sizes:
                 asked = (sampler != "sample", sampler == MASKED_KIND)
@@ -377,12 +390,3 @@ class StepPrograms:
             for kind in kinds
             for size, layout in self.runs.items()
         }
-
-
-def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
-    """Bytes of one device's part of an array."""
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    size = leaf.dtype.itemsize
-    for extent in shape:
-        size *= extent
-    return size

@@ -22,6 +22,7 @@ from jaxpaged.worker.programs.bundles import Bundle
 from pallas_kernels import tpu_targets
 from tests.models import pooling_checkpoints
 from tests.models.checkpoints import write_checkpoint
+from tests.models.draft_heads import EAGLE3, eagle3_tensors, write_eagle3
 
 MIB = 2**20
 OPTIONS = {
@@ -79,6 +80,19 @@ def test_a_model_that_drafts_is_part_of_the_plan(folder, tmp_path):
     assert plan.weight_bytes == alone.weight_bytes + draft.weight_bytes
     assert plan.fits and plan.concurrency[64] < alone.concurrency[64]
     assert plan.decode[0].tokens_per_second < alone.decode[0].tokens_per_second
+
+
+def test_a_head_that_drafts_is_part_of_the_plan(folder, tmp_path):
+    model, decoder = read_model(folder)
+    given = {"method": "eagle3", "model": str(write_eagle3(tmp_path)), "num_speculative_tokens": 2}
+    options = EngineConfig.from_options(model=str(folder), speculative_config=given, **OPTIONS)
+    headed = with_draft_model(options, model, decoder, folder)
+    plan = planner_of(options, headed, decoder, facts_of(decoder), toy(8 * MIB)).plan()
+    alone = planner(folder, toy(8 * MIB)).plan()
+    tensors = eagle3_tensors(EAGLE3, decoder.hidden_size, has_embeddings=False)
+    num_weights = sum(tensor.size for name, tensor in tensors.items() if name != "t2d")
+    assert plan.weight_bytes == alone.weight_bytes + 4 * num_weights
+    assert plan.fits and plan.concurrency[64] < alone.concurrency[64]
 
 
 def test_a_model_that_does_not_fit_is_told_what_would(folder):

@@ -1,0 +1,73 @@
+"""Heads draft what their definitions say, whatever came before, and their drafts change no bit of an answer."""
+
+import numpy as np
+import pytest
+
+from jaxpaged.messages import EngineCoreRequest
+from jaxpaged.sampling_params import SamplingParams
+from tests.core.simulation import ForcedLengths
+from tests.end_to_end.test_decode_runs import answers_of
+from tests.end_to_end.test_speculation import MOST, check_random_traffic, core_of, started
+from tests.models.checkpoints import write_checkpoint
+from tests.models.draft_heads import EAGLE3, Decoder, Eagle3, write_eagle3
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory):
+    """(Options, an executor, the reference)."""
+    folder = write_checkpoint("llama", tmp_path_factory.mktemp("model"))
+    head = write_eagle3(tmp_path_factory.mktemp("head"))
+    config, executor = started(folder, 34, method="eagle3", model=str(head))
+    yield config, executor, Eagle3(Decoder("llama"), EAGLE3)
+    executor.shutdown()
+
+
+class Listener:
+    """Passes drafts on, and keeps them with the text behind which they were made."""
+
+    def __init__(self, drafter, core):
+        self.drafter, self.core, self.layouts = drafter, core, drafter.layouts
+        self.name_of_row, self.heard = {}, []
+
+    def admit(self, device, row, request):
+        self.name_of_row[row] = request.request_id
+        self.drafter.admit(device, row, request)
+
+    def release(self, device, row, num_prompt_tokens):
+        self.drafter.release(device, row, num_prompt_tokens)
+
+    def propose(self, device, key, draft, packed):
+        drafts_SK = self.drafter.propose(device, key, draft, packed)
+        for row, drafts_K, count in zip(draft.newest.rows, np.asarray(drafts_SK), draft.num_drafts):
+            request = self.core._scheduler.requests[self.name_of_row[int(row)]]
+            self.heard.append((list(request.all_token_ids), drafts_K[:count].tolist()))
+        return drafts_SK
+
+
+def greedy_requests(num_requests, num_tokens):
+    """With beginnings in common, and one of a single token."""
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=num_tokens, ignore_eos=True)
+    prompts = [[5], *([*range(3, 12 + i % 3), *range(40 + i, 44 + i)] for i in range(num_requests - 1))]
+    return [EngineCoreRequest(f"r{i}", prompt, params, 0.0) for i, prompt in enumerate(prompts)]
+
+
+def test_a_head_drafts_what_its_definition_says_whatever_came_before(eagle3):
+    """Alone and in company, in chunks, behind cached beginnings, after preemption and sleep."""
+    *engine, reference = eagle3
+    core = core_of(engine, ForcedLengths(lambda: MOST), async_scheduling=False)
+    runner = core.executor.worker.runner
+    listener = Listener(runner.drafter, core)
+    runner.drafter, runner.admitting = listener, (listener, *runner.finishers)
+    for _ in range(2):
+        answers_of(core, greedy_requests(10, 30))
+    assert core._scheduler.make_stats().num_preemptions, "the test preempts nobody"
+    assert len(listener.heard) > 100
+    for text, drafts in listener.heard[::7]:
+        assert drafts == reference.drafts(text, len(drafts))
+
+
+def test_random_traffic_gets_the_bits_of_single_steps(eagle3):
+    config, executor, _ = eagle3
+    check_random_traffic((config, executor), seed=1, asynchronous=True, num_steps=5)
