@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import ragged_paged_attention as rpa
-from pallas_kernels.ragged_paged_attention import reference
 from pallas_kernels.ragged_paged_attention.sharing import NUM_LINES, SharedWork, fill_spans
+from pallas_kernels.ragged_paged_attention.work_lists import item_and_chunk_slots
 
 
 def dense_attention(
@@ -102,11 +102,9 @@ def make_step(case: Any, dtype: Any, seed: int = 0) -> Step:
     )
 
 
-def spans_of_step(case: Any, block_tables_RM: np.ndarray, work: SharedWork | None = None) -> np.ndarray:
+def spans_of_step(case: Any, block_tables_RM: np.ndarray) -> np.ndarray:
     """What `sharing.fill_spans` finds in a step whose rows share what they have cached; two are enough to share."""
-    work = work or reference.shared_work(case.num_tokens + case.padding, case.block_size)._replace(
-        tile=10**6, break_even=1
-    )
+    work = SharedWork(item_and_chunk_slots(case.block_size)[0], tile=10**6, break_even=1)
     unit_blocks = work.unit // case.block_size
     keys = []
     for (cached, _), table_M in zip(case.rows, block_tables_RM.tolist()):

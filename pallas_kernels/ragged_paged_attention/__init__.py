@@ -102,8 +102,8 @@ def kv_heads_axis(backend: str) -> int:
 
 
 def shared_work(backend: str, num_tokens: int, block_size: int) -> SharedWork | None:
-    """What spans cost that several rows of a step share, `num_tokens` with padding; None for a backend that reads each
-    row's context by itself, whoever else holds the same blocks."""
+    """What spans cost that several rows of a step share, `num_tokens` with padding. None where each row's context is
+    read by itself, whoever else holds the same blocks: in steps of few tokens, and by backends without another way."""
     return _module(backend).shared_work(num_tokens, block_size)
 
 

@@ -27,6 +27,16 @@ class Softmax:
     out: jax.Array
 
 
+def packed(part: Softmax) -> jax.Array:
+    """All of it in one array, whose last axis is H + 2: moving one is cheaper to compile, and to do, than three."""
+    return jnp.concatenate([part.out, part.total[..., None], part.top[..., None]], axis=-1)
+
+
+def unpacked(x: jax.Array) -> Softmax:
+    """What `packed` made an array of."""
+    return Softmax(x[..., -1], x[..., -2], x[..., :-2])
+
+
 class Numerics(NamedTuple):
     """How parts of a context become one: what `invariant` does in another way.
 

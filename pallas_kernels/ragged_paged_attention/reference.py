@@ -18,7 +18,8 @@ Cost: the loops have traced bounds. Integers that all layers of a group share ar
 is left of them divides with `lax.div`, since `//` brings kernels for signs that never occur (README.md).
 
 This module knows nothing of meshes and of who owns which block. Letters beside the package's: I items in a tile,
-J the same and the part carried over, Q queries in a tile, X = Q * G, C slots of one item or chunk.
+J the same and the part carried over, Q queries in a tile, X = Q * G, C slots of one item or chunk,
+P what `numerics.packed` has for a query and head.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from jax import lax
 
 from pallas_kernels.ragged_paged_attention import work_lists
 from pallas_kernels.ragged_paged_attention.layout import SplitLayout
-from pallas_kernels.ragged_paged_attention.numerics import LOWEST, PLAIN, Numerics, Softmax, nothing
+from pallas_kernels.ragged_paged_attention.numerics import PLAIN, Numerics, Softmax, nothing, packed, unpacked
 from pallas_kernels.ragged_paged_attention.quantized import is_quantized, kind_of, quantize_new, slot_scales
 from pallas_kernels.ragged_paged_attention.work_lists import NOWHERE, Tile
 
@@ -95,12 +96,12 @@ def attention(
     q_TKGH = q_TNH.reshape(T, K, N // K, H)
     sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, N // K)
     problem = Problem(q_TKGH, k_BKSH, v_BKSH, sinks_KG, metadata, scale, window, soft_cap, numerics or PLAIN)
-    out_TKGH, part_TKG = jnp.zeros_like(q_TKGH), None
+    out_TKGH, part_TKGP = jnp.zeros_like(q_TKGH), None
     if metadata.plan.num_shared is not None:
-        part_TKG = nothing(q_TKGH.shape[:-1], H)
-    if part_TKG is not None or not metadata.decodes_only:
-        out_TKGH, part_TKG = _attend_tiles(problem, out_TKGH, part_TKG)
-    out_TKGH = _attend_items(problem, out_TKGH, part_TKG)
+        part_TKGP = packed(nothing(q_TKGH.shape[:-1], H))
+    if part_TKGP is not None or not metadata.decodes_only:
+        out_TKGH, part_TKGP = _attend_tiles(problem, out_TKGH, part_TKGP)
+    out_TKGH = _attend_items(problem, out_TKGH, part_TKGP)
     return out_TKGH.reshape(T, N, H), (k_BKSH, v_BKSH), ()
 
 
@@ -129,26 +130,28 @@ def _attend_dequantized(
 # ---- spans that rows share, and rows with many new tokens: tiles of queries -----------------------
 
 
-def _attend_tiles(problem: Problem, out_TKGH: jax.Array, part_TKG: Softmax | None) -> tuple[jax.Array, Softmax | None]:
+def _attend_tiles(
+    problem: Problem, out_TKGH: jax.Array, part_TKGP: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
     """Fill in the outputs of the rows that are cut into tiles, one tile after the other.
 
-    `part_TKG` is what spans that rows share leave for each token, for whatever reads the rest of its context; what is
+    `part_TKGP` is what spans that rows share leave for each token, for whatever reads the rest of its context; what is
     written as their output meanwhile is overwritten. None: rows share none.
     """
     tiles = problem.metadata.plan.tiles
     num_queries = work_lists.tile_queries(len(out_TKGH))
 
     def attend_tile(index, carry):
-        out_TKGH, part_TKG = carry
+        out_TKGH, part_TKGP = carry
         tile = work_lists.find_tile(tiles, index, num_queries)
-        begun_QKG = jax.tree.map(lambda x: x.at[tile.token_Q].get(mode="clip"), part_TKG)
+        begun_QKG = None if part_TKGP is None else unpacked(part_TKGP.at[tile.token_Q].get(mode="clip"))
         state_QKG = _attend_tile(problem, tile, begun_QKG)
         out_QKGH = problem.numerics.divide(state_QKG, problem.sinks_KG).astype(out_TKGH.dtype)
-        if part_TKG is not None:
-            part_TKG = jax.tree.map(lambda x, new: x.at[tile.token_Q].set(new, mode="drop"), part_TKG, state_QKG)
-        return out_TKGH.at[tile.token_Q].set(out_QKGH, mode="drop"), part_TKG
+        if part_TKGP is not None:
+            part_TKGP = part_TKGP.at[tile.token_Q].set(packed(state_QKG), mode="drop")
+        return out_TKGH.at[tile.token_Q].set(out_QKGH, mode="drop"), part_TKGP
 
-    return lax.fori_loop(0, tiles.tile_end_L[-1], attend_tile, (out_TKGH, part_TKG))
+    return lax.fori_loop(0, tiles.tile_end_L[-1], attend_tile, (out_TKGH, part_TKGP))
 
 
 def _attend_tile(problem: Problem, tile: Tile, begun_QKG: Softmax | None) -> Softmax:
@@ -181,8 +184,8 @@ def _attend_tile(problem: Problem, tile: Tile, begun_QKG: Softmax | None) -> Sof
 # ---- rows with few new tokens: a list of items ---------------------------------------------------
 
 
-def _attend_items(problem: Problem, out_TKGH: jax.Array, part_TKG: Softmax | None) -> jax.Array:
-    """Fill in the outputs of the rows that go query by query, a tile of items at a time; `part_TKG` is what shared
+def _attend_items(problem: Problem, out_TKGH: jax.Array, part_TKGP: jax.Array | None) -> jax.Array:
+    """Fill in the outputs of the rows that go query by query, a tile of items at a time; `part_TKGP` is what shared
     spans left of each query's context before its first item.
 
     Items of a query are neighbours in the list, so only the last query of a tile can go on in the next one:
@@ -196,7 +199,7 @@ def _attend_items(problem: Problem, out_TKGH: jax.Array, part_TKG: Softmax | Non
         out_TKGH, carried_token, carried_KG = carry
         item_I = tile * tile_items + jnp.arange(tile_items)
         real_I = item_I < num_items
-        token_I, part_IKG = _attend_item_tile(problem, jnp.minimum(item_I, num_items - 1), real_I, part_TKG)
+        token_I, part_IKG = _attend_item_tile(problem, jnp.minimum(item_I, num_items - 1), real_I, part_TKGP)
         token_J = jnp.concatenate([carried_token[None], token_I])
         part_JKG = jax.tree.map(lambda one, x: jnp.concatenate([one[None], x]), carried_KG, part_IKG)
         state_JKG = problem.numerics.merge_queries(part_JKG, token_J)
@@ -218,11 +221,11 @@ def _items_per_tile(k_BKSH: jax.Array, num_tokens: int) -> int:
 
 
 def _attend_item_tile(
-    problem: Problem, item_I: jax.Array, real_I: jax.Array, part_TKG: Softmax | None
+    problem: Problem, item_I: jax.Array, real_I: jax.Array, part_TKGP: jax.Array | None
 ) -> tuple[jax.Array, Softmax]:
     """The query token of each item, and its attention to the item's slots; to none unless `real_I`.
 
-    A query's first item has what `part_TKG` says of the query, too.
+    A query's first item has what `part_TKGP` says of the query, too.
     """
     metadata, plan = problem.metadata, problem.metadata.plan
     row_I = jnp.sum(plan.item_end_R <= item_I[:, None], axis=-1)
@@ -239,16 +242,13 @@ def _attend_item_tile(
     visible_IC &= position_IC >= work_lists.first_visible(position_I, problem.window)[:, None]
     k_IKCH, v_IKCH = _gather_slots(problem, row_I[:, None], position_IC, visible_IC)
     item_IKG = problem.numerics.attend_items(problem, problem.q_TKGH[token_I], k_IKCH, v_IKCH, visible_IC)
-    if part_TKG is None:
+    if part_TKGP is None:
         return token_I, item_IKG
-    is_first_IKG = ((nth_I == 0) & real_I)[:, None, None]
-    begun_IKG = jax.tree.map(lambda x: x[token_I], part_TKG)
-    begun_IKG = Softmax(
-        jnp.where(is_first_IKG, begun_IKG.top, LOWEST),
-        jnp.where(is_first_IKG, begun_IKG.total, 0),
-        jnp.where(is_first_IKG[..., None], begun_IKG.out, 0),
+    is_first_IKG1 = ((nth_I == 0) & real_I)[:, None, None, None]
+    begun_IKGP = jnp.where(
+        is_first_IKG1, part_TKGP[token_I], packed(nothing(item_IKG.top.shape, item_IKG.out.shape[-1]))
     )
-    return token_I, problem.numerics.add(begun_IKG, item_IKG)
+    return token_I, problem.numerics.add(unpacked(begun_IKGP), item_IKG)
 
 
 # ---- what both lists share -----------------------------------------------------------------------

@@ -163,11 +163,11 @@ def find_tile(tiles: Tiles, index: jax.Array, num_queries: int) -> Tile:
     return Tile(token_Q, tiles.row_L[source], tiles.begin_L[source], tiles.end_L[source])
 
 
-def shared_work(num_tokens: int, block_size: int) -> SharedWork:
-    """Of a step with so many tokens, padding included."""
+def shared_work(num_tokens: int, block_size: int) -> SharedWork | None:
+    """Of a step with so many tokens, padding included; None where they are too few for sharing ever to pay."""
     item_slots, chunk_slots = item_and_chunk_slots(block_size)
     break_even = ceil_div(items_per_chunk(num_tokens) * item_slots, chunk_slots)
-    return SharedWork(item_slots, tile_queries(num_tokens), break_even)
+    return SharedWork(item_slots, tile_queries(num_tokens), break_even) if num_tokens > break_even else None
 
 
 def tile_queries(num_tokens: int) -> int:

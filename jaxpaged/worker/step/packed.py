@@ -40,7 +40,7 @@ class StepParts(NamedTuple):
 @dataclass(frozen=True)
 class StepLayout:
     """The sizes of one forward bucket: tokens, requests, and block table updates that travel with the step; and for
-    each KV group what shared spans cost, or nothing where attention does not look for them."""
+    each KV group what shared spans cost, or nothing where attention does not look for them in steps of this size."""
 
     num_tokens: int
     num_rows: int
@@ -97,4 +97,4 @@ def step_layout(
     num_rows = min(num_tokens, max_num_seqs)
     works = [backend and shared_work(backend, num_tokens, size) for size in block_sizes]
     num_updates = sum(num_tokens // size + num_rows for size in block_sizes)
-    return StepLayout(num_tokens, num_rows, num_updates, tuple(work for work in works if work))
+    return StepLayout(num_tokens, num_rows, num_updates, tuple(works) if all(works) else ())

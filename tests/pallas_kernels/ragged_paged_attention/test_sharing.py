@@ -122,3 +122,8 @@ def test_whatever_rows_share_attention_is_that_of_each_row_by_itself(case, seed)
     assert np.abs(out_TNH - expected(case, step)).max() <= case_tolerance(case, jnp.float32)
     alone_TNH = program("invariant", case.window)(case, step, np.zeros_like(step.shared_6R))
     np.testing.assert_array_equal(program("invariant", case.window)(case, step, step.shared_6R), alone_TNH)
+
+
+def test_steps_in_which_sharing_never_pays_have_nothing_for_it():
+    assert rpa.shared_work("reference", 2, 16) is None
+    assert rpa.shared_work("reference", 8, 16).break_even < 8
