@@ -37,9 +37,9 @@ def show_results_in_notebooks(markers: Iterable[str] = ()) -> None:
     formatter.for_type(list, list_html(formatter.type_printers.get(list), shown))
 
 
-def markers_of(tokenizer: Tokenizer | None) -> set[str]:
-    """The texts of special tokens; none without a tokenizer."""
-    return set() if tokenizer is None else {tokenizer.added_tokens[token_id] for token_id in tokenizer.special_ids}
+def markers_of(tokenizer: Tokenizer) -> set[str]:
+    """The texts of special tokens."""
+    return {tokenizer.added_tokens[token_id] for token_id in tokenizer.special_ids}
 
 
 def list_html(

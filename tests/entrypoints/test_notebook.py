@@ -60,7 +60,6 @@ def test_the_markers_of_the_embedded_model_are_known():
     tokenizer = load_tokenizer(EMBEDDED_FOLDER)
     prompt = tokenizer.decode(tokenizer.encode("<start_of_turn>user\nHi<end_of_turn>\n"), skip_special_tokens=False)
     assert notebook.readable_prompt(prompt, notebook.markers_of(tokenizer)) == "user: Hi"
-    assert notebook.markers_of(None) == set()
 
 
 def test_lists_of_results_are_shown_and_other_lists_are_left_alone():

@@ -14,6 +14,7 @@ class NoTokenizer:
     def __init__(self):
         self.named_tokens: dict[str, str] = {}
         self.added_tokens: dict[int, str] = {}
+        self.special_ids: frozenset[int] = frozenset()
         self.eos_token_id: int | None = None
 
     def __getattr__(self, name: str) -> NoReturn:

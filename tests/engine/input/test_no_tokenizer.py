@@ -22,11 +22,13 @@ def front_end(folder, **options):
 
 
 @pytest.fixture
-def llm(tmp_path):
+def llm(tmp_path, monkeypatch):
+    """Made as people make one, but for the model."""
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 20}))
     config, processor = front_end(tmp_path, skip_tokenizer_init=True)
     core = EngineCore(config, FakeExecutor(counting_model(100), 100))
-    return LLM.from_engine(LLMEngine(config, processor, core))
+    monkeypatch.setattr(LLMEngine, "from_config", lambda *_: LLMEngine(config, processor, core))
+    return LLM("anything", skip_tokenizer_init=True)
 
 
 def test_without_the_option_the_files_are_missed(tmp_path):
