@@ -67,9 +67,9 @@ def main() -> None:
 def known_ops(platform: str) -> Iterator[str]:
     """A line for each backend of each op: whether it runs here, or why not."""
     for module in pkgutil.iter_modules(pallas_kernels.__path__):
-        if module.ispkg:
+        op = importlib.import_module(f"pallas_kernels.{module.name}")
+        if hasattr(op, "backends"):
             yield module.name
-            op = importlib.import_module(f"pallas_kernels.{module.name}")
             for backend, reason in op.backends(platform).items():
                 yield f"  {backend:14} {'runs here' if reason is None else f'not here: {reason}'}"
 

@@ -54,10 +54,10 @@ def fingerprint(
     values = {
         "versions.jax": jax.__version__,
         "versions.jaxlib": jaxlib.__version__,
-        **named("model", {**asdict(decoder), "layers": [f"{i}: {layer}" for i, layer in enumerate(decoder.layers)]}),
         **named("options", {option.name: getattr(getattr(config, section), option.name)
                             for section, option in all_options() if option.name not in NOT_COMPILED_IN}),
         **named("options", resolved),
+        **named("model", {**asdict(decoder), "layers": [f"{i}: {layer}" for i, layer in enumerate(decoder.layers)]}),
         **named("device", device(mesh)),
         **named("jax", jax_options()),
         **named("logits_processors", {source_name(type(p)): source_digest(type(p)) for p in custom.processors}),
