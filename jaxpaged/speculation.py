@@ -25,13 +25,16 @@ METHODS = {
     "suffix": ("suffix_decoding_max_tree_depth",),
     "draft_model": MODEL_KEYS,
     "eagle3": MODEL_KEYS,
+    "mtp": (),
 }
 """Each method and its own keys."""
 MODEL_METHODS = ("draft_model", "eagle3")
 """Methods whose drafts are made by a model or a head with weights of its own."""
 OWN_DRAFT_MODELS = {("draft_model", "demo"): "demo-draft", ("eagle3", "demo"): "demo-eagle3"}
 """Method and embedded model, and what ships beside it to draft for it."""
-LATER_METHODS = ("eagle", "mtp", "medusa", "mlp_speculator")
+OTHER_NAMES = {"mimo_mtp": "mtp"}
+"""Older names of methods."""
+LATER_METHODS = ("eagle", "medusa", "mlp_speculator")
 """vLLM's methods that are not there yet."""
 QUANTIZATIONS = (None, "int8")
 SHORTEST_SUFFIX = 2
@@ -44,7 +47,7 @@ class Speculation:
     """A checked `speculative_config`.
 
     num_speculative_tokens: the most tokens that are drafted for a row and step. match_lengths: how many of the newest
-    tokens must have occurred before, at least, and how many are looked at; None: nothing is looked up, a model drafts.
+    tokens must have occurred before, at least, and how many are looked at; None: nothing is looked up.
     num_answer_tokens: of earlier answers, that are looked at besides the request's own.
     """
 
@@ -59,7 +62,7 @@ def speculation_of(given: Mapping[str, Any]) -> Speculation | None:
     if not given:
         return None
     method, number = given["method"], given["num_speculative_tokens"]
-    if method in MODEL_METHODS:
+    if method in (*MODEL_METHODS, "mtp"):
         return Speculation(method, number, None)
     if method == "suffix":
         lengths = SHORTEST_SUFFIX, given["suffix_decoding_max_tree_depth"]
@@ -84,7 +87,7 @@ def checked_speculation(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             "speculative_config has no num_speculative_tokens. Say how many tokens may be drafted at a time, such as 4."
         )
-    return {"method": method, **own_keys(method, given), **given}
+    return {**own_keys(method, given), **given, "method": method}
 
 
 def check_value(name: str, value: Any) -> None:
@@ -104,6 +107,8 @@ def own_keys(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a method with nothing left open. Raises ConfigError where they contradict each other."""
     if method in MODEL_METHODS:
         return {"revision": None, "quantization": None}
+    if method == "mtp":
+        return {}
     if method == "suffix":
         depth = given.get("suffix_decoding_max_tree_depth", 24)
         if depth < SHORTEST_SUFFIX:
@@ -122,6 +127,7 @@ def own_keys(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def checked_method(method: Any) -> str:
     """Raises ConfigError when there is no such method, or not yet."""
+    method = OTHER_NAMES.get(method, method) if isinstance(method, str) else method
     if isinstance(method, str) and method in METHODS:
         return method
     if method in LATER_METHODS:

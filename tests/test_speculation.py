@@ -33,6 +33,7 @@ def test_what_is_left_open_is_settled_once():
     assert checked_speculation({**NGRAM, "prompt_lookup_max": 1})["prompt_lookup_min"] == 1
     assert checked_speculation({**NGRAM, "prompt_lookup_min": 7})["prompt_lookup_max"] == 7
     assert checked_speculation(SUFFIX) == {**SUFFIX, "suffix_decoding_max_tree_depth": 24}
+    assert checked_speculation({"method": "mimo_mtp", "num_speculative_tokens": 1})["method"] == "mtp"
     assert checked_speculation(MODEL) == {**MODEL, "revision": None, "quantization": None}
 
 

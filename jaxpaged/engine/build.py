@@ -27,13 +27,13 @@ from jaxpaged.messages import Progress
 from jaxpaged.models import eagle3
 from jaxpaged.models.config import DecoderConfig, load_hf_config
 from jaxpaged.models.eagle3 import EAGLE3
-from jaxpaged.models.interface import DraftModel, Head, Model
+from jaxpaged.models.interface import DraftModel, Head, HeadConfig, Model
 from jaxpaged.models.pooling import pooling_model
 from jaxpaged.models.registry import model_for, task_of
 from jaxpaged.params.hub import DESCRIPTION_FILES, WANTED_FILES, resolve_model_folder
 from jaxpaged.plan import Plan
 from jaxpaged.pooling import resolved_pooling
-from jaxpaged.speculation import draft_model_of
+from jaxpaged.speculation import checked_speculation, draft_model_of
 
 if TYPE_CHECKING:
     from jaxpaged.engine.observability.kv_event_publisher import KVEventPublisher
@@ -184,7 +184,9 @@ def with_draft_model(
 
     Raises ConfigError when the two do not go together, and CheckpointError.
     """
-    given = config.speculative.speculative_config
+    given = checked_speculation(config.speculative.speculative_config)
+    if given.get("method") == "mtp":
+        return dataclasses.replace(model, draft=own_layer(config, model, decoder, folder))
     name = draft_model_of(given, config.model.model)
     if name is None:
         return model
@@ -208,6 +210,17 @@ def with_draft_model(
     if not config.model.skip_tokenizer_init:
         check_same_tokens(folder, draft_folder)
     return dataclasses.replace(model, draft=DraftModel(draft, draft_decoder, draft_folder, given.get("quantization")))
+
+
+def own_layer(config: EngineConfig, model: Model, decoder: DecoderConfig, folder: Path) -> DraftModel:
+    """The layer of a model's own checkpoint that drafts. Raises ConfigError when there is none."""
+    if model.mtp is None or decoder.num_mtp_layers != 1:
+        raise ConfigError(
+            f"speculative_config.method is 'mtp', and {config.model.model} ({decoder.architecture}) has "
+            f"{decoder.num_mtp_layers} layers that predict further tokens; it takes 1. Choose another method."
+        )
+    description = HeadConfig(**{**vars(decoder), "num_layers": 1, "layers": decoder.layers[-1:]})
+    return DraftModel(model.mtp, description, folder, config.model.quantization)
 
 
 def check_same_tokens(folder: Path, draft_folder: Path) -> None:

@@ -62,6 +62,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     num_labels: int = 0  # of the classifier, if there is one
+    num_mtp_layers: int = 0  # that predict further tokens, and lie in the checkpoint too
     offset_norms: bool = False
     deterministic: bool = False
     few_rows: str = XLA

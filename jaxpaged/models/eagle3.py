@@ -49,8 +49,7 @@ class Eagle3Config(HeadConfig):
         return self.draft_vocab_size != self.vocab_size
 
     def dim_sizes(self) -> dict[str, int]:
-        own = {"A": NUM_TAPS * self.decoder_size, "E": 2 * self.hidden_size, "X": self.draft_vocab_size}
-        return {**super().dim_sizes(), **own}
+        return {**super().dim_sizes(), "A": NUM_TAPS * self.decoder_size, "X": self.draft_vocab_size}
 
 
 @struct.dataclass

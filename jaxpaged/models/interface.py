@@ -86,7 +86,8 @@ class Model:
     `compute_logits(head, config, hidden_SD)` -> float32 logits_SV; columns that only pad the vocabulary are -inf.
     `attention_specs(config, block_size, dtype_bytes, num_model_shards)` -> one AttentionSpec per layer; key heads
         are counted after they were repeated for the shards.
-    `draft`: what drafts tokens for this one, if a model or a head does.
+    `mtp`: the layer of the same checkpoint that can draft tokens, if the architecture has one; its config is made of
+        the decoder's. `draft`: what drafts tokens for this model, if a model or a head does.
     """
 
     architectures: tuple[str, ...]
@@ -97,6 +98,7 @@ class Model:
     head: Callable[[Any], Any]
     compute_logits: Callable[[Any, DecoderConfig, Any], Any]
     attention_specs: Callable[[DecoderConfig, int, int, int], Sequence[CacheSpec]]
+    mtp: Optional["Head"] = None
     draft: Optional["DraftModel"] = None
 
 
@@ -105,6 +107,9 @@ class HeadConfig(DecoderConfig):
     """Of a head that drafts. `taps`: layers before which it reads the decoder's residual stream."""
 
     taps: tuple[int, ...] = ()
+
+    def dim_sizes(self) -> dict[str, int]:
+        return {**super().dim_sizes(), "E": 2 * self.hidden_size}
 
 
 @dataclass(frozen=True)

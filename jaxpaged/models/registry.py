@@ -15,12 +15,13 @@ from jaxpaged.models.gemma2 import GEMMA2
 from jaxpaged.models.gemma3 import GEMMA3
 from jaxpaged.models.interface import Model
 from jaxpaged.models.llama import LLAMA, MISTRAL
+from jaxpaged.models.mimo import MIMO
 from jaxpaged.models.phi3 import PHI3
 from jaxpaged.models.qwen2 import QWEN2
 from jaxpaged.models.qwen3 import QWEN3
 
 MODELS: dict[str, Model] = {
-    name: model for model in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3) for name in model.architectures
+    name: model for model in (LLAMA, MISTRAL, QWEN2, QWEN3, MIMO, GEMMA2, GEMMA3, PHI3) for name in model.architectures
 }
 """Every supported architecture that generates."""
 

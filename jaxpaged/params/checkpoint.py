@@ -43,11 +43,11 @@ BARE = re.compile(r"(embed_tokens|layers|norm)\.")
 """Beginnings of names in checkpoints of a model without a head, as embedding models are stored."""
 
 IGNORED = re.compile(
-    r"(.*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*|(lm_head|score)\.weight|t2d|d2t)"
+    r"(.*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector|mtp_layers)\..*|(lm_head|score)\.weight|t2d|d2t)"
 )
-"""Tensors that a checkpoint may hold and a text model does not use. A tied head may be stored a second time.
-Pooling leaves out the head, and embedding the classifier. Which tokens a head that drafts knows is said twice, and says
-nothing where it knows all."""
+"""Tensors that a checkpoint may hold and a text model does not use. A tied head may be stored a second time. Pooling
+leaves out the head, and embedding the classifier. Layers that predict further tokens are read for drafts only. Which
+tokens a head that drafts knows is said twice, and says nothing where it knows all."""
 
 
 def checkpoint_version(folder: Path) -> str:
@@ -67,16 +67,20 @@ def load_params(
     dtype: Any,
     progress: Progress | None = None,
     load_format: str = "auto",
+    is_whole: bool = True,
 ) -> Any:
     """Parameters in the shape of `specs`, cast to `dtype` or quantized, sharded over `mesh`.
 
-    `load_format` is "safetensors", "orbax", or "auto": whichever the folder holds. Raises CheckpointError for
-    files or tensors that are missing, damaged, misnamed, of another shape, or too many.
+    `load_format` is "safetensors", "orbax", or "auto": whichever the folder holds. `is_whole`: the files hold nothing
+    else. Raises CheckpointError for files or tensors that are missing, damaged, misnamed, of another shape, or extra.
     """
     folder, progress = Path(folder), progress or (lambda done, total: None)
     if load_format == "orbax" or (load_format == "auto" and orbax_format.is_orbax(folder)):
         return orbax_format.load_orbax(specs, config, folder, mesh, dtype, progress)
     entries = entries_of_folder(folder)
+    if not is_whole:
+        wanted = {spec.hf_name for spec in jax.tree.leaves(specs)}
+        entries = {name: entry for name, entry in entries.items() if name in wanted}
     check_entries(jax.tree.leaves(specs), entries, config.dim_sizes(), folder)
     total, done = num_bytes(param_shapes(specs, config, mesh, dtype)), 0
 

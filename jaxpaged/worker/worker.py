@@ -130,17 +130,21 @@ class Worker:
         load = self._loader_of(blueprint.specs, blueprint.decoder, folder)
         if blueprint.draft is None:
             return load
-        load_draft = self._loader_of(blueprint.draft_specs, blueprint.draft.config, blueprint.draft.folder)
+        place = blueprint.draft.folder
+        load_draft = self._loader_of(blueprint.draft_specs, blueprint.draft.config, place, is_whole=place != folder)
         return lambda: DraftedParams(load(), load_draft())
 
-    def _loader_of(self, specs: Any, decoder: DecoderConfig, folder: Path | None) -> Callable[[], Any]:
-        """The same for one model."""
+    def _loader_of(
+        self, specs: Any, decoder: DecoderConfig, folder: Path | None, is_whole: bool = True
+    ) -> Callable[[], Any]:
+        """The same for one model, or for a part of it."""
         target, load = (self.blueprint.mesh, self.blueprint.dtype), self.config.load
         if load.load_format == "dummy":
             return DummyParams(specs, decoder, *target, seed=self.config.model.seed).make
         return partial(
-            load_params, specs, decoder, folder, *target, partial(self.progress, "weights"), load.load_format
-        )
+            load_params, specs, decoder, folder, *target, partial(self.progress, "weights"), load.load_format,
+            is_whole,
+        )  # fmt: skip
 
     def _make_runner(self) -> ModelRunner:
         programs, sizes = self.step_programs, self.kv_cache_config.block_sizes

@@ -9,18 +9,22 @@ from tests.core.simulation import ForcedLengths
 from tests.end_to_end.test_decode_runs import answers_of
 from tests.end_to_end.test_speculation import MOST, check_random_traffic, core_of, started
 from tests.models.checkpoints import write_checkpoint
-from tests.models.draft_heads import EAGLE3, Decoder, Eagle3, write_eagle3
+from tests.models.draft_heads import EAGLE3, Decoder, Eagle3, Mimo, write_eagle3, write_mimo
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def eagle3(tmp_path_factory):
+@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+def headed(request, tmp_path_factory):
     """(Options, an executor, the reference)."""
-    folder = write_checkpoint("llama", tmp_path_factory.mktemp("model"))
-    head = write_eagle3(tmp_path_factory.mktemp("head"))
-    config, executor = started(folder, 34, method="eagle3", model=str(head))
-    yield config, executor, Eagle3(Decoder("llama"), EAGLE3)
+    place = tmp_path_factory.mktemp("model")
+    if request.param == "mtp":
+        (config, executor), reference = started(write_mimo(place), 34, method="mtp"), Mimo()
+    else:
+        folder, head = write_checkpoint("llama", place), write_eagle3(place / "head")
+        config, executor = started(folder, 34, method="eagle3", model=str(head))
+        reference = Eagle3(Decoder("llama"), EAGLE3)
+    yield config, executor, reference
     executor.shutdown()
 
 
@@ -53,9 +57,9 @@ def greedy_requests(num_requests, num_tokens):
     return [EngineCoreRequest(f"r{i}", prompt, params, 0.0) for i, prompt in enumerate(prompts)]
 
 
-def test_a_head_drafts_what_its_definition_says_whatever_came_before(eagle3):
+def test_a_head_drafts_what_its_definition_says_whatever_came_before(headed):
     """Alone and in company, in chunks, behind cached beginnings, after preemption and sleep."""
-    *engine, reference = eagle3
+    *engine, reference = headed
     core = core_of(engine, ForcedLengths(lambda: MOST), async_scheduling=False)
     runner = core.executor.worker.runner
     listener = Listener(runner.drafter, core)
@@ -68,6 +72,6 @@ def test_a_head_drafts_what_its_definition_says_whatever_came_before(eagle3):
         assert drafts == reference.drafts(text, len(drafts))
 
 
-def test_random_traffic_gets_the_bits_of_single_steps(eagle3):
-    config, executor, _ = eagle3
+def test_random_traffic_gets_the_bits_of_single_steps(headed):
+    config, executor, _ = headed
     check_random_traffic((config, executor), seed=1, asynchronous=True, num_steps=5)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 
@@ -10,7 +11,7 @@ from jaxpaged.engine.build import check_same_tokens, read_model, with_draft_mode
 from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.params.hub import EMBEDDED_FOLDER
 from tests.models.checkpoints import write_checkpoint
-from tests.models.draft_heads import TAPS_KEY, write_eagle3
+from tests.models.draft_heads import TAPS_KEY, write_eagle3, write_mimo
 
 
 def drafted_by(draft, tmp_path, **options):
@@ -74,6 +75,16 @@ def test_a_head_of_another_model_or_kind_is_refused(changes, error, message, tmp
     changes = {"target_hidden_size": 48} | changes
     with pytest.raises(error, match=message):
         headed_by(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(("name", "count"), [("llama", 0), ("mimo", 2)])
+def test_a_model_without_a_layer_that_predicts_further_is_refused(name, count, tmp_path):
+    write = write_mimo if name == "mimo" else partial(write_checkpoint, name)
+    folder = write(tmp_path, **{"num_nextn_predict_layers": 2} if count else {})
+    speculation = {"method": "mimo_mtp", "num_speculative_tokens": 2}
+    config = EngineConfig.from_options(model=str(folder), speculative_config=speculation)
+    with pytest.raises(ConfigError, match=f"has {count} layers that predict further tokens; it takes 1"):
+        with_draft_model(config, *read_model(folder), folder)
 
 
 def test_tokenizers_that_give_tokens_other_ids_are_told_apart(tmp_path):

@@ -60,6 +60,39 @@ def write_eagle3(folder: Path, decoder: str = "llama", *, has_embeddings: bool =
     return folder
 
 
+MIMO = {
+    **CONFIGS["qwen2"],
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "mimo",
+    "attention_bias": True,
+    "num_nextn_predict_layers": 1,
+}
+"""config.json of the tiny Qwen 2 as a MiMo."""
+
+
+def mimo_tensors() -> Tensors:
+    """The tiny Qwen 2, and a layer that predicts further."""
+    rng, width, name = np.random.default_rng(8), MIMO["hidden_size"], "model.mtp_layers.0"
+    tensors = make_tensors("qwen2")
+    tensors |= {
+        key.replace("model.layers.0", name): (value[::-1] * 0.9).copy()
+        for key, value in tensors.items()
+        if key.startswith("model.layers.0.")
+    }
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        tensors[f"{name}.{norm}.weight"] = (1 + 0.2 * rng.standard_normal(width)).astype(np.float32)
+    projection = rng.standard_normal((width, 2 * width)) / (2 * width) ** 0.5
+    return {**tensors, f"{name}.input_proj.weight": projection.astype(np.float32)}
+
+
+def write_mimo(folder: Path, **changes: Any) -> Path:
+    """A model folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**MIMO, **changes}), encoding="utf-8")
+    save_file(mimo_tensors(), folder / "model.safetensors")
+    return folder
+
+
 class Layers:
     """Llama's arithmetic over a sequence, on the tensors of one checkpoint."""
 
@@ -140,3 +173,25 @@ class Eagle3(Layers):
         x = x + self.attention(both, "midlayer.self_attn")
         x = x + self.mlp(self.norm(x, "midlayer.post_attention_layernorm"), "midlayer.mlp")
         return self.linear(self.norm(x, "norm")[-1], "lm_head"), x[-1]
+
+
+class Mimo(Layers):
+    """The layer of a MiMo that predicts further."""
+
+    def __init__(self):
+        super().__init__(MIMO, mimo_tensors())
+        self.decoder = Decoder("qwen2")
+
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """As `Eagle3.drafts`."""
+        tokens, hidden = list(tokens), self.decoder.streams(tokens[:-1])[-1]
+        features, table = list(self.norm(hidden, "model.norm")), self.tensors["model.embed_tokens.weight"]
+        name, drafts = "model.mtp_layers.0", []
+        for _ in range(count):
+            hidden = self.norm(np.array(features), f"{name}.hidden_layernorm")
+            both = np.concatenate([hidden, self.norm(table[tokens[1:]], f"{name}.token_layernorm")], -1)
+            x = self.layer(self.linear(both, f"{name}.input_proj"), name)
+            features.append(self.norm(x[-1], f"{name}.final_layernorm"))
+            drafts.append(int((table @ features[-1]).argmax()))
+            tokens.append(drafts[-1])
+        return drafts

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.models.checkpoints import NUM_GREEDY, prompt_of, write_checkpoint
+from tests.models.draft_heads import write_mimo
 from tests.models.paged import NAMES, PagedModel, golden_of, max_model_len_of
 
 # transformers grows the base of "dynamic" with every token; a cache needs one base, so only the prompt agrees.
@@ -38,6 +39,11 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
     np.testing.assert_allclose(logits.sum(axis=1), golden["sums"], rtol=1e-4, atol=2e-3)
     if name in GREEDY_NAMES:
         assert model.continue_greedily(logits[-1], NUM_GREEDY) == golden["greedy"]
+
+
+def test_a_mimo_is_a_qwen_2_with_a_layer_more(tmp_path):
+    logits = PagedModel(write_mimo(tmp_path)).logits(prompt_of("qwen2"))
+    np.testing.assert_allclose(logits.sum(axis=1), golden_of("qwen2")["sums"], rtol=1e-4, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", SHARDED_NAMES)

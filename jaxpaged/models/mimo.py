@@ -1,0 +1,92 @@
+"""MiMo 7B: Qwen 2's layers, and one that predicts a token further (arXiv 2505.07608), which can draft.
+
+That layer's input is a linear function of the decoder's last hidden state and an embedding, both normalised. It shares
+the decoder's embeddings and its table of logits.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxpaged.layers.attention import KVTensor
+from jaxpaged.layers.embedding import Table
+from jaxpaged.layers.linear import Linear, apply_linear
+from jaxpaged.layers.norm import Norm, rms_norm
+from jaxpaged.models import llama
+from jaxpaged.models.config import DecoderConfig, HfFields
+from jaxpaged.models.decoder import Layer, compute_logits
+from jaxpaged.models.decoder_specs import attention_with_bias, linear, mlp_with_bias, norm
+from jaxpaged.models.interface import Head, HeadConfig, LayerBatch
+from jaxpaged.models.qwen2 import qwen_windows
+
+
+@struct.dataclass
+class Mtp:
+    """The layer that predicts further. The decoder's tables serve it too."""
+
+    token_layernorm: Norm
+    hidden_layernorm: Norm
+    input_proj: Linear
+    layer: Layer
+    final_layernorm: Norm
+    embed_tokens: None = None
+    lm_head: None = None
+
+
+def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """MiMo's config.json."""
+    fields = HfFields(hf)
+    num_further = fields.index("num_nextn_predict_layers", 0)
+    windows, has_bias = qwen_windows(fields), fields.flag("attention_bias", True)
+    return llama.pre_norm_config(fields, windows, qkv_bias=has_bias, num_mtp_layers=num_further)
+
+
+def mtp_specs(config: HeadConfig, num_model_shards: int) -> Mtp:
+    """Specs of the first layer that predicts further; the decoder splits the same way, so this one does."""
+    name = "model.mtp_layers.0"
+    return Mtp(
+        token_layernorm=norm("D", f"{name}.token_layernorm"),
+        hidden_layernorm=norm("D", f"{name}.hidden_layernorm"),
+        input_proj=linear("DE", "D E", f"{name}.input_proj"),
+        layer=Layer(
+            self_attn=attention_with_bias(config, f"{name}.self_attn"),
+            mlp=mlp_with_bias(config, f"{name}.mlp"),
+            input_layernorm=norm("D", f"{name}.input_layernorm"),
+            post_attention_layernorm=norm("D", f"{name}.post_attention_layernorm"),
+        ),
+        final_layernorm=norm("D", f"{name}.final_layernorm"),
+    )
+
+
+def features(params: Mtp, config: HeadConfig, hidden_TD: jax.Array, taps: tuple[jax.Array, ...]) -> jax.Array:
+    """The decoder's last hidden states."""
+    return hidden_TD
+
+
+def forward(
+    params: Mtp, config: HeadConfig, embedded_TD: jax.Array, before_TD: jax.Array, kv: KVTensor, batch: LayerBatch
+) -> tuple[jax.Array, jax.Array, KVTensor]:
+    """The layer and its norm, whose output is like that of the decoder."""
+    hidden_TD = rms_norm(before_TD, params.hidden_layernorm, config.norm)
+    both_TE = jnp.concatenate([hidden_TD, rms_norm(embedded_TD, params.token_layernorm, config.norm)], axis=-1)
+    x_TD = apply_linear("TE,DE->TD", both_TE, params.input_proj, config.few_rows)
+    x_TD, kv = llama.decoder_layer(params.layer, config, x_TD, kv, batch)
+    hidden_TD = rms_norm(x_TD, params.final_layernorm, config.norm)
+    return hidden_TD, hidden_TD, kv
+
+
+def table_of_logits(params: Mtp, table_VD: Table) -> Table:
+    return table_VD
+
+
+MTP = Head(
+    param_specs=mtp_specs,
+    features=features,
+    forward=forward,
+    head=table_of_logits,
+    compute_logits=compute_logits,
+)
+MIMO = replace(llama.LLAMA, architectures=("MiMoForCausalLM",), config_from_hf=config_from_hf, mtp=MTP)
