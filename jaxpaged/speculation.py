@@ -28,8 +28,8 @@ METHODS = {
     "mtp": (),
 }
 """Each method and its own keys."""
-MODEL_METHODS = ("draft_model", "eagle3")
-"""Methods whose drafts are made by a model or a head with weights of its own."""
+MODEL_METHODS = ("draft_model", "eagle3", "mtp")
+"""Methods whose drafts a model or a head computes; those with the key `model` name its weights."""
 OWN_DRAFT_MODELS = {("draft_model", "demo"): "demo-draft", ("eagle3", "demo"): "demo-eagle3"}
 """Method and embedded model, and what ships beside it to draft for it."""
 OTHER_NAMES = {"mimo_mtp": "mtp"}
@@ -62,7 +62,7 @@ def speculation_of(given: Mapping[str, Any]) -> Speculation | None:
     if not given:
         return None
     method, number = given["method"], given["num_speculative_tokens"]
-    if method in (*MODEL_METHODS, "mtp"):
+    if method in MODEL_METHODS:
         return Speculation(method, number, None)
     if method == "suffix":
         lengths = SHORTEST_SUFFIX, given["suffix_decoding_max_tree_depth"]
@@ -106,9 +106,7 @@ def check_value(name: str, value: Any) -> None:
 def own_keys(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a method with nothing left open. Raises ConfigError where they contradict each other."""
     if method in MODEL_METHODS:
-        return {"revision": None, "quantization": None}
-    if method == "mtp":
-        return {}
+        return {key: None for key in ("revision", "quantization") if key in METHODS[method]}
     if method == "suffix":
         depth = given.get("suffix_decoding_max_tree_depth", 24)
         if depth < SHORTEST_SUFFIX:
@@ -140,8 +138,8 @@ def checked_method(method: Any) -> str:
 
 def draft_model_of(given: Mapping[str, Any], model: str) -> str | None:
     """Folder or hub id of what drafts for `model`; None where it has no weights of its own. Raises ConfigError."""
-    method = given.get("method")
-    if method not in MODEL_METHODS:
+    method = given.get("method", "")
+    if "model" not in METHODS.get(method, ()):
         return None
     name = given.get("model") or OWN_DRAFT_MODELS.get((method, model))
     if name is None:

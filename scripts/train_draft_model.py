@@ -5,7 +5,6 @@ supposes to follow. Runs for minutes on two CPU cores, and writes a model folder
 would be accepted.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from demo_model.batches import Batch
-from demo_model.distilling import ASSETS, distil, held_out, load_teacher, plan_of
+from demo_model.distilling import asked_for, distil, held_out, load_teacher
 from demo_model.export import export_weights, halved, model_config
 from demo_model.network import Params, Shape, hidden_states, init_params, logits
 from demo_model.training import Plan
@@ -81,19 +80,14 @@ def evaluate(params: Params, teacher: Params, tokenizer: Tokenizer, plan: Plan) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=ASSETS / "demo-draft")
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    plan = plan_of(arguments.seed, arguments.steps)
+    output, plan = asked_for(__doc__.split("\n")[0], "demo-draft")
     teacher, tokenizer = load_teacher()
     params, seconds = distil(init_params(SMALL, plan.seed), teacher, tokenizer, plan, divergence)
     rounded = {name: array.astype(jnp.bfloat16).astype(jnp.float32) for name, array in params.items()}
     greedy, drawn = evaluate(rounded, teacher, tokenizer, plan)
     millions = sum(array.size for array in params.values()) / 1e6
     card = CARD.format(millions=millions, steps=plan.steps, minutes=seconds / 60, greedy=greedy, drawn=drawn)
-    export_weights(arguments.output, halved(params), model_config(SMALL, tokenizer), card)
+    export_weights(output, halved(params), model_config(SMALL, tokenizer), card)
     print(card)
 
 

@@ -3,7 +3,6 @@
 Runs for minutes on two CPU cores, and writes a folder whose card says how often its drafts would be accepted.
 """
 
-import argparse
 import sys
 from collections import Counter
 from functools import partial
@@ -17,7 +16,7 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from demo_model.batches import Batch
-from demo_model.distilling import ASSETS, distil, held_out, load_teacher, plan_of
+from demo_model.distilling import asked_for, distil, held_out, load_teacher
 from demo_model.eagle3 import HeadShape, checkpoint_tensors, drafting_logits, head_config, init_head, rounded
 from demo_model.export import export_weights
 from demo_model.network import Params, Shape, hidden_states, logits
@@ -98,12 +97,7 @@ def agreement(known: np.ndarray, params: Params, teacher: Params, batch: Batch, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=ASSETS / "demo-eagle3")
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    plan = plan_of(arguments.seed, arguments.steps)
+    output, plan = asked_for(__doc__.split("\n")[0], "demo-eagle3")
     teacher, tokenizer = load_teacher()
     known, share = common_tokens(plan, tokenizer)
     params = init_head(HEAD, MODEL, teacher["model.embed_tokens.weight"], known, plan.seed)
@@ -118,7 +112,7 @@ def main() -> None:
         steps=plan.steps, minutes=seconds / 60, table="\n".join(lines),
     )  # fmt: skip
     tensors = checkpoint_tensors(params, known, MODEL.vocab_size)
-    export_weights(arguments.output, tensors, head_config(HEAD, MODEL), card)
+    export_weights(output, tensors, head_config(HEAD, MODEL), card)
     print(card)
 
 

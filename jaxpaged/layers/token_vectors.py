@@ -11,31 +11,23 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention import AttentionMetadata
-
-NOWHERE = 2**31 - 1  # an index that a scatter drops
+from pallas_kernels.token_places import NOWHERE, token_places
 
 
 def write_vectors(cache_BSD: jax.Array, metadata: AttentionMetadata, x_TD: jax.Array) -> jax.Array:
     """The cache with the vectors of this step's tokens; those of padding are written nowhere."""
-    row_T, position_T, is_padding_T = token_places(metadata, len(x_TD))
+    row_T, position_T, real_T = token_places(metadata.query_start_loc_R1, metadata.seq_lens_R, len(x_TD))
     block_T, slot_T = slots(cache_BSD, metadata, row_T, position_T)
-    block_T = jnp.where(is_padding_T, NOWHERE, block_T)
+    block_T = jnp.where(real_T, block_T, NOWHERE)
     return cache_BSD.at[block_T, slot_T].set(x_TD.astype(cache_BSD.dtype), mode="drop")
 
 
 def vectors_before(cache_BSD: jax.Array, metadata: AttentionMetadata, num_tokens: int) -> jax.Array:
     """[T, D]: for each of this step's tokens the vector of the one before it in its request, 0 for the first."""
-    row_T, position_T, is_padding_T = token_places(metadata, num_tokens)
+    row_T, position_T, real_T = token_places(metadata.query_start_loc_R1, metadata.seq_lens_R, num_tokens)
     block_T, slot_T = slots(cache_BSD, metadata, row_T, jnp.maximum(position_T - 1, 0))
-    has_none_T = is_padding_T | (position_T == 0)
-    return jnp.where(has_none_T[:, None], 0, cache_BSD.at[block_T, slot_T].get(mode="clip"))
-
-
-def token_places(metadata: AttentionMetadata, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(row_T, position_T, is_padding_T): which row each token of the step belongs to, and where in its request."""
-    end_R, token_T = metadata.query_start_loc_R1[1:], jnp.arange(num_tokens, dtype=jnp.int32)
-    row_T = jnp.minimum(jnp.sum(end_R <= token_T[:, None], axis=-1), len(end_R) - 1)
-    return row_T, (metadata.seq_lens_R - end_R)[row_T] + token_T, token_T >= end_R[-1]
+    has_one_T = real_T & (position_T > 0)
+    return jnp.where(has_one_T[:, None], cache_BSD.at[block_T, slot_T].get(mode="clip"), 0)
 
 
 def slots(

@@ -148,9 +148,8 @@ class Worker:
 
     def _make_runner(self) -> ModelRunner:
         programs, sizes = self.step_programs, self.kv_cache_config.block_sizes
-        works = max(
-            (layout.shared_work for layout in programs.layouts.values()), key=len
-        )  # whose units are those of all
+        # Layouts for few tokens have none; the units of the others are the same.
+        works = max((layout.shared_work for layout in programs.layouts.values()), key=len)
         shared = [SharedBlocks(size, work.unit) for size, work in zip(sizes, works)]
         rows = RequestRows(self.config.scheduler.max_num_seqs, len(sizes), shared)
         finishers: tuple[Finisher, ...] = (PoolFinisher(),)

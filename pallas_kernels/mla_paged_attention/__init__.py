@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backends as choosing
 from pallas_kernels.shapes import ceil_div
+from pallas_kernels.token_places import token_places
 
 _OP, _BACKENDS = "mla_paged_attention", ("reference", "tpu", "gpu")
 _FLOATS = ("bfloat16", "float16", "float32")
@@ -80,11 +81,8 @@ def make_metadata(
     query_start_loc_R1, seq_lens_R, tables_RM = (
         jnp.asarray(x, jnp.int32) for x in (query_start_loc_R1, seq_lens_R, block_tables_RM)
     )
-    end_R = query_start_loc_R1[1:]
-    token_T = jnp.arange(num_tokens, dtype=jnp.int32)
-    real_T = token_T < end_R[-1]
-    row_T = jnp.minimum(jnp.sum(end_R <= token_T[:, None], axis=-1), len(seq_lens_R) - 1).astype(jnp.int32)
-    position_T = jnp.where(real_T, (seq_lens_R - end_R)[row_T] + token_T, -1)
+    row_T, position_T, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
+    row_T, position_T = row_T.astype(jnp.int32), jnp.where(real_T, position_T, -1)
     block_T = tables_RM.at[row_T, position_T // block_size].get(mode="clip")
     slot_T = position_T % block_size
     block_T = jnp.where(real_T, block_T, _NOWHERE)

@@ -20,12 +20,11 @@ from jax import lax
 from pallas_kernels.ragged_paged_attention import sharing
 from pallas_kernels.ragged_paged_attention.sharing import SharedWork
 from pallas_kernels.shapes import ceil_div
+from pallas_kernels.token_places import NOWHERE, token_places
 
 ITEM_SLOTS = 64
 TILE_QUERIES = 128
 CHUNK_SLOTS = 256
-
-NOWHERE = 2**31 - 1  # an index that scatter drops
 
 
 @jax.tree_util.register_dataclass
@@ -88,8 +87,7 @@ def make_plan(
     """The plan of one step; see `make_metadata` for the arguments."""
     start_R, end_R = query_start_loc_R1[:-1], query_start_loc_R1[1:]
     token_T = jnp.arange(num_tokens, dtype=jnp.int32)
-    row_T = jnp.minimum(jnp.sum(end_R <= token_T[:, None], axis=-1), len(seq_lens_R) - 1)
-    position_T = (seq_lens_R - end_R)[row_T] + token_T
+    row_T, position_T, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
     block_T = block_tables_RM.at[row_T, position_T // block_size].get(mode="clip")
 
     num_queries_R = end_R - start_R
@@ -113,7 +111,7 @@ def make_plan(
     )
     spans = None if shared_6R is None else _tiles_of_spans(shared_6R, query_start_loc_R1, token_T)
     return Plan(
-        slot_block_T=jnp.where(token_T < end_R[-1], block_T, NOWHERE),
+        slot_block_T=jnp.where(real_T, block_T, NOWHERE),
         slot_offset_T=position_T % block_size,
         position_T=position_T,
         tiles=rows if spans is None else _joined(spans, rows),

@@ -1,6 +1,7 @@
 """Training of what drafts for the embedded model: it imitates that model's probabilities on the texts from which that
 was trained."""
 
+import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,15 @@ ASSETS = Path(__file__).resolve().parents[2] / "jaxpaged" / "assets"
 NUM_HELD_OUT = 20
 
 
-def plan_of(seed: int, steps: int) -> Plan:
-    return Plan(seed=seed, steps=steps, short_rows=(8, 128), medium_every=6, long_from=1.0)
+def asked_for(description: str, output: str) -> tuple[Path, Plan]:
+    """(Where the result goes, the plan) by the command line; `output` is the folder among the assets otherwise."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--output", type=Path, default=ASSETS / output)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    plan = Plan(seed=arguments.seed, steps=arguments.steps, short_rows=(8, 128), medium_every=6, long_from=1.0)
+    return arguments.output, plan
 
 
 def held_out(plan: Plan, tokenizer: Tokenizer) -> list[Batch]:

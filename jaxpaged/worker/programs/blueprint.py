@@ -86,7 +86,6 @@ class Blueprint:
         self.specs = quantized_specs(model.param_specs(self.decoder, self.num_shards), config.model.quantization)
         self.param_shapes = param_shapes(self.specs, self.decoder, mesh, self.dtype)
         self.draft: DraftModel | None = None
-
         if model.draft is not None:
             self._add_draft(model.draft)
 

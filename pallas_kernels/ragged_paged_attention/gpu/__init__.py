@@ -42,6 +42,7 @@ from pallas_kernels.ragged_paged_attention.gpu.statics import LayerRule
 from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, choose_tiles, device_kind
 from pallas_kernels.ragged_paged_attention.layout import SplitLayout
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, is_quantized, kind_of, quantize_new
+from pallas_kernels.token_places import token_places
 
 TRITON_MODULES = ("jax_triton", "triton")
 NOWHERE = 2**31 - 1  # a block that no pool has
@@ -133,12 +134,9 @@ class GpuBackend:
         window: int | None,
     ) -> Plan:
         """The plan of one step; see `make_metadata` for the arguments."""
-        end_R = query_start_loc_R1[1:]
-        token_T = jnp.arange(num_tokens, dtype=jnp.int32)
-        row_T = jnp.minimum(jnp.sum(end_R <= token_T[:, None], axis=-1), len(seq_lens_R) - 1)
-        position_T = (seq_lens_R - end_R)[row_T] + token_T
+        row_T, position_T, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
         block_T = block_tables_RM.at[row_T, position_T // block_size].get(mode="clip")
-        return Plan(jnp.where(token_T < end_R[-1], block_T, NOWHERE), position_T % block_size)
+        return Plan(jnp.where(real_T, block_T, NOWHERE), position_T % block_size)
 
     def attention(
         self,

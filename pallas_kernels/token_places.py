@@ -1,0 +1,20 @@
+"""Where the tokens of a step stand: the row of each, and its position there. Knows no op and no cache.
+
+Letters: R rows, T tokens of the step, padding included.
+"""
+
+import jax
+import jax.numpy as jnp
+
+NOWHERE = 2**31 - 1
+"""An index that a scatter drops."""
+
+
+def token_places(
+    query_start_loc_R1: jax.Array, seq_lens_R: jax.Array, num_tokens: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(row_T, position_T, real_T) of the tokens of all rows, one row behind the other; behind the last row's, those
+    that only pad the step are not real, and count as more of it. `seq_lens_R`: rows' lengths, these tokens included."""
+    end_R, token_T = query_start_loc_R1[1:], jnp.arange(num_tokens, dtype=jnp.int32)
+    row_T = jnp.minimum(jnp.sum(end_R <= token_T[:, None], axis=-1), len(seq_lens_R) - 1)
+    return row_T, (seq_lens_R - end_R)[row_T] + token_T, token_T < end_R[-1]
