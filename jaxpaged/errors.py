@@ -67,6 +67,14 @@ class EngineDeadError(EngineError):
     """The engine has stopped; no request can be served any more."""
 
 
+def error_named(name: str, message: str) -> JaxpagedError:
+    """The error that another process reports by the name of its class and its message."""
+    kind = globals().get(name)
+    if isinstance(kind, type) and issubclass(kind, JaxpagedError):
+        return kind(message)
+    return EngineError(f"{name}: {message}")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for a known name that this is a slip or a part of, or an empty string when none is.
 

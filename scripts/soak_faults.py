@@ -42,6 +42,7 @@ from jaxpaged.engine.core_calls import CALLS
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_process import SOCKET
 from jaxpaged.engine.process.zmq_client import dealer
+from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 
@@ -155,7 +156,7 @@ class Faults:
 
     async def _corrupt_frames(self) -> None:
         requests = [request_of("junk", 4)]
-        good = wire.FrameEncoder().encode(requests)[0]
+        good = FrameEncoder().encode(requests)[0]
         async with self.front_end() as made:
             for _ in range(500):
                 kind = self.draw.choice([wire.HELLO, wire.ADD, wire.ABORT, wire.CALL, b"", self.draw.randbytes(30)])
@@ -169,13 +170,13 @@ class Faults:
     async def core_says(self, name: str) -> Any:
         """The core's answer to one of `core_calls.CALLS`."""
         async with self.front_end() as made:
-            made.send_multipart([wire.CALL, *wire.FrameEncoder().encode(wire.Call(1, name))])
+            made.send_multipart([wire.CALL, *FrameEncoder().encode(wire.Call(1, name))])
             end = time.monotonic() + ANSWER_SECONDS
             while time.monotonic() < end:
                 if made.poll(0):
                     kind, *frames = made.recv_multipart()
                     if kind == wire.ANSWER:
-                        return wire.FrameDecoder(CALLS[name].answer_type()).decode(frames[1:])
+                        return FrameDecoder(CALLS[name].answer_type()).decode(frames[1:])
                 await asyncio.sleep(0.01)
         raise TimeoutError(f"the core does not answer {name}")
 
@@ -185,7 +186,7 @@ class Faults:
         async with contextlib.AsyncExitStack() as stack:
             made = await stack.enter_async_context(self.front_end())
             requests = [request_of(f"left-{number}", 100) for number in range(3)]
-            made.send_multipart([wire.ADD, *wire.FrameEncoder().encode(requests)])
+            made.send_multipart([wire.ADD, *FrameEncoder().encode(requests)])
             half = request_bytes(COMPLETIONS, b'{"prompt": "a"}')
             for number in range(50):
                 _, writer = await stack.enter_async_context(connected(self.places.port))

@@ -9,14 +9,15 @@ from jaxpaged.engine.control import AsyncEngineControl, EngineControl
 from jaxpaged.engine.core_calls import CALLS, CollectiveRpc, Sleep, Snapshot, StartProfile, WakeUp, call_named
 from jaxpaged.engine.process import wire
 from jaxpaged.errors import UsageError
+from jaxpaged.frames import FrameDecoder, FrameEncoder
 
 SPECIAL = [Sleep(2, "keep"), WakeUp(["weights"]), Snapshot(5), StartProfile("folder")]
 
 
 @pytest.mark.parametrize("call", [*(call() for call in CALLS.values()), *SPECIAL], ids=repr)
 def test_a_call_arrives_as_it_was_sent(call):
-    frames = wire.FrameEncoder().encode(wire.Call(3, call.name(), msgspec.structs.asdict(call)))
-    arrived = wire.FrameDecoder(wire.Call).decode(frames)
+    frames = FrameEncoder().encode(wire.Call(3, call.name(), msgspec.structs.asdict(call)))
+    arrived = FrameDecoder(wire.Call).decode(frames)
     assert arrived.call_id == 3
     assert call_named(arrived.name, arrived.arguments) == call
 

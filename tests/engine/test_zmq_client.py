@@ -8,6 +8,7 @@ import zmq
 
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.zmq_client import MESSAGES_AT_ONCE, MOST_GATHERED, MOST_GATHERED_BYTES, ZmqClient
+from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from jaxpaged.sampling_params import SamplingParams
 
@@ -36,7 +37,7 @@ def heard(tmp_path, said, until):
                 await asyncio.sleep(0.01)
             identity = core.recv_multipart()[0]
             for kind, value in said:
-                core.send_multipart([identity, kind, *wire.FrameEncoder().encode(value)])
+                core.send_multipart([identity, kind, *FrameEncoder().encode(value)])
             await asyncio.wait_for(enough.wait(), 10)
             client.close()
 
@@ -83,7 +84,7 @@ def said(tmp_path, say, number):
                     _, kind, frame = core.recv_multipart()
                     came += [] if kind == wire.HELLO else [(kind, frame)]
             client.close()
-        decoders = {wire.ADD: wire.FrameDecoder(list[EngineCoreRequest]), wire.ABORT: wire.FrameDecoder(list[str])}
+        decoders = {wire.ADD: FrameDecoder(list[EngineCoreRequest]), wire.ABORT: FrameDecoder(list[str])}
         return [(kind, decoders[kind].decode([frame])) for kind, frame in came]
 
     return asyncio.run(asyncio.wait_for(speak(), 10))

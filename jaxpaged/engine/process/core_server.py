@@ -22,6 +22,7 @@ from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.heartbeat import CALL, TICK_SECONDS, Heartbeat
 from jaxpaged.engine.sleep import LEVELS
 from jaxpaged.errors import EngineDeadError, JaxpagedError, RequestError, UsageError
+from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from jaxpaged.sampling_params import RANDOM_SEED
 
@@ -69,8 +70,8 @@ class CoreServer:
         self._clients: dict[bytes, Client] = {}
         self._routes: dict[str, tuple[Client, str]] = {}  # the core's request id -> who asked, under which name
         self._num_clients = 0
-        self._encoder = wire.FrameEncoder()
-        self._decoders = {kind: wire.FrameDecoder(type) for kind, type in MESSAGES.items()}
+        self._encoder = FrameEncoder()
+        self._decoders = {kind: FrameDecoder(type) for kind, type in MESSAGES.items()}
         self._late_answers: queue.SimpleQueue[tuple[Client, wire.Answer]] = queue.SimpleQueue()
         self._late_sleeps: list[LateSleep] = []
         self._stats_time = 0.0  # when they were last sent

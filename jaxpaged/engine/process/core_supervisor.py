@@ -26,7 +26,7 @@ from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_child import CoreChild
 from jaxpaged.engine.process.core_process import HEARTBEAT, SOCKET
 from jaxpaged.engine.process.heartbeat import CALL, STEP, Heartbeat, Patience
-from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError
+from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError, error_named
 from jaxpaged.messages import Progress
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class CoreSupervisor:
         if isinstance(report, wire.Loading):
             self._progress(report.what, report.done, report.total)
         elif isinstance(report, wire.Failed):
-            self._failure = wire.error_named(report.error, report.message)
+            self._failure = error_named(report.error, report.message)
         elif isinstance(report, wire.Announced):
             with self._changed:
                 self._facts = report.facts

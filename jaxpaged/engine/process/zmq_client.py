@@ -16,7 +16,8 @@ import zmq
 
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.process import wire
-from jaxpaged.errors import EngineDeadError, EngineError
+from jaxpaged.errors import EngineDeadError, EngineError, error_named
+from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest
 
 HELLO_INTERVAL, LONGEST_HELLO_INTERVAL = 0.1, 1.0
@@ -55,10 +56,10 @@ class ZmqClient:
         self._socket: zmq.Socket | None = None
         self._monitor: zmq.Socket | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
-        self._encoder = wire.FrameEncoder()
+        self._encoder = FrameEncoder()
         self._gathered: list[msgspec.Raw] = []  # requests that are not sent yet, encoded
         self._num_gathered_bytes = 0
-        self._decoders = {kind: wire.FrameDecoder(type) for kind, type in TYPES.items()}
+        self._decoders = {kind: FrameDecoder(type) for kind, type in TYPES.items()}
         self._call_ids = itertools.count()
         self._calls: dict[int, tuple[Any, asyncio.Future[Any]]] = {}  # by id: the type of the answer, and who waits
 
@@ -195,9 +196,9 @@ class ZmqClient:
         if future is None or future.done():  # nobody waits any more
             return
         if answer.error is not None:
-            future.set_exception(wire.error_named(*answer.error))
+            future.set_exception(error_named(*answer.error))
         else:
-            future.set_result(wire.FrameDecoder(answer_type).decode(frames[1:]))
+            future.set_result(FrameDecoder(answer_type).decode(frames[1:]))
 
     def _look_at_monitor(self) -> None:
         """All that it reports is that the connection broke."""
@@ -226,10 +227,10 @@ def dealer(context: zmq.Context, address: str) -> zmq.Socket:
 
 def ask_facts(address: str, timeout: float) -> wire.CoreFacts:
     """What a front end must know of the core at `address`. Raises EngineDeadError when none answers in `timeout` s."""
-    hello = [wire.HELLO, *wire.FrameEncoder().encode(None)]
+    hello = [wire.HELLO, *FrameEncoder().encode(None)]
     with zmq.Context() as context, dealer(context, address) as socket:
         for _ in range(max(1, round(timeout / HELLO_INTERVAL))):
             socket.send_multipart(hello)
             if socket.poll(round(HELLO_INTERVAL * 1000)):
-                return wire.FrameDecoder(wire.CoreFacts).decode(socket.recv_multipart()[1:])
+                return FrameDecoder(wire.CoreFacts).decode(socket.recv_multipart()[1:])
     raise EngineDeadError(f"no engine core answers at {address} within {timeout:g} s. Check the address.")

@@ -10,6 +10,7 @@ from jaxpaged.engine.core_calls import CALLS
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.zmq_client import TYPES, ask_facts, dealer
 from jaxpaged.errors import EngineDeadError
+from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 from tests.engine.fake_core import VOCAB_SIZE, CountingExecutor, answer, core_in_thread
@@ -24,7 +25,7 @@ class FrontEnd:
         self.facts = self.receive(wire.READY)
 
     def send(self, kind, value):
-        self.socket.send_multipart([kind, *wire.FrameEncoder().encode(value)])
+        self.socket.send_multipart([kind, *FrameEncoder().encode(value)])
 
     def receive(self, wanted):
         """The value of the next message of a kind."""
@@ -32,7 +33,7 @@ class FrontEnd:
             assert self.socket.poll(10_000), f"no {wanted} came"
             kind, *frames = self.socket.recv_multipart()
             if kind == wanted:
-                return wire.FrameDecoder(TYPES[kind]).decode(frames[:1] if kind == wire.ANSWER else frames)
+                return FrameDecoder(TYPES[kind]).decode(frames[:1] if kind == wire.ANSWER else frames)
 
     def add(self, request_id, max_tokens=5, num_prompt=4, **params):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"seed": 0, **params})
@@ -146,7 +147,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused(connect):
 def test_messages_that_make_no_sense_are_dropped(connect):
     front_end, draw = connect(), random.Random(0)
     kinds = [wire.HELLO, wire.ADD, wire.ABORT, wire.CALL, b"", b"no kind", b"\xff" * 300]
-    good = wire.FrameEncoder().encode([EngineCoreRequest("r", [1], SamplingParams(seed=0), 0.0)])[0]
+    good = FrameEncoder().encode([EngineCoreRequest("r", [1], SamplingParams(seed=0), 0.0)])[0]
     for _ in range(300):
         kind, cut = draw.choice(kinds), draw.randrange(len(good))
         junk = draw.choice([[], [draw.randbytes(20)], [good[:cut]], [good[:cut] + draw.randbytes(3)], [b"\x91" * 5000]])

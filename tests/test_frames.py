@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.engine.process import wire
-from jaxpaged.errors import CapacityError, EngineError, RequestError
+from jaxpaged.errors import CapacityError, EngineError, RequestError, error_named
+from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -20,7 +20,7 @@ from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 
 def through(type, value):
-    return wire.FrameDecoder(type).decode([bytes(frame) for frame in wire.FrameEncoder().encode(value)])
+    return FrameDecoder(type).decode([bytes(frame) for frame in FrameEncoder().encode(value)])
 
 
 def block_map(num_blocks=5):
@@ -53,7 +53,7 @@ def test_outputs_arrive_as_they_were_sent():
 
 
 def test_arrays_travel_outside_of_the_message():
-    encoder = wire.FrameEncoder()
+    encoder = FrameEncoder()
     small, large = encoder.encode(block_map(1)), encoder.encode(block_map(100_000))
     assert len(small) == len(large) == 4
     assert len(large[0]) - len(small[0]) < 20
@@ -77,7 +77,7 @@ def test_numbers_of_numpy_become_plain_numbers():
 @pytest.mark.parametrize("value", [object(), np.array([object()]), np.array(["text"]), {"f": print}])
 def test_what_is_not_plain_data_is_not_sent(value):
     with pytest.raises(TypeError, match="cannot be sent"):
-        wire.FrameEncoder().encode(value)
+        FrameEncoder().encode(value)
 
 
 def with_owner(owner, *buffers):
@@ -107,18 +107,18 @@ def with_owner(owner, *buffers):
 )  # fmt: skip
 def test_frames_that_are_no_such_value_are_refused(frames):
     with pytest.raises(ValueError):
-        wire.FrameDecoder(KVBlockMap).decode(frames)
+        FrameDecoder(KVBlockMap).decode(frames)
 
 
 def test_parameters_that_cannot_be_are_refused_on_arrival():
-    frames = wire.FrameEncoder().encode([["r", [1], [1, 0.0, 0.0, 1.0, -5.0], 0.0]])
+    frames = FrameEncoder().encode([["r", [1], [1, 0.0, 0.0, 1.0, -5.0], 0.0]])
     with pytest.raises(ValueError):
-        wire.FrameDecoder(list[EngineCoreRequest]).decode(frames)
+        FrameDecoder(list[EngineCoreRequest]).decode(frames)
 
 
 def test_errors_keep_their_class_and_message():
-    assert isinstance(wire.error_named("CapacityError", "x"), CapacityError)
-    assert str(wire.error_named("RequestError", "too long")) == "too long"
-    assert isinstance(wire.error_named("RequestError", ""), RequestError)
-    assert type(wire.error_named("KeyError", "k")) is EngineError
-    assert type(wire.error_named("did_you_mean", "k")) is EngineError
+    assert isinstance(error_named("CapacityError", "x"), CapacityError)
+    assert str(error_named("RequestError", "too long")) == "too long"
+    assert isinstance(error_named("RequestError", ""), RequestError)
+    assert type(error_named("KeyError", "k")) is EngineError
+    assert type(error_named("did_you_mean", "k")) is EngineError
