@@ -10,6 +10,9 @@ the buckets that the drafts of all requests could fill the one is chosen in whic
 or none, where a step is bound by products, or where decode steps are run several in one program. What buckets cost is
 measured, and until then supposed to grow with their size.
 
+Where nothing is worth drafting, nothing is thought over again until a request comes or goes, or drafts are tried again:
+a step without drafts costs the host what it costs an engine that never drafts.
+
 Only the length is decided here. That drafts change no token is the worker's, which verifies them.
 """
 
@@ -18,7 +21,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import NamedTuple
 
 from jaxpaged.core.counters import Counters
@@ -28,7 +30,12 @@ from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
 KEPT = 0.8
 """What was seen of a request's drafts counts that much when the next ones are seen."""
 FIRST_RATE, FIRST_WEIGHT = 0.6, 2.0
-"""What is supposed of a request whose drafts were not seen yet, and how many drafts that is as good as."""
+"""What is supposed of a request whose drafts were not seen yet, before any were, and how many drafts that is as good
+as."""
+KEPT_OF_ALL = 0.98
+"""The same as `KEPT`, of the drafts of all requests, from which follows what is supposed of new ones."""
+LEAST_FIRST_RATE = 0.25
+"""So much is supposed of a new request even where the others' drafts were all wrong."""
 LEAST_PRICE = 0.02
 LEAST_RATE = 1e-6
 PATIENCE = 48
@@ -53,21 +60,25 @@ class DraftRecord:
     accepted: float = FIRST_RATE * FIRST_WEIGHT
     seen: float = FIRST_WEIGHT
 
-    def add(self, num_accepted: int, num_asked: int) -> None:
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.seen
+
+    def add(self, num_accepted: int, num_asked: int, kept: float = KEPT) -> None:
         """Drafts of a step. The first that was wrong counts, those behind it were not seen."""
-        self.accepted = KEPT * self.accepted + num_accepted
-        self.seen = KEPT * self.seen + num_accepted + (num_accepted < num_asked)
+        self.accepted = kept * self.accepted + num_accepted
+        self.seen = kept * self.seen + num_accepted + (num_accepted < num_asked)
 
     def worth(self, price: float) -> int:
         """How many drafts are worth `price`."""
-        rate = max(self.accepted / self.seen, LEAST_RATE)
+        rate = max(self.rate, LEAST_RATE)
         if price >= 1:
             return 0
         return self.most if rate >= 1 else min(int(math.log(max(price, LEAST_PRICE)) / math.log(rate)), self.most)
 
     def expected(self, num_drafts: int) -> float:
         """How many of so many drafts will be accepted."""
-        rate = self.accepted / self.seen
+        rate = self.rate
         return sum(rate**n for n in range(1, num_drafts + 1))
 
 
@@ -79,7 +90,8 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        return median(self.newest)
+        """Their median."""
+        return sorted(self.newest)[len(self.newest) // 2]
 
 
 class Lot(NamedTuple):
@@ -161,13 +173,17 @@ class DraftLengths:
         self._scheduled_at: dict[int, float] = {}
         self._last_result = -math.inf
         self._patience = PATIENCE  # steps until the next try
+        self._all = DraftRecord(most)  # of the drafts of all requests
+        self._resting = 0  # that many requests have thought it over, and none drafts
         self.most_in_step = 0
         counters.num_accepted_per_pos = [0] * most
 
     def begin(self, request: Request) -> None:
         """A request was admitted. It decodes a step before anything is drafted."""
         if self._most and request.drafts is None:
-            request.drafts = DraftRecord(min(most_drafts(request), self._most))
+            rate = max(self._all.rate, LEAST_FIRST_RATE)
+            request.drafts = DraftRecord(min(most_drafts(request), self._most), rate * FIRST_WEIGHT)
+            self._resting = 0
 
     def note(self, step_id: int) -> None:
         """A step was scheduled."""
@@ -180,6 +196,8 @@ class DraftLengths:
             return
         self._measure(scheduled, output)
         self._patience -= scheduled.num_steps
+        if output.num_drafts is None and self._resting == len(scheduled.request_ids) and self._patience > 0:
+            return
         asked = dict(zip(scheduled.request_ids, scheduled.max_new_tokens))
         going_on = []
         for i, request_id in enumerate(output.request_ids):
@@ -189,6 +207,7 @@ class DraftLengths:
             if output.num_drafts is not None and num_asked:
                 num_accepted = max(len(output.sampled_token_ids[i]) - 1, 0)
                 request.drafts.add(num_accepted, num_asked)
+                self._all.add(num_accepted, num_asked, KEPT_OF_ALL)
                 self._count(output.num_drafts[i], num_accepted)
             going_on.append(request)
         if going_on:
@@ -216,7 +235,7 @@ class DraftLengths:
     def _set_lengths(self, requests: Sequence[Request], num_requests: int) -> None:
         """How many tokens each of these drafts next, in a step of so many requests: none while nothing is known of
         steps without drafts."""
-        lot, tries = NO_LOT, False
+        lot, tries, self._resting = NO_LOT, False, 0
         if self._times.is_known(num_requests):
             lots = self._times.lots(num_requests, self._most)
             together = DraftRecord(
@@ -229,12 +248,16 @@ class DraftLengths:
                 self._patience = int(PATIENCE * (1 + self._most * (lots[0].cost - 1)))
                 lot = lots[0] if lot is NO_LOT else lot
         self.most_in_step = lot.num_drafts
+        rests = self._times.is_known(num_requests)
         for request in requests:
             request.num_drafts = min(request.drafts.worth(lot.price), lot.most)
             if tries and not request.num_drafts:
                 request.num_drafts = min(request.drafts.most, lot.most)
             if request.num_drafts:
                 request.decode_limit = 0  # to decode needs a decision
+                rests = False
+        if rests:
+            self._resting = num_requests
 
 
 def gain(lot: Lot, together: DraftRecord, num_requests: int) -> float:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.core.counters import Counters
-from jaxpaged.core.drafts import NUM_ENOUGH, NUM_PLAIN, PATIENCE, DraftLengths, DraftRecord
+from jaxpaged.core.drafts import NUM_ENOUGH, NUM_PLAIN, PATIENCE, DraftLengths, DraftRecord, StepTimes
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
 from tests.core.simulation import BLOCK_SIZE, STOP, Engine, ForcedLengths, prompt_of
 
@@ -109,6 +109,33 @@ def test_bad_drafts_are_tried_again_now_and_then():
     assert 4 <= tries <= 9
     traffic.accepted = (MOST,)
     assert sum(traffic.step()[0] for _ in range(3 * PATIENCE)) > PATIENCE, "the text repeats itself from here on"
+
+
+def test_where_nothing_is_worth_drafting_that_is_not_thought_over_in_each_step(monkeypatch):
+    traffic = Traffic(2, 0.3, 0, 0)
+    while any(traffic.step()) or traffic.step_id < PATIENCE:
+        pass
+    asked, thought = [], []
+    lots = StepTimes.lots
+    monkeypatch.setattr(StepTimes, "lots", lambda *args: thought.append(1) or lots(*args))
+    asked += [sum(traffic.step()) for _ in range(20 * PATIENCE)]
+    tries = sum(map(bool, asked))
+    assert 0 < tries < 20 and tries <= len(thought) <= 3 * tries
+
+
+def test_a_new_request_is_as_promising_as_the_drafts_of_others_were_and_is_thought_of_at_once():
+    promising = []
+    for accepted in (0, 1, MOST):
+        traffic = Traffic(1, 0.05, accepted)
+        for _ in range(2 * PATIENCE):
+            traffic.step()
+        (request,) = traffic.requests.values()
+        request.drafts, request.num_drafts = None, 0
+        traffic.lengths.begin(request)
+        promising.append(request.drafts.worth(0.1))
+        traffic.step()
+        assert request.num_drafts
+    assert promising[0] < promising[1] < promising[2] == MOST
 
 
 def test_a_request_may_want_fewer_drafts_or_none():

@@ -1,6 +1,6 @@
 """Which programs are chosen for a step; that they are launched is tested end to end."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -24,14 +24,14 @@ NEEDED = {
 }
 
 
-def choice_with(builders, finisher="sample", needs_full=features_of):
+def choice_with(builders, finisher="sample", needs_full=features_of, verify=MappingProxyType({})):
     programs = Programs(builders, num_threads=1, on_demand=list(builders))
-    return programs, ProgramChoice(programs, StepSizes(finisher, SIZES, SIZES, RUNS, needs_full))
+    return programs, ProgramChoice(programs, StepSizes(finisher, SIZES, SIZES, RUNS, needs_full, verify))
 
 
 def compiled(keys=EVERY, **options):
     """A choice among programs of which `keys` are compiled."""
-    builders = {key: lambda key=key: SimpleNamespace(compile=lambda: key) for key in EVERY}
+    builders = {key: lambda key=key: SimpleNamespace(compile=lambda: key) for key in {*EVERY, *keys}}
     programs, choice = choice_with(builders, **options)
     for key in keys:
         assert programs[key] == key
@@ -78,6 +78,21 @@ def test_a_step_is_a_forward_pass_and_what_finishes_it_where_somebody_gets_a_tok
     assert choice.choose(step(["a"], [7], [0], [("a", PLAIN)])) == (("forward", 8),)
     assert choice.choose(step(["a", "b"], [9, 1], [0, 1], [("b", PLAIN)])) == (("forward", 16), ("sample", 2))
     assert choice.choose(step(["a", "b"], [1, 1], [1, 1], masked=True)) == (("forward", 2), ("sample_masked", 2))
+
+
+def test_an_engine_that_drafts_calls_other_programs_only_in_steps_with_drafts():
+    verify = {"sample": "verify", "sample_full": "verify_full", "sample_masked": "verify_masked"}
+    keys = [*EVERY, *(ProgramKey(kind, size) for kind in ("draft", *verify.values()) for size in SIZES)]
+    _, drafts = compiled(keys, verify=verify)
+    _, plain = compiled()
+    new = [("a", PLAIN), ("b", FULL)]
+    for scheduled in (
+        step(["a", "b"], [7, 1], [0, 1], new), step(["a", "b"], [1, 1], [1, 1]), step(["a"], [1], [1]),
+        step(["a", "b"], [1, 1], [1, 1], masked=True), step(["a"], [4], [4], num_steps=4),
+    ):  # fmt: skip
+        assert drafts.choose(scheduled) == plain.choose(scheduled)
+    with_drafts = step(["a", "b"], [4, 1], [4, 1])
+    assert drafts.choose(with_drafts) == (("draft", 2), ("forward", 8), ("verify_full", 2))
 
 
 def test_only_steps_in_which_somebody_needs_the_full_sampler_get_it():
