@@ -46,6 +46,8 @@ NUM_KEPT, NUM_ENOUGH = 7, 3
 its step longer, and the next one shorter."""
 LEAST_GAIN = 1.02
 """How many times as many tokens per second there must be with drafts: measurements err."""
+NUM_MEASURED = NUM_KEPT + 1
+"""Steps before a try that are measured; of the first of them it is not known when the one before it ended."""
 NUM_PLAIN = 4
 """Steps without drafts that are measured before the first drafts."""
 REMEASURE = 128
@@ -194,9 +196,11 @@ class DraftLengths:
         """The tokens of a step are there, and not taken yet: count drafts, and say how many there are next."""
         if not self._most:
             return
-        self._measure(scheduled, output)
         self._patience -= scheduled.num_steps
-        if output.num_drafts is None and self._resting == len(scheduled.request_ids) and self._patience > 0:
+        rests = output.num_drafts is None and self._resting == len(scheduled.request_ids)
+        if not rests or self._patience < NUM_MEASURED * scheduled.num_steps:
+            self._measure(scheduled, output)
+        if rests and self._patience > 0:
             return
         asked = dict(zip(scheduled.request_ids, scheduled.max_new_tokens))
         going_on = []

@@ -2,7 +2,10 @@
 
 Its input is an embedding and a feature side by side; a feature is a linear function of the three residual streams. It
 knows a part of the vocabulary, mostly: `d2t` says by how much the id of each of its tokens is less than the decoder's.
-Checkpoints hold the layer as `midlayer`, and the embeddings where they are not the decoder's.
+Checkpoints hold the layer as `midlayer` or as `layers.0`, and the embeddings where they are not the decoder's.
+
+There are two kinds of config.json: that of the method's authors, SpecForge and ModelOpt, a Llama's with some fields
+more; and that of `speculators`, which has the Llama's fields in a part of its own.
 """
 
 from dataclasses import dataclass
@@ -31,6 +34,24 @@ from jaxpaged.params.spec import Spec
 EMBEDDINGS = "model.embed_tokens.weight"
 TAPS = "eagle_aux_hidden_state_layer_ids"
 NUM_TAPS = 3
+INNER_VALUES = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
+"""What else `eagle_config` may say, each at the only value that describes the layer that is computed here."""
+LAYER_FIELDS = "transformer_layer_config"
+TOOL_FIELDS = {
+    "speculators_config",
+    "speculators_version",
+    "has_no_defaults_at_init",
+    "embed_requires_grad",
+    LAYER_FIELDS,
+}
+"""Fields of `speculators` that say nothing of the forward pass, and the one that has others in it."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +110,11 @@ def config_from_hf(hf: dict[str, Any], folder: Path, decoder: DecoderConfig) -> 
 
     Raises CheckpointError for what is missing or not supported, ConfigError for a head that was made for another model.
     """
-    fields = HfFields(hf)
+    fields = HfFields(flattened(hf))
     if fields.count("num_hidden_layers") != 1:
-        raise CheckpointError(f"config.json: num_hidden_layers is {hf['num_hidden_layers']}; an EAGLE-3 head has 1.")
+        raise CheckpointError(
+            f"config.json: num_hidden_layers is {fields.hf['num_hidden_layers']}; an EAGLE-3 head has 1."
+        )
     own = {
         "decoder_size": fields.count("target_hidden_size", decoder.hidden_size),
         "draft_vocab_size": fields.count("draft_vocab_size", fields.count("vocab_size")),
@@ -108,13 +131,29 @@ def config_from_hf(hf: dict[str, Any], folder: Path, decoder: DecoderConfig) -> 
     return config
 
 
+def flattened(hf: dict[str, Any]) -> dict[str, Any]:
+    """config.json of either kind as one of the first. Raises CheckpointError for another one of `speculators`."""
+    if "speculators_model_type" not in hf:
+        return hf
+    kind, layer = hf["speculators_model_type"], hf.get(LAYER_FIELDS)
+    if kind != "eagle3" or not isinstance(layer, dict):
+        raise CheckpointError(
+            f"config.json: speculators_model_type is {short(kind)} and {LAYER_FIELDS} {short(layer)}; only 'eagle3' "
+            "with the fields of a layer is supported."
+        )
+    known = TOOL_FIELDS | {"speculators_model_type"}
+    return {"norm_before_residual": True, **layer, **{name: value for name, value in hf.items() if name not in known}}
+
+
 def read_taps(fields: HfFields, num_layers: int) -> tuple[int, ...]:
     """The layers whose input the head reads: an early one, one in the middle and a late one, unless it says which."""
     inner = fields.value("eagle_config", {})
-    if not isinstance(inner, dict) or not inner.keys() <= {TAPS, "use_aux_hidden_state"}:
-        raise CheckpointError(f"config.json: eagle_config is {short(inner)}; known of it are {TAPS} and true.")
-    if inner.get("use_aux_hidden_state", True) is not True:
-        raise CheckpointError("config.json: eagle_config.use_aux_hidden_state is false: no EAGLE-3 head is without.")
+    if not isinstance(inner, dict):
+        raise CheckpointError(f"config.json: eagle_config is {short(inner)}; it must be an object.")
+    for name, value in inner.items():
+        if name != TAPS and value != INNER_VALUES.get(name):
+            only = f"only {INNER_VALUES[name]!r} is supported" if name in INNER_VALUES else "nothing is known of it"
+            raise CheckpointError(f"config.json: eagle_config.{name} is {short(value)}; {only}.")
     taps = fields.value(TAPS, inner.get(TAPS)) or [2, num_layers // 2, num_layers - 3]
     whole = isinstance(taps, list) and all(type(tap) is int and 0 <= tap <= num_layers for tap in taps)
     if not whole or len(taps) != NUM_TAPS:

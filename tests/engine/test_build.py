@@ -4,11 +4,13 @@ import json
 import shutil
 from functools import partial
 
+import jax
 import pytest
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.build import check_same_tokens, read_model, with_draft_model
 from jaxpaged.errors import CheckpointError, ConfigError
+from jaxpaged.params.checkpoint import check_entries, entries_of_folder
 from jaxpaged.params.hub import EMBEDDED_FOLDER
 from tests.models.checkpoints import write_checkpoint
 from tests.models.draft_heads import TAPS_KEY, write_eagle3, write_mimo
@@ -58,16 +60,48 @@ def test_a_head_says_what_it_reads_and_what_it_knows(tmp_path):
     assert config.taps == (2, 0, 1) and not config.has_embeddings and not config.maps_tokens
 
 
+OF_MODELOPT = {
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1, TAPS_KEY: [0, 1, 2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "norm_before_residual"),
+    [
+        ({"rope_scaling": None, "pretraining_tp": 1, "torch_dtype": "float16", TAPS_KEY: [0, 1, 2]}, False),
+        ({"eagle_config": OF_MODELOPT, TAPS_KEY: None, "has_embeddings": True}, False),
+        ({"speculators": True, "has_embeddings": True, "norm_before_residual": False}, False),
+        ({"speculators": True, "target_hidden_size": None}, True),
+    ],
+    ids=["authors", "modelopt", "speculators", "speculators, defaults"],
+)
+def test_published_layouts_are_read(layout, norm_before_residual, tmp_path):
+    """Of the description and, by name and shape, of the tensors."""
+    draft = headed_by(tmp_path, **layout)
+    draft, config = draft.draft, draft.draft.config
+    assert (config.taps, config.draft_vocab_size, config.hidden_size) == ((0, 1, 2), 150, 48)
+    assert config.norm_before_residual == norm_before_residual
+    assert config.has_embeddings == layout.get("has_embeddings", False)
+    specs = jax.tree.leaves(draft.model.param_specs(config, 1))
+    check_entries(specs, entries_of_folder(draft.folder), config.dim_sizes(), draft.folder)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
+        ({"speculators": True, "hidden_act": "tanh"}, CheckpointError, "hidden_act is 'tanh'"),
+        ({"eagle_config": {"use_last_layernorm": False}}, CheckpointError, "use_last_layernorm is False; only True"),
+        ({"eagle_config": {"layer_type": 3}}, CheckpointError, "eagle_config.layer_type is 3; nothing is known of it"),
+        ({"norm_before_fc": True}, CheckpointError, "norm_before_fc is True. Nothing is known"),
+        ({"speculators_model_type": "dflash"}, CheckpointError, "speculators_model_type is 'dflash'"),
         ({"vocab_size": 300}, ConfigError, r"head knows 300 tokens, and .*model 211\. Choose"),
         ({"target_hidden_size": 64}, ConfigError, "made for a model of width 64, and this one has 48"),
         ({"hidden_size": 32}, ConfigError, "has a width of 32 and no embeddings"),
         ({"num_hidden_layers": 2}, CheckpointError, "num_hidden_layers is 2; an EAGLE-3 head has 1"),
         ({TAPS_KEY: None}, CheckpointError, r"is \[2, 1, -1\]; it must name 3 of the decoder's 2 layers"),
         ({TAPS_KEY: [1, 2]}, CheckpointError, r"is \[1, 2\]; it must name 3"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, CheckpointError, "use_aux_hidden_state is false"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, CheckpointError, "use_aux_hidden_state is False"),
         ({"logit_scale": 0.5}, CheckpointError, "logit_scale is 0.5"),
     ],
 )

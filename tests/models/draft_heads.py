@@ -51,12 +51,38 @@ def eagle3_tensors(hf: dict[str, Any], decoder_size: int, has_embeddings: bool) 
     return tensors
 
 
-def write_eagle3(folder: Path, decoder: str = "llama", *, has_embeddings: bool = False, **changes: Any) -> Path:
-    """The folder of a head for the tiny checkpoint `decoder`."""
+OF_HEAD = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", TAPS_KEY)
+"""Fields that `speculators` keeps outside of the layer's."""
+
+
+def as_speculators(hf: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a head as `speculators` writes it."""
+    layer = {name: value for name, value in hf.items() if name not in OF_HEAD}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [{"speculative_tokens": 3}]},
+        "transformer_layer_config": {**layer, "architectures": ["LlamaForCausalLM"]},
+        "has_no_defaults_at_init": False,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        **{name: hf.get(name) for name in OF_HEAD if name in hf},
+    }
+
+
+def write_eagle3(
+    folder: Path, decoder: str = "llama", *, has_embeddings: bool = False, speculators: bool = False, **changes: Any
+) -> Path:
+    """The folder of a head for the tiny checkpoint `decoder`, as the method's authors or `speculators` write it."""
     hf = {**EAGLE3, **{name: CONFIGS[decoder][name] for name in ("vocab_size", "hidden_size")}, **changes}
+    tensors = eagle3_tensors(hf, CONFIGS[decoder]["hidden_size"], has_embeddings)
+    if speculators:
+        hf, tensors = as_speculators(hf), {key.replace("midlayer", "layers.0"): each for key, each in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
-    save_file(eagle3_tensors(hf, CONFIGS[decoder]["hidden_size"], has_embeddings), folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
