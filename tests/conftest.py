@@ -35,10 +35,15 @@ hypothesis.configuration.set_hypothesis_home_dir(CACHE / "hypothesis")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The name of a test is the same in every process, or workers that run tests side by side find different ones."""
+    """The name of a test is the same in every process, or workers that run tests side by side find different ones.
+
+    Files with slow tests come first: a worker that begins with one of them when the other has nothing left works alone.
+    """
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if unstable:
         raise pytest.UsageError(f"an address in the name of a test: give its parameters ids. {unstable[0]}")
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture

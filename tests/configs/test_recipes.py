@@ -78,7 +78,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     """(where it stands, what follows `jaxpaged`)"""
     own_file = str(CONFIGS / "systemd/serve.yaml")
     [start] = unit()["ExecStart"]
-    yield "systemd", shlex.split(start.replace("/etc/jaxpaged/serve.yaml", own_file))[1:]
+    yield "systemd", [own_file if word == "/etc/jaxpaged/serve.yaml" else word for word in shlex.split(start)][1:]
     [in_image] = [json.loads(arguments) for name, arguments in instructions() if name == "CMD"]
     yield "container", in_image
     yield "kubernetes", container()["args"]

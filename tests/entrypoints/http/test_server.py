@@ -290,8 +290,8 @@ def test_a_server_must_have_something_to_serve():
         server.Sockets(ServerOptions(http=False))
 
 
-def test_without_http_only_grpc_has_an_address(tmp_path):
-    file = str(tmp_path / "x.sock")
+def test_without_http_only_grpc_has_an_address(short_path):
+    file = str(short_path / "x.sock")
     sockets = server.Sockets(ServerOptions(http=False, grpc_port=0, grpc_uds=file))
     assert sockets.public is None and sockets.urls == []
     [port, path] = sockets.grpc_addresses
@@ -299,7 +299,7 @@ def test_without_http_only_grpc_has_an_address(tmp_path):
     with pytest.raises(UsageError, match="Choose another --grpc-uds"):
         server.Sockets(ServerOptions(port=0, grpc_uds=__file__))
     sockets.release_grpc()
-    assert sockets.grpc_addresses == [port, path] and not (tmp_path / "x.sock").exists()
+    assert sockets.grpc_addresses == [port, path] and not (short_path / "x.sock").exists()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", int(port.partition(":")[2])))  # nobody holds it any more
         with pytest.raises(UsageError, match="Choose another --grpc-port"):
