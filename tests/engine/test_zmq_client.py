@@ -2,6 +2,7 @@
 requests, the other way."""
 
 import asyncio
+import time
 
 import pytest
 import zmq
@@ -61,6 +62,50 @@ def test_however_many_steps_wait_none_is_lost_and_others_get_their_turn(tmp_path
     number = 3 * MESSAGES_AT_ONCE
     got = heard(tmp_path, [(wire.STEP, step(i)) for i in range(number)] + [(wire.READY, None)] * 0, 3)
     assert max(len(steps) for _, steps in got) <= MESSAGES_AT_ONCE
+
+
+class SlowHandler:
+    """What deals with steps takes `seconds` each time, and so does a task that it wakes, by a clock that stands still
+    otherwise."""
+
+    def __init__(self, seconds):
+        self.seconds, self.now, self.turns = seconds, 0.0, []
+
+    def __call__(self, steps):
+        self.turns.append(self.now)
+        self._work()
+        asyncio.get_running_loop().call_soon(self._work)
+
+    def _work(self):
+        self.now += self.seconds
+
+
+def test_where_steps_take_all_time_others_get_half_of_it(tmp_path, monkeypatch):
+    """A step comes every half a millisecond; others need many rounds of the loop, a tenth of a millisecond each."""
+    handler = SlowHandler(0.002)
+
+    async def serve():
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "time", lambda: handler.now)
+        client = ZmqClient(f"ipc://{tmp_path}/core", watch_connection=False, clock=lambda: handler.now)
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as core:
+            core.bind(client.address)
+            client.open(loop, {wire.STEP: handler}, lambda: None)
+            identity = core.recv_multipart()[0]
+            num_rounds, num_steps = 0, 0
+            while len(handler.turns) < 20:
+                while num_steps * 0.0005 <= handler.now:
+                    core.send_multipart([identity, wire.STEP, *FrameEncoder().encode(step(0))])
+                    num_steps += 1
+                    time.sleep(0.001)  # in which it arrives
+                await asyncio.sleep(0)
+                handler.now += 0.0001
+                num_rounds += bool(handler.turns)
+            client.close()
+        return num_rounds * 0.0001
+
+    of_others = asyncio.run(serve())
+    assert of_others > 0.4 * handler.turns[-1]
 
 
 def request(name, num_tokens=1):

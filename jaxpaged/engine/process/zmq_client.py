@@ -1,13 +1,14 @@
 """The front end's side of the socket to an engine core in another process, inside an asyncio event loop.
 
 What arrives is handed to its handler at once, in the loop; steps that came while the loop was busy are handed over
-together, since to make one of them costs less than to deal with each. Sending never waits; requests that are made in
-one round of the loop go out together behind it. This module knows neither text nor prompts, nor what is to be done when
-the core goes away.
+together, since to make one of them costs less than to deal with each. Where to deal with them takes long, what follows
+waits as long (see `rest`). Sending never waits; requests that are made in one round of the loop go out together behind
+it. This module knows neither text nor prompts, nor what is to be done when the core goes away.
 """
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import zmq
 
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.process import wire
+from jaxpaged.engine.process.rest import Rest
 from jaxpaged.errors import EngineDeadError, EngineError, error_named
 from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest
@@ -43,14 +45,15 @@ Handlers = Mapping[bytes, Callable[[Any], None]]
 class ZmqClient:
     """Talks to whatever core answers on `address`. All methods are for the event loop's thread, after `open`.
 
-    `watch_connection`: tell when the connection breaks, for those whom nobody else tells.
+    `watch_connection`: tell when the connection breaks, for those whom nobody else tells. `clock`: seconds.
     """
 
-    def __init__(self, address: str, *, watch_connection: bool):
+    def __init__(self, address: str, *, watch_connection: bool, clock: Callable[[], float] = time.perf_counter):
         self.address = address
         self._watch_connection = watch_connection
         self._context = zmq.Context()
         self._loop: asyncio.AbstractEventLoop  # from `open` on
+        self._rest = Rest(clock)
         self._handlers: Handlers = {}
         self._on_disconnect: Callable[[], None] = lambda: None
         self._socket: zmq.Socket | None = None
@@ -124,6 +127,7 @@ class ZmqClient:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._monitor = None
+        self._rest.cancel()
         if self._socket is not None:
             self._forget_reader(self._socket)
             self._socket.close(linger=0)
@@ -157,9 +161,20 @@ class ZmqClient:
         self._loop.call_soon(self._receive)
 
     def _receive(self) -> None:
+        if self._socket is None:
+            return
+        if self._rest.lasts(self._receive):
+            self._socket.get(zmq.EVENTS)  # or the descriptor would wake the loop again and again for the same
+        else:
+            self._take_all()
+
+    def _take_all(self) -> None:
+        """Hand over what is there, up to `MESSAGES_AT_ONCE`."""
         came = list(itertools.islice(self._messages(), MESSAGES_AT_ONCE))
-        if len(came) == MESSAGES_AT_ONCE:
-            self._loop.call_soon(self._receive)
+        if len(came) == MESSAGES_AT_ONCE:  # a backlog must not grow
+            self._loop.call_soon(self._take_all)
+        elif any(kind == wire.STEP for kind, *_ in came):
+            self._rest.begin_work()
         socket, steps = self._socket, []
         for kind, *frames in [*came, [b""]]:
             if kind == wire.STEP:
