@@ -205,3 +205,5 @@ def test_deterministic_is_refused_where_nobody_has_shown_it(platform, options, r
     with pytest.raises(ConfigError, match=reason):
         config.resolve(FACTS, platform)
     assert EngineConfig.from_options(deterministic=True).resolve(FACTS, "cpu").compile.deterministic
+    with pytest.raises(ConfigError, match="experts"):
+        EngineConfig.from_options(deterministic=True).resolve(dataclasses.replace(FACTS, has_experts=True), "cpu")

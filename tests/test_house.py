@@ -414,8 +414,8 @@ def test_an_undeclared_package_is_found():
 
 
 def test_a_letter_that_nobody_explains_is_found():
-    assert list(letter_problems("x.py", ast.parse("x_TQ = y_TQ")))
-    assert not list(letter_problems("x.py", ast.parse('"""Words.\n\nLetters: Q\nqueries.\n"""\nx_TQ = y_TQ[a_R1]')))
+    assert list(letter_problems("x.py", ast.parse("x_TP = y_TP")))
+    assert not list(letter_problems("x.py", ast.parse('"""Words.\n\nLetters: P\npages.\n"""\nx_TP = y_TP[a_R1]')))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class EngineConfig:
         num_devices = self.parallel.tensor_parallel_size
         speculative = SpeculativeConfig(resolved_speculation(speculation, model.runner, num_devices, model.model))
         check_sizes(model, scheduler, self.compile, self.parallel, facts)
-        check_deterministic(self.compile, self.parallel, platform)
+        check_deterministic(self.compile, self.parallel, facts, platform)
         if model.runner == "pooling":
             cache, scheduler = for_pooling(model, cache, scheduler, self.compile)
         return dataclasses.replace(self, model=model, cache=cache, scheduler=scheduler, speculative=speculative)

@@ -25,6 +25,7 @@ class ModelFacts:
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
     num_heads: int
     vocab_size: int
+    has_experts: bool = False
     task: str = "generate"  # what the checkpoint is made for; or "embed", "classify"
     pooler: Mapping[str, Any] = field(default_factory=dict)  # pooling options that come with it
 
@@ -96,7 +97,7 @@ def for_pooling(
     )
 
 
-def check_deterministic(compile: CompileConfig, parallel: ParallelConfig, platform: str) -> None:
+def check_deterministic(compile: CompileConfig, parallel: ParallelConfig, facts: ModelFacts, platform: str) -> None:
     """Raise ConfigError where equal bits in every batch are unproven."""
     if not compile.deterministic:
         return
@@ -110,6 +111,11 @@ def check_deterministic(compile: CompileConfig, parallel: ParallelConfig, platfo
             f"deterministic was asked for with tensor_parallel_size {parallel.tensor_parallel_size}, but the order in "
             "which devices add their parts has not been shown to be the same for every batch. Use one device, or leave "
             "it out."
+        )
+    if facts.has_experts:
+        raise ConfigError(
+            "deterministic was asked for, but sums over the experts of a token have not been shown to be the same in "
+            "every batch. Use a model without experts, or leave it out."
         )
     if compile.attention_backend != "auto":
         raise ConfigError(

@@ -245,6 +245,7 @@ def facts_of(decoder: DecoderConfig, folder: Path | None = None) -> ModelFacts:
         dtype=decoder.dtype,
         num_heads=decoder.num_heads,
         vocab_size=decoder.vocab_size,
+        has_experts=decoder.experts is not None,
         task="embed" if pooler and task == "generate" else task,
         pooler=pooler,
     )

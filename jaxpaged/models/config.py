@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.errors import CheckpointError
+from jaxpaged.layers.experts import RouterConfig
 from jaxpaged.layers.few_rows import XLA
 from jaxpaged.layers.norm import NormConfig
 from jaxpaged.layers.rope import RopeConfig
@@ -24,6 +25,20 @@ class LayerConfig:
 
     window: int | None
     rope: RopeConfig
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Feed-forward blocks of `num_experts` experts, each of `width` columns, in the layers that `layers` names.
+
+    `shared_width`: columns of the experts that all tokens share, 0 where there are none.
+    """
+
+    num_experts: int
+    width: int
+    router: RouterConfig
+    layers: tuple[int, ...]
+    shared_width: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,7 @@ class DecoderConfig:
     embed_scale: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    experts: ExpertsConfig | None = None
     num_labels: int = 0  # of the classifier, if there is one
     num_mtp_layers: int = 0  # that predict further tokens, and lie in the checkpoint too
     offset_norms: bool = False
@@ -72,9 +88,30 @@ class DecoderConfig:
         """How every norm of the model is computed."""
         return NormConfig(self.norm_eps, self.offset_norms, self.deterministic)
 
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layers whose feed-forward block is made of experts."""
+        return self.experts.layers if self.experts else ()
+
+    @property
+    def columns_per_token(self) -> int:
+        """The most feed-forward columns that one layer computes for a token."""
+        if self.experts is None:
+            return self.intermediate_size
+        of_experts = self.experts.router.experts_per_token * self.experts.width + self.experts.shared_width
+        return max(of_experts, 0 if len(self.sparse_layers) == self.num_layers else self.intermediate_size)
+
+    @property
+    def share_of_experts(self) -> float:
+        """How many of the experts of a layer a token goes to; 1 where there are none."""
+        return self.experts.router.experts_per_token / self.experts.num_experts if self.experts else 1.0
+
     def dim_sizes(self) -> dict[str, int]:
         """Letter -> size of that axis in the checkpoint."""
+        experts = self.experts
+        of_experts = {"E": experts.num_experts, "Q": experts.width, "O": experts.shared_width} if experts else {}
         return {
+            **of_experts,
             "D": self.hidden_size,
             "N": self.num_heads,
             "K": self.num_kv_heads,
@@ -99,6 +136,7 @@ HARMLESS_FIELDS = frozenset(
     num_return_sequences output_scores forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens chunk_size_feed_forward pruned_heads
     tf_legacy_loss use_bfloat16 cache_implementation attn_implementation bos_token_id eos_token_id
+    output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux
     hybrid_kvcache_attention_pattern unsloth_fixed unsloth_version transformers.js_config pretraining_tp
     is_llama_config is_matryoshka matryoshka_dimensions sentence_transformers max_sequence_length
     model_max_length tokenizer_model_max_length

@@ -13,8 +13,9 @@ from flax import struct
 from jaxpaged.kv_cache_spec import AttentionSpec
 from jaxpaged.layers.attention import KVTensor, attend
 from jaxpaged.layers.embedding import embed, vocabulary_logits
+from jaxpaged.layers.experts import Experts, mixture_of_experts
 from jaxpaged.layers.linear import Linear, apply_linear
-from jaxpaged.layers.mlp import Mlp
+from jaxpaged.layers.mlp import Mlp, gated_mlp
 from jaxpaged.layers.norm import Norm, rms_norm
 from jaxpaged.layers.rope import CosSin, RopeConfig, apply_rope, rope_cos_sin
 from jaxpaged.models.config import DecoderConfig
@@ -39,7 +40,7 @@ class Layer:
     """The names are the checkpoint's. The last two norms exist where a block's output is normalised too."""
 
     self_attn: Attention
-    mlp: Mlp
+    mlp: Mlp | Experts
     input_layernorm: Norm
     post_attention_layernorm: Norm
     pre_feedforward_layernorm: Norm | None = None
@@ -85,6 +86,16 @@ def self_attention(
         scale=config.query_scale, soft_cap=config.attn_soft_cap, hidden_T=batch.hidden_T,
     )  # fmt: skip
     return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj, config.few_rows), kv
+
+
+def feed_forward(p: Mlp | Experts, config: DecoderConfig, x_TD: jax.Array, batch: LayerBatch) -> jax.Array:
+    """[T, D] -> [T, D]: the block of all tokens, or for each token that of its experts."""
+    if isinstance(p, Mlp):
+        return gated_mlp(x_TD, p, config.activation, config.few_rows)
+    assert config.experts is not None, "a block of experts needs a router"
+    num_tokens = batch.attention.metadata.query_start_loc_R1[-1]
+    mesh = batch.attention.context.mesh
+    return mixture_of_experts(x_TD, p, config.experts.router, config.activation, num_tokens, mesh, config.few_rows)
 
 
 def forward(

@@ -3,6 +3,9 @@
 The containers are those of `decoder.py`, holding a `Spec` where the model holds an array.
 """
 
+from collections.abc import Callable
+
+from jaxpaged.layers.experts import Experts
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import Mlp
 from jaxpaged.layers.norm import Norm
@@ -19,11 +22,13 @@ def decoder_specs(
     qk_norm: bool = False,
     sandwich_norms: bool = False,
     fused: bool = False,
+    feed_forward: Callable[[DecoderConfig, str, int], Mlp | Experts] | None = None,
 ) -> Decoder:
     """Specs of a whole decoder. Raises ConfigError when the model cannot be split over so many shards.
 
     `qk_norm`: norms on query and key heads. `sandwich_norms`: norms before and after both blocks. `fused`: the
-    checkpoint keeps query, key and value projections in one tensor, and gate and up in another.
+    checkpoint keeps query, key and value projections in one tensor, and gate and up in another. `feed_forward` makes
+    that block of a layer's name and number, where not all layers have the same.
     """
     device_sizes(config.dim_sizes(), num_model_shards)
     attention = fused_attention if fused else attention_with_bias
@@ -39,7 +44,7 @@ def decoder_specs(
         layers.append(
             Layer(
                 self_attn=self_attn,
-                mlp=mlp(config, f"{name}.mlp"),
+                mlp=feed_forward(config, name, i) if feed_forward else mlp(config, f"{name}.mlp"),
                 input_layernorm=norm("D", f"{name}.input_layernorm"),
                 post_attention_layernorm=norm("D", f"{name}.post_attention_layernorm"),
                 pre_feedforward_layernorm=norm("D", f"{name}.pre_feedforward_layernorm") if sandwich_norms else None,

@@ -217,8 +217,8 @@ def forward(
     p = params.layer
     feature_TD = rms_norm(before_TD, p.hidden_norm, config.norm)
     x_TD = feature_TD if config.norm_before_residual else before_TD
-    both_TE = jnp.concatenate([rms_norm(embedded_TD, p.input_layernorm, config.norm), feature_TD], axis=-1)
-    attended_TD, kv = self_attention(p.self_attn, config, both_TE, kv, batch)
+    both_TZ = jnp.concatenate([rms_norm(embedded_TD, p.input_layernorm, config.norm), feature_TD], axis=-1)
+    attended_TD, kv = self_attention(p.self_attn, config, both_TZ, kv, batch)
     x_TD = x_TD + attended_TD
     normed_TD = rms_norm(x_TD, p.post_attention_layernorm, config.norm)
     x_TD = x_TD + gated_mlp(normed_TD, p.mlp, config.activation, config.few_rows)

@@ -109,7 +109,7 @@ class HeadConfig(DecoderConfig):
     taps: tuple[int, ...] = ()
 
     def dim_sizes(self) -> dict[str, int]:
-        return {**super().dim_sizes(), "E": 2 * self.hidden_size}
+        return {**super().dim_sizes(), "Z": 2 * self.hidden_size}
 
 
 @dataclass(frozen=True)

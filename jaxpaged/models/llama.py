@@ -12,13 +12,14 @@ import jax
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.attention import KVTensor
-from jaxpaged.layers.mlp import ACTIVATIONS, gated_mlp
+from jaxpaged.layers.mlp import ACTIVATIONS
 from jaxpaged.layers.norm import rms_norm
 from jaxpaged.models.config import DecoderConfig, HfFields, LayerConfig, common_fields, layer_windows
 from jaxpaged.models.decoder import (
     Layer,
     attention_specs,
     compute_logits,
+    feed_forward,
     forward,
     head,
     self_attention,
@@ -82,11 +83,11 @@ def pre_norm_config(
 def decoder_layer(
     p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
 ) -> tuple[jax.Array, KVTensor]:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), or experts in its place."""
     attended_TD, kv = self_attention(p.self_attn, config, rms_norm(x_TD, p.input_layernorm, config.norm), kv, batch)
     x_TD = x_TD + attended_TD
     normed_TD = rms_norm(x_TD, p.post_attention_layernorm, config.norm)
-    return x_TD + gated_mlp(normed_TD, p.mlp, config.activation, config.few_rows), kv
+    return x_TD + feed_forward(p.mlp, config, normed_TD, batch), kv
 
 
 LLAMA = Model(

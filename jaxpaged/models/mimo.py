@@ -50,7 +50,7 @@ def mtp_specs(config: HeadConfig, num_model_shards: int) -> Mtp:
     return Mtp(
         token_layernorm=norm("D", f"{name}.token_layernorm"),
         hidden_layernorm=norm("D", f"{name}.hidden_layernorm"),
-        input_proj=linear("DE", "D E", f"{name}.input_proj"),
+        input_proj=linear("DZ", "D Z", f"{name}.input_proj"),
         layer=Layer(
             self_attn=attention_with_bias(config, f"{name}.self_attn"),
             mlp=mlp_with_bias(config, f"{name}.mlp"),
@@ -71,8 +71,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, KVTensor]:
     """The layer and its norm, whose output is like that of the decoder."""
     hidden_TD = rms_norm(before_TD, params.hidden_layernorm, config.norm)
-    both_TE = jnp.concatenate([hidden_TD, rms_norm(embedded_TD, params.token_layernorm, config.norm)], axis=-1)
-    x_TD = apply_linear("TE,DE->TD", both_TE, params.input_proj, config.few_rows)
+    both_TZ = jnp.concatenate([hidden_TD, rms_norm(embedded_TD, params.token_layernorm, config.norm)], axis=-1)
+    x_TD = apply_linear("TZ,DZ->TD", both_TZ, params.input_proj, config.few_rows)
     x_TD, kv = llama.decoder_layer(params.layer, config, x_TD, kv, batch)
     hidden_TD = rms_norm(x_TD, params.final_layernorm, config.norm)
     return hidden_TD, hidden_TD, kv

@@ -16,12 +16,16 @@ from jaxpaged.models.gemma3 import GEMMA3
 from jaxpaged.models.interface import Model
 from jaxpaged.models.llama import LLAMA, MISTRAL
 from jaxpaged.models.mimo import MIMO
+from jaxpaged.models.mixtral import MIXTRAL
 from jaxpaged.models.phi3 import PHI3
 from jaxpaged.models.qwen2 import QWEN2
 from jaxpaged.models.qwen3 import QWEN3
+from jaxpaged.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
 MODELS: dict[str, Model] = {
-    name: model for model in (LLAMA, MISTRAL, QWEN2, QWEN3, MIMO, GEMMA2, GEMMA3, PHI3) for name in model.architectures
+    name: model
+    for model in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIMO, GEMMA2, GEMMA3, PHI3)
+    for name in model.architectures
 }
 """Every supported architecture that generates."""
 

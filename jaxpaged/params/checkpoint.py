@@ -2,7 +2,7 @@
 
 `load_params` reads a folder of safetensors files (or one that `jaxpaged convert` wrote, see `orbax_format.py`)
 against a pytree of `Spec`: every tensor that a spec names must be there in its shape, and no other. Peak memory
-is the parameters plus one tensor. Knows letters and files; what a model is comes in as specs.
+is the parameters plus one of them. Knows letters and files; what a model is comes in as specs.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,15 +80,17 @@ def load_params(
         return orbax_format.load_orbax(specs, config, folder, mesh, dtype, progress)
     entries = entries_of_folder(folder)
     if not is_whole:
-        wanted = {spec.hf_name for spec in jax.tree.leaves(specs)}
+        wanted = tensors_of(jax.tree.leaves(specs), config.dim_sizes())
         entries = {name: entry for name, entry in entries.items() if name in wanted}
     check_entries(jax.tree.leaves(specs), entries, config.dim_sizes(), folder)
-    total, done = num_bytes(param_shapes(specs, config, mesh, dtype)), 0
+    total, done, sizes = num_bytes(param_shapes(specs, config, mesh, dtype)), 0, config.dim_sizes()
 
     def load(spec: Spec) -> jax.Array | QuantizedArray:
         nonlocal done
-        with mapped(entries[spec.hf_name], DTYPES if spec.dtype is None else WHOLE_DTYPES) as stored:
-            array = place(spec, stored, config.dim_sizes(), mesh, dtype)
+        dtypes = WHOLE_DTYPES if spec.dtype in WHOLE_DTYPES.values() else DTYPES
+        with ExitStack() as maps:
+            stored = [maps.enter_context(mapped(entries[name], dtypes)) for name in spec.tensor_names(sizes)]
+            array = place(spec, stored, sizes, mesh, dtype)
         done += array.nbytes
         progress(done, total)
         return array
@@ -155,11 +158,16 @@ def indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
+def tensors_of(specs: list[Spec], sizes: Mapping[str, int]) -> dict[str, Spec]:
+    """Tensor name -> the parameter that it is, or belongs to."""
+    return {name: spec for spec in specs for name in spec.tensor_names(sizes)}
+
+
 def check_entries(
     specs: list[Spec], entries: Mapping[str, TensorEntry], sizes: Mapping[str, int], folder: Path
 ) -> None:
     """CheckpointError unless the tensors are exactly those of the specs, in their shapes."""
-    wanted = {spec.hf_name: spec for spec in specs}
+    wanted = tensors_of(specs, sizes)
     extra = [name for name in entries if name not in wanted and not IGNORED.fullmatch(name)]
     missing = [name for name in wanted if name not in entries]
     if missing:

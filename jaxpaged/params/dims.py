@@ -25,11 +25,13 @@ ALPHABET = {
     "W": "32-bit words of a mask with a bit for each token of the vocabulary",
     "C": "candidates of a draw; in `logits_CV`: prompt tokens of one tile",
     "J": "entries of a short list that each row has: stop ids, biases, log probabilities",
-    "P": "parameters of custom logits processors",
     "I": "steps of a run",
     "U": "updates of block tables",
     "A": "what a head that drafts reads of a decoder: several hidden states, one behind the other",
-    "E": "an embedding and a hidden state, one behind the other",
+    "Z": "an embedding and a hidden state, one behind the other",
+    "E": "experts",
+    "Q": "feed-forward width of an expert",
+    "O": "feed-forward width of the experts that all tokens share",
     "X": "vocabulary of drafts",
 }
 """Every letter that may name an axis."""

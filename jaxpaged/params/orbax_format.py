@@ -87,7 +87,7 @@ def load_orbax(
     wanted = {
         name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
         if is_quantized(shape) or shape.shape != stored[name]
-        else ocp.ArrayRestoreArgs(dtype=dtype, sharding=shape.sharding)
+        else ocp.ArrayRestoreArgs(dtype=shape.dtype, sharding=shape.sharding)
         for name, shape in zip(names, shapes, strict=True)
     }
     try:

@@ -1,12 +1,12 @@
-"""One tensor, as a checkpoint stores it -> one sharded array, as the model uses it.
+"""One tensor, as a checkpoint stores it, or a stack of them -> one sharded array, as the model uses it.
 
-Axes are split and cut, key heads repeated, the vocabulary padded with zeros; nothing is transposed. Every device
-gets a copy of its own part only. A quantized parameter is rounded before it is cut: its scales are those of whole rows.
-Knows letters, and neither files nor models.
+Axes are split and cut, key heads repeated, the vocabulary padded with zeros; nothing is transposed. Every device gets a
+copy of its own part only; of a stack it is made tensor by tensor. A quantized parameter is rounded before it is cut:
+its scales are those of whole rows. Knows letters, and neither files nor models.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,37 +17,43 @@ from jaxpaged.params.quantized import QuantizedArray, quantize, scales_spec
 from jaxpaged.params.sharding import device_sizes, num_model_shards, sharding_of
 from jaxpaged.params.spec import Spec
 
+Part = np.ndarray | Sequence[np.ndarray]
+"""A parameter on the host, in the checkpoint's sizes; or what it has at each place of its first axis."""
+
 
 def stored_shape(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape that the tensor must have in the checkpoint; `sizes` are those of the checkpoint."""
-    first, *others = spec.hf_dims.split(" ")
+    """The shape that each of its tensors must have in the checkpoint; `sizes` are those of the checkpoint."""
+    first, *others = spec.hf_dims.split(" ")[spec.is_stacked :]
     extents = [sum(extent(letters, sizes) for letters in spec.fused or (first,))]
     return (*extents, *(extent(letters, sizes) for letters in others))
 
 
 def extent(letters: str, sizes: Mapping[str, int]) -> int:
-    """Size of one axis that several letters share."""
-    return math.prod(sizes[letter] for letter in letters)
+    """Size of one axis that several letters share, or that is spelled 1."""
+    return math.prod(1 if letter == "1" else sizes[letter] for letter in letters)
 
 
-def own_part(spec: Spec, stored: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-    """A view of this parameter in the tensor, with one axis per letter."""
+def own_part(spec: Spec, stored: Sequence[np.ndarray], sizes: Mapping[str, int]) -> Part:
+    """A view of this parameter in its only tensor, with one axis per letter, or the tensors that it is a stack of."""
+    if spec.is_stacked:
+        return stored
+    (tensor,) = stored
     start = sum(extent(letters, sizes) for letters in spec.fused[: spec.part])
     stop = start + extent(spec.hf_dims.split(" ")[0], sizes)
-    return stored[start:stop].reshape([sizes[letter] for letter in spec.dims])
+    return tensor[start:stop].reshape([sizes[letter] for letter in spec.dims])
 
 
-def place(spec: Spec, stored: np.ndarray, sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> Any:
-    """The parameter on its devices, in `dtype`. `stored` has `stored_shape(spec, sizes)` and may be a file's map."""
+def place(spec: Spec, stored: Sequence[np.ndarray], sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> Any:
+    """The parameter on its devices, in `dtype`. Tensors have `stored_shape(spec, sizes)` and may be a file's map."""
     return place_part(spec, own_part(spec, stored, sizes), sizes, mesh, dtype)
 
 
-def place_part(spec: Spec, part: np.ndarray, sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> Any:
+def place_part(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> Any:
     """Like `place`, for an array that has the parameter's axes already, in the checkpoint's sizes."""
     if not spec.quantized:
         return place_array(spec, part, sizes, mesh, spec.dtype or dtype)
     scales = scales_spec(spec)
-    rounded = quantize(part, len(scales.dims))
+    rounded = quantize(part, len(scales.dims)) if isinstance(part, np.ndarray) else quantized_stack(part)
     return QuantizedArray(
         place_array(spec, rounded[0], sizes, mesh, np.int8),
         place_array(scales, rounded[1], sizes, mesh, np.float32),
@@ -55,16 +61,30 @@ def place_part(spec: Spec, part: np.ndarray, sizes: Mapping[str, int], mesh: Mes
     )
 
 
-def place_array(spec: Spec, part: np.ndarray, sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> jax.Array:
+def quantized_stack(tensors: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(int8 values, float32 scales) of a stack, whose tensors are rounded one after the other."""
+    values = np.empty((len(tensors), *tensors[0].shape), np.int8)
+    scales = np.empty(values.shape[:-1], np.float32)
+    for i, tensor in enumerate(tensors):
+        values[i], scales[i] = quantize(tensor, tensor.ndim - 1)
+    return values, scales
+
+
+def place_array(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> jax.Array:
     """One array on its devices: every device's own part of `part`, cut, repeated or padded."""
     full = device_sizes(sizes, num_model_shards(mesh))
     shape = tuple(full[letter] for letter in spec.dims)
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
-        piece = part
-        for axis, (letter, wanted) in enumerate(zip(spec.dims, index, strict=True)):
+    def cut_all(piece: np.ndarray, letters: str, index: tuple[slice, ...]) -> np.ndarray:
+        for axis, (letter, wanted) in enumerate(zip(letters, index, strict=True)):
             piece = cut(piece, axis, letter, range(*wanted.indices(full[letter])), full[letter], sizes[letter])
-        return np.array(piece, dtype=dtype, order="C")
+        return piece
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        if isinstance(part, np.ndarray):
+            return np.array(cut_all(part, spec.dims, index), dtype=dtype, order="C")
+        own = [cut_all(tensor, spec.dims[1:], index[1:]) for tensor in part[index[0]]]
+        return np.stack(own, dtype=dtype, casting="unsafe")
 
     # Waiting keeps the promise of one tensor at a time: transfers would otherwise queue up.
     return jax.make_array_from_callback(shape, sharding_of(spec, mesh), shard).block_until_ready()

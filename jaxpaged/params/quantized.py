@@ -45,11 +45,12 @@ class QuantizedArray:
 
 
 def quantized_specs(specs: Any, method: str | None) -> Any:
-    """The specs with every matrix marked to be quantized; `method` is "int8", or None to change nothing."""
+    """The specs with every matrix marked to be quantized that has no type of its own; `method` is "int8", or None to
+    change nothing."""
     if method is None:
         return specs
     assert method == "int8", f"unknown quantization {method}: config.py lets pass what is not implemented"
-    return jax.tree.map(lambda spec: replace(spec, quantized=is_matrix(spec)), specs)
+    return jax.tree.map(lambda spec: replace(spec, quantized=is_matrix(spec) and spec.dtype is None), specs)
 
 
 def is_quantized(leaf: Any) -> bool:
@@ -64,8 +65,8 @@ def is_matrix(spec: Spec) -> bool:
 
 def scales_spec(spec: Spec) -> Spec:
     """The spec of a quantized matrix's scales: its output axes."""
-    outputs = spec.hf_dims.split(" ")[0]
-    return Spec(outputs, outputs, spec.hf_name)
+    outputs = "".join(spec.hf_dims.split(" ")[:-1])
+    return Spec(outputs, outputs, spec.hf_name.format("*"))
 
 
 def quantize(weight: np.ndarray, num_out_axes: int) -> tuple[np.ndarray, np.ndarray]:

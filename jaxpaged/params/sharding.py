@@ -17,8 +17,16 @@ from jaxpaged.params.spec import Spec
 MODEL_AXIS = "model"
 """The mesh axis over which heads, feed-forward and vocabulary are split."""
 
-MESH_AXIS_OF = {"N": MODEL_AXIS, "K": MODEL_AXIS, "F": MODEL_AXIS, "V": MODEL_AXIS, "X": MODEL_AXIS}
+MESH_AXIS_OF = dict.fromkeys("NKFQOVX", MODEL_AXIS)
 """Letter -> mesh axis. Letters that are not here are whole on every device."""
+
+SPLIT_EVENLY = {
+    "N": "attention heads",
+    "F": "feed-forward columns",
+    "Q": "columns of an expert",
+    "O": "columns of shared experts",
+}
+"""Letters of axes that are neither padded nor repeated, and what they are."""
 
 
 def partition_spec(dims: str) -> PartitionSpec:
@@ -46,8 +54,8 @@ def device_sizes(sizes: Mapping[str, int], num_shards: int) -> dict[str, int]:
     for letter in {"V", "X"} & sizes.keys():
         result[letter] = -(-sizes[letter] // num_shards) * num_shards
     result["K"] = kv_heads_on_devices(sizes["K"], num_shards)
-    for letter, name in (("N", "attention heads"), ("F", "feed-forward columns")):
-        if sizes[letter] % num_shards:
+    for letter, name in SPLIT_EVENLY.items():
+        if sizes.get(letter, 0) % num_shards:
             raise ConfigError(
                 f"tensor_parallel_size {num_shards} does not divide the model's {sizes[letter]} {name}. "
                 "Choose a tensor_parallel_size that does."
@@ -87,6 +95,11 @@ def param_shapes(specs: Any, config: Any, mesh: Mesh, dtype: Any) -> Any:
         return QuantizedArray(array(spec, jnp.int8), array(scales_spec(spec), jnp.float32), jnp.dtype(dtype).name)
 
     return jax.tree.map(shape, specs)
+
+
+def elements_on_device(leaf: jax.ShapeDtypeStruct) -> int:
+    """Numbers of one device's part of an array."""
+    return bytes_on_device(leaf) // leaf.dtype.itemsize
 
 
 def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:

@@ -7,6 +7,7 @@ transposes: a projection is [out..., in] and is contracted over its last axis. T
 neither sizes nor devices.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxpaged.params.dims import ALPHABET
@@ -22,8 +23,14 @@ class Spec:
 
         k_proj = Spec("KHD", "KH D", "....qkv_proj.weight", fused=("NH", "KH", "KH"), part=1)
 
+    When the first axis is spread over as many tensors, `hf_name` has `{}` in place of their numbers; an axis of size 1
+    that the model does without is spelled 1:
+
+        gate_proj = Spec("EQD", "E Q D", "....experts.{}.gate_proj.weight")
+        shared_expert_gate = Spec("D", "1 D", "....shared_expert_gate.weight", dtype="float32")
+
     `quantized`: the model uses a `QuantizedArray` (quantized.py) instead of an array. `dtype` is that of numbers which
-    are no weights, such as "int32"; None: that of the weights.
+    are no weights, such as "int32", and of weights that are never rounded; None: that of the others.
     """
 
     dims: str
@@ -36,8 +43,19 @@ class Spec:
 
     def __post_init__(self) -> None:
         assert set(self.dims) <= ALPHABET.keys(), f"{self.dims!r} uses letters outside the alphabet"
-        assert self.hf_dims.replace(" ", "") == self.dims, f"{self.hf_dims!r} does not spell {self.dims!r}"
+        spelled = self.hf_dims.replace(" ", "").replace("1", "")
+        assert spelled == self.dims, f"{self.hf_dims!r} does not spell {self.dims!r}"
+        assert not self.is_stacked or self.hf_dims.split(" ")[0] == self.dims[0], f"{self} is no stack"
         assert not self.fused or self.fused[self.part] == self.hf_dims.split(" ")[0], f"{self} is not its own part"
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the checkpoint has a tensor for each number on the first axis."""
+        return "{}" in self.hf_name
+
+    def tensor_names(self, sizes: Mapping[str, int]) -> list[str]:
+        """The names of its tensors in the checkpoint."""
+        return [self.hf_name.format(i) for i in range(sizes[self.dims[0]])] if self.is_stacked else [self.hf_name]
 
 
 def linear(dims: str, hf_dims: str, hf_name: str) -> Spec:

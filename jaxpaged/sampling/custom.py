@@ -15,6 +15,8 @@
 `apply` is traced once, for one row of float32 logits after penalties and bad words and before the temperature, and
 is vectorised over the rows; it sees only the requests for which `params_of` returned numbers.
 This module does not know where requests come from: `params_of` may raise RequestError to refuse one.
+
+Letters: P parameters of custom logits processors.
 """
 
 import importlib

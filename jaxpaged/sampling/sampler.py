@@ -5,6 +5,8 @@ A row's token depends on its own logits, parameters, seed and position, never on
 wants is skipped for the whole step, but a row that gets it done for others does not use it.
 
 Nothing here knows which program a step needs; `SamplingRows.any_full` does.
+
+Letters: P parameters of custom logits processors.
 """
 
 import flax.struct

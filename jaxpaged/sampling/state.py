@@ -6,6 +6,8 @@ A row that does not need the full program is not written at all; `Feature` bits 
 
 The packing functions run on the host, the loading functions on the device; this module does not know how logits are
 changed by what is kept here.
+
+Letters: P parameters of custom logits processors.
 """
 
 import dataclasses

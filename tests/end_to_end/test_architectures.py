@@ -18,7 +18,7 @@ from tests.models.checkpoints import prompt_of, write_checkpoint
 from tests.models.draft_heads import write_eagle3
 from tests.models.paged import golden_of
 
-NAMES = ("llama", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+NAMES = ("llama", "mistral_window", "qwen2", "qwen3", "mixtral", "qwen2_moe", "gemma2", "gemma3", "phi3")
 # One bucket that the prompt of 40 tokens does not fit: it takes three chunks.
 OPTIONS = {
     "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 8,

@@ -67,6 +67,18 @@ GEMMA3 = {
     "rope_theta": 50000.0,
     "rope_local_base_freq": 100.0,
 }
+MIXTRAL = {
+    **BASE, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 5,
+    "num_experts_per_tok": 2, "intermediate_size": 40, "sliding_window": None,
+}  # fmt: skip
+QWEN2_MOE = {
+    **QWEN2, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 6,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 56,
+}  # fmt: skip
+QWEN3_MOE = {
+    **QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [0],
+}  # fmt: skip
 PHI3 = {
     **BASE,
     "architectures": ["Phi3ForCausalLM"],
@@ -122,6 +134,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **QWEN3, "attention_bias": True, "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     },
+    "mixtral": MIXTRAL,
+    "mixtral_window_top1": {**MIXTRAL, "num_experts_per_tok": 1, "sliding_window": 11},
+    "qwen2_moe": QWEN2_MOE,
+    "qwen2_moe_all": {**QWEN2_MOE, "num_experts_per_tok": 6, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    "qwen3_moe": QWEN3_MOE,
     "gemma2": GEMMA2,
     "gemma2_uncapped": {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None},
     "gemma3": {**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
@@ -173,7 +190,7 @@ def tensor_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if not hf["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (hf["vocab_size"], width)
     for i in range(hf["num_hidden_layers"]):
-        layer = {**attention_shapes(hf), **mlp_shapes(hf)}
+        layer = {**attention_shapes(hf), **(expert_shapes(hf) if i in sparse_layers(hf) else mlp_shapes(hf))}
         norms = ["input_layernorm", "post_attention_layernorm"]
         if kind in ("gemma2", "gemma3_text"):
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -193,11 +210,11 @@ def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     out_sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
     shapes = {f"self_attn.{name}.weight": (size, width) for name, size in out_sizes.items()}
     shapes["self_attn.o_proj.weight"] = (width, heads * head_dim)
-    if hf.get("attention_bias") or hf["model_type"] == "qwen2":
+    if hf.get("attention_bias") or hf["model_type"] in ("qwen2", "qwen2_moe"):
         shapes |= {f"self_attn.{name}.bias": (size,) for name, size in out_sizes.items()}
     if hf.get("attention_bias"):
         shapes["self_attn.o_proj.bias"] = (width,)
-    if hf["model_type"] in ("qwen3", "gemma3_text"):
+    if hf["model_type"] in ("qwen3", "qwen3_moe", "gemma3_text"):
         shapes |= {f"self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     return shapes
 
@@ -213,6 +230,32 @@ def mlp_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     if hf.get("mlp_bias"):
         shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in shapes.items()}
+    return shapes
+
+
+def sparse_layers(hf: dict[str, Any]) -> set[int]:
+    """Layers with experts."""
+    if not hf["model_type"].endswith(("moe", "mixtral")):
+        return set()
+    first, step = hf.get("first_k_dense_replace", 0), hf.get("decoder_sparse_step", 1)
+    return set(range(first, hf["num_hidden_layers"])[step - 1 :: step]) - {*hf.get("mlp_only_layers", ())}
+
+
+def expert_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    width, kind = hf["hidden_size"], hf["model_type"]
+    names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    block = "block_sparse_moe" if kind == "mixtral" else "mlp"
+    num_experts, inner = (hf.get(name) for name in ("num_experts", "moe_intermediate_size"))
+    if kind == "mixtral":
+        num_experts, inner = hf["num_local_experts"], hf["intermediate_size"]
+    blocks = {f"experts.{i}": inner for i in range(num_experts)}
+    shapes = {f"{block}.gate.weight": (num_experts, width)}
+    if kind == "qwen2_moe":
+        blocks["shared_expert"] = hf["shared_expert_intermediate_size"]
+        shapes[f"{block}.shared_expert_gate.weight"] = (1, width)
+    for name, columns in blocks.items():
+        gate, up, down = (f"{block}.{name}.{projection}.weight" for projection in names)
+        shapes |= {gate: (columns, width), up: (columns, width), down: (width, columns)}
     return shapes
 
 

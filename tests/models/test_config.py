@@ -10,7 +10,18 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.kv_cache_spec import AttentionSpec
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import MODELS, model_for
-from tests.models.checkpoints import CONFIGS, GEMMA3, LLAMA, LONGROPE_DIVISORS, MISTRAL, PHI3, QWEN2
+from tests.models.checkpoints import (
+    CONFIGS,
+    GEMMA3,
+    LLAMA,
+    LONGROPE_DIVISORS,
+    MISTRAL,
+    MIXTRAL,
+    PHI3,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 
 
 def parse(hf):
@@ -142,6 +153,9 @@ REFUSED = {
     ),
     "both directions": ({**GEMMA3, "use_bidirectional_attention": True}, ["use_bidirectional_attention", "True"]),
     "unknown architecture": ({**LLAMA, "architectures": ["LlamaForCasualLM"]}, ["LlamaForCausalLM", "Qwen3"]),
+    "more experts than there are": ({**MIXTRAL, "num_experts_per_tok": 6}, ["num_experts_per_tok", "6", "5"]),
+    "dense layers": ({**QWEN3_MOE, "mlp_only_layers": "all"}, ["mlp_only_layers", "'all'"]),
+    "windows of experts": ({**QWEN2_MOE, "use_sliding_window": True}, ["use_sliding_window", "not supported"]),
     "no architecture": (without(LLAMA, "architectures"), ["architectures", "None"]),
 }  # fmt: skip
 
@@ -169,7 +183,7 @@ def test_the_registry_knows_every_architecture_of_the_goldens():
     assert {hf["architectures"][0] for hf in CONFIGS.values()} <= MODELS.keys()
 
 
-@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "Gemma3nForCausalLM"])
+@pytest.mark.parametrize("name", ["DbrxForCausalLM", "Qwen3NextForCausalLM", "Gemma3nForCausalLM"])
 def test_another_architecture_is_not_taken_for_a_slip_of_ours(name):
     with pytest.raises(CheckpointError, match=f"{name}' is not supported. Supported: Llama") as refused:
         model_for({"architectures": [name]})

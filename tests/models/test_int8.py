@@ -18,7 +18,7 @@ def written_out(param):
     return param.values.astype(jnp.float32) * scales
 
 
-@pytest.mark.parametrize(("name", "num_shards"), [("qwen3_bias", 1), ("gemma3", 8)])
+@pytest.mark.parametrize(("name", "num_shards"), [("qwen3_bias", 1), ("gemma3", 8), ("qwen2_moe_all", 8)])
 def test_logits_are_those_of_the_rounded_weights(name, num_shards, tmp_path):
     write_checkpoint(name, tmp_path)
     rounded, exact = PagedModel(tmp_path, num_shards, quantization="int8"), PagedModel(tmp_path)

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import CheckpointError
 from jaxpaged.models.registry import model_for
-from jaxpaged.params.checkpoint import DummyParams, load_params
+from jaxpaged.params.checkpoint import DummyParams, load_params, tensors_of
 from jaxpaged.params.sharding import param_shapes
 from tests.models.checkpoints import CONFIGS, make_tensors, tensor_shapes, write_checkpoint
 
@@ -46,8 +46,8 @@ def write_sharded(name, folder):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_specs_name_exactly_the_tensors_of_the_checkpoint(name):
-    specs, _ = describe(name)
-    assert {spec.hf_name for spec in jax.tree.leaves(specs)} == tensor_shapes(CONFIGS[name]).keys()
+    specs, config = describe(name)
+    assert tensors_of(jax.tree.leaves(specs), config.dim_sizes()).keys() == tensor_shapes(CONFIGS[name]).keys()
 
 
 def test_weights_are_those_of_the_file_in_the_models_axes(tmp_path):

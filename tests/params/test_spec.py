@@ -5,7 +5,7 @@ import pytest
 from jaxpaged.params.placing import stored_shape
 from jaxpaged.params.spec import Spec
 
-SIZES = {"D": 48, "N": 8, "K": 2, "H": 12, "F": 80}
+SIZES = {"E": 4, "Q": 24, "D": 48, "N": 8, "K": 2, "H": 12, "F": 80}
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,8 @@ SIZES = {"D": 48, "N": 8, "K": 2, "H": 12, "F": 80}
         (Spec("NHD", "NH D", "q"), (96, 48)),
         (Spec("DNH", "D NH", "o"), (48, 96)),
         (Spec("KH", "KH", "bias"), (24,)),
+        (Spec("EQD", "E Q D", "experts.{}.up"), (24, 48)),
+        (Spec("D", "1 D", "gate"), (1, 48)),
         (Spec("KHD", "KH D", "qkv", fused=("NH", "KH", "KH"), part=2), (144, 48)),
     ],
 )
@@ -22,7 +24,7 @@ def test_the_shape_in_the_checkpoint_follows_from_the_letters(spec, shape):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("ND", "NH D", "q"), ("QD", "Q D", "q"), ("NHD", "NH D", "qkv", ("NH", "KH"), 1)]
+    "arguments", [("ND", "NH D", "q"), ("qD", "q D", "q"), ("NHD", "NH D", "qkv", ("NH", "KH"), 1)]
 )
 def test_letters_that_contradict_each_other_are_refused(arguments):
     with pytest.raises(AssertionError):

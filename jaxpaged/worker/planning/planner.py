@@ -19,10 +19,11 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import across_hosts
 from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, StateSpec
+from jaxpaged.layers.experts import expert_weights
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
-from jaxpaged.params.sharding import bytes_on_device
+from jaxpaged.params.sharding import bytes_on_device, elements_on_device
 from jaxpaged.plan import Plan, PlannedProgram, Speed
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.planning.program_text import ProgramText
@@ -214,12 +215,15 @@ class Planner:
         params, shards, looked_up = blueprint.param_shapes, blueprint.num_shards, blueprint.looked_up
         head = blueprint.model.head(params)
         read = [leaf for leaf in jax.tree.leaves(params) if not any(leaf is other for other in looked_up)]
+        experts, share = expert_weights(params), decoder.share_of_experts
         waited = sum(program.waited_bytes for program in programs if program.kind == "forward")
         hidden = sum(program.hidden_bytes for program in programs if program.kind == "forward")
         return Work(
             num_shards=shards,
             weight_bytes=blueprint.weight_bytes - sum(bytes_on_device(leaf) for leaf in looked_up),
-            params=sum(elements_on_device(leaf) for leaf in read),
+            params=sum(map(elements_on_device, read)) - round(sum(map(elements_on_device, experts)) * (1 - share)),
+            expert_bytes=sum(map(bytes_on_device, experts)),
+            expert_share=share,
             head_params=sum(elements_on_device(leaf) for leaf in jax.tree.leaves(head)),
             attention_layers=tuple(attention_layers(blueprint.kv_groups, shards)),
             heads=decoder.num_heads * decoder.head_dim // shards,
@@ -384,10 +388,6 @@ def attention_layers(groups: Sequence[KVCacheGroup], num_shards: int) -> Iterato
         if not isinstance(spec, StateSpec):
             token_bytes = spec.block_bytes // spec.block_size // (num_shards if spec.is_split else 1)
             yield getattr(spec, "window", None), len(group.layer_idxs), token_bytes
-
-
-def elements_on_device(leaf: jax.ShapeDtypeStruct) -> int:
-    return bytes_on_device(leaf) // leaf.dtype.itemsize
 
 
 def first_line(error: Exception) -> str:

@@ -25,10 +25,12 @@ class Work:
     """What a token costs on one of `num_shards` devices.
 
     weight_bytes: read by a decode step, embeddings that are only looked up left out. params: numbers of one device
-    that every token is multiplied with, `head_params` those of the output head. attention_layers: (window or None,
+    that every token is multiplied with, `head_params` those of the output head; of
+    experts, those that a token goes to. attention_layers: (window or None,
     layers, bytes of a token that one of them caches). heads: query heads x head_dim of one device.
     reduced_bytes: summed over the devices per token in all layers, `waited_share` of it while nothing else runs.
-    steps_per_program: decode steps that are dispatched at once, at most.
+    steps_per_program: decode steps that are dispatched at once, at most. expert_bytes: those of `weight_bytes` that
+    are experts', of which a token goes to `expert_share`, as if by chance.
     """
 
     num_shards: int
@@ -40,6 +42,12 @@ class Work:
     reduced_bytes: int
     waited_share: float = 1.0
     steps_per_program: int = 1
+    expert_bytes: int = 0
+    expert_share: float = 1.0
+
+    def bytes_read(self, num_tokens: int) -> float:
+        """The weights that a step of so many tokens needs: experts to which none of them goes are left alone."""
+        return self.weight_bytes - self.expert_bytes * (1 - self.expert_share) ** num_tokens
 
     @property
     def kernels(self) -> int:
@@ -53,7 +61,7 @@ def decode_speed(
 
     `step_bytes` is what its programs move besides the KV cache, if that is known; never less than the weights.
     """
-    moved = max(step_bytes or 0, work.weight_bytes)
+    moved = max(step_bytes or 0, work.bytes_read(num_requests))
     in_layers = [(min(window or context, context) * n, token_bytes) for window, n, token_bytes in work.attention_layers]
     seen, read = sum(n for n, _ in in_layers), sum(n * token_bytes for n, token_bytes in in_layers)
     parts = {
@@ -73,7 +81,7 @@ def prefill_speed(work: Work, device: DeviceFacts, num_tokens: int, num_steps: i
         pairs += layers * (width * (width + 1) / 2 + (num_tokens - width) * width)
     flops = 2 * (work.params - work.head_params) * num_tokens + 4 * pairs * work.heads + 2 * work.head_params
     parts = {
-        "memory": num_steps * work.weight_bytes / device.bandwidth,
+        "memory": num_steps * work.bytes_read(num_tokens // num_steps) / device.bandwidth,
         "matmul": flops / device.matmul_bf16,
         "host": num_steps * DISPATCH_SECONDS,
         "kernels": num_steps * work.kernels * KERNEL_SECONDS,

@@ -226,7 +226,7 @@ class Blueprint:
         The largest step holds a few [T, F] and [T, D] arrays at a time, and the sampler a few float32 [S, V] ones.
         """
         scheduler, shards = self.config.scheduler, self.num_shards
-        per_token = max(3 * each.intermediate_size // shards + 8 * each.hidden_size for each in self.decoders)
+        per_token = max(3 * each.columns_per_token // shards + 8 * each.hidden_size for each in self.decoders)
         activations = scheduler.max_num_batched_tokens * per_token * self.dtype.itemsize
         return activations + (6 + self.num_drafts) * scheduler.max_num_seqs * self.decoder.vocab_size * 4
 

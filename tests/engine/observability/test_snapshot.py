@@ -6,8 +6,8 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.observability import snapshot
 from jaxpaged.messages import EngineSnapshot
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
-from tests.engine.process.test_wire import through
 from tests.engine.test_core import VOCAB, request
+from tests.test_frames import through
 
 
 @pytest.fixture

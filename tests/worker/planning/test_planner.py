@@ -275,6 +275,13 @@ def test_a_pooling_model_is_planned_with_the_programs_that_pool_and_without_a_de
     assert own.work().weight_bytes == whole - table and own.work().head_params == 0  # the table is only looked up
 
 
+def test_of_a_model_with_experts_all_are_in_memory_and_a_token_meets_few(tmp_path):
+    parts = planner(write_checkpoint("mixtral", tmp_path), toy(64 * MIB))
+    work, one_expert = parts.work(), 2 * 3 * 40 * 48  # in two layers
+    assert work.expert_bytes == 5 * one_expert * 4 and work.expert_share == 2 / 5
+    assert work.params == (work.weight_bytes - work.expert_bytes) // 4 + 2 * one_expert
+
+
 def test_a_lone_request_is_bound_by_host_and_kernels_where_the_model_is_small():
     """Of the embedded model on an H100 memory alone would allow hundreds of thousands of tokens per second."""
     plan = plan_engine(EngineConfig.from_options(model="demo"), "h100", compile=False)

@@ -29,6 +29,13 @@ def test_requests_share_the_weights_but_not_their_caches():
     assert one < eight < 8 * one
 
 
+def test_a_step_reads_the_experts_that_its_tokens_go_to():
+    sparse = work(expert_bytes=1_600_000, expert_share=0.25)
+    alone, three = (1e9 / decode_speed(sparse, DEVICE, n, 0).tokens_per_second * n for n in (1, 3))
+    assert alone == pytest.approx(400_000 + 1_600_000 / 4)
+    assert three == pytest.approx(400_000 + 1_600_000 * (1 - 0.75**3))
+
+
 def test_a_window_layer_reads_its_window_only():
     windowed = work(attention_layers=((None, 1, 100), (10, 1, 100)))
     speed = decode_speed(windowed, DEVICE, 1, 1000)

@@ -1,0 +1,88 @@
+"""Parameters of blocks of experts, by letters under their Hugging Face names, and what config.json says of them.
+
+Used beside `decoder_specs.py` by every architecture that has experts.
+"""
+
+from collections.abc import Sequence
+
+from jaxpaged.errors import CheckpointError
+from jaxpaged.layers.experts import Experts
+from jaxpaged.layers.linear import Linear
+from jaxpaged.layers.mlp import Mlp
+from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, short
+from jaxpaged.models.decoder_specs import linear
+from jaxpaged.params.spec import Spec
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""What the three matrices of an expert are called, unless an architecture calls them something else."""
+
+
+def expert_specs(
+    config: DecoderConfig,
+    name: str,
+    projections: tuple[str, str, str] = PROJECTIONS,
+    *,
+    shared: str | None = None,
+    shared_gate: str | None = None,
+    has_correction: bool = False,
+) -> Experts:
+    """Specs of one block. `shared` is the name of the experts of all tokens, `shared_gate` that of their gate.
+
+    What chooses and weighs experts stays in float32, also where other weights are rounded.
+    """
+    gate, up, down = (f"{name}.experts.{{}}.{projection}.weight" for projection in projections)
+    return Experts(
+        router=Linear(Spec("ED", "E D", f"{name}.gate.weight", dtype="float32")),
+        gate_proj=Linear(Spec("EQD", "E Q D", gate)),
+        up_proj=Linear(Spec("EQD", "E Q D", up)),
+        down_proj=Linear(Spec("EDQ", "E D Q", down)),
+        correction=Spec("E", "E", f"{name}.gate.e_score_correction_bias", dtype="float32") if has_correction else None,
+        shared=shared_mlp(f"{name}.{shared}") if shared else None,
+        shared_gate=Spec("D", "1 D", f"{name}.{shared_gate}.weight", dtype="float32") if shared_gate else None,
+    )
+
+
+def shared_mlp(name: str) -> Mlp:
+    return Mlp(
+        linear("OD", "O D", f"{name}.gate_proj"),
+        linear("OD", "O D", f"{name}.up_proj"),
+        linear("DO", "D O", f"{name}.down_proj"),
+    )
+
+
+def check_experts(experts: ExpertsConfig) -> ExpertsConfig:
+    """The same; CheckpointError for more experts or groups of a token than there are."""
+    router = experts.router
+    if router.experts_per_token > experts.num_experts:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok is {router.experts_per_token}, but there are {experts.num_experts} "
+            "experts. Is this the model's own config.json?"
+        )
+    per_group, remainder = divmod(experts.num_experts, router.num_groups)
+    if remainder or router.groups_per_token > router.num_groups:
+        raise CheckpointError(
+            f"config.json: n_group {router.num_groups} and topk_group {router.groups_per_token} do not fit "
+            f"{experts.num_experts} experts. Is this the model's own config.json?"
+        )
+    if router.experts_per_token > per_group * router.groups_per_token:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok is {router.experts_per_token}, but the groups of a token have "
+            f"{per_group * router.groups_per_token} experts. Is this the model's own config.json?"
+        )
+    return experts
+
+
+def sparse_layers(fields: HfFields) -> tuple[int, ...]:
+    """Layers with experts, as Qwen counts them: every `decoder_sparse_step`th but `mlp_only_layers`."""
+    step, dense = fields.count("decoder_sparse_step", 1), fields.value("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+        raise CheckpointError(f"config.json: mlp_only_layers is {short(dense)}; it must be a list of layers.")
+    return tuple(i for i in range(fields.count("num_hidden_layers")) if (i + 1) % step == 0 and i not in dense)
+
+
+def no_windows(fields: HfFields) -> Sequence[None]:
+    """That every layer sees all tokens. CheckpointError where windows are switched on: published models have none."""
+    if fields.flag("use_sliding_window", False):
+        raise CheckpointError("config.json: use_sliding_window is true; with experts, windows are not supported.")
+    fields.read |= {"sliding_window", "max_window_layers", "layer_types"}
+    return [None] * fields.count("num_hidden_layers")

@@ -1,0 +1,72 @@
+"""Blocks of experts against a loop over tokens in numpy, on one device and on four."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.layers.experts import SIGMOID, SOFTMAX, Experts, RouterConfig, mixture_of_experts, route
+from jaxpaged.layers.linear import Linear
+from jaxpaged.layers.mlp import Mlp
+
+WIDTH, COLUMNS, NUM_EXPERTS, NUM_TOKENS, NUM_PADDING = 12, 8, 6, 9, 3
+ROUTERS = {
+    "one of all": RouterConfig(1, is_normalised=True),
+    "all": RouterConfig(6, SOFTMAX),
+    "groups": RouterConfig(3, SIGMOID, is_normalised=True, num_groups=3, groups_per_token=2, scale=2.5),
+}
+
+
+def make_block(seed, correction=None):
+    rng = np.random.default_rng(seed)
+    random = lambda *shape: (rng.standard_normal(shape) / 2).astype(np.float32)
+    gate, up, down = (NUM_EXPERTS, COLUMNS, WIDTH), (NUM_EXPERTS, COLUMNS, WIDTH), (NUM_EXPERTS, WIDTH, COLUMNS)
+    shared = Mlp(Linear(random(COLUMNS, WIDTH)), Linear(random(COLUMNS, WIDTH)), Linear(random(WIDTH, COLUMNS)))
+    router = Linear(random(NUM_EXPERTS, WIDTH))
+    block = Experts(
+        router, Linear(random(*gate)), Linear(random(*up)), Linear(random(*down)), correction, shared, random(WIDTH)
+    )
+    return block, random(NUM_TOKENS + NUM_PADDING, WIDTH)
+
+
+def chosen(x, p, config):
+    """(experts, weights) of one token."""
+    logits = p.router.weight.astype(np.float64) @ x
+    scores = np.exp(logits) / np.exp(logits).sum() if config.score == SOFTMAX else 1 / (1 + np.exp(-logits))
+    merits = scores + (0 if p.correction is None else p.correction)
+    groups = np.sort(merits.reshape(config.num_groups, -1))[:, -2:].sum(axis=1)
+    is_out = np.argsort(np.argsort(-groups)) >= config.groups_per_token
+    merits[np.repeat(is_out, NUM_EXPERTS // config.num_groups)] = -np.inf
+    best = np.argsort(-merits)[: config.experts_per_token]
+    weights = scores[best] / (scores[best].sum() if config.is_normalised else 1)
+    return best, weights * config.scale
+
+
+def expected(x, p, config):
+    """What the block makes of one token."""
+    silu = lambda v: v / (1 + np.exp(-v))
+    mlp = lambda gate, up, down: down @ (silu(gate @ x) * (up @ x))
+    parts = (p.gate_proj, p.up_proj, p.down_proj)
+    routed = sum(w * mlp(*(part.weight[e] for part in parts)) for e, w in zip(*chosen(x, p, config), strict=True))
+    shared = mlp(p.shared.gate_proj.weight, p.shared.up_proj.weight, p.shared.down_proj.weight)
+    return routed + shared / (1 + np.exp(-p.shared_gate @ x))
+
+
+@pytest.mark.parametrize(("name", "num_devices"), [("one of all", 1), ("all", 4), ("groups", 4)])
+def test_a_block_is_the_weighed_sum_of_its_experts_and_padding_goes_to_none(name, num_devices):
+    config, correction = ROUTERS[name], np.linspace(-0.4, 0.4, NUM_EXPERTS).astype(np.float32)
+    p, x_TD = make_block(1, correction if config.score == SIGMOID else None)
+    x_TD[NUM_TOKENS:] = np.nan
+    run = jax.jit(lambda x_TD, p, n: mixture_of_experts(x_TD, p, config, "silu", n, make_mesh(num_devices)))
+    out_TD = run(x_TD, p, NUM_TOKENS)[:NUM_TOKENS]
+    np.testing.assert_allclose(out_TD, [expected(x, p, config) for x in x_TD[:NUM_TOKENS]], rtol=1e-4, atol=1e-5)
+
+
+def test_a_correction_chooses_experts_and_does_not_weigh_them():
+    correction = np.array([0, 0, 0, 9, 0, 8], np.float32)
+    p, x_TD = make_block(2, correction)
+    expert_TJ, weight_TJ = route(jnp.asarray(x_TD), p, RouterConfig(2, SIGMOID))
+    np.testing.assert_array_equal(expert_TJ, [[3, 5]] * len(x_TD))
+    scores = 1 / (1 + np.exp(-x_TD @ p.router.weight[[3, 5]].T))
+    np.testing.assert_allclose(weight_TJ, scores, rtol=1e-5)
