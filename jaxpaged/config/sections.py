@@ -90,9 +90,13 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many devices share the work."""
+    """How many devices share the work: those of one engine core, and several cores behind one server."""
 
     tensor_parallel_size: int = option(1, "devices over which heads and feed-forward are split", minimum=1)
+    data_parallel_size: int = option(
+        1, "engine cores behind one server, each with tensor_parallel_size devices and all of the model", minimum=1,
+        maximum=64,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,19 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
     return jax.make_mesh((tensor_parallel_size,), (MODEL_AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
+def check_slice(num_engines: int, mesh: Mesh) -> None:
+    """Raise ConfigError when the process of one of several engines sees more devices than its mesh has: it would take
+    those of the others. On a CPU every process has devices of its own."""
+    first = mesh.devices.flat[0]
+    num_devices = len(first.client.devices())
+    if num_engines > 1 and first.platform != "cpu" and num_devices != mesh.devices.size:
+        raise ConfigError(
+            f"data_parallel_size is {num_engines}, and every engine core should see its own {mesh.devices.size} "
+            f"{first.platform} devices only, but this one sees {num_devices}. How devices of this kind are divided is "
+            "not known: start an engine for each, with data_parallel_size 1."
+        )
+
+
 def sizes_of(devices: Sequence[jax.Device]) -> list[int]:
     """The sizes of the meshes that the first of these devices can be."""
     if devices and devices[0].platform == "tpu":

@@ -102,6 +102,11 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
 
     Raises ConfigError, CheckpointError or CapacityError.
     """
+    if config.parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size is {config.parallel.data_parallel_size}, but this engine computes in the process that "
+            "asks it. Use `jaxpaged serve` or AsyncLLM, which have a process for each core."
+        )
     folder, model, decoder, config = resolve_model(config)
     input_processor = build_input_processor(config, decoder, folder)
     with event_publisher(config) as publisher:

@@ -9,10 +9,18 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import msgspec
 
+from jaxpaged.engine.merged_answers import (
+    merged_block_maps,
+    merged_executor_stats,
+    merged_snapshots,
+    merged_stats,
+    merged_steps,
+)
 from jaxpaged.errors import UsageError
 from jaxpaged.messages import EngineSnapshot, KVBlockMap, SchedulerStats, StepRecord
 
@@ -27,10 +35,20 @@ class CoreCall[R](msgspec.Struct, forbid_unknown_fields=True):
     """Whether an interrupt must not tear it apart."""
     runs_beside_steps: ClassVar[bool] = False
     """Whether it may take seconds and touches no step, so that steps can go on meanwhile."""
+    only_tells: ClassVar[bool] = False
+    """Whether it changes nothing: of several cores those answer that serve now. Any other call is for all of them."""
 
     def answer(self, core: "EngineCore") -> R:
         """Do it."""
         raise NotImplementedError
+
+    def for_core(self, number: int) -> Self:
+        """What one of several cores is asked when all of them are."""
+        return self
+
+    def merged(self, answers: Sequence[R]) -> R:
+        """What several cores say together, of what each of them said; by default that all say the same."""
+        return answers[0]
 
     @classmethod
     def name(cls) -> str:
@@ -51,6 +69,9 @@ class ResetPrefixCache(CoreCall[bool]):
     def answer(self, core: "EngineCore") -> bool:
         return core.reset_prefix_cache()
 
+    def merged(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
 
 class Sleep(CoreCall[SchedulerStats]):
     """See `EngineCore.sleep`; the answer says how the core is afterwards."""
@@ -64,6 +85,9 @@ class Sleep(CoreCall[SchedulerStats]):
         core.sleep(self.level, self.mode)
         return core.stats()
 
+    def merged(self, answers: Sequence[SchedulerStats]) -> SchedulerStats:
+        return merged_stats(answers)
+
 
 class WakeUp(CoreCall[SchedulerStats]):
     """See `EngineCore.wake_up`; the answer says how the core is afterwards."""
@@ -76,18 +100,32 @@ class WakeUp(CoreCall[SchedulerStats]):
         core.wake_up(self.tags)
         return core.stats()
 
+    def merged(self, answers: Sequence[SchedulerStats]) -> SchedulerStats:
+        return merged_stats(answers)
+
 
 class IsSleeping(CoreCall[bool]):
-    """Whether anything has to be woken before the next step."""
+    """Whether anything has to be woken before the next step; of several cores, in any of them."""
+
+    only_tells = True
 
     def answer(self, core: "EngineCore") -> bool:
         return core.sleep_level is not None
 
+    def merged(self, answers: Sequence[bool]) -> bool:
+        return any(answers)
+
 
 class StartProfile(CoreCall[None]):
-    """Begin to record what the devices do, into `folder`, or where options say. UsageError where that cannot be."""
+    """Begin to record what the devices do, into `folder`, or where options say. UsageError where that cannot be.
+
+    Several cores have a folder each below it.
+    """
 
     folder: str | None = None
+
+    def for_core(self, number: int) -> Self:
+        return self if self.folder is None else type(self)(folder_of_core(self.folder, number))
 
     def answer(self, core: "EngineCore") -> None:
         core.executor.workers.start_profile(self.folder)
@@ -114,31 +152,57 @@ class WaitForPrograms(CoreCall[None]):
 class ExecutorStats(CoreCall[dict[str, Any]]):
     """Counters of the executor: steps, padding, buckets, programs, recompiles."""
 
+    only_tells = True
+
     def answer(self, core: "EngineCore") -> dict[str, Any]:
         return core.executor.workers.stats()
+
+    def merged(self, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return merged_executor_stats(answers)
 
 
 class StepRecords(CoreCall[tuple[list[StepRecord], int]]):
     """The newest finished steps, oldest first, and how many before them are forgotten."""
 
+    only_tells = True
+
     def answer(self, core: "EngineCore") -> tuple[list[StepRecord], int]:
         return core.step_log.read()
+
+    def merged(self, answers: Sequence[tuple[list[StepRecord], int]]) -> tuple[list[StepRecord], int]:
+        return merged_steps(answers)
 
 
 class BlockMap(CoreCall[KVBlockMap]):
     """Who holds which KV block now."""
 
+    only_tells = True
+
     def answer(self, core: "EngineCore") -> KVBlockMap:
         return core.block_map()
 
+    def merged(self, answers: Sequence[KVBlockMap]) -> KVBlockMap:
+        return merged_block_maps(answers)
+
 
 class Snapshot(CoreCall[EngineSnapshot]):
-    """What the engine does now, with the steps after the first `since_step`. See `snapshot.py` for its bounds."""
+    """What the engine does now, with the steps after the first `since_step`. See `snapshot.py` for its bounds.
+
+    The steps of several cores are counted together, so each of them tells its newest ones, however many are known.
+    """
+
+    only_tells = True
 
     since_step: int = 0
 
+    def for_core(self, number: int) -> Self:
+        return type(self)()
+
     def answer(self, core: "EngineCore") -> EngineSnapshot:
         return core.snapshot(self.since_step)
+
+    def merged(self, answers: Sequence[EngineSnapshot]) -> EngineSnapshot:
+        return merged_snapshots(answers)
 
 
 class CollectiveRpc(CoreCall[list[Any]]):
@@ -154,6 +218,11 @@ class CollectiveRpc(CoreCall[list[Any]]):
             return core.executor.collective_rpc(self.method, self.args, self.kwargs)
         finally:
             core.heed_weights()
+
+
+def folder_of_core(folder: str, number: int) -> str:
+    """Where one of several cores writes what all of them are to write to `folder`."""
+    return str(Path(folder) / f"core{number}")
 
 
 CALLS: dict[str, type[CoreCall[Any]]] = {

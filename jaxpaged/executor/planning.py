@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxpaged.config import EngineConfig, ModelFacts
+from jaxpaged.errors import ConfigError
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
@@ -22,10 +23,16 @@ def plan_on_target(
     an unknown target and for options that contradict each other.
     """
     target = parse_target(target_name, compile=compile)
+    num_cores, num_devices = config.parallel.data_parallel_size, min(target.num_devices, max(target.host_sizes))
     if config.parallel.tensor_parallel_size == 1:
         settled = config.resolve(facts, target.platform)
-        shards = largest_split(settled, model, decoder, target)
+        shards = largest_split(settled, model, decoder, target, num_devices // num_cores)
         config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=shards))
+    if num_cores > 1 and (needed := num_cores * config.parallel.tensor_parallel_size) > num_devices:
+        raise ConfigError(
+            f"data_parallel_size is {num_cores} and tensor_parallel_size {config.parallel.tensor_parallel_size}, which "
+            f"takes {needed} devices, but a host of {target_name} has {num_devices}. Lower one of the two."
+        )
     planner = Planner(config.resolve(facts, target.platform), model, decoder, target)
     plan = planner.plan(all_programs=output is not None, progress=progress)
     if output is not None and plan.fits:

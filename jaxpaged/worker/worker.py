@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.distributed.mesh import check_slice, make_mesh
 from jaxpaged.errors import ConflictError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import ProgramKey, Progress
@@ -57,6 +57,7 @@ class Worker:
         self.progress = progress or (lambda stage, done, total: None)
         enable_compilation_cache(config.compile.compilation_cache_dir)
         self.blueprint = Blueprint(config, model, decoder, make_mesh(config.parallel.tensor_parallel_size))
+        check_slice(config.parallel.data_parallel_size, self.blueprint.mesh)
         self.bundle = self._open_bundle()
         self.kv_cache_config = self._size_kv_cache()
         self.pools = config.model.runner == "pooling"

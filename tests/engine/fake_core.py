@@ -196,9 +196,11 @@ def core_in_thread(**options) -> Iterator[str]:
 
 @contextlib.contextmanager
 def llm_in_thread(**options) -> Iterator[AsyncLLM]:
-    """An `AsyncLLM` over such a core, with the embedded model's tokenizer: what tests of servers run on."""
-    with core_in_thread(**options) as address:
-        llm = AsyncLLM.from_address(address)
+    """An `AsyncLLM` over such a core, with the embedded model's tokenizer: what tests of servers run on. With
+    `data_parallel_size` it is over several, each in a thread of its own."""
+    with contextlib.ExitStack() as stack:
+        cores = [stack.enter_context(core_in_thread(**options)) for _ in range(options.get("data_parallel_size", 1))]
+        llm = AsyncLLM.from_address(",".join(cores))
         try:
             yield llm
         finally:

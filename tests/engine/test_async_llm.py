@@ -14,11 +14,12 @@ import pytest
 
 import jaxpaged
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.async_llm import SETS_IN_CORE, AsyncLLM
+from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.engine.observability import throughput_log
 from jaxpaged.engine.process import core_link, core_supervisor, heartbeat
 from jaxpaged.engine.process.wire import CoreStats
+from jaxpaged.engine.replica import SETS_IN_CORE
 from jaxpaged.errors import (
     CapacityError,
     ConflictError,
@@ -42,6 +43,12 @@ def llm():
     """One over a core in a thread, for tests that break nothing."""
     with llm_in_thread(max_num_seqs=64, max_model_len=4096) as llm:
         yield llm
+
+
+def core_of(llm):
+    """The side of its only core."""
+    (core,) = llm._cores.all
+    return core
 
 
 @contextlib.contextmanager
@@ -232,7 +239,7 @@ def test_results_that_cannot_be_processed_fail_who_waits_for_them(llm, monkeypat
         waiting = asyncio.ensure_future(outputs_of(llm, max_tokens=4000))
         await until(lambda: llm.get_num_unfinished_requests() == 1)
         with monkeypatch.context() as patch:
-            patch.setattr(llm._output_processor, "process", lambda outputs: 1 / 0)
+            patch.setattr(core_of(llm).output_processor, "process", lambda outputs: 1 / 0)
             with pytest.raises(EngineError, match="could not be processed: ZeroDivisionError"):
                 await waiting
         assert await tokens_of(llm) == answer(len(PROMPT), 5)
@@ -356,7 +363,7 @@ def test_a_line_of_throughput_is_logged_while_it_is_busy_and_no_longer(llm, capl
         before = len(lines())
         await asyncio.gather(*(tokens_of(llm, str(i), max_tokens=500) for i in range(4)))
         await until(lambda: len(lines()) > before)
-        await until(lambda: llm._throughput._loop is None)
+        await until(lambda: core_of(llm).throughput._loop is None)
         num_lines = len(lines())
         await asyncio.sleep(0.2)
         assert len(lines()) == num_lines, "nothing happens"
@@ -486,12 +493,14 @@ def test_an_engine_is_ready_when_the_programs_of_ordinary_requests_are_compiled(
         assert llm.obstacle() == "The engine is starting." and llm.obstacle(False) == "The engine is starting."
         await until(lambda: llm.obstacle(False) is None)
         for ready in (0, 3):
-            llm._on_stats(CoreStats(SchedulerStats(), {"ordinary_programs": 4, "ordinary_programs_ready": ready}))
+            core_of(llm)._on_stats(
+                CoreStats(SchedulerStats(), {"ordinary_programs": 4, "ordinary_programs_ready": ready})
+            )
             assert llm.obstacle() == f"{ready} of the 4 programs that ordinary requests need are compiled."
             assert llm.obstacle(when_compiled=False) is None
-        llm._on_stats(CoreStats(SchedulerStats(), {"ordinary_programs": 4, "ordinary_programs_ready": 4}))
+        core_of(llm)._on_stats(CoreStats(SchedulerStats(), {"ordinary_programs": 4, "ordinary_programs_ready": 4}))
         assert llm.obstacle() is None
-        llm._on_stats(CoreStats(SchedulerStats(sleep_level=1), {}))
+        core_of(llm)._on_stats(CoreStats(SchedulerStats(sleep_level=1), {}))
         assert "sleeps at level 1" in llm.obstacle()
 
     with llm_in_thread() as llm:
@@ -627,15 +636,15 @@ def test_the_front_end_imports_no_jax():
 @pytest.fixture
 def most_in_core(llm, monkeypatch):
     """How many sequences were in the core at a time, at most."""
-    add, sent = llm._link.add_requests, []
+    add, sent = core_of(llm).link.add_requests, []
     seen = SimpleNamespace(most=0, sent=sent)
 
     def counted(requests):
         sent.extend(request.request_id for request in requests)
-        seen.most = max(seen.most, sum(map(llm._output_processor.is_unfinished, sent)))
+        seen.most = max(seen.most, sum(map(core_of(llm).output_processor.is_unfinished, sent)))
         add(requests)
 
-    monkeypatch.setattr(llm._link, "add_requests", counted)
+    monkeypatch.setattr(core_of(llm).link, "add_requests", counted)
     return seen
 
 

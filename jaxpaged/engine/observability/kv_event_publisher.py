@@ -41,7 +41,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The option `kv_events_config`; names and defaults are vLLM's, but for the address, which is this machine's only.
 
     Sizes are batches: `buffer_steps` that can be asked for again, `hwm` that wait for a slow follower, `max_queue_size`
-    that wait for the sockets' thread.
+    that wait for the sockets' thread. `data_parallel_rank` says which of several engine cores publishes: batches hold
+    it, and both addresses follow from it. The engine sets it where it has several.
     """
 
     enable_kv_cache_events: bool = False
@@ -52,6 +53,16 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     hwm: int = 100_000
     max_queue_size: int = 100_000
     topic: str = ""
+    data_parallel_rank: int = 0
+
+    def endpoint_of_rank(self, endpoint: str) -> str:
+        """Where the core of this rank listens: as many ports higher, as vLLM does; a name gets an ending."""
+        address, colon, port = endpoint.rpartition(":")
+        if not self.data_parallel_rank or (endpoint.startswith("tcp:") and port in ("*", "0")):
+            return endpoint
+        if endpoint.startswith("tcp:") and port.isdecimal():
+            return f"{address}{colon}{int(port) + self.data_parallel_rank}"
+        return f"{endpoint}_dp{self.data_parallel_rank}"
 
     @classmethod
     def from_option(cls, values: dict[str, Any]) -> "KVEventsConfig | None":
@@ -79,7 +90,7 @@ class EventBatch(msgspec.Struct, array_like=True):
 
     ts: float
     events: list[KVCacheEvent]
-    data_parallel_rank: int = 0
+    data_parallel_rank: int
 
 
 class KVEventPublisher:
@@ -92,8 +103,9 @@ class KVEventPublisher:
         self._next_number = 0
         self.num_dropped = 0
         self._context = zmq.Context()
-        self._followers = self._bound(zmq.PUB, config.endpoint)
-        self._replays = None if config.replay_endpoint is None else self._bound(zmq.ROUTER, config.replay_endpoint)
+        self._followers = self._bound(zmq.PUB, config.endpoint_of_rank(config.endpoint))
+        replay = config.replay_endpoint and config.endpoint_of_rank(config.replay_endpoint)
+        self._replays = self._bound(zmq.ROUTER, replay) if replay else None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
@@ -105,7 +117,7 @@ class KVEventPublisher:
             return
         number, self._next_number = self._next_number, self._next_number + 1
         try:
-            self._waiting.put_nowait((number, EventBatch(time.time(), list(events))))
+            self._waiting.put_nowait((number, EventBatch(time.time(), list(events), self._config.data_parallel_rank)))
         except queue.Full:
             self.num_dropped += 1
             if self.num_dropped == 1:

@@ -18,9 +18,10 @@ INTERVAL = 10.0
 
 
 class ThroughputLog:
-    """For one event loop at a time. `is_busy`: whether requests are under way."""
+    """For one event loop at a time. `is_busy`: whether requests are under way. `whose` begins every line."""
 
-    def __init__(self, metrics: EngineMetrics, is_busy: Callable[[], bool]):
+    def __init__(self, metrics: EngineMetrics, is_busy: Callable[[], bool], whose: str = ""):
+        self._whose = whose
         self._metrics = metrics
         self._is_busy = is_busy
         self._loop: asyncio.AbstractEventLoop | None = None  # in which the timer runs
@@ -44,22 +45,24 @@ class ThroughputLog:
             return
         metrics, seconds = self._metrics, loop.time() - self._since
         if metrics.prompt_tokens + metrics.generation_tokens > sum(self._before) or self._is_busy():
-            write_line(metrics, *self._before, seconds)
+            write_line(metrics, *self._before, seconds, self._whose)
             self._begin(loop)
         else:
             self._loop = None
 
 
-def write_line(metrics: EngineMetrics, prompt_tokens: int, generation_tokens: int, seconds: float) -> None:
+def write_line(
+    metrics: EngineMetrics, prompt_tokens: int, generation_tokens: int, seconds: float, whose: str = ""
+) -> None:
     """Log what happened in the last `seconds`, before which there were so many tokens."""
     stats = metrics.stats
     prompt_rate = (metrics.prompt_tokens - prompt_tokens) / seconds
     generation_rate = (metrics.generation_tokens - generation_tokens) / seconds
     hit_rate = stats.prefix_cache_hits / max(stats.prefix_cache_queries, 1)
     logger.info(
-        "prompt throughput: %.1f tokens/s, generation throughput: %.1f tokens/s, running: %d requests, waiting: %d "
+        "%sprompt throughput: %.1f tokens/s, generation throughput: %.1f tokens/s, running: %d requests, waiting: %d "
         "requests, KV cache usage: %.1f %%, prefix cache hit rate: %.1f %%",
-        prompt_rate, generation_rate, stats.num_running_reqs, stats.num_waiting_reqs, 100 * stats.kv_cache_usage,
+        whose, prompt_rate, generation_rate, stats.num_running_reqs, stats.num_waiting_reqs, 100 * stats.kv_cache_usage,
         100 * hit_rate,
         extra={
             "prompt_tokens_per_second": round(prompt_rate, 3),

@@ -55,6 +55,11 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._prompts
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences under way."""
+        return len(self._sequences)
+
     def add_request(
         self, request: EngineCoreRequest, text: str | None, engine_id: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
@@ -75,7 +80,7 @@ class OutputProcessor:
         prompt.trace_headers = checked_headers(trace_headers, self._tracer)
         for request_id in (prompt.request_id, *(child.request_id for child in children)):
             if request_id in self._prompts or request_id in self._sequences:
-                raise RequestError(f"a request with id {request_id!r} is under way. Use another id.", "request_id")
+                raise id_in_use(request_id)
         self._prompts[prompt.request_id] = prompt
         for child, sequence in zip(children, prompt.sequences, strict=True):
             self._sequences[child.request_id] = (prompt, sequence)
@@ -230,6 +235,10 @@ class OutputProcessor:
         if prompt.finished:
             del self._prompts[prompt.request.request_id]
         return prompt.output(changed)
+
+
+def id_in_use(request_id: str) -> RequestError:
+    return RequestError(f"a request with id {request_id!r} is under way. Use another id.", "request_id")
 
 
 def finished_sequence(sequence: SequenceState, now: float) -> FinishedSequence:

@@ -18,6 +18,7 @@ import msgspec
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_process import LAST_STEP_SECONDS, LENGTH, STACKS
 from jaxpaged.errors import EngineDeadError
+from jaxpaged.executor.device_slices import ALL_DEVICES, DeviceSlice
 
 PROGRAM = "from jaxpaged.engine.process.core_process import main; main()"
 LONGEST_DUMP_SECONDS = 1.0
@@ -29,9 +30,9 @@ SECONDS_TO_END = 2.0
 
 
 class CoreChild:
-    """A process that serves `start`. Reports are read from the file descriptor `reports`."""
+    """A process that serves `start` on `devices`. Reports are read from the file descriptor `reports`."""
 
-    def __init__(self, start: wire.Start):
+    def __init__(self, start: wire.Start, devices: DeviceSlice = ALL_DEVICES):
         self._stacks = Path(start.directory) / STACKS
         self.reports, reports_end = os.pipe()
         self._unread = b""
@@ -42,14 +43,20 @@ class CoreChild:
                 stdout=2,  # standard output belongs to the front end
                 pass_fds=[reports_end],
                 process_group=0,  # a terminal's Ctrl-C is for the front end, which has requests to finish
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            )
+                env={
+                    **os.environ, **devices.environment,
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                },
+            )  # fmt: skip
         except BaseException:
             os.close(self.reports)
             raise
         finally:
             os.close(reports_end)
         self.pid = self._process.pid
+        if devices.processors is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(self.pid, devices.processors)  # before it is told what to do, and has threads
         assert self._process.stdin is not None, "it was asked for"
         self._stdin = self._process.stdin
         data = msgspec.msgpack.encode(start)

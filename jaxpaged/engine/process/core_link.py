@@ -77,6 +77,11 @@ class CoreLink(EngineCoreClient):
         return self._supervisor.state.reason
 
     @property
+    def is_ready(self) -> bool:
+        """Whether requests can be sent now."""
+        return self._trouble is None
+
+    @property
     def is_dead(self) -> bool:
         """Whether there will be no core any more."""
         return self._dead or (self._supervisor is not None and self._supervisor.state.phase in ("dead", "closed"))
@@ -86,9 +91,14 @@ class CoreLink(EngineCoreClient):
         """How often the core was replaced, as far as this front end knows."""
         return self._num_losses if self._supervisor is None else self._supervisor.num_restarts
 
+    @property
+    def seconds_silent(self) -> float:
+        """For about how long the core has given no sign of life, as far as this front end knows."""
+        return 0.0 if self._supervisor is None else self._supervisor.silence
+
     def silence(self) -> str | None:
         """What to say of a core that serves but has long given no sign of life; None when it has."""
-        seconds = 0.0 if self._supervisor is None else self._supervisor.silence
+        seconds = self.seconds_silent
         return f"its core has given no sign of life for {seconds:.0f} s" if seconds >= LONG_SILENCE else None
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:

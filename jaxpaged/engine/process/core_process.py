@@ -98,7 +98,7 @@ def main() -> NoReturn:
     status = StatusPipe(int(sys.argv[1]))
     start = read_start(0)
     directory = Path(start.directory)
-    set_up_logging(start.log_level, start.log_format, "engine core")
+    set_up_logging(start.log_level, start.log_format, start.name)
     with open(directory / STACKS, "wb") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)

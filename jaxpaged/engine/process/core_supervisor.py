@@ -27,6 +27,7 @@ from jaxpaged.engine.process.core_child import CoreChild
 from jaxpaged.engine.process.core_process import HEARTBEAT, SOCKET
 from jaxpaged.engine.process.heartbeat import CALL, STEP, Heartbeat, Patience
 from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError, error_named
+from jaxpaged.executor.device_slices import ALL_DEVICES, DeviceSlice
 from jaxpaged.messages import Progress
 
 logger = logging.getLogger(__name__)
@@ -56,19 +57,20 @@ class CoreSupervisor:
     `step_timeout`: seconds without a sign of life, such as a compiled program, after which a step counts as hung, and
     so does a process that waits for work (`heartbeat.Patience`) or loads (`LOADING_PATIENCE`).
     `max_restarts`: how often within an hour a process that died or hung is replaced.
-    `factory`: see `core_process.Factory`.
+    `factory`: see `core_process.Factory`. `name`: what errors and logs call it. `devices`: those that are its own.
     """
 
     def __init__(
         self, config: EngineConfig, progress: Progress | None = None, *, step_timeout: float, max_restarts: int,
-        factory: str = FACTORY,
+        factory: str = FACTORY, name: str = "the engine core", devices: DeviceSlice = ALL_DEVICES,
     ):  # fmt: skip
+        self._name, self._devices = name, devices
         self._progress = progress or (lambda stage, done, total: None)
         self._step_timeout = step_timeout
         self._max_restarts = max_restarts
         self._restarts: deque[float] = deque()
         self._directory = private_directory()
-        log = logger.getEffectiveLevel(), format_in_use()
+        log = logger.getEffectiveLevel(), format_in_use(), name.removeprefix("the ")
         self._start = wire.Start(sendable_options(config), factory, str(self._directory), *log)
         self._changed = threading.Condition()
         self._state = CoreState("loading")
@@ -97,9 +99,17 @@ class CoreSupervisor:
         patience = self._patience
         return 0.0 if patience is None else patience.silence
 
+    def begin(self) -> None:
+        """Start the first process; `facts` must follow."""
+        self._thread.start()
+
     def start(self) -> wire.CoreFacts:
         """Start the first process; returns when options and model are known. Raises what loading raises."""
-        self._thread.start()
+        self.begin()
+        return self.facts()
+
+    def facts(self) -> wire.CoreFacts:
+        """Options and model, as soon as they are known. Raises what loading raises."""
         with self._changed:
             self._changed.wait_for(lambda: self._facts is not None or self._state.phase == "dead")
         self._raise_if_dead()
@@ -134,14 +144,14 @@ class CoreSupervisor:
         try:
             while self._state.phase not in ("closed", "dead"):
                 self._served = False
-                child = CoreChild(self._start)
+                child = CoreChild(self._start, self._devices)
                 self.pid = child.pid
-                logger.debug("the engine core's process is %d", child.pid)
+                logger.debug("%s's process is %d", self._name, child.pid)
                 reason = self._watch(child)
                 if reason is not None:
                     self._decide(reason)
         except BaseException as error:
-            self._failure = EngineDeadError(f"the engine core's process cannot be kept running: {error!r}.")
+            self._failure = EngineDeadError(f"{self._name}'s process cannot be kept running: {error!r}.")
             self._set(CoreState("dead", str(self._failure)))
             raise
 
@@ -186,8 +196,8 @@ class CoreSupervisor:
     def _describe_end(self, child: CoreChild) -> str:
         end = child.wait()
         if stacks := child.stacks():
-            logger.error("the engine core's process %s. Where its threads were:\n%s", end, stacks)
-        return str(self._failure) if self._failure else f"the engine core's process {end}"
+            logger.error("%s's process %s. Where its threads were:\n%s", self._name, end, stacks)
+        return str(self._failure) if self._failure else f"{self._name}'s process {end}"
 
     def _end_hung(self, child: CoreChild, patience: Patience) -> str:
         """Write to the log where a process hangs, and kill it."""
@@ -196,8 +206,9 @@ class CoreSupervisor:
         elif self._served and patience.doing == CALL:
             reason = f"a call such as sleep took longer than {patience.limit:g} s, so it counts as hung"
         else:
-            reason = f"the engine core's process gave no sign of life for {patience.limit:g} s, so it counts as hung"
-        logger.error("%s. Where the engine core's threads are:\n%s", reason, child.dump_stacks() or "it does not say")
+            reason = f"{self._name}'s process gave no sign of life for {patience.limit:g} s, so it counts as hung"
+        stacks = child.dump_stacks() or "it does not say"
+        logger.error("%s. Where %s's threads are:\n%s", reason, self._name, stacks)
         child.kill()
         if self._state.phase != "loading":
             self._set(CoreState("restarting", reason))  # before it has ended: with a device involved that may take long
@@ -230,9 +241,9 @@ class CoreSupervisor:
             self._state = state
             self._changed.notify_all()
         if state.phase in ("restarting", "dead"):
-            logger.error("the engine core is %s: %s", state.phase, state.reason)
+            logger.error("%s is %s: %s", self._name, state.phase, state.reason)
         else:
-            logger.info("the engine core is %s", state.phase)
+            logger.info("%s is %s", self._name, state.phase)
         if self._listener is not None:
             self._listener(state)
 

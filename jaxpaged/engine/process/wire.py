@@ -66,6 +66,7 @@ class Start(msgspec.Struct, array_like=True):
     directory: str
     log_level: int
     log_format: str
+    name: str = "engine core"  # in the log
 
 
 class Loading(msgspec.Struct, array_like=True, tag=True):

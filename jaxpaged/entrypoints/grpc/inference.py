@@ -139,6 +139,7 @@ class Inference:
             not_ready=self._health.obstacle() or "",
             num_requests=len(self._service.traffic),
             max_num_seqs=self._service.model.max_num_seqs,
+            data_parallel_size=self._service.engine.config.parallel.data_parallel_size,
         )
 
 

@@ -21,6 +21,7 @@ from jaxpaged.engine.observability.metrics import Counter, Metric, Tally
 from jaxpaged.entrypoints.grpc.errors import status_of
 from jaxpaged.entrypoints.http.body import BODY_BYTES
 from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.generation.chosen_core import choose_core
 from jaxpaged.entrypoints.http.transport.auth import KeyRing, digest
 from jaxpaged.entrypoints.http.transport.trace_context import enter_trace
 
@@ -106,8 +107,10 @@ def handler(
     kind, asked = kind_of(method), GetMessageClass(method.input_type)
 
     def caller_of(context: grpc.aio.ServicerContext) -> str:
+        metadata = [(name, str(value)) for name, value in context.invocation_metadata() or ()]
+        choose_core(metadata)
         if traced:
-            enter_trace((name, str(value)) for name, value in context.invocation_metadata() or ())
+            enter_trace(metadata)
         return access.caller(context)
 
     async def unary(given: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:

@@ -44,9 +44,10 @@ class Engine(AsyncEngineControl, Protocol):
         trace_headers: Mapping[str, str] | None = None,
         take: Taker | None = None,
         group: str | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Results of one prompt as they come, but those that `take` takes while the generator waits for them. Closing
-        the generator, or cancelling who reads it, aborts the request.
+        the generator, or cancelling who reads it, aborts the request. `data_parallel_rank`: the engine core for it.
 
         Raises RequestError for a bad request, EngineError when the engine fails it, and EngineDeadError once it has
         stopped.
@@ -56,8 +57,13 @@ class Engine(AsyncEngineControl, Protocol):
     def encode(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0,
         trace_headers: Mapping[str, str] | None = None, group: str | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput]:  # fmt: skip
         """The one result of a prompt, with the behaviour of `generate`."""
+        ...
+
+    def suitable_core(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+        """The `data_parallel_rank` that suits a prompt best now."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

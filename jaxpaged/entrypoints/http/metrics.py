@@ -1,7 +1,7 @@
 """`GET /metrics`: the engine's metrics and the server's as Prometheus text, format 0.0.4.
 
-Every sample of the engine has the labels `model_name` and `engine`, as vLLM's dashboards expect. This module knows how
-metrics are written, not what they count.
+Every sample of the engine has the labels `model_name` and `engine`, the number of its core, as vLLM's dashboards
+expect. This module knows how metrics are written, not what they count.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,14 +36,15 @@ class Metrics:
         return Response(text, media_type=CONTENT_TYPE)
 
     def _of_server(self, of_engine: Iterable[Metric]) -> list[Metric]:
-        """`vllm:cache_config_info` tells routers how many KV blocks there are, which the engine says once it runs."""
-        service = self._service
-        labels = dict(service.model.cache_labels)
-        for metric in of_engine:
-            if metric.name == "jaxpaged:num_kv_blocks":
-                labels["num_gpu_blocks"] = f"{metric.value:.0f}"
+        """`vllm:cache_config_info` tells routers how many KV blocks there are, which each core says once it runs."""
+        service, labels = self._service, self._service.model.cache_labels
+        told = [
+            Gauge("vllm:cache_config_info", {**metric.labels, **labels, "num_gpu_blocks": f"{metric.value:.0f}"}, 1)
+            for metric in of_engine
+            if isinstance(metric, Gauge) and metric.name == "jaxpaged:num_kv_blocks"
+        ]
         return [
-            Gauge("vllm:cache_config_info", labels, 1),
+            *(told or [Gauge("vllm:cache_config_info", labels, 1)]),
             Gauge("jaxpaged:ready", {}, float(Health(service).obstacle() is None)),
             Gauge("jaxpaged:http_requests_under_way", {}, len(service.traffic)),
         ]

@@ -148,8 +148,10 @@ class Planner:
         config = self.config
         attention = {"attention_backend": self.blueprint.attention.backend} if self.target.compiles else {}
         pooling = {"runner": "pooling", "convert": config.model.convert} if self.pools else {}
+        num_cores = config.parallel.data_parallel_size
         return (
             pooling
+            | ({"data_parallel_size": num_cores} if num_cores > 1 else {})
             | {
                 "dtype": config.model.dtype,
                 "kv_cache_dtype": config.cache.kv_cache_dtype,
@@ -295,11 +297,10 @@ class Planner:
         elif plan.missing_bytes:
             lines.append(self._how_to_shrink(plan))
         replicas = plan.num_hosts * (plan.num_devices // plan.num_hosts // plan.tensor_parallel_size)
-        if replicas > 1 and not lines:
-            lines.append(
-                f"{replicas} engines fit side by side on {plan.target}, each on {plan.tensor_parallel_size} "
-                f"of its {plan.num_devices} devices"
-            )
+        if replicas > self.config.parallel.data_parallel_size and not lines:
+            option = "" if plan.num_hosts > 1 else f": --data-parallel-size {replicas}"
+            where = f"{plan.target}, each on {plan.tensor_parallel_size} of its {plan.num_devices} devices"
+            lines.append(f"{replicas} engines fit side by side on {where}{option}")
         return lines
 
     def _how_to_fit(self, plan: Plan) -> list[str]:
@@ -349,9 +350,12 @@ class Planner:
         return None
 
 
-def largest_split(config: EngineConfig, model: Model, decoder: DecoderConfig, target: Target) -> int:
-    """Over how many devices of a host of `target` the model can be split at most."""
-    for shards in sorted(set(target.sizes) & set(target.host_sizes), reverse=True):
+def largest_split(
+    config: EngineConfig, model: Model, decoder: DecoderConfig, target: Target, share: int | None = None
+) -> int:
+    """Over how many devices of a host of `target` the model can be split; at most its `share`, if it has one."""
+    sizes = [size for size in set(target.sizes) & set(target.host_sizes) if share is None or size <= share]
+    for shards in sorted(sizes, reverse=True):
         split = replace(config, parallel=replace(config.parallel, tensor_parallel_size=shards))
         if can_split(split, model, decoder):
             return shards

@@ -106,6 +106,7 @@ def test_the_model_and_the_server_say_what_they_are(serving):
         assert (list(model.names), model.max_model_len, model.task, model.chats) == (["fake"], 64, "generate", True)
         info = await server.stub.GetServerInfo(pb.GetServerInfoRequest())
         assert (info.version, info.not_ready, info.num_requests) == (__version__, "", 0)
+        assert info.data_parallel_size == 1
         server.service.traffic.draining = True
         assert "shutting down" in (await server.stub.GetServerInfo(pb.GetServerInfoRequest())).not_ready
 

@@ -47,6 +47,7 @@ class FakeAsyncEngine(AsyncEngineControl):
         self.sleep_level = None
         self.aborted = []
         self.seen = []  # (prompt, params, request id) in order of arrival
+        self.ranks = []  # the core that each named
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.num_snapshots = 0
@@ -68,7 +69,7 @@ class FakeAsyncEngine(AsyncEngineControl):
 
     async def generate(
         self, prompt, sampling_params, request_id, *, priority=0, arrival_time=None, truncate_prompt_tokens=None,
-        add_special_tokens=True, trace_headers=None, take=None, group=None,
+        add_special_tokens=True, trace_headers=None, take=None, group=None, data_parallel_rank=None,
     ):  # fmt: skip
         if self.is_dead:
             raise EngineDeadError("the engine core at 0x7f0012345678 died: /srv/engine/core.py. Restart it.")
@@ -80,6 +81,7 @@ class FakeAsyncEngine(AsyncEngineControl):
             },
         )  # fmt: skip
         self.seen.append((prompt, sampling_params, request_id))
+        self.ranks.append(data_parallel_rank)
         results = self._results[request_id] = Results(take)
         if self._stepper is None or self._stepper.done():
             self._stepper = asyncio.ensure_future(self._step_on())
@@ -96,6 +98,9 @@ class FakeAsyncEngine(AsyncEngineControl):
             if not finished:
                 self.aborted.append(request_id)
                 self.engine.abort_request(request_id)
+
+    def suitable_core(self, token_ids, cache_salt=None):
+        return 3
 
     async def encode(self, prompt, pooling_params, request_id, **options):
         async with contextlib.aclosing(self.generate(prompt, pooling_params, request_id, **options)) as results:

@@ -172,6 +172,15 @@ def test_an_engine_across_hosts_does_not_run_and_the_plan_says_so(folder, target
     assert plan_of(phi4(folder), host).fits
 
 
+def test_several_engines_share_the_devices_of_a_host(folder):
+    plan = plan_of(phi4(folder), "h100:8", data_parallel_size=2)
+    assert plan.fits and plan.tensor_parallel_size == 4 and plan.options["data_parallel_size"] == 2
+    alone = plan_of(phi4(folder), "h100:8", tensor_parallel_size=2)
+    assert "4 engines fit side by side" in alone.advice[0] and "--data-parallel-size 4" in alone.advice[0]
+    with pytest.raises(ConfigError, match="takes 12 devices, but a host of h100:8 has 8"):
+        plan_of(phi4(folder), "h100:8", data_parallel_size=3, tensor_parallel_size=4)
+
+
 def test_gpus_of_two_hosts_have_an_engine_each(folder):
     plan = plan_of(phi4(folder), "h100:16")
     assert plan.fits and plan.tensor_parallel_size == 5 and "2 engines fit side by side" in plan.advice[0]

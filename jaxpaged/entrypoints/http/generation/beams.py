@@ -10,6 +10,7 @@ from jaxpaged.engine.output.detokenizer import make_detokenizer
 from jaxpaged.entrypoints.beam_search import BeamSearch, BeamSearchSequence, check_beam_width, one_token
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import client_names
+from jaxpaged.entrypoints.http.generation.chosen_core import CHOSEN
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, last_results
 from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.generation.traffic import Traffic
@@ -24,6 +25,8 @@ async def search(engine: Engine, traffic: Traffic, request: GenerationRequest) -
     prompts = [prompt.token_ids for prompt in request.prompts]
     searching = BeamSearch(prompts, beams, processor.max_model_len, processor.eos_token_ids)
     params = one_token(beams, request.params.logprobs or 0)
+    if CHOSEN.get() is None:  # all steps go to one core, whose cache has what the step before computed
+        CHOSEN.set(engine.suitable_core(prompts[0], request.prompts[0].cache_salt))
     num_cached: list[int | None] = []
     with client_names({**request.names, "beam_width": "n"}), traffic.admitted(request.load(processor.max_model_len)):
         check_beam_width(beams, processor.max_logprobs)

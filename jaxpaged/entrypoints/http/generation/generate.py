@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import client_names, failed_request
+from jaxpaged.entrypoints.http.generation.chosen_core import CHOSEN
 from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.generation.traffic import Load, Traffic
 from jaxpaged.entrypoints.http.transport.trace_context import trace_headers
@@ -167,14 +168,15 @@ def outputs_of(
 ) -> AsyncGenerator[Output]:
     """What the engine says of one prompt."""
     prompt, engine_id = request.prompts[number].for_engine(), request.engine_id(number)
-    headers, group = trace_headers(request.request_id), request.group
+    headers, group, core = trace_headers(request.request_id), request.group, CHOSEN.get()
     if request.is_pooling:
         return engine.encode(
-            prompt, request.params, engine_id, priority=request.priority, trace_headers=headers, group=group
-        )
+            prompt, request.params, engine_id, priority=request.priority, trace_headers=headers, group=group,
+            data_parallel_rank=core,
+        )  # fmt: skip
     return engine.generate(
         prompt, request.params, engine_id, priority=request.priority, trace_headers=headers, group=group,
-        take=None if take is None else lambda output: take(number, checked(output)),
+        data_parallel_rank=core, take=None if take is None else lambda output: take(number, checked(output)),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from jaxpaged.entrypoints.http.body import off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.answer import AnswerReader, Reading
 from jaxpaged.entrypoints.http.generation.beams import search
+from jaxpaged.entrypoints.http.generation.chosen_core import choose_core
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Output, collect, stream
 from jaxpaged.entrypoints.http.request_ids import request_id_of
 from jaxpaged.entrypoints.http.service import Service
@@ -83,6 +84,7 @@ async def respond(service: Service, stages: Stages, request: Request) -> Respons
     body = await read_struct(request, stages.body, service.options.max_body_bytes)
     model = service.check_model(body.model)
     request_id = request_id_of(request, stages.prefix, getattr(body, "request_id", None))
+    choose_core(request.headers.items())
     parsed = await parse(service, stages, body, request_id, model, client_of(request))
     if stages.writer is not None and body.stream:
         return streamed(service, request_id, parsed.generation, stages.writer(service, parsed))

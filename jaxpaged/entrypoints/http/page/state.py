@@ -6,7 +6,8 @@ Requests are called by labels that tell neither their ids nor who asks.
 import hashlib
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -160,17 +161,24 @@ def shown_requests(snapshot: EngineSnapshot, labels: Labels, now: float) -> list
 
 
 def numbers_of(metrics: Sequence[Metric]) -> dict[str, Any]:
-    """Fields of `EngineState` that are counted in the front end."""
-    by_name: Mapping[str, Any] = {metric.name: metric for metric in metrics if not metric.labels}
-    finished = {m.labels["finished_reason"]: m.value for m in metrics if m.name == "vllm:request_success"}
+    """Fields of `EngineState` that are counted in the front end, for all engine cores together."""
+    by_name: dict[str, list[Any]] = {}
+    for metric in metrics:
+        by_name.setdefault(metric.name, []).append(metric)
+    finished: Counter[str] = Counter()
+    for metric in by_name["vllm:request_success"]:
+        finished[metric.labels["finished_reason"]] += metric.value
+
+    def count_of(name: str) -> int:
+        return sum(metric.value for metric in by_name[name])
 
     def time_of(name: str) -> tuple[int, float]:
-        tally: Histogram = by_name[f"vllm:{name}_seconds"]
-        return tally.count, tally.sum
+        tallies: list[Histogram] = by_name[f"vllm:{name}_seconds"]
+        return sum(tally.count for tally in tallies), sum(tally.sum for tally in tallies)
 
     return {
-        "counts": {name: by_name[f"vllm:{name}"].value for name in COUNTED},
+        "counts": {name: count_of(f"vllm:{name}") for name in COUNTED},
         "times": {short: time_of(name) for short, name in TIMED.items()},
-        "finished": finished,
-        "restarts": by_name["jaxpaged:engine_restarts"].value,
+        "finished": dict(finished),
+        "restarts": count_of("jaxpaged:engine_restarts"),
     }

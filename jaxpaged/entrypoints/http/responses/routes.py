@@ -8,6 +8,7 @@ from starlette.responses import Response as HttpResponse
 
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
+from jaxpaged.entrypoints.http.generation.chosen_core import choose_core
 from jaxpaged.entrypoints.http.generation.generate import all_results, stream
 from jaxpaged.entrypoints.http.generation.stages import check_shape, streamed
 from jaxpaged.entrypoints.http.request_ids import request_id_of
@@ -36,6 +37,7 @@ class Responses:
         body = await read_struct(request, ResponsesRequest, service.options.max_body_bytes)
         await off_loop(check, body)
         request_id = request_id_of(request, "resp")
+        choose_core(request.headers.items())
         parsed = await self._parsed(request, body)
         if body.background:
             stored = await self._begin_in_background(parsed, with_events=bool(body.stream))

@@ -154,3 +154,13 @@ def test_an_aborted_search_gives_what_it_found(serving):
 
     answer = serving(scenario, executor=executor())
     assert answer.status == 200 and {c["finish_reason"] for c in answer.json["choices"]} == {"abort"}
+
+
+def test_all_steps_go_to_the_core_that_suits_the_prompt(serving):
+    async def scenario(server):
+        assert (await server.client.post("/v1/completions", BEAMS)).status == 200
+        await server.client.post("/v1/completions", {"prompt": "sun", "max_tokens": 1})
+        return server.engine.ranks
+
+    *of_beams, of_another = serving(scenario, executor=executor())
+    assert set(of_beams) == {3} and len(of_beams) > 3 and of_another is None

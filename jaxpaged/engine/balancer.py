@@ -1,0 +1,98 @@
+"""Which of several engine cores computes a request: one with little to do that has cached how the prompt begins.
+
+A core's load is reckoned as vLLM does: a running sequence counts 1, a waiting one 4. Against it stands how much of the
+prompt a core is likely to have cached. The beginnings of what each core was given lately are remembered; nobody tells
+what a cache has dropped since, so a wrong guess costs that a prompt is computed again, and nothing else. This module
+knows no sockets.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+WAITING_COUNTS = 4
+"""A waiting sequence is as much load as so many running ones."""
+WORTH_OF_WHOLE_PROMPT = 16
+"""Load by which a core that knows all of a prompt may exceed another one. For a part of it this counts in part."""
+EVERY_BLOCK = 32
+"""So many blocks are remembered one by one; of those behind them, ever fewer: one in two, in four, ..."""
+MOST_TOKENS = 8192
+"""What comes behind them in a prompt is not looked at."""
+MOST_BEGINNINGS = 65_536
+"""So many are remembered, the newest ones: those of 700 prompts of `MOST_TOKENS`, or of thousands of short ones."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a core has to do: sequences. `is_usable`: it serves now, and is neither asleep nor silent."""
+
+    num_running: int
+    num_waiting: int
+    is_usable: bool = True
+
+    @property
+    def score(self) -> int:
+        return self.num_running + WAITING_COUNTS * self.num_waiting
+
+
+class Balancer:
+    """For `num_cores` cores whose caches have blocks of `block_size` tokens; 0: they cache nothing."""
+
+    def __init__(self, num_cores: int, block_size: int):
+        self._num_cores = num_cores
+        self._block_size = block_size
+        self._knowers: dict[int, int] = {}  # a beginning, by its hash -> the cores that were given it, a bit for each
+        self._first = 0  # of equals, the one who had none for longest
+
+    def choose(self, token_ids: Sequence[int], cache_salt: str | None, loads: Sequence[Load]) -> int:
+        """The number of the core that is to compute a prompt. `loads`: one a core; usable ones are taken first."""
+        beginnings = list(self._beginnings(token_ids, cache_salt))
+        known = self._known(beginnings)
+
+        def cost(core: int) -> tuple[bool, float, int]:
+            advantage = WORTH_OF_WHOLE_PROMPT * known[core] / max(len(token_ids), 1)
+            return not loads[core].is_usable, loads[core].score - advantage, (core - self._first) % self._num_cores
+
+        core = min(range(self._num_cores), key=cost)
+        self._first = (core + 1) % self._num_cores
+        self._remember(beginnings, core)
+        return core
+
+    def give(self, core: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
+        """Note that a core computes a prompt for which it was asked by its number."""
+        self._remember(list(self._beginnings(token_ids, cache_salt)), core)
+
+    def forget(self, core: int) -> None:
+        """The cache of a core is empty."""
+        others = ~(1 << core)
+        self._knowers = {beginning: left for beginning, bits in self._knowers.items() if (left := bits & others)}
+
+    def _known(self, beginnings: Sequence[tuple[int, int]]) -> list[int]:
+        """For each core, how many tokens of a prompt it was given before."""
+        known, candidates = [0] * self._num_cores, -1
+        for num_tokens, beginning in beginnings:
+            candidates &= self._knowers.get(beginning, 0)
+            if not candidates:
+                break
+            for core in range(self._num_cores):
+                if candidates >> core & 1:
+                    known[core] = num_tokens
+        return known
+
+    def _remember(self, beginnings: Sequence[tuple[int, int]], core: int) -> None:
+        for _, beginning in beginnings:
+            self._knowers[beginning] = self._knowers.pop(beginning, 0) | 1 << core
+        while len(self._knowers) > MOST_BEGINNINGS:
+            del self._knowers[next(iter(self._knowers))]
+
+    def _beginnings(self, token_ids: Sequence[int], cache_salt: str | None) -> Iterator[tuple[int, int]]:
+        """Beginnings of a prompt: how many tokens each has, and its hash, which covers all before it."""
+        if not self._block_size:
+            return
+        start, num_blocks, stride = 0, 0, 1
+        value, end = hash(cache_salt), min(len(token_ids), MOST_TOKENS)
+        while (stop := start + stride * self._block_size) <= end:
+            value = hash((value, *token_ids[start:stop]))
+            yield stop, value
+            start, num_blocks = stop, num_blocks + stride
+            if num_blocks >= EVERY_BLOCK * stride:
+                stride *= 2

@@ -1,0 +1,162 @@
+"""One engine core as a front end has it: the way to it, the requests that it computes, and what it said of itself.
+
+With several cores every one has such a side, and what happens to one core happens to its requests only. This module
+does not know which core computes what, nor how results reach a user.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.balancer import Load
+from jaxpaged.engine.core_calls import CoreCall
+from jaxpaged.engine.input.processor import InputProcessor
+from jaxpaged.engine.observability.metrics import EngineMetrics, Metric
+from jaxpaged.engine.observability.throughput_log import ThroughputLog
+from jaxpaged.engine.observability.tracing import RequestTracer
+from jaxpaged.engine.outbox import as_one
+from jaxpaged.engine.output.processor import OutputProcessor
+from jaxpaged.engine.output.stream import OutputStream
+from jaxpaged.engine.process import wire
+from jaxpaged.engine.process.core_link import CoreLink
+from jaxpaged.engine.process.core_supervisor import CoreSupervisor
+from jaxpaged.engine.process.wire import CoreStats, Refusal
+from jaxpaged.engine.process.zmq_client import ZmqClient
+from jaxpaged.engine.send_window import SendWindow
+from jaxpaged.errors import EngineError, RequestError
+from jaxpaged.messages import EngineCoreOutputs, RequestOutput, SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+CHILDREN_AT_ONCE = 32
+"""Sequences of a prompt that are sent to the core between two looks at what others want."""
+SETS_IN_CORE = 4
+"""Of a group at most so many times `max_num_seqs` sequences are in the core."""
+SECONDS_TO_AVOID = 2.0
+"""Of silence, after which requests had better go to another core: it may hang, or compute something long."""
+
+
+class Replica:
+    """For one event loop at a time. `config` is resolved; `number` is the core's place among `config`'s cores."""
+
+    def __init__(
+        self, number: int, config: EngineConfig, input_processor: InputProcessor, client: ZmqClient,
+        supervisor: CoreSupervisor | None, tracer: RequestTracer | None,
+    ):  # fmt: skip
+        self.number = number
+        self.is_alone = config.parallel.data_parallel_size == 1
+        self.metrics = EngineMetrics(config.max_model_len)
+        self.output_processor = OutputProcessor(
+            input_processor.tokenizer, self.metrics, input_processor.pooler, tracer, late=True
+        )
+        if number:  # the tracer is everybody's, and what it lost is told once
+            self.metrics.spans_lost = None
+        self.streams: dict[str, OutputStream] = {}
+        self.window = SendWindow(
+            SETS_IN_CORE * (config.scheduler.max_num_seqs or CHILDREN_AT_ONCE),
+            self.output_processor.is_unfinished, lambda requests: self.link.add_requests(requests),
+        )  # fmt: skip
+        self.throughput = ThroughputLog(
+            self.metrics, lambda: bool(self.streams), "" if self.is_alone else f"engine core {number}: "
+        )
+        self.executor_stats: dict[str, Any] | None = None  # of the core that serves now, once it has said them
+        handlers: dict[bytes, Callable[[Any], None]] = {
+            wire.STEP: self._on_steps,
+            wire.STATS: self._on_stats,
+            wire.REFUSED: self._on_refusal,
+        }
+        self.link = CoreLink(client, supervisor, handlers, self._lose_all)
+
+    @property
+    def sleep_level(self) -> int | None:
+        """How deep the core sleeps, by what it said last; None while it is awake."""
+        return self.metrics.stats.sleep_level
+
+    @property
+    def load(self) -> Load:
+        """What it has to do: what it has not said to run yet waits, here or there."""
+        stats, num_unfinished = self.metrics.stats, self.output_processor.num_sequences
+        num_sequences = max(num_unfinished, stats.num_running_reqs + stats.num_waiting_reqs)
+        num_running = min(stats.num_running_reqs, num_sequences)
+        is_usable = (
+            self.link.is_ready and self.sleep_level is None and self.link.seconds_silent < SECONDS_TO_AVOID
+        )  # fmt: skip
+        return Load(num_running, num_sequences - num_running, is_usable)
+
+    def obstacle(self, when_compiled: bool) -> str | None:
+        """See `AsyncLLM.obstacle`."""
+        if (trouble := self.link.trouble() or self.link.silence()) is not None:
+            return f"The engine does not serve: {trouble}."
+        if self.executor_stats is None:
+            return "The engine is starting."
+        if self.sleep_level is not None:
+            return f"The engine sleeps at level {self.sleep_level}. Requests wait until it is woken."
+        names = ("ordinary_programs_ready", "ordinary_programs")
+        ready, needed = (self.executor_stats.get(name, 0) for name in names)
+        if when_compiled and ready < needed:
+            return f"{ready} of the {needed} programs that ordinary requests need are compiled."
+        return None
+
+    def stop(self, request_ids: Sequence[str], reason: str = "abort") -> list[RequestOutput]:
+        """End requests here and in the core; returns what they had so far."""
+        for request_id in request_ids:
+            self.streams.pop(request_id, None)
+        engine_ids, results = self.output_processor.abort(request_ids, reason)
+        self.link.abort_requests(engine_ids)
+        return results
+
+    async def call[R](self, call: CoreCall[R]) -> R:
+        """The core's answer. Raises what the core raises, EngineError when it went away, EngineDeadError."""
+        answer = await self.link.call(call)
+        if isinstance(answer, SchedulerStats):
+            self.metrics.stats = answer
+        return answer
+
+    def read_metrics(self) -> list[Metric]:
+        """All metrics; those of several cores have vLLM's label `engine`."""
+        metrics = self.metrics.read(self.executor_stats or {}, self.link.num_restarts)
+        if self.is_alone:
+            return metrics
+        return [replace(metric, labels={"engine": str(self.number), **metric.labels}) for metric in metrics]
+
+    # ---- what the core says
+
+    def _on_steps(self, steps: Sequence[EngineCoreOutputs]) -> None:
+        try:
+            came = as_one(steps)
+            processed = self.output_processor.process(came.outputs)
+        except Exception as error:  # nobody may wait for ever for what is lost
+            logger.exception("results of a step could not be processed")
+            self._fail_all(EngineError(f"its results could not be processed: {error!r}."))
+            return
+        self.link.abort_requests(processed.ids_to_abort)
+        self.metrics.record_step(came.stats, processed.num_tokens)
+        self.window.refill_all()
+        for result in processed.request_outputs:
+            stream = self.streams.pop(result.request_id) if result.finished else self.streams[result.request_id]
+            stream.put(result)
+
+    def _on_stats(self, stats: CoreStats) -> None:
+        self.metrics.stats = stats.scheduler
+        self.executor_stats = stats.executor
+
+    def _on_refusal(self, refusal: Refusal) -> None:
+        request_id = self.output_processor.prompt_of(refusal.request_id)
+        if request_id is not None:
+            stream = self.streams.pop(request_id)
+            self.link.abort_requests(self.output_processor.discard(request_id))
+            message = refusal.message.replace(repr(refusal.request_id), repr(request_id))
+            stream.fail(RequestError(message, refusal.parameter))
+
+    def _lose_all(self, error: EngineError) -> None:
+        """The core is gone, and with it what it said of itself."""
+        self.executor_stats, self.metrics.stats = None, SchedulerStats()
+        self._fail_all(error)
+
+    def _fail_all(self, error: EngineError) -> None:
+        streams = dict(self.streams)
+        self.stop(list(streams), "error")
+        for stream in streams.values():
+            stream.fail(type(error)(str(error)))  # each consumer adds its own traceback
