@@ -22,7 +22,7 @@ NAMES = ("llama", "mistral_window", "qwen2", "qwen3", "mixtral", "qwen2_moe", "g
 # One bucket that the prompt of 40 tokens does not fit: it takes three chunks.
 OPTIONS = {
     "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 8,
-    "num_gpu_blocks_override": 64, "compilation_cache_dir": "off",
+    "num_gpu_blocks_override": 64,
 }  # fmt: skip
 
 

@@ -67,8 +67,7 @@ class PagedModel:
 
     @functools.cached_property
     def program(self) -> jax.stages.Compiled:
-        # Compiling is most of a test's time, and these arrays need no fast code.
-        return self.lowered.compile({"xla_backend_optimization_level": 0})
+        return self.lowered.compile()
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """Logits [len(tokens), V] of tokens that follow those given before."""
