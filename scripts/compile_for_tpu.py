@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # programs for absent devices cannot be read back
@@ -25,7 +26,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.programs import OPS, program_of
-from pallas_kernels.ragged_paged_attention.tpu.cost import Cost, Rows, kernel_cost, least_cost
+from pallas_kernels.ragged_paged_attention.sharing import NUM_LINES
+from pallas_kernels.ragged_paged_attention.tpu.cost import Cost, Rows, kernel_cost, least_cost, spans_of
 from pallas_kernels.ragged_paged_attention.tpu.tiles import Problem
 from pallas_kernels.tpu_targets import TARGETS, Target, compile_for, vmem_of_kernels, why_not
 from pallas_kernels.workloads import choose_backend
@@ -34,13 +36,27 @@ ATTENTION = "ragged_paged_attention"
 BLOCK_SIZE = 128
 BF16 = jnp.dtype(jnp.bfloat16)
 HEADS = {"8x4 heads of 128": (8, 4, 128), "8x8 heads of 64": (8, 8, 64), "16x1 heads of 128": (16, 1, 128)}
-PROBLEMS: dict[str, tuple[Rows, int | None]] = {
-    "64 decodes of 1k": (((1023, 1),) * 64, None),
-    "63 decodes of 1k, one of 128k": (((1023, 1),) * 63 + ((131071, 1),), None),
-    "64 decodes of 8k, window 1k": (((8191, 1),) * 64, 1024),
-    "prompt of 2k": (((0, 2048),), None),
-    "chunk of 1k behind 16k": (((16384, 1024),), None),
-    "32 decodes of 4k, chunk of 512": (((4095, 1),) * 32 + ((1024, 512),), None),
+
+
+class Step(NamedTuple):
+    """`shared` tokens at the beginning of all rows lie in the same blocks, and are read once."""
+
+    rows: Rows
+    window: int | None = None
+    shared: int = 0
+
+
+PROBLEMS = {
+    "64 decodes of 1k": Step(((1023, 1),) * 64),
+    "63 decodes of 1k, one of 128k": Step(((1023, 1),) * 63 + ((131071, 1),)),
+    "64 decodes of 8k, window 1k": Step(((8191, 1),) * 64, window=1024),
+    "prompt of 2k": Step(((0, 2048),)),
+    "chunk of 1k behind 16k": Step(((16384, 1024),)),
+    "32 decodes of 4k, chunk of 512": Step(((4095, 1),) * 32 + ((1024, 512),)),
+    "256 decodes of 2k + 128": Step(((2175, 1),) * 256),
+    "256 decodes of 2k shared + 128": Step(((2175, 1),) * 256, shared=2048),
+    "64 chunks of 16 behind 4k": Step(((4096, 16),) * 64),
+    "64 chunks of 16 behind 4k shared": Step(((4096, 16),) * 64, shared=4096),
 }
 
 
@@ -95,7 +111,7 @@ def bound(cost: Cost, rates: tuple[float, float]) -> str:
 
 
 def attention_lines(options: argparse.Namespace) -> Iterator[str]:
-    yield "one layer, bfloat16, blocks of 128 tokens. VMEM: write, decode, prefill"
+    yield "one layer, bfloat16, blocks of 128 tokens. VMEM: write, spans where rows share, decode, prefill"
     for name in options.problems:
         for heads in HEADS:
             for target in options.target:
@@ -103,35 +119,44 @@ def attention_lines(options: argparse.Namespace) -> Iterator[str]:
 
 
 def attention_line(name: str, heads: str, target: Target, *, compiled: bool) -> str:
-    rows, window = PROBLEMS[name]
-    problem = Problem(*HEADS[heads], BLOCK_SIZE, BF16, BF16)
+    step, problem = PROBLEMS[name], Problem(*HEADS[heads], BLOCK_SIZE, BF16, BF16)
     rates = rates_of(target)
-    least = least_cost(rows, problem, window)
-    own = sum(kernel_cost(rows, problem, window).values(), Cost(0, 0))
-    sizes = vmem_of(rows, window, problem, target) if compiled else []
+    least = least_cost(step.rows, problem, step.window, step.shared)
+    shared_6R = spans_of(step.rows, step.shared, BLOCK_SIZE) if step.shared else None
+    own = sum(kernel_cost(step.rows, problem, step.window, shared_6R).values(), Cost(0, 0))
+    sizes = vmem_of(step, problem, target) if compiled else []
     vmem = "  VMEM " + " ".join(f"{size // 1024:5}" for size in sizes) if compiled else ""
+    share = least.seconds(*rates) / own.seconds(*rates)
     return (
-        f"{name:30} {heads:18} {target.name:6} {roofline(least, rates)}"
-        f"  kernels <= {least.seconds(*rates) / own.seconds(*rates):4.0%} ({bound(own, rates)}){vmem}"
+        f"{name:32} {heads:18} {target.name:6} {roofline(least, rates)}"
+        f"  kernels {own.num_bytes / 2**20:7.1f} MiB <= {share:4.0%} ({bound(own, rates)}){vmem}"
     )
 
 
-def vmem_of(rows: Rows, window: int | None, problem: Problem, target: Target) -> list[int]:
-    """Of the kernels that write, decode and prefill."""
+def vmem_of(step: Step, problem: Problem, target: Target) -> list[int]:
+    """Of the kernels that write, attend to what rows share, decode and prefill."""
+    rows, window = step.rows, step.window
     K, H, R, T = problem.num_kv_heads, problem.head_dim, len(rows), sum(new for _, new in rows)
     max_blocks = max(-(-sum(row) // BLOCK_SIZE) for row in rows)
 
-    def layer(kv, q_TNH, k_TKH, v_TKH, *where):
-        metadata = rpa.make_metadata(R, *where, num_tokens=T, block_size=BLOCK_SIZE, window=window, backend="tpu")
+    def layer(kv, q_TNH, k_TKH, v_TKH, shared_6R, *where):
+        metadata = rpa.make_metadata(
+            R, *where, num_tokens=T, block_size=BLOCK_SIZE, window=window, backend="tpu",
+            shared_6R=shared_6R if step.shared else None,
+        )  # fmt: skip
         return rpa.ragged_paged_attention(
             q_TNH, k_TKH, v_TKH, kv, metadata, scale=H**-0.5, window=window, backend="tpu"
         )
 
     kv = jax.eval_shape(lambda: rpa.kv_zeros(4096, BLOCK_SIZE, K, H, BF16, "tpu"))
     tokens = [jax.ShapeDtypeStruct((T, heads, H), BF16) for heads in (K * problem.group_size, K, K)]
-    where = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((R + 1,), (R,), (R, max_blocks))]
+    where = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((NUM_LINES, R), (R + 1,), (R,), (R, max_blocks))]
     sizes = vmem_of_kernels(compile_for(target, layer, kv, *tokens, *where, donate=(0,)))
-    return [sizes[f"paged_attention_{kernel}"] for kernel in ("write", "decode", "prefill")]
+    return [
+        sizes[f"paged_attention_{kernel}"]
+        for kernel in ("write", "spans", "decode", "prefill")
+        if kernel != "spans" or step.shared
+    ]
 
 
 if __name__ == "__main__":

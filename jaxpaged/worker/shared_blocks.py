@@ -4,6 +4,11 @@ Rows are kept sorted by the ids of the blocks of their prompts, so that equal be
 that comes, goes, or gets blocks for more of its prompt costs anything; blocks behind the prompt are its own. What was
 found for a step is kept until one of these happens, since most steps have the rows of the step before.
 
+In a group with a window a row that began with a prefix hit holds null blocks where the window of its first token had
+not begun: such a row shares only with rows that have null blocks in the same places, not with those that hold blocks
+there, though both hold the same blocks behind. What one piece from the beginning of a table cannot say is read by each
+row itself. Blocks that a row's window has left stay in its table here, whoever has them by then; no query reads them.
+
 This module goes by ids alone. What attention makes of them is in `sharing.py` of `pallas_kernels`.
 """
 

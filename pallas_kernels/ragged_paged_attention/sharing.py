@@ -2,9 +2,10 @@
 
 Rows with equal beginnings form a tree: a system prompt that all hold, below it the documents that some of them ask
 about. Each edge with more than one row below it is a span: slots [begin, end) of the context, in whole units, and the
-rows that hold them in the same blocks. A span is taken if the span before it was, and if one tile of all its queries
-costs less than every row by itself (`SharedWork`); how long it is does not matter, since both costs grow with that. So
-what a row shares is one piece from the beginning of its table, and the rest of its context is its own.
+rows that hold them in the same blocks. A span is taken if the span before it was, and if tiles of all its queries cost
+less than every row by itself (`SharedWork`); how long it is does not matter to that, since both costs grow with it. But
+all that a step saves must be worth what sharing costs it whatever is shared. So what a row shares is one piece from the
+beginning of its table, and the rest of its context is its own.
 
 The host finds spans in numpy (`fill_spans`), as an int32 array [6, R] whose rows are numbered below; entries behind
 those in use are zero. This module knows neither devices nor who owns blocks. It relies on one thing only: that the
@@ -24,11 +25,17 @@ NUM_LINES = 6
 
 class SharedWork(NamedTuple):
     """What sharing costs a backend. Spans begin and end at multiples of `unit` slots; `tile` queries read them at a
-    time, in the time in which `break_even` single queries read as much one by one."""
+    time, in the time in which `break_even` single queries read as much one by one.
+
+    overhead: slots that single queries read in the time that it takes to share anything at all. most_tiles: for how
+    many tiles a step's lists have room, where each span has one more than its queries fill.
+    """
 
     unit: int
     tile: int
     break_even: int
+    overhead: int = 0
+    most_tiles: int = 2**30
 
 
 class Span(NamedTuple):
@@ -51,14 +58,16 @@ def fill_spans(
     num_sorted = num_queries[list(rows)]
     tiles_alone = np.minimum(num_sorted, -(-num_sorted // work.tile) * work.break_even)
     queries_before, cost_before = ([0, *np.cumsum(x).tolist()] for x in (num_sorted, tiles_alone))
-    own, taken = [0] * len(rows), list[Span]()
+    own, taken, saved, room = [0] * len(rows), list[Span](), 0, work.most_tiles
     for span in spans_of(common):
         num_tiles = -(-(queries_before[span.last] - queries_before[span.first]) // work.tile)
-        alone = cost_before[span.last] - cost_before[span.first]
-        if own[span.first] == span.begin and num_tiles * work.break_even < alone:
+        gain = cost_before[span.last] - cost_before[span.first] - num_tiles * work.break_even
+        if own[span.first] == span.begin and gain > 0 and num_tiles < room:
             own[span.first : span.last] = [span.end] * (span.last - span.first)
             taken.append(span)
-    if taken:
+            saved += gain * (span.end - span.begin) * work.unit
+            room -= num_tiles + 1
+    if saved > work.overhead:
         shared_6R[ROWS, : len(rows)] = rows
         shared_6R[OWN, list(rows)] = np.multiply(own, work.unit)
         shared_6R[FIRST:, : len(taken)] = np.array(taken).T

@@ -68,6 +68,14 @@ def test_blocks_behind_the_prompt_and_half_units_are_not_shared():
     assert filled(shared, [3]).any() == 0, "the other one is not in the step"
 
 
+def test_rows_whose_windows_began_elsewhere_do_not_share_what_lies_behind():
+    null, blocks = [0, 0], [7, 8, 5, 6]
+    shared = fresh({0: [1, 2, *blocks], 1: null + blocks, 2: null + blocks, 3: [1, 2, *blocks]})
+    assert filled(shared, [0, 1])[1].tolist() == [0, 0], "null blocks are no block that the other one holds"
+    shared_6R = filled(shared, [0, 1, 2, 3])
+    assert shared_6R[1].tolist() == [24] * 4 and (shared_6R[3] > shared_6R[2]).sum() == 2, "two spans, two rows each"
+
+
 def test_a_step_like_the_one_before_costs_nothing(monkeypatch):
     shared = fresh({0: [1, 2, 3, 4], 1: [1, 2, 5, 6]})
     first = filled(shared, [0, 1])

@@ -8,7 +8,9 @@ Grid: (groups of kv heads, blocks of requests) for rows with one new token (`dec
 neighbouring tokens) for the others (`prefill.py`). Within a grid block, steps go over the pieces of its requests'
 contexts (`plan.py`): several at a time, of whatever requests, for decodes, one chunk for prompts. So a step costs the
 same whoever it belongs to, and one long context among short ones costs what it holds. A program for decodes only has
-neither the prompts' kernel nor what orders tokens for it.
+neither the prompts' kernel nor what orders tokens for it. Spans that rows share come first (`spans.py`): the prompts'
+kernel over tiles of the queries of all rows that hold them, whatever their number of new tokens, leaves a softmax for
+each query, with which both kernels begin that read what is a row's own. In a step without spans a branch passes it by.
 
 Skipping: blocks behind the last query or before its window are neither fetched nor looked up, pieces of context
 without such blocks are not worked on, chunks that all queries of a tile see whole are not masked.
@@ -23,8 +25,10 @@ Padding: tokens beyond the last row's write nowhere; their output is zero. Head 
 Numerics: scores, softmax state and accumulators are float32; probabilities enter the second product in the cache's
 type; of a cache of 8 bits both products are in the queries' type, and scales multiply scores and probabilities in
 float32. Slots that nobody may see are replaced by zeros, not multiplied by them, and may hold NaN.
+What spans leave is float32; with it sums are taken in another order, so bits depend on what rows share.
 
-Cost: a decode reads every block of its context once, and a prompt every block once per tile of queries. A new token
+Cost: a decode reads every block of its context once, and a prompt every block once per tile of queries; a span is read
+once per tile of the queries that share it, 32 of them in steps of up to 256 tokens, else 128. A new token
 rewrites the tile of slots around it. Products go over whole pieces of context: a short one is padded to 256 slots.
 Scales of tokens take 1 KiB per block and head, up to 128 slots: use large blocks with them. The block table is copied
 into pages once a step.
@@ -38,11 +42,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, is_quantized, kind_of, quantize_new
 from pallas_kernels.ragged_paged_attention.tpu import plan as work
-from pallas_kernels.ragged_paged_attention.tpu import tiles
+from pallas_kernels.ragged_paged_attention.tpu import spans, tiles
 from pallas_kernels.ragged_paged_attention.tpu.decode import DecodeShape, decode_attention
 from pallas_kernels.ragged_paged_attention.tpu.fetch import FetchShape
 from pallas_kernels.ragged_paged_attention.tpu.lanes import (
@@ -53,9 +58,15 @@ from pallas_kernels.ragged_paged_attention.tpu.lanes import (
     round_up,
     sublane_tile,
 )
-from pallas_kernels.ragged_paged_attention.tpu.operands import Operands
-from pallas_kernels.ragged_paged_attention.tpu.prefill import PrefillShape, prefill_attention
-from pallas_kernels.ragged_paged_attention.tpu.softmax import LOG2_E, ScoreRule
+from pallas_kernels.ragged_paged_attention.tpu.operands import Begun, Operands
+from pallas_kernels.ragged_paged_attention.tpu.prefill import PrefillShape, prefill_attention, spans_attention
+from pallas_kernels.ragged_paged_attention.tpu.segments import (
+    CHUNK_SLOTS,
+    DECODE_ITEM_SLOTS,
+    Segments,
+    item_slots_of,
+)
+from pallas_kernels.ragged_paged_attention.tpu.softmax import LOG2_E, LOWEST, ScoreRule
 from pallas_kernels.ragged_paged_attention.tpu.write import write_scales, write_tokens
 
 TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
@@ -71,10 +82,7 @@ class TpuBackend:
 
     LAYOUT = LanesLayout()
     make_plan = staticmethod(work.make_plan)
-
-    def shared_work(self, num_tokens: int, block_size: int) -> None:
-        """Each row's context is read by itself, whoever else holds the same blocks."""
-        return None
+    shared_work = staticmethod(spans.shared_work)
 
     def cannot_take(
         self,
@@ -96,8 +104,8 @@ class TpuBackend:
         if block_size % tile:
             return f"block_size = {block_size}; accepted are multiples of {tile} for a cache of {jnp.dtype(kv_dtype)}"
         problem = tiles.Problem(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size, q_dtype, kv_dtype)
-        if tiles.prefill_heads(problem, work.LARGEST_QUERY_TILE) is None:
-            needed = tiles.prefill_bytes(problem, 1, work.LARGEST_QUERY_TILE)
+        if tiles.prefill_heads(problem, spans.LARGEST_QUERY_TILE) is None:
+            needed = tiles.prefill_bytes(problem, 1, spans.LARGEST_QUERY_TILE)
             return (
                 f"{num_heads} query heads over {num_kv_heads} of head_dim {head_dim} need {needed / 2**20:.0f} MiB of "
                 f"VMEM; accepted is what needs at most {tiles.VMEM_GOAL_BYTES / 2**20:.0f}"
@@ -128,14 +136,17 @@ class TpuBackend:
         sinks_KG = None if sinks_N is None else LOG2_E * sinks_N.astype(jnp.float32).reshape(K, N // K)
         layer = _Layer(problem, plan, ScoreRule(scale, soft_cap), window, sinks_KG, kv_BKSW, scales, settings)
         q_TKGD = pad_lanes(q_TNH, problem.lanes.operand).reshape(T, K, N // K, problem.lanes.operand)
+        begun_TKG = None if plan.spans is None else layer.attend_spans(q_TKGD)
         is_decode_T = (plan.decode_segment_T >= 0)[:, None, None, None]
         if metadata.decodes_only:  # segment i is token i
-            decoded_ZKGD = layer.decode(_resized(q_TKGD, len(plan.decode_token_Z)))
+            in_segments = lambda x_TKGD: _resized(x_TKGD, len(plan.decode_token_Z))
+            decoded_ZKGD = layer.decode(*jax.tree.map(in_segments, (q_TKGD, begun_TKG)))
             out_TKGD = jnp.where(is_decode_T, _resized(decoded_ZKGD, T), 0)
         else:
-            decoded_TKGD = layer.decode(q_TKGD.at[plan.decode_token_Z].get(mode="clip"))
+            in_segments = lambda x_TKGD: x_TKGD.at[plan.decode_token_Z].get(mode="clip")
+            decoded_TKGD = layer.decode(*jax.tree.map(in_segments, (q_TKGD, begun_TKG)))
             decoded_TKGD = decoded_TKGD.at[plan.decode_segment_T].get(mode="clip")
-            out_TKGD = jnp.where(is_decode_T, decoded_TKGD, layer.prefill(q_TKGD))
+            out_TKGD = jnp.where(is_decode_T, decoded_TKGD, layer.prefill(q_TKGD, begun_TKG))
         return out_TKGD[..., problem.lanes.outputs].reshape(T, N, H), (kv_BKSW,), scales
 
     def _new_slots(
@@ -166,33 +177,66 @@ class _Layer:
     scales: tuple[jax.Array, ...]
     settings: dict[str, Any]
 
-    def decode(self, q_ZKGD: jax.Array) -> jax.Array:
+    def attend_spans(self, q_TKGD: jax.Array) -> Begun:
+        """Attention to the spans that rows share, [T, K, G, ...]. In a step in which none do it costs nothing, and says
+        nothing: nobody reads it then."""
+        spans, num_lanes = self.plan.spans, self.problem.lanes.operand
+
+        def attend() -> Begun:
+            q_KGYD = q_TKGD.at[spans.token_Y].get(mode="clip").transpose(1, 2, 0, 3)
+            begun_KGY = spans_attention(*self._in_tiles(spans.segments, q_KGYD, spans.position_YL), **self.settings)
+            begun_TKG = jax.tree.map(lambda x: x.transpose(2, 0, 1, 3).at[spans.place_T].get(mode="clip"), begun_KGY)
+            shares_T = spans.shares_T[:, None, None, None]
+            alone_KGL = LOWEST if self.sinks_KG is None else self.sinks_KG[..., None]
+            return Begun(jnp.where(shares_T, begun_TKG.out, 0), jnp.where(shares_T, begun_TKG.top, alone_KGL))
+
+        def skip() -> Begun:
+            return Begun(*(lax.empty((*q_TKGD.shape[:-1], lanes), jnp.float32) for lanes in (num_lanes, NUM_LANES)))
+
+        return lax.cond(spans.segments.item_end_J[-1] > 0, attend, skip)
+
+    def decode(self, q_ZKGD: jax.Array, begun_ZKG: Begun | None) -> jax.Array:
         """out_ZKGD of the rows that decode."""
         problem, plan = self.problem, self.plan
         rows = work.rows_per_block(len(plan.decode_token_Z))
         heads = tiles.decode_heads(problem, rows)
-        fetch = self._fetch(tiles.decode_items(problem, heads), heads, work.DECODE_ITEM_SLOTS)
-        q_ZKXD = _pad_axis(q_ZKGD, 2, problem.decode_rows)
-        operands = self._operands(plan.decode, q_ZKXD, problem.decode_rows)
+        fetch = self._fetch(tiles.decode_items(problem, heads), heads, DECODE_ITEM_SLOTS)
+        q_ZKXD, begun_ZKX = jax.tree.map(lambda x: _pad_axis(x, 2, problem.decode_rows), (q_ZKGD, begun_ZKG))
+        operands = self._operands(plan.decode, q_ZKXD, problem.decode_rows, begun=begun_ZKX)
         shape = DecodeShape(fetch, problem.lanes, self.rule, rows)
         return decode_attention(operands, shape, **self.settings)[:, :, : problem.group_size]
 
-    def prefill(self, q_TKGD: jax.Array) -> jax.Array:
+    def prefill(self, q_TKGD: jax.Array, begun_TKG: Begun | None) -> jax.Array:
         """out_TKGD of the rows with several new tokens, zeros for the others."""
-        problem, plan, T = self.problem, self.plan, len(q_TKGD)
-        fetch = self._fetch(1, tiles.prefill_heads(problem, plan.query_tile), work.CHUNK_SLOTS)
-        groups = tiles.tile_groups(problem.group_size, plan.query_tile)
-        q_KGYD = _pad_axis(q_TKGD.transpose(1, 2, 0, 3), 2, round_up(T, plan.query_tile))
-        operands = self._operands(plan.prefill, q_KGYD, problem.group_size)
-        shape = PrefillShape(fetch, problem.lanes, self.rule, plan.query_tile, groups)
+        T, tile = len(q_TKGD), self.plan.query_tile
+        in_tiles = lambda x_TKGD: _pad_axis(x_TKGD.transpose(1, 2, 0, 3), 2, round_up(T, tile))
+        q_KGYD, begun_KGY = jax.tree.map(in_tiles, (q_TKGD, begun_TKG))
+        operands, shape = self._in_tiles(self.plan.prefill, q_KGYD, begun=begun_KGY)
         return prefill_attention(operands, shape, **self.settings)[:, :, :T].transpose(2, 0, 1, 3)
 
-    def _operands(self, segments: work.Segments, q: jax.Array, sink_rows: int) -> Operands:
+    def _in_tiles(self, segments: Segments, q_KGYD: jax.Array, *more: Any, **begun: Any) -> tuple[Any, PrefillShape]:
+        """What the prefill kernel takes."""
+        problem, tile = self.problem, self.plan.query_tile
+        fetch = self._fetch(1, tiles.prefill_heads(problem, tile), CHUNK_SLOTS)
+        groups = tiles.tile_groups(problem.group_size, tile)
+        operands = self._operands(segments, q_KGYD, problem.group_size, *more, **begun)
+        return operands, PrefillShape(fetch, problem.lanes, self.rule, self.window, tile, groups)
+
+    def _operands(
+        self,
+        segments: Segments,
+        q: jax.Array,
+        sink_rows: int,
+        position_YL: jax.Array | None = None,
+        begun: Begun | None = None,
+    ) -> Operands:
         kind = kind_of(self.scales)
         return Operands(
             segments=segments,
             q=q,
             sinks=None if self.sinks_KG is None else _over_lanes(_pad_axis(self.sinks_KG, 1, sink_rows)),
+            position_YL=position_YL,
+            begun=begun,
             head_scales_K2L=_over_lanes(jnp.stack(self.scales, axis=1)) if kind == "head" else None,
             tables=self.plan.tables,
             kv_BKSW=self.kv_BKSW,
@@ -203,10 +247,9 @@ class _Layer:
         return FetchShape(
             num_items=items,
             num_heads=heads,
-            item_slots=work.item_slots_of(self.problem.block_size, at_least),
+            item_slots=item_slots_of(self.problem.block_size, at_least),
             block_size=self.problem.block_size,
             slot_lanes=self.problem.lanes.slot,
-            window=self.window,
             pages_per_row=self.plan.pages_per_row,
             token_scales=kind_of(self.scales) == "token",
         )

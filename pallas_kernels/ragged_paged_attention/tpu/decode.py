@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention.tpu.fetch import Fetcher, FetchShape
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, Lanes
-from pallas_kernels.ragged_paged_attention.tpu.operands import UNCHECKED, Operands
+from pallas_kernels.ragged_paged_attention.tpu.operands import UNCHECKED, Begun, Operands
 from pallas_kernels.ragged_paged_attention.tpu.softmax import (
     LOWEST,
     ScoreRule,
@@ -39,10 +39,11 @@ class DecodeShape:
 
 
 def decode_attention(operands: Operands, shape: DecodeShape, *, vmem_limit_bytes: int, interpret: Any) -> jax.Array:
-    """out_ZKXD in q's dtype: attention of each segment's query, q_ZKXD, over its whole context, from the cache."""
+    """out_ZKXD in q's dtype: attention of each segment's query, q_ZKXD, over its piece of context, from the cache, and
+    over what was begun."""
     Z, K, X, D = operands.q.shape
     rows, heads = shape.rows_per_block, shape.fetch.num_heads
-    per_block = pl.BlockSpec((rows, heads, X, D), lambda h, j, *_: (j, h, 0, 0))
+    block, place = (rows, heads, X, D), lambda h, j, *_: (j, h, 0, 0)
     leaves, treedef = jax.tree.flatten(operands)
     call = pl.pallas_call(
         functools.partial(_kernel, shape, treedef),
@@ -50,8 +51,8 @@ def decode_attention(operands: Operands, shape: DecodeShape, *, vmem_limit_bytes
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=operands.num_scalars,
             grid=(K // heads, Z // rows),
-            in_specs=operands.specs(per_block, heads),
-            out_specs=per_block,
+            in_specs=operands.specs(block, place, heads),
+            out_specs=pl.BlockSpec(block, place),
             scratch_shapes=[
                 shape.fetch.scratch(operands.kv_BKSW.dtype),
                 pltpu.VMEM((heads, X, D), jnp.float32),
@@ -95,6 +96,12 @@ class _State:
         else:
             self.top_total_ref[0] = self.sinks_ref[...]
             self.top_total_ref[1] = jnp.ones(self.top_total_ref.shape[1:], jnp.float32)
+
+    def begin(self, begun: Begun, i: jax.Array) -> None:
+        """Go on from what shared spans have left of query `i` of the grid block; sinks are in there."""
+        self.acc_ref[...] = begun.out[i]
+        self.top_total_ref[0] = begun.top[i]
+        self.top_total_ref[1] = jnp.ones(self.top_total_ref.shape[1:], jnp.float32)
 
     def merge(self, top: jax.Array, total: jax.Array, out: jax.Array) -> None:
         """Add a part: top, total [heads, X, 1], out [heads, X, D]."""
@@ -150,7 +157,11 @@ def _attend_items(
     @pl.loop(0, shape.fetch.num_items)
     def _(i):
         item = fetcher.item(step, i)
-        pl.when(item.in_use & item.is_first)(state.reset)
+        begun, is_first = fetcher.operands.begun, item.in_use & item.is_first
+        pl.when(is_first)(state.reset)
+        if begun is not None:
+            is_begun = is_first & (fetcher.segments.begun_Z[item.segment] > 0)
+            pl.when(is_begun)(lambda: state.begin(begun, item.segment - first_segment))
 
         @pl.when(item.in_use)
         def _():

@@ -16,7 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, round_up
 from pallas_kernels.ragged_paged_attention.tpu.operands import Operands
-from pallas_kernels.ragged_paged_attention.tpu.plan import TABLE_PAGE, Segments
+from pallas_kernels.ragged_paged_attention.tpu.plan import TABLE_PAGE
+from pallas_kernels.ragged_paged_attention.tpu.segments import Segments
 from pallas_kernels.shapes import ceil_div
 
 # what the scratch arrays `cursor` and `listed` hold
@@ -37,7 +38,6 @@ class FetchShape:
     item_slots: int
     block_size: int
     slot_lanes: int
-    window: int | None
     pages_per_row: int
     token_scales: bool
 
@@ -143,13 +143,10 @@ class Fetcher:
         segment, piece = listed[SEGMENT], listed[PIECE]
         in_use = segment >= 0
         z = jnp.maximum(segment, 0)
-        first = segments.offset_Z[z] + segments.first_query_Z[z] + 1 - (self.shape.window or 2**30)
-        end = segments.offset_Z[z] + segments.end_query_Z[z]
         last_piece = segments.item_end_Z[z] - 1 + segments.base_Z[z]
         position = piece * self.shape.item_slots
-        return Item(
-            in_use, z, jnp.maximum(first, 0) >= position, piece == last_piece, position, jnp.maximum(first, 0), end
-        )
+        first, end = segments.begin_Z[z], segments.end_Z[z]
+        return Item(in_use, z, first >= position, piece == last_piece, position, first, end)
 
     def _list_items(self, step: Any) -> None:
         """Note the items of a step, and start to fetch the page of the block table that each needs."""

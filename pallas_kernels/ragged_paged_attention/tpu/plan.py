@@ -1,10 +1,9 @@
-"""The work of one step, for both kernels, as lists: computed once a step by XLA, shared by all layers of a KV group.
+"""The work of one step, for all kernels, as lists: computed once a step by XLA, shared by all layers of a KV group.
 
-A segment is a run of neighbouring queries of one request that lie in one grid block of a kernel: a decoding request
-for the decode kernel, the part of a prompt in one query tile for the prefill kernel. A segment's items are pieces of
-its context, `item_slots` slots each: what is fetched and computed at once. This module knows nothing of heads.
+Segments (`segments.py`) are decoding requests for the decode kernel, and parts of prompts for the prefill kernel, in
+the order of tokens; where rows share spans, they read what is the row's own. This module knows nothing of heads.
 
-Letters beside the package's: Z segments, J grid blocks, P slots of one item, W entries of a page of the block table.
+Letters beside the package's: Z segments, J grid blocks, W entries of a page of the block table.
 """
 
 import dataclasses
@@ -14,38 +13,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ragged_paged_attention import sharing
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, sublane_tile
+from pallas_kernels.ragged_paged_attention.tpu.segments import (
+    CHUNK_SLOTS,
+    DECODE_ITEM_SLOTS,
+    Runs,
+    Segments,
+    first_visible,
+    item_slots_of,
+    pick,
+    segments_of,
+)
+from pallas_kernels.ragged_paged_attention.tpu.spans import Spans, make_spans, query_tile_of
 from pallas_kernels.shapes import ceil_div
 
-DECODE_ITEM_SLOTS = 256
-CHUNK_SLOTS = 512
 DECODE_ROWS = 32
 """Requests in one grid block of the decode kernel: their queries and outputs are in VMEM together."""
 TABLE_PAGE = NUM_LANES
 """Block table entries that are fetched at once."""
-SMALL_STEP = 256
-SMALL_QUERY_TILE, LARGEST_QUERY_TILE = 32, 128
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Segments:
-    """Segments in the order in which they are worked on; int32 throughout, entries beyond the last one are unused.
-
-    row_Z: whose block table. offset_Z: position of the query at index 0 of the grid block. first_query_Z,
-    end_query_Z: which queries of the grid block belong to the segment. base_Z: piece of context minus number of
-    item. item_end_Z: items up to and with this segment. stop_Z: items up to and with the segment's grid block.
-    item_end_J: the same for each grid block.
-    """
-
-    row_Z: jax.Array
-    offset_Z: jax.Array
-    first_query_Z: jax.Array
-    end_query_Z: jax.Array
-    base_Z: jax.Array
-    item_end_Z: jax.Array
-    stop_Z: jax.Array
-    item_end_J: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +60,7 @@ class Plan:
     decode_token_Z: the token of each decode segment. decode_segment_T: the decode segment of each token, or -1 where
     prefill computes the output. query_tile: queries in one grid block of the prefill kernel. pages_per_row: of the
     block table. writes: where new tokens go, by slots of a group: those of every type of cache, and whole blocks. XLA
-    computes those that are used.
+    computes those that are used. spans: those that rows share; None where nobody looked for any.
     """
 
     tables: jax.Array
@@ -83,19 +69,9 @@ class Plan:
     writes: dict[int, Writes]
     decode_token_Z: jax.Array
     decode_segment_T: jax.Array
+    spans: Spans | None
     query_tile: int = dataclasses.field(metadata={"static": True})
     pages_per_row: int = dataclasses.field(metadata={"static": True})
-
-
-def query_tile_of(num_tokens: int) -> int:
-    """Queries in one grid block of the prefill kernel: few in small steps, where most of a tile would be padding."""
-    return SMALL_QUERY_TILE if num_tokens <= SMALL_STEP else LARGEST_QUERY_TILE
-
-
-def item_slots_of(block_size: int, at_least: int) -> int:
-    """Slots of an item: whole blocks, whole tiles of lanes, and about `at_least`."""
-    unit = math.lcm(block_size, NUM_LANES)
-    return unit * max(1, at_least // unit)
 
 
 def write_group_of(block_size: int, kv_dtype: Any) -> int:
@@ -118,9 +94,14 @@ def make_plan(
     num_tokens: int,
     block_size: int,
     window: int | None,
+    shared_6R: jax.Array | None = None,
 ) -> Plan:
     """The plan of one step; see `make_metadata` for the arguments."""
-    batch = Batch(query_start_loc_R1[:-1], query_start_loc_R1[1:], seq_lens_R, block_tables_RM, num_tokens, window)
+    own_R = None if shared_6R is None else shared_6R[sharing.OWN]
+    batch = Batch(
+        query_start_loc_R1[:-1], query_start_loc_R1[1:], seq_lens_R, block_tables_RM, num_tokens, window, own_R
+    )
+    settings = {"num_tokens": num_tokens, "block_size": block_size, "window": window}
     decode = _decode_segments(batch, item_slots_of(block_size, DECODE_ITEM_SLOTS))
     query_tile = query_tile_of(num_tokens)
     return Plan(
@@ -130,6 +111,7 @@ def make_plan(
         writes={group: _writes(batch, block_size, group) for group in _write_groups(block_size)},
         decode_token_Z=pick(batch.start_R, decode.row_Z),
         decode_segment_T=_decode_segment_of(batch, jnp.arange(num_tokens)),
+        spans=None if shared_6R is None else make_spans(shared_6R, query_start_loc_R1, seq_lens_R, **settings),
         query_tile=query_tile,
         pages_per_row=pages_of(block_tables_RM.shape[1]),
     )
@@ -137,7 +119,8 @@ def make_plan(
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The rows of a step; some have no new token, or none at all."""
+    """The rows of a step; some have no new token, or none at all. own_R: where that part of each row's context begins
+    which is its own; None where nobody looked for spans that rows share."""
 
     start_R: jax.Array
     end_R: jax.Array
@@ -145,6 +128,7 @@ class Batch:
     tables_RM: jax.Array
     num_tokens: int
     window: int | None
+    own_R: jax.Array | None
 
     @property
     def num_rows(self) -> int:
@@ -154,11 +138,6 @@ class Batch:
     def decodes_up_to_R(self) -> jax.Array:
         """Rows with a single new token, up to and with row r."""
         return jnp.cumsum(self.end_R - self.start_R == 1)
-
-
-def pick(x_R: jax.Array, index: jax.Array) -> jax.Array:
-    """x_R[index], 0 where the index is out of range. Comparisons, because small gathers are slow on TPUs."""
-    return jnp.sum(jnp.where(index[..., None] == jnp.arange(len(x_R)), x_R, 0), axis=-1, dtype=x_R.dtype)
 
 
 def _decode_segment_of(batch: Batch, token_T: jax.Array) -> jax.Array:
@@ -190,11 +169,11 @@ def _decode_segments(batch: Batch, item_slots: int) -> Segments:
     num_blocks = ceil_div(batch.num_rows, rows)
     z_Z = jnp.arange(num_blocks * rows, dtype=jnp.int32)
     row_Z = jnp.sum(batch.decodes_up_to_R <= z_Z[:, None], axis=-1)
-    ones_Z = jnp.ones_like(z_Z)
-    return _segments(
-        batch, item_slots, row_Z, row_Z < batch.num_rows,
-        pick(batch.seq_lens_R, row_Z) - 1, 0 * ones_Z, ones_Z, z_Z // rows, num_blocks,
-    )  # fmt: skip
+    position_Z, ones_Z = pick(batch.seq_lens_R, row_Z) - 1, jnp.ones_like(z_Z)
+    blocks = z_Z // rows, num_blocks
+    return _own_segments(
+        batch, item_slots, row_Z, row_Z < batch.num_rows, 0 * ones_Z, ones_Z, position_Z, position_Z, *blocks
+    )
 
 
 def _prefill_segments(batch: Batch, query_tile: int, item_slots: int) -> Segments:
@@ -209,40 +188,33 @@ def _prefill_segments(batch: Batch, query_tile: int, item_slots: int) -> Segment
     used_Z = z_Z < end_R[-1]
     tile_Z = jnp.where(used_Z, pick(first_tile_R - end_R + num_R, row_Z) + z_Z, num_tiles)
     start_Z = tile_Z * query_tile
-    return _segments(
-        batch, item_slots, row_Z, used_Z,
-        pick(batch.seq_lens_R - batch.end_R, row_Z) + start_Z,
-        jnp.maximum(pick(batch.start_R, row_Z) - start_Z, 0),
-        jnp.minimum(pick(batch.end_R, row_Z) - start_Z, query_tile),
-        tile_Z, num_tiles,
-    )  # fmt: skip
+    first_Z = jnp.maximum(pick(batch.start_R, row_Z) - start_Z, 0)
+    end_Z = jnp.minimum(pick(batch.end_R, row_Z) - start_Z, query_tile)
+    offset_Z = pick(batch.seq_lens_R - batch.end_R, row_Z) + start_Z
+    return _own_segments(
+        batch, item_slots, row_Z, used_Z, first_Z, end_Z, offset_Z + first_Z, offset_Z + end_Z - 1, tile_Z, num_tiles
+    )
 
 
-def _segments(
+def _own_segments(
     batch: Batch,
     item_slots: int,
     row_Z: jax.Array,
     used_Z: jax.Array,
-    offset_Z: jax.Array,
     first_query_Z: jax.Array,
     end_query_Z: jax.Array,
+    least_Z: jax.Array,
+    last_Z: jax.Array,
     block_Z: jax.Array,
     num_blocks: int,
 ) -> Segments:
-    """Count the items of segments, which are sorted by `block_Z`; only the first ones are in use."""
-    first_position_Z = offset_Z + first_query_Z
-    if batch.window is not None:
-        lowest_Z = jnp.maximum(first_position_Z - batch.window + 1, 0)
-    else:
-        lowest_Z = jnp.zeros_like(first_position_Z)
-    first_Z = lowest_Z // item_slots
-    num_Z = jnp.where(used_Z, (offset_Z + end_query_Z - 1) // item_slots - first_Z + 1, 0)
-    item_end_Z = jnp.cumsum(num_Z)
-    in_block_JZ = block_Z <= jnp.arange(num_blocks)[:, None]
-    item_end_J = jnp.sum(jnp.where(in_block_JZ, num_Z, 0), axis=1)
-    stop_Z = pick(item_end_J, block_Z)
-    arrays = (row_Z, offset_Z, first_query_Z, end_query_Z, first_Z - item_end_Z + num_Z, item_end_Z, stop_Z, item_end_J)
-    return Segments(*(x.astype(jnp.int32) for x in arrays))
+    """Segments that read what is their row's own."""
+    begin_Z, begun_Z = first_visible(least_Z, batch.window), None
+    if batch.own_R is not None:
+        own_Z = pick(batch.own_R, row_Z)
+        begin_Z, begun_Z = jnp.maximum(begin_Z, own_Z), own_Z > 0
+    runs = Runs(used_Z, row_Z, first_query_Z, end_query_Z, least_Z, last_Z, begin_Z, last_Z + 1, block_Z)
+    return segments_of(runs, num_blocks, item_slots, begun_Z)
 
 
 def _writes(batch: Batch, block_size: int, group: int) -> Writes:

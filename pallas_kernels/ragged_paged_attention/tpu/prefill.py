@@ -7,6 +7,7 @@ of an operand.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,9 +18,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention.tpu.fetch import Fetcher, FetchShape, Item
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, Lanes
-from pallas_kernels.ragged_paged_attention.tpu.operands import UNCHECKED, Operands
-from pallas_kernels.ragged_paged_attention.tpu.plan import Segments
+from pallas_kernels.ragged_paged_attention.tpu.operands import UNCHECKED, Begun, Operands
 from pallas_kernels.ragged_paged_attention.tpu.softmax import (
+    LOG2_E,
     LOWEST,
     ScoreRule,
     clear_unseen,
@@ -27,6 +28,8 @@ from pallas_kernels.ragged_paged_attention.tpu.softmax import (
     query_key_products,
     weighted_values,
 )
+
+NEVER = 2**30  # a position that no query sees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,24 +39,39 @@ class PrefillShape:
     fetch: FetchShape
     lanes: Lanes
     rule: ScoreRule
+    window: int | None
     query_tile: int
     groups_at_once: int
 
 
 def prefill_attention(operands: Operands, shape: PrefillShape, *, vmem_limit_bytes: int, interpret: Any) -> jax.Array:
     """out_KGYD in q's dtype: attention of the queries of all segments, q_KGYD, zeros for other tokens."""
+    out = jax.ShapeDtypeStruct(operands.q.shape, operands.q.dtype)
+    return _call(operands, shape, out, "paged_attention_prefill", vmem_limit_bytes, interpret)
+
+
+def spans_attention(operands: Operands, shape: PrefillShape, *, vmem_limit_bytes: int, interpret: Any) -> Begun:
+    """The same, unfinished: what other kernels begin with."""
+    K, G, Y, D = operands.q.shape
+    begun = Begun(*(jax.ShapeDtypeStruct((K, G, Y, lanes), jnp.float32) for lanes in (D, NUM_LANES)))
+    return _call(operands, shape, begun, "paged_attention_spans", vmem_limit_bytes, interpret)
+
+
+def _call(
+    operands: Operands, shape: PrefillShape, outputs: Any, name: str, vmem_limit_bytes: int, interpret: Any
+) -> Any:
     K, G, Y, D = operands.q.shape
     heads, Q = shape.fetch.num_heads, shape.query_tile
-    per_tile = pl.BlockSpec((heads, G, Q, D), lambda h, j, *_: (h, 0, j, 0))
+    block, place = (heads, G, Q, D), lambda h, j, *_: (h, 0, j, 0)
     leaves, treedef = jax.tree.flatten(operands)
     call = pl.pallas_call(
         functools.partial(_kernel, shape, treedef),
-        out_shape=jax.ShapeDtypeStruct(operands.q.shape, operands.q.dtype),
+        out_shape=outputs,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=operands.num_scalars,
             grid=(K // heads, Y // Q),
-            in_specs=operands.specs(per_tile, heads),
-            out_specs=per_tile,
+            in_specs=operands.specs(block, place, heads),
+            out_specs=jax.tree.map(lambda x: pl.BlockSpec((*block[:-1], x.shape[-1]), place), outputs),
             scratch_shapes=[
                 shape.fetch.scratch(operands.kv_BKSW.dtype),
                 pltpu.VMEM((heads, G * Q, D), jnp.float32),
@@ -64,21 +82,24 @@ def prefill_attention(operands: Operands, shape: PrefillShape, *, vmem_limit_byt
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes, **UNCHECKED
         ),
         interpret=interpret,
-        name="paged_attention_prefill",
+        name=name,
     )
     return call(*leaves)
 
 
 def _kernel(shape: PrefillShape, treedef: Any, *refs: Any) -> None:
     operands = jax.tree.unflatten(treedef, refs[: treedef.num_leaves])
-    out_ref, scratch, acc_ref, top_total_ref = refs[treedef.num_leaves :]
+    outputs, scratch, acc_ref, top_total_ref = refs[treedef.num_leaves :]
     tile = pl.program_id(1)
     fetcher = Fetcher(shape.fetch, operands, pl.program_id(0) * shape.fetch.num_heads, scratch)
     pl.when(tile == 0)(fetcher.begin)
     state = _State(acc_ref, top_total_ref)
     state.reset(operands.sinks, shape.query_tile)
+    if operands.begun is not None:
+        pl.when(operands.segments.begun_J[tile] > 0)(lambda: state.begin(operands.begun))
     fetcher.run_steps(tile, functools.partial(_attend_chunk, shape, fetcher, state))
-    out_ref[...] = state.result().astype(out_ref.dtype).reshape(out_ref.shape)
+    for out_ref, x in zip(jax.tree.leaves(outputs), state.result()):
+        out_ref[...] = x.astype(out_ref.dtype).reshape(out_ref.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +122,16 @@ class _State:
             self.top_total_ref[0, :, g * queries : (g + 1) * queries] = jnp.broadcast_to(sink_K1L, (heads, queries, L))
         self.top_total_ref[1] = jnp.ones((heads, X, L), jnp.float32)
 
+    def begin(self, begun: Begun) -> None:
+        """Go on from what shared spans have left; sinks are in there."""
+
+        @pl.loop(0, len(self.acc_ref))
+        def _(h):
+            self.acc_ref[h] = begun.out[h].reshape(self.acc_ref.shape[1:])
+            self.top_total_ref[0, h] = begun.top[h].reshape(self.top_total_ref.shape[2:])
+
+        self.top_total_ref[1] = jnp.ones(self.top_total_ref.shape[1:], jnp.float32)
+
     def add(self, h: Any, rows: Any, exponent_XP: jax.Array, v_PD: jax.Array, v_scale: jax.Array | None) -> None:
         """Add a chunk for some rows of head `h`; exponents of what a query may not see are so low that they vanish."""
         old_top = self.top_total_ref[0, h, rows, :1]
@@ -113,16 +144,18 @@ class _State:
         self.top_total_ref[0, h, rows] = jnp.broadcast_to(top, whole)
         self.top_total_ref[1, h, rows] = jnp.broadcast_to(total, whole)
 
-    def result(self) -> jax.Array:
-        """Zeros for queries that saw nothing."""
+    def result(self) -> Iterator[jax.Array]:
+        """What `Begun` has; zeros, and a power that is nothing, for queries that saw nothing."""
         total = self.top_total_ref[1, :, :, :1]
-        return self.acc_ref[...] / jnp.where(total == 0, 1, total)
+        yield self.acc_ref[...] / jnp.where(total == 0, 1, total)
+        total = self.top_total_ref[1]
+        yield self.top_total_ref[0] + jnp.where(total == 0, 0, jnp.log(jnp.where(total == 0, 1, total)) * LOG2_E)
 
 
 def _attend_chunk(shape: PrefillShape, fetcher: Fetcher, state: _State, step: jax.Array) -> None:
     """Every query of the tile that belongs to the item's segment sees what it may of one chunk."""
     item = fetcher.item(step, 0)
-    view = _View.of(shape, fetcher.segments, item)
+    view = _View.of(shape, fetcher.operands, item)
     chunk_ref, scales_ref = fetcher.blocks(step).at[0], fetcher.token_scales(step)
     if scales_ref is not None:
         scales_ref = scales_ref.at[0]
@@ -164,40 +197,51 @@ def _scales(token_scales_ref: Any, head_scales_ref: Any, h: Any, block_size: int
 
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """Which queries of a tile, [first_query, end_query), see which slots of a chunk; `offset`: position of query 0."""
+    """Which queries of a tile, [first_query, end_query), see which slots of a chunk. `least`, `last`: the least and the
+    greatest of their positions, which follow each other unless `position_QL` has them."""
 
+    item: Item
     first_query: jax.Array
     end_query: jax.Array
-    offset: jax.Array
-    position: jax.Array
+    least: jax.Array
+    last: jax.Array
+    position_QL: Any
     num_queries: int
     num_slots: int
     window: int | None
 
     @staticmethod
-    def of(shape: PrefillShape, segments: Segments, item: Item) -> "_View":
-        z = item.segment
+    def of(shape: PrefillShape, operands: Operands, item: Item) -> "_View":
+        z, segments = item.segment, operands.segments
         return _View(
-            segments.first_query_Z[z], segments.end_query_Z[z], segments.offset_Z[z], item.position,
-            shape.query_tile, shape.fetch.item_slots, shape.fetch.window,
+            item, segments.first_query_Z[z], segments.end_query_Z[z], segments.least_Z[z], segments.last_Z[z],
+            operands.position_YL, shape.query_tile, shape.fetch.item_slots, shape.window,
         )  # fmt: skip
 
     @property
     def is_everything(self) -> jax.Array:
         """Whether all queries of the tile see all slots of the chunk."""
         all_queries = (self.first_query == 0) & (self.end_query == self.num_queries)
-        all_slots = self.position + self.num_slots <= self.offset + 1
+        position = self.item.position
+        all_slots = (position >= self.item.first) & (position + self.num_slots <= self.item.end)
+        all_slots &= position + self.num_slots <= self.least + 1
         if self.window is not None:
-            all_slots &= self.position > self.offset + self.num_queries - 1 - self.window
+            all_slots &= position > self.last - self.window
         return all_queries & all_slots
 
     def hide(self, exponent_XP: jax.Array) -> jax.Array:
         """Replace what a query does not see. Rows are (query head, query), and queries a power of two."""
         query_X1 = lax.broadcasted_iota(jnp.int32, (len(exponent_XP), 1), 0) & (self.num_queries - 1)
-        position_1P = self.position + lax.broadcasted_iota(jnp.int32, (1, self.num_slots), 1)
+        position_1P = self.item.position + lax.broadcasted_iota(jnp.int32, (1, self.num_slots), 1)
+        position_1P = jnp.where((position_1P >= self.item.first) & (position_1P < self.item.end), position_1P, NEVER)
         mine_X1 = (query_X1 >= self.first_query) & (query_X1 < self.end_query)
-        last_X1 = jnp.where(mine_X1, self.offset + query_X1, -1)
+        last_X1 = jnp.where(mine_X1, self._positions(query_X1), -1)
         visible_XP = position_1P <= last_X1
         if self.window is not None:
             visible_XP &= position_1P > last_X1 - self.window
         return jnp.where(visible_XP, exponent_XP, 2 * LOWEST)
+
+    def _positions(self, query_X1: jax.Array) -> jax.Array:
+        if self.position_QL is None:
+            return self.least - self.first_query + query_X1
+        return jnp.concatenate([self.position_QL[:, :1]] * (len(query_X1) // self.num_queries))

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, Lanes, round_up
-from pallas_kernels.ragged_paged_attention.tpu.plan import CHUNK_SLOTS, DECODE_ITEM_SLOTS, item_slots_of
+from pallas_kernels.ragged_paged_attention.tpu.segments import CHUNK_SLOTS, DECODE_ITEM_SLOTS, item_slots_of
 
 VMEM_LIMIT_BYTES = 56 * 2**20
 """What a kernel may take. A TPU7x core has 64 MiB, v5e and v6e have 128."""
@@ -67,7 +67,8 @@ def decode_bytes(problem: Problem, heads: int, rows: int) -> int:
     parts = decode_items(problem, heads) * heads
     blocks = 2 * parts * P * problem.lanes.slot * _size(problem.kv_dtype)
     queries_and_outputs = 4 * rows * heads * X * D * _size(problem.q_dtype)
-    return blocks + queries_and_outputs + (parts + heads) * X * (2 * D + 2 * NUM_LANES + 3 * P) * 4
+    begun = 2 * rows * heads * X * (D + NUM_LANES) * 4
+    return blocks + queries_and_outputs + begun + (parts + heads) * X * (2 * D + 2 * NUM_LANES + 3 * P) * 4
 
 
 def prefill_bytes(problem: Problem, heads: int, query_tile: int) -> int:
@@ -77,8 +78,9 @@ def prefill_bytes(problem: Problem, heads: int, query_tile: int) -> int:
     blocks = 2 * heads * P * problem.lanes.slot * _size(problem.kv_dtype)
     queries_and_outputs = 4 * heads * X * D * _size(problem.q_dtype)
     state = heads * X * (D + 2 * NUM_LANES) * 4
+    begun = 2 * heads * X * (D + NUM_LANES) * 4
     scores = 3 * tile_groups(problem.group_size, query_tile) * query_tile * P * 4
-    return blocks + queries_and_outputs + state + scores
+    return blocks + queries_and_outputs + begun + state + scores
 
 
 def _most_heads(num_heads: int, bytes_of: Any) -> int | None:

@@ -124,6 +124,16 @@ def test_whatever_rows_share_attention_is_that_of_each_row_by_itself(case, seed)
     np.testing.assert_array_equal(program("invariant", case.window)(case, step, step.shared_6R), alone_TNH)
 
 
+def test_spans_are_taken_only_if_a_step_saves_more_than_sharing_costs_it_and_its_lists_have_room():
+    work = ALWAYS._replace(overhead=4 * UNIT)
+    assert not spans([[1, 2]] * 3, work).any(), "two rows read two units less: no more than it costs"
+    assert taken(spans([[1, 2], [1, 2], [1, 2], [3], [3]], work)) == [([3, 4], 0, 1), ([0, 1, 2], 0, 2)], "five"
+    two_tiles = ALWAYS._replace(most_tiles=3)
+    assert taken(spans([[1, 2], [1, 2], [1]], two_tiles)) == [([2, 0, 1], 0, 1)], "two more would be the fourth"
+    assert taken(spans([[1, 2], [1, 2], [1]], ALWAYS._replace(most_tiles=4)))[1] == ([0, 1], 1, 2)
+
+
 def test_steps_in_which_sharing_never_pays_have_nothing_for_it():
+    assert [rpa.shared_work("tpu", T, 16) for T in (1, 2)] == [None, None]
     assert rpa.shared_work("reference", 2, 16) is None
     assert rpa.shared_work("reference", 8, 16).break_even < 8

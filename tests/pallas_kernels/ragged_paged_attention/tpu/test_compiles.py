@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels import tpu_targets
 from pallas_kernels.ragged_paged_attention.cases import CASES, Case
+from pallas_kernels.ragged_paged_attention.sharing import NUM_LINES
 from pallas_kernels.ragged_paged_attention.tpu import tiles
 from pallas_kernels.tpu_targets import TARGETS, compile_for, vmem_of_kernels
 
@@ -28,19 +29,23 @@ QUANTIZED = [
     pytest.param(FP8, "none", id="float8, none", marks=pytest.mark.slow),
 ]
 KERNELS = {"paged_attention_write", "paged_attention_decode", "paged_attention_prefill"}
+SHARES = Case("256 rows that share", ((2100, 1),) * 256, num_kv_heads=8, group_size=4, head_dim=128, sinks=True)
 LONG = Case("256 requests of up to 2M tokens: their block tables take 134 MB", ((0, 1),) * 256, head_dim=128)
 NUM_BLOCKS = 10_000
 """So many that the compiler cannot move a cache into VMEM, as it does with small arrays."""
 
 
-def attend_step(case: Case, dtype, *, kv_dtype=None, kv_scales="none", max_blocks=40):
+def attend_step(case: Case, dtype, *, kv_dtype=None, kv_scales="none", max_blocks=40, shares=False):
     """(function, arguments): one layer's attention in a step as large as `case`, the cache donated."""
     S, K, H, R = case.block_size, case.num_kv_heads, case.head_dim, len(case.rows) + case.empty_rows or 1
     N, T = K * case.group_size, case.num_tokens + case.padding
     struct = jax.ShapeDtypeStruct
 
-    def attend(kv, q_TNH, k_TKH, v_TKH, sinks_N, *where):
-        metadata = rpa.make_metadata(R, *where, num_tokens=T, block_size=S, window=case.window, backend="tpu")
+    def attend(kv, q_TNH, k_TKH, v_TKH, sinks_N, shared_6R, *where):
+        metadata = rpa.make_metadata(
+            R, *where, num_tokens=T, block_size=S, window=case.window, backend="tpu",
+            shared_6R=shared_6R if shares else None,
+        )  # fmt: skip
         return rpa.ragged_paged_attention(
             q_TNH, k_TKH, v_TKH, kv, metadata, scale=H**-0.5, window=case.window, soft_cap=case.soft_cap,
             sinks_N=sinks_N if case.sinks else None, backend="tpu",
@@ -49,7 +54,8 @@ def attend_step(case: Case, dtype, *, kv_dtype=None, kv_scales="none", max_block
     kv = jax.eval_shape(lambda: rpa.kv_zeros(NUM_BLOCKS, S, K, H, kv_dtype or dtype, "tpu", kv_scales))
     new_TKH = struct((T, K, H), dtype)
     where = struct((R + 1,), jnp.int32), struct((R,), jnp.int32), struct((R, max_blocks), jnp.int32)
-    return attend, (kv, struct((T, N, H), dtype), new_TKH, new_TKH, struct((N,), jnp.float32), *where)
+    begin = struct((N,), jnp.float32), struct((NUM_LINES, R), jnp.int32)
+    return attend, (kv, struct((T, N, H), dtype), new_TKH, new_TKH, *begin, *where)
 
 
 def cases():
@@ -66,7 +72,7 @@ def compile_and_check(case: Case, dtype, target, record_property, **settings):
     compiled = compile_for(target, attend, *args, donate=(0,))
     vmem, memory = vmem_of_kernels(compiled), compiled.memory_analysis()
     record_property("vmem", str(vmem))
-    assert set(vmem) == KERNELS
+    assert set(vmem) == KERNELS | ({"paged_attention_spans"} if settings.get("shares") else set())
     assert max(vmem.values()) <= tiles.VMEM_LIMIT_BYTES < target.info.vmem_capacity_bytes
     kv_bytes, tables_bytes = bytes_of(args[0]), bytes_of(args[-1])
     assert memory.alias_size_in_bytes >= kv_bytes
@@ -89,6 +95,12 @@ def test_a_case_compiles_updates_the_cache_in_place_and_fits_vmem(case, dtype, t
 def test_a_cache_of_8_bits_compiles_and_is_not_copied(kv_dtype, kv_scales, block_size, target, record_property):
     case = dataclasses.replace(CASE["head_dim 128"], block_size=block_size)
     compile_and_check(case, jnp.bfloat16, target, record_property, kv_dtype=kv_dtype, kv_scales=kv_scales)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("window", [None, 1024])
+def test_what_rows_share_compiles_and_copies_no_cache(window, target, record_property):
+    compile_and_check(dataclasses.replace(SHARES, window=window), jnp.bfloat16, target, record_property, shares=True)
 
 
 def test_block_tables_that_fit_no_scalar_memory_compile(record_property):

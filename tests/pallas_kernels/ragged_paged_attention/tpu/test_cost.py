@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.ragged_paged_attention.tpu.cost import Cost, kernel_cost, least_cost
+from pallas_kernels.ragged_paged_attention.tpu.cost import Cost, kernel_cost, least_cost, spans_of
 from pallas_kernels.ragged_paged_attention.tpu.tiles import Problem
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -36,6 +36,20 @@ def test_a_prompt_reads_its_context_once_for_each_tile_of_queries():
 def test_blocks_outside_of_a_window_cost_nothing():
     near, far = (kernel_cost(((n, 1),), PROBLEM, 128)["decode"] for n in (1151, 100 * 1024 + 127))
     assert near == far and near.num_bytes == 128 * SLOT + QUERY
+
+
+def test_what_rows_share_is_read_once_for_each_tile_of_queries_and_not_at_all_for_few():
+    rows = ((2175, 1),) * 48
+    alone = kernel_cost(rows, PROBLEM, None)
+    once = kernel_cost(rows, PROBLEM, None, spans_of(rows, 2048, 128))
+    assert once["decode"] == Cost(48 * (128 * SLOT + QUERY), 48 * 2 * 256 * PAIR)
+    begun = (2 * 64 + 48) * 4 + 2 * 64 * 8  # rows of each kv head: two tiles of queries, and two blocks of decodes
+    assert once["spans"].num_bytes == 2 * 2048 * SLOT + 48 * QUERY + begun * 2 * (128 + 128) * 4
+    assert once["write"] == alone["write"] and sum(once.values(), Cost(0, 0)).num_bytes * 4 < alone["decode"].num_bytes
+    assert not spans_of(rows[:3], 2048, 128).any(), "three rows: less saved than another kernel costs"
+    assert spans_of(rows[:4], 2048, 128).any()
+    few = kernel_cost(rows[:4], PROBLEM, None, spans_of(rows[:4], 0, 128))
+    assert few["spans"] == Cost(0, 0) and few["decode"] == kernel_cost(rows[:4], PROBLEM, None)["decode"]
 
 
 @pytest.mark.parametrize("rows", [((1023, 1),) * 5, ((0, 700),), ((37, 1), (300, 90), (0, 2))])

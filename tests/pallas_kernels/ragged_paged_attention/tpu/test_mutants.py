@@ -21,13 +21,13 @@ BACKEND = "tpu-interpret"
 CASE = Case("for mutants", ((300, 1), (20, 40), (37, 1), (5, 3)), group_size=3)
 SINKS = Case("for mutants", ((20, 20), (37, 1)), sinks=True)
 WINDOW = Case("for mutants", ((300, 1), (300, 20)), window=30)
+SHARED = Case("for mutants", ((150, 1), (140, 20), (100, 1)), window=110, shared=((1, 0, 8), (2, 0, 4)))
 
 # what is wrong: (case, module, its text, what the mutant has in its place)
 MUTANTS = {
     "decodes see all that was fetched": (CASE, "decode", "visible_nXP != 0", "visible_nXP >= 0"),
     "decodes forget their last piece": (
-        CASE, "plan", "(offset_Z + end_query_Z - 1) // item_slots - first_Z + 1",
-        "jnp.maximum((offset_Z + end_query_Z - 1) // item_slots - first_Z, 1)",
+        CASE, "segments", "(runs.end_Z - 1) // item_slots - first_Z + 1", "(runs.end_Z - 1) // item_slots - first_Z",
     ),
     "what was seen before keeps its weight": (
         CASE, "decode", "self.acc_ref[...] * keep + out * add", "self.acc_ref[...] + out * add",
@@ -52,6 +52,13 @@ MUTANTS = {
     "prompts forget sinks": (SINKS, "prefill", "if sinks_ref is None:", "if True:"),
     "a window is one too wide for prompts": (
         WINDOW, "prefill", "position_1P > last_X1 - self.window", "position_1P >= last_X1 - self.window",
+    ),
+    "decodes forget spans": (SHARED, "decode", "begun_Z[item.segment] > 0", "begun_Z[item.segment] < 0"),
+    "prompts forget spans": (SHARED, "prefill", "begun_J[tile] > 0", "begun_J[tile] < 0"),
+    "what rows share is read by each of them too": (SHARED, "plan", "jnp.maximum(begin_Z, own_Z)", "begin_Z"),
+    "queries that share a span stand side by side": (SHARED, "prefill", "if self.position_QL is None:", "if True:"),
+    "spans are read beyond their ends": (
+        SHARED, "prefill", "(position_1P >= self.item.first) & (position_1P < self.item.end)", "position_1P >= 0",
     ),
 }  # fmt: skip
 QUICK = ("queries of a tile see others' contexts", "blocks are not waited for")
@@ -93,7 +100,7 @@ def is_right(case: Case) -> bool:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [CASE, SINKS, WINDOW], ids=["mixed", "sinks", "window"])
+@pytest.mark.parametrize("case", [CASE, SINKS, WINDOW, SHARED], ids=["mixed", "sinks", "window", "shared"])
 def test_without_a_mutation_the_cases_pass(case):
     assert is_right(case)
 

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import ragged_paged_attention as rpa
-from pallas_kernels.ragged_paged_attention.cases import CASES, Case
+from pallas_kernels.ragged_paged_attention.cases import CASES, SHARED_CASES, Case
 from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 from tests.pallas_kernels.ragged_paged_attention.one_step import check_case, marks
 
@@ -19,6 +19,7 @@ QUICK = (
     ("decodes and prompts in any order", jnp.bfloat16),
     ("multi-head, head_dim 80, block_size 64", jnp.bfloat16),
     ("window, soft cap and sinks", jnp.float32),
+    ("rows that share beginnings, window, soft cap and sinks", jnp.float32),
 )
 
 
@@ -35,7 +36,7 @@ def is_taken(case: Case, dtype) -> bool:
 
 
 def all_cases():
-    for number, (case, dtype) in enumerate(zip(CASES, itertools.cycle((jnp.float32, jnp.bfloat16)))):
+    for number, (case, dtype) in enumerate(zip((*CASES, *SHARED_CASES), itertools.cycle((jnp.float32, jnp.bfloat16)))):
         quick = dict(QUICK).get(case.name)
         dtype = quick or (dtype if is_taken(case, dtype) else jnp.float32)
         if is_taken(case, dtype):

@@ -41,8 +41,8 @@ def pieces_of(segments, queries_per_block, item_slots):
     """(grid block, row, position of a query, first slot of a piece) of every query and item, in order."""
     found, item = [], 0
     arrays = (np.asarray(x) for x in (
-        segments.row_Z, segments.offset_Z, segments.first_query_Z, segments.end_query_Z, segments.base_Z,
-        segments.item_end_Z, segments.stop_Z,
+        segments.row_Z, segments.least_Z - segments.first_query_Z, segments.first_query_Z, segments.end_query_Z,
+        segments.base_Z, segments.item_end_Z, segments.stop_Z,
     ))  # fmt: skip
     item_end_J = np.asarray(segments.item_end_J)
     for row, offset, first, end, base, item_end, stop in zip(*arrays):
