@@ -1,6 +1,8 @@
-"""Root-mean-square normalisation (arXiv 1910.07467), in float32 whatever the weights are."""
+"""Root-mean-square normalisation (arXiv 1910.07467), also of numbers less their mean (1607.06450), in float32 whatever
+the weights are."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +14,13 @@ class NormConfig:
     """How a model normalises. `eps` is added to the mean square.
 
     `is_offset`: the weight says how far the factor is from 1, as in Gemma, and only the product is rounded.
+    `is_centred`: the mean is taken off first.
     `deterministic`: no bit of a result depends on the other rows.
     """
 
     eps: float
     is_offset: bool = False
+    is_centred: bool = False
     deterministic: bool = False
 
 
@@ -39,10 +43,12 @@ def rms_norm(x: jax.Array, p: Norm, config: NormConfig) -> jax.Array:
 
 
 def normalised(x: jax.Array, config: NormConfig) -> jax.Array:
-    """Float32 x / sqrt(mean(x^2) + eps)."""
+    """Float32 x / sqrt(mean(x^2) + eps), of x less its mean if that is taken off."""
+    mean = mean_by_product if config.deterministic else partial(jnp.mean, axis=-1, keepdims=True)
     x = x.astype(jnp.float32)
-    mean = mean_by_product(x * x) if config.deterministic else jnp.mean(x * x, axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(mean + config.eps)
+    if config.is_centred:
+        x = x - mean(x)
+    return x * jax.lax.rsqrt(mean(x * x) + config.eps)
 
 
 def mean_by_product(x: jax.Array) -> jax.Array:

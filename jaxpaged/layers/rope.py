@@ -47,14 +47,21 @@ def rope_cos_sin(rope: RopeConfig, positions_T: jax.Array, max_model_len: int) -
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
-def apply_rope(x_TNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate the heads: number i of the rotated part pairs with number i + rotary_dim / 2. In float32."""
+def apply_rope(x_TNH: jax.Array, cos: jax.Array, sin: jax.Array, is_interleaved: bool = False) -> jax.Array:
+    """Rotate the heads: number i of the rotated part pairs with number i + rotary_dim / 2. In float32.
+
+    `is_interleaved`: numbers 2 i and 2 i + 1 make a pair.
+    """
     half = cos.shape[-1]
-    x1 = x_TNH[..., :half].astype(jnp.float32)
-    x2 = x_TNH[..., half : 2 * half].astype(jnp.float32)
+    rotated = x_TNH[..., : 2 * half].astype(jnp.float32)
+    x1, x2 = (rotated[..., ::2], rotated[..., 1::2]) if is_interleaved else (rotated[..., :half], rotated[..., half:])
     cos, sin = cos[:, None, :], sin[:, None, :]
-    rotated = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_TNH.dtype)
-    return jnp.concatenate([rotated, x_TNH[..., 2 * half :]], axis=-1)
+    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    if is_interleaved:
+        y = jnp.stack([y1, y2], axis=-1).reshape(rotated.shape)
+    else:
+        y = jnp.concatenate([y1, y2], axis=-1)
+    return jnp.concatenate([y.astype(x_TNH.dtype), x_TNH[..., 2 * half :]], axis=-1)
 
 
 def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> np.ndarray:

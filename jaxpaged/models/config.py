@@ -7,7 +7,7 @@ means for one architecture is said in that architecture's module. transformers i
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ from jaxpaged.params.other_formats import refuse_other_folder, refuse_part_of_pi
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What differs from layer to layer. `window`: tokens that a query sees, itself included; None: all."""
+    """What differs from layer to layer. `window`: tokens that a query sees, itself included; None: all.
+
+    `rope`: how positions become angles; None: queries and keys are not rotated.
+    """
 
     window: int | None
-    rope: RopeConfig
+    rope: RopeConfig | None
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ class DecoderConfig:
     longest sequence the model is made for, rope scaling included. `max_model_len` is the engine's limit, equal to
     it until replaced. `dtype` is the checkpoint's. `deterministic` is the engine's option, and `few_rows` how the
     engine's device multiplies a few rows with a weight (`layers/few_rows.py`).
-    `offset_norms`: the weights of norms say how far a factor is from 1.
+    `offset_norms`: the weights of norms say how far a factor is from 1; `centred_norms`: norms take off the mean.
+    `interleaved_rope`: neighbours of a head are rotated together. `residual_scale` and `logit_scale` multiply what a
+    block adds to the residual stream, and the logits.
     """
 
     architecture: str
@@ -71,6 +76,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
     attn_soft_cap: float | None = None
     final_soft_cap: float | None = None
     embed_scale: float | None = None
@@ -80,13 +86,17 @@ class DecoderConfig:
     num_labels: int = 0  # of the classifier, if there is one
     num_mtp_layers: int = 0  # that predict further tokens, and lie in the checkpoint too
     offset_norms: bool = False
+    centred_norms: bool = False
+    interleaved_rope: bool = False
+    residual_scale: float | None = None
+    logit_scale: float | None = None
     deterministic: bool = False
     few_rows: str = XLA
 
     @property
     def norm(self) -> NormConfig:
         """How every norm of the model is computed."""
-        return NormConfig(self.norm_eps, self.offset_norms, self.deterministic)
+        return NormConfig(self.norm_eps, self.offset_norms, self.centred_norms, self.deterministic)
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -136,7 +146,7 @@ HARMLESS_FIELDS = frozenset(
     num_return_sequences output_scores forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens chunk_size_feed_forward pruned_heads
     tf_legacy_loss use_bfloat16 cache_implementation attn_implementation bos_token_id eos_token_id
-    output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux
+    output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux residual_dropout
     hybrid_kvcache_attention_pattern unsloth_fixed unsloth_version transformers.js_config pretraining_tp
     is_llama_config is_matryoshka matryoshka_dimensions sentence_transformers max_sequence_length
     model_max_length tokenizer_model_max_length
@@ -288,6 +298,12 @@ def layer_windows(fields: HfFields, window: int | None, sliding: Callable[[int],
             f"{FULL!r}."
         )
     return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def without_rotation(config: DecoderConfig, numbers: set[int]) -> DecoderConfig:
+    """The same model, of which the layers with these numbers do not rotate queries and keys."""
+    layers = [replace(layer, rope=None) if i in numbers else layer for i, layer in enumerate(config.layers)]
+    return replace(config, layers=tuple(layers))
 
 
 def token_ids(fields: HfFields) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from jaxpaged.params.sharding import kv_heads_on_devices
 
 @struct.dataclass
 class Attention:
-    """`q_norm` and `k_norm` normalise every head before it is rotated, where a model has them."""
+    """`q_norm` and `k_norm` normalise queries and keys before they are rotated, where a model has them: every head, or,
+    where weights are [N, H], all heads as one."""
 
     q_proj: Linear
     k_proj: Linear
@@ -37,12 +38,13 @@ class Attention:
 
 @struct.dataclass
 class Layer:
-    """The names are the checkpoint's. The last two norms exist where a block's output is normalised too."""
+    """The names are mostly the checkpoint's. The last two norms exist where a block's output is normalised too; the
+    norms of inputs are None where only that is."""
 
     self_attn: Attention
     mlp: Mlp | Experts
-    input_layernorm: Norm
-    post_attention_layernorm: Norm
+    input_layernorm: Norm | None = None
+    post_attention_layernorm: Norm | None = None
     pre_feedforward_layernorm: Norm | None = None
     post_feedforward_layernorm: Norm | None = None
 
@@ -78,14 +80,26 @@ def self_attention(
     k_TKH = apply_linear("TD,KHD->TKH", x_TD, p.k_proj, config.few_rows)
     v_TKH = apply_linear("TD,KHD->TKH", x_TD, p.v_proj, config.few_rows)
     if p.q_norm is not None:
-        q_TNH = rms_norm(q_TNH, p.q_norm, config.norm)
-        k_TKH = rms_norm(k_TKH, p.k_norm, config.norm)
-    q_TNH, k_TKH = apply_rope(q_TNH, *batch.cos_sin), apply_rope(k_TKH, *batch.cos_sin)
+        q_TNH, k_TKH = norm_of_heads(q_TNH, p.q_norm, config), norm_of_heads(k_TKH, p.k_norm, config)
+    if batch.cos_sin is not None:
+        q_TNH, k_TKH = (apply_rope(x, *batch.cos_sin, config.interleaved_rope) for x in (q_TNH, k_TKH))
     o_TNH, kv = attend(
         batch.attention, q_TNH, k_TKH, v_TKH, kv,
         scale=config.query_scale, soft_cap=config.attn_soft_cap, hidden_T=batch.hidden_T,
     )  # fmt: skip
     return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj, config.few_rows), kv
+
+
+def norm_of_heads(x_TNH: jax.Array, p: Norm, config: DecoderConfig) -> jax.Array:
+    """Every head normalised, or all of a token as one vector."""
+    if p.weight.ndim == 1:
+        return rms_norm(x_TNH, p, config.norm)
+    whole = rms_norm(x_TNH.reshape(len(x_TNH), -1), Norm(p.weight.reshape(-1)), config.norm)
+    return whole.reshape(x_TNH.shape)
+
+
+def norm_if_any(x_TD: jax.Array, p: Norm | None, config: DecoderConfig) -> jax.Array:
+    return x_TD if p is None else rms_norm(x_TD, p, config.norm)
 
 
 def feed_forward(p: Mlp | Experts, config: DecoderConfig, x_TD: jax.Array, batch: LayerBatch) -> jax.Array:
@@ -119,20 +133,21 @@ def tapped_forward(
     x_TD, cos_sin = kept_apart(config, x_TD, rotations(config, batch.positions_T))
     for i, (p, layer, (group, tensor)) in enumerate(zip(params.layers, config.layers, batch.caches, strict=True)):
         streams[i] = x_TD
-        here = LayerBatch(batch.attention[group], cos_sin[layer.rope])
+        here = LayerBatch(batch.attention[group], cos_sin.get(layer.rope))
         x_TD, kv[tensor] = decoder_layer(p, config, x_TD, kv[tensor], here)
     streams[config.num_layers] = x_TD
     return rms_norm(x_TD, params.norm, config.norm), tuple(streams[i] for i in taps), kv
 
 
-def rotations(config: DecoderConfig, positions_T: jax.Array) -> dict[RopeConfig, CosSin]:
+def rotations(config: DecoderConfig, positions_T: jax.Array) -> dict[RopeConfig | None, CosSin]:
     """The angles of this step's positions, once for all layers that rotate alike."""
-    return {layer.rope: rope_cos_sin(layer.rope, positions_T, config.max_model_len) for layer in config.layers}
+    ropes = [layer.rope for layer in config.layers if layer.rope is not None]
+    return {rope: rope_cos_sin(rope, positions_T, config.max_model_len) for rope in ropes}
 
 
 def kept_apart(
-    config: DecoderConfig, x_TD: jax.Array, cos_sin: dict[RopeConfig, CosSin]
-) -> tuple[jax.Array, dict[RopeConfig, CosSin]]:
+    config: DecoderConfig, x_TD: jax.Array, cos_sin: dict[RopeConfig | None, CosSin]
+) -> tuple[jax.Array, dict[RopeConfig | None, CosSin]]:
     """The same values; if `deterministic`, XLA may not fuse scaled embeddings and rotations into what uses them.
 
     Fused, which product of a sum goes unrounded into a multiply-add depends on the program around it, and programs of
@@ -150,8 +165,11 @@ def head(params: Decoder) -> jax.Array:
 
 
 def compute_logits(head_VD: jax.Array, config: DecoderConfig, hidden_SD: jax.Array) -> jax.Array:
-    """Float32 logits [S, V] with the final soft cap; columns that only pad the vocabulary are -inf."""
-    return vocabulary_logits(hidden_SD, head_VD, config.vocab_size, config.final_soft_cap, config.few_rows)
+    """Float32 logits [S, V] with the final soft cap and scale; columns that only pad the vocabulary are -inf."""
+    logits_SV = vocabulary_logits(hidden_SD, head_VD, config.vocab_size, config.final_soft_cap, config.few_rows)
+    # Behind a barrier for the reason that soft caps are.
+    scale = config.logit_scale
+    return logits_SV if scale is None else jax.lax.optimization_barrier(logits_SV * scale)
 
 
 def attention_specs(

@@ -3,7 +3,7 @@
 The containers are those of `decoder.py`, holding a `Spec` where the model holds an array.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jaxpaged.layers.experts import Experts
 from jaxpaged.layers.linear import Linear
@@ -14,21 +14,30 @@ from jaxpaged.models.decoder import Attention, Decoder, Layer
 from jaxpaged.params.sharding import device_sizes
 from jaxpaged.params.spec import Spec
 
+PRE_NORMS = {name: name for name in ("input_layernorm", "post_attention_layernorm")}
+"""The norms of a layer that normalises what goes into its blocks: name in `Layer` -> name in the checkpoint."""
+POST_NORMS = {name: name for name in ("post_attention_layernorm", "post_feedforward_layernorm")}
+"""Those of one that normalises what comes out of them."""
+SANDWICH_NORMS = {**PRE_NORMS, **POST_NORMS, "pre_feedforward_layernorm": "pre_feedforward_layernorm"}
+"""Those of one that does both."""
+
 
 def decoder_specs(
     config: DecoderConfig,
     num_model_shards: int,
     *,
     qk_norm: bool = False,
-    sandwich_norms: bool = False,
+    whole_qk_norm: bool = False,
+    norms: Mapping[str, str] = PRE_NORMS,
     fused: bool = False,
     feed_forward: Callable[[DecoderConfig, str, int], Mlp | Experts] | None = None,
 ) -> Decoder:
     """Specs of a whole decoder. Raises ConfigError when the model cannot be split over so many shards.
 
-    `qk_norm`: norms on query and key heads. `sandwich_norms`: norms before and after both blocks. `fused`: the
-    checkpoint keeps query, key and value projections in one tensor, and gate and up in another. `feed_forward` makes
-    that block of a layer's name and number, where not all layers have the same.
+    `qk_norm`: norms on query and key heads, `whole_qk_norm` on all heads as one vector. `norms`: which a layer has, and
+    what the checkpoint calls them. `fused`: the checkpoint keeps query, key and value projections in one tensor, and
+    gate and up in another. `feed_forward` makes that block of a layer's name and number, where layers differ or it is
+    another one.
     """
     device_sizes(config.dim_sizes(), num_model_shards)
     attention = fused_attention if fused else attention_with_bias
@@ -37,20 +46,14 @@ def decoder_specs(
     for i in range(config.num_layers):
         name = f"model.layers.{i}"
         self_attn = attention(config, f"{name}.self_attn")
-        if qk_norm:
+        if qk_norm or whole_qk_norm:
+            query, key = ("NH", "KH") if whole_qk_norm else ("H", "H")
             self_attn = self_attn.replace(
-                q_norm=norm("H", f"{name}.self_attn.q_norm"), k_norm=norm("H", f"{name}.self_attn.k_norm")
+                q_norm=norm(query, f"{name}.self_attn.q_norm"), k_norm=norm(key, f"{name}.self_attn.k_norm")
             )
-        layers.append(
-            Layer(
-                self_attn=self_attn,
-                mlp=feed_forward(config, name, i) if feed_forward else mlp(config, f"{name}.mlp"),
-                input_layernorm=norm("D", f"{name}.input_layernorm"),
-                post_attention_layernorm=norm("D", f"{name}.post_attention_layernorm"),
-                pre_feedforward_layernorm=norm("D", f"{name}.pre_feedforward_layernorm") if sandwich_norms else None,
-                post_feedforward_layernorm=norm("D", f"{name}.post_feedforward_layernorm") if sandwich_norms else None,
-            )
-        )
+        of_layer = {field: norm("D", f"{name}.{there}") for field, there in norms.items()}
+        block = feed_forward(config, name, i) if feed_forward else mlp(config, f"{name}.mlp")
+        layers.append(Layer(self_attn=self_attn, mlp=block, **of_layer))
     return Decoder(
         embed_tokens=Spec("VD", "V D", "model.embed_tokens.weight"),
         layers=layers,

@@ -6,19 +6,20 @@ from typing import Any
 import jax
 
 from jaxpaged.layers.attention import KVTensor
-from jaxpaged.layers.mlp import ACTIVATIONS, gated_mlp
-from jaxpaged.layers.norm import rms_norm
+from jaxpaged.layers.mlp import ACTIVATIONS
 from jaxpaged.models.config import DecoderConfig, HfFields, LayerConfig, common_fields, layer_windows
 from jaxpaged.models.decoder import (
     Layer,
     attention_specs,
     compute_logits,
+    feed_forward,
     forward,
     head,
+    norm_if_any,
     self_attention,
     tapped_forward,
 )
-from jaxpaged.models.decoder_specs import decoder_specs
+from jaxpaged.models.decoder_specs import SANDWICH_NORMS, decoder_specs
 from jaxpaged.models.interface import LayerBatch, Model
 from jaxpaged.models.rope_config import longest_sequence, single_rope
 
@@ -60,18 +61,17 @@ def gemma_fields(fields: HfFields) -> dict[str, Any]:
 def decoder_layer(
     p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
 ) -> tuple[jax.Array, KVTensor]:
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
-    attended_TD, kv = self_attention(p.self_attn, config, rms_norm(x_TD, p.input_layernorm, config.norm), kv, batch)
-    x_TD = x_TD + rms_norm(attended_TD, p.post_attention_layernorm, config.norm)
-    normed_TD = rms_norm(x_TD, p.pre_feedforward_layernorm, config.norm)
-    out_TD = gated_mlp(normed_TD, p.mlp, config.activation, config.few_rows)
-    return x_TD + rms_norm(out_TD, p.post_feedforward_layernorm, config.norm), kv
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); the inner norms are there if their weights are."""
+    attended_TD, kv = self_attention(p.self_attn, config, norm_if_any(x_TD, p.input_layernorm, config), kv, batch)
+    x_TD = x_TD + norm_if_any(attended_TD, p.post_attention_layernorm, config)
+    out_TD = feed_forward(p.mlp, config, norm_if_any(x_TD, p.pre_feedforward_layernorm, config), batch)
+    return x_TD + norm_if_any(out_TD, p.post_feedforward_layernorm, config), kv
 
 
 GEMMA2 = Model(
     architectures=("Gemma2ForCausalLM",),
     config_from_hf=config_from_hf,
-    param_specs=partial(decoder_specs, sandwich_norms=True),
+    param_specs=partial(decoder_specs, norms=SANDWICH_NORMS),
     forward=partial(forward, decoder_layer),
     tapped_forward=partial(tapped_forward, decoder_layer),
     head=head,

@@ -8,19 +8,16 @@ from functools import partial
 from typing import Any
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.layers.rope import RopeConfig
 from jaxpaged.models import gemma2
 from jaxpaged.models.config import (
-    FULL,
-    SLIDING,
     DecoderConfig,
     HfFields,
     LayerConfig,
     layer_windows,
     short,
 )
-from jaxpaged.models.decoder_specs import decoder_specs
-from jaxpaged.models.rope_config import rope_fields, rope_from_params
+from jaxpaged.models.decoder_specs import SANDWICH_NORMS, decoder_specs
+from jaxpaged.models.rope_config import two_ropes
 
 DEFAULTS = {
     "vocab_size": 262_208,
@@ -41,7 +38,8 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Gemma3's config.json, of a text model or of the text part of one that also sees images."""
     fields = HfFields({**DEFAULTS, **text_part(hf)})
     common = gemma2.gemma_fields(fields)
-    full, sliding = gemma3_ropes(fields, common["head_dim"])
+    local_theta = fields.number("rope_local_base_freq", 10_000.0)
+    full, sliding = two_ropes(fields, common["head_dim"], theta=1_000_000.0, window_theta=local_theta)
     pattern = fields.count("sliding_window_pattern", 6)
     window = fields.count_or_none("sliding_window", 4096)
     windows = layer_windows(fields, window, sliding=lambda i: (i + 1) % pattern != 0)
@@ -68,23 +66,9 @@ def text_part(hf: dict[str, Any]) -> dict[str, Any]:
     return {**hf["text_config"], **outer}
 
 
-def gemma3_ropes(fields: HfFields, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """(rope of full layers, rope of window layers)."""
-    params = rope_fields(fields)
-    theta = fields.number("rope_theta", 1_000_000.0)
-    local_theta = fields.number("rope_local_base_freq", 10_000.0)
-    nested = {FULL, SLIDING} & params.keys()
-    full_params = (params.get(FULL) or {}) if nested else params
-    sliding_params = (params.get(SLIDING) or {}) if nested else {}
-    return (
-        rope_from_params(fields, full_params, theta, head_dim),
-        rope_from_params(fields, sliding_params, local_theta, head_dim),
-    )
-
-
 GEMMA3 = replace(
     gemma2.GEMMA2,
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     config_from_hf=config_from_hf,
-    param_specs=partial(decoder_specs, qk_norm=True, sandwich_norms=True),
+    param_specs=partial(decoder_specs, qk_norm=True, norms=SANDWICH_NORMS),
 )

@@ -49,6 +49,7 @@ def forward(
     (layer,), num_tokens = config.layers, len(batch.tokens_T)
     before_TD = vectors_before(kv[features], batch.attention[of_features].metadata, num_tokens)
     embedded_TD = embed(batch.tokens_T, table_VD, None)
+    assert layer.rope is not None, "heads rotate"
     cos_sin = rope_cos_sin(layer.rope, jnp.maximum(batch.positions_T - 1, 0), config.max_model_len)
     here = LayerBatch(batch.attention[group], cos_sin, hidden_T=batch.positions_T == 0)
     before_TD = before_TD.astype(embedded_TD.dtype)

@@ -42,13 +42,14 @@ class Batch:
 
 @struct.dataclass
 class LayerBatch:
-    """The part of a `Batch` that one layer needs. `cos_sin` are of the tokens' angles, in the layer's own rotation.
+    """The part of a `Batch` that one layer needs. `cos_sin` are of the tokens' angles, in the layer's own rotation, if
+    it has one.
 
     `hidden_T`: tokens that no query ever sees, for layers that have some; see `layers.attention.attend`.
     """
 
     attention: AttentionBatch
-    cos_sin: CosSin
+    cos_sin: CosSin | None
     hidden_T: jax.Array | None = None
 
 

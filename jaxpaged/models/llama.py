@@ -3,7 +3,7 @@
 Source of the layer: arXiv 2302.13971; of the window: arXiv 2310.06825.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ import jax
 from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.attention import KVTensor
 from jaxpaged.layers.mlp import ACTIVATIONS
-from jaxpaged.layers.norm import rms_norm
+from jaxpaged.layers.rope import RopeConfig
 from jaxpaged.models.config import DecoderConfig, HfFields, LayerConfig, common_fields, layer_windows
 from jaxpaged.models.decoder import (
     Layer,
@@ -22,6 +22,7 @@ from jaxpaged.models.decoder import (
     feed_forward,
     forward,
     head,
+    norm_if_any,
     self_attention,
     tapped_forward,
 )
@@ -61,16 +62,23 @@ def pre_norm_config(
     *,
     norm_eps: float = 1e-6,
     rope_aliases: dict[str, str] | None = None,
+    ropes: Callable[[HfFields, int], tuple[RopeConfig, RopeConfig]] | None = None,
     **options: Any,
 ) -> DecoderConfig:
-    """DecoderConfig of a model whose layers differ by their window only. `options` are more of its fields."""
+    """DecoderConfig of a model whose layers differ by their window only. `options` are more of its fields.
+
+    `ropes` makes the rotations of layers without a window and of those with one, where they are not the same.
+    """
     common = common_fields(fields, norm_eps=norm_eps)
-    rope = single_rope(fields, common["head_dim"], rope_aliases)
+    if ropes is not None:
+        rope, rope_of_windows = ropes(fields, common["head_dim"])
+    else:
+        rope = rope_of_windows = single_rope(fields, common["head_dim"], rope_aliases)
     length = longest_sequence(rope)
     config = DecoderConfig(
         **common,
         activation=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
-        layers=tuple(LayerConfig(window, rope) for window in windows),
+        layers=tuple(LayerConfig(window, rope if window is None else rope_of_windows) for window in windows),
         max_position_embeddings=length,
         max_model_len=length,
         **options,
@@ -84,10 +92,18 @@ def decoder_layer(
     p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
 ) -> tuple[jax.Array, KVTensor]:
     """x + attention(norm(x)), then x + mlp(norm(x)), or experts in its place."""
-    attended_TD, kv = self_attention(p.self_attn, config, rms_norm(x_TD, p.input_layernorm, config.norm), kv, batch)
-    x_TD = x_TD + attended_TD
-    normed_TD = rms_norm(x_TD, p.post_attention_layernorm, config.norm)
-    return x_TD + feed_forward(p.mlp, config, normed_TD, batch), kv
+    attended_TD, kv = self_attention(p.self_attn, config, norm_if_any(x_TD, p.input_layernorm, config), kv, batch)
+    x_TD = x_TD + scaled(attended_TD, config)
+    normed_TD = norm_if_any(x_TD, p.post_attention_layernorm, config)
+    return x_TD + scaled(feed_forward(p.mlp, config, normed_TD, batch), config), kv
+
+
+def scaled(x_TD: jax.Array, config: DecoderConfig) -> jax.Array:
+    """What a block adds to the residual stream; see `decoder.kept_apart` for the barrier."""
+    if config.residual_scale is None:
+        return x_TD
+    x_TD = x_TD * config.residual_scale
+    return jax.lax.optimization_barrier(x_TD) if config.deterministic else x_TD
 
 
 LLAMA = Model(

@@ -10,23 +10,33 @@ from functools import partial
 from typing import Any
 
 from jaxpaged.errors import CheckpointError
+from jaxpaged.models.cohere import COHERE
 from jaxpaged.models.config import DecoderConfig, architecture_of, short
+from jaxpaged.models.exaone4 import EXAONE4
 from jaxpaged.models.gemma2 import GEMMA2
 from jaxpaged.models.gemma3 import GEMMA3
+from jaxpaged.models.glm4 import GLM4, GLM4_MOE
+from jaxpaged.models.granite import GRANITE
 from jaxpaged.models.interface import Model
 from jaxpaged.models.llama import LLAMA, MISTRAL
 from jaxpaged.models.mimo import MIMO
 from jaxpaged.models.mixtral import MIXTRAL
+from jaxpaged.models.olmo2 import OLMO2, OLMO3
 from jaxpaged.models.phi3 import PHI3
 from jaxpaged.models.qwen2 import QWEN2
 from jaxpaged.models.qwen3 import QWEN3
 from jaxpaged.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from jaxpaged.models.seed_oss import SEED_OSS
+from jaxpaged.models.smollm3 import SMOLLM3
 
 MODELS: dict[str, Model] = {
     name: model
-    for model in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIMO, GEMMA2, GEMMA3, PHI3)
+    for model in (
+        LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIMO, GEMMA2, GEMMA3, PHI3, GLM4, GLM4_MOE,
+        OLMO2, OLMO3, GRANITE, SMOLLM3, SEED_OSS, EXAONE4, COHERE,
+    )
     for name in model.architectures
-}
+}  # fmt: skip
 """Every supported architecture that generates."""
 
 GENERATES, CLASSIFIES, EMBEDS = "ForCausalLM", "ForSequenceClassification", "Model"

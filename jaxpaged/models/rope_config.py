@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpaged.errors import CheckpointError, did_you_mean
 from jaxpaged.layers.rope import FREQUENCIES, RopeConfig
-from jaxpaged.models.config import HfFields, short
+from jaxpaged.models.config import FULL, SLIDING, HfFields, short
 
 KNOWN_KEYS = frozenset(
     """
@@ -44,6 +44,23 @@ def single_rope(fields: HfFields, head_dim: int, aliases: dict[str, str] | None 
     partial = fields.number("partial_rotary_factor", 1.0)
     params.setdefault("partial_rotary_factor", partial)
     return rope_from_params(fields, params, theta, head_dim, aliases)
+
+
+def two_ropes(
+    fields: HfFields, head_dim: int, theta: float, window_theta: float | None = None
+) -> tuple[RopeConfig, RopeConfig]:
+    """(rope of full layers, rope of window layers), of which only the former is stretched.
+
+    `theta` is that of a config.json that says nothing, and `window_theta` that of window layers, if it is another.
+    """
+    params, theta = rope_fields(fields), fields.number("rope_theta", theta)
+    nested = {FULL, SLIDING} & params.keys()
+    of_full = (params.get(FULL) or {}) if nested else params
+    of_windows = (params.get(SLIDING) or {}) if nested else {}
+    return (
+        rope_from_params(fields, of_full, theta, head_dim),
+        rope_from_params(fields, of_windows, window_theta or theta, head_dim),
+    )
 
 
 def rope_from_params(

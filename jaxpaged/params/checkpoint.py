@@ -47,8 +47,9 @@ IGNORED = re.compile(
     r"(.*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector|mtp_layers)\..*|(lm_head|score)\.weight|t2d|d2t)"
 )
 """Tensors that a checkpoint may hold and a text model does not use. A tied head may be stored a second time. Pooling
-leaves out the head, and embedding the classifier. Layers that predict further tokens are read for drafts only. Which
-tokens a head that drafts knows is said twice, and says nothing where it knows all."""
+leaves out the head, and embedding the classifier. Layers that predict further tokens, which may also stand behind the
+others, are read for drafts only. Which tokens a head that drafts knows is said twice, and says nothing where it knows
+all."""
 
 
 def checkpoint_version(folder: Path) -> str:
@@ -82,6 +83,9 @@ def load_params(
     if not is_whole:
         wanted = tensors_of(jax.tree.leaves(specs), config.dim_sizes())
         entries = {name: entry for name, entry in entries.items() if name in wanted}
+    further = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    unused = tuple(f"model.layers.{i}." for i in further)
+    entries = {name: entry for name, entry in entries.items() if not name.startswith(unused)}
     check_entries(jax.tree.leaves(specs), entries, config.dim_sizes(), folder)
     total, done, sizes = num_bytes(param_shapes(specs, config, mesh, dtype)), 0, config.dim_sizes()
 

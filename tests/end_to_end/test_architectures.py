@@ -18,7 +18,12 @@ from tests.models.checkpoints import prompt_of, write_checkpoint
 from tests.models.draft_heads import write_eagle3
 from tests.models.paged import golden_of
 
-NAMES = ("llama", "mistral_window", "qwen2", "qwen3", "mixtral", "qwen2_moe", "gemma2", "gemma3", "phi3")
+NAMES = (
+    "llama", "mistral_window", "qwen2", "qwen3", "mixtral", "qwen2_moe", "gemma2", "gemma3", "phi3", "glm4_moe",
+    "olmo3", "smollm3", "cohere",
+)  # fmt: skip
+# They have nothing that one of those has not.
+OTHERS = ("qwen3_moe", "glm4", "olmo2", "granite", "seed_oss", "exaone4")
 # One bucket that the prompt of 40 tokens does not fit: it takes three chunks.
 OPTIONS = {
     "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 8,
@@ -100,7 +105,7 @@ def test_greedy_tokens_are_those_of_transformers_where_tokens_are_drafted(name, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)])
 def test_greedy_tokens_are_those_of_transformers_without_any_recompile(name, num_devices, tmp_path):
     folder = write_checkpoint(name, tmp_path)
     golden, prompt = golden_of(name)["greedy"], prompt_of(name)

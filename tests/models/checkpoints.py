@@ -87,6 +87,42 @@ PHI3 = {
     "head_dim": 8,
     "original_max_position_embeddings": 128,
 }
+GLM4 = {
+    **BASE, "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True, "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+GLM4_MOE = {
+    **BASE, "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_hidden_layers": 3, "head_dim": 16,
+    "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 2,
+    "routed_scaling_factor": 1.7, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+OLMO2 = {**BASE, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+OLMO3 = {
+    **BASE, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"], "rope_theta": 20000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+}  # fmt: skip
+GRANITE = {
+    **BASE, "architectures": ["GraniteForCausalLM"], "model_type": "granite", "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.5, "tie_word_embeddings": True,
+}  # fmt: skip
+SMOLLM3 = {
+    **BASE, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 0],
+    "use_sliding_window": True, "sliding_window": 12, "rope_theta": 5000.0,
+}  # fmt: skip
+SEED_OSS = {
+    **BASE, "architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "attention_bias": True,
+    "attention_out_bias": False, "residual_dropout": 0.1,
+}  # fmt: skip
+EXAONE4 = {
+    **BASE, "architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "sliding_window": 10,
+    "sliding_window_pattern": 2,
+}  # fmt: skip
+COHERE = {
+    **{name: value for name, value in BASE.items() if name != "rms_norm_eps"}, "architectures": ["CohereForCausalLM"],
+    "model_type": "cohere", "layer_norm_eps": 1e-5, "logit_scale": 0.7, "tie_word_embeddings": True,
+}  # fmt: skip
 LONGROPE_DIVISORS = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 5.0]}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -152,6 +188,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 1.0,
         "dtype": "float32",
     },
+    "glm4": GLM4,
+    "glm4_moe": GLM4_MOE,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "granite": GRANITE,
+    "smollm3": SMOLLM3,
+    "seed_oss": SEED_OSS,
+    "exaone4": EXAONE4,
+    "exaone4_full": {**EXAONE4, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "cohere": COHERE,
     "phi3": {**PHI3, "sliding_window": 13},
     "phi3_partial": {
         **PHI3, "partial_rotary_factor": 0.75, "num_key_value_heads": 8,
@@ -183,6 +229,17 @@ def prompt_of(name: str) -> list[int]:
     return rng.integers(3, CONFIGS[name]["vocab_size"], PROMPT_LENGTH).tolist()
 
 
+PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
+POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+NORMS = {
+    **dict.fromkeys(("gemma2", "gemma3_text"), (*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), POST_NORMS),
+    "glm4": (*PRE_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
+    "cohere": ("input_layernorm",),
+}
+"""The norms of a layer, where they are not those of Llama."""
+
+
 def tensor_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a checkpoint."""
     kind, width = hf["model_type"], hf["hidden_size"]
@@ -191,18 +248,16 @@ def tensor_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = (hf["vocab_size"], width)
     for i in range(hf["num_hidden_layers"]):
         layer = {**attention_shapes(hf), **(expert_shapes(hf) if i in sparse_layers(hf) else mlp_shapes(hf))}
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        if kind in ("gemma2", "gemma3_text"):
-            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        layer |= {f"{norm}.weight": (width,) for norm in norms}
+        layer |= {f"{norm}.weight": (width,) for norm in NORMS.get(kind, PRE_NORMS)}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 
 def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     width, heads, kv_heads = hf["hidden_size"], hf["num_attention_heads"], hf["num_key_value_heads"]
+    kind = hf["model_type"]
     head_dim = hf.get("head_dim", width // heads)
-    if hf["model_type"] == "phi3":
+    if kind == "phi3":
         return {
             "self_attn.qkv_proj.weight": ((heads + 2 * kv_heads) * head_dim, width),
             "self_attn.o_proj.weight": (width, heads * head_dim),
@@ -210,18 +265,20 @@ def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     out_sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
     shapes = {f"self_attn.{name}.weight": (size, width) for name, size in out_sizes.items()}
     shapes["self_attn.o_proj.weight"] = (width, heads * head_dim)
-    if hf.get("attention_bias") or hf["model_type"] in ("qwen2", "qwen2_moe"):
+    if hf.get("attention_bias") or kind in ("qwen2", "qwen2_moe"):
         shapes |= {f"self_attn.{name}.bias": (size,) for name, size in out_sizes.items()}
-    if hf.get("attention_bias"):
+    if hf.get("attention_bias") and not kind.startswith(("glm4", "seed")):
         shapes["self_attn.o_proj.bias"] = (width,)
-    if hf["model_type"] in ("qwen3", "qwen3_moe", "gemma3_text"):
+    if kind in ("olmo2", "olmo3"):
+        shapes |= {"self_attn.q_norm.weight": (heads * head_dim,), "self_attn.k_norm.weight": (kv_heads * head_dim,)}
+    elif kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4") or hf.get("use_qk_norm"):
         shapes |= {f"self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     return shapes
 
 
 def mlp_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     width, inner = hf["hidden_size"], hf["intermediate_size"]
-    if hf["model_type"] == "phi3":
+    if hf["model_type"] in ("phi3", "glm4"):
         return {"mlp.gate_up_proj.weight": (2 * inner, width), "mlp.down_proj.weight": (width, inner)}
     shapes = {
         "mlp.gate_proj.weight": (inner, width),
@@ -245,7 +302,7 @@ def expert_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     width, kind = hf["hidden_size"], hf["model_type"]
     names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     block = "block_sparse_moe" if kind == "mixtral" else "mlp"
-    num_experts, inner = (hf.get(name) for name in ("num_experts", "moe_intermediate_size"))
+    num_experts, inner = hf.get("num_experts") or hf.get("n_routed_experts"), hf.get("moe_intermediate_size")
     if kind == "mixtral":
         num_experts, inner = hf["num_local_experts"], hf["intermediate_size"]
     blocks = {f"experts.{i}": inner for i in range(num_experts)}
@@ -253,6 +310,9 @@ def expert_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if kind == "qwen2_moe":
         blocks["shared_expert"] = hf["shared_expert_intermediate_size"]
         shapes[f"{block}.shared_expert_gate.weight"] = (1, width)
+    if kind == "glm4_moe":
+        blocks["shared_experts"] = hf["n_shared_experts"] * inner
+        shapes[f"{block}.gate.e_score_correction_bias"] = (num_experts,)
     for name, columns in blocks.items():
         gate, up, down = (f"{block}.{name}.{projection}.weight" for projection in names)
         shapes |= {gate: (columns, width), up: (columns, width), down: (width, columns)}

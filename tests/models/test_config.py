@@ -11,8 +11,11 @@ from jaxpaged.kv_cache_spec import AttentionSpec
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import MODELS, model_for
 from tests.models.checkpoints import (
+    COHERE,
     CONFIGS,
+    EXAONE4,
     GEMMA3,
+    GLM4_MOE,
     LLAMA,
     LONGROPE_DIVISORS,
     MISTRAL,
@@ -21,6 +24,7 @@ from tests.models.checkpoints import (
     QWEN2,
     QWEN2_MOE,
     QWEN3_MOE,
+    SMOLLM3,
 )
 
 
@@ -155,6 +159,11 @@ REFUSED = {
     "unknown architecture": ({**LLAMA, "architectures": ["LlamaForCasualLM"]}, ["LlamaForCausalLM", "Qwen3"]),
     "more experts than there are": ({**MIXTRAL, "num_experts_per_tok": 6}, ["num_experts_per_tok", "6", "5"]),
     "dense layers": ({**QWEN3_MOE, "mlp_only_layers": "all"}, ["mlp_only_layers", "'all'"]),
+    "groups of experts": ({**GLM4_MOE, "n_group": 3}, ["n_group", "3", "8"]),
+    "too few groups of experts": ({**GLM4_MOE, "topk_group": 1}, ["num_experts_per_tok", "3", "2"]),
+    "rotation of other layers": ({**SMOLLM3, "no_rope_layers": [1]}, ["no_rope_layers", "2 entries"]),
+    "norms of queries": ({**COHERE, "use_qk_norm": True}, ["use_qk_norm", "not supported"]),
+    "letters of layers": ({**EXAONE4, "sliding_window_pattern": "LLLG"}, ["sliding_window_pattern", "layer_types"]),
     "windows of experts": ({**QWEN2_MOE, "use_sliding_window": True}, ["use_sliding_window", "not supported"]),
     "no architecture": (without(LLAMA, "architectures"), ["architectures", "None"]),
 }  # fmt: skip

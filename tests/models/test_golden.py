@@ -22,6 +22,7 @@ SHARDED_NAMES = [
     "mixtral_window_top1",
     "qwen2_moe",
     "qwen3_moe",
+    "glm4_moe",
     "gemma2",
     "gemma3",
     "phi3_partial",

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,15 @@ def test_fused_projections_are_taken_apart(tmp_path):
     np.testing.assert_array_equal(layer.self_attn.k_proj.weight, qkv[64:80].reshape(2, 8, 64))
     np.testing.assert_array_equal(layer.self_attn.v_proj.weight, qkv[80:].reshape(2, 8, 64))
     np.testing.assert_array_equal(layer.mlp.up_proj.weight, tensors["model.layers.0.mlp.gate_up_proj.weight"][80:])
+
+
+def test_layers_that_predict_further_may_stand_behind_the_others(tmp_path):
+    folder, name = write_checkpoint("glm4_moe", tmp_path), "model.layers.3.eh_proj.weight"
+    save_file(make_tensors("glm4_moe") | {name: np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
+    specs, config = describe("glm4_moe")
+    load_params(specs, replace(config, num_mtp_layers=1), folder, make_mesh(1), jnp.float32)
+    with pytest.raises(CheckpointError, match=f"not part of the model .* {name}"):
+        load_params(specs, config, folder, make_mesh(1), jnp.float32)
 
 
 def test_a_checkpoint_in_several_files_loads_like_one(tmp_path):
@@ -233,6 +243,8 @@ from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.spec import Spec
 
 class Config:
+    num_layers = num_mtp_layers = 0
+
     def dim_sizes(self):
         return {"D": 1024, "N": 8, "K": 8, "H": 128, "F": 4096, "V": 32}
 
