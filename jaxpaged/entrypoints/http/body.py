@@ -22,9 +22,10 @@ BODY_TIMEOUT = 60.0
 """Seconds within which the whole body must have come."""
 SHORT_BODY = 4096
 """Bytes up to which a body is not worth a thread."""
-LONG_BODY, REST_SECONDS = 2**20, 0.02
-"""Longer bodies are decoded one at a time, and so long after one another: 15 MB hold the loop for as long, and five of
-them in one of its rounds for a tenth of a second."""
+LONG_BODY, REST_SECONDS_A_BYTE = 2**20, 7e-9
+"""Longer bodies are decoded one at a time, and so long for each byte after one another. 15 MB hold the loop for 12 to
+20 ms, and leave it alone for a tenth of a second before that: an answer to somebody else takes several of its rounds,
+and is to meet one of them at most."""
 BODY_BYTES: ContextVar[int] = ContextVar("body_bytes", default=SHORT_BODY + 1)
 """Of the request that a task serves, as far as it was read here; what is not known counts as long."""
 MOST_VALUES = 2_000_000
@@ -50,7 +51,7 @@ async def read_struct[T](request: Request, kind: type[T], max_body_bytes: int) -
     if len(body) <= LONG_BODY:
         return decoded(body, kind)
     async with request.app.state.long_bodies:
-        await asyncio.sleep(REST_SECONDS)
+        await asyncio.sleep(REST_SECONDS_A_BYTE * len(body))
         return decoded(body, kind)
 
 

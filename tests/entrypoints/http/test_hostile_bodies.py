@@ -114,8 +114,10 @@ class Request:
             yield piece
 
 
-def test_others_have_their_turn_between_long_bodies(monkeypatch):
-    """Decoding one cannot be interrupted; that of all which came together would hold up everybody."""
+@pytest.mark.parametrize("length", [bodies_read.LONG_BODY, 4 * bodies_read.LONG_BODY])
+def test_others_have_their_turn_between_long_bodies(monkeypatch, length):
+    """Decoding one cannot be interrupted; that of all which came together would hold up everybody. The clock's
+    milliseconds are rounds of the loop."""
     turns, at, decoded = 0, [], bodies_read.decoded
 
     def counted(text, kind):
@@ -129,8 +131,9 @@ def test_others_have_their_turn_between_long_bodies(monkeypatch):
                 turns += 1
                 await asyncio.sleep(0)
 
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: turns * 0.001)
         looking = asyncio.ensure_future(look())
-        long = b'{"prompt": "%b"}' % (b"a" * bodies_read.LONG_BODY)
+        long = b'{"prompt": "%b"}' % (b"a" * length)
         reading = [read_struct(Request(long, app=app), CompletionRequest, 2**24) for _ in range(4)]
         texts = await asyncio.gather(*reading)
         looking.cancel()
@@ -138,8 +141,8 @@ def test_others_have_their_turn_between_long_bodies(monkeypatch):
 
     monkeypatch.setattr(bodies_read, "decoded", counted)
     app = create_app(make_service())
-    assert all(len(each.prompt) == bodies_read.LONG_BODY for each in asyncio.run(read_all(app)))
-    assert len(at) == 4 and min(b - a for a, b in itertools.pairwise(at)) > 5
+    assert all(len(each.prompt) == length for each in asyncio.run(read_all(app)))
+    assert len(at) == 4 and min(b - a for a, b in itertools.pairwise(at)) > 6 * length / bodies_read.LONG_BODY
 
 
 def test_a_character_may_come_in_pieces():
