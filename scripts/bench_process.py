@@ -1,6 +1,7 @@
 """What it costs to have the engine core in a process of its own: the same requests in one process and in two.
 
     python scripts/bench_process.py [--streams 64] [--tokens 200] [--step-ms 0] [--rounds 5] [--kind delta]
+    python scripts/bench_process.py --cores 1,2,4 ...      # one front end before so many engine cores
 
 Scheduler, detokenizer and the embedded model's tokenizer are real; the model counts, and a step takes `--step-ms` in
 which the processor is free, as while a device computes. "One process" steps an `LLMEngine`, "two" reads `AsyncLLM`
@@ -96,12 +97,13 @@ def build(config: EngineConfig, announce: Callable[[CoreFacts], None], progress:
     return EngineCore(config, CountingExecutor(config.model.seed / 1e6, config.scheduler.max_num_seqs))
 
 
-def counting_config(num_streams: int, step_ms: float) -> EngineConfig:
-    """Options with which `FACTORY` builds a core whose steps take `step_ms`."""
+def counting_config(num_streams: int, step_ms: float, num_cores: int = 1) -> EngineConfig:
+    """Options with which `FACTORY` builds cores whose steps take `step_ms`."""
     options = {"max_num_seqs": num_streams, "max_num_batched_tokens": max(2048, num_streams), "block_size": 16}
     return EngineConfig.from_options(
-        **options, num_scheduler_steps=1, seed=round(step_ms * 1000), enable_prefix_caching=False
-    )
+        **options, num_scheduler_steps=1, seed=round(step_ms * 1000), enable_prefix_caching=False,
+        data_parallel_size=num_cores,
+    )  # fmt: skip
 
 
 def counting_engine(config: EngineConfig) -> LLMEngine:
@@ -157,6 +159,22 @@ def show(name: str, rounds: list[Round]) -> float:
     return speed
 
 
+def with_cores(args: argparse.Namespace, params: SamplingParams) -> None:
+    """Print what one front end passes on from ever more cores; rounds of all of them alternate."""
+    counts = [int(count) for count in args.cores.split(",")]
+    engines = [
+        AsyncLLM.from_config(counting_config(args.streams, args.step_ms, count), factory=FACTORY) for count in counts
+    ]
+    rounds: list[list[Round]] = [[] for _ in counts]
+    with asyncio.Runner() as runner:
+        for _ in range(args.rounds + 1):  # the first round warms up
+            for engine, its_rounds in zip(engines, rounds, strict=True):
+                its_rounds.append(runner.run(in_two_processes(engine, args.streams, params)))
+    for count, engine, its_rounds in zip(counts, engines, rounds, strict=True):
+        engine.shutdown()
+        show(f"{count} cores", its_rounds[1:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
@@ -164,11 +182,15 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kind", choices=[kind.name.lower() for kind in RequestOutputKind], default="delta")
+    parser.add_argument("--cores", help="numbers of engine cores to compare, such as 1,2,4")
     args = parser.parse_args()
-    config = counting_config(args.streams, args.step_ms)
-    engine = counting_engine(config)
     kind = RequestOutputKind[args.kind.upper()]
     params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, output_kind=kind)
+    if args.cores:
+        with_cores(args, params)
+        return
+    config = counting_config(args.streams, args.step_ms)
+    engine = counting_engine(config)
     llm = AsyncLLM.from_config(config, factory=FACTORY)
     with asyncio.Runner() as runner:
         one, two = [], []

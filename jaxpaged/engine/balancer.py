@@ -6,6 +6,7 @@ what a cache has dropped since, so a wrong guess costs that a prompt is computed
 knows no sockets.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,9 @@ class Balancer:
     def __init__(self, num_cores: int, block_size: int):
         self._num_cores = num_cores
         self._block_size = block_size
-        self._knowers: dict[int, int] = {}  # a beginning, by its hash -> the cores that were given it, a bit for each
+        # A beginning, by its hash -> the cores that were given it, a bit for each. To forget the oldest one takes ever
+        # longer from a plain dict, which keeps the places of what it has lost.
+        self._knowers: OrderedDict[int, int] = OrderedDict()
         self._first = 0  # of equals, the one who had none for longest
 
     def choose(self, token_ids: Sequence[int], cache_salt: str | None, loads: Sequence[Load]) -> int:
@@ -64,7 +67,8 @@ class Balancer:
     def forget(self, core: int) -> None:
         """The cache of a core is empty."""
         others = ~(1 << core)
-        self._knowers = {beginning: left for beginning, bits in self._knowers.items() if (left := bits & others)}
+        kept = ((beginning, bits & others) for beginning, bits in self._knowers.items() if bits & others)
+        self._knowers = OrderedDict(kept)
 
     def _known(self, beginnings: Sequence[tuple[int, int]]) -> list[int]:
         """For each core, how many tokens of a prompt it was given before."""
@@ -82,7 +86,7 @@ class Balancer:
         for _, beginning in beginnings:
             self._knowers[beginning] = self._knowers.pop(beginning, 0) | 1 << core
         while len(self._knowers) > MOST_BEGINNINGS:
-            del self._knowers[next(iter(self._knowers))]
+            self._knowers.popitem(last=False)
 
     def _beginnings(self, token_ids: Sequence[int], cache_salt: str | None) -> Iterator[tuple[int, int]]:
         """Beginnings of a prompt: how many tokens each has, and its hash, which covers all before it."""

@@ -31,7 +31,8 @@ from jaxpaged.worker.model_runner import Drafter, Finisher, ModelRunner
 from jaxpaged.worker.profiler import Profiler
 from jaxpaged.worker.programs.blueprint import DECODE_KINDS, NUM_FIRST, Blueprint
 from jaxpaged.worker.programs.bundles import Bundle, save_bundle
-from jaxpaged.worker.programs.table import CompileCounter, Programs, enable_compilation_cache
+from jaxpaged.worker.programs.compile_turns import CacheHits, CompileTurns
+from jaxpaged.worker.programs.table import THREAD_NAME, CompileCounter, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.shared_blocks import SharedBlocks
 from jaxpaged.worker.step.finishers import PromptScorer, Sampler
@@ -62,6 +63,7 @@ class Worker:
         self.kv_cache_config = self._size_kv_cache()
         self.pools = config.model.runner == "pooling"
         self.step_programs = programs_for(self.blueprint, self.kv_cache_config)
+        self.cache_hits = CacheHits(THREAD_NAME)
         self.programs = self._make_programs()
         self.programs.start()
         on_host = self.blueprint.mesh.devices.flat[0].platform == "cpu"
@@ -110,9 +112,13 @@ class Worker:
         unsure = self.config.scheduler.num_scheduler_steps is None
         rare = {key for key in builders if key.kind in self.step_programs.rare_kinds}
         late = rare.union(key for key in builders if unsure and key.kind in DECODE_KINDS)
+        folder, turns = jax.config.jax_compilation_cache_dir, {}
+        if self.config.parallel.data_parallel_size > 1 and folder is not None:
+            purpose = (self.blueprint.fingerprint(), self.kv_cache_config.num_blocks)
+            turns = {"turn": CompileTurns(folder, purpose).turn}
         return Programs(
             builders, progress=self.progress, stored=stored, on_demand=() if stored else late, rare=rare,
-            first=NUM_FIRST, shares_cores=self.blueprint.platform == "cpu",
+            first=NUM_FIRST, shares_cores=self.blueprint.platform == "cpu", **turns,
         )  # fmt: skip
 
     def save_bundle(self, folder: Path) -> None:
@@ -235,6 +241,7 @@ class Worker:
             "program_states": programs.states,
             "compile_seconds": sum(programs.seconds.values()),
             "programs_from_bundle": len(programs.stored),
+            "programs_from_cache": self.cache_hits.count,
             "recompiles": self.counter.count,
             "num_kv_blocks": sum(self.kv_cache_config.num_blocks),
             **self.memory,
@@ -244,6 +251,7 @@ class Worker:
         self.profiler.close()
         self.programs.stop()
         self.counter.close()
+        self.cache_hits.close()
 
 
 def versions(folders: list[Path]) -> str:

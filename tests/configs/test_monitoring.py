@@ -18,6 +18,7 @@ NOT_SHOWN = {
     "vllm:request_inference_time_seconds": "it is prefill and decode together",
     **{f"vllm:spec_decode_num_{what}": "only where tokens are drafted" for what in DRAFT_COUNTERS},
     "jaxpaged:programs_from_bundle": "it does not change",
+    "jaxpaged:programs_from_cache": "it tells of the start only",
     "jaxpaged:num_devices": "it does not change",
     "jaxpaged:weight_bytes": "it does not change",
     "jaxpaged:state_bytes": "it does not change",

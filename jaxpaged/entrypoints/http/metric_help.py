@@ -46,6 +46,7 @@ OF_THE_ENGINE = {
     "jaxpaged:ordinary_programs": "Compiled programs that ordinary requests need.",
     "jaxpaged:ordinary_programs_ready": "Those of them that are there.",
     "jaxpaged:programs_from_bundle": "Programs that were read from a bundle.",
+    "jaxpaged:programs_from_cache": "Programs that were found in the compilation cache.",
     "jaxpaged:compile_seconds": "Seconds spent on compiling since the engine core started, of all threads together.",
     "jaxpaged:recompiles": "Programs that were compiled while a step waited, since the engine core started.",
     "jaxpaged:num_kv_blocks": "KV blocks of a device.",

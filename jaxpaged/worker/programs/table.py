@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -65,7 +66,7 @@ class Programs:
     `num_threads` threads, beginning with `start()`; the `first` of them are waited for from the beginning, and the
     others stand back while steps are computed, if these share the cores. `activity` is to be told of steps. Those in
     `stored` are not compiled: their function loads them. Those in `on_demand` are left out until they are wanted; those
-    in `rare`, which only requests out of the ordinary need, come after the others.
+    in `rare`, which only requests out of the ordinary need, come after the others. `turn` encloses compiling.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class Programs:
         rare: Collection[ProgramKey] = (),
         first: int = 0,
         shares_cores: bool = False,
+        turn: Callable[[ProgramKey], AbstractContextManager[None]] = nullcontext,
     ):
-        self.builders, self.stored = builders, stored
+        self.builders, self.stored, self._turn = builders, stored, turn
         self.progress = progress or (lambda stage, done, total: None)
         self.num_threads = num_threads or min(4, os.cpu_count() or 1)
         self.seconds: dict[ProgramKey, float] = {}
@@ -234,11 +236,16 @@ class Programs:
             self._num_workers -= 1
             return None
 
+    def _compiled(self, key: ProgramKey) -> Any:
+        lowered = self.builders[key]()
+        with self._turn(key):
+            return lowered.compile()
+
     def _work(self) -> None:
         while (key := self._next()) is not None:
             begin = time.monotonic()
             try:
-                program = self.stored[key]() if key in self.stored else self.builders[key]().compile()
+                program = self.stored[key]() if key in self.stored else self._compiled(key)
             except BaseException as error:
                 logger.exception("could not prepare %s for bucket %d", key.kind, key.size)
                 program = error

@@ -121,6 +121,25 @@ def test_a_follower_knows_what_is_cached(publishing):
     assert follower.cleared == before + 1 and not follower.stored
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "of_second"),
+    [
+        ("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5559"),
+        ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
+        ("ipc:///run/kv", "ipc:///run/kv_dp2"),
+    ],
+)
+def test_every_core_has_an_address_of_its_own(endpoint, of_second):
+    assert KVEventsConfig().endpoint_of_rank(endpoint) == endpoint
+    assert KVEventsConfig(data_parallel_rank=2).endpoint_of_rank(endpoint) == of_second
+
+
+def test_batches_say_whose_they_are(publishing):
+    publisher, follower = publishing(data_parallel_rank=3)
+    publisher.publish([EVENT])
+    assert follower.read().data_parallel_rank == 3
+
+
 def test_what_was_missed_can_be_asked_for(publishing):
     publisher, follower = publishing()
     context = zmq.Context()
