@@ -17,7 +17,7 @@ from jaxpaged.models.interface import LayerBatch
 
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Command R's config.json. Norms take off the mean; neighbours of a head are rotated together."""
-    fields = HfFields({"tie_word_embeddings": True, **hf})
+    fields = HfFields({"tie_word_embeddings": True, "rope_theta": 500_000.0, **hf})
     if fields.flag("use_qk_norm", False):
         raise CheckpointError("config.json: use_qk_norm is true; norms of queries and keys are not supported here.")
     has_bias = fields.flag("attention_bias", False)

@@ -100,8 +100,13 @@ GLM4_MOE = {
 OLMO2 = {**BASE, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 OLMO3 = {
     **BASE, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": 9,
-    "layer_types": ["sliding_attention", "full_attention"], "rope_theta": 20000.0,
-    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn", "rope_theta": 20000.0, "factor": 8.0, "original_max_position_embeddings": 16,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+    },
 }  # fmt: skip
 GRANITE = {
     **BASE, "architectures": ["GraniteForCausalLM"], "model_type": "granite", "embedding_multiplier": 3.0,

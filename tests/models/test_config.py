@@ -74,6 +74,14 @@ def test_null_and_missing_fields_differ_where_transformers_makes_them_differ():
     assert parse({**gemma2, "attn_logit_softcapping": None}).attn_soft_cap is None
 
 
+def test_one_base_serves_all_layers_of_an_olmo_3_and_only_those_without_a_window_are_stretched():
+    window, full = parse(CONFIGS["olmo3"]).layers
+    stretched = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+    old = without(CONFIGS["olmo3"], "rope_parameters") | {"rope_theta": 20000.0, "rope_scaling": stretched}
+    assert parse(old).layers == (window, full)
+    assert (window.rope.rope_type, full.rope.rope_type) == ("default", "yarn")
+
+
 def test_qwen_windows_start_late_and_only_when_switched_on():
     hf = {**QWEN2, "sliding_window": 5, "max_window_layers": 1, "num_hidden_layers": 3}
     assert [layer.window for layer in parse({**hf, "use_sliding_window": True}).layers] == [None, 5, 5]
