@@ -11,6 +11,8 @@ Models have random weights, which the script writes to the user's cache folder. 
 process, one at a time, on the same cores; rounds alternate their order. The first round starts with an empty
 compilation cache. A peer that is missing, fails or hangs is reported and stops nothing. --out gets results.json (all
 that was measured), report.md, chart.png (extra `plots`) and every engine's log.
+
+What drafts give (--speculative-config) depends on the text: scripts/bench_speculation.py measures that.
 """
 
 import argparse

@@ -5,7 +5,8 @@
 
 Each figure is the fastest of several runs. The requests repeat a text of their prompt (greedy), or go on at temperature
 2, so that hardly anything occurs twice; "tells" is a story of the embedded model at temperature 1, as drafts by a model
-are meant for. Also printed: which share of the drafts was accepted at least so far, and how many tokens were drafted.
+are meant for. Also printed, and the same on a busy machine: which share of the drafts was accepted at least so far, how
+many tokens were drafted, and how many a request got in a step.
 `--speculative-config` says more than `--method`, by which 4 tokens are drafted. `--model` is whatever `jaxpaged
 generate` takes, or one of bench_offline's random models. `--fixed-steps` gives both one decode step a program, as
 slower models have anyway.
@@ -37,9 +38,11 @@ TEXTS = {
 COUNTS = "vllm:spec_decode_num_"
 
 
-def run(llm: LLM, text: str, sampling: dict, rows: int) -> tuple[float, float]:
-    """(tokens per second, tokens per second of processor time)."""
-    params = [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=i, **sampling) for i in range(rows)]
+def run(llm: LLM, text: str, sampling: dict, rows: int, nth: int) -> tuple[float, float]:
+    """(tokens per second, tokens per second of processor time). What is drawn differs from run to run, so that the
+    method `suffix` does not find it among earlier answers."""
+    seeds = range(nth * rows, (nth + 1) * rows)
+    params = [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=seed, **sampling) for seed in seeds]
     wall, processor = time.perf_counter(), time.process_time()
     llm.generate([text] * rows, params, use_tqdm=False)
     tokens = rows * NUM_TOKENS
@@ -61,22 +64,26 @@ def compare(model: str, config: dict, repeat: int, fixed_steps: bool) -> None:
     engines = [LLM(model, **shared), LLM(model, **shared, speculative_config=config)]
     for llm in engines:
         llm.wait_for_programs()
-    print("text, requests: tokens/s without, with, ratio; of processor time: ratio; accepted by place; drafted")
+    print(
+        "text, requests: tokens/s without, with, ratio; of processor time: ratio; accepted by position; drafted; a step"
+    )
     for name, (text, sampling) in TEXTS.items():
         for rows in (1, 8):
             best = [[0.0, 0.0], [0.0, 0.0]]
             for engine in engines:
-                run(engine, text, sampling, rows)
+                run(engine, text, sampling, rows, repeat)
             before = counts(engines[1])
-            for _ in range(repeat):
+            for nth in range(repeat):
                 for figures, engine in zip(best, engines):
-                    figures[:] = map(max, figures, run(engine, text, sampling, rows))
+                    figures[:] = map(max, figures, run(engine, text, sampling, rows, nth))
             seen = {key: value - before[key] for key, value in counts(engines[1]).items()}
-            places = [seen[f"accepted_tokens_per_pos{i}"] for i in range(config["num_speculative_tokens"])]
+            positions = [seen[f"accepted_tokens_per_pos{i}"] for i in range(config["num_speculative_tokens"])]
+            num_tokens = repeat * rows * NUM_TOKENS
             (wall, processor), (wall_with, processor_with) = best
             print(
                 f"{name}, {rows}: {wall:.0f} {wall_with:.0f} {wall_with / wall:.2f}; {processor_with / processor:.2f}; "
-                f"{' '.join(f'{count / max(seen["drafts"], 1):.2f}' for count in places)}; {seen['draft_tokens']}"
+                f"{' '.join(f'{count / max(seen["drafts"], 1):.2f}' for count in positions)}; {seen['draft_tokens']}; "
+                f"{num_tokens / (num_tokens - seen['accepted_tokens']):.2f}"
             )
     for llm in engines:
         llm.shutdown()

@@ -42,8 +42,8 @@ PATIENCE = 48
 """Steps after which requests that are not worth drafts try them again, more where drafts are dear: a try costs less
 than a hundredth."""
 NUM_KEPT, NUM_ENOUGH = 7, 3
-"""Of the newest steps of a size the median time counts, once there are enough: a result that the host takes late makes
-its step longer, and the next one shorter."""
+"""Of the newest steps of a size the lower quartile counts, once there are enough. A result that the host takes late
+makes its step longer, and the next one shorter; other work on the machine makes steps longer, never shorter."""
 LEAST_GAIN = 1.02
 """How many times as many tokens per second there must be with drafts: measurements err."""
 NUM_MEASURED = NUM_KEPT + 1
@@ -92,8 +92,8 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Their median."""
-        return sorted(self.newest)[len(self.newest) // 2]
+        """Their lower quartile."""
+        return sorted(self.newest)[len(self.newest) // 4]
 
 
 class Lot(NamedTuple):

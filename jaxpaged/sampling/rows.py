@@ -31,7 +31,6 @@ class SamplingRows:
     def __init__(self, max_num_seqs: int):
         self.null_row = max_num_seqs
         self._table = np.stack([padding_line(row) for row in range(max_num_seqs + 1)])
-        self._full_R = np.zeros(max_num_seqs + 1, bool)  # rows that need the full program
 
     def set(self, row: int, params: SamplingParams, custom_bits: int = 0) -> None:
         """Fill a line when a request is admitted. `params.seed` must be a number; `custom_bits`: see `custom.py`."""
@@ -40,15 +39,9 @@ class SamplingRows:
         line = self._table[row]
         line[SEED_LOW : SEED_HIGH + 1] = np.array([seed % 2**32, seed >> 32], np.uint32).view(np.int32)
         line[FLAGS] = features_of(params) | custom_bits
-        self._full_R[row] = bool(line[FLAGS])
         line[TOP_K] = params.top_k
         line[MIN_TOKENS] = params.min_tokens
         line.view(np.float32)[FIRST_FLOAT:] = [getattr(params, name) for name in FLOAT_COLUMNS]
-
-    def any_full(self, rows: np.ndarray) -> bool:
-        """Whether a step that samples these rows takes the full program."""
-        full_R = self._full_R
-        return bool(full_R.any() and full_R[rows].any())  # to ask all is cheaper than to pick some, and mostly none is
 
     def pack(self, rows: np.ndarray, positions: np.ndarray, num_output: np.ndarray, bucket: int) -> np.ndarray:
         """The step's array [bucket, NUM_COLUMNS], float32.

@@ -70,15 +70,10 @@ def test_processors_change_the_requests_that_they_concern_in_their_order():
     np.testing.assert_array_equal(none, biased_SV[2] * 2)
 
 
-def test_a_concerned_request_takes_the_full_program():
-    custom = load_processors([BanBelow])
-    engine = Engine(V, custom)
-    concerned = SamplingParams(seed=0, extra_args={"ban_below": 1})
-    assert not features_of(concerned)
-    engine.add(0, Request(concerned))
-    engine.add(1, Request(SamplingParams(seed=0)))
-    assert engine.table.any_full(np.array([0]))
-    assert not engine.table.any_full(np.array([1]))
+def test_a_request_that_a_processor_concerns_needs_the_full_program():
+    custom, concerned = load_processors([BanBelow]), SamplingParams(seed=0, extra_args={"ban_below": 1})
+    assert not features_of(concerned) and custom.of(concerned)[0]
+    assert not custom.of(SamplingParams(seed=0))[0]
 
 
 def test_processors_are_found_by_module_and_class():

@@ -58,12 +58,6 @@ def test_a_row_keeps_nothing_of_its_last_owner():
     np.testing.assert_array_equal(rows.pack(*step).view(np.int32), fresh.pack(*step).view(np.int32))
 
 
-def test_only_rows_that_need_it_take_the_full_program():
-    rows = filled_rows()
-    assert rows.any_full(np.array([2, 5]))
-    assert not rows.any_full(np.array([2]))
-
-
 @pytest.mark.parametrize(
     ("values", "feature"),
     [

@@ -44,7 +44,6 @@ from pallas_kernels.ragged_paged_attention.layout import SplitLayout
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, is_quantized, kind_of, quantize_new
 from pallas_kernels.token_places import token_places
 
-TRITON_MODULES = ("jax_triton", "triton")
 NOWHERE = 2**31 - 1  # a block that no pool has
 MAX_HEAD_DIM = 256
 ALL_DECODE_TOKENS = 32  # steps up to here are not worth a second class of tiles
