@@ -8,6 +8,7 @@ from typing import Any
 from jaxpaged.config.resolution import (
     ModelFacts,
     check_deterministic,
+    check_processes,
     check_sizes,
     for_pooling,
     resolved_cache,
@@ -77,6 +78,7 @@ class EngineConfig:
         num_devices = self.parallel.tensor_parallel_size
         speculative = SpeculativeConfig(resolved_speculation(speculation, model.runner, num_devices, model.model))
         check_sizes(model, scheduler, self.compile, self.parallel, facts)
+        check_processes(self.compile, self.parallel, platform)
         check_deterministic(self.compile, self.parallel, facts, platform)
         if model.runner == "pooling":
             cache, scheduler = for_pooling(model, cache, scheduler, self.compile)

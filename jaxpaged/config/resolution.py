@@ -124,6 +124,39 @@ def check_deterministic(compile: CompileConfig, parallel: ParallelConfig, facts:
         )
 
 
+def check_processes(compile: CompileConfig, parallel: ParallelConfig, platform: str) -> None:
+    """Raise ConfigError where several processes cannot compute together as was asked."""
+    size, hosts = parallel.tensor_parallel_size, parallel.nnodes
+    if parallel.node_rank >= hosts:
+        raise ConfigError(f"node_rank is {parallel.node_rank}, but nnodes is {hosts}: ranks go from 0 to {hosts - 1}.")
+    if hosts > 1 and parallel.distributed_executor_backend == "mp":
+        raise ConfigError(
+            "distributed_executor_backend mp, a process for each device, goes with one host only, but nnodes is "
+            f"{hosts}. Leave it out: one process of each host computes with all its devices."
+        )
+    if size % hosts:
+        raise ConfigError(
+            f"tensor_parallel_size {size} does not split evenly over {hosts} hosts (nnodes). It must be the number of "
+            "all their devices."
+        )
+    if parallel.num_processes == 1:
+        return
+    if parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size is {parallel.data_parallel_size}, and {parallel.num_processes} processes are to compute "
+            "as one (distributed_executor_backend, nnodes): one of the two. Leave the other out."
+        )
+    if platform == "tpu" and hosts == 1:
+        raise ConfigError(
+            "distributed_executor_backend is mp, but one process must have all TPU chips of a host. Leave it out."
+        )
+    if compile.bundle is not None:
+        raise ConfigError(
+            f"bundle {compile.bundle} is for one process, but {parallel.num_processes} compute together. Leave it out: "
+            "each compiles what it needs, and the next start finds it in the compilation cache."
+        )
+
+
 def check_sizes(
     model: ModelConfig, scheduler: SchedulerConfig, compile: CompileConfig, parallel: ParallelConfig, facts: ModelFacts
 ) -> None:

@@ -97,6 +97,21 @@ class ParallelConfig:
         1, "engine cores behind one server, each with tensor_parallel_size devices and all of the model", minimum=1,
         maximum=64,
     )  # fmt: skip
+    distributed_executor_backend: str = option(
+        "uni", "uni: one process of a host computes with all its devices; mp: a process for each device",
+        choices=("uni", "mp"),
+    )  # fmt: skip
+    nnodes: int = option(1, "hosts that compute together; start the engine on each, with its node_rank", minimum=1)
+    node_rank: int = option(0, "which of these hosts this one is; that of rank 0 serves", minimum=0)
+    master_addr: str = option("127.0.0.1", "address of the host of rank 0, where the others find it")
+    master_port: int = option(29501, "the first of three ports of it that they use", minimum=1, maximum=65533)
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes compute as one."""
+        if self.nnodes > 1:
+            return self.nnodes
+        return self.tensor_parallel_size if self.distributed_executor_backend == "mp" else 1
 
 
 @dataclass(frozen=True)

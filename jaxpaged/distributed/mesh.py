@@ -18,16 +18,23 @@ Coordinates = tuple[int, ...]
 """Where a TPU device lies: the coordinates of its chip in the torus, and which of the chip's cores it is."""
 
 
-def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None, num_processes: int = 1) -> Mesh:
     """A mesh of `tensor_parallel_size` devices along the axis "model".
 
-    `devices` are the first ones of the default backend unless given. The axis type is Auto: with explicit axes
-    a product that is split along its contracted axis raises. Raises ConfigError when there is no such mesh, with the
-    sizes that there are, and when the devices of the backend are spread over several hosts.
+    `devices` are the first ones of the default backend unless given; those of `num_processes` that have joined are all
+    of them. The axis type is Auto: with explicit axes a product that is split along its contracted axis raises. Raises
+    ConfigError when there is no such mesh, with the sizes that there are, and when the devices of the backend belong to
+    more or fewer processes.
     """
     if devices is None:
         devices = start_backend()
-        check_one_host(jax.process_count(), f"these {len(devices)} {devices[0].platform} devices")
+        kinds = f"{len(devices)} {devices[0].platform} devices"
+        check_processes(num_processes, jax.process_count(), kinds)
+        if num_processes > 1 and tensor_parallel_size != len(devices):
+            raise ConfigError(
+                f"tensor_parallel_size is {tensor_parallel_size}, but the {num_processes} processes of this engine "
+                f"have {kinds}, and compute with all of them. Set it to {len(devices)}."
+            )
     kind = devices[0].platform if devices else "no"
     check_mesh_size(tensor_parallel_size, sizes_of(devices), len(devices), f"{kind} devices")
     devices = list(devices[:tensor_parallel_size])
@@ -84,10 +91,13 @@ def check_mesh_size(size: int, sizes: Sequence[int], num_devices: int, devices: 
         )
 
 
-def check_one_host(num_hosts: int, devices: str) -> None:
-    """Raise ConfigError for devices of several hosts."""
-    if num_hosts > 1:
-        raise ConfigError(across_hosts(num_hosts, devices) + " Use the devices of one host.")
+def check_processes(wanted: int, found: int, devices: str) -> None:
+    """Raise ConfigError unless the devices are those of as many processes as take part."""
+    if wanted != found:
+        raise ConfigError(
+            f"these {devices} belong to {found} processes, one on each host of a slice, and {wanted} takes part. Start "
+            "the engine on every host: serve --nnodes and --node-rank."
+        )
 
 
 def across_hosts(num_hosts: int, devices: str) -> str:

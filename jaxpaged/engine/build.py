@@ -22,6 +22,7 @@ from jaxpaged.engine.observability.tracing import check_tracing
 from jaxpaged.engine.pooling.pooler import load_pooler_defaults
 from jaxpaged.engine.process.wire import CoreFacts
 from jaxpaged.errors import ConfigError, UsageError
+from jaxpaged.executor.base import Executor
 from jaxpaged.executor.uniproc import UniProcExecutor, platform
 from jaxpaged.messages import Progress
 from jaxpaged.models import eagle3
@@ -37,6 +38,7 @@ from jaxpaged.speculation import checked_speculation, draft_model_of
 
 if TYPE_CHECKING:
     from jaxpaged.engine.observability.kv_event_publisher import KVEventPublisher
+    from jaxpaged.executor.group import Group
 
 
 def compile_bundle(config: EngineConfig, output: Path, progress: Progress | None = None) -> None:
@@ -46,6 +48,7 @@ def compile_bundle(config: EngineConfig, output: Path, progress: Progress | None
     `config.compile.bundle` must be None. Raises UsageError, CheckpointError or CapacityError.
     """
     make_output_folder(output)
+    check_one_process(config)
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, compilation_cache_dir="off"))
     folder, model, decoder, config = resolve_model(config)
     executor = UniProcExecutor(config, model, decoder, folder, progress)
@@ -102,11 +105,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
 
     Raises ConfigError, CheckpointError or CapacityError.
     """
-    if config.parallel.data_parallel_size > 1:
-        raise ConfigError(
-            f"data_parallel_size is {config.parallel.data_parallel_size}, but this engine computes in the process that "
-            "asks it. Use `jaxpaged serve` or AsyncLLM, which have a process for each core."
-        )
+    check_one_process(config)
     folder, model, decoder, config = resolve_model(config)
     input_processor = build_input_processor(config, decoder, folder)
     with event_publisher(config) as publisher:
@@ -114,6 +113,21 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
         grammars = build_grammars(input_processor, decoder)
         core = EngineCore(config, executor, grammars, publisher)
     return LLMEngine(config, input_processor, core)
+
+
+def check_one_process(config: EngineConfig) -> None:
+    """Raise ConfigError where an engine in the caller's process is to compute with others."""
+    if config.parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size is {config.parallel.data_parallel_size}, but this engine computes in the process that "
+            "asks it. Use `jaxpaged serve` or AsyncLLM, which have a process for each core."
+        )
+    count = config.parallel.num_processes
+    if count > 1:
+        raise ConfigError(
+            f"distributed_executor_backend and nnodes ask for {count} processes, but here the engine computes in the "
+            "caller's. Use `jaxpaged serve` or AsyncLLM, or leave them out: one process computes with all its devices."
+        )
 
 
 @contextlib.contextmanager
@@ -154,13 +168,41 @@ def build_core(
 
     Raises ConfigError, CheckpointError or CapacityError.
     """
+    group = open_group(config, progress)
     folder, model, decoder, config = resolve_model(config)
     tokenizer_folder = find_tokenizer_folder(config, folder)
     announce(CoreFacts(config.options(), decoder.vocab_size, str(folder), str(tokenizer_folder)))
     with event_publisher(config) as publisher:
-        executor = UniProcExecutor(config, model, decoder, folder, progress)
+        executor = make_executor(config, model, decoder, folder, group, progress)
         input_processor = load_input_processor(config, decoder.vocab_size, folder, tokenizer_folder)
         return EngineCore(config, executor, build_grammars(input_processor, decoder), publisher)
+
+
+def open_group(config: EngineConfig, progress: Progress | None) -> "Group | None":
+    """The processes that compute with this one, once they have joined; None if it computes alone."""
+    if config.parallel.num_processes == 1:
+        return None
+    from jaxpaged.engine.process.follower_process import gather_group  # with sockets and their keys
+
+    return gather_group(config, progress or (lambda stage, done, total: None))
+
+
+def make_executor(
+    config: EngineConfig, model: Model, decoder: DecoderConfig, folder: Path, group: "Group | None",
+    progress: Progress | None,
+) -> Executor:  # fmt: skip
+    if group is None:
+        return UniProcExecutor(config, model, decoder, folder, progress)
+    from jaxpaged.executor.multiproc import MultiProcExecutor
+
+    return MultiProcExecutor(config, model, decoder, folder, group, progress)
+
+
+def run_follower() -> None:
+    """What a process runs that computes with others as one."""
+    from jaxpaged.engine.process import follower_process
+
+    follower_process.run(resolve_model)
 
 
 def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, EngineConfig]:

@@ -12,15 +12,24 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.backend import start_backend
 from jaxpaged.errors import UsageError
 from jaxpaged.executor.base import PendingOutput
-from jaxpaged.executor.program_choice import ProgramChoice, StepSizes
+from jaxpaged.executor.program_choice import ProgramChoice, Readiness, StepSizes
 from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.sampling_features import Extra
+from jaxpaged.worker.model_runner import PendingStep
 from jaxpaged.worker.programs.blueprint import DECODE_KINDS
 from jaxpaged.worker.step.verify import VERIFY_KINDS
 from jaxpaged.worker.weights import WeightsSeen
 from jaxpaged.worker.worker import Worker
+
+SettleBlocks = Callable[[int], int]
+"""Of the KV blocks that fit here, how many there are."""
+
+
+def itself[T](value: T) -> T:
+    """What one process agrees on with itself."""
+    return value
 
 
 def platform(gpu_memory_utilization: float) -> str:
@@ -45,15 +54,18 @@ def sizes_of(worker: Worker) -> StepSizes:
 
 
 class UniProcExecutor:
-    """An `Executor` over all devices of this process."""
+    """An `Executor` that dispatches in this process: over all its devices, or over those of a group that it is in."""
 
     def __init__(
         self, config: EngineConfig, model: Model, decoder: DecoderConfig, folder: Path | None,
-        progress: Progress | None = None,
+        progress: Progress | None = None, settle_blocks: SettleBlocks = itself,
+        readiness: Callable[[Readiness], Readiness] = itself,
     ):  # fmt: skip
-        self.worker = Worker(config, model, decoder, folder, progress)
+        """What several processes agree on: `settle_blocks`, how many KV blocks there are if so many fit here;
+        `readiness`, which programs are ready, from what is ready here."""
+        self.worker = Worker(config, model, decoder, folder, progress, settle_blocks)
         self.kv_cache_config = self.worker.kv_cache_config
-        self.choice = ProgramChoice(self.worker.programs, sizes_of(self.worker))
+        self.choice = ProgramChoice(readiness(self.worker.programs), sizes_of(self.worker))
 
     @property
     def workers(self) -> Worker:
@@ -61,7 +73,15 @@ class UniProcExecutor:
         return self.worker
 
     def execute(self, scheduler_output: SchedulerOutput) -> PendingOutput:
+        self.choose_programs(scheduler_output)
+        return self.dispatch(scheduler_output)
+
+    def choose_programs(self, scheduler_output: SchedulerOutput) -> None:
+        """Name the step's programs in it."""
         scheduler_output.programs = self.choice.choose(scheduler_output)
+
+    def dispatch(self, scheduler_output: SchedulerOutput) -> PendingStep:
+        """Dispatch a step whose programs are chosen."""
         return self.worker.runner.execute(scheduler_output)
 
     @property

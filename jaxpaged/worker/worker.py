@@ -52,15 +52,19 @@ class Worker:
 
     def __init__(
         self, config: EngineConfig, model: Model, decoder: DecoderConfig, folder: Path | None,
-        progress: Progress | None = None,
+        progress: Progress | None = None, settle_blocks: Callable[[int], int] = lambda num_blocks: num_blocks,
     ):  # fmt: skip
+        """`settle_blocks`: what several processes agree on as the number of KV blocks, if so many fit here."""
         self.config = config
         self.progress = progress or (lambda stage, done, total: None)
         enable_compilation_cache(config.compile.compilation_cache_dir)
-        self.blueprint = Blueprint(config, model, decoder, make_mesh(config.parallel.tensor_parallel_size))
-        check_slice(config.parallel.data_parallel_size, self.blueprint.mesh)
+        parallel = config.parallel
+        mesh = make_mesh(parallel.tensor_parallel_size, num_processes=parallel.num_processes)
+        self.blueprint = Blueprint(config, model, decoder, mesh)
+        check_slice(parallel.data_parallel_size, self.blueprint.mesh)
         self.bundle = self._open_bundle()
-        self.kv_cache_config = self._size_kv_cache()
+        num_blocks = settle_blocks(self._size_kv_cache().num_blocks[0])
+        self.kv_cache_config = self.blueprint.division.kv_cache(num_blocks)
         self.pools = config.model.runner == "pooling"
         self.step_programs = programs_for(self.blueprint, self.kv_cache_config)
         self.cache_hits = CacheHits(THREAD_NAME)
@@ -90,7 +94,7 @@ class Worker:
 
     def _size_kv_cache(self) -> KVCacheConfig:
         blueprint, cache = self.blueprint, self.config.cache
-        place = (reserve_of(blueprint).total, blueprint.mesh.devices.flat[0])
+        place = (reserve_of(blueprint).total, blueprint.mesh.local_devices[0])
         if self.bundle:
             return compiled_kv_cache(self.bundle.num_blocks, cache, blueprint.division, *place)
         return size_kv_cache(cache, blueprint.division, blueprint.demand, *place)

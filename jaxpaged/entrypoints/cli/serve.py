@@ -83,6 +83,12 @@ def run(args: argparse.Namespace) -> int:
     given, of_engine = split_options(args)
     options = ServerOptions.from_options(given)
     set_up_logging("debug" if args.debug else options.log_level, options.log_format)
+    if of_engine.get("node_rank"):
+        from jaxpaged.config import EngineConfig
+        from jaxpaged.engine.process.follower_process import follow_other_host
+
+        follow_other_host(EngineConfig.from_options(**of_engine))
+        return 0
     if options.grpc_port is not None or options.grpc_uds is not None:
         check_extra("grpc", "grpc", "grpc_health", "grpc_reflection")
     keys = server.api_keys(options)

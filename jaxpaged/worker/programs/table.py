@@ -195,6 +195,10 @@ class Programs:
             states.append((*key, state))
         return states
 
+    def ready(self) -> list[ProgramKey]:
+        """The programs that can be called."""
+        return [key for key, program in tuple(self._done.items()) if not isinstance(program, BaseException)]
+
     @property
     def num_ready(self) -> int:
         return len(self._done)

@@ -1,0 +1,162 @@
+"""The sockets between the processes of one engine: one drives, the others follow.
+
+Commands go to all followers alike, in order; reports come back from each. Both ends prove that they know the group's
+secret, and everything is encrypted (CurveZMQ): who does not know it is never heard, wherever the sockets listen. This
+module carries frames and knows nothing of what they say.
+"""
+
+import hashlib
+import threading
+from collections.abc import Sequence
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+MAX_MESSAGE_BYTES = 256 << 20
+SILENCE_SECONDS = 15.0
+"""A process that gives no sign of life for so long counts as lost: it was stopped, or its host is gone."""
+
+LINGER_SECONDS = 2.0
+"""How long a process that ends waits until its last report has left."""
+
+
+class Keys:
+    """The two pairs of keys that follow from a group's secret: only who knows it has them."""
+
+    def __init__(self, secret: bytes):
+        self.driver, self.follower = (key_pair(secret, role) for role in (b"driver", b"follower"))
+
+
+def key_pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
+    """(public, secret) in zmq's letters."""
+    private = z85.encode(hashlib.blake2b(secret, person=role, digest_size=32).digest())
+    return zmq.curve_public(private), private
+
+
+class OnlyFollowers:
+    """Lets in who has the followers' key."""
+
+    def __init__(self, keys: Keys):
+        self._public = keys.follower[0]
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+class DriverEnd:
+    """Where followers connect to: two ports of `host`, from `port` on, or whichever are free.
+
+    `send` is for one thread, `receive` for another. Raises zmq.ZMQError when an address is taken.
+    """
+
+    def __init__(self, host: str, port: int | None, secret: bytes):
+        keys = Keys(secret)
+        self._context = zmq.Context()
+        self._guard = ThreadAuthenticator(self._context)
+        self._guard.start()
+        self._guard.configure_curve_callback(credentials_provider=OnlyFollowers(keys))
+        self._commands, self._reports = self._context.socket(zmq.ROUTER), self._context.socket(zmq.PULL)
+        self._commands.set(zmq.ROUTER_MANDATORY, 1)  # sending to somebody who is not there is an error
+        try:
+            self.ports = [bind(each, host, port and port + i, keys) for i, each in enumerate(self._sockets)]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def _sockets(self) -> tuple[zmq.Socket, zmq.Socket]:
+        return self._commands, self._reports
+
+    def send(self, rank: int, frames: Sequence[bytes]) -> None:
+        """Send to one follower, which has arrived. Raises zmq.ZMQError when it has left."""
+        self._commands.send_multipart([name_of(rank), *frames])
+
+    def receive(self, seconds: float) -> list[bytes] | None:
+        """The next report, if one comes in time."""
+        return self._reports.recv_multipart() if self._reports.poll(round(seconds * 1e3)) else None
+
+    def close(self, linger: float = 0.0) -> None:
+        """Give up the sockets, after what was sent has left, if that takes no longer than `linger` seconds."""
+        for each in self._sockets:
+            each.close(linger=round(linger * 1e3))
+        self._guard.stop()
+        self._context.term()
+
+
+class FollowerEnd:
+    """The sockets of follower `rank`, which need not be answered yet. `receive` is for one thread, `send` for any."""
+
+    def __init__(self, rank: int, addresses: Sequence[str], secret: bytes):
+        keys = Keys(secret)
+        self._context = zmq.Context()
+        self._commands, self._reports = self._context.socket(zmq.DEALER), self._context.socket(zmq.PUSH)
+        self._commands.set(zmq.IDENTITY, name_of(rank))
+        self._sending = threading.Lock()
+        self._arrived = self._watched = False
+        for each in (self._commands, self._reports):
+            each.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            each.set(zmq.LINGER, round(LINGER_SECONDS * 1e3))
+            each.set(zmq.HEARTBEAT_IVL, 2000)
+            each.set(zmq.HEARTBEAT_TIMEOUT, round(SILENCE_SECONDS * 1e3))
+            each.curve_serverkey = keys.driver[0]
+            each.curve_publickey, each.curve_secretkey = keys.follower
+        self._events = self._commands.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        for each, address in zip((self._commands, self._reports), addresses, strict=True):
+            each.connect(address)
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        with self._sending:
+            self._reports.send_multipart(frames)
+
+    def receive(self, seconds: float) -> list[bytes] | None:
+        """The next command, if one comes in time."""
+        return self._commands.recv_multipart() if self._commands.poll(round(seconds * 1e3)) else None
+
+    def wait_until_lost(self) -> None:
+        """Return when the driver was there and is gone, never after `close`. For a thread of its own."""
+        self._watched = True
+        while True:
+            try:
+                event = recv_monitor_message(self._events)["event"]
+            except zmq.ContextTerminated:
+                self._events.close()
+                threading.Event().wait()
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._arrived = True
+            elif event == zmq.EVENT_DISCONNECTED and self._arrived:
+                return
+
+    def close(self) -> None:
+        """Give up the sockets, after what was sent has left, if that takes no longer than `LINGER_SECONDS`."""
+        self._commands.close(linger=0)
+        self._reports.close()
+        if not self._watched:
+            self._events.close()
+        self._context.term()
+
+
+def bind(socket: zmq.Socket, host: str, port: int | None, keys: Keys) -> int:
+    """Make a socket listen, on a free port unless one is given; returns the port."""
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.IPV6, ":" in host)
+    socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = keys.driver
+    address = f"tcp://{bracketed(host)}"
+    if port is None:
+        return socket.bind_to_random_port(address)
+    socket.bind(f"{address}:{port}")
+    return port
+
+
+def bracketed(host: str) -> str:
+    """An address as it is written before a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+def name_of(rank: int) -> bytes:
+    return b"rank %d" % rank

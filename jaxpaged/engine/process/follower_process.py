@@ -1,0 +1,195 @@
+"""A process that computes with others as one: how it is started, and what runs in it from its first line to its end.
+
+It is told through its standard input whom to follow. When its standard input ends, or the driver is gone, so is it.
+"""
+
+import importlib.metadata
+import logging
+import os
+import platform
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import msgspec
+
+from jaxpaged import __version__
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.observability.log_setup import format_in_use, set_up_logging
+from jaxpaged.engine.process.core_process import LENGTH, read_exactly
+from jaxpaged.errors import ConfigError, EngineDeadError
+from jaxpaged.executor.follower import Post, Resolve, follow
+from jaxpaged.executor.group import JOIN_SECONDS, Group, addresses_of
+from jaxpaged.messages import Progress
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "from jaxpaged.engine.build import run_follower; run_follower()"
+SECRET_VARIABLE = "JAXPAGED_GROUP_SECRET"
+LEAST_SECRET = 16
+"""Letters of a secret that several hosts share, at least."""
+END_SECONDS = 5.0
+PAUSE_SECONDS = 2.0
+"""Between the end of a process that followed and the start of the next."""
+
+
+class FollowerStart(msgspec.Struct, array_like=True):
+    """Whom to follow: `addresses` of commands and of reports, and the group's secret."""
+
+    rank: int
+    addresses: tuple[str, str]
+    secret: bytes
+    log_level: int
+    log_format: str
+    given: dict[str, str] = {}
+
+
+def given_here(config: EngineConfig) -> dict[str, str]:
+    """What must be the same in all processes, by name: versions, and the options."""
+    given = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    given |= {"jaxpaged": __version__, "python": ".".join(platform.python_version_tuple()[:2])}
+    return given | {name: repr(value) for name, value in config.options().items() if name != "node_rank"}
+
+
+def shared_secret() -> bytes:
+    """What several hosts know and nobody else, from the environment. Raises ConfigError when it is missing or short."""
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    if len(secret) < LEAST_SECRET:
+        raise ConfigError(
+            f"hosts that compute together know each other by a secret: set the environment variable {SECRET_VARIABLE} "
+            f"to the same {LEAST_SECRET} letters or more on each, for example those of `openssl rand -hex 32`."
+        )
+    return secret.encode()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def gather_group(config: EngineConfig, progress: Progress) -> Group:
+    """The processes that `config` wants besides this one, which drives them, once all have joined. Those of this host
+    are started here. Raises ConfigError, and EngineDeadError when one does not arrive."""
+    parallel = config.parallel
+    across = parallel.nnodes > 1
+    host, port = (parallel.master_addr, parallel.master_port) if across else ("127.0.0.1", None)
+    secret = shared_secret() if across else secrets.token_bytes(32)
+    group = Group(parallel.num_processes, host, port and port + 1, secret, progress)
+    try:
+        given = given_here(config)
+        for rank in () if across else group.ranks:
+            lost = lambda words, rank=rank: group.fail(EngineDeadError(f"rank {rank}: {words}"))
+            FollowerChild(FollowerStart(rank, group.addresses, secret, *log_in_use(), given), lost)
+        group.gather(given, JOIN_SECONDS)
+        group.join(config.options(), f"{host}:{port or free_port()}", one_device=not across)
+    except BaseException:
+        group.close()
+        raise
+    return group
+
+
+def follow_other_host(config: EngineConfig) -> None:
+    """Take part in the engine of another host, again and again, until that one ends in peace. Raises ConfigError."""
+    parallel, secret = config.parallel, shared_secret()
+    if not 0 < parallel.node_rank < parallel.nnodes:
+        raise ConfigError(f"node_rank is {parallel.node_rank}, but nnodes is {parallel.nnodes}.")
+    addresses = addresses_of(parallel.master_addr, parallel.master_port + 1, parallel.master_port + 2)
+    start = FollowerStart(parallel.node_rank, addresses, secret, *log_in_use(), given_here(config))
+    while True:
+        ended: list[str] = []
+        logger.info("rank %d waits for the host of rank 0 at %s", parallel.node_rank, parallel.master_addr)
+        child = FollowerChild(start, ended.append)
+        if child.wait() == 0:
+            return
+        logger.warning("rank %d ended, and starts again", parallel.node_rank)
+        time.sleep(PAUSE_SECONDS)
+
+
+class FollowerChild:
+    """A process that follows, started by this one. `on_end` hears, from another thread, what ended it."""
+
+    def __init__(self, start: FollowerStart, on_end: Callable[[str], None]):
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=2,  # standard output belongs to the front end
+            process_group=0,  # a terminal's Ctrl-C is for the front end, which has requests to finish
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        )
+        self.pid = self._process.pid
+        assert self._process.stdin is not None, "it was asked for"
+        data = msgspec.msgpack.encode(start)
+        self._stdin = self._process.stdin
+        self._on_end = on_end
+        threading.Thread(target=self._watch, name=f"rank {start.rank}", daemon=True).start()
+        try:
+            self._stdin.write(LENGTH.pack(len(data)) + data)
+            self._stdin.flush()
+        except BrokenPipeError:  # it is dead already, and the watching thread says so
+            logger.debug("rank %d died before it was told what to do", start.rank)
+
+    def wait(self) -> int:
+        """The exit status of the process, once it has one. It is killed when waiting is interrupted."""
+        try:
+            return self._process.wait()
+        except BaseException:
+            self._process.kill()
+            raise
+
+    def _watch(self) -> None:
+        status = self._process.wait()
+        if status >= 0:
+            self._on_end(f"its process {self.pid} ended with exit status {status}")
+        else:
+            self._on_end(f"its process {self.pid} was ended by signal {-status} ({signal.Signals(-status).name})")
+
+
+def log_in_use() -> tuple[int, str]:
+    return logger.getEffectiveLevel(), format_in_use()
+
+
+def run(resolve: Resolve) -> NoReturn:
+    """What the process does: follow whom standard input names. `resolve` finds the model of a configuration."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with os.fdopen(os.dup(0), "rb", buffering=0) as pipe:
+        length = LENGTH.unpack(read_exactly(pipe.read, LENGTH.size))[0]
+        start = msgspec.msgpack.decode(read_exactly(pipe.read, length), type=FollowerStart)
+    set_up_logging(start.log_level, start.log_format, f"rank {start.rank}")
+    threading.Thread(target=leave_with_parent, name="lifeline", daemon=True).start()
+    post = Post(start.rank, start.addresses, start.secret)
+    threading.Thread(target=leave_with_driver, args=(post,), name="driver", daemon=True).start()
+    try:
+        follow(post, f"process {os.getpid()} of {socket.gethostname()}", start.given, resolve)
+    except BaseException as error:
+        logger.error("rank %d breaks down", start.rank, exc_info=error)
+        post.close()
+        leave(1)
+    leave(0)
+
+
+def leave_with_parent() -> None:
+    """For a thread: whoever started this process is gone once standard input ends."""
+    while os.read(0, 4096):
+        pass
+    leave(0)
+
+
+def leave_with_driver(post: Post) -> None:
+    """For a thread: without a driver there is nothing to do."""
+    post.wait_until_lost()
+    logger.warning("the driver is gone, so rank %d ends", post.rank)
+    leave(1)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process, without the interpreter's cleaning up: devices may wait for others that are gone."""
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,169 @@
+"""What a process does that follows: it runs the steps that the driver tells of, and says how it is. See `group.py`."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.distributed.channel import FollowerEnd
+from jaxpaged.distributed.group import join
+from jaxpaged.errors import EngineDeadError, JaxpagedError
+from jaxpaged.executor.group import (
+    JOIN_SECONDS,
+    Alive,
+    Ask,
+    Broken,
+    Command,
+    Draw,
+    Hello,
+    Reply,
+    Report,
+    Settled,
+    Sized,
+    Step,
+    Stop,
+    Want,
+    Welcome,
+)  # fmt: skip
+from jaxpaged.executor.uniproc import UniProcExecutor
+from jaxpaged.frames import FrameDecoder, FrameEncoder
+from jaxpaged.messages import ProgramKey
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.interface import Model
+from jaxpaged.worker.model_runner import PendingStep
+
+logger = logging.getLogger(__name__)
+
+ALIVE_SECONDS = 0.5
+LOADING_SECONDS = 3600.0
+"""How long the driver may take to read what is not there yet before it says how many KV blocks there are."""
+STEPS_IN_FLIGHT = 2
+IDLE_SECONDS = 0.02
+"""After so long without a command, what was dispatched is awaited."""
+
+Resolve = Callable[[EngineConfig], tuple[Path, Model, DecoderConfig, EngineConfig]]
+
+
+class Post:
+    """The messages of follower `rank`, both ways. `addresses` are those of commands and of reports."""
+
+    def __init__(self, rank: int, addresses: tuple[str, str], secret: bytes):
+        self.rank, self._end = rank, FollowerEnd(rank, addresses, secret)
+        self._encoder, self._decoder = FrameEncoder(), FrameDecoder(Command)
+        self._encoding = threading.Lock()
+        self.wait_until_lost, self.close = self._end.wait_until_lost, self._end.close
+
+    def say(self, report: Report) -> None:
+        with self._encoding:
+            self._end.send([bytes(frame) for frame in self._encoder.encode(report)])
+
+    def hear(self, seconds: float) -> Command | None:
+        """The next command, if one comes in time."""
+        frames = self._end.receive(seconds)
+        return None if frames is None else self._decoder.decode(frames)
+
+    def expect[C](self, kind: type[C], seconds: float) -> C:
+        """The next command, which must be of a kind. Raises EngineDeadError."""
+        command = self.hear(seconds)
+        if not isinstance(command, kind):
+            came = "nothing came" if command is None else f"{type(command).__name__} came"
+            raise EngineDeadError(f"rank {self.rank} waited {seconds:g} s for the driver, and {came}")
+        return command
+
+    def settle_blocks(self, num_blocks: int, seconds: float) -> int:
+        """How many KV blocks fit everywhere, if it is `num_blocks` here."""
+        self.say(Sized(self.rank, num_blocks))
+        return self.expect(Settled, seconds).num_blocks
+
+
+class SignsOfLife:
+    """A thread that says again and again that this process lives, and which programs it has."""
+
+    def __init__(self, post: Post):
+        self._post = post
+        self._ready: Callable[[], list[ProgramKey]] = list
+        self._told: set[ProgramKey] = set()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="signs of life", daemon=True)
+        self._thread.start()
+
+    def watch(self, ready: Callable[[], list[ProgramKey]]) -> None:
+        """`ready`: the programs that can be called."""
+        self._ready = ready
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(ALIVE_SECONDS):
+            new = [key for key in self._ready() if key not in self._told]
+            self._told.update(new)
+            self._post.say(Alive(self._post.rank, new))
+
+
+class Follower:
+    """Does what it hears until it is told to stop. `executor` is that of this process alone."""
+
+    def __init__(self, post: Post, executor: UniProcExecutor):
+        self._post, self._executor = post, executor
+        self._pending: deque[PendingStep] = deque()
+        self._newest: PendingStep | None = None
+
+    def run(self) -> None:
+        """Raises what a step raises: then the group is at its end."""
+        while True:
+            command = self._post.hear(IDLE_SECONDS if self._pending else 3600.0)
+            if command is None:
+                if self._pending:
+                    self._pending.popleft().result()
+            elif isinstance(command, Stop):
+                return
+            else:
+                self._do(command)
+
+    def _do(self, command: Command) -> None:
+        if isinstance(command, Step):
+            while len(self._pending) >= STEPS_IN_FLIGHT:
+                self._pending.popleft().result()
+            self._newest = self._executor.dispatch(command.scheduled)
+            self._pending.append(self._newest)
+        elif isinstance(command, Draw):
+            assert self._newest is not None and self._newest.draw is not None, "no step waits for masks"
+            self._newest.draw(command.masks_NW)
+        elif isinstance(command, Want):
+            programs = self._executor.worker.programs
+            programs.prepare(command.key) if command.hurry else programs.is_ready(command.key)
+        elif isinstance(command, Ask):
+            self._post.say(self._answer(command))
+
+    def _answer(self, ask: Ask) -> Reply:
+        while self._pending:
+            self._pending.popleft().result()
+        try:
+            getattr(self._executor.worker, ask.method)(*ask.arguments)
+        except Exception as error:
+            if not isinstance(error, JaxpagedError):
+                logger.exception("%s failed", ask.method)
+            return Reply(self._post.rank, ask.call_id, (type(error).__name__, str(error)))
+        return Reply(self._post.rank, ask.call_id)
+
+
+def follow(post: Post, where: str, given: dict[str, str], resolve: Resolve) -> None:
+    """Arrive, join, load, and do what is heard until the driver says that it is over. `resolve` finds the model of a
+    configuration. Raises whatever stops it; the driver has been told."""
+    try:
+        post.say(Hello(post.rank, where, given))
+        welcome = post.expect(Welcome, JOIN_SECONDS)
+        signs = SignsOfLife(post)
+        join(welcome.member, JOIN_SECONDS)
+        folder, model, decoder, config = resolve(EngineConfig.from_options(**welcome.options))
+        settle = lambda num_blocks: post.settle_blocks(num_blocks, LOADING_SECONDS)
+        executor = UniProcExecutor(config, model, decoder, folder, settle_blocks=settle)
+        signs.watch(executor.worker.programs.ready)
+        Follower(post, executor).run()
+    except BaseException as error:
+        post.say(Broken(post.rank, type(error).__name__, str(error) or repr(error)))
+        raise

@@ -1,0 +1,336 @@
+"""The other processes of an engine, as the one that drives them sees them: who they are, how they are, what is ready.
+
+All of them run the same worker with the same options and get the same steps in the same order, and each launches the
+programs that the step names. Results are the same everywhere, and the driver reads its own. What becomes of a step on
+one of them alone, or of a process itself, ends the group: who started it starts another one.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from jaxpaged.distributed.channel import SILENCE_SECONDS, DriverEnd, bracketed
+from jaxpaged.distributed.group import Membership, join
+from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError, error_named
+from jaxpaged.frames import FrameDecoder, FrameEncoder
+from jaxpaged.messages import ProgramKey, Progress, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+JOIN_SECONDS = 600.0
+"""How long processes wait for each other: hosts do not start at the same moment."""
+LOOK_SECONDS = 0.25
+TELL_SECONDS = 10.0
+"""How often the log says for whom a group waits."""
+GRACE_SECONDS = 5.0
+"""How long the driver may take to end by itself after it has lost somebody: it may wait for a collective for ever."""
+
+# ---- what the driver says ------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, tag=True, array_like=True):
+    """All have arrived. `options` are those of `EngineConfig`, as they were given to the driver."""
+
+    options: dict[str, Any]
+    member: Membership
+
+
+class Settled(msgspec.Struct, tag=True, array_like=True):
+    """So many KV blocks the first pool has: the least of what fits anywhere."""
+
+    num_blocks: int
+
+
+class Step(msgspec.Struct, tag=True, array_like=True):
+    """Dispatch a step."""
+
+    scheduled: SchedulerOutput
+
+
+class Draw(msgspec.Struct, tag=True, array_like=True):
+    """Dispatch the rest of the newest step, which is masked."""
+
+    masks_NW: np.ndarray
+
+
+class Want(msgspec.Struct, tag=True, array_like=True):
+    """A program will be asked for, or is waited for already."""
+
+    key: ProgramKey
+    hurry: bool
+
+
+class Ask(msgspec.Struct, tag=True, array_like=True):
+    """Call a method of the worker."""
+
+    call_id: int
+    method: str
+    arguments: list[Any]
+
+
+class Stop(msgspec.Struct, tag=True, array_like=True):
+    """The engine ends."""
+
+
+Command = Welcome | Settled | Step | Draw | Want | Ask | Stop
+
+# ---- what followers say --------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, tag=True, array_like=True):
+    """A process has arrived. `given`: what must be the same everywhere, such as versions, by name."""
+
+    rank: int
+    where: str  # "process 123 of host b"
+    given: dict[str, str]
+
+
+class Sized(msgspec.Struct, tag=True, array_like=True):
+    """So many KV blocks fit here."""
+
+    rank: int
+    num_blocks: int
+
+
+class Alive(msgspec.Struct, tag=True, array_like=True):
+    """Said again and again, with the programs that became ready."""
+
+    rank: int
+    ready: list[ProgramKey] = []
+
+
+class Reply(msgspec.Struct, tag=True, array_like=True):
+    """A method has returned, or raised: the name of an error's class and its message."""
+
+    rank: int
+    call_id: int
+    error: tuple[str, str] | None = None
+
+
+class Broken(msgspec.Struct, tag=True, array_like=True):
+    """A process cannot go on: the name of an error's class, and its message."""
+
+    rank: int
+    error: str
+    message: str
+
+
+Report = Hello | Sized | Alive | Reply | Broken
+
+
+def end_process() -> None:
+    """Without the interpreter's cleaning up: the main thread may wait for a device that never answers."""
+    os._exit(1)
+
+
+class Group:
+    """`size` processes, this one included, which has rank 0. The others find it at `host`, at two ports from `port` on,
+    or at free ones. `last_resort` ends this process if it does not end itself.
+
+    A thread hears the others; everything else is for the thread that drives. Raises ConfigError when the address cannot
+    be used.
+    """
+
+    def __init__(
+        self, size: int, host: str, port: int | None, secret: bytes, progress: Progress,
+        last_resort: Callable[[], None] = end_process,
+    ):  # fmt: skip
+        try:
+            self._end = DriverEnd(host, port, secret)
+        except zmq.ZMQError as error:
+            at = f"{host}, ports {port} and {port + 1}" if port else host
+            raise ConfigError(f"cannot listen at {at}: {error.strerror}. Choose another address or port.") from error
+        self.addresses = addresses_of(host, *self._end.ports)
+        self._progress, self._last_resort = progress, last_resort
+        self.ranks = range(1, size)
+        self.failure: JaxpagedError | None = None
+        self._changed = threading.Condition()
+        self._hellos: dict[int, Hello] = {}
+        self._heard: dict[int, float] = {}
+        self._sizes: dict[int, int] = {}
+        self._ready: dict[int, set[ProgramKey]] = {rank: set() for rank in self.ranks}
+        self._replies: dict[tuple[int, int], Reply] = {}
+        self._num_calls = 0
+        self._wanted: set[tuple[ProgramKey, bool]] = set()
+        self._encoder = FrameEncoder()
+        self._closed = False
+        self._thread = threading.Thread(target=self._listen, name="group", daemon=True)
+        self._thread.start()
+
+    # ---- start
+
+    def gather(self, given: dict[str, str], seconds: float) -> None:
+        """Wait until all others have arrived. Raises EngineDeadError, naming who is missing, and ConfigError when what
+        they were given differs from what was given here."""
+        deadline = time.monotonic() + seconds
+        while missing := [rank for rank in self.ranks if rank not in self._hellos]:
+            left = deadline - time.monotonic()
+            names = ", ".join(map(str, missing))
+            if left <= 0:
+                raise EngineDeadError(
+                    f"rank {names} of {len(self.ranks) + 1} did not arrive within {seconds:g} s. Look at its log, and "
+                    "whether it can reach this host and has the same secret."
+                )
+            self._wait(lambda missing=missing: any(rank in self._hellos for rank in missing), min(left, TELL_SECONDS))
+            if any(rank not in self._hellos for rank in missing):
+                logger.info("waiting for rank %s of %d", names, len(self.ranks) + 1)
+        for hello in self._hellos.values():
+            check_same(given, hello)
+
+    def join(self, options: dict[str, Any], coordinator: str, one_device: bool) -> None:
+        """Tell all what they are part of, and become part of it. See `distributed.group.Membership`."""
+        for rank in (*self.ranks, 0):
+            member = Membership(coordinator, len(self.ranks) + 1, rank, one_device)
+            if rank:
+                self._send(rank, Welcome(options, member))
+            else:
+                join(member, JOIN_SECONDS)
+
+    def settle_blocks(self, num_blocks: int) -> int:
+        """How many KV blocks fit everywhere, if it is `num_blocks` here."""
+        self._wait(lambda: len(self._sizes) == len(self.ranks))
+        least = min(num_blocks, *self._sizes.values())
+        self.tell(Settled(least))
+        return least
+
+    # ---- work
+
+    def tell(self, command: Command) -> None:
+        """Say something to all. Raises EngineDeadError when the group has lost somebody."""
+        self.check()
+        frames = self._encoder.encode(command)
+        for rank in self.ranks:
+            self._send_frames(rank, frames)
+
+    def ask(self, method: str, arguments: Iterable[Any], own: Callable[[], None]) -> None:
+        """Call a method of every worker; `own` is that of this process. Raises what one of them raised."""
+        self._num_calls += 1
+        call_id = self._num_calls
+        self.tell(Ask(call_id, method, list(arguments)))
+        try:
+            own()
+        finally:
+            self._wait(lambda: all((rank, call_id) in self._replies for rank in self.ranks))
+            replies = [self._replies.pop((rank, call_id)) for rank in self.ranks]
+        for reply in replies:
+            if reply.error is not None:
+                raise error_named(*reply.error)
+
+    def is_ready(self, key: ProgramKey) -> bool:
+        """Whether the others have a program."""
+        return all(key in ready for ready in self._ready.values())
+
+    def want(self, key: ProgramKey, hurry: bool) -> None:
+        """See `Want`; said once."""
+        if (key, hurry) not in self._wanted:
+            self._wanted.add((key, hurry))
+            self.tell(Want(key, hurry))
+
+    # ---- end
+
+    def check(self) -> None:
+        """Raises EngineDeadError when the group has lost somebody."""
+        if self.failure is not None:
+            raise EngineDeadError(str(self.failure)) from self.failure
+
+    def fail(self, error: JaxpagedError) -> None:
+        """The group cannot go on. For any thread; only the first time counts."""
+        with self._changed:
+            if self.failure is not None or self._closed:
+                return
+            self.failure = error
+            self._changed.notify_all()
+        logger.error("the processes of this engine end: %s", error)
+        threading.Thread(target=self._end_late, name="group end", daemon=True).start()
+
+    def close(self) -> None:
+        """Let the others end. A second call does nothing."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+        for rank in self._hellos:
+            try:
+                self._send(rank, Stop())
+            except zmq.ZMQError:
+                logger.debug("rank %d has left before", rank)
+        self._thread.join()
+        self._end.close(linger=1.0)
+
+    def _end_late(self) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed, GRACE_SECONDS):
+                self._last_resort()
+
+    def _send(self, rank: int, command: Command) -> None:
+        self._send_frames(rank, self._encoder.encode(command))
+
+    def _send_frames(self, rank: int, frames: list[Any]) -> None:
+        self._end.send(rank, frames)
+
+    def _wait(self, ready: Callable[[], bool], seconds: float | None = None) -> None:
+        """Until `ready()`, or for so long. Raises what ended the group meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: ready() or self.failure is not None, seconds)
+        if self.failure is not None:
+            raise self.failure
+
+    # ---- the thread
+
+    def _listen(self) -> None:
+        decoder = FrameDecoder(Report)
+        while not self._closed:
+            frames = self._end.receive(LOOK_SECONDS)
+            if frames is not None:
+                self._note(decoder.decode(frames))
+            self._look_for_silent()
+
+    def _note(self, report: Report) -> None:
+        with self._changed:
+            self._heard[report.rank] = time.monotonic()
+            if isinstance(report, Hello):
+                self._hellos[report.rank] = report
+            elif isinstance(report, Sized):
+                self._sizes[report.rank] = report.num_blocks
+            elif isinstance(report, Reply):
+                self._replies[report.rank, report.call_id] = report
+            elif isinstance(report, Alive):
+                self._ready[report.rank].update(report.ready)
+            self._changed.notify_all()
+        if isinstance(report, Broken):
+            self.fail(error_named(report.error, f"{self._name(report.rank)}: {report.message}"))
+        elif isinstance(report, Alive) and report.ready:
+            self._progress("programs", len(self._ready[report.rank]), len(self._ready[report.rank]))
+
+    def _look_for_silent(self) -> None:
+        before = time.monotonic() - SILENCE_SECONDS
+        for rank, heard in self._heard.items():
+            if heard < before:
+                reason = f"{self._name(rank)} has given no sign of life for {SILENCE_SECONDS:g} s"
+                self.fail(EngineDeadError(f"{reason}. It was stopped, or its host cannot be reached."))
+
+    def _name(self, rank: int) -> str:
+        hello = self._hellos.get(rank)
+        return f"rank {rank} ({hello.where})" if hello else f"rank {rank}"
+
+
+def addresses_of(host: str, commands: int, reports: int) -> tuple[str, str]:
+    """Where a driver listens, at two ports."""
+    return f"tcp://{bracketed(host)}:{commands}", f"tcp://{bracketed(host)}:{reports}"
+
+
+def check_same(given: dict[str, str], hello: Hello) -> None:
+    """Raise ConfigError for the first thing that a process was given otherwise than this one."""
+    for name in sorted(given.keys() | hello.given.keys()):
+        here, there = given.get(name, "missing"), hello.given.get(name, "missing")
+        if here != there:
+            raise ConfigError(
+                f"rank {hello.rank} ({hello.where}) has {name} {there}, and rank 0 has {here}. All must have the same."
+            )

@@ -1,0 +1,136 @@
+"""Several processes that compute as one, each with devices of its own: the executor of the one that drives.
+
+It schedules nothing twice: what it dispatches here is what it has told the others to dispatch. See `group.py`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.errors import EngineDeadError, EngineError, UsageError
+from jaxpaged.executor.base import PendingOutput
+from jaxpaged.executor.group import Draw, Group, Step
+from jaxpaged.executor.program_choice import Readiness
+from jaxpaged.executor.uniproc import UniProcExecutor
+from jaxpaged.messages import ModelRunnerOutput, ProgramKey, Progress, SchedulerOutput
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.interface import Model
+from jaxpaged.sampling_features import Extra
+from jaxpaged.worker.worker import Worker
+
+
+class ReadyEverywhere:
+    """A `Readiness`: of the programs of all processes."""
+
+    def __init__(self, own: Readiness, group: Group):
+        self._own, self._group = own, group
+
+    def is_ready(self, key: ProgramKey) -> bool:
+        if self._own.is_ready(key) and self._group.is_ready(key):
+            return True
+        self._group.want(key, hurry=False)
+        return False
+
+    def prepare(self, key: ProgramKey) -> bool:
+        if self._own.prepare(key) and self._group.is_ready(key):
+            return True
+        self._group.want(key, hurry=True)
+        return False
+
+    def smallest_ready(self, kind: str, size: int, buckets: Sequence[int]) -> int:
+        everywhere = [bucket for bucket in buckets if self._group.is_ready(ProgramKey(kind, bucket))]
+        fits = bool(everywhere) and everywhere[-1] >= size
+        return self._own.smallest_ready(kind, size, everywhere if fits else buckets)
+
+
+class GroupStep:
+    """A `PendingOutput`: a step that was dispatched everywhere."""
+
+    def __init__(self, own: PendingOutput, group: Group):
+        self._own, self._group = own, group
+
+    def result(self) -> ModelRunnerOutput:
+        return self._own.result()
+
+    def drafts(self) -> list[list[int]]:
+        return self._own.drafts()
+
+    def draw(self, masks_NW: np.ndarray) -> None:
+        self._group.tell(Draw(masks_NW))
+        self._own.draw(masks_NW)
+
+
+class Everybody:
+    """All workers of a group as one: see `executor.base.Workers`. Only the driver's devices are profiled."""
+
+    def __init__(self, own: Worker, group: Group):
+        self._own, self._group = own, group
+        self.start_profile, self.stop_profile = own.start_profile, own.stop_profile
+
+    def sleep(self, discard: bool) -> None:
+        self._ask("sleep", discard)
+
+    def wake_up(self, part: str) -> None:
+        self._ask("wake_up", part)
+
+    def wait_for_programs(self) -> None:
+        self._ask("wait_for_programs")
+
+    def stats(self) -> dict[str, Any]:
+        return {**self._own.stats(), "num_processes": len(self._group.ranks) + 1}
+
+    def _ask(self, method: str, *args: Any) -> None:
+        self._group.ask(method, args, lambda: getattr(self._own, method)(*args))
+
+
+class MultiProcExecutor:
+    """An `Executor` over the devices of all processes of `group`, which have joined."""
+
+    def __init__(
+        self, config: EngineConfig, model: Model, decoder: DecoderConfig, folder: Path | None, group: Group,
+        progress: Progress | None = None,
+    ):  # fmt: skip
+        self._group = group
+        everywhere: Callable[[Readiness], Readiness] = lambda programs: ReadyEverywhere(programs, group)
+        self._own = UniProcExecutor(config, model, decoder, folder, progress, group.settle_blocks, everywhere)
+        self.kv_cache_config = self._own.kv_cache_config
+        self.workers = Everybody(self._own.worker, group)
+
+    def execute(self, scheduler_output: SchedulerOutput) -> GroupStep:
+        self._own.choose_programs(scheduler_output)
+        self._group.tell(Step(scheduler_output))
+        try:
+            return GroupStep(self._own.dispatch(scheduler_output), self._group)
+        except BaseException as error:  # the others wait for this process in the middle of a program
+            self._group.fail(EngineDeadError(f"rank 0 could not dispatch a step: {error}"))
+            raise
+
+    @property
+    def token_buckets(self) -> Sequence[int]:
+        return self._own.token_buckets
+
+    @property
+    def weights_version(self) -> str:
+        return self._own.weights_version
+
+    def max_decode_steps(self) -> int:
+        return self._own.max_decode_steps()
+
+    def can_run(self, extra: Extra) -> bool:
+        return self._own.can_run(extra)
+
+    def recover(self) -> None:
+        """Raises EngineDeadError: what the others have left of a failed step is not known, so all start anew."""
+        self._group.fail(EngineError("a step failed on the devices of rank 0"))
+        self._group.check()
+
+    def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
+        """Raises UsageError: whoever could ask is in another process, and so are most workers."""
+        raise UsageError("what several processes compute with cannot be called. Let one process compute.")
+
+    def shutdown(self) -> None:
+        self._group.close()
+        self._own.shutdown()

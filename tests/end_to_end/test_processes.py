@@ -1,0 +1,86 @@
+"""Several processes that compute as one say what one device says, and what becomes of one of them ends no client."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxpaged import AsyncLLM, SamplingParams
+from jaxpaged.config import EngineConfig
+from jaxpaged.errors import EngineRestartError
+from tests.models.checkpoints import prompt_of, write_checkpoint
+from tests.models.paged import golden_of
+
+NAME = "qwen3"
+# One bucket that the prompt does not fit: it takes several steps.
+OPTIONS = {
+    "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 8,
+    "num_gpu_blocks_override": 64, "skip_tokenizer_init": True, "num_scheduler_steps": 1,
+}  # fmt: skip
+COUNT = 8
+
+
+def params(**more):
+    return SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, detokenize=False, **more)
+
+
+async def answer(llm, request_id, **more):
+    """The token ids that a request gets."""
+    prompt = {"prompt_token_ids": prompt_of(NAME)}
+    outputs = [output async for output in llm.generate(prompt, params(**more), request_id)]
+    return outputs[-1].outputs[0].token_ids
+
+
+def children(pid):
+    """The processes that a process has started."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")  # whichever thread did so
+    return [int(each) for text in lists for each in text.read_text(encoding="ascii").split()]
+
+
+def core():
+    """The process of the engine core."""
+    [pid] = children(os.getpid())
+    return pid
+
+
+async def live(llm):
+    wanted = golden_of(NAME)["greedy"][:COUNT]
+    assert await asyncio.gather(*(answer(llm, f"first {i}") for i in range(3))) == [wanted] * 3
+    assert (await llm.executor_stats())["num_processes"] == 2
+    await llm.sleep(level=1)
+    await llm.wake_up()
+    assert await answer(llm, "awake", logprobs=2) == wanted
+    # One of them dies while a request is under way: that one ends with an error, and the next is answered.
+    first = core()
+    [follower] = children(first)
+    os.kill(follower, signal.SIGSTOP)  # so that it is under way for certain
+    under_way = asyncio.create_task(answer(llm, "doomed"))
+    await asyncio.sleep(0.5)
+    os.kill(follower, signal.SIGKILL)
+    with pytest.raises(EngineRestartError):
+        await under_way
+    while llm.errored:
+        await asyncio.sleep(0.1)
+    assert await answer(llm, "after") == wanted
+    assert core() != first
+    return children(core())
+
+
+@pytest.mark.slow
+def test_two_processes_answer_as_one(tmp_path):
+    folder = write_checkpoint(NAME, tmp_path / "model")
+    config = EngineConfig.from_options(
+        model=folder, tensor_parallel_size=2, distributed_executor_backend="mp", **OPTIONS
+    )
+    llm = AsyncLLM.from_config(config)
+    try:
+        last = asyncio.run(live(llm))
+    finally:
+        llm.shutdown()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in last):
+        assert time.monotonic() < deadline, "a process that followed was left behind"
+        time.sleep(0.05)
