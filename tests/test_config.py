@@ -207,3 +207,25 @@ def test_deterministic_is_refused_where_nobody_has_shown_it(platform, options, r
     assert EngineConfig.from_options(deterministic=True).resolve(FACTS, "cpu").compile.deterministic
     with pytest.raises(ConfigError, match="experts"):
         EngineConfig.from_options(deterministic=True).resolve(dataclasses.replace(FACTS, has_experts=True), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "words"),
+    [
+        ("cpu", {"node_rank": 1}, "ranks go from 0 to 0"),
+        ("cpu", {"nnodes": 2, "tensor_parallel_size": 1}, "does not split evenly over 2 hosts"),
+        ("gpu", {"nnodes": 2, "tensor_parallel_size": 8, "distributed_executor_backend": "mp"}, "nnodes is 2"),
+        ("tpu", {"tensor_parallel_size": 4, "distributed_executor_backend": "mp"}, "one process must have all TPU"),
+        ("cpu", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "bundle": "b"}, "is for one process"),
+        ("cpu", {"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "one of the two"),
+    ],
+)
+def test_processes_that_cannot_compute_as_one_are_refused(platform, options, words):
+    with pytest.raises(ConfigError, match=words):
+        resolved(platform, **options)
+
+
+def test_a_process_alone_is_no_group():
+    assert EngineConfig.from_options(distributed_executor_backend="mp").parallel.num_processes == 1
+    assert resolved(tensor_parallel_size=4, distributed_executor_backend="mp").parallel.num_processes == 4
+    assert resolved(tensor_parallel_size=4, nnodes=2).parallel.num_processes == 2

@@ -143,8 +143,8 @@ def check_processes(compile: CompileConfig, parallel: ParallelConfig, platform: 
         return
     if parallel.data_parallel_size > 1:
         raise ConfigError(
-            f"data_parallel_size is {parallel.data_parallel_size}, and {parallel.num_processes} processes are to compute "
-            "as one (distributed_executor_backend, nnodes): one of the two. Leave the other out."
+            f"data_parallel_size is {parallel.data_parallel_size}, and {parallel.num_processes} processes are to "
+            "compute as one (distributed_executor_backend, nnodes): one of the two. Leave the other out."
         )
     if platform == "tpu" and hosts == 1:
         raise ConfigError(

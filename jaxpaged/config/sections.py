@@ -88,6 +88,9 @@ class CacheConfig:
     )  # fmt: skip
 
 
+LEAST_SECRET = 16
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """How many devices share the work: those of one engine core, and several cores behind one server."""
@@ -105,6 +108,10 @@ class ParallelConfig:
     node_rank: int = option(0, "which of these hosts this one is; that of rank 0 serves", minimum=0)
     master_addr: str = option("127.0.0.1", "address of the host of rank 0, where the others find it")
     master_port: int = option(29501, "the first of three ports of it that they use", minimum=1, maximum=65533)
+
+    group_secret_file: str | None = option(
+        None, f"file with {LEAST_SECRET} letters or more, the same on every host, by which hosts know each other"
+    )  # fmt: skip
 
     @property
     def num_processes(self) -> int:

@@ -162,7 +162,9 @@ def test_a_driver_that_waits_for_a_device_is_ended(members, monkeypatch):
 def test_who_is_silent_is_lost(members, monkeypatch):
     members.arrive()
     monkeypatch.setattr(group_module, "SILENCE_SECONDS", 0.1)
-    with pytest.raises(EngineDeadError, match=r"rank [12] \(process [12] of here\) has given no sign of life for 0\.1 s"):
+    with pytest.raises(
+        EngineDeadError, match=r"rank [12] \(process [12] of here\) has given no sign of life for 0\.1 "
+    ):
         members.group.settle_blocks(40)
 
 

@@ -15,12 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
 from jaxpaged import __version__
 from jaxpaged.config import EngineConfig
+from jaxpaged.config.sections import LEAST_SECRET, ParallelConfig
 from jaxpaged.engine.observability.log_setup import format_in_use, set_up_logging
 from jaxpaged.engine.process.core_process import LENGTH, read_exactly
 from jaxpaged.errors import ConfigError, EngineDeadError
@@ -31,10 +33,8 @@ from jaxpaged.messages import Progress
 logger = logging.getLogger(__name__)
 
 PROGRAM = "from jaxpaged.engine.build import run_follower; run_follower()"
-SECRET_VARIABLE = "JAXPAGED_GROUP_SECRET"
-LEAST_SECRET = 16
-"""Letters of a secret that several hosts share, at least."""
-END_SECONDS = 5.0
+OF_ONE_HOST = ("node_rank", "group_secret_file")
+"""Options that may differ between hosts."""
 PAUSE_SECONDS = 2.0
 """Between the end of a process that followed and the start of the next."""
 
@@ -54,18 +54,24 @@ def given_here(config: EngineConfig) -> dict[str, str]:
     """What must be the same in all processes, by name: versions, and the options."""
     given = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     given |= {"jaxpaged": __version__, "python": ".".join(platform.python_version_tuple()[:2])}
-    return given | {name: repr(value) for name, value in config.options().items() if name != "node_rank"}
+    return given | {name: repr(value) for name, value in config.options().items() if name not in OF_ONE_HOST}
 
 
-def shared_secret() -> bytes:
-    """What several hosts know and nobody else, from the environment. Raises ConfigError when it is missing or short."""
-    secret = os.environ.get(SECRET_VARIABLE, "")
+def shared_secret(parallel: ParallelConfig) -> bytes:
+    """What several hosts know and nobody else. Raises ConfigError when it is missing or short."""
+    advice = (
+        f"Hosts that compute together know each other by a secret: put the same {LEAST_SECRET} letters or more into a "
+        "file on each, for example those of `openssl rand -hex 32`, and give it as group_secret_file."
+    )
+    if parallel.group_secret_file is None:
+        raise ConfigError(f"nnodes is {parallel.nnodes}, but there is no group_secret_file. {advice}")
+    try:
+        secret = Path(parallel.group_secret_file).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read group_secret_file {parallel.group_secret_file}: {error.strerror}.") from None
     if len(secret) < LEAST_SECRET:
-        raise ConfigError(
-            f"hosts that compute together know each other by a secret: set the environment variable {SECRET_VARIABLE} "
-            f"to the same {LEAST_SECRET} letters or more on each, for example those of `openssl rand -hex 32`."
-        )
-    return secret.encode()
+        raise ConfigError(f"group_secret_file {parallel.group_secret_file} holds {len(secret)} letters. {advice}")
+    return secret
 
 
 def free_port() -> int:
@@ -80,7 +86,7 @@ def gather_group(config: EngineConfig, progress: Progress) -> Group:
     parallel = config.parallel
     across = parallel.nnodes > 1
     host, port = (parallel.master_addr, parallel.master_port) if across else ("127.0.0.1", None)
-    secret = shared_secret() if across else secrets.token_bytes(32)
+    secret = shared_secret(parallel) if across else secrets.token_bytes(32)
     group = Group(parallel.num_processes, host, port and port + 1, secret, progress)
     try:
         given = given_here(config)
@@ -88,7 +94,9 @@ def gather_group(config: EngineConfig, progress: Progress) -> Group:
             lost = lambda words, rank=rank: group.fail(EngineDeadError(f"rank {rank}: {words}"))
             FollowerChild(FollowerStart(rank, group.addresses, secret, *log_in_use(), given), lost)
         group.gather(given, JOIN_SECONDS)
-        group.join(config.options(), f"{host}:{port or free_port()}", one_device=not across)
+        group.join(
+            config.options(), f"{host}:{port or free_port()}", one_device=parallel.distributed_executor_backend == "mp"
+        )
     except BaseException:
         group.close()
         raise
@@ -97,7 +105,7 @@ def gather_group(config: EngineConfig, progress: Progress) -> Group:
 
 def follow_other_host(config: EngineConfig) -> None:
     """Take part in the engine of another host, again and again, until that one ends in peace. Raises ConfigError."""
-    parallel, secret = config.parallel, shared_secret()
+    parallel, secret = config.parallel, shared_secret(config.parallel)
     if not 0 < parallel.node_rank < parallel.nnodes:
         raise ConfigError(f"node_rank is {parallel.node_rank}, but nnodes is {parallel.nnodes}.")
     addresses = addresses_of(parallel.master_addr, parallel.master_port + 1, parallel.master_port + 2)

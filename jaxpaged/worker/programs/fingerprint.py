@@ -33,7 +33,7 @@ NOT_COMPILED_IN = frozenset(
     gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override enable_prefix_caching
     kv_events_config otlp_traces_endpoint data_parallel_size
     scheduling_policy enable_chunked_prefill long_prefill_token_threshold async_scheduling stream_interval
-    distributed_executor_backend nnodes node_rank master_addr master_port
+    distributed_executor_backend nnodes node_rank master_addr master_port group_secret_file
     load_format download_dir compilation_cache_dir bundle wait_for_programs profile_dir
     token_buckets attention_backend logits_processors speculative_config
     """.split()

@@ -1,0 +1,41 @@
+"""What hosts that compute together must have alike, and the secret by which they know each other."""
+
+import pytest
+
+from jaxpaged import LLM
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.process.follower_process import follow_other_host, given_here, shared_secret
+from jaxpaged.errors import ConfigError
+
+
+def config(**options):
+    return EngineConfig.from_options(model="demo", **options)
+
+
+def test_hosts_compare_versions_and_every_option_but_their_own():
+    first, second = (given_here(config(nnodes=2, node_rank=rank, group_secret_file=f"of-{rank}")) for rank in (0, 1))
+    assert first == second
+    assert {"jax", "jaxpaged", "python", "max_num_seqs"} <= first.keys()
+    assert given_here(config(nnodes=2, max_num_seqs=3)) != first
+
+
+def test_a_secret_is_read_and_one_that_is_no_secret_is_refused(tmp_path):
+    file = tmp_path / "secret"
+    file.write_text("0123456789abcdef\n", encoding="ascii")
+    assert shared_secret(config(group_secret_file=str(file)).parallel) == b"0123456789abcdef"
+    file.write_text("short", encoding="ascii")
+    for given, words in ((str(file), "holds 5 letters"), (str(tmp_path / "none"), "cannot read"), (None, "openssl")):
+        with pytest.raises(ConfigError, match=words):
+            shared_secret(config(nnodes=2, group_secret_file=given).parallel)
+
+
+def test_a_rank_that_is_not_there_is_refused(tmp_path):
+    file = tmp_path / "secret"
+    file.write_text("0123456789abcdef", encoding="ascii")
+    with pytest.raises(ConfigError, match="node_rank is 2, but nnodes is 2"):
+        follow_other_host(config(nnodes=2, node_rank=2, group_secret_file=str(file)))
+
+
+def test_an_engine_in_this_process_computes_alone():
+    with pytest.raises(ConfigError, match="ask for 2 processes, but here the engine computes in the caller's"):
+        LLM("demo", tensor_parallel_size=2, distributed_executor_backend="mp")
