@@ -133,12 +133,16 @@ def expected(case: Any, step: Step) -> np.ndarray:
 def layer_of(
     shape: Any, backend: str, num_blocks: int = 1024, blocks_per_row: int = 64
 ) -> tuple[Callable, tuple[Any, ...]]:
-    """(function, shapes of its arguments): one layer's attention in a step of a `ServingShape`, the cache first."""
+    """(function, shapes of its arguments): one layer's attention in a step of a `ServingShape`, the cache first, what
+    rows share last, if the shape has it."""
     K, N, H, T, R = shape.num_kv_heads, shape.num_heads, shape.head_dim, shape.num_tokens, shape.num_rows
     S, dtype, scales = shape.block_size, shape.kv_dtype, shape.kv_scales
 
-    def layer(kv, q_TNH, k_TKH, v_TKH, sinks_N, *where):
-        metadata = rpa.make_metadata(*where, num_tokens=T, block_size=S, window=shape.window, backend=backend)
+    def layer(kv, q_TNH, k_TKH, v_TKH, sinks_N, num_seqs, start_R1, seq_lens_R, tables_RM, shared_6R=None):
+        metadata = rpa.make_metadata(
+            num_seqs, start_R1, seq_lens_R, tables_RM,
+            num_tokens=T, block_size=S, window=shape.window, backend=backend, shared_6R=shared_6R,
+        )  # fmt: skip
         return rpa.ragged_paged_attention(
             q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N=sinks_N if shape.sinks else None,
             scale=H**-0.5, window=shape.window, soft_cap=shape.soft_cap, backend=backend,
@@ -146,7 +150,8 @@ def layer_of(
 
     kv = jax.eval_shape(lambda: rpa.kv_zeros(num_blocks, S, K, H, dtype, backend, scales))
     new = [jax.ShapeDtypeStruct((T, heads, H), shape.dtype) for heads in (N, K, K)]
-    where = [jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((), (R + 1,), (R,), (R, blocks_per_row))]
+    shared = ((NUM_LINES, R),) if shape.shares else ()
+    where = [jax.ShapeDtypeStruct(x, jnp.int32) for x in ((), (R + 1,), (R,), (R, blocks_per_row), *shared)]
     return layer, (kv, *new, jax.ShapeDtypeStruct((N,), jnp.float32), *where)
 
 

@@ -3,6 +3,8 @@
 Letters: R rows, T tokens of the step, padding included.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -18,3 +20,8 @@ def token_places(
     end_R, token_T = query_start_loc_R1[1:], jnp.arange(num_tokens, dtype=jnp.int32)
     row_T = jnp.minimum(jnp.sum(end_R <= token_T[:, None], axis=-1), len(seq_lens_R) - 1)
     return row_T, (seq_lens_R - end_R)[row_T] + token_T, token_T < end_R[-1]
+
+
+def pick(x_R: jax.Array, index: jax.Array) -> Any:
+    """x_R[index], 0 where the index is out of range. Comparisons, because small gathers are slow on TPUs."""
+    return jnp.sum(jnp.where(index[..., None] == jnp.arange(len(x_R)), x_R, 0), axis=-1, dtype=x_R.dtype)

@@ -100,6 +100,7 @@ class ServingShape:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    shares: bool = False  # whether its programs look for what rows share
 
     @property
     def num_heads(self) -> int:
@@ -113,6 +114,8 @@ class ServingShape:
 SERVING_SHAPES = (
     ServingShape("a few decodes", 16, 16),
     ServingShape("decodes and chunks", 512, 64),
+    ServingShape("decodes that share", 256, 256, shares=True),
+    ServingShape("head_dim 64, window, sinks, shared", 512, 64, head_dim=64, window=512, sinks=True, shares=True),
     ServingShape("multi-head, head_dim 64", 512, 64, num_kv_heads=12, group_size=1, head_dim=64, block_size=32),
     ServingShape("multi-query, head_dim 80", 512, 64, num_kv_heads=1, group_size=32, head_dim=80, block_size=64),
     ServingShape("group of 7, head_dim 96", 512, 64, num_kv_heads=4, group_size=7, head_dim=96, dtype="float16"),

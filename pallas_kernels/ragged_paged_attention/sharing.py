@@ -38,6 +38,11 @@ class SharedWork(NamedTuple):
     most_tiles: int = 2**30
 
 
+def room_for_tiles(num_tokens: int, tile: int) -> int:
+    """The `most_tiles` of lists of a fixed length: four spans deep, and a short one for each of 256 rows."""
+    return 4 * -(-num_tokens // tile) + min(num_tokens, 256)
+
+
 class Span(NamedTuple):
     """Rows [first, last) in the order of their tables, units [begin, end) of their contexts."""
 

@@ -6,7 +6,9 @@ Grid: (items, kv heads). An item is a tile of neighbouring query tokens of one r
 with them as rows of one product, and a part of their context. There are two calls, one for rows with so few new
 tokens that a small tile holds them (decodes), one for all other rows; each takes everything that varies from step to
 step as data. Where a step has too few tiles to fill the device, contexts are cut into as many parts as it takes, of
-equal length whoever they belong to, and a further call merges the partial results.
+equal length whoever they belong to, and a further call merges the partial results. Spans that rows share come first, in
+two calls: tiles of the queries of all rows that hold them (`shared_tiles.py`), in parts, and a merger that leaves of
+each query what the others end with.
 
 Skipping: context behind the last query of a tile and before its window is not read, at the grain of one iteration.
 Programs beyond the last item read one number and stop.
@@ -20,7 +22,8 @@ Numerics: scores, softmax state, accumulators and partial results are float32; p
 in the cache's type. Numbers of 8 bits enter products in the queries' type; scales of keys multiply scores, those of
 values probabilities. Slots that no query of the tile sees are not read, so they may hold NaN.
 
-Cost: a decode reads each key and value once, and writes 4 * head_dim bytes for each query head and part. A call that
+Cost: a decode reads each key and value once, and writes 4 * head_dim bytes for each query head and part; a span is read
+once per tile of the queries that share it, 128 rows of all query heads of a kv head. Bits depend on that. A call that
 has nothing to do costs some microseconds, so steps of few tokens have one class of tiles only.
 
 This module knows nothing of meshes, of who owns which block, and of how a kernel is launched (calls.py through Pallas,
@@ -29,6 +32,7 @@ triton_calls.py through jax-triton).
 
 import dataclasses
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -37,24 +41,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention.gpu.items import make_items
+from pallas_kernels.ragged_paged_attention import sharing
+from pallas_kernels.ragged_paged_attention.gpu.items import make_items, make_span_items
 from pallas_kernels.ragged_paged_attention.gpu.statics import LayerRule
 from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, choose_tiles, device_kind
 from pallas_kernels.ragged_paged_attention.layout import SplitLayout
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, is_quantized, kind_of, quantize_new
+from pallas_kernels.ragged_paged_attention.shared_tiles import pairs_of, shared_queries
+from pallas_kernels.ragged_paged_attention.sharing import SharedWork
 from pallas_kernels.token_places import token_places
 
 NOWHERE = 2**31 - 1  # a block that no pool has
 MAX_HEAD_DIM = 256
 ALL_DECODE_TOKENS = 32  # steps up to here are not worth a second class of tiles
 MAX_GROUP_SIZE = 128
+LEAST_SHARING_TOKENS = 4  # steps of fewer share nothing, so their programs have nothing for it
+SHARING_QUERIES = 16  # of a tile of 128 rows with eight query heads per kv head
+MOST_SHARING_TILES = 192  # each leaves partial results of half a MiB, for 8 kv heads of 128
+MOST_SLOTS = 128  # of an iteration, whatever is tuned
+# What sharing costs a step whatever it saves, in slots that single queries read: two more launches take as long as
+# reading 32 MB, 4 KiB a slot, and what is left of each token is written and read again.
+SLOTS_OF_A_STEP, SLOTS_OF_A_TOKEN = 8192, 16
 TYPES = tuple(jnp.dtype(x) for x in ("float32", "bfloat16", "float16"))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where each token's keys and values go; `NOWHERE` for padding tokens.
+    """Where each token's keys and values go, `NOWHERE` for padding tokens; and what rows share, if looked for.
 
     The lists of items depend on the number of heads, which is not known here. Layers make them, and XLA merges what
     equal layers compute from equal inputs.
@@ -62,6 +76,7 @@ class Plan:
 
     slot_block_T: jax.Array
     slot_offset_T: jax.Array
+    shared_6R: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +133,20 @@ class GpuBackend:
             return f"{num_heads // num_kv_heads} query heads per kv head; accepted are at most {MAX_GROUP_SIZE}"
         return None
 
-    def shared_work(self, num_tokens: int, block_size: int) -> None:
-        """Each row's context is read by itself, whoever else holds the same blocks."""
-        return None
+    def shared_work(self, num_tokens: int, block_size: int) -> SharedWork | None:
+        """Of a step with so many tokens, padding included; of the tiles only what holds for all shapes is known here.
+
+        A tile of 128 rows takes one to two times as long as a single query, whose speed is the memory's.
+        """
+        if num_tokens < LEAST_SHARING_TOKENS:
+            return None
+        return SharedWork(
+            unit=math.lcm(block_size, MOST_SLOTS),
+            tile=SHARING_QUERIES,
+            break_even=2,
+            overhead=SLOTS_OF_A_STEP + SLOTS_OF_A_TOKEN * num_tokens,
+            most_tiles=min(sharing.room_for_tiles(num_tokens, SHARING_QUERIES), MOST_SHARING_TILES),
+        )
 
     def make_plan(
         self,
@@ -131,11 +157,12 @@ class GpuBackend:
         num_tokens: int,
         block_size: int,
         window: int | None,
+        shared_6R: jax.Array | None = None,
     ) -> Plan:
         """The plan of one step; see `make_metadata` for the arguments."""
         row_T, position_T, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
         block_T = block_tables_RM.at[row_T, position_T // block_size].get(mode="clip")
-        return Plan(jnp.where(real_T, block_T, NOWHERE), position_T % block_size)
+        return Plan(jnp.where(real_T, block_T, NOWHERE), position_T % block_size, shared_6R)
 
     def attention(
         self,
@@ -164,14 +191,32 @@ class GpuBackend:
         rule = LayerRule(scale, window, soft_cap, sinks_N is not None, kind_of(scales))
         sinks_N = jnp.zeros(N, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
         kind = device_kind(self.interpret)
-        out_TNH = jnp.zeros_like(q_TNH)
+        out_TNH, own_R, begun = jnp.zeros_like(q_TNH), None, ()
+        layer = (metadata, sinks_N, q_TNH, kv, scales)
+        if metadata.plan.shared_6R is not None:
+            own_R = metadata.plan.shared_6R[sharing.OWN]
+            begun = self.attend_spans(rule, *layer)
         for work in self.work_classes(metadata, T, N // K, H, kv[0].dtype, kind):
             sizes = work.tiles.sizes(N // K, K, kind)
-            items = make_items(metadata, work.wanted_R, work.num_tiles, sizes, window)
-            out_TNH = calls.attend(
-                rule, work.tiles, sizes, items, metadata, sinks_N, q_TNH, kv, scales, out_TNH, self.interpret
-            )
+            items = make_items(metadata, work.wanted_R, work.num_tiles, sizes, window, own_R)
+            out_TNH = calls.attend(rule, work.tiles, sizes, items, *layer, out_TNH, begun, self.interpret)
         return out_TNH, kv, scales
+
+    def attend_spans(
+        self, rule: LayerRule, metadata: Any, sinks_N: jax.Array, q_TNH: jax.Array, kv: Any, scales: Any
+    ) -> tuple[jax.Array, ...]:
+        """What spans that rows share leave of each query, see `calls.attend_spans`."""
+        (T, N, H), (_, K, S, _), kind = q_TNH.shape, kv[0].shape, device_kind(self.interpret)
+        shared_6R, cost = metadata.plan.shared_6R, self.shared_work(T, S)
+        tiles = self.choose("prefill", N // K, H, kv[0].dtype, kind)
+        sizes = tiles.sizes(N // K, K, kind)
+        queries = shared_queries(shared_6R, metadata.query_start_loc_R1, metadata.seq_lens_R, T, sizes.queries)
+        most_pairs = cost.most_tiles * max(1, cost.tile // sizes.queries)  # there are as many more of smaller tiles
+        pairs = pairs_of(shared_6R, queries, sizes.queries, rule.window, most_pairs)
+        num_tiles = len(queries.token_Y) // sizes.queries
+        items = make_span_items(pairs, queries.before_R1[-1], num_tiles, sizes)
+        layer = (metadata, sinks_N, q_TNH, kv, scales)
+        return binding_of(self.is_pallas).attend_spans(rule, tiles, sizes, items, queries, *layer, self.interpret)
 
     def work_classes(
         self, metadata: Any, num_tokens: int, group_size: int, head_dim: int, dtype: Any, kind: str

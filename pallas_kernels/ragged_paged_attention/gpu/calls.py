@@ -18,6 +18,7 @@ from pallas_kernels.ragged_paged_attention.gpu import kernels
 from pallas_kernels.ragged_paged_attention.gpu.items import Items, Sizes
 from pallas_kernels.ragged_paged_attention.gpu.statics import LayerRule
 from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, device_kind, reads_float8
+from pallas_kernels.ragged_paged_attention.shared_tiles import SharedQueries
 from pallas_kernels.shapes import ceil_div
 
 WRITE_TOKENS = 16
@@ -55,29 +56,21 @@ def attend(
     kv: tuple[jax.Array, ...],
     scales: tuple[jax.Array, ...],
     out_TNH: jax.Array,
+    begun: tuple[jax.Array, ...],
     interpret: bool,
 ) -> jax.Array:
-    """`out_TNH` with the outputs of the items' tokens."""
-    (_, N, H), K = q_TNH.shape, kv[0].shape[1]
-    rows = tiles.rows_for(N // K)
-    layer = kernels.Layer(
-        sizes.queries, rows, sizes.slots, N // K, H, **dataclasses.asdict(rule),
-        precision=INTERPRETED_PRECISION if interpret else PRECISION, reads_float8=reads_float8(device_kind(interpret)),
-    )  # fmt: skip
-    settings = {
-        "compiler_params": plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
-        "interpret": interpret,
-    }
+    """`out_TNH` with the outputs of the items' tokens. `begun` is what `attend_spans` has left, if it was asked."""
+    K = kv[0].shape[1]
+    layer, settings = _layer(rule, tiles, sizes, q_TNH, K, bool(begun), interpret)
     out_struct = jax.ShapeDtypeStruct(out_TNH.shape, out_TNH.dtype)
-    state_struct = jax.ShapeDtypeStruct((sizes.num_parts, K, rows), jnp.float32)
     out_TNH, *parts = pl.pallas_call(
         functools.partial(kernels.attend_kernel, layer=layer),
         grid=(len(items.items_I), K),
-        out_shape=[out_struct, jax.ShapeDtypeStruct((*state_struct.shape, H), jnp.float32), state_struct, state_struct],
+        out_shape=[out_struct, *_parts(sizes.num_parts, K, layer)],
         input_output_aliases={6: 0},
         name="paged_attend",
         **settings,
-    )(items.items_I, metadata.block_tables_RM, sinks_N, q_TNH, *kv, out_TNH, *scales)
+    )(items.items_I, metadata.block_tables_RM, sinks_N, q_TNH, *kv, out_TNH, *scales, *begun)
     return pl.pallas_call(
         functools.partial(kernels.merge_kernel, layer=layer),
         grid=(len(items.tiles_E), K),
@@ -85,4 +78,59 @@ def attend(
         input_output_aliases={5: 0},
         name="paged_merge",
         **settings,
-    )(items.tiles_E, sinks_N, *parts, out_TNH)
+    )(items.tiles_E, sinks_N, *parts, out_TNH, *begun)
+
+
+def attend_spans(
+    rule: LayerRule,
+    tiles: Tiles,
+    sizes: Sizes,
+    items: Items,
+    queries: SharedQueries,
+    metadata: Any,
+    sinks_N: jax.Array,
+    q_TNH: jax.Array,
+    kv: tuple[jax.Array, ...],
+    scales: tuple[jax.Array, ...],
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """Attention to spans that rows share: (out_TNH, top_TN), float32, as `kernels.Begun` has it; of others anything."""
+    K = kv[0].shape[1]
+    layer, settings = _layer(rule, tiles, sizes, q_TNH, K, False, interpret)
+    where = items.items_I, metadata.block_tables_RM, queries.token_Y, queries.position_Y
+    parts = pl.pallas_call(
+        functools.partial(kernels.attend_spans_kernel, layer=layer),
+        grid=(len(items.items_I), K),
+        out_shape=_parts(len(items.items_I), K, layer),
+        name="paged_attend_spans",
+        **settings,
+    )(*where, q_TNH, *kv, *scales)
+    return tuple(
+        pl.pallas_call(
+            functools.partial(kernels.merge_spans_kernel, layer=layer),
+            grid=(len(items.tiles_E), K),
+            out_shape=[jax.ShapeDtypeStruct(x, jnp.float32) for x in (q_TNH.shape, q_TNH.shape[:2])],
+            name="paged_merge_spans",
+            **settings,
+        )(items.tiles_E, sinks_N, queries.token_Y, *parts)
+    )
+
+
+def _layer(
+    rule: LayerRule, tiles: Tiles, sizes: Sizes, q_TNH: jax.Array, num_kv_heads: int, begins: bool, interpret: bool
+) -> tuple[kernels.Layer, dict[str, Any]]:
+    """(what is static of the kernels, how they are launched)."""
+    group_size, head_dim = q_TNH.shape[1] // num_kv_heads, q_TNH.shape[2]
+    layer = kernels.Layer(
+        sizes.queries, tiles.rows_for(group_size), sizes.slots, group_size, head_dim, **dataclasses.asdict(rule),
+        precision=INTERPRETED_PRECISION if interpret else PRECISION, reads_float8=reads_float8(device_kind(interpret)),
+        begins=begins,
+    )  # fmt: skip
+    params = plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
+    return layer, {"compiler_params": params, "interpret": interpret}
+
+
+def _parts(num_parts: int, num_kv_heads: int, layer: kernels.Layer) -> list[jax.ShapeDtypeStruct]:
+    """Partial results: part, top and total."""
+    state = (num_parts, num_kv_heads, layer.rows)
+    return [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*state, layer.head_dim), state, state)]

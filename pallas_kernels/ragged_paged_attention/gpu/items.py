@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ragged_paged_attention.shared_tiles import Pairs
 from pallas_kernels.shapes import ceil_div
 
 # Columns of `Items.items_I` and of `Items.tiles_E`.
-ROW, TOKEN, NUM_QUERIES, POSITION, BEGIN, END, PART, NUM_PARTS = range(8)
-NUM_COLUMNS = 8
+ROW, TOKEN, NUM_QUERIES, POSITION, LAST, BEGIN, END, PART, NUM_PARTS, FIRST_QUERY, BEGUN = range(11)
+NUM_COLUMNS = 11
 
 NOT_SPLIT = -1
 
@@ -28,10 +29,15 @@ NOT_SPLIT = -1
 class Items:
     """The work of one kernel call, int32 with one column for each fact.
 
-    items_I: [I, 8]. ROW; TOKEN, NUM_QUERIES and POSITION of its query tile: the first token, how many there are (0
-    beyond the last item) and the first one's place in the context; slots [BEGIN, END) of the context, which may be
-    none; PART, where the partial result goes, or `NOT_SPLIT` when this item is all of its tile.
-    tiles_E: [E, 8], the tiles that are in parts: TOKEN and NUM_QUERIES likewise, PART the first, NUM_PARTS.
+    items_I: [I, 11]. ROW; TOKEN, NUM_QUERIES, POSITION and LAST of its query tile: the first token, how many there are
+    (0 beyond the last item) and the first and last one's place in the context; slots [BEGIN, END) of the context, which
+    may be none; PART, where the partial result goes, or `NOT_SPLIT` when this item is all of its tile; BEGUN, whether
+    spans that rows share come before.
+    tiles_E: [E, 11], the tiles that are in parts: TOKEN, NUM_QUERIES and BEGUN likewise, PART the first, NUM_PARTS.
+
+    Of spans that rows share, TOKEN is a place in another order of queries (`shared_tiles.py`), those of an item are
+    [FIRST_QUERY, NUM_QUERIES) of its tile, POSITION and LAST their least and greatest place in the context, and every
+    item is a part.
     """
 
     items_I: jax.Array
@@ -61,12 +67,23 @@ class Sizes:
         return 2 * self.programs
 
 
-def make_items(metadata: Any, wanted_R: jax.Array, num_tiles: int, sizes: Sizes, window: int | None) -> Items:
-    """The items of the rows with `wanted_R`, whose query tiles are `num_tiles` at most; the largest come first."""
+def make_items(
+    metadata: Any,
+    wanted_R: jax.Array,
+    num_tiles: int,
+    sizes: Sizes,
+    window: int | None,
+    own_R: jax.Array | None = None,
+) -> Items:
+    """The items of the rows with `wanted_R`, whose query tiles are `num_tiles` at most; the largest come first.
+
+    `own_R`: where that part of each row's context begins which is its own, in whole iterations; all of it if None.
+    """
+    own_R = jnp.zeros_like(metadata.seq_lens_R) if own_R is None else own_R
     start_R, end_R = metadata.query_start_loc_R1[:-1], metadata.query_start_loc_R1[1:]
     num_queries_R = jnp.where(wanted_R, end_R - start_R, 0)
     tiles_R = ceil_div(num_queries_R, sizes.queries)
-    units_R = _units(metadata.seq_lens_R, sizes, window)
+    units_R = _units(metadata.seq_lens_R - own_R, sizes, window)
     units_per_part = jnp.maximum(ceil_div(jnp.sum(tiles_R * units_R), sizes.programs), sizes.min_slots // sizes.slots)
     parts_R = ceil_div(units_R, units_per_part)
     first_part_R = _exclusive_cumsum(jnp.where(parts_R > 1, tiles_R * parts_R, 0))
@@ -83,21 +100,65 @@ def make_items(metadata: Any, wanted_R: jax.Array, num_tiles: int, sizes: Sizes,
     row_I, tile_I, part_I, queries_I = facts(jnp.cumsum(tiles_R * parts_R), index_I, jnp.maximum(parts_R, 1))
     token_I = start_R[row_I] + tile_I * sizes.queries
     position_I = (metadata.seq_lens_R - end_R)[row_I] + token_I
-    first_I = lax.div(first_visible(position_I, window), jnp.int32(sizes.slots)) + part_I * units_per_part
+    lowest_I = jnp.maximum(first_visible(position_I, window), own_R[row_I])
+    first_I = lax.div(lowest_I, jnp.int32(sizes.slots)) + part_I * units_per_part
     begin_I = first_I * sizes.slots
     end_I = jnp.minimum(begin_I + units_per_part * sizes.slots, position_I + queries_I)
     index_in_row_I = tile_I * parts_R[row_I] + part_I
     part_I = jnp.where(parts_R[row_I] > 1, first_part_R[row_I] + index_in_row_I, NOT_SPLIT)
-    items_I = jnp.stack([row_I, token_I, queries_I, position_I, begin_I, end_I, part_I, parts_R[row_I]], axis=-1)
+    items_I = _columns({
+        ROW: row_I, TOKEN: token_I, NUM_QUERIES: queries_I, POSITION: position_I, LAST: position_I + queries_I - 1,
+        BEGIN: begin_I, END: end_I, PART: part_I, NUM_PARTS: parts_R[row_I], BEGUN: own_R[row_I],
+    })  # fmt: skip
 
     index_E = jnp.arange(min(sizes.programs, num_tiles), dtype=jnp.int32)
     split_tiles_R = jnp.where(parts_R > 1, tiles_R, 0)
     row_E, tile_E, _, queries_E = facts(jnp.cumsum(split_tiles_R), index_E, jnp.ones_like(tiles_R))
     token_E = start_R[row_E] + tile_E * sizes.queries
-    nothing_E = jnp.zeros_like(row_E)
     part_E = first_part_R[row_E] + tile_E * parts_R[row_E]
-    tiles_E = jnp.stack([row_E, token_E, queries_E, nothing_E, nothing_E, nothing_E, part_E, parts_R[row_E]], axis=-1)
+    tiles_E = _columns(
+        {
+            ROW: row_E,
+            TOKEN: token_E,
+            NUM_QUERIES: queries_E,
+            PART: part_E,
+            NUM_PARTS: parts_R[row_E],
+            BEGUN: own_R[row_E],
+        }
+    )
     return Items(items_I, tiles_E)
+
+
+def make_span_items(pairs: Pairs, num_queries: jax.Array, num_tiles: int, sizes: Sizes) -> Items:
+    """The items of pairs of a tile and a span, as many tiles as `num_queries` queries fill at `sizes.queries` each."""
+    first_Z = lax.div(pairs.begin_Z, jnp.int32(sizes.slots))
+    units_Z = jnp.where(pairs.used_Z, jnp.maximum(ceil_div(pairs.end_Z, sizes.slots) - first_Z, 1), 0)
+    units_per_part = jnp.maximum(ceil_div(jnp.sum(units_Z), sizes.programs), sizes.min_slots // sizes.slots)
+    parts_Z = ceil_div(units_Z, units_per_part)
+    end_Z = jnp.cumsum(parts_Z)
+    index_I = jnp.arange(sizes.num_items(len(parts_Z)), dtype=jnp.int32)
+    z_I = jnp.minimum(jnp.sum(end_Z <= index_I[:, None], axis=-1), len(parts_Z) - 1)
+    begin_I = (first_Z[z_I] + (index_I - end_Z[z_I] + parts_Z[z_I]) * units_per_part) * sizes.slots
+    items_I = _columns({
+        ROW: pairs.row_Z[z_I], TOKEN: pairs.tile_Z[z_I] * sizes.queries, FIRST_QUERY: pairs.first_query_Z[z_I],
+        NUM_QUERIES: jnp.where(index_I < end_Z[-1], pairs.end_query_Z[z_I], 0), POSITION: pairs.least_Z[z_I],
+        LAST: pairs.last_Z[z_I], BEGIN: begin_I, PART: index_I,
+        END: jnp.minimum(begin_I + units_per_part * sizes.slots, pairs.end_Z[z_I]),
+    })  # fmt: skip
+    index_E = jnp.arange(num_tiles, dtype=jnp.int32)
+    parts_E = jnp.sum(jnp.where(pairs.tile_Z == index_E[:, None], parts_Z, 0), axis=-1)
+    queries_E = jnp.minimum(num_queries - index_E * sizes.queries, sizes.queries)
+    tiles_E = _columns({
+        TOKEN: index_E * sizes.queries, NUM_QUERIES: jnp.where(parts_E > 0, queries_E, 0),
+        PART: _exclusive_cumsum(parts_E), NUM_PARTS: parts_E,
+    })  # fmt: skip
+    return Items(items_I, tiles_E)
+
+
+def _columns(facts: dict[int, jax.Array]) -> jax.Array:
+    """Facts by the numbers of their columns, side by side; others are 0."""
+    zeros = jnp.zeros_like(facts[TOKEN])
+    return jnp.stack([facts.get(column, zeros) for column in range(NUM_COLUMNS)], axis=-1)
 
 
 def first_visible(position: jax.Array, window: int | None) -> jax.Array:

@@ -33,7 +33,7 @@ class Layer:
 
     queries: tokens of a query tile. rows: X, a power of two. slots: C, likewise. precision: of float32 products.
     kv_scales: what a cache of 8 bits is multiplied with, "none", "head" or "token". reads_float8: whether the device
-    converts float8_e4m3fn by itself.
+    converts float8_e4m3fn by itself. begins: whether spans that rows share come before.
     """
 
     queries: int
@@ -48,6 +48,7 @@ class Layer:
     kv_scales: str
     precision: Any
     reads_float8: bool
+    begins: bool = False
 
 
 # ---- attend --------------------------------------------------------------------------------------
@@ -75,6 +76,15 @@ def query_tile(layer: Layer, head: jax.Array, token: jax.Array, num_queries: jax
 
 
 @dataclasses.dataclass(frozen=True)
+class Begun:
+    """References to what spans that rows share have left of each query: weighted values over the sum of weights, out
+    [T, N, H], and the power of 2 that this sum is, top [T, N]. A sink is in there."""
+
+    out: Any
+    top: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class Cache:
     """References to keys and values, k and v [B, K, S, H], and to their scales, [B, K, S] or [K], if they have any."""
 
@@ -91,10 +101,12 @@ class Cache:
 def attend_kernel(items_ref, tables_ref, sinks_ref, q_ref, k_ref, v_ref, _zeros_ref, *refs, layer: Layer):
     """Attend from one item's queries: write outputs, or a partial result when the item is not all of its tile.
 
-    Grid (I, K). Shapes: items [I, 8], tables [R, M], sinks [N], q and out [T, N, H], the cache as in `Cache`. `refs`
-    are the cache's scales, out, and partial results: part [parts, K, X, H], top and total [parts, K, X].
+    Grid (I, K). Shapes: items [I, 11], tables [R, M], sinks [N], q and out [T, N, H], the cache as in `Cache`. `refs`
+    are the cache's scales, what was begun if the layer has that, out, and partial results: part [parts, K, X, H], top
+    and total [parts, K, X].
     """
-    *scale_refs, out_ref, part_ref, top_ref, total_ref = refs
+    *read_refs, out_ref, part_ref, top_ref, total_ref = refs
+    scale_refs, begun = split_begun(read_refs, layer)
     cache = Cache(tables_ref, k_ref, v_ref, tuple(scale_refs))
     item, head = pl.program_id(0), pl.program_id(1)
     fact = lambda column: items_ref[item, column]
@@ -104,35 +116,82 @@ def attend_kernel(items_ref, tables_ref, sinks_ref, q_ref, k_ref, v_ref, _zeros_
         part = fact(at.PART)
         tile = query_tile(layer, head, fact(at.TOKEN), fact(at.NUM_QUERIES), fact(at.POSITION))
         q_XP = load_pieces(q_ref, (tile.token, tile.query_head), tile.real, layer.head_dim)
-        top_X1, total_X1, *out_XP = _attend(layer, fact, tile, q_XP, cache)
+        state = _attend(layer, fact, tile, q_XP, cache)
 
         @pl.when(part == at.NOT_SPLIT)
         def _():
-            weight_X1 = final_weight(layer, tile, top_X1, total_X1, sinks_ref)
-            out = [piece * weight_X1 for piece in out_XP]
+            out = finished(layer, fact, tile, state, sinks_ref, begun)
             store_pieces(out_ref, (tile.token, tile.query_head), out, tile.real, layer.head_dim)
 
         @pl.when(part != at.NOT_SPLIT)
         def _():
-            row_X1 = lax.broadcasted_iota(jnp.int32, (layer.rows, 1), 0)
-            store_pieces(part_ref, (part, head, row_X1), out_XP, tile.real, layer.head_dim)
-            plgpu.store(top_ref.at[part, head, row_X1], top_X1, mask=tile.real)
-            plgpu.store(total_ref.at[part, head, row_X1], total_X1, mask=tile.real)
+            store_part((part_ref, top_ref, total_ref), part, head, state, tile.real, layer)
 
 
-def final_weight(layer: Layer, tile: Tile, top_X1: jax.Array, total_X1: jax.Array, sinks_ref: Any) -> jax.Array:
-    """What weighted values are multiplied with: one over the sum of weights. A sink is one more weight."""
+def attend_spans_kernel(items_ref, tables_ref, token_ref, position_ref, q_ref, k_ref, v_ref, *refs, layer: Layer):
+    """Attend from queries of rows that share a span: leave a partial result for the whole tile.
+
+    Grid (I, K). Shapes as in `attend_kernel`; token and position [Y] of the queries in their order (`shared_tiles.py`).
+    """
+    *scale_refs, part_ref, top_ref, total_ref = refs
+    cache = Cache(tables_ref, k_ref, v_ref, tuple(scale_refs))
+    item, head = pl.program_id(0), pl.program_id(1)
+    fact = lambda column: items_ref[item, column]
+
+    @pl.when(fact(at.NUM_QUERIES) > 0)
+    def _():
+        place = query_tile(layer, head, fact(at.TOKEN), fact(at.NUM_QUERIES), 0)
+        mine_X1 = place.real & (place.position >= fact(at.FIRST_QUERY))
+        token_X1 = plgpu.load(token_ref.at[place.token], mask=mine_X1, other=0)
+        position_X1 = plgpu.load(position_ref.at[place.token], mask=mine_X1, other=-1)
+        tile = Tile(head, token_X1, place.query_head, position_X1, mine_X1)
+        q_XP = load_pieces(q_ref, (token_X1, tile.query_head), mine_X1, layer.head_dim)
+        top_X1, total_X1, *out_XP = _attend(layer, fact, tile, q_XP, cache)
+        state = jnp.where(mine_X1, top_X1, LOWEST), *(jnp.where(mine_X1, x, 0.0) for x in (total_X1, *out_XP))
+        store_part((part_ref, top_ref, total_ref), fact(at.PART), head, state, mine_X1 | ~mine_X1, layer)
+
+
+def split_begun(refs: list, layer: Layer) -> tuple[list, Begun | None]:
+    """(refs without those of `Begun`, which are the last two if the layer has them, and these)."""
+    return (refs[:-2], Begun(*refs[-2:])) if layer.begins else (refs, None)
+
+
+def store_part(refs: tuple, part: jax.Array, head: jax.Array, state: tuple, mask: jax.Array, layer: Layer) -> None:
+    """Keep a softmax state as partial result number `part`."""
+    top_X1, total_X1, *out_XP = state
+    part_ref, top_ref, total_ref = refs
+    row_X1 = lax.broadcasted_iota(jnp.int32, (layer.rows, 1), 0)
+    store_pieces(part_ref, (part, head, row_X1), out_XP, mask, layer.head_dim)
+    plgpu.store(top_ref.at[part, head, row_X1], top_X1, mask=mask)
+    plgpu.store(total_ref.at[part, head, row_X1], total_X1, mask=mask)
+
+
+def finished(layer: Layer, fact: Any, tile: Tile, state: tuple, sinks_ref: Any, begun: Begun | None) -> list:
+    """Pieces of outputs: weighted values over the sum of weights, what was begun included."""
+    top_X1, total_X1, *out_XP = state
+    other_X1 = sink_exponents(layer, tile, sinks_ref)
+    if begun is not None:
+        begun_X1, index = tile.real & (fact(at.BEGUN) > 0), (tile.token, tile.query_head)
+        other_X1 = jnp.where(begun_X1, plgpu.load(begun.top.at[index], mask=begun_X1, other=0.0), other_X1)
+    highest_X1 = jnp.maximum(top_X1, other_X1)
+    weight_X1, other_X1 = jnp.exp2(top_X1 - highest_X1), jnp.exp2(other_X1 - highest_X1)
+    scale_X1 = 1 / (total_X1 * weight_X1 + other_X1)
+    if begun is None:
+        return [out * (weight_X1 * scale_X1) for out in out_XP]
+    begun_XP = load_pieces(begun.out, index, begun_X1, layer.head_dim)
+    return [(out * weight_X1 + one * other_X1) * scale_X1 for out, one in zip(out_XP, begun_XP)]
+
+
+def sink_exponents(layer: Layer, tile: Tile, sinks_ref: Any) -> jax.Array:
+    """What a sink, one more weight, is a power of 2 of; nothing where the layer has none."""
     if not layer.has_sinks:
-        return 1 / total_X1
-    sink_X1 = plgpu.load(sinks_ref.at[tile.query_head], mask=tile.real, other=0.0) * LOG2_E
-    highest_X1 = jnp.maximum(top_X1, sink_X1)
-    weight_X1 = jnp.exp2(top_X1 - highest_X1)
-    return weight_X1 / (total_X1 * weight_X1 + jnp.exp2(sink_X1 - highest_X1))
+        return jnp.full((layer.rows, 1), LOWEST, jnp.float32)
+    return plgpu.load(sinks_ref.at[tile.query_head], mask=tile.real, other=0.0) * LOG2_E
 
 
 def _attend(layer: Layer, fact: Any, tile: Tile, q_XP: list, cache: Cache) -> tuple:
     """(top [X, 1], total [X, 1], pieces of weighted values [X, P]) of one item; scores are in units of log2."""
-    first, last = fact(at.POSITION), fact(at.POSITION) + fact(at.NUM_QUERIES) - 1
+    first, last = fact(at.POSITION), fact(at.LAST)
     begin, end = lax.div(fact(at.BEGIN), jnp.int32(layer.slots)), ceil_div(fact(at.END), layer.slots)
     end = jnp.maximum(begin, end)
     # Between these two iterations every query of the tile sees every slot.
@@ -260,31 +319,59 @@ def dot(layer: Layer, a: jax.Array, b: jax.Array, transposed: bool = False) -> j
 # ---- merge ---------------------------------------------------------------------------------------
 
 
-def merge_kernel(tiles_ref, sinks_ref, part_ref, top_ref, total_ref, _out_ref, out_ref, *, layer: Layer):
+def merge_kernel(tiles_ref, sinks_ref, part_ref, top_ref, total_ref, _out_ref, *refs, layer: Layer):
     """Put the partial results of one tile together and write its outputs. Grid (E, K); shapes as in `attend_kernel`."""
+    *read_refs, out_ref = refs
+    _, begun = split_begun(read_refs, layer)
     entry, head = pl.program_id(0), pl.program_id(1)
     fact = lambda column: tiles_ref[entry, column]
 
     @pl.when(fact(at.NUM_QUERIES) > 0)
     def _():
         tile = query_tile(layer, head, fact(at.TOKEN), fact(at.NUM_QUERIES), fact(at.POSITION))
-        row_X1 = lax.broadcasted_iota(jnp.int32, (layer.rows, 1), 0)
-
-        def add(part, state):
-            top_X1, total_X1, *out_XP = state
-            new_top_X1 = plgpu.load(top_ref.at[part, head, row_X1], mask=tile.real, other=LOWEST)
-            new_total_X1 = plgpu.load(total_ref.at[part, head, row_X1], mask=tile.real, other=0.0)
-            new_XP = load_pieces(part_ref, (part, head, row_X1), tile.real, layer.head_dim)
-            highest_X1 = jnp.maximum(top_X1, new_top_X1)
-            fade_X1, weight_X1 = jnp.exp2(top_X1 - highest_X1), jnp.exp2(new_top_X1 - highest_X1)
-            out_XP = [out * fade_X1 + new * weight_X1 for out, new in zip(out_XP, new_XP)]
-            return highest_X1, total_X1 * fade_X1 + new_total_X1 * weight_X1, *out_XP
-
-        first, state = fact(at.PART), _nothing(layer)
-        top_X1, total_X1, *out_XP = lax.fori_loop(first, first + fact(at.NUM_PARTS), add, state)
-        weight_X1 = final_weight(layer, tile, top_X1, total_X1, sinks_ref)
-        out = [piece * weight_X1 for piece in out_XP]
+        state = _merged((part_ref, top_ref, total_ref), fact, tile, layer)
+        out = finished(layer, fact, tile, state, sinks_ref, begun)
         store_pieces(out_ref, (tile.token, tile.query_head), out, tile.real, layer.head_dim)
+
+
+def merge_spans_kernel(
+    tiles_ref, sinks_ref, token_ref, part_ref, top_ref, total_ref, out_ref, begun_top_ref, *, layer: Layer
+):
+    """Put the partial results of one tile of queries that share spans together: what `Begun` has of them."""
+    entry, head = pl.program_id(0), pl.program_id(1)
+    fact = lambda column: tiles_ref[entry, column]
+
+    @pl.when(fact(at.NUM_QUERIES) > 0)
+    def _():
+        tile = query_tile(layer, head, fact(at.TOKEN), fact(at.NUM_QUERIES), 0)
+        top_X1, total_X1, *out_XP = _merged((part_ref, top_ref, total_ref), fact, tile, layer)
+        sink_X1 = sink_exponents(layer, tile, sinks_ref)
+        highest_X1 = jnp.maximum(top_X1, sink_X1)
+        fade_X1 = jnp.exp2(top_X1 - highest_X1)
+        total_X1 = total_X1 * fade_X1 + jnp.exp2(sink_X1 - highest_X1)
+        token_X1 = plgpu.load(token_ref.at[tile.token], mask=tile.real, other=out_ref.shape[0])
+        index, out = (token_X1, tile.query_head), [out * (fade_X1 / total_X1) for out in out_XP]
+        store_pieces(out_ref, index, out, tile.real, layer.head_dim)
+        plgpu.store(begun_top_ref.at[index], highest_X1 + jnp.log(total_X1) * LOG2_E, mask=tile.real)
+
+
+def _merged(refs: tuple, fact: Any, tile: Tile, layer: Layer) -> tuple:
+    """The softmax state of all parts of one tile."""
+    part_ref, top_ref, total_ref = refs
+    row_X1 = lax.broadcasted_iota(jnp.int32, (layer.rows, 1), 0)
+
+    def add(part, state):
+        top_X1, total_X1, *out_XP = state
+        new_top_X1 = plgpu.load(top_ref.at[part, tile.head, row_X1], mask=tile.real, other=LOWEST)
+        new_total_X1 = plgpu.load(total_ref.at[part, tile.head, row_X1], mask=tile.real, other=0.0)
+        new_XP = load_pieces(part_ref, (part, tile.head, row_X1), tile.real, layer.head_dim)
+        highest_X1 = jnp.maximum(top_X1, new_top_X1)
+        fade_X1, weight_X1 = jnp.exp2(top_X1 - highest_X1), jnp.exp2(new_top_X1 - highest_X1)
+        out_XP = [out * fade_X1 + new * weight_X1 for out, new in zip(out_XP, new_XP)]
+        return highest_X1, total_X1 * fade_X1 + new_total_X1 * weight_X1, *out_XP
+
+    first = fact(at.PART)
+    return lax.fori_loop(first, first + fact(at.NUM_PARTS), add, _nothing(layer))
 
 
 # ---- write ---------------------------------------------------------------------------------------

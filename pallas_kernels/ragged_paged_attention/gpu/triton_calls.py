@@ -17,6 +17,7 @@ from pallas_kernels.ragged_paged_attention.gpu.items import Items, Sizes
 from pallas_kernels.ragged_paged_attention.gpu.statics import LayerRule, pieces
 from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, device_kind, reads_float8
 from pallas_kernels.ragged_paged_attention.quantized import is_quantized
+from pallas_kernels.ragged_paged_attention.shared_tiles import SharedQueries
 from pallas_kernels.shapes import ceil_div
 
 WRITE_TOKENS = 16
@@ -70,31 +71,84 @@ def attend(
     kv: tuple[jax.Array, ...],
     scales: tuple[jax.Array, ...],
     out_TNH: jax.Array,
+    begun: tuple[jax.Array, ...],
     interpret: bool,
 ) -> jax.Array:
-    """`out_TNH` with the outputs of the items' tokens."""
-    N, (_, K, _, H), dtype = q_TNH.shape[1], kv[0].shape, kv[0].dtype
-    rows = tiles.rows_for(N // K)
+    """`out_TNH` with the outputs of the items' tokens. `begun` is what `attend_spans` has left, if it was asked."""
+    layer, cache = _layer(rule, tiles, sizes, q_TNH, kv, scales, interpret)
+    begun_or_none, K = begun or None, layer.heads.num_kv_heads
+    parts = launch(
+        Launch("paged_attend", (len(items.items_I), K), tiles.warps, tiles.stages), interpret, {"out": out_TNH},
+        _parts(sizes.num_parts, layer), items=items.items_I, tables=metadata.block_tables_RM, sinks=sinks_N, q=q_TNH,
+        begun=begun_or_none, table_width=metadata.block_tables_RM.shape[1], layer=layer, **cache,
+    )  # fmt: skip
+    changed = {"out": parts.pop("out")}
+    how = Launch("paged_merge", (len(items.tiles_E), K), tiles.warps, tiles.stages)
+    return launch(
+        how, interpret, changed, {}, tiles=items.tiles_E, sinks=sinks_N, begun=begun_or_none, layer=layer, **parts
+    )["out"]
+
+
+def attend_spans(
+    rule: LayerRule,
+    tiles: Tiles,
+    sizes: Sizes,
+    items: Items,
+    queries: SharedQueries,
+    metadata: Any,
+    sinks_N: jax.Array,
+    q_TNH: jax.Array,
+    kv: tuple[jax.Array, ...],
+    scales: tuple[jax.Array, ...],
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """Attention to spans that rows share: (out_TNH, top_TN), see `triton_kernels.paged_merge_spans`; of others
+    anything."""
+    layer, cache = _layer(rule, tiles, sizes, q_TNH, kv, scales, interpret)
+    K, tables_RM = layer.heads.num_kv_heads, metadata.block_tables_RM
+    parts = launch(
+        Launch("paged_attend_spans", (len(items.items_I), K), tiles.warps, tiles.stages), interpret, {},
+        _parts(len(items.items_I), layer), items=items.items_I, tables=tables_RM, tokens=queries.token_Y,
+        positions=queries.position_Y, q=q_TNH, table_width=tables_RM.shape[1], layer=layer, **cache,
+    )  # fmt: skip
+    how = Launch("paged_merge_spans", (len(items.tiles_E), K), tiles.warps, tiles.stages)
+    shapes = {"begun_out": q_TNH.shape, "begun_top": q_TNH.shape[:2]}
+    made = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    begun = launch(
+        how, interpret, {}, made, tiles=items.tiles_E, sinks=sinks_N, tokens=queries.token_Y, layer=layer, **parts
+    )
+    return begun["begun_out"], begun["begun_top"]
+
+
+def _layer(
+    rule: LayerRule,
+    tiles: Tiles,
+    sizes: Sizes,
+    q_TNH: jax.Array,
+    kv: tuple[jax.Array, ...],
+    scales: tuple[jax.Array, ...],
+    interpret: bool,
+) -> tuple[kernels.Layer, dict[str, Any]]:
+    """(what is static of the kernels, the cache as they take it)."""
+    group_size, dtype = q_TNH.shape[1] // kv[0].shape[1], kv[0].dtype
     operand = (q_TNH.dtype if is_quantized(dtype) else dtype).name
     if interpret and operand == "bfloat16":
         operand = "float32"  # the interpreter, being numpy, multiplies the bits of bfloat16 as if they were integers
     as_bits = dtype == jnp.float8_e4m3fn and not reads_float8(device_kind(interpret))
     layer = kernels.Layer(
-        heads_of(kv[0]), rows, sizes.slots, N // K, kernels.TYPES[operand], **dataclasses.asdict(rule),
-        float8_as_bits=as_bits,
+        heads_of(kv[0]), tiles.rows_for(group_size), sizes.slots, group_size, kernels.TYPES[operand],
+        **dataclasses.asdict(rule), float8_as_bits=as_bits,
     )  # fmt: skip
     k, v = (as_bytes(x) if as_bits else x for x in kv)
-    state = jax.ShapeDtypeStruct((sizes.num_parts, K, rows), jnp.float32)
-    parts = {"part": jax.ShapeDtypeStruct((*state.shape, H), jnp.float32), "top": state, "total": state}
     k_scales, v_scales = scales or (None, None)
-    parts = launch(
-        Launch("paged_attend", (len(items.items_I), K), tiles.warps, tiles.stages), interpret, {"out": out_TNH}, parts,
-        items=items.items_I, tables=metadata.block_tables_RM, sinks=sinks_N, q=q_TNH, k=k, v=v,
-        k_scales=k_scales, v_scales=v_scales, table_width=metadata.block_tables_RM.shape[1], layer=layer,
-    )  # fmt: skip
-    changed = {"out": parts.pop("out")}
-    how = Launch("paged_merge", (len(items.tiles_E), K), tiles.warps, tiles.stages)
-    return launch(how, interpret, changed, {}, tiles=items.tiles_E, sinks=sinks_N, layer=layer, **parts)["out"]
+    return layer, {"k": k, "v": v, "k_scales": k_scales, "v_scales": v_scales}
+
+
+def _parts(num_parts: int, layer: kernels.Layer) -> dict[str, jax.ShapeDtypeStruct]:
+    """Partial results."""
+    state = jax.ShapeDtypeStruct((num_parts, layer.heads.num_kv_heads, layer.rows), jnp.float32)
+    part = jax.ShapeDtypeStruct((*state.shape, layer.heads.head_dim), jnp.float32)
+    return {"part": part, "top": state, "total": state}
 
 
 def launch(

@@ -13,10 +13,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from pallas_kernels.ragged_paged_attention.gpu.triton_pieces import load_pieces, store_pieces
+
 LOWEST = tl.constexpr(-1e30)  # below any score, yet finite, so that the difference of two is not NaN
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Columns of `Items`, see items.py.
-ROW, TOKEN, NUM_QUERIES, POSITION, BEGIN, END, PART, NUM_PARTS, NUM_COLUMNS = (tl.constexpr(i) for i in range(9))
+ROW, TOKEN, NUM_QUERIES, POSITION, LAST, BEGIN, END, PART, NUM_PARTS, FIRST_QUERY, BEGUN, NUM_COLUMNS = (
+    tl.constexpr(i) for i in range(12)
+)
 NOT_SPLIT = tl.constexpr(-1)
 TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
@@ -53,48 +57,18 @@ class Layer:
     float8_as_bits: bool
 
 
-# ---- pieces of heads -----------------------------------------------------------------------------
-
-
-@triton.jit
-def load_pieces(start_X, mask_X, heads: tl.constexpr):
-    """The heads that the pointers `start_X` point to, as pieces [X, P]; zero where masked. None masks nothing."""
-    result = ()
-    for i in tl.static_range(len(heads.pieces)):
-        column_P = heads.pieces[i][0] + tl.arange(0, heads.pieces[i][1])
-        pointer_XP = start_X[:, None] + column_P[None, :]
-        if heads.pieces[i][0] + heads.pieces[i][1] > heads.head_dim:
-            mask_XP = tl.broadcast_to((column_P < heads.head_dim)[None, :], pointer_XP.shape)
-            if mask_X is not None:
-                mask_XP = mask_XP & mask_X[:, None]
-            result = result + (tl.load(pointer_XP, mask=mask_XP, other=0.0),)
-        elif mask_X is not None:
-            result = result + (tl.load(pointer_XP, mask=mask_X[:, None], other=0.0),)
-        else:
-            result = result + (tl.load(pointer_XP),)
-    return result
-
-
-@triton.jit
-def store_pieces(start_X, values, mask_X, heads: tl.constexpr):
-    """The reverse of `load_pieces`, in the type of what `start_X` points to."""
-    for i in tl.static_range(len(heads.pieces)):
-        column_P = heads.pieces[i][0] + tl.arange(0, heads.pieces[i][1])
-        mask_XP = mask_X[:, None] & (column_P < heads.head_dim)[None, :]
-        tl.store(start_X[:, None] + column_P[None, :], values[i].to(start_X.dtype.element_ty), mask=mask_XP)
-
-
 # ---- attend --------------------------------------------------------------------------------------
 
 
 @triton.jit
 def paged_attend(
-    items, tables, sinks, q, k, v, k_scales, v_scales, out, part, top, total, table_width, layer: tl.constexpr
+    items, tables, sinks, q, k, v, k_scales, v_scales, begun, out, part, top, total, table_width, layer: tl.constexpr
 ):
     """Attend from one item's queries: write outputs, or a partial result when the item is not all of its tile.
 
-    Grid (I, K). Shapes: items [I, 8], tables [R, table_width], sinks [N], q and out [T, N, H], k and v [B, K, S, H],
-    their scales [B, K, S] or [K], None without; part [parts, K, X, H], top and total [parts, K, X].
+    Grid (I, K). Shapes: items [I, 11], tables [R, table_width], sinks [N], q and out [T, N, H], k and v [B, K, S, H],
+    their scales [B, K, S] or [K], None without; part [parts, K, X, H], top and total [parts, K, X]. begun: what spans
+    that rows share have left of each query, ([T, N, H], [T, N]) as `paged_merge_spans` writes it, or None.
     """
     fact = items + tl.program_id(0) * NUM_COLUMNS
     head = tl.program_id(1)
@@ -108,17 +82,54 @@ def paged_attend(
     context = tables + tl.load(fact + ROW).to(tl.int64) * table_width
     cache = (k, v, k_scales, v_scales)
     top_X, total_X, out_XP = attend(
-        tl.load(fact + BEGIN), tl.load(fact + END), first, first + num_queries - 1,
+        tl.load(fact + BEGIN), tl.load(fact + END), first, tl.load(fact + LAST),
         first + query_X, q_XP, head, context, cache, layer,
     )  # fmt: skip
     number = tl.load(fact + PART)
     if number == NOT_SPLIT:
-        finish(out + row_X, top_X, total_X, out_XP, sinks + head_X, real_X, layer)
+        begun_X = real_X & (query_X * 0 + tl.load(fact + BEGUN) > 0)
+        finish(out, row_X, top_X, total_X, out_XP, sinks + head_X, real_X, begun, begun_X, layer)
     else:
-        state_X = (number * layer.heads.num_kv_heads + head) * layer.rows + tl.arange(0, layer.rows)
-        store_pieces(part + state_X.to(tl.int64) * layer.heads.head_dim, out_XP, real_X, layer.heads)
-        tl.store(top + state_X, top_X, mask=real_X)
-        tl.store(total + state_X, total_X, mask=real_X)
+        store_part(part, top, total, number, head, top_X, total_X, out_XP, real_X, layer)
+
+
+@triton.jit
+def paged_attend_spans(
+    items, tables, tokens, positions, q, k, v, k_scales, v_scales, part, top, total, table_width, layer: tl.constexpr
+):
+    """Attend from queries of rows that share a span: leave a partial result for the whole tile.
+
+    Grid (I, K). Shapes as in `paged_attend`; tokens and positions [Y] of the queries in their order.
+    """
+    fact = items + tl.program_id(0) * NUM_COLUMNS
+    head = tl.program_id(1)
+    end_query = tl.load(fact + NUM_QUERIES)
+    if end_query == 0:
+        return
+    query_X, head_X, mine_X = query_tile(head, end_query, layer)
+    mine_X = mine_X & (query_X >= tl.load(fact + FIRST_QUERY))
+    place_X = tl.load(fact + TOKEN) + query_X
+    position_X = tl.load(positions + place_X, mask=mine_X, other=-1)
+    row_X = query_rows(tl.load(tokens + place_X, mask=mine_X, other=0), 0, head_X, layer)
+    q_XP = load_pieces(q + row_X, mine_X, layer.heads)
+    context = tables + tl.load(fact + ROW).to(tl.int64) * table_width
+    top_X, total_X, out_XP = attend(
+        tl.load(fact + BEGIN), tl.load(fact + END), tl.load(fact + POSITION), tl.load(fact + LAST),
+        position_X, q_XP, head, context, (k, v, k_scales, v_scales), layer,
+    )  # fmt: skip
+    out_XP = [tl.where(mine_X[:, None], x, 0.0) for x in out_XP]
+    top_X, total_X = tl.where(mine_X, top_X, LOWEST), tl.where(mine_X, total_X, 0.0)
+    every_X = tl.arange(0, layer.rows) >= 0
+    store_part(part, top, total, tl.load(fact + PART), head, top_X, total_X, out_XP, every_X, layer)
+
+
+@triton.jit
+def store_part(part, top, total, number, head, top_X, total_X, out_XP, mask_X, layer: tl.constexpr):
+    """Keep a softmax state as partial result `number`."""
+    state_X = (number * layer.heads.num_kv_heads + head) * layer.rows + tl.arange(0, layer.rows)
+    store_pieces(part + state_X.to(tl.int64) * layer.heads.head_dim, out_XP, mask_X, layer.heads)
+    tl.store(top + state_X, top_X, mask=mask_X)
+    tl.store(total + state_X, total_X, mask=mask_X)
 
 
 @triton.jit
@@ -137,15 +148,32 @@ def query_rows(token, query_X, head_X, layer: tl.constexpr):
 
 
 @triton.jit
-def finish(out_X, top_X, total_X, out_XP, sink_X, real_X, layer: tl.constexpr):
-    """Write weighted values over the sum of weights. A sink is one more weight."""
-    weight_X = 1 / total_X
+def finish(out, row_X, top_X, total_X, out_XP, sink_X, real_X, begun, begun_X, layer: tl.constexpr):
+    """Write weighted values over the sum of weights. A sink is one more weight, and so is what was begun."""
+    other_X = sink_exponents(sink_X, real_X, layer)
+    if begun is not None:
+        other_X = tl.where(begun_X, tl.load(begun[1] + row_X // layer.heads.head_dim, mask=begun_X, other=0.0), other_X)
+    highest_X = tl.maximum(top_X, other_X)
+    fade_X = tl.exp2(top_X - highest_X)
+    other_X = tl.exp2(other_X - highest_X)
+    scale_X = 1 / (total_X * fade_X + other_X)
+    if begun is not None:
+        begun_XP = load_pieces(begun[0] + row_X, begun_X, layer.heads)
+        merged_XP = ()
+        for i in tl.static_range(len(layer.heads.pieces)):
+            merged_XP = merged_XP + (out_XP[i] * fade_X[:, None] + begun_XP[i] * other_X[:, None],)
+        store_pieces(out + row_X, [x * scale_X[:, None] for x in merged_XP], real_X, layer.heads)
+    else:
+        store_pieces(out + row_X, [x * (fade_X * scale_X)[:, None] for x in out_XP], real_X, layer.heads)
+
+
+@triton.jit
+def sink_exponents(sink_X, real_X, layer: tl.constexpr):
+    """What a sink, one more weight, is a power of 2 of; nothing where the layer has none."""
     if layer.has_sinks:
-        sink_X = tl.load(sink_X, mask=real_X, other=0.0) * LOG2_E
-        highest_X = tl.maximum(top_X, sink_X)
-        fade_X = tl.exp2(top_X - highest_X)
-        weight_X = fade_X / (total_X * fade_X + tl.exp2(sink_X - highest_X))
-    store_pieces(out_X, [x * weight_X[:, None] for x in out_XP], real_X, layer.heads)
+        return tl.load(sink_X, mask=real_X, other=0.0) * LOG2_E
+    else:
+        return tl.full((layer.rows,), LOWEST, tl.float32)
 
 
 @triton.jit
@@ -272,7 +300,7 @@ def dot(a, b, c):
 
 
 @triton.jit
-def paged_merge(tiles, sinks, part, top, total, out, layer: tl.constexpr):
+def paged_merge(tiles, sinks, part, top, total, begun, out, layer: tl.constexpr):
     """Put the partial results of one tile together and write its outputs. Grid (E, K); shapes as in `paged_attend`."""
     fact = tiles + tl.program_id(0) * NUM_COLUMNS
     head = tl.program_id(1)
@@ -280,6 +308,39 @@ def paged_merge(tiles, sinks, part, top, total, out, layer: tl.constexpr):
     if num_queries == 0:
         return
     query_X, head_X, real_X = query_tile(head, num_queries, layer)
+    top_X, total_X, out_XP = merged(fact, head, part, top, total, real_X, layer)
+    row_X = query_rows(tl.load(fact + TOKEN), query_X, head_X, layer)
+    begun_X = real_X & (query_X * 0 + tl.load(fact + BEGUN) > 0)
+    finish(out, row_X, top_X, total_X, out_XP, sinks + head_X, real_X, begun, begun_X, layer)
+
+
+@triton.jit
+def paged_merge_spans(tiles, sinks, tokens, part, top, total, begun_out, begun_top, layer: tl.constexpr):
+    """Put the partial results of one tile of queries that share spans together.
+
+    Grid (E, K). Leaves of each query its weighted values over the sum of weights, [T, N, H], and the power of 2 that
+    this sum is, [T, N]. A sink is in there.
+    """
+    fact = tiles + tl.program_id(0) * NUM_COLUMNS
+    head = tl.program_id(1)
+    num_queries = tl.load(fact + NUM_QUERIES)
+    if num_queries == 0:
+        return
+    query_X, head_X, real_X = query_tile(head, num_queries, layer)
+    top_X, total_X, out_XP = merged(fact, head, part, top, total, real_X, layer)
+    sink_X = sink_exponents(sinks + head_X, real_X, layer)
+    highest_X = tl.maximum(top_X, sink_X)
+    fade_X = tl.exp2(top_X - highest_X)
+    total_X = total_X * fade_X + tl.exp2(sink_X - highest_X)
+    token_X = tl.load(tokens + tl.load(fact + TOKEN) + query_X, mask=real_X, other=0)
+    row_X = query_rows(token_X, 0, head_X, layer)
+    store_pieces(begun_out + row_X, [x * (fade_X / total_X)[:, None] for x in out_XP], real_X, layer.heads)
+    tl.store(begun_top + row_X // layer.heads.head_dim, highest_X + tl.log2(total_X), mask=real_X)
+
+
+@triton.jit
+def merged(fact, head, part, top, total, real_X, layer: tl.constexpr):
+    """The softmax state of all parts of one tile."""
     top_X, total_X, out_XP = nothing(layer)
     first = tl.load(fact + PART)
     for number in tl.range(first, first + tl.load(fact + NUM_PARTS)):
@@ -295,8 +356,7 @@ def paged_merge(tiles, sinks, part, top, total, out, layer: tl.constexpr):
         for i in tl.static_range(len(layer.heads.pieces)):
             merged_XP = merged_XP + (out_XP[i] * fade_X[:, None] + new_XP[i] * weight_X[:, None],)
         top_X, out_XP = highest_X, merged_XP
-    row_X = query_rows(tl.load(fact + TOKEN), query_X, head_X, layer)
-    finish(out + row_X, top_X, total_X, out_XP, sinks + head_X, real_X, layer)
+    return top_X, total_X, out_XP
 
 
 # ---- write ---------------------------------------------------------------------------------------

@@ -22,11 +22,11 @@ from pallas_kernels.ragged_paged_attention.tpu.segments import (
     Segments,
     first_visible,
     item_slots_of,
-    pick,
     segments_of,
 )
 from pallas_kernels.ragged_paged_attention.tpu.spans import Spans, make_spans, query_tile_of
 from pallas_kernels.shapes import ceil_div
+from pallas_kernels.token_places import pick
 
 DECODE_ROWS = 32
 """Requests in one grid block of the decode kernel: their queries and outputs are in VMEM together."""

@@ -10,12 +10,12 @@ Letters beside the package's: Z segments, J grid blocks.
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES
+from pallas_kernels.token_places import pick
 
 DECODE_ITEM_SLOTS = 256
 CHUNK_SLOTS = 512
@@ -89,8 +89,3 @@ def item_slots_of(block_size: int, at_least: int) -> int:
     """Slots of an item: whole blocks, whole tiles of lanes, and about `at_least`."""
     unit = math.lcm(block_size, NUM_LANES)
     return unit * max(1, at_least // unit)
-
-
-def pick(x_R: jax.Array, index: jax.Array) -> Any:
-    """x_R[index], 0 where the index is out of range. Comparisons, because small gathers are slow on TPUs."""
-    return jnp.sum(jnp.where(index[..., None] == jnp.arange(len(x_R)), x_R, 0), axis=-1, dtype=x_R.dtype)

@@ -134,6 +134,7 @@ def test_spans_are_taken_only_if_a_step_saves_more_than_sharing_costs_it_and_its
 
 
 def test_steps_in_which_sharing_never_pays_have_nothing_for_it():
-    assert [rpa.shared_work("tpu", T, 16) for T in (1, 2)] == [None, None]
+    assert [rpa.shared_work(backend, 2, 16) for backend in ("tpu", "gpu")] == [None, None]
+    assert [rpa.shared_work(backend, 8, 48).unit % 48 for backend in ("tpu", "gpu")] == [0, 0]
     assert rpa.shared_work("reference", 2, 16) is None
     assert rpa.shared_work("reference", 8, 16).break_even < 8

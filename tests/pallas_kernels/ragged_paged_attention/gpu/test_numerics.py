@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention import gpu
-from pallas_kernels.ragged_paged_attention.cases import CASES
+from pallas_kernels.ragged_paged_attention.cases import CASES, SHARED_CASES
 from pallas_kernels.ragged_paged_attention.gpu import calls, items, kernels, pieces, tiles
 from pallas_kernels.testing import make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import (
@@ -26,7 +26,7 @@ from tests.pallas_kernels.ragged_paged_attention.one_step import (
     run,
 )
 
-CASE = {case.name: case for case in CASES}
+CASE = {case.name: case for case in (*CASES, *SHARED_CASES)}
 BACKEND = "gpu-interpret"
 # Every kind of mask and layout once; the others are the same code with other sizes.
 QUICK = (
@@ -36,11 +36,14 @@ QUICK = (
     ("long tail of windows", jnp.bfloat16),
     ("rows with no new token", jnp.float16),
     ("decodes and prompts in any order", jnp.bfloat16),
+    ("rows that share beginnings, window, soft cap and sinks", jnp.float32),
 )
 
 
 def all_cases():
-    for number, (case, dtype) in enumerate(zip(CASES, itertools.cycle((jnp.bfloat16, jnp.float32, jnp.float16)))):
+    for number, (case, dtype) in enumerate(
+        zip(CASE.values(), itertools.cycle((jnp.bfloat16, jnp.float32, jnp.float16)))
+    ):
         quick = dict(QUICK).get(case.name)
         name = f"{case.name}, {jnp.dtype(quick or dtype)}"
         yield pytest.param(case, quick or dtype, id=name, marks=marks(number, quick is not None))
@@ -81,6 +84,13 @@ MUTANTS = {
     ),
     "the last part is forgotten": (
         "one decode", kernels, "first + fact(at.NUM_PARTS), add", "first + fact(at.NUM_PARTS) - 1, add",
+    ),
+    "what rows share is forgotten": (
+        "rows that share beginnings, window, soft cap and sinks", kernels, "fact(at.BEGUN) > 0", "fact(at.BEGUN) < 0",
+    ),
+    "queries see spans that others share": (
+        "rows that share beginnings, window, soft cap and sinks", kernels,
+        "place.real & (place.position >= fact(at.FIRST_QUERY))", "place.real",
     ),
     "a sink is forgotten": ("window, soft cap and sinks", kernels, "if not layer.has_sinks:", "if True:"),
     # No mutant without the bounds of written blocks: the interpreter drops what lies outside of an array by itself.
@@ -154,8 +164,8 @@ def test_both_kinds_of_kernels_read_the_same_columns_of_the_lists_of_work():
     text = inspect.getsource(items)
     names = re.search(r"^(ROW, .*) = range", text, re.MULTILINE)[1]
     path = Path(gpu.__file__).with_name("triton_kernels.py")
-    assert f"{names}, NUM_COLUMNS = (tl.constexpr(i) for i in range(9))" in path.read_text(encoding="utf-8")
-    assert items.NUM_COLUMNS == 8
+    assert f"{names}, NUM_COLUMNS = (tl.constexpr(i) for i in range(12))" in path.read_text(encoding="utf-8")
+    assert items.NUM_COLUMNS == 11
     assert items.NOT_SPLIT == -1
 
 
@@ -180,4 +190,3 @@ def test_pieces_of_a_head_are_powers_of_two_that_cover_it():
         ends = [offset + size for offset, size in cut]
         assert [offset for offset, _ in cut] == [0, *ends[:-1]]
         assert head_dim <= ends[-1] < head_dim + 16
-    assert items.NUM_COLUMNS == 8

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ragged_paged_attention as rpa
-from pallas_kernels.ragged_paged_attention.cases import CASES
+from pallas_kernels.ragged_paged_attention.cases import CASES, SHARED_CASES
 from pallas_kernels.ragged_paged_attention.gpu import tiles
 from pallas_kernels.testing import make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, check_case, error, packed, run
@@ -22,12 +22,17 @@ REFUSAL = rpa.backends(jax.default_backend())[BACKEND]
 if REFUSAL is not None:
     pytest.skip(f"{BACKEND}: {REFUSAL}", allow_module_level=True)
 
-CASE = {case.name: case for case in CASES}
-QUICK = ("one decode", "rows with no new token", "window, soft cap and sinks")
+CASE = {case.name: case for case in (*CASES, *SHARED_CASES)}
+QUICK = (
+    "one decode",
+    "rows with no new token",
+    "window, soft cap and sinks",
+    "rows that share beginnings, window, soft cap and sinks",
+)
 
 
 def all_cases():
-    for case, dtype in zip(CASES, itertools.cycle((jnp.bfloat16, jnp.float32, jnp.float16))):
+    for case, dtype in zip(CASE.values(), itertools.cycle((jnp.bfloat16, jnp.float32, jnp.float16))):
         marks = () if case.name in QUICK else pytest.mark.slow
         yield pytest.param(case, dtype, id=f"{case.name}, {jnp.dtype(dtype)}", marks=marks)
 
