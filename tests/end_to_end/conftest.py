@@ -1,5 +1,7 @@
 """One engine on the embedded model for the whole session: compiling is most of what an engine costs here."""
 
+import sys
+
 import jax.numpy as jnp
 import pytest
 
@@ -26,9 +28,13 @@ class BanBelow:
 
 # Small enough that ordinary prompts take several chunks and that a batch of 64 waits for rows.
 OPTIONS = {
-    "max_num_seqs": 16, "max_num_batched_tokens": 128, "max_model_len": 2560, "block_size": 16,
-    "logits_processors": (BanBelow,),
+    "max_num_seqs": 16, "max_num_batched_tokens": 128, "token_buckets": (2, 16, 128), "max_model_len": 2560,
+    "block_size": 16, "logits_processors": (BanBelow,),
 }  # fmt: skip
+# Servers have the same options, so that all but the first find their programs in the cache.
+SERVE = (
+    sys.executable, "-m", "jaxpaged", "serve", "--port", "0", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.conftest import SERVE
+
 pytest.importorskip("httptools", reason="comes with the extra test")
 pytest.importorskip("grpc", reason="comes with the extra test")
 
@@ -21,8 +23,9 @@ SMALL = ["--num-prompts", "4", "--input-len", "20", "--output-len", "6", "--disa
 @pytest.fixture(scope="module")
 def places():
     """The URL and the gRPC address of a server."""
-    command = [sys.executable, "-m", "jaxpaged", "serve", "--port", "0", "--grpc-port", "0", "--max-num-seqs", "8"]
-    started = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    started = subprocess.Popen(
+        [*SERVE, "--grpc-port", "0"], cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
     lines = []
     for line in started.stderr:
         lines.append(line)

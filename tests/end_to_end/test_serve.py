@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxpaged.engine.observability.trace_export import is_installed
+from tests.end_to_end.conftest import SERVE
 
 openai = pytest.importorskip("openai", reason="comes with the extra test")
 pytest.importorskip("uvicorn", reason="comes with the extra test")
@@ -53,12 +53,13 @@ def collector():
 
 @pytest.fixture(scope="module")
 def process(collector):
-    command = [
-        sys.executable, "-m", "jaxpaged", "serve", "--port", "0", "--grpc-port", "0", "--max-num-seqs", "8",
-        *(["--otlp-traces-endpoint", collector.endpoint] if collector else []),
-    ]  # fmt: skip
+    tracing = ["--otlp-traces-endpoint", collector.endpoint] if collector else []
     started = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
+        [*SERVE, "--grpc-port", "0", *tracing],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     yield started
     started.kill()

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -16,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.conftest import SERVE
+
 openai = pytest.importorskip("openai", reason="comes with the extra test")
 anthropic = pytest.importorskip("anthropic", reason="comes with the extra test")
 pytest.importorskip("uvicorn", reason="comes with the extra test")
@@ -23,8 +24,6 @@ pytest.importorskip("uvicorn", reason="comes with the extra test")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
-"""Few programs to compile."""
 QUESTION = "What is the capital of Portugal?"
 ANSWER = "Lisbon"
 GREEDY = {"temperature": 0}
@@ -69,9 +68,8 @@ class Running:
 
 @pytest.fixture(scope="module")
 def server():
-    command = [sys.executable, "-m", "jaxpaged", "serve", "--port", "0", *SMALL]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(SERVE, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     yield Running(process)
     process.kill()
     process.wait()

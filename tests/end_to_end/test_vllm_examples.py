@@ -11,7 +11,8 @@ PROMPTS = ["Once upon a time", "The little fox"]
 
 @pytest.fixture(scope="module")
 def llm():
-    args = EngineArgs(model="demo", enforce_eager=True, trust_remote_code=False, max_model_len=128, max_num_seqs=4)
+    small = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    args = EngineArgs(model="demo", enforce_eager=True, trust_remote_code=False, **small)
     with LLM(**dataclasses.asdict(args)) as llm:
         yield llm
 
@@ -36,7 +37,7 @@ def test_chats_with_the_models_own_parameters(llm):
 def test_an_engine_that_a_script_steps_itself_while_another_lives(llm):
     """Nothing but steps is asked for, and programs for log probabilities and penalties are compiled meanwhile."""
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(description="steps an engine"))
-    args = parser.parse_args(["--max_model_len", "128", "--max-num-seqs", "4"])
+    args = parser.parse_args(["--max_model_len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "32"])
     waiting = [
         ("Once", SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)),
         ("The", SamplingParams(n=2, temperature=0.8, frequency_penalty=0.1)),
