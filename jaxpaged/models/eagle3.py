@@ -182,7 +182,7 @@ def param_specs(config: Eagle3Config, num_model_shards: int) -> Eagle3:
     device_sizes(config.dim_sizes(), num_model_shards)
     name = "model.layers.0"
     projection = lambda letter, part: linear(
-        f"{letter}HE", f"{letter}H E", f"{name}.self_attn.{part}_proj", config.qkv_bias
+        f"{letter}HZ", f"{letter}H Z", f"{name}.self_attn.{part}_proj", config.qkv_bias
     )
     return Eagle3(
         embed_tokens=Spec("VD", "V D", EMBEDDINGS) if config.has_embeddings else None,
