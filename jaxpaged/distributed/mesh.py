@@ -101,4 +101,4 @@ def check_processes(wanted: int, found: int, devices: str) -> None:
 
 
 def across_hosts(num_hosts: int, devices: str) -> str:
-    return f"{devices} are spread over {num_hosts} hosts, and the engine cannot run across hosts yet."
+    return f"{devices} are spread over {num_hosts} hosts, and an engine across hosts computes with all devices of each."

@@ -283,19 +283,21 @@ class Planner:
     def obstacles(self) -> list[str]:
         """Why the engine would not run on the target, were there memory enough."""
         target, split = self.target, self.blueprint.num_shards
-        if target.num_hosts == 1 or (target.platform == "gpu" and split <= max(target.host_sizes)):
+        on_one_host = target.platform == "gpu" and split <= max(target.host_sizes)
+        if target.num_hosts == 1 or on_one_host or split == target.num_devices:
             return []
         spread = across_hosts(target.num_hosts, f"the {target.num_devices} devices of {target.name}")
         return [f"{spread} Plan for the {max(target.host_sizes)} devices of {target.host_name}, or for fewer"]
 
     def advice(self, plan: Plan) -> list[str]:
         """What to change when it does not fit or run, or when devices are left over."""
-        lines = [f"{program.name} does not compile: {program.error}" for program in plan.programs if program.error]
-        lines += plan.obstacles
+        lines = [f"{each.name} does not compile: {each.error}" for each in plan.programs if each.error] + plan.obstacles
         if plan.num_blocks <= plan.blocks_per_request:
             lines += self._how_to_fit(plan)
         elif plan.missing_bytes:
             lines.append(self._how_to_shrink(plan))
+        if plan.num_hosts > 1 and plan.tensor_parallel_size == plan.num_devices:
+            lines.append(f"one engine across {plan.num_hosts} hosts: start it on each, --nnodes {plan.num_hosts}")
         replicas = plan.num_hosts * (plan.num_devices // plan.num_hosts // plan.tensor_parallel_size)
         if replicas > self.config.parallel.data_parallel_size and not lines:
             option = "" if plan.num_hosts > 1 else f": --data-parallel-size {replicas}"
@@ -395,5 +397,4 @@ def attention_layers(groups: Sequence[KVCacheGroup], num_shards: int) -> Iterato
 
 
 def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

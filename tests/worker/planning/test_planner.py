@@ -165,16 +165,16 @@ def replace_memory(device, memory):
 
 
 @pytest.mark.parametrize(("target", "host"), [("v6e:4x4", "v6e:2x4"), ("v5p:2x2x2", "v5p:2x2x1")])
-def test_an_engine_across_hosts_does_not_run_and_the_plan_says_so(folder, target, host):
+def test_an_engine_on_some_devices_of_several_hosts_does_not_run_and_the_plan_says_so(folder, target, host):
     plan = plan_of(phi4(folder), target)
     assert plan.num_hosts > 1 and not plan.fits
-    assert any("cannot run across hosts yet" in line and host in line for line in plan.advice)
+    assert any("computes with all devices of each" in line and host in line for line in plan.advice)
     assert plan_of(phi4(folder), host).fits
 
 
 def test_several_engines_share_the_devices_of_a_host(folder):
     plan = plan_of(phi4(folder), "h100:8", data_parallel_size=2)
-    assert plan.fits and plan.tensor_parallel_size == 4 and plan.options["data_parallel_size"] == 2
+    assert plan.fits and plan.tensor_parallel_size == 2 and plan.options["data_parallel_size"] == 2
     alone = plan_of(phi4(folder), "h100:8", tensor_parallel_size=2)
     assert "4 engines fit side by side" in alone.advice[0] and "--data-parallel-size 4" in alone.advice[0]
     with pytest.raises(ConfigError, match="takes 12 devices, but a host of h100:8 has 8"):
@@ -185,7 +185,12 @@ def test_gpus_of_two_hosts_have_an_engine_each(folder):
     plan = plan_of(phi4(folder), "h100:16")
     assert plan.fits and plan.tensor_parallel_size == 5 and "2 engines fit side by side" in plan.advice[0]
     across = plan_of(phi4(folder), "h100:16", tensor_parallel_size=10)
-    assert not across.fits and "cannot run across hosts yet" in across.advice[0]
+    assert not across.fits and "computes with all devices of each" in across.advice[0]
+
+
+def test_an_engine_on_all_devices_of_several_hosts_runs(folder):
+    plan = plan_of(phi4(folder), "h100:20", tensor_parallel_size=20)
+    assert plan.num_hosts == 3 and plan.fits and "--nnodes 3" in plan.advice[0]
 
 
 @pytest.fixture(scope="module")
