@@ -21,7 +21,7 @@ BACKEND = "tpu-interpret"
 CASE = Case("for mutants", ((300, 1), (20, 40), (37, 1), (5, 3)), group_size=3)
 SINKS = Case("for mutants", ((20, 20), (37, 1)), sinks=True)
 WINDOW = Case("for mutants", ((300, 1), (300, 20)), window=30)
-SHARED = Case("for mutants", ((150, 1), (140, 20), (100, 1)), window=110, shared=((1, 0, 8), (2, 0, 4)))
+SHARED = Case("for mutants", ((150, 1), (140, 20), (100, 1)), window=146, shared=((1, 0, 8), (2, 0, 4)))
 
 # what is wrong: (case, module, its text, what the mutant has in its place)
 MUTANTS = {
