@@ -7,23 +7,32 @@ from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 from tests.core.simulation import ForcedLengths
 from tests.end_to_end.test_decode_runs import answers_of
-from tests.end_to_end.test_speculation import MOST, check_random_traffic, core_of, started
+from tests.end_to_end.test_speculation import (
+    FOLLOWING,
+    MOST,
+    answers_beside_a_grammar,
+    check_random_traffic,
+    core_of,
+    started,
+)
 from tests.models.checkpoints import write_checkpoint
 from tests.models.draft_heads import EAGLE3, Decoder, Eagle3, Mimo, write_eagle3, write_mimo
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+@pytest.fixture(scope="module", params=["eagle3", "eagle3 on 4 devices", "mtp"])
 def headed(request, tmp_path_factory):
-    """(Options, an executor, the reference)."""
-    place = tmp_path_factory.mktemp("model")
+    """(Options, an executor, the reference). On several devices the head has embeddings of its own, and the files of
+    `speculators`."""
+    place, on_devices = tmp_path_factory.mktemp("model"), "devices" in request.param
     if request.param == "mtp":
         (config, executor), reference = started(write_mimo(place), 34, method="mtp"), Mimo()
     else:
-        folder, head = write_checkpoint("llama", place), write_eagle3(place / "head")
-        config, executor = started(folder, 34, method="eagle3", model=str(head))
-        reference = Eagle3(Decoder("llama"), EAGLE3)
+        folder = write_checkpoint("llama", place)
+        head = write_eagle3(place / "head", has_embeddings=on_devices, speculators=on_devices)
+        config, executor = started(folder, 34, 4 if on_devices else 1, method="eagle3", model=str(head))
+        reference = Eagle3(Decoder("llama"), EAGLE3, has_embeddings=on_devices)
     yield config, executor, reference
     executor.shutdown()
 
@@ -51,9 +60,10 @@ class Listener:
 
 
 def greedy_requests(num_requests, num_tokens):
-    """With beginnings in common, and one of a single token."""
+    """With beginnings in common, the first three alike as those of n = 3 are, and one of a single token."""
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=num_tokens, ignore_eos=True)
-    prompts = [[5], *([*range(3, 12 + i % 3), *range(40 + i, 44 + i)] for i in range(num_requests - 1))]
+    own = [max(i, 3) for i in range(1, num_requests)]
+    prompts = [*([*range(3, 12 + i % 3), *range(40 + i, 44 + i)] for i in own), [5]]
     return [EngineCoreRequest(f"r{i}", prompt, params, 0.0) for i, prompt in enumerate(prompts)]
 
 
@@ -64,8 +74,11 @@ def test_a_head_drafts_what_its_definition_says_whatever_came_before(headed):
     runner = core.executor.worker.runner
     listener = Listener(runner.drafter, core)
     runner.drafter, runner.admitting = listener, (listener, *runner.finishers)
-    for _ in range(2):
+    for level in (1, 2):
         answers_of(core, greedy_requests(10, 30))
+        core.sleep(level, mode="wait")
+        core.wake_up()
+    answers_of(core, greedy_requests(4, 12))
     assert core._scheduler.make_stats().num_preemptions, "the test preempts nobody"
     assert len(listener.heard) > 100
     for text, drafts in listener.heard[::7]:
@@ -74,4 +87,16 @@ def test_a_head_drafts_what_its_definition_says_whatever_came_before(headed):
 
 def test_random_traffic_gets_the_bits_of_single_steps(headed):
     config, executor, _ = headed
-    check_random_traffic((config, executor), seed=1, asynchronous=True, num_steps=5)
+    if config.compile.deterministic:
+        check_random_traffic((config, executor), seed=1, asynchronous=True, num_steps=5)
+
+
+def test_a_grammar_holds_for_drafts_beside_those_of_others(headed):
+    """With two steps in flight; on several devices nobody promises the same text."""
+    config, executor, _ = headed
+    lengths = ForcedLengths(lambda: MOST)
+    got, _ = answers_beside_a_grammar((config, executor), lengths)
+    assert lengths.num_drafts > 0
+    assert all(len(got[name][0]) == 21 and not any(token % 2 for token in got[name][0]) for name in FOLLOWING)
+    if config.compile.deterministic:
+        assert got == answers_beside_a_grammar((config, executor), None)[0]

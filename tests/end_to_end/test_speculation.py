@@ -29,9 +29,10 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def started(folder, num_blocks=50, **speculation):
+def started(folder, num_blocks=50, num_devices=1, **speculation):
     """(Options, an executor), whose programs are compiled when they are first needed."""
-    options = {**OPTIONS, "num_gpu_blocks_override": num_blocks}
+    options = {**OPTIONS, "num_gpu_blocks_override": num_blocks, "tensor_parallel_size": num_devices}
+    options["deterministic"] = num_devices == 1
     given = {"num_speculative_tokens": MOST, **speculation}
     options = EngineConfig.from_options(model=str(folder), speculative_config=given, **options)
     path, functions, decoder, config = resolve_model(options)
@@ -174,6 +175,9 @@ def test_a_stop_token_among_accepted_drafts_ends_the_text_there(engine):
     assert (got, reason, stop) == (tokens[: place + 1], "stop", tokens[place])
 
 
+FOLLOWING = ("r1", "r3")
+
+
 class EvenTokens:
     """What a grammar shows the engine: it allows tokens of even numbers, and needs a mask for each."""
 
@@ -193,35 +197,36 @@ class EvenTokens:
             bits_W[:] = 0x55555555
 
 
+def answers_beside_a_grammar(engine, lengths, true=None, wrong_at=None):
+    """(Answers, in whole and in parts) of requests of which two follow a grammar. `true`: what a prophet drafts."""
+    core = core_of(engine, lengths, async_scheduling=true is None)
+    if true is not None:
+        runner, prophet = core.executor.worker.runner, Prophet(core, true, wrong_at)
+        runner.drafter, runner.admitting = prophet, (prophet, *runner.finishers)
+    constrained, requests = core._scheduler.constrained, requests_of(21)
+    constrained._known_grammars = SimpleNamespace(num_words=VOCAB // 32 + 1)
+    for request in requests:
+        core.add_request(request)
+    for name in FOLLOWING:
+        request = core._scheduler.requests[name]
+        request.matcher = EvenTokens()
+        constrained._following.add(request)
+    answers = {request.request_id: [] for request in requests}
+    while core.has_work():
+        for output in core.step().outputs:
+            answers[output.request_id].append(output)
+    return {name: joined(outputs) for name, outputs in answers.items()}, answers
+
+
 @pytest.mark.parametrize("wrong_at", [None, 0, 1, MOST])
 def test_a_grammar_holds_for_drafts_beside_those_of_others(engine, wrong_at):
     """A draft that is wrong here is one that the grammar forbids."""
-
-    def answers_with(lengths, true=None):
-        core = core_of(engine, lengths, async_scheduling=true is None)
-        if true is not None:
-            runner, prophet = core.executor.worker.runner, Prophet(core, true, wrong_at)
-            runner.drafter, runner.admitting = prophet, (prophet, *runner.finishers)
-        constrained, requests = core._scheduler.constrained, requests_of(21)
-        constrained._known_grammars = SimpleNamespace(num_words=VOCAB // 32 + 1)
-        for request in requests:
-            core.add_request(request)
-        for name in ("r1", "r3"):
-            request = core._scheduler.requests[name]
-            request.matcher = EvenTokens()
-            constrained._following.add(request)
-        answers = {request.request_id: [] for request in requests}
-        while core.has_work():
-            for output in core.step().outputs:
-                answers[output.request_id].append(output)
-        return {name: joined(outputs) for name, outputs in answers.items()}, answers
-
     lengths = ForcedLengths(lambda: MOST)
-    expected, _ = answers_with(None)
+    expected, _ = answers_beside_a_grammar(engine, None)
     true = None if wrong_at is None else {name: tokens for name, (tokens, *_) in expected.items()}
-    got, outputs = answers_with(lengths, true)
+    got, outputs = answers_beside_a_grammar(engine, lengths, true, wrong_at)
     assert got == expected and lengths.num_drafts > 0
-    for name in ("r1", "r3"):
+    for name in FOLLOWING:
         assert all(token % 2 == 0 for token in got[name][0])
         if true is not None:
             given = [len(output.new_token_ids) for output in outputs[name] if output.new_token_ids]
@@ -269,6 +274,18 @@ def test_a_model_that_drafts_for_itself_is_always_right(own_drafts, engine, asyn
     assert stats.num_preemptions, "the test preempts nobody"
     assert lengths.num_drafts > 100 and lengths.num_accepted == lengths.num_drafts
     assert own_drafts[1].worker.stats()["recompiles"] == 0
+
+
+@pytest.mark.exhaustive
+def test_a_model_that_drafts_for_itself_on_four_devices_is_right(folder):
+    """But for rounding, which is another in steps of other sizes."""
+    engine = _, executor = started(folder, num_devices=4, method="draft_model", model=str(folder))
+    try:
+        lengths = any_length(MOST)
+        answers_of(core_of(engine, lengths), plain_requests(12, 40))
+        assert lengths.num_drafts > 100 and lengths.num_accepted >= 0.98 * lengths.num_drafts
+    finally:
+        executor.shutdown()
 
 
 @pytest.mark.exhaustive
