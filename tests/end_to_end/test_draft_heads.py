@@ -32,7 +32,8 @@ def headed(request, tmp_path_factory):
         folder = write_checkpoint("llama", place)
         head = write_eagle3(place / "head", has_embeddings=on_devices, speculators=on_devices)
         config, executor = started(folder, 34, 4 if on_devices else 1, method="eagle3", model=str(head))
-        reference = Eagle3(Decoder("llama"), EAGLE3, has_embeddings=on_devices)
+        # What `speculators` leaves out of config.json is that the layer adds to the normalised feature.
+        reference = Eagle3(Decoder("llama"), {**EAGLE3, "norm_before_residual": on_devices}, on_devices)
     yield config, executor, reference
     executor.shutdown()
 
