@@ -107,8 +107,10 @@ class FreeAsyncEngine(AsyncEngineControl):
         return None
 
     async def generate(
-        self, prompt: Any, params: Any, request_id: str, *, take: Any = None, group: Any = None, **others: Any
-    ):
+        self, prompt: Any, params: Any, request_id: str, *, take: Any = None, group: Any = None,
+        data_parallel_rank: int | None = None, **others: Any,
+    ):  # fmt: skip
+        """As `AsyncLLM.generate`; there is one core, whichever is asked for."""
         self.engine.add_request(request_id, prompt, params, **others)
         results = self._streams[request_id] = OutputStream(by_delta=True, take=take)
         if self._stepping is None or self._stepping.done():
