@@ -25,9 +25,9 @@ class ModelFacts:
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
     num_heads: int
     vocab_size: int
-    has_experts: bool = False
     task: str = "generate"  # what the checkpoint is made for; or "embed", "classify"
     pooler: Mapping[str, Any] = field(default_factory=dict)  # pooling options that come with it
+    has_experts: bool = False
 
 
 def settled[T](value: T | None) -> T:

@@ -41,8 +41,9 @@ def qwen3_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
 def experts_config(fields: HfFields, num_experts: int, per_token: int, width: int) -> ExpertsConfig:
     """What both call alike; the numbers are their defaults."""
     is_normalised = fields.flag("norm_topk_prob", False)
+    other_name = fields.count("num_local_experts", num_experts)  # that of newer versions of transformers
     return ExpertsConfig(
-        num_experts=fields.count("num_experts", num_experts),
+        num_experts=fields.count("num_experts", other_name),
         width=fields.count("moe_intermediate_size", width),
         router=RouterConfig(fields.count("num_experts_per_tok", per_token), is_normalised=is_normalised),
         layers=sparse_layers(fields),

@@ -46,7 +46,7 @@ class Follower:
         assert self.socket.poll(WAIT_MS), "nothing came"
         self.topic, number, payload = self.socket.recv_multipart()
         self.numbers.append(int.from_bytes(number, "big"))
-        self.take(payload)
+        return self.take(payload)
 
     def take(self, payload):
         batch = msgspec.msgpack.decode(payload, type=Batch)
