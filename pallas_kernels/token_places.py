@@ -22,6 +22,11 @@ def token_places(
     return row_T, (seq_lens_R - end_R)[row_T] + token_T, token_T < end_R[-1]
 
 
+def first_visible(position: jax.Array, window: int | None) -> jax.Array:
+    """The first position that a query at `position` sees."""
+    return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
+
+
 def pick(x_R: jax.Array, index: jax.Array) -> Any:
     """x_R[index], 0 where the index is out of range. Comparisons, because small gathers are slow on TPUs."""
     return jnp.sum(jnp.where(index[..., None] == jnp.arange(len(x_R)), x_R, 0), axis=-1, dtype=x_R.dtype)

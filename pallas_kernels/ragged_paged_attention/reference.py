@@ -34,6 +34,7 @@ from pallas_kernels.ragged_paged_attention.layout import SplitLayout
 from pallas_kernels.ragged_paged_attention.numerics import PLAIN, Numerics, Softmax, nothing, packed, unpacked
 from pallas_kernels.ragged_paged_attention.quantized import is_quantized, kind_of, quantize_new, slot_scales
 from pallas_kernels.ragged_paged_attention.work_lists import NOWHERE, Tile
+from pallas_kernels.token_places import first_visible
 
 LAYOUT = SplitLayout()
 make_plan = work_lists.make_plan
@@ -159,7 +160,7 @@ def _attend_tile(problem: Problem, tile: Tile, begun_QKG: Softmax | None) -> Sof
     q_QKGH = problem.q_TKGH.at[tile.token_Q].get(mode="clip")
     Q, K, G, H = q_QKGH.shape
     position_Q = problem.metadata.plan.position_T.at[tile.token_Q].get(mode="fill", fill_value=-1)
-    first_Q = jnp.maximum(work_lists.first_visible(position_Q, problem.window), tile.begin)
+    first_Q = jnp.maximum(first_visible(position_Q, problem.window), tile.begin)
     last_Q = jnp.minimum(position_Q, tile.end - 1)
     first, last = jnp.min(jnp.where(position_Q < 0, NOWHERE, first_Q)), jnp.max(last_Q)
     _, chunk_slots = work_lists.item_and_chunk_slots(problem.k_BKSH.shape[2])
@@ -239,7 +240,7 @@ def _attend_item_tile(
     item_slots = work_lists.whole_blocks(work_lists.ITEM_SLOTS, problem.k_BKSH.shape[2])
     position_IC = (plan.first_item_R[row_I] + nth_I)[:, None] * item_slots + jnp.arange(item_slots)
     visible_IC = (position_IC <= position_I[:, None]) & real_I[:, None]
-    visible_IC &= position_IC >= work_lists.first_visible(position_I, problem.window)[:, None]
+    visible_IC &= position_IC >= first_visible(position_I, problem.window)[:, None]
     k_IKCH, v_IKCH = _gather_slots(problem, row_I[:, None], position_IC, visible_IC)
     item_IKG = problem.numerics.attend_items(problem, problem.q_TKGH[token_I], k_IKCH, v_IKCH, visible_IC)
     if part_TKGP is None:

@@ -1,14 +1,13 @@
-"""Spans that rows share as lists of work: pairs of a span and a tile of the queries of all rows that hold it.
+"""Spans that rows share as lists of work: a run for each span and each tile of the queries of all rows that hold it.
 
 Queries are put in another order, in which the rows of each span are side by side (`sharing.py`), and cut into tiles. A
-kernel reads the span of a pair once for all queries of the tile that share it. This module knows neither heads nor
+kernel reads the span of a run once for all of its queries. This module knows neither heads nor
 kernels.
 
 Letters beside the package's: L spans, as many as rows; Y places of queries in that order, padded to whole tiles of Q; J
-tiles; Z pairs.
+tiles; Z runs.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention import sharing
 from pallas_kernels.shapes import ceil_div
-from pallas_kernels.token_places import pick, token_places
+from pallas_kernels.token_places import first_visible, pick, token_places
 
 
 class SharedQueries(NamedTuple):
@@ -28,14 +27,12 @@ class SharedQueries(NamedTuple):
     before_R1: jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Pairs of a tile and a span, tile by tile; those in use are the first ones.
+class Runs(NamedTuple):
+    """Runs of queries of one tile that read one piece of a context, tile by tile; those in use are the first ones.
 
-    tile_Z: the number of tiles where not in use. row_Z: a row whose block table leads to the span. first_query_Z,
-    end_query_Z: which queries of the tile share it. least_Z, last_Z: the least and the greatest of their positions.
-    begin_Z, end_Z: slots of the span that some of them may see.
+    tile_Z: the number of tiles where not in use. row_Z: a row whose block table leads to the piece. first_query_Z,
+    end_query_Z: which queries of the tile read it. least_Z, last_Z: the least and the greatest of their positions.
+    begin_Z, end_Z: slots of the piece that some of them may see.
     """
 
     used_Z: jax.Array
@@ -71,20 +68,18 @@ def place_of_rows(shared_6R: jax.Array, before_R1: jax.Array) -> jax.Array:
     return jnp.where(listed_R & (rows_R == index_R[:, None]), before_R1[:-1], 0).sum(axis=-1)
 
 
-def pairs_of(
-    shared_6R: jax.Array, queries: SharedQueries, query_tile: int, window: int | None, most_pairs: int
-) -> Pairs:
-    """Every tile of queries with every span that some of them share."""
+def runs_of(shared_6R: jax.Array, queries: SharedQueries, query_tile: int, window: int | None, most_runs: int) -> Runs:
+    """A run for every tile of queries and every span that some of them share."""
     Q, L, before_R1 = query_tile, shared_6R.shape[1], queries.before_R1
     position_JQ = queries.position_Y.reshape(-1, Q)
     J = len(position_JQ)
     first_L, last_L = (before_R1[shared_6R[line]] for line in (sharing.FIRST, sharing.LAST))
     tile_J1 = jnp.arange(J)[:, None]
     first_JL, end_JL = jnp.maximum(first_L - tile_J1 * Q, 0), jnp.minimum(last_L - tile_J1 * Q, Q)
-    pairs_up_to = jnp.cumsum((first_JL < end_JL).reshape(-1))
-    z_Z = jnp.arange(most_pairs)
-    pair_Z = jnp.minimum(jnp.sum(pairs_up_to <= z_Z[:, None], axis=-1), J * L - 1)
-    used_Z, tile_Z, span_Z = z_Z < pairs_up_to[-1], pair_Z // L, pair_Z % L
+    runs_up_to = jnp.cumsum((first_JL < end_JL).reshape(-1))
+    z_Z = jnp.arange(most_runs)
+    pair_Z = jnp.minimum(jnp.sum(runs_up_to <= z_Z[:, None], axis=-1), J * L - 1)
+    used_Z, tile_Z, span_Z = z_Z < runs_up_to[-1], pair_Z // L, pair_Z % L
 
     first_Z, end_Z = first_JL.reshape(-1)[pair_Z], end_JL.reshape(-1)[pair_Z]
     query_Q = jnp.arange(Q)
@@ -92,7 +87,7 @@ def pairs_of(
     least_Z = jnp.where(mine_ZQ, position_JQ[tile_Z], 2**30).min(axis=-1)
     last_Z = jnp.where(mine_ZQ, position_JQ[tile_Z], -1).max(axis=-1)
     begin_Z, row_L = pick(shared_6R[sharing.BEGIN], span_Z), pick(shared_6R[sharing.ROWS], shared_6R[sharing.FIRST])
-    return Pairs(
+    return Runs(
         used_Z=used_Z,
         tile_Z=jnp.where(used_Z, tile_Z, J),
         row_Z=pick(row_L, span_Z),
@@ -100,6 +95,6 @@ def pairs_of(
         end_query_Z=end_Z,
         least_Z=least_Z,
         last_Z=last_Z,
-        begin_Z=begin_Z if window is None else jnp.maximum(begin_Z, least_Z - window + 1),
+        begin_Z=jnp.maximum(begin_Z, first_visible(least_Z, window)),
         end_Z=jnp.minimum(pick(shared_6R[sharing.END], span_Z), last_Z + 1),
     )

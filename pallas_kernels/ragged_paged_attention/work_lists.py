@@ -20,7 +20,7 @@ from jax import lax
 from pallas_kernels.ragged_paged_attention import sharing
 from pallas_kernels.ragged_paged_attention.sharing import SharedWork
 from pallas_kernels.shapes import ceil_div
-from pallas_kernels.token_places import NOWHERE, token_places
+from pallas_kernels.token_places import NOWHERE, first_visible, token_places
 
 ITEM_SLOTS = 64
 TILE_QUERIES = 128
@@ -187,8 +187,3 @@ def item_and_chunk_slots(block_size: int) -> tuple[int, int]:
 def whole_blocks(slots: int, block_size: int) -> int:
     """The multiple of `block_size` that is nearest to `slots` from below, but at least one block."""
     return max(1, slots // block_size) * block_size
-
-
-def first_visible(position: jax.Array, window: int | None) -> jax.Array:
-    """The first position that a query at `position` sees."""
-    return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)

@@ -47,7 +47,7 @@ from pallas_kernels.ragged_paged_attention.gpu.statics import LayerRule
 from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, choose_tiles, device_kind
 from pallas_kernels.ragged_paged_attention.layout import SplitLayout
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, is_quantized, kind_of, quantize_new
-from pallas_kernels.ragged_paged_attention.shared_tiles import pairs_of, shared_queries
+from pallas_kernels.ragged_paged_attention.shared_tiles import runs_of, shared_queries
 from pallas_kernels.ragged_paged_attention.sharing import SharedWork
 from pallas_kernels.token_places import token_places
 
@@ -211,10 +211,10 @@ class GpuBackend:
         tiles = self.choose("prefill", N // K, H, kv[0].dtype, kind)
         sizes = tiles.sizes(N // K, K, kind)
         queries = shared_queries(shared_6R, metadata.query_start_loc_R1, metadata.seq_lens_R, T, sizes.queries)
-        most_pairs = cost.most_tiles * max(1, cost.tile // sizes.queries)  # there are as many more of smaller tiles
-        pairs = pairs_of(shared_6R, queries, sizes.queries, rule.window, most_pairs)
+        most_runs = cost.most_tiles * max(1, cost.tile // sizes.queries)  # there are as many more of smaller tiles
+        runs = runs_of(shared_6R, queries, sizes.queries, rule.window, most_runs)
         num_tiles = len(queries.token_Y) // sizes.queries
-        items = make_span_items(pairs, queries.before_R1[-1], num_tiles, sizes)
+        items = make_span_items(runs, queries.before_R1[-1], num_tiles, sizes)
         layer = (metadata, sinks_N, q_TNH, kv, scales)
         return binding_of(self.is_pallas).attend_spans(rule, tiles, sizes, items, queries, *layer, self.interpret)
 

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ragged_paged_attention.shared_tiles import Pairs
+from pallas_kernels.ragged_paged_attention.shared_tiles import Runs
 from pallas_kernels.shapes import ceil_div
+from pallas_kernels.token_places import first_visible
 
 # Columns of `Items.items_I` and of `Items.tiles_E`.
 ROW, TOKEN, NUM_QUERIES, POSITION, LAST, BEGIN, END, PART, NUM_PARTS, FIRST_QUERY, BEGUN = range(11)
@@ -129,10 +130,11 @@ def make_items(
     return Items(items_I, tiles_E)
 
 
-def make_span_items(pairs: Pairs, num_queries: jax.Array, num_tiles: int, sizes: Sizes) -> Items:
-    """The items of pairs of a tile and a span, as many tiles as `num_queries` queries fill at `sizes.queries` each."""
-    first_Z = lax.div(pairs.begin_Z, jnp.int32(sizes.slots))
-    units_Z = jnp.where(pairs.used_Z, jnp.maximum(ceil_div(pairs.end_Z, sizes.slots) - first_Z, 1), 0)
+def make_span_items(runs: Runs, num_queries: jax.Array, num_tiles: int, sizes: Sizes) -> Items:
+    """The items of runs of queries that share a span, in as many tiles as `num_queries` queries fill, `sizes.queries`
+    each."""
+    first_Z = lax.div(runs.begin_Z, jnp.int32(sizes.slots))
+    units_Z = jnp.where(runs.used_Z, jnp.maximum(ceil_div(runs.end_Z, sizes.slots) - first_Z, 1), 0)
     units_per_part = jnp.maximum(ceil_div(jnp.sum(units_Z), sizes.programs), sizes.min_slots // sizes.slots)
     parts_Z = ceil_div(units_Z, units_per_part)
     end_Z = jnp.cumsum(parts_Z)
@@ -140,13 +142,13 @@ def make_span_items(pairs: Pairs, num_queries: jax.Array, num_tiles: int, sizes:
     z_I = jnp.minimum(jnp.sum(end_Z <= index_I[:, None], axis=-1), len(parts_Z) - 1)
     begin_I = (first_Z[z_I] + (index_I - end_Z[z_I] + parts_Z[z_I]) * units_per_part) * sizes.slots
     items_I = _columns({
-        ROW: pairs.row_Z[z_I], TOKEN: pairs.tile_Z[z_I] * sizes.queries, FIRST_QUERY: pairs.first_query_Z[z_I],
-        NUM_QUERIES: jnp.where(index_I < end_Z[-1], pairs.end_query_Z[z_I], 0), POSITION: pairs.least_Z[z_I],
-        LAST: pairs.last_Z[z_I], BEGIN: begin_I, PART: index_I,
-        END: jnp.minimum(begin_I + units_per_part * sizes.slots, pairs.end_Z[z_I]),
+        ROW: runs.row_Z[z_I], TOKEN: runs.tile_Z[z_I] * sizes.queries, FIRST_QUERY: runs.first_query_Z[z_I],
+        NUM_QUERIES: jnp.where(index_I < end_Z[-1], runs.end_query_Z[z_I], 0), POSITION: runs.least_Z[z_I],
+        LAST: runs.last_Z[z_I], BEGIN: begin_I, PART: index_I,
+        END: jnp.minimum(begin_I + units_per_part * sizes.slots, runs.end_Z[z_I]),
     })  # fmt: skip
     index_E = jnp.arange(num_tiles, dtype=jnp.int32)
-    parts_E = jnp.sum(jnp.where(pairs.tile_Z == index_E[:, None], parts_Z, 0), axis=-1)
+    parts_E = jnp.sum(jnp.where(runs.tile_Z == index_E[:, None], parts_Z, 0), axis=-1)
     queries_E = jnp.minimum(num_queries - index_E * sizes.queries, sizes.queries)
     tiles_E = _columns({
         TOKEN: index_E * sizes.queries, NUM_QUERIES: jnp.where(parts_E > 0, queries_E, 0),
@@ -159,11 +161,6 @@ def _columns(facts: dict[int, jax.Array]) -> jax.Array:
     """Facts by the numbers of their columns, side by side; others are 0."""
     zeros = jnp.zeros_like(facts[TOKEN])
     return jnp.stack([facts.get(column, zeros) for column in range(NUM_COLUMNS)], axis=-1)
-
-
-def first_visible(position: jax.Array, window: int | None) -> jax.Array:
-    """The first position that a query at `position` sees."""
-    return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
 
 
 def _units(seq_lens_R: jax.Array, sizes: Sizes, window: int | None) -> jax.Array:

@@ -22,6 +22,7 @@ from pallas_kernels.ragged_paged_attention.gpu.pieces import load_pieces, store_
 from pallas_kernels.ragged_paged_attention.gpu.statics import pieces
 from pallas_kernels.ragged_paged_attention.quantized import is_quantized
 from pallas_kernels.shapes import ceil_div
+from pallas_kernels.token_places import first_visible
 
 LOWEST = -1e30  # below any score, yet finite, so that the difference of two is not NaN
 LOG2_E = math.log2(math.e)
@@ -195,9 +196,9 @@ def _attend(layer: Layer, fact: Any, tile: Tile, q_XP: list, cache: Cache) -> tu
     begin, end = lax.div(fact(at.BEGIN), jnp.int32(layer.slots)), ceil_div(fact(at.END), layer.slots)
     end = jnp.maximum(begin, end)
     # Between these two iterations every query of the tile sees every slot.
-    full_begin = jnp.clip(ceil_div(at.first_visible(last, layer.window), layer.slots), begin, end)
+    full_begin = jnp.clip(ceil_div(first_visible(last, layer.window), layer.slots), begin, end)
     full_end = jnp.clip(lax.div(first + 1, jnp.int32(layer.slots)), full_begin, end)
-    lowest, row = at.first_visible(first, layer.window), fact(at.ROW)
+    lowest, row = first_visible(first, layer.window), fact(at.ROW)
 
     def place(iteration):
         """(positions [C], whether any query sees them [C], the block of each [C]) of an iteration."""

@@ -14,19 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention import sharing
+from pallas_kernels.ragged_paged_attention.shared_tiles import Runs
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, sublane_tile
 from pallas_kernels.ragged_paged_attention.tpu.segments import (
     CHUNK_SLOTS,
     DECODE_ITEM_SLOTS,
-    Runs,
     Segments,
-    first_visible,
     item_slots_of,
     segments_of,
 )
 from pallas_kernels.ragged_paged_attention.tpu.spans import Spans, make_spans, query_tile_of
 from pallas_kernels.shapes import ceil_div
-from pallas_kernels.token_places import pick
+from pallas_kernels.token_places import first_visible, pick
 
 DECODE_ROWS = 32
 """Requests in one grid block of the decode kernel: their queries and outputs are in VMEM together."""
@@ -213,7 +212,7 @@ def _own_segments(
     if batch.own_R is not None:
         own_Z = pick(batch.own_R, row_Z)
         begin_Z, begun_Z = jnp.maximum(begin_Z, own_Z), own_Z > 0
-    runs = Runs(used_Z, row_Z, first_query_Z, end_query_Z, least_Z, last_Z, begin_Z, last_Z + 1, block_Z)
+    runs = Runs(used_Z, block_Z, row_Z, first_query_Z, end_query_Z, least_Z, last_Z, begin_Z, last_Z + 1)
     return segments_of(runs, num_blocks, item_slots, begun_Z)
 
 

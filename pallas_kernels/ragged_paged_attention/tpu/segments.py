@@ -14,6 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ragged_paged_attention.shared_tiles import Runs
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES
 from pallas_kernels.token_places import pick
 
@@ -48,41 +49,21 @@ class Segments:
     begun_J: jax.Array | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Runs:
-    """What segments are made of, sorted by grid block; `used_Z` says which exist, the first ones."""
-
-    used_Z: jax.Array
-    row_Z: jax.Array
-    first_query_Z: jax.Array
-    end_query_Z: jax.Array
-    least_Z: jax.Array
-    last_Z: jax.Array
-    begin_Z: jax.Array
-    end_Z: jax.Array
-    block_Z: jax.Array
-
-
 def segments_of(runs: Runs, num_blocks: int, item_slots: int, begun_Z: jax.Array | None = None) -> Segments:
-    """Count the items of runs; one that sees nothing has an item all the same."""
+    """Count the items of runs, whose tiles are grid blocks; one that sees nothing has an item all the same."""
     first_Z = runs.begin_Z // item_slots
     num_Z = jnp.where(runs.used_Z, jnp.maximum((runs.end_Z - 1) // item_slots - first_Z + 1, 1), 0)
     item_end_Z = jnp.cumsum(num_Z)
-    in_block_JZ = runs.block_Z <= jnp.arange(num_blocks)[:, None]
+    in_block_JZ = runs.tile_Z <= jnp.arange(num_blocks)[:, None]
     item_end_J = jnp.sum(jnp.where(in_block_JZ, num_Z, 0), axis=1)
     arrays = (
         runs.row_Z, runs.first_query_Z, runs.end_query_Z, runs.least_Z, runs.last_Z, runs.begin_Z, runs.end_Z,
-        first_Z - item_end_Z + num_Z, item_end_Z, pick(item_end_J, runs.block_Z), item_end_J,
+        first_Z - item_end_Z + num_Z, item_end_Z, pick(item_end_J, runs.tile_Z), item_end_J,
     )  # fmt: skip
     if begun_Z is not None:
-        here_JZ = (runs.block_Z == jnp.arange(num_blocks)[:, None]) & runs.used_Z
+        here_JZ = (runs.tile_Z == jnp.arange(num_blocks)[:, None]) & runs.used_Z
         arrays += begun_Z, jnp.max(jnp.where(here_JZ, begun_Z, 0), axis=1, initial=0)
     return Segments(*(x.astype(jnp.int32) for x in arrays))
-
-
-def first_visible(position: jax.Array, window: int | None) -> jax.Array:
-    """The first position that a query at `position` sees."""
-    return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
 
 
 def item_slots_of(block_size: int, at_least: int) -> int:

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention import sharing
-from pallas_kernels.ragged_paged_attention.shared_tiles import pairs_of, place_of_rows, shared_queries
+from pallas_kernels.ragged_paged_attention.shared_tiles import place_of_rows, runs_of, shared_queries
 from pallas_kernels.ragged_paged_attention.sharing import SharedWork, room_for_tiles
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES
 from pallas_kernels.ragged_paged_attention.tpu.segments import (
     CHUNK_SLOTS,
-    Runs,
     Segments,
     item_slots_of,
     segments_of,
@@ -82,8 +81,7 @@ def make_spans(
     row_T, _, real_T = token_places(*settings)
     first_place_R = place_of_rows(shared_6R, queries.before_R1)
     place_T = pick(first_place_R - query_start_loc_R1[:-1], row_T) + jnp.arange(num_tokens)
-    pairs = pairs_of(shared_6R, queries, Q, window, room_for_tiles(num_tokens, Q))
-    runs = Runs(**{"block_Z" if name == "tile_Z" else name: x_Z for name, x_Z in vars(pairs).items()})
+    runs = runs_of(shared_6R, queries, Q, window, room_for_tiles(num_tokens, Q))
     num_places = len(queries.token_Y)
     return Spans(
         segments=segments_of(runs, num_places // Q, item_slots_of(block_size, CHUNK_SLOTS)),
