@@ -4,13 +4,14 @@ Used beside `decoder_specs.py` by every architecture that has experts.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.experts import Experts
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import Mlp
 from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, short
-from jaxpaged.models.decoder_specs import linear
+from jaxpaged.models.decoder_specs import linear, mlp_with_bias
 from jaxpaged.params.spec import Spec
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -40,6 +41,13 @@ def expert_specs(
         shared=shared_mlp(f"{name}.{shared}") if shared else None,
         shared_gate=Spec("D", "1 D", f"{name}.{shared_gate}.weight", dtype="float32") if shared_gate else None,
     )
+
+
+def feed_forward_specs(config: DecoderConfig, name: str, layer: int, **block: Any) -> Mlp | Experts:
+    """Specs of the feed-forward block of a layer: of experts, of which `block` says more, where the layer has them."""
+    if layer not in config.sparse_layers:
+        return mlp_with_bias(config, f"{name}.mlp")
+    return expert_specs(config, f"{name}.mlp", **block)
 
 
 def shared_mlp(name: str) -> Mlp:

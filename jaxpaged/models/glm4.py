@@ -13,8 +13,8 @@ from jaxpaged.layers.mlp import Mlp
 from jaxpaged.models import gemma2, llama
 from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields
 from jaxpaged.models.decoder import Decoder
-from jaxpaged.models.decoder_specs import decoder_specs, fused_mlp, mlp_with_bias
-from jaxpaged.models.expert_specs import check_experts, expert_specs
+from jaxpaged.models.decoder_specs import decoder_specs, fused_mlp
+from jaxpaged.models.expert_specs import check_experts, feed_forward_specs
 
 DEFAULTS = {"partial_rotary_factor": 0.5}
 """Fields that config.json may leave out."""
@@ -74,11 +74,8 @@ def moe_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
 
 
 def moe_feed_forward(config: DecoderConfig, name: str, layer: int) -> Mlp | Experts:
-    if layer not in config.sparse_layers:
-        return mlp_with_bias(config, f"{name}.mlp")
-    assert config.experts is not None
-    shared = "shared_experts" if config.experts.shared_width else None
-    return expert_specs(config, f"{name}.mlp", shared=shared, has_correction=True)
+    shared = "shared_experts" if config.experts and config.experts.shared_width else None
+    return feed_forward_specs(config, name, layer, shared=shared, has_correction=True)
 
 
 def moe_specs(config: DecoderConfig, num_model_shards: int) -> Decoder:

@@ -7,25 +7,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxpaged.layers.experts import Experts, RouterConfig
-from jaxpaged.layers.mlp import Mlp
+from jaxpaged.layers.experts import RouterConfig
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields
-from jaxpaged.models.decoder_specs import decoder_specs, mlp_with_bias
-from jaxpaged.models.expert_specs import check_experts, expert_specs, no_windows, sparse_layers
+from jaxpaged.models.decoder_specs import decoder_specs
+from jaxpaged.models.expert_specs import check_experts, feed_forward_specs, no_windows, sparse_layers
 
 
 def qwen2_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Qwen2-MoE's config.json."""
     fields = HfFields(hf)
-    experts = replace(experts_config(fields, 60, 4, 1408), shared_width=width_of_shared(fields))
+    shared_width = fields.count("shared_expert_intermediate_size", 5632)
+    experts = replace(experts_config(fields, 60, 4, 1408), shared_width=shared_width)
     return llama.pre_norm_config(
         fields, no_windows(fields), qkv_bias=fields.flag("qkv_bias", True), experts=check_experts(experts)
     )
-
-
-def width_of_shared(fields: HfFields) -> int:
-    return fields.count("shared_expert_intermediate_size", 5632)
 
 
 def qwen3_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
@@ -50,13 +46,7 @@ def experts_config(fields: HfFields, num_experts: int, per_token: int, width: in
     )
 
 
-def feed_forward(config: DecoderConfig, name: str, layer: int, **shared: str) -> Mlp | Experts:
-    if layer not in config.sparse_layers:
-        return mlp_with_bias(config, f"{name}.mlp")
-    return expert_specs(config, f"{name}.mlp", **shared)
-
-
-with_shared = partial(feed_forward, shared="shared_expert", shared_gate="shared_expert_gate")
+with_shared = partial(feed_forward_specs, shared="shared_expert", shared_gate="shared_expert_gate")
 
 QWEN2_MOE = replace(
     llama.LLAMA,
@@ -68,5 +58,5 @@ QWEN3_MOE = replace(
     llama.LLAMA,
     architectures=("Qwen3MoeForCausalLM",),
     config_from_hf=qwen3_config_from_hf,
-    param_specs=partial(decoder_specs, qk_norm=True, feed_forward=feed_forward),
+    param_specs=partial(decoder_specs, qk_norm=True, feed_forward=feed_forward_specs),
 )
