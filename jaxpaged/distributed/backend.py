@@ -5,13 +5,13 @@ use is settled here, before the first device is asked for. Who set the share in 
 """
 
 import contextlib
-import importlib.util
 import logging
 import os
 
 import jax
 
 from jaxpaged.errors import ConfigError
+from jaxpaged.installed import is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,6 @@ def why_not(platforms: str, error: Exception) -> str:
         f"{beginning}Install what it needs: pip install 'jaxpaged[{extra}]'; and there must be {hardware}. "
         "Or unset JAX_PLATFORMS to run on what is here."
     )
-
-
-def is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ModuleNotFoundError, ValueError):  # its package is missing; or it was put aside by a test
-        return False
 
 
 def has_started() -> bool:

@@ -10,7 +10,6 @@ compiled is the same for all. How that is done depends on the platform:
 No device is touched here, and jax is not imported.
 """
 
-import importlib.util
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxpaged.errors import ConfigError
+from jaxpaged.installed import is_installed
 
 GPU_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
@@ -50,24 +50,17 @@ def this_host(root: Path = Path("/"), environment: Mapping[str, str] = os.enviro
     """Found without starting jax: by what the drivers show below `root`, and the plugins that are installed."""
     wanted = environment.get("JAX_PLATFORMS", "").split(",")[0]
     processors = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if wanted in ("", "cuda", "gpu") and any(map(has_module, GPU_PLUGINS)):
+    if wanted in ("", "cuda", "gpu") and any(map(is_installed, GPU_PLUGINS)):
         given = environment.get("CUDA_VISIBLE_DEVICES")
         present = [str(number) for number, _ in enumerate(names_in(root / "proc/driver/nvidia/gpus", r".+"))]
         if gpus := present if given is None else [name.strip() for name in given.split(",") if name.strip()]:
             return Host("gpu", gpus, processors)
-    if wanted in ("", "tpu") and has_module("libtpu"):
+    if wanted in ("", "tpu") and is_installed("libtpu"):
         present = names_in(root / "dev", r"accel\d+") or names_in(root / "dev/vfio", r"\d+")
         chips = environment.get("TPU_VISIBLE_CHIPS", ",".join(map(str, range(len(present)))))
         if names := [name for name in chips.split(",") if name]:
             return Host("tpu", names, processors)
     return Host("cpu", (), processors)
-
-
-def has_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its package is missing
-        return False
 
 
 def names_in(folder: Path, pattern: str) -> list[str]:

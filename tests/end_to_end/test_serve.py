@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpaged.engine.observability.trace_export import is_installed
+from jaxpaged.installed import is_installed
 from tests.end_to_end.conftest import SERVE
 
 openai = pytest.importorskip("openai", reason="comes with the extra test")

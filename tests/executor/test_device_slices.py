@@ -49,7 +49,7 @@ def test_what_cannot_be_divided_is_refused_with_the_numbers(cores, each, host, s
 
 def test_a_host_is_known_by_its_drivers_plugins_and_environment(tmp_path, monkeypatch):
     installed = set()
-    monkeypatch.setattr(device_slices, "has_module", installed.__contains__)
+    monkeypatch.setattr(device_slices, "is_installed", installed.__contains__)
     gpus = tmp_path / "proc" / "driver" / "nvidia" / "gpus"
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (gpus / name).mkdir(parents=True)

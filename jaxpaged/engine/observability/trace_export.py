@@ -9,12 +9,12 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
 from jaxpaged import __version__
 from jaxpaged.errors import ConfigError
+from jaxpaged.installed import is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +59,6 @@ def check_endpoint(endpoint: str) -> str:
             "pip install 'jaxpaged[otel]'"
         )
     return protocol
-
-
-def is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package around it
-        return False
 
 
 class TraceExport:

@@ -16,9 +16,9 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-from jaxpaged.distributed.backend import is_installed
 from jaxpaged.distributed.mesh import Coordinates, check_mesh_size, make_mesh, sizes_of, torus_sizes
 from jaxpaged.errors import ConfigError, did_you_mean
+from jaxpaged.installed import is_installed
 from jaxpaged.params.sharding import MODEL_AXIS
 from jaxpaged.plan import DeviceFacts
 

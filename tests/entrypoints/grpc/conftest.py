@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxpaged.engine.observability.trace_export import is_installed
+from jaxpaged.installed import is_installed
 
 NEEDED = ("starlette", "grpc", "grpc_health", "grpc_reflection")
 collect_ignore_glob = ["test_*.py"] if any(importlib.util.find_spec(name) is None for name in NEEDED) else []
