@@ -65,7 +65,7 @@ def asks_for_llguidance(value: Any) -> bool:
     )
 
 
-ONE_PROCESS = "one process computes, over all devices that tensor_parallel_size counts"
+OWN_WORKERS = "workers are the engine's own: see tensor_parallel_size, distributed_executor_backend and nnodes"
 NO_MEDIA = "models take text only"
 NO_CODE = "code from a model's repository is never run"
 NO_LORA = "there are no LoRA adapters"
@@ -119,10 +119,10 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
     absent("enable_eplb", False, why="there are no models with experts"),
     absent("prefill_context_parallel_size", 1, why="contexts are not split over devices"),
     absent("decode_context_parallel_size", 1, why="contexts are not split over devices"),
-    absent("worker_cls", "auto", why=ONE_PROCESS),
-    absent("worker_extension_cls", "", why=ONE_PROCESS),
-    absent("max_parallel_loading_workers", None, why=ONE_PROCESS),
-    absent("ray_workers_use_nsight", False, why=ONE_PROCESS),
+    absent("worker_cls", "auto", why=OWN_WORKERS),
+    absent("worker_extension_cls", "", why=OWN_WORKERS),
+    absent("max_parallel_loading_workers", None, why=OWN_WORKERS),
+    absent("ray_workers_use_nsight", False, why=OWN_WORKERS),
     pointless("disable_custom_all_reduce", False, bool),  # a reduction is always the compiler's own
     # ---- memory and scheduling
     absent("cpu_offload_gb", 0, why=NO_OFFLOAD),

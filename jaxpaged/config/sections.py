@@ -89,6 +89,7 @@ class CacheConfig:
 
 
 LEAST_SECRET = 16
+"""Letters of the secret that hosts share, at least."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,6 @@ class ParallelConfig:
     node_rank: int = option(0, "which of these hosts this one is; that of rank 0 serves", minimum=0)
     master_addr: str = option("127.0.0.1", "address of the host of rank 0, where the others find it")
     master_port: int = option(29501, "the first of three ports of it that they use", minimum=1, maximum=65533)
-
     group_secret_file: str | None = option(
         None, f"file with {LEAST_SECRET} letters or more, the same on every host, by which hosts know each other"
     )  # fmt: skip

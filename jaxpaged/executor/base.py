@@ -1,7 +1,7 @@
 """The protocol between the engine core and whatever computes a step.
 
-Two things implement it: `UniProcExecutor`, and the fakes of the tests. The engine core sees nothing
-else of devices: it imports no jax.
+Three things implement it: `UniProcExecutor`, `MultiProcExecutor`, and the fakes of the tests. The engine core sees
+nothing else of devices: it imports no jax.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -207,7 +207,7 @@ class Group:
         self.check()
         frames = self._encoder.encode(command)
         for rank in self.ranks:
-            self._send_frames(rank, frames)
+            self._end.send(rank, frames)
 
     def ask(self, method: str, arguments: Iterable[Any], own: Callable[[], None]) -> None:
         """Call a method of every worker; `own` is that of this process. Raises what one of them raised."""
@@ -270,10 +270,7 @@ class Group:
                 self._last_resort()
 
     def _send(self, rank: int, command: Command) -> None:
-        self._send_frames(rank, self._encoder.encode(command))
-
-    def _send_frames(self, rank: int, frames: list[Any]) -> None:
-        self._end.send(rank, frames)
+        self._end.send(rank, self._encoder.encode(command))
 
     def _wait(self, ready: Callable[[], bool], seconds: float | None = None) -> None:
         """Until `ready()`, or for so long. Raises what ended the group meanwhile."""

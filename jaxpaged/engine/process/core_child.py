@@ -1,22 +1,20 @@
 """One process of an engine core as seen by the process that starts it: start, reports, stacks, end.
 
-The program is started anew, not forked, and not through `multiprocessing`: what it is to do is plain data, the caller's
-main module is not run again, and no library's threads or locks are inherited. This module does not know when a
-process should be replaced.
+This module does not know when a process should be replaced.
 """
 
 import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import msgspec
 
-from jaxpaged.engine.process import wire
-from jaxpaged.engine.process.core_process import LAST_STEP_SECONDS, LENGTH, STACKS
+from jaxpaged.engine.process import program, wire
+from jaxpaged.engine.process.core_process import LAST_STEP_SECONDS, STACKS
+from jaxpaged.engine.process.program import LENGTH
 from jaxpaged.errors import EngineDeadError
 from jaxpaged.executor.device_slices import ALL_DEVICES, DeviceSlice
 
@@ -37,17 +35,9 @@ class CoreChild:
         self.reports, reports_end = os.pipe()
         self._unread = b""
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(reports_end)],
-                stdin=subprocess.PIPE,
-                stdout=2,  # standard output belongs to the front end
-                pass_fds=[reports_end],
-                process_group=0,  # a terminal's Ctrl-C is for the front end, which has requests to finish
-                env={
-                    **os.environ, **devices.environment,
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                },
-            )  # fmt: skip
+            self._process = program.started(
+                PROGRAM, str(reports_end), pass_fds=[reports_end], environment=devices.environment
+            )
         except BaseException:
             os.close(self.reports)
             raise
@@ -57,12 +47,10 @@ class CoreChild:
         if devices.processors is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(self.pid, devices.processors)  # before it is told what to do, and has threads
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, and the reports will say so
+            program.tell(self._process, start)
         assert self._process.stdin is not None, "it was asked for"
         self._stdin = self._process.stdin
-        data = msgspec.msgpack.encode(start)
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, and the reports will say so
-            self._stdin.write(LENGTH.pack(len(data)) + data)
-            self._stdin.flush()
 
     def read(self) -> list[wire.Status] | None:
         """Reports that have come, once `reports` is readable; None when there will be no more."""
@@ -112,10 +100,7 @@ class CoreChild:
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         os.close(self.reports)
-        if status >= 0:
-            return f"ended with exit status {status}"
-        hint = ", as the system does when memory runs out" if -status == signal.SIGKILL else ""
-        return f"was ended by signal {-status} ({signal.Signals(-status).name}{hint})"
+        return program.end_in_words(status)
 
     def _wait_for_killed(self) -> int:
         try:

@@ -13,14 +13,11 @@ import logging
 import os
 import shutil
 import signal
-import struct
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
-
-import msgspec
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core import EngineCore
@@ -28,6 +25,7 @@ from jaxpaged.engine.observability.log_setup import set_up_logging
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_server import CoreServer
 from jaxpaged.engine.process.heartbeat import Heartbeat
+from jaxpaged.engine.process.program import framed, read_start, wait_for_end_of_input
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.messages import Progress
 
@@ -38,9 +36,6 @@ Factory = Callable[[EngineConfig, Callable[[wire.CoreFacts], None], Progress], E
 
 SOCKET, HEARTBEAT, STACKS = "core.sock", "heartbeat", "stacks.txt"
 """Files in the directory that a core shares with its front ends."""
-
-LENGTH = struct.Struct("<I")
-"""Comes before every message in a pipe: its length in bytes."""
 
 LAST_STEP_SECONDS = 5.0
 """How long the step under way may still take when the process is to end."""
@@ -55,9 +50,8 @@ class StatusPipe:
         self._lock = threading.Lock()
 
     def write(self, status: wire.Status) -> None:
-        data = msgspec.msgpack.encode(status)
         with self._lock, contextlib.suppress(BrokenPipeError):
-            os.write(self._descriptor, LENGTH.pack(len(data)) + data)
+            os.write(self._descriptor, framed(status))
 
 
 class Lifeline:
@@ -80,8 +74,7 @@ class Lifeline:
         os._exit(status)
 
     def _watch(self) -> None:
-        while os.read(0, 4096):
-            pass
+        wait_for_end_of_input()
         shutil.rmtree(self._directory, ignore_errors=True)
         if self._server is not None:
             self._server.stop()
@@ -91,12 +84,8 @@ class Lifeline:
 
 def main() -> NoReturn:
     """Serve what standard input says; reports go to the file descriptor that is the first argument."""
-    # Who started this process decides when it ends: it may have requests to finish when a terminal or a service
-    # manager tells all processes to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     status = StatusPipe(int(sys.argv[1]))
-    start = read_start(0)
+    start = read_start(wire.Start)
     directory = Path(start.directory)
     set_up_logging(start.log_level, start.log_format, start.name)
     with open(directory / STACKS, "wb") as stacks:
@@ -117,24 +106,6 @@ def failure(error: BaseException) -> wire.Failed:
         return wire.Failed(type(error).__name__, str(error))
     logger.error("the engine core broke down", exc_info=error)
     return wire.Failed("EngineDeadError", f"the engine core broke down: {error.__cause__ or error!r}")
-
-
-def read_start(descriptor: int) -> wire.Start:
-    """The first message of a pipe."""
-    with os.fdopen(os.dup(descriptor), "rb", buffering=0) as pipe:
-        length = LENGTH.unpack(read_exactly(pipe.read, LENGTH.size))[0]
-        return msgspec.msgpack.decode(read_exactly(pipe.read, length), type=wire.Start)
-
-
-def read_exactly(read: Callable[[int], bytes], size: int) -> bytes:
-    """`size` bytes. Raises EOFError when there are fewer."""
-    data = b""
-    while len(data) < size:
-        piece = read(size - len(data))
-        if not piece:
-            raise EOFError(f"the message has {size} bytes, but {len(data)} came")
-        data += piece
-    return data
 
 
 def serve(start: wire.Start, directory: Path, status: StatusPipe, lifeline: Lifeline) -> None:

@@ -100,13 +100,8 @@ class CoreSupervisor:
         return 0.0 if patience is None else patience.silence
 
     def begin(self) -> None:
-        """Start the first process; `facts` must follow."""
+        """Start the first process."""
         self._thread.start()
-
-    def start(self) -> wire.CoreFacts:
-        """Start the first process; returns when options and model are known. Raises what loading raises."""
-        self.begin()
-        return self.facts()
 
     def facts(self) -> wire.CoreFacts:
         """Options and model, as soon as they are known. Raises what loading raises."""

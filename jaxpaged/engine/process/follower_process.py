@@ -3,14 +3,13 @@
 It is told through its standard input whom to follow. When its standard input ends, or the driver is gone, so is it.
 """
 
+import contextlib
 import importlib.metadata
 import logging
 import os
 import platform
 import secrets
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ from jaxpaged import __version__
 from jaxpaged.config import EngineConfig
 from jaxpaged.config.sections import LEAST_SECRET, ParallelConfig
 from jaxpaged.engine.observability.log_setup import format_in_use, set_up_logging
-from jaxpaged.engine.process.core_process import LENGTH, read_exactly
+from jaxpaged.engine.process import program
 from jaxpaged.errors import ConfigError, EngineDeadError
 from jaxpaged.executor.follower import Post, Resolve, follow
 from jaxpaged.executor.group import JOIN_SECONDS, Group, addresses_of
@@ -111,12 +110,9 @@ def follow_other_host(config: EngineConfig) -> None:
     addresses = addresses_of(parallel.master_addr, parallel.master_port + 1, parallel.master_port + 2)
     start = FollowerStart(parallel.node_rank, addresses, secret, *log_in_use(), given_here(config))
     while True:
-        ended: list[str] = []
         logger.info("rank %d waits for the host of rank 0 at %s", parallel.node_rank, parallel.master_addr)
-        child = FollowerChild(start, ended.append)
-        if child.wait() == 0:
+        if FollowerChild(start, lambda words: logger.info("rank %d: %s", parallel.node_rank, words)).wait() == 0:
             return
-        logger.warning("rank %d ended, and starts again", parallel.node_rank)
         time.sleep(PAUSE_SECONDS)
 
 
@@ -124,24 +120,10 @@ class FollowerChild:
     """A process that follows, started by this one. `on_end` hears, from another thread, what ended it."""
 
     def __init__(self, start: FollowerStart, on_end: Callable[[str], None]):
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            stdin=subprocess.PIPE,
-            stdout=2,  # standard output belongs to the front end
-            process_group=0,  # a terminal's Ctrl-C is for the front end, which has requests to finish
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-        )
-        self.pid = self._process.pid
-        assert self._process.stdin is not None, "it was asked for"
-        data = msgspec.msgpack.encode(start)
-        self._stdin = self._process.stdin
-        self._on_end = on_end
+        self._process, self._on_end = program.started(PROGRAM), on_end
         threading.Thread(target=self._watch, name=f"rank {start.rank}", daemon=True).start()
-        try:
-            self._stdin.write(LENGTH.pack(len(data)) + data)
-            self._stdin.flush()
-        except BrokenPipeError:  # it is dead already, and the watching thread says so
-            logger.debug("rank %d died before it was told what to do", start.rank)
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, and the watching thread says so
+            program.tell(self._process, start)
 
     def wait(self) -> int:
         """The exit status of the process, once it has one. It is killed when waiting is interrupted."""
@@ -152,11 +134,7 @@ class FollowerChild:
             raise
 
     def _watch(self) -> None:
-        status = self._process.wait()
-        if status >= 0:
-            self._on_end(f"its process {self.pid} ended with exit status {status}")
-        else:
-            self._on_end(f"its process {self.pid} was ended by signal {-status} ({signal.Signals(-status).name})")
+        self._on_end(f"its process {self._process.pid} {program.end_in_words(self._process.wait())}")
 
 
 def log_in_use() -> tuple[int, str]:
@@ -165,11 +143,7 @@ def log_in_use() -> tuple[int, str]:
 
 def run(resolve: Resolve) -> NoReturn:
     """What the process does: follow whom standard input names. `resolve` finds the model of a configuration."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with os.fdopen(os.dup(0), "rb", buffering=0) as pipe:
-        length = LENGTH.unpack(read_exactly(pipe.read, LENGTH.size))[0]
-        start = msgspec.msgpack.decode(read_exactly(pipe.read, length), type=FollowerStart)
+    start = program.read_start(FollowerStart)
     set_up_logging(start.log_level, start.log_format, f"rank {start.rank}")
     threading.Thread(target=leave_with_parent, name="lifeline", daemon=True).start()
     post = Post(start.rank, start.addresses, start.secret)
@@ -185,8 +159,7 @@ def run(resolve: Resolve) -> NoReturn:
 
 def leave_with_parent() -> None:
     """For a thread: whoever started this process is gone once standard input ends."""
-    while os.read(0, 4096):
-        pass
+    program.wait_for_end_of_input()
     leave(0)
 
 

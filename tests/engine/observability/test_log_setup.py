@@ -68,7 +68,7 @@ def test_the_core_process_logs_like_the_one_that_starts_it(capfd):
         max_restarts=0,
         factory="tests.engine.observability.test_log_setup:build_and_say",
     )
-    supervisor.start()
+    supervisor.begin()
     supervisor.wait_until_serving()
     supervisor.close()
     events = [json.loads(line) for line in capfd.readouterr().err.splitlines()]

@@ -25,6 +25,12 @@ def make_supervisor(factory="build", max_restarts=2, step_timeout=60.0, **option
     return CoreSupervisor(config, step_timeout=step_timeout, max_restarts=max_restarts, factory=f"{FAKE}:{factory}")
 
 
+def start(supervisor):
+    """Begin, and wait until options and model are known: these."""
+    supervisor.begin()
+    return supervisor.facts()
+
+
 def alive(pid):
     """Whether a process exists and is more than an entry in the system's table."""
     status = Path(f"/proc/{pid}/stat")
@@ -42,7 +48,7 @@ def test_a_process_dies_and_is_replaced_until_it_has_died_too_often():
     supervisor, states = make_supervisor(max_restarts=1, max_num_seqs=4), []
     supervisor.listen(states.append)
     try:
-        assert supervisor.start().options["max_num_seqs"] == 4
+        assert start(supervisor).options["max_num_seqs"] == 4
         supervisor.wait_until_serving()
         first = supervisor.pid
         os.kill(first, signal.SIGKILL)
@@ -59,7 +65,7 @@ def test_a_process_dies_and_is_replaced_until_it_has_died_too_often():
 
 def test_closing_ends_the_process_and_removes_its_directory():
     supervisor = make_supervisor()
-    supervisor.start()
+    start(supervisor)
     directory = Path(supervisor.address.removeprefix("ipc://")).parent
     assert directory.stat().st_mode & 0o777 == 0o700
     supervisor.wait_until_serving()
@@ -77,14 +83,14 @@ def test_closing_ends_the_process_and_removes_its_directory():
 
 def test_closing_while_it_loads_ends_it_at_once():
     supervisor = make_supervisor()
-    supervisor.start()
+    start(supervisor)
     supervisor.close()
     assert not alive(supervisor.pid)
 
 
 def test_an_error_of_loading_keeps_its_class_and_its_words():
     supervisor = make_supervisor("build_nothing")
-    supervisor.start()
+    start(supervisor)
     with pytest.raises(CapacityError, match="need 3 GiB, but 2 GiB are free"):
         supervisor.wait_until_serving()
     supervisor.close()
@@ -93,14 +99,14 @@ def test_an_error_of_loading_keeps_its_class_and_its_words():
 def test_options_that_contradict_each_other_are_found_at_the_start():
     supervisor = make_supervisor(max_model_len=5000)
     with pytest.raises(ConfigError, match="max_model_len is 5000, but the model was made for 4096"):
-        supervisor.start()
+        start(supervisor)
     supervisor.close()
 
 
 def test_a_process_that_is_killed_while_it_loads_is_not_tried_again():
     supervisor = make_supervisor("build_and_die")
     with pytest.raises(EngineDeadError, match=r"signal 9 \(SIGKILL.*while it was loading"):
-        supervisor.start()
+        start(supervisor)
     supervisor.close()
 
 
@@ -114,7 +120,7 @@ def test_a_process_that_stops_while_it_loads_is_ended(monkeypatch, program):
     monkeypatch.setattr(heartbeat, "LEAST_PATIENCE", 2.0)
     supervisor = make_supervisor("build_and_stop", step_timeout=0.5)
     with pytest.raises(EngineDeadError, match="no sign of life for 2 s.*while it was loading"):
-        supervisor.start()
+        start(supervisor)
     assert not alive(supervisor.pid)
     supervisor.close()
 
@@ -124,7 +130,7 @@ def test_a_process_that_the_system_does_not_end_is_the_end_of_the_engine(monkeyp
     monkeypatch.setattr(core_child, "SECONDS_AFTER_KILL", 0.01)
     monkeypatch.setattr(threading, "excepthook", lambda failure: None)
     supervisor = make_supervisor(step_timeout=0.5)
-    supervisor.start()
+    start(supervisor)
     supervisor.wait_until_serving()
     monkeypatch.setattr(heartbeat, "LEAST_PATIENCE", 1.0)
     os.kill(supervisor.pid, signal.SIGSTOP)
@@ -160,7 +166,7 @@ import os, sys
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.process.core_supervisor import CoreSupervisor
 supervisor = CoreSupervisor(EngineConfig(), step_timeout=60.0, max_restarts=5, factory=sys.argv[1])
-supervisor.start()
+supervisor.begin()
 supervisor.wait_until_serving()
 print(supervisor.pid, supervisor.address.removeprefix("ipc://"), flush=True)
 os.kill(os.getpid(), 9)
@@ -182,6 +188,6 @@ def test_the_process_ends_with_its_parent():
 def test_no_thread_is_left_behind():
     supervisor = make_supervisor()
     before = threading.active_count()
-    supervisor.start()
+    start(supervisor)
     supervisor.close()
     assert threading.active_count() == before
