@@ -7,6 +7,7 @@
     │   └── RequestError      one request: its prompt or its sampling parameters; others go on
     ├── CheckpointError       files of a model: missing, truncated, misnamed, or not supported
     ├── CapacityError         the device has too little memory for what was asked
+    ├── PageError             a page of cached keys and values is damaged, or is not the one that was asked for
     ├── ServerError           a server that a command asks cannot be reached, or does not answer as it should
     └── EngineError           the engine itself: a failed step, a broken invariant
         ├── EngineRestartError  it was replaced while a request was under way; the same request may succeed now
@@ -49,6 +50,10 @@ class CheckpointError(JaxpagedError):
 
 class CapacityError(JaxpagedError):
     """Device memory is too small for the weights, or for one request of `max_model_len`."""
+
+
+class PageError(JaxpagedError):
+    """A stored page of keys and values is damaged, or is another's than was asked for: it must not be used."""
 
 
 class ServerError(JaxpagedError):

@@ -20,9 +20,9 @@ ROOT = Path(__file__).parent.parent
 TOP_LEVEL = {"LICENSE", "README.md", "configs", "jaxpaged", "pallas_kernels", "pyproject.toml", "scripts", "tests"}
 
 LEAVES = {
-    "config", "errors", "frames", "installed", "interrupts", "kv_cache_spec", "messages", "option_checks", "plan",
-    "pooling", "result", "sampling_checks", "sampling_features", "sampling_limits", "sampling_params", "speculation",
-    "structural_tags", "structured_outputs", "text_checks", "vllm_options",
+    "cbor", "config", "errors", "frames", "installed", "interrupts", "kv_cache_spec", "kv_store", "messages",
+    "option_checks", "plan", "pooling", "result", "sampling_checks", "sampling_features", "sampling_limits",
+    "sampling_params", "speculation", "structural_tags", "structured_outputs", "text_checks", "vllm_options",
 }  # fmt: skip
 # Who may import whom. Every layer may import itself and the leaves.
 LAYERS = {

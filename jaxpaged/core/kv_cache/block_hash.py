@@ -16,33 +16,10 @@ Nothing here knows where a block is, or whether it is cached.
 
 import hashlib
 
+from jaxpaged.cbor import encode_cbor, item_start
 from jaxpaged.core.request import Request
 
 ExtraKeys = tuple[tuple[str | int, ...], ...]
-
-
-def encode_cbor(value: int | bytes | str | tuple | list | None) -> bytes:
-    """Canonical CBOR (RFC 8949, section 4.2.1) of integers, bytes, text, null, and arrays of them."""
-    if value is None:
-        return b"\xf6"
-    if isinstance(value, int):
-        return _item_start(0, value) if value >= 0 else _item_start(1, -1 - value)
-    if isinstance(value, bytes):
-        return _item_start(2, len(value)) + value
-    if isinstance(value, str):
-        text = value.encode()
-        return _item_start(3, len(text)) + text
-    return _item_start(4, len(value)) + b"".join(map(encode_cbor, value))
-
-
-def _item_start(major_type: int, argument: int) -> bytes:
-    """The shortest beginning of a data item: three bits of type, then the argument in 0, 1, 2, 4 or 8 bytes."""
-    if argument < 24:
-        return bytes((major_type << 5 | argument,))
-    for code, num_bytes in ((24, 1), (25, 2), (26, 4), (27, 8)):
-        if argument < 1 << 8 * num_bytes:
-            return bytes((major_type << 5 | code,)) + argument.to_bytes(num_bytes, "big")
-    raise OverflowError(f"{argument} needs more than 8 bytes; CBOR integers end there")
 
 
 NONE_HASH = hashlib.sha256(encode_cbor("vllm-none-hash")).digest()
@@ -61,7 +38,7 @@ class _EncodedTokens(dict):
     """token id -> its CBOR, filled as tokens are seen: at most one small entry per word of the vocabulary."""
 
     def __missing__(self, token_id: int) -> bytes:
-        encoded = self[token_id] = _item_start(0, token_id)
+        encoded = self[token_id] = item_start(0, token_id)
         return encoded
 
 
@@ -72,7 +49,7 @@ class BlockHasher:
         self.block_size = block_size
         self.root = NONE_HASH
         self._encoded_tokens = _EncodedTokens()
-        self._array_start = _item_start(4, block_size)
+        self._array_start = item_start(4, block_size)
 
     def extend(self, request: Request) -> None:
         """Append to `request.block_hashes` until every full block of known tokens has its hash."""
