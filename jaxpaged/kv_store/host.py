@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_store.buffers import Buffer, joined, read_only, total_bytes
+from jaxpaged.kv_store.buffers import ALIGNMENT, Buffer, joined, read_only, total_bytes
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.policy import Policy, SecondUse, policy_named
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
 
 
 class HostTier:
-    """Pages in memory. `on_evict(key, buffer)` is told of each page that goes for want of room, outside of the lock."""
+    """Pages in memory. `on_evict(key, buffer)` is told of each page that goes for want of room, outside of the lock.
+
+    A page given as one read-only, aligned array, as tiers hand them out, is kept as it is, without a copy.
+    """
 
     name = "host"
 
@@ -77,7 +80,7 @@ class HostTier:
             self._bytes_being_written += size
         page = None
         try:
-            page = read_only(joined(buffers))
+            page = as_kept(buffers)
         finally:
             with self._lock:
                 self._bytes_being_written -= size
@@ -129,3 +132,11 @@ class HostTier:
         with self._lock:
             keys = [*self._pages, *self._being_written]
         self.delete(keys)
+
+
+def as_kept(buffers: Sequence[Buffer]) -> np.ndarray:
+    """The page in one piece that nobody writes to."""
+    page = buffers[0] if len(buffers) == 1 and isinstance(buffers[0], np.ndarray) else None
+    if page is not None and page.dtype == np.uint8 and page.flags.c_contiguous and not page.flags.writeable:
+        return page if page.ctypes.data % ALIGNMENT == 0 else read_only(joined(buffers))
+    return read_only(joined(buffers))

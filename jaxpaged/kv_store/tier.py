@@ -52,6 +52,8 @@ class TierUsage:
     capacity: int
     num_pages: int
     counters: Counters
+    num_waiting: int = 0
+    """Pages that are on their way into it."""
 
 
 class Tier(Protocol):

@@ -1,0 +1,119 @@
+"""Several tiers as one, fastest first: looked up in order, written to all, and moved between them in the background.
+
+A page that is put goes into the first tier at once and into the others through a queue each (`mover.py`), so that what
+matters after a crash is on the disk soon. When a queue is full the page is dropped there, and offered again when the
+first tier evicts it (spilling). A page that is found further down is copied to the first tier (promotion).
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxpaged.errors import ConfigError
+from jaxpaged.kv_store.buffers import Buffer, joined, read_only
+from jaxpaged.kv_store.host import HostTier
+from jaxpaged.kv_store.mover import Mover
+from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.tier import Lookup, Tier, TierUsage
+
+DEFAULT_QUEUE_BYTES = 256 << 20
+
+
+class Tiers:
+    """All tiers behind the interface of one. It owns them: `close` closes them too.
+
+    `queue_bytes` limits the pages on their way to each tier but the first, besides what that tier itself holds.
+    """
+
+    name = "tiers"
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        queue_bytes: int = DEFAULT_QUEUE_BYTES,
+        num_threads: int = 2,
+        close_patience_s: float = 10.0,
+    ):
+        if not tiers:
+            raise ConfigError("There is no tier to keep pages in. Give one at least.")
+        self.tiers = list(tiers)
+        self.close_patience_s = close_patience_s
+        self._movers = [Mover(tier, queue_bytes, num_threads) for tier in self.tiers]
+        for tier in self.tiers[:-1]:
+            if isinstance(tier, HostTier):
+                tier.on_evict = self._spill
+
+    def lookup(self, keys: Sequence[PageKey]) -> list[Lookup]:
+        states = dict.fromkeys(keys, Lookup.MISS)
+        for tier in self.tiers:
+            asked = [key for key, state in states.items() if state is not Lookup.HIT]
+            for key, state in zip(asked, tier.lookup(asked)) if asked else ():
+                if state is not Lookup.MISS:
+                    states[key] = state
+        for key, state in states.items():
+            if state is not Lookup.HIT and self._on_its_way(key) is not None:
+                states[key] = Lookup.HIT
+        return [states[key] for key in keys]
+
+    def _on_its_way(self, key: PageKey) -> np.ndarray | None:
+        return next((page for mover in self._movers if (page := mover.find(key)) is not None), None)
+
+    def get(self, key: PageKey) -> Buffer | None:
+        for number, tier in enumerate(self.tiers):
+            if tier.lookup([key]) == [Lookup.HIT] and (page := tier.get(key)) is not None:
+                if number > 0:
+                    self._movers[0].submit(key, np.frombuffer(page, np.uint8))
+                return page
+        return self._on_its_way(key)
+
+    def put(self, key: PageKey, buffers: Sequence[Buffer]) -> bool:
+        if len(self.tiers) == 1:
+            return self.tiers[0].put(key, buffers)
+        page = read_only(joined(buffers))
+        is_kept = self.tiers[0].put(key, [page])
+        return self._send_down(key, page) or is_kept
+
+    def _send_down(self, key: PageKey, page: np.ndarray) -> bool:
+        """Have a page written to the tiers below the first that lack it. Whether it is, or soon will be, in one."""
+        is_kept = False
+        for mover in self._movers[1:]:
+            here = mover.tier.lookup([key]) != [Lookup.MISS]
+            is_kept = here or mover.submit(key, page) or is_kept
+        return is_kept
+
+    def _spill(self, key: PageKey, page: Buffer) -> None:
+        self._send_down(key, np.frombuffer(page, np.uint8))
+
+    def touch(self, keys: Iterable[PageKey]) -> None:
+        keys = list(keys)
+        for tier in self.tiers:
+            tier.touch(keys)
+
+    def delete(self, keys: Iterable[PageKey]) -> None:
+        keys = list(keys)
+        for mover in self._movers:
+            mover.delete(keys)
+            mover.tier.delete(keys)
+
+    def usage(self) -> list[TierUsage]:
+        lines = []
+        for mover in self._movers:
+            for line in mover.tier.usage():
+                counters = dataclasses.replace(line.counters, dropped=line.counters.dropped + mover.dropped)
+                lines.append(dataclasses.replace(line, counters=counters, num_waiting=mover.num_waiting))
+        return lines
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until every page is where it is to go. False when that took too long."""
+        deadline = time.monotonic() + timeout_s
+        return all(mover.flush(max(deadline - time.monotonic(), 0.0)) for mover in self._movers)
+
+    def close(self) -> None:
+        deadline = time.monotonic() + self.close_patience_s
+        for mover in self._movers:
+            mover.close(deadline)
+        for tier in self.tiers:
+            tier.close()
