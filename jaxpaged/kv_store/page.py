@@ -113,7 +113,7 @@ def encode(header: PageHeader, array: np.ndarray, secret: bytes | None = None) -
 def decode(
     buffer: Buffer,
     *,
-    expect_namespace: str,
+    expect_namespace: str | None,
     key: PageKey,
     token_ids: Sequence[int] | None = None,
     dtype: str | None = None,
@@ -123,7 +123,7 @@ def decode(
 ) -> tuple[PageHeader, np.ndarray]:
     """The header and a read-only view of the keys and values. Raises PageError saying what is wrong with the page.
 
-    `token_ids`, `dtype` and `shape` are compared where they are given. `verify=False` leaves the checksums of layers
+    What is None is not compared; an engine always has a namespace. `verify=False` leaves the checksums of layers
     out, for bytes that were checked before (`Tier.get`) or that are checked as they come (`check_layer`).
     """
     view = bytes_of(buffer)

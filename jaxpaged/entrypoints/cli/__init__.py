@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from jaxpaged import __version__
 from jaxpaged.engine.observability.log_setup import set_up_logging
-from jaxpaged.entrypoints.cli import bench, buckets, chat, collect_env, convert, generate, models, plan, serve
+from jaxpaged.entrypoints.cli import bench, buckets, chat, collect_env, convert, generate, kv, models, plan, serve
 from jaxpaged.entrypoints.cli import compile as compile_command
 from jaxpaged.entrypoints.cli.flags import Parser
 from jaxpaged.entrypoints.cli.terminal import complain
@@ -59,7 +59,7 @@ def command_line() -> Parser:
     parser = Parser(prog="jaxpaged", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"jaxpaged {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (generate, chat, serve, bench, compile_command, plan, convert, buckets, models, collect_env):
+    for command in (generate, chat, serve, bench, compile_command, plan, convert, buckets, kv, models, collect_env):
         command.add_parser(commands)
     return parser
 
