@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpaged.layers.few_rows import XLA
 from jaxpaged.layers.linear import Linear, apply_linear
-from jaxpaged.layers.mlp import ACTIVATIONS, Mlp, gated_mlp
+from jaxpaged.layers.mlp import Activation, Mlp, gated, gated_mlp
 from jaxpaged.params.quantized import QuantizedArray
 from jaxpaged.params.sharding import MODEL_AXIS
 from pallas_kernels.grouped_matmul import ExpertWeights, choose_backend, grouped_matmul
@@ -46,7 +46,7 @@ class RouterConfig:
 
 @struct.dataclass
 class Experts:
-    """`router` is [E, D]; gate and up are [E, Q, D], down is [E, D, Q].
+    """`router` is [E, D]; gate and up are [E, Q, D], down is [E, D, Q]; biases, if any, lack the last axis.
 
     `correction` [E] is added to scores where experts are chosen, and not where they are weighed. `shared` are experts
     of all tokens, as one block; their output is weighed by the sigmoid of a product with `shared_gate` [D].
@@ -65,7 +65,7 @@ def mixture_of_experts(
     x_TD: jax.Array,
     p: Experts,
     config: RouterConfig,
-    activation: str,
+    activation: Activation,
     num_tokens: jax.Array,
     mesh: Mesh,
     few_rows: str = XLA,
@@ -119,27 +119,39 @@ def within_best_groups(merit_TE: jax.Array, config: RouterConfig) -> jax.Array:
 
 
 def routed_sum(
-    x_TD: jax.Array, p: Experts, expert_TJ: jax.Array, weight_TJ: jax.Array, activation: str, platform: str
+    x_TD: jax.Array, p: Experts, expert_TJ: jax.Array, weight_TJ: jax.Array, activation: Activation, platform: str
 ) -> jax.Array:
     """Float32 [T, D]: the weighed sum of what each token's experts make of it. Expert E makes nothing."""
     num_experts, num_experts_per_token = p.router.weight.shape[0], expert_TJ.shape[1]
     expert_P = expert_TJ.reshape(-1)
     order_P = jnp.argsort(expert_P)
     sizes_E = jnp.sum(expert_P[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
-    product = partial(group_product, sizes_E=sizes_E, platform=platform)
+    product = partial(group_product, expert_P=expert_P[order_P], sizes_E=sizes_E, platform=platform)
     x_PD = x_TD[order_P // num_experts_per_token]
-    gate_PQ, up_PQ = (product(x_PD, each).astype(jnp.float32) for each in (p.gate_proj, p.up_proj))
-    y_PD = product((ACTIVATIONS[activation](gate_PQ) * up_PQ).astype(x_TD.dtype), p.down_proj)
+    gate_PQ, up_PQ = (product(x_PD, each) for each in (p.gate_proj, p.up_proj))
+    y_PD = product(gated(gate_PQ, up_PQ, activation).astype(x_TD.dtype), on_first_device(p.down_proj))
     y_TJD = y_PD[jnp.argsort(order_P)].reshape(*expert_TJ.shape, -1)
-    return jnp.sum(y_TJD.astype(jnp.float32) * weight_TJ[:, :, None], axis=1)
+    return jnp.sum(y_TJD * weight_TJ[:, :, None], axis=1)
 
 
-def group_product(x_PD: jax.Array, p: Linear, sizes_E: jax.Array, platform: str) -> jax.Array:
-    """Each pair times the weight of its expert, in the type of x; pairs are sorted by expert."""
+def on_first_device(p: Linear) -> Linear:
+    """The same with a bias of zero on all devices but one: each of them computes a summand of what it is added to."""
+    if p.bias is None:
+        return p
+    return p.replace(bias=jnp.where(jax.lax.axis_index(MODEL_AXIS) == 0, p.bias, 0))
+
+
+def group_product(x_PD: jax.Array, p: Linear, expert_P: jax.Array, sizes_E: jax.Array, platform: str) -> jax.Array:
+    """Each pair times the weight of its expert, rounded to the type of x, and its bias, if there is one, in float32.
+
+    Pairs are sorted by expert; those of expert E get neither.
+    """
     weights = ExpertWeights(p.weight)
     if isinstance(p.weight, QuantizedArray):
         weights = ExpertWeights(p.weight.values, p.weight.scales[:, None, :])
-    return grouped_matmul(x_PD, weights, sizes_E, backend=choose_backend("auto", platform, x_PD, weights))
+    backend = choose_backend("auto", platform, x_PD, weights)
+    y = grouped_matmul(x_PD, weights, sizes_E, backend=backend).astype(jnp.float32)
+    return y if p.bias is None else y + p.bias.at[expert_P].get(mode="fill", fill_value=0)
 
 
 def gate_of_shared(x_TD: jax.Array, gate_D: jax.Array) -> jax.Array:

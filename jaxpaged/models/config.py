@@ -14,6 +14,7 @@ from typing import Any
 from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.experts import RouterConfig
 from jaxpaged.layers.few_rows import XLA
+from jaxpaged.layers.mlp import Activation
 from jaxpaged.layers.norm import NormConfig
 from jaxpaged.layers.rope import RopeConfig
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_part_of_pipeline
@@ -34,7 +35,8 @@ class LayerConfig:
 class ExpertsConfig:
     """Feed-forward blocks of `num_experts` experts, each of `width` columns, in the layers that `layers` names.
 
-    `shared_width`: columns of the experts that all tokens share, 0 where there are none.
+    `shared_width`: columns of the experts that all tokens share, 0 where there are none. `encoding`: how the checkpoint
+    packs the weights of experts, if it does (`Spec.encoding`).
     """
 
     num_experts: int
@@ -42,6 +44,7 @@ class ExpertsConfig:
     router: RouterConfig
     layers: tuple[int, ...]
     shared_width: int = 0
+    encoding: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class DecoderConfig:
     intermediate_size: int
     vocab_size: int
     norm_eps: float
-    activation: str
+    activation: Activation
     tie_embeddings: bool
     query_scale: float
     max_position_embeddings: int

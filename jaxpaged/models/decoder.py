@@ -26,7 +26,8 @@ from jaxpaged.params.sharding import kv_heads_on_devices
 @struct.dataclass
 class Attention:
     """`q_norm` and `k_norm` normalise queries and keys before they are rotated, where a model has them: every head, or,
-    where weights are [N, H], all heads as one."""
+    where weights are [N, H], all heads as one. `sinks` [N]: the score of something that every query also looks at, and
+    that has no value: a summand more under its softmax."""
 
     q_proj: Linear
     k_proj: Linear
@@ -34,6 +35,7 @@ class Attention:
     o_proj: Linear
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    sinks: jax.Array | None = None
 
 
 @struct.dataclass
@@ -85,7 +87,7 @@ def self_attention(
         q_TNH, k_TKH = (apply_rope(x, *batch.cos_sin, config.interleaved_rope) for x in (q_TNH, k_TKH))
     o_TNH, kv = attend(
         batch.attention, q_TNH, k_TKH, v_TKH, kv,
-        scale=config.query_scale, soft_cap=config.attn_soft_cap, hidden_T=batch.hidden_T,
+        scale=config.query_scale, soft_cap=config.attn_soft_cap, sinks_N=p.sinks, hidden_T=batch.hidden_T,
     )  # fmt: skip
     return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj, config.few_rows), kv
 

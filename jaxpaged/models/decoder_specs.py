@@ -30,14 +30,15 @@ def decoder_specs(
     whole_qk_norm: bool = False,
     norms: Mapping[str, str] = PRE_NORMS,
     fused: bool = False,
+    sinks: bool = False,
     feed_forward: Callable[[DecoderConfig, str, int], Mlp | Experts] | None = None,
 ) -> Decoder:
     """Specs of a whole decoder. Raises ConfigError when the model cannot be split over so many shards.
 
     `qk_norm`: norms on query and key heads, `whole_qk_norm` on all heads as one vector. `norms`: which a layer has, and
     what the checkpoint calls them. `fused`: the checkpoint keeps query, key and value projections in one tensor, and
-    gate and up in another. `feed_forward` makes that block of a layer's name and number, where layers differ or it is
-    another one.
+    gate and up in another. `sinks`: each query head has one. `feed_forward` makes that block of a layer's name and
+    number, where layers differ or it is another one.
     """
     device_sizes(config.dim_sizes(), num_model_shards)
     attention = fused_attention if fused else attention_with_bias
@@ -51,6 +52,8 @@ def decoder_specs(
             self_attn = self_attn.replace(
                 q_norm=norm(query, f"{name}.self_attn.q_norm"), k_norm=norm(key, f"{name}.self_attn.k_norm")
             )
+        if sinks:
+            self_attn = self_attn.replace(sinks=Spec("N", "N", f"{name}.self_attn.sinks", dtype="float32"))
         of_layer = {field: norm("D", f"{name}.{there}") for field, there in norms.items()}
         block = feed_forward(config, name, i) if feed_forward else mlp(config, f"{name}.mlp")
         layers.append(Layer(self_attn=self_attn, mlp=block, **of_layer))

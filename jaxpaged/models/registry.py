@@ -16,6 +16,7 @@ from jaxpaged.models.exaone4 import EXAONE4
 from jaxpaged.models.gemma2 import GEMMA2
 from jaxpaged.models.gemma3 import GEMMA3
 from jaxpaged.models.glm4 import GLM4, GLM4_MOE
+from jaxpaged.models.gpt_oss import GPT_OSS
 from jaxpaged.models.granite import GRANITE
 from jaxpaged.models.interface import Model
 from jaxpaged.models.llama import LLAMA, MISTRAL
@@ -33,7 +34,7 @@ MODELS: dict[str, Model] = {
     name: model
     for model in (
         LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIMO, GEMMA2, GEMMA3, PHI3, GLM4, GLM4_MOE,
-        OLMO2, OLMO3, GRANITE, SMOLLM3, SEED_OSS, EXAONE4, COHERE,
+        OLMO2, OLMO3, GRANITE, SMOLLM3, SEED_OSS, EXAONE4, COHERE, GPT_OSS,
     )
     for name in model.architectures
 }  # fmt: skip

@@ -12,19 +12,21 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxpaged.errors import CheckpointError, did_you_mean
 from jaxpaged.params import orbax_format
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
-from jaxpaged.params.placing import place, stored_shape
+from jaxpaged.params.placing import place, stored_shapes
 from jaxpaged.params.quantized import QuantizedArray, is_quantized, rounded_rows
-from jaxpaged.params.safetensors_reader import DTYPES, WHOLE_DTYPES, TensorEntry, mapped, read_header
+from jaxpaged.params.safetensors_reader import BYTE_DTYPES, DTYPES, WHOLE_DTYPES, TensorEntry, mapped, read_header
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.params.spec import Spec
 
@@ -91,15 +93,21 @@ def load_params(
 
     def load(spec: Spec) -> jax.Array | QuantizedArray:
         nonlocal done
-        dtypes = WHOLE_DTYPES if spec.dtype in WHOLE_DTYPES.values() else DTYPES
         with ExitStack() as maps:
-            stored = [maps.enter_context(mapped(entries[name], dtypes)) for name in spec.tensor_names(sizes)]
+            stored = [maps.enter_context(mapped(entries[name], dtypes_of(spec))) for name in spec.tensor_names(sizes)]
             array = place(spec, stored, sizes, mesh, dtype)
         done += array.nbytes
         progress(done, total)
         return array
 
     return jax.tree.map(load, specs)
+
+
+def dtypes_of(spec: Spec) -> Mapping[str, np.dtype]:
+    """The types that the tensors of a parameter may have."""
+    if spec.encoding:
+        return BYTE_DTYPES
+    return WHOLE_DTYPES if spec.dtype in WHOLE_DTYPES.values() else DTYPES
 
 
 def num_bytes(shapes: Any) -> int:
@@ -184,8 +192,8 @@ def check_entries(
             f"{entries[extra[0]].path}: {len(extra)} tensors are not part of the model that config.json describes, "
             f"the first is {extra[0]}. Check that config.json belongs to these weights."
         )
-    for name, spec in wanted.items():
-        shape = stored_shape(spec, sizes)
+    shapes = [zip(spec.tensor_names(sizes), stored_shapes(spec, sizes), strict=True) for spec in specs]
+    for name, shape in chain.from_iterable(shapes):
         if entries[name].shape != shape:
             raise CheckpointError(
                 f"{entries[name].path}: tensor {name} has shape {entries[name].shape}, but config.json makes it "

@@ -1,8 +1,9 @@
 """One tensor, as a checkpoint stores it, or a stack of them -> one sharded array, as the model uses it.
 
-Axes are split and cut, key heads repeated, the vocabulary padded with zeros; nothing is transposed. Every device gets a
-copy of its own part only; of a stack it is made tensor by tensor. A quantized parameter is rounded before it is cut:
-its scales are those of whole rows. Knows letters, and neither files nor models.
+Axes are split and cut, key heads repeated, the vocabulary padded with zeros; only what a spec marks is transposed, or
+decoded as a whole on the host. Every device gets a copy of its own part only; of a stack it is made tensor by tensor. A
+quantized parameter is rounded before it is cut: its scales are those of whole rows. Knows letters, and neither files
+nor models.
 """
 
 import math
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpaged.params import mxfp4
 from jaxpaged.params.quantized import QuantizedArray, quantize, scales_spec
 from jaxpaged.params.sharding import device_sizes, num_model_shards, sharding_of
 from jaxpaged.params.spec import Spec
@@ -23,9 +25,19 @@ Part = np.ndarray | Sequence[np.ndarray]
 
 def stored_shape(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape that each of its tensors must have in the checkpoint; `sizes` are those of the checkpoint."""
-    first, *others = spec.hf_dims.split(" ")[spec.is_stacked :]
-    extents = [sum(extent(letters, sizes) for letters in spec.fused or (first,))]
-    return (*extents, *(extent(letters, sizes) for letters in others))
+    extents = [extent(letters, sizes) for letters in spec.hf_dims.split(" ")[spec.is_stacked :]]
+    if spec.fused:
+        extents[spec.fused_axis] = sum(extent(letters, sizes) for letters in spec.fused)
+    if spec.transposed:
+        extents[-2:] = extents[:-3:-1]
+    return tuple(extents)
+
+
+def stored_shapes(spec: Spec, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """The shapes of its tensors, in the order of their names."""
+    if spec.encoding:
+        return list(mxfp4.encoded_shapes(stored_shape(spec, sizes)))
+    return [stored_shape(spec, sizes)] * len(spec.tensor_names(sizes))
 
 
 def extent(letters: str, sizes: Mapping[str, int]) -> int:
@@ -34,13 +46,18 @@ def extent(letters: str, sizes: Mapping[str, int]) -> int:
 
 
 def own_part(spec: Spec, stored: Sequence[np.ndarray], sizes: Mapping[str, int]) -> Part:
-    """A view of this parameter in its only tensor, with one axis per letter, or the tensors that it is a stack of."""
+    """A view of this parameter in its only tensor, with one axis per letter, or the tensors that it is a stack of. What
+    is encoded is decoded: one array more."""
     if spec.is_stacked:
         return stored
-    (tensor,) = stored
+    straight = [tensor.swapaxes(-2, -1) if spec.transposed else tensor for tensor in stored]
     start = sum(extent(letters, sizes) for letters in spec.fused[: spec.part])
-    stop = start + extent(spec.hf_dims.split(" ")[0], sizes)
-    return tensor[start:stop].reshape([sizes[letter] for letter in spec.dims])
+    own = slice(start, start + extent(spec.hf_dims.split(" ")[spec.fused_axis], sizes))
+    if spec.alternating:
+        own = slice(spec.part, None, len(spec.fused))
+    parts = [tensor[(slice(None),) * spec.fused_axis + (own,)] for tensor in straight]
+    tensor = mxfp4.decoded(*parts) if spec.encoding else parts[0]
+    return tensor.reshape([sizes[letter] for letter in spec.dims])
 
 
 def place(spec: Spec, stored: Sequence[np.ndarray], sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> Any:

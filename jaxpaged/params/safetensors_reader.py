@@ -26,6 +26,8 @@ DTYPES = {
 """The types that weights may have. Others appear in quantised checkpoints only."""
 WHOLE_DTYPES = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 """The types of tables of token ids."""
+BYTE_DTYPES = {"U8": np.dtype(np.uint8)}
+"""Those of weights that are packed (mxfp4.py)."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format's own implementation; a larger number means a damaged file."""
@@ -78,7 +80,7 @@ def parse_entry(path: Path, name: str, entry: Any, data_start: int, file_bytes: 
         raise CheckpointError(
             f"{path} is truncated: tensor {name} ends at byte {data_start + end} of {file_bytes}. {AGAIN}"
         )
-    known = DTYPES | WHOLE_DTYPES
+    known = DTYPES | WHOLE_DTYPES | BYTE_DTYPES
     if dtype in known and math.prod(shape) * known[dtype].itemsize != end - begin:
         raise CheckpointError(f"{path}: tensor {name} has shape {shape} but {end - begin} bytes of {dtype}. {AGAIN}")
     return TensorEntry(path, name, dtype, shape, data_start + begin, end - begin)

@@ -2,8 +2,8 @@
 
     q_proj = Spec("NHD", "NH D", "model.layers.0.self_attn.q_proj.weight")
 
-Shape, sharding and loading follow from it. Axes stand in the checkpoint's order, so that loading never
-transposes: a projection is [out..., in] and is contracted over its last axis. This module knows letters, and
+Shape, sharding and loading follow from it. Axes stand in the checkpoint's order, so that loading transposes nothing
+that is not marked: a projection is [out..., in] and is contracted over its last axis. This module knows letters, and
 neither sizes nor devices.
 """
 
@@ -11,6 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxpaged.params.dims import ALPHABET
+
+MXFP4 = "mxfp4"
+"""An encoding of weights in checkpoints."""
+MXFP4_TENSORS = ("_blocks", "_scales")
+"""The ends of the names of a weight's two tensors."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,12 @@ class Spec:
     several parameters end to end, `fused` lists their first axes and `part` says which of them this one is:
 
         k_proj = Spec("KHD", "KH D", "....qkv_proj.weight", fused=("NH", "KH", "KH"), part=1)
+
+    They may also lie on another axis, `fused_axis`, and take turns there (`alternating`) instead of lying end to end.
+    `transposed`: the tensor has the last two of `hf_dims` in the other order. `encoding` MXFP4: there are two tensors
+    in place of one, see `mxfp4.py`.
+
+        up_proj = Spec("EQD", "E Q D", "....gate_up_proj", fused=("Q", "Q"), part=1, fused_axis=1, alternating=True)
 
     When the first axis is spread over as many tensors, `hf_name` has `{}` in place of their numbers; an axis of size 1
     that the model does without is spelled 1:
@@ -40,13 +51,19 @@ class Spec:
     part: int = 0
     quantized: bool = False
     dtype: str | None = None
+    fused_axis: int = 0
+    alternating: bool = False
+    transposed: bool = False
+    encoding: str | None = None
 
     def __post_init__(self) -> None:
         assert set(self.dims) <= ALPHABET.keys(), f"{self.dims!r} uses letters outside the alphabet"
         spelled = self.hf_dims.replace(" ", "").replace("1", "")
         assert spelled == self.dims, f"{self.hf_dims!r} does not spell {self.dims!r}"
         assert not self.is_stacked or self.hf_dims.split(" ")[0] == self.dims[0], f"{self} is no stack"
-        assert not self.fused or self.fused[self.part] == self.hf_dims.split(" ")[0], f"{self} is not its own part"
+        own_axis = self.hf_dims.split(" ")[self.fused_axis]
+        assert not self.fused or self.fused[self.part] == own_axis, f"{self} is not its own part"
+        assert not (self.is_stacked and (self.transposed or self.encoding)), f"{self} has several tensors already"
 
     @property
     def is_stacked(self) -> bool:
@@ -55,6 +72,8 @@ class Spec:
 
     def tensor_names(self, sizes: Mapping[str, int]) -> list[str]:
         """The names of its tensors in the checkpoint."""
+        if self.encoding:
+            return [self.hf_name + end for end in MXFP4_TENSORS]
         return [self.hf_name.format(i) for i in range(sizes[self.dims[0]])] if self.is_stacked else [self.hf_name]
 
 

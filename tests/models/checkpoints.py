@@ -128,6 +128,14 @@ COHERE = {
     **{name: value for name, value in BASE.items() if name != "rms_norm_eps"}, "architectures": ["CohereForCausalLM"],
     "model_type": "cohere", "layer_norm_eps": 1e-5, "logit_scale": 0.7, "tie_word_embeddings": True,
 }  # fmt: skip
+GPT_OSS = {
+    **BASE, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 96,
+    "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9, "attention_bias": True, "swiglu_limit": 1.5,
+    "rope_theta": 300.0, "rope_scaling": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 0.5,
+        "truncate": False,
+    },
+}  # fmt: skip
 LONGROPE_DIVISORS = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 5.0]}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -203,6 +211,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "exaone4": EXAONE4,
     "exaone4_full": {**EXAONE4, "sliding_window": None, "layer_types": ["full_attention"] * 2},
     "cohere": COHERE,
+    "gpt_oss": GPT_OSS,
     "phi3": {**PHI3, "sliding_window": 13},
     "phi3_partial": {
         **PHI3, "partial_rotary_factor": 0.75, "num_key_value_heads": 8,
@@ -274,6 +283,8 @@ def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes |= {f"self_attn.{name}.bias": (size,) for name, size in out_sizes.items()}
     if hf.get("attention_bias") and not kind.startswith(("glm4", "seed")):
         shapes["self_attn.o_proj.bias"] = (width,)
+    if kind == "gpt_oss":
+        shapes["self_attn.sinks"] = (heads,)
     if kind in ("olmo2", "olmo3"):
         shapes |= {"self_attn.q_norm.weight": (heads * head_dim,), "self_attn.k_norm.weight": (kv_heads * head_dim,)}
     elif kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4") or hf.get("use_qk_norm"):
@@ -297,7 +308,7 @@ def mlp_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def sparse_layers(hf: dict[str, Any]) -> set[int]:
     """Layers with experts."""
-    if not hf["model_type"].endswith(("moe", "mixtral")):
+    if not hf["model_type"].endswith(("moe", "mixtral", "gpt_oss")):
         return set()
     first, step = hf.get("first_k_dense_replace", 0), hf.get("decoder_sparse_step", 1)
     return set(range(first, hf["num_hidden_layers"])[step - 1 :: step]) - {*hf.get("mlp_only_layers", ())}
@@ -305,6 +316,8 @@ def sparse_layers(hf: dict[str, Any]) -> set[int]:
 
 def expert_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     width, kind = hf["hidden_size"], hf["model_type"]
+    if kind == "gpt_oss":
+        return merged_expert_shapes(width, hf["num_local_experts"], hf["intermediate_size"])
     names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     block = "block_sparse_moe" if kind == "mixtral" else "mlp"
     num_experts, inner = hf.get("num_experts") or hf.get("n_routed_experts"), hf.get("moe_intermediate_size")
@@ -324,6 +337,18 @@ def expert_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def merged_expert_shapes(width: int, num_experts: int, inner: int) -> dict[str, tuple[int, ...]]:
+    """Of gpt-oss: one tensor for all experts, inputs before outputs."""
+    return {
+        "mlp.router.weight": (num_experts, width),
+        "mlp.router.bias": (num_experts,),
+        "mlp.experts.gate_up_proj": (num_experts, width, 2 * inner),
+        "mlp.experts.gate_up_proj_bias": (num_experts, 2 * inner),
+        "mlp.experts.down_proj": (num_experts, inner, width),
+        "mlp.experts.down_proj_bias": (num_experts, width),
+    }
+
+
 def make_tensors(name: str) -> dict[str, np.ndarray]:
     """Float32 weights. Queries and keys are large, so that a wrong position or window shows in the logits."""
     hf, rng = CONFIGS[name], np.random.default_rng(seed_of(name))
@@ -334,6 +359,10 @@ def make_tensors(name: str) -> dict[str, np.ndarray]:
             noise = noise * 0.2 + (0.0 if "gemma" in hf["model_type"] else 1.0)
         elif tensor.endswith("bias"):
             noise = noise * 0.3
+        elif tensor.endswith("sinks"):
+            noise = noise * 2.0
+        elif tensor.endswith(("gate_up_proj", "down_proj")):
+            noise = rounded_to_mxfp4(noise / np.float32(shape[1] ** 0.5))
         elif "embed" in tensor:
             # A tied table that is large would make every token predict itself.
             noise = noise * (0.05 if hf["tie_word_embeddings"] else 1.0)
@@ -342,6 +371,44 @@ def make_tensors(name: str) -> dict[str, np.ndarray]:
             noise = noise / np.float32(shape[1] ** 0.5)
         tensors[tensor] = noise.astype(np.float32)
     return tensors
+
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""What the 16 codes of a number in 4 bits mean."""
+
+
+def fp4_groups(weight_EIO: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(codes [E, O, groups, 32], exponents [E, O, groups]) of the nearest numbers in MXFP4, in groups of 32 inputs."""
+    groups = weight_EIO.swapaxes(1, 2).reshape(*weight_EIO.shape[::2], -1, 32)
+    exponents = np.floor(np.log2(np.abs(groups).max(axis=-1))) - 2
+    return np.abs((groups / 2.0 ** exponents[..., None])[..., None] - FP4).argmin(axis=-1), exponents
+
+
+def rounded_to_mxfp4(weight_EIO: np.ndarray) -> np.ndarray:
+    codes, exponents = fp4_groups(weight_EIO)
+    return (FP4[codes] * 2.0 ** exponents[..., None]).reshape(weight_EIO.swapaxes(1, 2).shape).swapaxes(1, 2)
+
+
+def packed_in_mxfp4(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same checkpoint of gpt-oss as it is published: two tensors of bytes for each of the experts' weights."""
+    packed = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("gate_up_proj", "experts.down_proj")):
+            packed[name] = tensor
+            continue
+        codes, exponents = fp4_groups(tensor)
+        packed[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).astype(np.uint8)
+        packed[f"{name}_scales"] = (exponents + 127).astype(np.uint8)
+    return packed
+
+
+def write_packed_checkpoint(name: str, folder: Path, **changes: np.ndarray) -> Path:
+    """A model folder with experts in MXFP4; `changes` are tensors in place of others."""
+    config = {**CONFIGS[name], "quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {**packed_in_mxfp4(make_tensors(name)), **changes}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:

@@ -16,6 +16,7 @@ from tests.models.checkpoints import (
     EXAONE4,
     GEMMA3,
     GLM4_MOE,
+    GPT_OSS,
     LLAMA,
     LONGROPE_DIVISORS,
     MISTRAL,
@@ -80,6 +81,20 @@ def test_one_base_serves_all_layers_of_an_olmo_3_and_only_those_without_a_window
     old = without(CONFIGS["olmo3"], "rope_parameters") | {"rope_theta": 20000.0, "rope_scaling": stretched}
     assert parse(old).layers == (window, full)
     assert (window.rope.rope_type, full.rope.rope_type) == ("default", "yarn")
+
+
+def test_a_published_gpt_oss_says_nothing_of_its_type_and_half_of_its_layers_has_a_window():
+    hf = without(GPT_OSS, "torch_dtype", "rope_scaling", "rope_theta", "swiglu_limit", "head_dim") | {
+        "max_position_embeddings": 131_072, "initial_context_length": 4096, "experts_per_token": 2,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    }  # fmt: skip
+    config = parse(hf)
+    assert (config.dtype, config.max_position_embeddings, config.head_dim) == ("bfloat16", 131_072, 64)
+    assert [layer.window for layer in config.layers] == [9, None]
+    rope = config.layers[0].rope
+    assert rope == config.layers[1].rope
+    assert (rope.theta, rope.factor, rope.original_max_position, rope.truncate) == (150_000.0, 32.0, 4096, False)
+    assert (config.activation.alpha, config.activation.limit) == (1.702, 7.0)
 
 
 def test_qwen_windows_start_late_and_only_when_switched_on():
@@ -173,6 +188,10 @@ REFUSED = {
     "norms of queries": ({**COHERE, "use_qk_norm": True}, ["use_qk_norm", "not supported"]),
     "letters of layers": ({**EXAONE4, "sliding_window_pattern": "LLLG"}, ["sliding_window_pattern", "layer_types"]),
     "windows of experts": ({**QWEN2_MOE, "use_sliding_window": True}, ["use_sliding_window", "not supported"]),
+    "4 bits in halves of groups": (
+        {**GPT_OSS, "intermediate_size": 80, "quantization_config": {"quant_method": "mxfp4"}}, ["80", "32", "mxfp4"]
+    ),
+    "8 bits of gpt-oss": ({**GPT_OSS, "quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
     "no architecture": (without(LLAMA, "architectures"), ["architectures", "None"]),
 }  # fmt: skip
 

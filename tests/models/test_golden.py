@@ -6,7 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from tests.models.checkpoints import NUM_GREEDY, prompt_of, write_checkpoint
+from jaxpaged.errors import CheckpointError
+from tests.models.checkpoints import NUM_GREEDY, make_tensors, prompt_of, write_checkpoint, write_packed_checkpoint
 from tests.models.draft_heads import write_mimo
 from tests.models.paged import NAMES, PagedModel, golden_of, max_model_len_of
 
@@ -26,6 +27,7 @@ SHARDED_NAMES = [
     "gemma2",
     "gemma3",
     "phi3_partial",
+    "gpt_oss",
 ]
 
 
@@ -48,6 +50,28 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
 def test_a_mimo_is_a_qwen_2_with_a_layer_more(tmp_path):
     logits = PagedModel(write_mimo(tmp_path)).logits(prompt_of("qwen2"))
     np.testing.assert_allclose(logits.sum(axis=1), golden_of("qwen2")["sums"], rtol=1e-4, atol=2e-3)
+
+
+def test_experts_in_4_bits_are_the_same_weights(tmp_path):
+    """Over devices whose parts of a weight end in the middle of a group."""
+    model = PagedModel(write_packed_checkpoint("gpt_oss", tmp_path), num_shards=8)
+    for layer, name in enumerate(("gate_proj", "up_proj", "down_proj")):
+        weight = getattr(model.params.layers[layer % 2].mlp, name).weight
+        dense = make_tensors("gpt_oss")
+        stored = dense[f"model.layers.{layer % 2}.mlp.experts.{'down_proj' if layer == 2 else 'gate_up_proj'}"]
+        expected = stored if layer == 2 else stored[:, :, layer::2]
+        np.testing.assert_array_equal(np.asarray(weight), expected.swapaxes(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("scales", "words"), [(np.ones((5, 192, 1), np.uint8), "shape"), (np.ones((5, 192, 2), np.float32), "F32.*U8")]
+)
+def test_damaged_experts_in_4_bits_are_an_error_naming_the_tensor(scales, words, tmp_path):
+    name = "model.layers.1.mlp.experts.gate_up_proj_scales"
+    write_packed_checkpoint("gpt_oss", tmp_path, **{name: scales})
+    with pytest.raises(CheckpointError, match=words) as error:
+        PagedModel(tmp_path)
+    assert name in str(error.value)
 
 
 @pytest.mark.parametrize("name", SHARDED_NAMES)

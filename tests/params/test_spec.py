@@ -17,6 +17,8 @@ SIZES = {"E": 4, "Q": 24, "D": 48, "N": 8, "K": 2, "H": 12, "F": 80}
         (Spec("EQD", "E Q D", "experts.{}.up"), (24, 48)),
         (Spec("D", "1 D", "gate"), (1, 48)),
         (Spec("KHD", "KH D", "qkv", fused=("NH", "KH", "KH"), part=2), (144, 48)),
+        (Spec("EQD", "E Q D", "gate_up", fused=("Q", "Q"), part=1, fused_axis=1), (4, 48, 48)),
+        (Spec("EDQ", "E D Q", "down", transposed=True), (4, 24, 48)),
     ],
 )
 def test_the_shape_in_the_checkpoint_follows_from_the_letters(spec, shape):

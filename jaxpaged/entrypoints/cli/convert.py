@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # weights only pass through: no accelerator is needed
     from jaxpaged.distributed.mesh import make_mesh
     from jaxpaged.entrypoints.cli.terminal import ProgressLine
-    from jaxpaged.models.config import dtype_of, load_hf_config
+    from jaxpaged.models.config import load_hf_config
     from jaxpaged.models.registry import model_for
     from jaxpaged.params.checkpoint import load_params
     from jaxpaged.params.hub import resolve_model_folder
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     folder = resolve_model_folder(chosen_model(args) or EMBEDDED_MODEL, args.revision, args.download_dir)
     hf = load_hf_config(folder)
     model = model_for(hf)
-    config, dtype = model.config_from_hf(hf), dtype_of(hf) if args.dtype == "auto" else args.dtype
+    config = model.config_from_hf(hf)
+    dtype = config.dtype if args.dtype == "auto" else args.dtype
     specs = model.param_specs(config, 1)
     progress = ProgressLine()
     try:
