@@ -5,6 +5,7 @@ between runs in `.cache/`: compiling is most of the suite's time. LLVM optimises
 What promises bits is run as users have it, by `.ci/run` (XLA_FLAGS decides).
 """
 
+import gc
 import logging
 import os
 import tempfile
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"an address in the name of a test: give its parameters ids. {unstable[0]}")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays: the garbage collector need not look through it each time that jax traces a program."""
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture

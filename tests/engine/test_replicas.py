@@ -140,7 +140,7 @@ def test_steps_blocks_and_snapshots_are_those_of_both(llm):
         await llm.reset_prefix_cache()
         streams = [asyncio.ensure_future(outputs_of(llm, f"s{i}", max_tokens=4000)) for i in range(4)]
         await until(lambda: all(core.metrics.stats.num_running_reqs == 2 for core in llm._cores.all))
-        seen, blocks = await llm.snapshot(5), await llm.block_map()
+        seen, blocks = await asyncio.gather(llm.snapshot(5), llm.block_map())  # before any stream ends
         records, num_before = await llm.step_records()
         await llm.abort([f"s{i}" for i in range(4)])
         await asyncio.gather(*streams)
