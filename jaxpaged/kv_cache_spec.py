@@ -90,7 +90,11 @@ class AttentionSpec:
 @dataclass(frozen=True)
 class LatentSpec:
     """One vector of `width` numbers for every token, which all heads share (MLA: a latent and a rope key). Devices
-    that split the heads have each the whole of it."""
+    that split the heads have each the whole of it.
+
+    `latent_dim`: the first numbers, which are values too, where attention reads these vectors; None: it does not.
+    `stored_width`: how many numbers a kernel's layout keeps of them; `width` if None.
+    """
 
     kind: ClassVar[str] = "mla_attention"
     window: ClassVar[None] = None
@@ -101,10 +105,12 @@ class LatentSpec:
     block_size: int
     width: int
     dtype_bytes: int
+    latent_dim: int | None = None
+    stored_width: int | None = None
 
     @property
     def block_bytes(self) -> int:
-        return self.block_size * self.width * self.dtype_bytes
+        return self.block_size * (self.stored_width or self.width) * self.dtype_bytes
 
     @property
     def storage(self) -> "LatentSpec":

@@ -68,8 +68,8 @@ def base_python() -> str:
 
 
 def record_all(names: list[str]) -> None:
-    sys.path.insert(0, str(ROOT / "tests" / "models"))
-    import checkpoints
+    sys.path.insert(0, str(ROOT))
+    from tests.models import checkpoints
 
     if not names or "pooling" in names:
         golden = record_pooling()
@@ -112,7 +112,6 @@ def record(checkpoints: Any, name: str, folder: Path) -> dict[str, Any]:
 
 def record_pooling() -> dict[str, Any]:
     """What the checkpoints of tests/models/pooling_checkpoints.py give for each of their prompts, in float32."""
-    sys.path.insert(0, str(ROOT))
     from tests.models import pooling_checkpoints as pooling
 
     golden: dict[str, Any] = {}

@@ -32,8 +32,8 @@ class RouterConfig:
     """How experts are chosen and weighed.
 
     `score` makes numbers between 0 and 1 of the router's logits. The best `experts_per_token` are chosen, of the best
-    `groups_per_token` of `num_groups` groups; a group is as good as its two best experts together. A token's weights
-    are its scores, made to add up to 1 if `is_normalised`, times `scale`.
+    `groups_per_token` of `num_groups` groups; a group is as good as its `best_of_group` best experts together. A
+    token's weights are its scores, made to add up to 1 if `is_normalised`, times `scale`.
     """
 
     experts_per_token: int
@@ -41,6 +41,7 @@ class RouterConfig:
     is_normalised: bool = False
     num_groups: int = 1
     groups_per_token: int = 1
+    best_of_group: int = 2
     scale: float = 1.0
 
 
@@ -112,7 +113,7 @@ def within_best_groups(merit_TE: jax.Array, config: RouterConfig) -> jax.Array:
     """The merits of experts of a token's best groups, and -inf for all others."""
     num_tokens, num_experts = merit_TE.shape
     merit_TGE = merit_TE.reshape(num_tokens, config.num_groups, num_experts // config.num_groups)
-    best_TGJ, _ = jax.lax.top_k(merit_TGE, min(2, merit_TGE.shape[2]))
+    best_TGJ, _ = jax.lax.top_k(merit_TGE, min(config.best_of_group, merit_TGE.shape[2]))
     _, group_TJ = jax.lax.top_k(jnp.sum(best_TGJ, axis=2), config.groups_per_token)
     is_best_TG = jnp.any(group_TJ[:, :, None] == jnp.arange(config.num_groups), axis=1)
     return jnp.where(is_best_TG[:, :, None], merit_TGE, -jnp.inf).reshape(num_tokens, num_experts)

@@ -48,6 +48,26 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Sizes of latent attention: keys and values of a token are made of a latent of `rank` numbers.
+
+    A key has `plain_dim` numbers of it, and `rope_dim` that are rotated and all heads share; a value has `value_dim`.
+    `query_rank`: size of the latent that queries are made of; None: they are made of the hidden state itself.
+    """
+
+    rank: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers that are cached for a token."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """A decoder-only transformer. Static under jit, so layers of one kind share one trace.
 
@@ -57,7 +77,9 @@ class DecoderConfig:
     engine's device multiplies a few rows with a weight (`layers/few_rows.py`).
     `offset_norms`: the weights of norms say how far a factor is from 1; `centred_norms`: norms take off the mean.
     `interleaved_rope`: neighbours of a head are rotated together. `residual_scale` and `logit_scale` multiply what a
-    block adds to the residual stream, and the logits.
+    block adds to the residual stream, and the logits. `latents`: there are latents in place of keys and values; then
+    `head_dim` is that of queries. `weight_block`: rows and columns that have a scale in common in a checkpoint of 8
+    bits (`params/block_scaled.py`).
     """
 
     architecture: str
@@ -93,6 +115,8 @@ class DecoderConfig:
     interleaved_rope: bool = False
     residual_scale: float | None = None
     logit_scale: float | None = None
+    latents: LatentConfig | None = None
+    weight_block: tuple[int, int] | None = None
     deterministic: bool = False
     few_rows: str = XLA
 
@@ -119,12 +143,22 @@ class DecoderConfig:
         """How many of the experts of a layer a token goes to; 1 where there are none."""
         return self.experts.router.experts_per_token / self.experts.num_experts if self.experts else 1.0
 
+    @property
+    def attended_dim(self) -> float:
+        """Numbers of a head that meet each token of a context, on average of the products with keys and with values."""
+        return self.head_dim if self.latents is None else self.latents.rank + self.latents.rope_dim / 2
+
     def dim_sizes(self) -> dict[str, int]:
         """Letter -> size of that axis in the checkpoint."""
-        experts = self.experts
+        experts, latents = self.experts, self.latents
+        of_latents = {
+            "a": latents.query_rank or 0, "c": latents.rank, "w": latents.width, "k": latents.plain_dim,
+            "v": latents.value_dim,
+        } if latents else {}  # fmt: skip
         of_experts = {"E": experts.num_experts, "Q": experts.width, "O": experts.shared_width} if experts else {}
         return {
             **of_experts,
+            **of_latents,
             "D": self.hidden_size,
             "N": self.num_heads,
             "K": self.num_kv_heads,
@@ -258,11 +292,6 @@ def load_hf_config(folder: str | Path) -> dict[str, Any]:
 
 def common_fields(fields: HfFields, tie_default: bool = False, norm_eps: float = 1e-6) -> dict[str, Any]:
     """The part of DecoderConfig that every architecture spells alike, as keyword arguments."""
-    if fields.value("quantization_config") is not None:
-        raise CheckpointError(
-            f"config.json: quantization_config is {short(fields.hf['quantization_config'])}; quantised checkpoints "
-            "are not supported. Use the model's bfloat16, float16 or float32 version."
-        )
     num_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -286,8 +315,30 @@ def common_fields(fields: HfFields, tie_default: bool = False, norm_eps: float =
         "tie_embeddings": fields.flag("tie_word_embeddings", tie_default),
         "query_scale": head_dim**-0.5,
         "dtype": dtype_of(fields.hf),
+        "weight_block": weight_block(fields),
         **token_ids(fields),
     }
+
+
+BLOCK_FIELDS = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "activation_scheme": ("dynamic", None)}
+"""What `quantization_config` must say of weights that have a scale for every block."""
+
+
+def weight_block(fields: HfFields) -> tuple[int, int] | None:
+    """Rows and columns of a block of 8-bit weights; None where the checkpoint is not quantised. Which weights are so is
+    seen in the files. How activations are rounded is no part of the model: here they are not."""
+    given = fields.value("quantization_config")
+    if given is None:
+        return None
+    block = given.get("weight_block_size") if isinstance(given, dict) else None
+    well_formed = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    if not well_formed or any(given.get(name) not in values for name, values in BLOCK_FIELDS.items()):
+        raise CheckpointError(
+            f"config.json: quantization_config is {short(given)}; of quantised checkpoints only those in 8-bit floats "
+            "(fp8, e4m3) with a scale for every block (weight_block_size) are supported. Use such a version of the "
+            "model, or its bfloat16, float16 or float32 version."
+        )
+    return block[0], block[1]
 
 
 def layer_windows(fields: HfFields, window: int | None, sliding: Callable[[int], bool]) -> tuple[int | None, ...]:

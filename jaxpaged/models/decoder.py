@@ -5,7 +5,7 @@ query norm) is there exactly when its parameter is. This module knows nothing of
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from flax import struct
@@ -41,9 +41,9 @@ class Attention:
 @struct.dataclass
 class Layer:
     """The names are mostly the checkpoint's. The last two norms exist where a block's output is normalised too; the
-    norms of inputs are None where only that is."""
+    norms of inputs are None where only that is. `self_attn` is an `Attention`, or what a model has in its place."""
 
-    self_attn: Attention
+    self_attn: Any
     mlp: Mlp | Experts
     input_layernorm: Norm | None = None
     post_attention_layernorm: Norm | None = None

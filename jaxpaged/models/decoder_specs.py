@@ -4,6 +4,7 @@ The containers are those of `decoder.py`, holding a `Spec` where the model holds
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxpaged.layers.experts import Experts
 from jaxpaged.layers.linear import Linear
@@ -31,17 +32,18 @@ def decoder_specs(
     norms: Mapping[str, str] = PRE_NORMS,
     fused: bool = False,
     sinks: bool = False,
+    self_attention: Callable[[DecoderConfig, str], Any] | None = None,
     feed_forward: Callable[[DecoderConfig, str, int], Mlp | Experts] | None = None,
 ) -> Decoder:
     """Specs of a whole decoder. Raises ConfigError when the model cannot be split over so many shards.
 
     `qk_norm`: norms on query and key heads, `whole_qk_norm` on all heads as one vector. `norms`: which a layer has, and
     what the checkpoint calls them. `fused`: the checkpoint keeps query, key and value projections in one tensor, and
-    gate and up in another. `sinks`: each query head has one. `feed_forward` makes that block of a layer's name and
-    number, where layers differ or it is another one.
+    gate and up in another. `sinks`: each query head has one. `self_attention` makes what a layer has in place of an
+    `Attention`. `feed_forward` makes that block of a layer's name and number, where layers differ or it is another one.
     """
     device_sizes(config.dim_sizes(), num_model_shards)
-    attention = fused_attention if fused else attention_with_bias
+    attention = self_attention or (fused_attention if fused else attention_with_bias)
     mlp = fused_mlp if fused else mlp_with_bias
     layers = []
     for i in range(config.num_layers):

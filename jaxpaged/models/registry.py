@@ -12,6 +12,7 @@ from typing import Any
 from jaxpaged.errors import CheckpointError
 from jaxpaged.models.cohere import COHERE
 from jaxpaged.models.config import DecoderConfig, architecture_of, short
+from jaxpaged.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jaxpaged.models.exaone4 import EXAONE4
 from jaxpaged.models.gemma2 import GEMMA2
 from jaxpaged.models.gemma3 import GEMMA3
@@ -34,7 +35,7 @@ MODELS: dict[str, Model] = {
     name: model
     for model in (
         LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIMO, GEMMA2, GEMMA3, PHI3, GLM4, GLM4_MOE,
-        OLMO2, OLMO3, GRANITE, SMOLLM3, SEED_OSS, EXAONE4, COHERE, GPT_OSS,
+        OLMO2, OLMO3, GRANITE, SMOLLM3, SEED_OSS, EXAONE4, COHERE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
     )
     for name in model.architectures
 }  # fmt: skip

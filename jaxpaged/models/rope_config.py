@@ -143,6 +143,16 @@ def attention_factor(rope_type: str, factor: float, original: int, own: HfFields
     return mscale(factor, 1.0)
 
 
+def score_factor(fields: HfFields) -> float:
+    """What DeepSeek's models multiply scores with where positions are stretched: rope sharpens both of its sides, and
+    the part of a head that is not rotated has to be as sharp."""
+    own = HfFields(rope_fields(fields))
+    factor = own.number("factor", 1.0)
+    if not own.value("mscale_all_dim") or factor <= 1.0:
+        return 1.0
+    return mscale(factor, own.number("mscale_all_dim", 1.0)) ** 2
+
+
 def mscale(factor: float, weight: float) -> float:
     """How much sharper attention gets when positions are stretched by `factor` (arXiv 2309.00071, section 3.4)."""
     return 0.1 * weight * math.log(factor) + 1.0

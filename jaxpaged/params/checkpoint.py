@@ -7,6 +7,7 @@ is the parameters plus one of them. Knows letters and files; what a model is com
 
 import hashlib
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -23,12 +24,15 @@ from jax.sharding import Mesh
 
 from jaxpaged.errors import CheckpointError, did_you_mean
 from jaxpaged.params import orbax_format
+from jaxpaged.params.block_scaled import scaled, without_scales
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
 from jaxpaged.params.placing import place, stored_shapes
 from jaxpaged.params.quantized import QuantizedArray, is_quantized, rounded_rows
 from jaxpaged.params.safetensors_reader import BYTE_DTYPES, DTYPES, WHOLE_DTYPES, TensorEntry, mapped, read_header
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.params.spec import Spec
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -85,16 +89,20 @@ def load_params(
     if not is_whole:
         wanted = tensors_of(jax.tree.leaves(specs), config.dim_sizes())
         entries = {name: entry for name, entry in entries.items() if name in wanted}
-    further = range(config.num_layers, config.num_layers + config.num_mtp_layers)
-    unused = tuple(f"model.layers.{i}." for i in further)
-    entries = {name: entry for name, entry in entries.items() if not name.startswith(unused)}
+    entries = without_further_layers(entries, config)
+    entries, scales = without_scales(entries, config.weight_block)
     check_entries(jax.tree.leaves(specs), entries, config.dim_sizes(), folder)
     total, done, sizes = num_bytes(param_shapes(specs, config, mesh, dtype)), 0, config.dim_sizes()
 
     def load(spec: Spec) -> jax.Array | QuantizedArray:
         nonlocal done
         with ExitStack() as maps:
-            stored = [maps.enter_context(mapped(entries[name], dtypes_of(spec))) for name in spec.tensor_names(sizes)]
+            stored = [
+                scaled(entries[name], scales[name], config.weight_block, spec.dtype or dtype)
+                if name in scales
+                else maps.enter_context(mapped(entries[name], dtypes_of(spec)))
+                for name in spec.tensor_names(sizes)
+            ]
             array = place(spec, stored, sizes, mesh, dtype)
         done += array.nbytes
         progress(done, total)
@@ -108,6 +116,17 @@ def dtypes_of(spec: Spec) -> Mapping[str, np.dtype]:
     if spec.encoding:
         return BYTE_DTYPES
     return WHOLE_DTYPES if spec.dtype in WHOLE_DTYPES.values() else DTYPES
+
+
+def without_further_layers(entries: Mapping[str, TensorEntry], config: Any) -> dict[str, TensorEntry]:
+    """The tensors of the decoder, without those of layers behind it that predict further tokens."""
+    further = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    unused = tuple(f"model.layers.{i}." for i in further)
+    kept = {name: entry for name, entry in entries.items() if not name.startswith(unused)}
+    if len(kept) < len(entries):
+        skipped, names = len(entries) - len(kept), ", ".join(map(str, further))
+        logger.info("%d tensors are not loaded: layers that predict further tokens (%s)", skipped, names)
+    return kept
 
 
 def num_bytes(shapes: Any) -> int:

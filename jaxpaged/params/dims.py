@@ -33,5 +33,10 @@ ALPHABET = {
     "Q": "feed-forward width of an expert",
     "O": "feed-forward width of the experts that all tokens share",
     "X": "vocabulary of drafts",
+    "a": "numbers of the latent that a token's queries are made of",
+    "c": "numbers of the latent that its keys and values are made of",
+    "w": "that latent and a key that all heads share, one behind the other",
+    "k": "the part of a head's key that is made of the latent and not rotated",
+    "v": "width of a head's values, where it is another than its keys'",
 }
-"""Every letter that may name an axis."""
+"""Every letter that may name an axis; small ones are those of parameters of latent attention only."""

@@ -27,7 +27,8 @@ def stored_shape(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape that each of its tensors must have in the checkpoint; `sizes` are those of the checkpoint."""
     extents = [extent(letters, sizes) for letters in spec.hf_dims.split(" ")[spec.is_stacked :]]
     if spec.fused:
-        extents[spec.fused_axis] = sum(extent(letters, sizes) for letters in spec.fused)
+        together = sum(extent(letters, sizes) for letters in spec.fused)
+        extents[spec.fused_axis] = extent(spec.within, sizes) * together
     if spec.transposed:
         extents[-2:] = extents[:-3:-1]
     return tuple(extents)
@@ -50,12 +51,15 @@ def own_part(spec: Spec, stored: Sequence[np.ndarray], sizes: Mapping[str, int])
     is encoded is decoded: one array more."""
     if spec.is_stacked:
         return stored
-    straight = [tensor.swapaxes(-2, -1) if spec.transposed else tensor for tensor in stored]
+    straight, axis = [tensor.swapaxes(-2, -1) if spec.transposed else tensor for tensor in stored], spec.fused_axis
+    if spec.within:
+        straight, axis = [tensor.reshape(extent(spec.within, sizes), -1, *tensor.shape[1:]) for tensor in straight], 1
     start = sum(extent(letters, sizes) for letters in spec.fused[: spec.part])
-    own = slice(start, start + extent(spec.hf_dims.split(" ")[spec.fused_axis], sizes))
+    letters = spec.fused[spec.part] if spec.fused else spec.hf_dims.split(" ")[axis]
+    own = slice(start, start + extent(letters, sizes))
     if spec.alternating:
         own = slice(spec.part, None, len(spec.fused))
-    parts = [tensor[(slice(None),) * spec.fused_axis + (own,)] for tensor in straight]
+    parts = [tensor[(slice(None),) * axis + (own,)] for tensor in straight]
     tensor = mxfp4.decoded(*parts) if spec.encoding else parts[0]
     return tensor.reshape([sizes[letter] for letter in spec.dims])
 

@@ -28,6 +28,8 @@ WHOLE_DTYPES = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 """The types of tables of token ids."""
 BYTE_DTYPES = {"U8": np.dtype(np.uint8)}
 """Those of weights that are packed (mxfp4.py)."""
+EIGHT_BITS = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
+"""The types of weights that are numbers only together with their scales (`block_scaled.py`)."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format's own implementation; a larger number means a damaged file."""
@@ -80,7 +82,7 @@ def parse_entry(path: Path, name: str, entry: Any, data_start: int, file_bytes: 
         raise CheckpointError(
             f"{path} is truncated: tensor {name} ends at byte {data_start + end} of {file_bytes}. {AGAIN}"
         )
-    known = DTYPES | WHOLE_DTYPES | BYTE_DTYPES
+    known = DTYPES | WHOLE_DTYPES | BYTE_DTYPES | EIGHT_BITS
     if dtype in known and math.prod(shape) * known[dtype].itemsize != end - begin:
         raise CheckpointError(f"{path}: tensor {name} has shape {shape} but {end - begin} bytes of {dtype}. {AGAIN}")
     return TensorEntry(path, name, dtype, shape, data_start + begin, end - begin)

@@ -34,6 +34,10 @@ class Spec:
 
         up_proj = Spec("EQD", "E Q D", "....gate_up_proj", fused=("Q", "Q"), part=1, fused_axis=1, alternating=True)
 
+    Where they stand end to end within every head, `within` has the letters of what is not divided:
+
+        k_up = Spec("Nkc", "Nk c", "....kv_b_proj.weight", fused=("k", "v"), part=0, within="N")
+
     When the first axis is spread over as many tensors, `hf_name` has `{}` in place of their numbers; an axis of size 1
     that the model does without is spelled 1:
 
@@ -49,6 +53,7 @@ class Spec:
     hf_name: str
     fused: tuple[str, ...] = ()
     part: int = 0
+    within: str = ""
     quantized: bool = False
     dtype: str | None = None
     fused_axis: int = 0
@@ -62,7 +67,7 @@ class Spec:
         assert spelled == self.dims, f"{self.hf_dims!r} does not spell {self.dims!r}"
         assert not self.is_stacked or self.hf_dims.split(" ")[0] == self.dims[0], f"{self} is no stack"
         own_axis = self.hf_dims.split(" ")[self.fused_axis]
-        assert not self.fused or self.fused[self.part] == own_axis, f"{self} is not its own part"
+        assert not self.fused or self.within + self.fused[self.part] == own_axis, f"{self} is not its own part"
         assert not (self.is_stacked and (self.transposed or self.encoding)), f"{self} has several tensors already"
 
     @property

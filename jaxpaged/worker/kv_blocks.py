@@ -8,7 +8,7 @@ block belongs to whom.
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,9 +17,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpaged.config import CacheConfig
 from jaxpaged.distributed.backend import usable_share_of_pool
 from jaxpaged.errors import CapacityError, ConfigError
-from jaxpaged.kv_cache_spec import AttentionSpec, CacheSpec, KVCacheConfig, KVCacheGroup, StateSpec, pool_layouts
-from jaxpaged.layers.attention import AttentionContext, kv_struct
+from jaxpaged.kv_cache_spec import (
+    AttentionSpec,
+    CacheSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    LatentSpec,
+    StateSpec,
+    pool_layouts,
+)
+from jaxpaged.layers.attention import AttentionContext, check_attention, kv_struct
+from jaxpaged.layers.latent_attention import check_latent_attention, stored_width
 from jaxpaged.params.sharding import MODEL_AXIS
+from pallas_kernels.ragged_paged_attention import kv_layout
 
 # Where the device reports no memory of its own (CPU), KV blocks take at most this share of the host's memory, unless
 # one request needs more. Filling a gigabyte with zeros takes half a second of every start.
@@ -107,6 +117,28 @@ def size_kv_cache(
     return division.kv_cache(num_blocks)
 
 
+def is_attended(spec: CacheSpec) -> bool:
+    """Whether attention reads what a layer caches."""
+    return isinstance(spec, AttentionSpec) or (isinstance(spec, LatentSpec) and spec.latent_dim is not None)
+
+
+def as_stored(spec: CacheSpec, backend: str) -> CacheSpec:
+    """The cache of a layer, with as many numbers as lie in memory for a token."""
+    if isinstance(spec, AttentionSpec):
+        return replace(spec, stored_dim=kv_layout(backend).stored_dim(spec.head_dim))
+    if isinstance(spec, LatentSpec) and spec.latent_dim is not None:
+        return replace(spec, stored_width=stored_width(backend, spec.latent_dim, spec.width))
+    return spec
+
+
+def check_heads_of(context: AttentionContext, num_heads: int, spec: CacheSpec, dtype: Any, kv_dtype: Any) -> None:
+    """Raise ValueError unless the kernel takes the query heads of a layer that attends to such a cache."""
+    if isinstance(spec, AttentionSpec):
+        check_attention(context, num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, dtype, kv_dtype)
+    elif isinstance(spec, LatentSpec) and spec.latent_dim is not None:
+        check_latent_attention(context, num_heads, spec.latent_dim, spec.width, spec.block_size, dtype, kv_dtype)
+
+
 def tensor_struct(context: AttentionContext, spec: CacheSpec, num_blocks: int, dtype: Any) -> Any:
     """Shapes and shardings of one KV tensor. `dtype` is that of cached keys and values; states have their own."""
     if isinstance(spec, AttentionSpec):
@@ -115,7 +147,8 @@ def tensor_struct(context: AttentionContext, spec: CacheSpec, num_blocks: int, d
         split = NamedSharding(context.mesh, PartitionSpec(None, MODEL_AXIS))
         return [jax.ShapeDtypeStruct((num_blocks, *each.shape), each.dtype, sharding=split) for each in spec.arrays]
     whole = NamedSharding(context.mesh, PartitionSpec())
-    return jax.ShapeDtypeStruct((num_blocks, spec.block_size, spec.width), dtype, sharding=whole)
+    width = spec.stored_width or spec.width
+    return jax.ShapeDtypeStruct((num_blocks, spec.block_size, width), dtype, sharding=whole)
 
 
 EXPLICIT = ("num_gpu_blocks_override", "kv_cache_memory_bytes")

@@ -20,10 +20,10 @@ from tests.models.paged import golden_of
 
 NAMES = (
     "llama", "mistral_window", "qwen2", "qwen3", "mixtral", "qwen2_moe", "gemma2", "gemma3", "phi3", "glm4_moe",
-    "olmo3", "smollm3", "cohere", "gpt_oss",
+    "olmo3", "smollm3", "cohere", "gpt_oss", "deepseek_v3",
 )  # fmt: skip
 # They have nothing that one of those has not.
-OTHERS = ("qwen3_moe", "glm4", "olmo2", "granite", "seed_oss", "exaone4")
+OTHERS = ("qwen3_moe", "glm4", "olmo2", "granite", "seed_oss", "exaone4", "deepseek_v2")
 # One bucket that the prompt of 40 tokens does not fit: it takes three chunks.
 OPTIONS = {
     "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 8,
@@ -64,7 +64,13 @@ def generate(scheduler, executor, prompts, max_tokens):
 
 
 # The others are exhaustive: a verification knows nothing of the model.
-DRAFTED = (("llama", "ngram"), ("gemma3", "ngram"), ("llama", "draft_model"), ("gemma2", "eagle3"))
+DRAFTED = (
+    ("llama", "ngram"),
+    ("gemma3", "ngram"),
+    ("llama", "draft_model"),
+    ("gemma2", "eagle3"),
+    ("deepseek_v3", "ngram"),
+)
 
 
 def drafting(method, name, tmp_path):

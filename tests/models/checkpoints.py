@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.models.tensor_shapes import tensor_shapes
+
 PROMPT_LENGTH = 40
 NUM_GREEDY = 12
 
@@ -136,6 +138,26 @@ GPT_OSS = {
         "truncate": False,
     },
 }  # fmt: skip
+DEEPSEEK_V2 = {
+    **{name: value for name, value in BASE.items() if name not in ("head_dim", "num_key_value_heads")},
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "q_lora_rank": None, "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "n_shared_experts": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "topk_method": "greedy",
+    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": False, "scoring_func": "softmax",
+    "rope_theta": 5000.0,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    **DEEPSEEK_V2, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "q_lora_rank": 18,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 3, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "n_shared_experts": 1, "topk_method": "noaux_tc", "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "scoring_func": "sigmoid", "num_nextn_predict_layers": 0, "moe_layer_freq": 1, "ep_size": 1,
+    "rope_scaling": {
+        "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4, "beta_slow": 1,
+        "mscale": 0.8, "mscale_all_dim": 1.0,
+    },
+    "max_position_embeddings": 64,
+}  # fmt: skip
 LONGROPE_DIVISORS = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 5.0]}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -212,6 +234,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "exaone4_full": {**EXAONE4, "sliding_window": None, "layer_types": ["full_attention"] * 2},
     "cohere": COHERE,
     "gpt_oss": GPT_OSS,
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v2_groups_top1": {
+        **DEEPSEEK_V2, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 3, "num_experts_per_tok": 1,
+        "q_lora_rank": 14, "attention_bias": True, "routed_scaling_factor": 1.6, "v_head_dim": 16,
+        "first_k_dense_replace": 0, "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "mscale": 0.7},
+        "max_position_embeddings": 64,
+    },
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v3_all": {
+        **DEEPSEEK_V3, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 16,
+        "rope_scaling": None, "rope_interleave": False, "vocab_size": 223,
+    },
     "phi3": {**PHI3, "sliding_window": 13},
     "phi3_partial": {
         **PHI3, "partial_rotary_factor": 0.75, "num_key_value_heads": 8,
@@ -228,7 +262,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Name of a checkpoint -> its config.json, in the spellings of transformers 4 and 5."""
 
 
-SALTS = {"qwen2_window": 1, "gemma3": 1, "gemma3_new_spelling": 1}
+SALTS = {"deepseek_v3_all": 1, "qwen2_window": 1, "gemma3": 1, "gemma3_new_spelling": 1}
 """Where the greedy continuation was nearly a tie with the first seed."""
 
 
@@ -243,110 +277,8 @@ def prompt_of(name: str) -> list[int]:
     return rng.integers(3, CONFIGS[name]["vocab_size"], PROMPT_LENGTH).tolist()
 
 
-PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
-POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
-NORMS = {
-    **dict.fromkeys(("gemma2", "gemma3_text"), (*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")),
-    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), POST_NORMS),
-    "glm4": (*PRE_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
-    "cohere": ("input_layernorm",),
-}
-"""The norms of a layer, where they are not those of Llama."""
-
-
-def tensor_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a checkpoint."""
-    kind, width = hf["model_type"], hf["hidden_size"]
-    shapes = {"model.embed_tokens.weight": (hf["vocab_size"], width), "model.norm.weight": (width,)}
-    if not hf["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (hf["vocab_size"], width)
-    for i in range(hf["num_hidden_layers"]):
-        layer = {**attention_shapes(hf), **(expert_shapes(hf) if i in sparse_layers(hf) else mlp_shapes(hf))}
-        layer |= {f"{norm}.weight": (width,) for norm in NORMS.get(kind, PRE_NORMS)}
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes
-
-
-def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    width, heads, kv_heads = hf["hidden_size"], hf["num_attention_heads"], hf["num_key_value_heads"]
-    kind = hf["model_type"]
-    head_dim = hf.get("head_dim", width // heads)
-    if kind == "phi3":
-        return {
-            "self_attn.qkv_proj.weight": ((heads + 2 * kv_heads) * head_dim, width),
-            "self_attn.o_proj.weight": (width, heads * head_dim),
-        }
-    out_sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
-    shapes = {f"self_attn.{name}.weight": (size, width) for name, size in out_sizes.items()}
-    shapes["self_attn.o_proj.weight"] = (width, heads * head_dim)
-    if hf.get("attention_bias") or kind in ("qwen2", "qwen2_moe"):
-        shapes |= {f"self_attn.{name}.bias": (size,) for name, size in out_sizes.items()}
-    if hf.get("attention_bias") and not kind.startswith(("glm4", "seed")):
-        shapes["self_attn.o_proj.bias"] = (width,)
-    if kind == "gpt_oss":
-        shapes["self_attn.sinks"] = (heads,)
-    if kind in ("olmo2", "olmo3"):
-        shapes |= {"self_attn.q_norm.weight": (heads * head_dim,), "self_attn.k_norm.weight": (kv_heads * head_dim,)}
-    elif kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4") or hf.get("use_qk_norm"):
-        shapes |= {f"self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
-    return shapes
-
-
-def mlp_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    width, inner = hf["hidden_size"], hf["intermediate_size"]
-    if hf["model_type"] in ("phi3", "glm4"):
-        return {"mlp.gate_up_proj.weight": (2 * inner, width), "mlp.down_proj.weight": (width, inner)}
-    shapes = {
-        "mlp.gate_proj.weight": (inner, width),
-        "mlp.up_proj.weight": (inner, width),
-        "mlp.down_proj.weight": (width, inner),
-    }
-    if hf.get("mlp_bias"):
-        shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in shapes.items()}
-    return shapes
-
-
-def sparse_layers(hf: dict[str, Any]) -> set[int]:
-    """Layers with experts."""
-    if not hf["model_type"].endswith(("moe", "mixtral", "gpt_oss")):
-        return set()
-    first, step = hf.get("first_k_dense_replace", 0), hf.get("decoder_sparse_step", 1)
-    return set(range(first, hf["num_hidden_layers"])[step - 1 :: step]) - {*hf.get("mlp_only_layers", ())}
-
-
-def expert_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    width, kind = hf["hidden_size"], hf["model_type"]
-    if kind == "gpt_oss":
-        return merged_expert_shapes(width, hf["num_local_experts"], hf["intermediate_size"])
-    names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    block = "block_sparse_moe" if kind == "mixtral" else "mlp"
-    num_experts, inner = hf.get("num_experts") or hf.get("n_routed_experts"), hf.get("moe_intermediate_size")
-    if kind == "mixtral":
-        num_experts, inner = hf["num_local_experts"], hf["intermediate_size"]
-    blocks = {f"experts.{i}": inner for i in range(num_experts)}
-    shapes = {f"{block}.gate.weight": (num_experts, width)}
-    if kind == "qwen2_moe":
-        blocks["shared_expert"] = hf["shared_expert_intermediate_size"]
-        shapes[f"{block}.shared_expert_gate.weight"] = (1, width)
-    if kind == "glm4_moe":
-        blocks["shared_experts"] = hf["n_shared_experts"] * inner
-        shapes[f"{block}.gate.e_score_correction_bias"] = (num_experts,)
-    for name, columns in blocks.items():
-        gate, up, down = (f"{block}.{name}.{projection}.weight" for projection in names)
-        shapes |= {gate: (columns, width), up: (columns, width), down: (width, columns)}
-    return shapes
-
-
-def merged_expert_shapes(width: int, num_experts: int, inner: int) -> dict[str, tuple[int, ...]]:
-    """Of gpt-oss: one tensor for all experts, inputs before outputs."""
-    return {
-        "mlp.router.weight": (num_experts, width),
-        "mlp.router.bias": (num_experts,),
-        "mlp.experts.gate_up_proj": (num_experts, width, 2 * inner),
-        "mlp.experts.gate_up_proj_bias": (num_experts, 2 * inner),
-        "mlp.experts.down_proj": (num_experts, inner, width),
-        "mlp.experts.down_proj_bias": (num_experts, width),
-    }
+LARGE = ("q_proj", "k_proj", "qkv", "q_b_proj", "kv_b_proj")
+"""Parts of names of tensors that are larger than others."""
 
 
 def make_tensors(name: str) -> dict[str, np.ndarray]:
@@ -367,7 +299,7 @@ def make_tensors(name: str) -> dict[str, np.ndarray]:
             # A tied table that is large would make every token predict itself.
             noise = noise * (0.05 if hf["tie_word_embeddings"] else 1.0)
         else:
-            noise = noise * (2.0 if "q_proj" in tensor or "k_proj" in tensor or "qkv" in tensor else 1.0)
+            noise = noise * (2.0 if any(part in tensor for part in LARGE) else 1.0)
             noise = noise / np.float32(shape[1] ** 0.5)
         tensors[tensor] = noise.astype(np.float32)
     return tensors

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.models.checkpoints import CONFIGS, attention_shapes, make_tensors, mlp_shapes
+from tests.models.checkpoints import CONFIGS, make_tensors
+from tests.models.tensor_shapes import attention_shapes, mlp_shapes
 
 DRAFT_VOCAB = 150
 TAPS_KEY, TAPS = "eagle_aux_hidden_state_layer_ids", [0, 1, 2]

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.distributed.mesh import make_mesh
-from jaxpaged.layers.attention import AttentionBatch, AttentionContext, kv_sharding
+from jaxpaged.layers.attention import AttentionBatch, AttentionContext
 from jaxpaged.models.interface import Batch
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.quantized import quantized_specs
-from pallas_kernels.ragged_paged_attention import kv_zeros, make_metadata
+from jaxpaged.worker.kv_blocks import tensor_struct
+from pallas_kernels.ragged_paged_attention import make_metadata
 from tests.models.checkpoints import CONFIGS
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -51,11 +52,9 @@ class PagedModel:
         specs = quantized_specs(self.model.param_specs(self.config, num_shards), quantization)
         self.params = load_params(specs, self.config, folder, self.mesh, jnp.float32)
         attention = self.model.attention_specs(self.config, BLOCK_SIZE, 4, num_shards)
-        self.kv = [
-            kv_zeros(NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, jnp.float32, "reference")
-            for spec in attention
-        ]
-        self.kv = jax.device_put(self.kv, [kv_sharding(self.mesh, "reference")] * len(attention))
+        structs = [tensor_struct(self.context, spec, NUM_BLOCKS, jnp.float32) for spec in attention]
+        zeros = lambda struct: jax.device_put(np.zeros(struct.shape, struct.dtype), struct.sharding)
+        self.kv = jax.tree.map(zeros, structs)
         self.windows = list(dict.fromkeys(layer.window for layer in self.config.layers))
         self.num_computed = 0
 

@@ -24,6 +24,8 @@ SHARDED_NAMES = [
     "qwen2_moe",
     "qwen3_moe",
     "glm4_moe",
+    "deepseek_v2_groups_top1",
+    "deepseek_v3",
     "gemma2",
     "gemma3",
     "phi3_partial",

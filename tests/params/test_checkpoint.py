@@ -17,7 +17,8 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import DummyParams, load_params, tensors_of
 from jaxpaged.params.sharding import param_shapes
-from tests.models.checkpoints import CONFIGS, make_tensors, tensor_shapes, write_checkpoint
+from tests.models.checkpoints import CONFIGS, make_tensors, write_checkpoint
+from tests.models.tensor_shapes import tensor_shapes
 
 
 def describe(name, num_shards=1):
@@ -197,7 +198,7 @@ DAMAGE = {
         lambda f: rewrite_header(f, lambda h: h[NORM].update(shape=[49])), [NORM, "(49,)", "bytes"]
     ),
     "quantised type": (
-        lambda f: rewrite_header(f, lambda h: h[NORM].update(dtype="F8_E4M3")), [NORM, "F8_E4M3", "bfloat16"]
+        lambda f: rewrite_header(f, lambda h: h[NORM].update(dtype="F8_E5M2")), [NORM, "F8_E5M2", "bfloat16"]
     ),
 }  # fmt: skip
 

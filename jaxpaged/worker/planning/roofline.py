@@ -27,7 +27,7 @@ class Work:
     weight_bytes: read by a decode step, embeddings that are only looked up left out. params: numbers of one device
     that every token is multiplied with, `head_params` those of the output head; of
     experts, those that a token goes to. attention_layers: (window or None,
-    layers, bytes of a token that one of them caches). heads: query heads x head_dim of one device.
+    layers, bytes of a token that one of them caches). heads: query heads x their width of one device.
     reduced_bytes: summed over the devices per token in all layers, `waited_share` of it while nothing else runs.
     steps_per_program: decode steps that are dispatched at once, at most. expert_bytes: those of `weight_bytes` that
     are experts', of which a token goes to `expert_share`, as if by chance.

@@ -16,15 +16,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_cache_spec import (
-    AttentionSpec,
-    CacheSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    blocks_for_tokens,
-    group_layers,
-)
-from jaxpaged.layers.attention import AttentionContext, check_attention
+from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig, KVCacheGroup, blocks_for_tokens, group_layers
+from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.layers.few_rows import XLA, choose_few_rows
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.drafted import DraftedParams, drafted_model, drafting_model
@@ -39,7 +32,7 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.speculation import Speculation, speculation_of
 from jaxpaged.worker.drafters.lookup import lookup_builders
 from jaxpaged.worker.drafters.model import draft_builders
-from jaxpaged.worker.kv_blocks import Demand, Division, tensor_struct
+from jaxpaged.worker.kv_blocks import Demand, Division, as_stored, check_heads_of, is_attended, tensor_struct
 from jaxpaged.worker.programs.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
 from jaxpaged.worker.programs.compiler_options import Options, compiler_options
 from jaxpaged.worker.programs.fingerprint import Fingerprint, fingerprint
@@ -49,7 +42,7 @@ from jaxpaged.worker.step.functions import Shapes, StepFunctions
 from jaxpaged.worker.step.packed import RunLayout, StepLayout, step_layout
 from jaxpaged.worker.step.row_uploads import TOKENS_UPLOAD_SIZE
 from jaxpaged.worker.step.verify import VERIFY_KINDS, lower_verify
-from pallas_kernels.ragged_paged_attention import choose_backend, kv_layout
+from pallas_kernels.ragged_paged_attention import choose_backend
 
 MAX_STEPS = 32
 """Decode steps that one program can run, unless an option says otherwise."""
@@ -168,11 +161,9 @@ class Blueprint:
         try:
             context = AttentionContext(self.mesh, choose_backend(name, self.platform))
             num_heads = [decoder.num_heads for decoder in self.decoders for _ in decoder.layers]
-            specs = [spec for spec in self._cache_specs if isinstance(spec, AttentionSpec)]
+            specs = filter(is_attended, self._cache_specs)
             for heads, spec in zip(num_heads, specs, strict=True):
-                check_attention(
-                    context, heads, spec.num_kv_heads, spec.head_dim, spec.block_size, self.dtype, self.kv_dtype
-                )
+                check_heads_of(context, heads, spec, self.dtype, self.kv_dtype)
         except ValueError as error:
             raise ConfigError(f"attention_backend: {error}") from error
         return context
@@ -199,9 +190,7 @@ class Blueprint:
     @cached_property
     def kv_groups(self) -> tuple[KVCacheGroup, ...]:
         """Layers that cache alike, with the bytes that the kernel's layout takes."""
-        stored_dim = kv_layout(self.attention.backend).stored_dim
-        stored = lambda spec: replace(spec, stored_dim=stored_dim(spec.head_dim))
-        return group_layers([stored(x) if isinstance(x, AttentionSpec) else x for x in self._cache_specs])
+        return group_layers([as_stored(spec, self.attention.backend) for spec in self._cache_specs])
 
     @property
     def demand(self) -> Demand:

@@ -1,0 +1,113 @@
+"""Attention over latents in a model (MLA): the one `shard_map` around its kernel, and how its cache lies.
+
+Query heads are split over the mesh axis `MODEL_AXIS`; latents and their cache are whole on every device, each of which
+writes the same. Which kernel runs follows from the attention backend of the engine. Knows neither models nor steps.
+
+Letters: B blocks, S slots of a block, C numbers of a latent, P numbers of a rope key, W of a slot.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpaged.layers.attention import AttentionBatch, AttentionContext
+from jaxpaged.params.sharding import MODEL_AXIS
+from pallas_kernels import mla_paged_attention as mla
+
+KERNELS = {
+    "reference": "reference",
+    "tpu": "tpu",
+    "tpu-interpret": "tpu",
+    "gpu": "gpu",
+    "gpu-interpret": "gpu",
+}
+"""Attention backend -> the kernel for latents. The others have none."""
+
+MOST_SUBLANES = 16
+"""Heads on a TPU come in whole tiles: of 8 float32, of 16 bfloat16. Those of a device are filled up to this."""
+
+
+def attend_latents(
+    batch: AttentionBatch,
+    q_TNC: jax.Array,
+    q_rope_TNP: jax.Array,
+    latent_TC: jax.Array,
+    rope_TP: jax.Array,
+    cache_BSW: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Causal attention of T new tokens over all that their requests have cached, themselves included.
+
+    Queries are those that meet latents (`mla_paged_attention`). Returns (weighed latents in out_TNC, the cache with
+    the new tokens).
+    """
+    context, metadata = batch.context, batch.metadata
+    kernel, num_tokens = KERNELS[context.backend], len(q_TNC)
+
+    def attend_heads(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where):
+        places = mla.make_metadata(*where, num_tokens=num_tokens, block_size=cache_BSW.shape[1])
+        num_heads = q_TNC.shape[1]
+        filled = ((0, 0), (0, heads_in_kernel(kernel, num_heads) - num_heads), (0, 0))
+        out_TNC, cache_BSW = mla.mla_paged_attention(
+            jnp.pad(q_TNC, filled), jnp.pad(q_rope_TNP, filled), latent_TC, rope_TP, cache_BSW, places,
+            scale=scale, backend=kernel, interpret=interpretation(context.backend),
+        )  # fmt: skip
+        return out_TNC[:, :num_heads], cache_BSW
+
+    heads, whole = PartitionSpec(None, MODEL_AXIS, None), PartitionSpec()
+    where = metadata.query_start_loc_R1, metadata.seq_lens_R, metadata.block_tables_RM
+    sharded = jax.shard_map(
+        attend_heads,
+        mesh=context.mesh,
+        in_specs=(heads, heads, *[whole] * (3 + len(where))),
+        out_specs=(heads, whole),
+        check_vma=False,  # the kernel's loops start from constants, which vary over no axis
+    )
+    return sharded(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where)
+
+
+def heads_in_kernel(kernel: str, num_heads: int) -> int:
+    """How many heads of a device the kernel is given: zeros are added where it takes whole tiles only."""
+    return -(-num_heads // MOST_SUBLANES) * MOST_SUBLANES if kernel == "tpu" else num_heads
+
+
+def interpretation(backend: str) -> Any:
+    """What Pallas is told of a backend that is simulated."""
+    if backend != "tpu-interpret":
+        return backend.endswith("-interpret")
+    from jax.experimental.pallas import tpu as pltpu  # takes a quarter of a second
+
+    return pltpu.InterpretParams(dma_execution_mode="eager")
+
+
+def stored_width(backend: str, latent_dim: int, width: int) -> int:
+    """Numbers of a slot in the cache: of a latent and a rope key together, and what a kernel's layout adds."""
+    return mla.cache_shape(1, 1, latent_dim, width - latent_dim, KERNELS.get(backend, backend))[2]
+
+
+def check_latent_attention(
+    context: AttentionContext, num_heads: int, latent_dim: int, width: int, block_size: int, dtype: Any, kv_dtype: Any
+) -> None:
+    """Raise ValueError unless the mesh splits the heads and there is a kernel that takes what each device gets."""
+    backend, devices = context.backend, num_devices(context.mesh)
+    if num_heads % devices:
+        raise ValueError(f"{num_heads} query heads do not split over {devices} devices. Use fewer devices.")
+    if backend not in KERNELS:
+        raise ValueError(f"attention backend {backend!r} has no kernel for latents. Use {', '.join(KERNELS)}.")
+    kernel = KERNELS[backend]
+    heads = heads_in_kernel(kernel, num_heads // devices)
+    operands = (
+        jax.ShapeDtypeStruct((1, heads, latent_dim), dtype),
+        jax.ShapeDtypeStruct((1, heads, width - latent_dim), dtype),
+        jax.ShapeDtypeStruct((1, block_size, stored_width(backend, latent_dim, width)), kv_dtype),
+    )
+    reason = mla.backends(kernel, *operands)[kernel]
+    if reason is not None:
+        raise ValueError(f"attention backend {backend!r} cannot take these latents: {reason}. Use 'reference'.")
+
+
+def num_devices(mesh: Mesh) -> int:
+    return mesh.shape[MODEL_AXIS]

@@ -1,0 +1,256 @@
+"""DeepSeek-V2 and V3, and Kimi-K2, which is a V3: latent attention, and experts behind the first layers.
+
+A token caches one latent and one rotated key for all heads (MLA, arXiv 2405.04434, section 2.1). Neither keys nor
+values are ever made of it: queries are multiplied with the matrix that would make keys, and what they attend to with
+the one that would make values (section 2.1.2). V2's router takes the best of a softmax, V3's the best of sigmoids with
+a correction (arXiv 2412.19437, section 2.1.2), both of a few groups where there are groups. V3's layer that predicts a
+token further is not loaded.
+
+Letters: P numbers of a key that is rotated, C those of a latent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxpaged.errors import CheckpointError
+from jaxpaged.kv_cache_spec import LatentSpec
+from jaxpaged.layers.experts import SIGMOID, Experts, RouterConfig
+from jaxpaged.layers.latent_attention import attend_latents
+from jaxpaged.layers.linear import Linear, apply_linear
+from jaxpaged.layers.mlp import Mlp
+from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
+from jaxpaged.layers.rope import apply_rope
+from jaxpaged.models import llama
+from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, LatentConfig
+from jaxpaged.models.decoder import Layer, feed_forward, forward, tapped_forward
+from jaxpaged.models.decoder_specs import decoder_specs, linear, norm
+from jaxpaged.models.expert_specs import check_experts, feed_forward_specs
+from jaxpaged.models.interface import LayerBatch
+from jaxpaged.models.rope_config import score_factor, single_rope
+from jaxpaged.params.quantized import QuantizedArray
+from jaxpaged.params.spec import Spec
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of latents, whatever config.json says of the others."""
+
+GREEDY, GROUPS, CORRECTED = "greedy", "group_limited_greedy", "noaux_tc"
+"""What config.json calls the choice of experts: of V2, of V2 with groups, and of V3."""
+
+NO_MATHS = {"ep_size", "qk_head_dim"}
+"""Over how many devices training split experts, and a sum of two other fields."""
+
+
+@struct.dataclass
+class LatentAttention:
+    """`q_a_proj` and its norm make the latent of queries, where there is one; else `q_proj` reads the hidden state.
+    `k_up` [N, k, c] and `v_up` [N, v, c] would make keys and values of a latent."""
+
+    q_a_proj: Linear | None
+    q_a_layernorm: Norm | None
+    q_proj: Linear
+    kv_a_proj: Linear
+    kv_a_layernorm: Norm
+    k_up: Linear
+    v_up: Linear
+    o_proj: Linear
+
+
+def v2_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """DeepSeek-V2's config.json."""
+    fields = own_fields(hf)
+    fields.choice("scoring_func", ("softmax",), "softmax")
+    if fields.flag("norm_topk_prob", False):
+        raise CheckpointError(
+            "config.json: norm_topk_prob is true; what scales such weights differs between implementations of "
+            "DeepSeek-V2, and published models have false. Use a DeepSeek-V3 architecture, or false."
+        )
+    method = fields.choice("topk_method", (GREEDY, GROUPS), GREEDY)
+    num_groups, of_token = (fields.count("n_group", 1), fields.count("topk_group", 1)) if method == GROUPS else (1, 1)
+    fields.read |= {"n_group", "topk_group"}
+    router = RouterConfig(
+        fields.count("num_experts_per_tok"),
+        num_groups=num_groups,
+        groups_per_token=of_token,
+        best_of_group=1,
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+    return latent_config(fields, router, shared=2, first=0, experts=64)
+
+
+def v3_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """DeepSeek-V3's config.json, and Kimi-K2's."""
+    fields = own_fields(hf)
+    fields.choice("scoring_func", ("sigmoid",), "sigmoid")
+    fields.choice("topk_method", (CORRECTED,), CORRECTED)
+    router = RouterConfig(
+        fields.count("num_experts_per_tok", 8),
+        SIGMOID,
+        is_normalised=fields.flag("norm_topk_prob", True),
+        num_groups=fields.count("n_group", 8),
+        groups_per_token=fields.count("topk_group", 4),
+        scale=fields.number("routed_scaling_factor", 2.5),
+    )
+    return latent_config(fields, router, shared=1, first=3, experts=256)
+
+
+def own_fields(hf: dict[str, Any]) -> HfFields:
+    """The fields, with the sizes of queries where others have those of keys. What config.json says of those is the
+    rotated part of a head, and as many key heads as there would be."""
+    fields = HfFields(hf)
+    query_dim = fields.count("qk_nope_head_dim", 128) + fields.count("qk_rope_head_dim", 64)
+    fields = HfFields({**hf, "head_dim": query_dim, "num_key_value_heads": fields.count("num_attention_heads")})
+    fields.read |= NO_MATHS
+    return fields
+
+
+def latent_config(fields: HfFields, router: RouterConfig, shared: int, first: int, experts: int) -> DecoderConfig:
+    """What both versions call alike; the numbers are the defaults of numbers of experts and of dense layers."""
+    latents = LatentConfig(
+        rank=fields.count("kv_lora_rank", 512),
+        plain_dim=fields.count("qk_nope_head_dim", 128),
+        rope_dim=fields.count("qk_rope_head_dim", 64),
+        value_dim=fields.count("v_head_dim", 128),
+        query_rank=fields.count_or_none("q_lora_rank", 1536),
+    )
+    num_layers, width = fields.count("num_hidden_layers"), fields.count("moe_intermediate_size")
+    step, dense = fields.count("moe_layer_freq", 1), fields.index("first_k_dense_replace", first)
+    blocks = ExpertsConfig(
+        num_experts=fields.count("n_routed_experts", experts),
+        width=width,
+        router=router,
+        layers=tuple(i for i in range(num_layers) if i >= dense and i % step == 0),
+        shared_width=width * fields.index("n_shared_experts", shared),
+    )
+    has_bias, factor = fields.flag("attention_bias", False), score_factor(fields)
+    config = llama.pre_norm_config(
+        fields,
+        [None] * num_layers,
+        ropes=lambda fields, head_dim: (single_rope(fields, latents.rope_dim),) * 2,
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        interleaved_rope=fields.flag("rope_interleave", True),
+        num_mtp_layers=fields.index("num_nextn_predict_layers", 0),
+        experts=check_experts(blocks),
+        latents=latents,
+    )
+    return replace(config, query_scale=config.query_scale * factor)
+
+
+def attention_specs_of_layer(config: DecoderConfig, name: str) -> Any:
+    """Specs of a layer's attention. The matrices that make keys and values stand head by head in one tensor."""
+    assert config.latents is not None, "latent attention needs its sizes"
+    has_latent = config.latents.query_rank is not None
+    up = partial(Spec, hf_name=f"{name}.kv_b_proj.weight", fused=("k", "v"), within="N")
+    queries = linear("NHa", "NH a", f"{name}.q_b_proj") if has_latent else linear("NHD", "NH D", f"{name}.q_proj")
+    return LatentAttention(
+        q_a_proj=linear("aD", "a D", f"{name}.q_a_proj", config.qkv_bias) if has_latent else None,
+        q_a_layernorm=norm("a", f"{name}.q_a_layernorm") if has_latent else None,
+        q_proj=queries,
+        kv_a_proj=linear("wD", "w D", f"{name}.kv_a_proj_with_mqa", config.qkv_bias),
+        kv_a_layernorm=norm("c", f"{name}.kv_a_layernorm"),
+        k_up=Linear(up("Nkc", "Nk c", part=0)),
+        v_up=Linear(up("Nvc", "Nv c", part=1)),
+        o_proj=linear("DNv", "D Nv", f"{name}.o_proj", config.o_bias),
+    )
+
+
+def moe_feed_forward(has_correction: bool, config: DecoderConfig, name: str, layer: int) -> Mlp | Experts:
+    shared = "shared_experts" if config.experts and config.experts.shared_width else None
+    return feed_forward_specs(config, name, layer, shared=shared, has_correction=has_correction)
+
+
+def latent_attention(
+    p: LatentAttention, config: DecoderConfig, x_TD: jax.Array, cache: jax.Array, batch: LayerBatch
+) -> tuple[jax.Array, jax.Array]:
+    """Causal self-attention of T new tokens over the latents that their requests have cached: ([T, D], cache)."""
+    sizes, few_rows = config.latents, config.few_rows
+    assert sizes is not None and batch.cos_sin is not None, "a part of every key is rotated"
+    latent_norm = replace(config.norm, eps=LATENT_NORM_EPS)
+    q_TNH = queries(p, x_TD, latent_norm, few_rows)
+    kv_TW = apply_linear("TD,wD->Tw", x_TD, p.kv_a_proj, few_rows)
+    latent_TC = rms_norm(kv_TW[:, : sizes.rank], p.kv_a_layernorm, latent_norm)
+    rotate = lambda x_TNP: apply_rope(x_TNP, *batch.cos_sin, config.interleaved_rope)
+    q_rope_TNP = rotate(q_TNH[..., sizes.plain_dim :])
+    rope_TP = rotate(kv_TW[:, None, sizes.rank :])[:, 0]
+    q_TNC = absorbed(q_TNH[..., : sizes.plain_dim], p.k_up.weight)
+    out_TNC, cache = attend_latents(
+        batch.attention, q_TNC, q_rope_TNP, latent_TC, rope_TP, cache, scale=config.query_scale
+    )
+    return apply_linear("TNv,DNv->TD", values(out_TNC, p.v_up.weight), p.o_proj, few_rows), cache
+
+
+def queries(p: LatentAttention, x_TD: jax.Array, latent_norm: NormConfig, few_rows: str) -> jax.Array:
+    """[T, N, H], not rotated."""
+    if p.q_a_proj is None:
+        return apply_linear("TD,NHD->TNH", x_TD, p.q_proj, few_rows)
+    latent = rms_norm(apply_linear("TD,aD->Ta", x_TD, p.q_a_proj, few_rows), p.q_a_layernorm, latent_norm)
+    return apply_linear("Ta,NHa->TNH", latent, p.q_proj, few_rows)
+
+
+def absorbed(q_TNk: jax.Array, weight: jax.Array | QuantizedArray) -> jax.Array:
+    """[T, N, C]: queries that meet latents in place of the keys [N, k, C] would make of them."""
+    if isinstance(weight, QuantizedArray):
+        q_TNk = (q_TNk.astype(jnp.float32) * weight.scales).astype(q_TNk.dtype)
+        weight = weight.values.astype(q_TNk.dtype)
+    return product_of_heads("TNk,Nkc->TNc", q_TNk, weight).astype(q_TNk.dtype)
+
+
+def values(x_TNC: jax.Array, weight: jax.Array | QuantizedArray) -> jax.Array:
+    """[T, N, v]: what values would have been weighed to, of latents that were."""
+    if not isinstance(weight, QuantizedArray):
+        return product_of_heads("TNc,Nvc->TNv", x_TNC, weight).astype(x_TNC.dtype)
+    whole = product_of_heads("TNc,Nvc->TNv", x_TNC, weight.values.astype(x_TNC.dtype))
+    return (whole * weight.scales).astype(x_TNC.dtype)
+
+
+def product_of_heads(letters: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Every head's product with a matrix of its own, in float32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(letters, x, weight, preferred_element_type=jnp.float32, precision=precision)
+
+
+@partial(jax.jit, static_argnames="config")
+def decoder_layer(
+    p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: Any, batch: LayerBatch
+) -> tuple[jax.Array, Any]:
+    """x + attention(norm(x)), then x + experts(norm(x)), or an mlp in their place."""
+    assert p.input_layernorm is not None and p.post_attention_layernorm is not None
+    attended_TD, kv = latent_attention(p.self_attn, config, rms_norm(x_TD, p.input_layernorm, config.norm), kv, batch)
+    x_TD = x_TD + attended_TD
+    return x_TD + feed_forward(p.mlp, config, rms_norm(x_TD, p.post_attention_layernorm, config.norm), batch), kv
+
+
+def latent_specs(
+    config: DecoderConfig, block_size: int, dtype_bytes: int, num_model_shards: int
+) -> Sequence[LatentSpec]:
+    """What every layer caches; shards have each the whole of it."""
+    sizes = config.latents
+    assert sizes is not None, "latent attention needs its sizes"
+    return [LatentSpec(block_size, sizes.width, dtype_bytes, latent_dim=sizes.rank) for _ in config.layers]
+
+
+DEEPSEEK_V2 = replace(
+    llama.LLAMA,
+    architectures=("DeepseekV2ForCausalLM",),
+    config_from_hf=v2_config_from_hf,
+    param_specs=partial(
+        decoder_specs, self_attention=attention_specs_of_layer, feed_forward=partial(moe_feed_forward, False)
+    ),
+    forward=partial(forward, decoder_layer),
+    tapped_forward=partial(tapped_forward, decoder_layer),
+    attention_specs=latent_specs,
+)
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V2,
+    architectures=("DeepseekV3ForCausalLM",),
+    config_from_hf=v3_config_from_hf,
+    param_specs=partial(
+        decoder_specs, self_attention=attention_specs_of_layer, feed_forward=partial(moe_feed_forward, True)
+    ),
+)

@@ -1,0 +1,136 @@
+"""Names and shapes of the tensors of the checkpoints in `checkpoints.py`, from the Hugging Face definitions."""
+
+from typing import Any
+
+PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
+POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+NORMS = {
+    **dict.fromkeys(("gemma2", "gemma3_text"), (*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), POST_NORMS),
+    "glm4": (*PRE_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
+    "cohere": ("input_layernorm",),
+}
+"""The norms of a layer, where they are not those of Llama."""
+
+
+def tensor_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of a checkpoint."""
+    kind, width = hf["model_type"], hf["hidden_size"]
+    shapes = {"model.embed_tokens.weight": (hf["vocab_size"], width), "model.norm.weight": (width,)}
+    if not hf["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (hf["vocab_size"], width)
+    for i in range(hf["num_hidden_layers"]):
+        layer = {**attention_shapes(hf), **(expert_shapes(hf) if i in sparse_layers(hf) else mlp_shapes(hf))}
+        layer |= {f"{norm}.weight": (width,) for norm in NORMS.get(kind, PRE_NORMS)}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    if hf["model_type"].startswith("deepseek"):
+        return latent_shapes(hf)
+    width, heads, kv_heads = hf["hidden_size"], hf["num_attention_heads"], hf["num_key_value_heads"]
+    kind = hf["model_type"]
+    head_dim = hf.get("head_dim", width // heads)
+    if kind == "phi3":
+        return {
+            "self_attn.qkv_proj.weight": ((heads + 2 * kv_heads) * head_dim, width),
+            "self_attn.o_proj.weight": (width, heads * head_dim),
+        }
+    out_sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+    shapes = {f"self_attn.{name}.weight": (size, width) for name, size in out_sizes.items()}
+    shapes["self_attn.o_proj.weight"] = (width, heads * head_dim)
+    if hf.get("attention_bias") or kind in ("qwen2", "qwen2_moe"):
+        shapes |= {f"self_attn.{name}.bias": (size,) for name, size in out_sizes.items()}
+    if hf.get("attention_bias") and not kind.startswith(("glm4", "seed")):
+        shapes["self_attn.o_proj.bias"] = (width,)
+    if kind == "gpt_oss":
+        shapes["self_attn.sinks"] = (heads,)
+    if kind in ("olmo2", "olmo3"):
+        shapes |= {"self_attn.q_norm.weight": (heads * head_dim,), "self_attn.k_norm.weight": (kv_heads * head_dim,)}
+    elif kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4") or hf.get("use_qk_norm"):
+        shapes |= {f"self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
+    return shapes
+
+
+def latent_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    width, heads, latent, of_queries = (
+        hf[name] for name in ("hidden_size", "num_attention_heads", "kv_lora_rank", "q_lora_rank")
+    )
+    plain, rotated, value = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["v_head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa.weight": (latent + rotated, width),
+        "kv_a_layernorm.weight": (latent,),
+        "kv_b_proj.weight": (heads * (plain + value), latent),
+        "o_proj.weight": (width, heads * value),
+    }
+    if of_queries is None:
+        shapes["q_proj.weight"] = (heads * (plain + rotated), width)
+    else:
+        shapes |= {
+            "q_a_proj.weight": (of_queries, width),
+            "q_a_layernorm.weight": (of_queries,),
+            "q_b_proj.weight": (heads * (plain + rotated), of_queries),
+        }
+    if hf.get("attention_bias"):
+        shapes |= {"kv_a_proj_with_mqa.bias": (latent + rotated,), "o_proj.bias": (width,)}
+        shapes |= {} if of_queries is None else {"q_a_proj.bias": (of_queries,)}
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
+
+
+def mlp_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    width, inner = hf["hidden_size"], hf["intermediate_size"]
+    if hf["model_type"] in ("phi3", "glm4"):
+        return {"mlp.gate_up_proj.weight": (2 * inner, width), "mlp.down_proj.weight": (width, inner)}
+    shapes = {
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+    }
+    if hf.get("mlp_bias"):
+        shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in shapes.items()}
+    return shapes
+
+
+def sparse_layers(hf: dict[str, Any]) -> set[int]:
+    """Layers with experts."""
+    if not hf["model_type"].endswith(("moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3")):
+        return set()
+    first, step = hf.get("first_k_dense_replace", 0), hf.get("decoder_sparse_step", 1)
+    return set(range(first, hf["num_hidden_layers"])[step - 1 :: step]) - {*hf.get("mlp_only_layers", ())}
+
+
+def expert_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    width, kind = hf["hidden_size"], hf["model_type"]
+    if kind == "gpt_oss":
+        return merged_expert_shapes(width, hf["num_local_experts"], hf["intermediate_size"])
+    names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    block = "block_sparse_moe" if kind == "mixtral" else "mlp"
+    num_experts, inner = hf.get("num_experts") or hf.get("n_routed_experts"), hf.get("moe_intermediate_size")
+    if kind == "mixtral":
+        num_experts, inner = hf["num_local_experts"], hf["intermediate_size"]
+    blocks = {f"experts.{i}": inner for i in range(num_experts)}
+    shapes = {f"{block}.gate.weight": (num_experts, width)}
+    if kind == "qwen2_moe":
+        blocks["shared_expert"] = hf["shared_expert_intermediate_size"]
+        shapes[f"{block}.shared_expert_gate.weight"] = (1, width)
+    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+        blocks["shared_experts"] = hf["n_shared_experts"] * inner
+    if kind in ("glm4_moe", "deepseek_v3"):
+        shapes[f"{block}.gate.e_score_correction_bias"] = (num_experts,)
+    for name, columns in blocks.items():
+        gate, up, down = (f"{block}.{name}.{projection}.weight" for projection in names)
+        shapes |= {gate: (columns, width), up: (columns, width), down: (width, columns)}
+    return shapes
+
+
+def merged_expert_shapes(width: int, num_experts: int, inner: int) -> dict[str, tuple[int, ...]]:
+    """Of gpt-oss: one tensor for all experts, inputs before outputs."""
+    return {
+        "mlp.router.weight": (num_experts, width),
+        "mlp.router.bias": (num_experts,),
+        "mlp.experts.gate_up_proj": (num_experts, width, 2 * inner),
+        "mlp.experts.gate_up_proj_bias": (num_experts, 2 * inner),
+        "mlp.experts.down_proj": (num_experts, inner, width),
+        "mlp.experts.down_proj_bias": (num_experts, width),
+    }
