@@ -1,0 +1,79 @@
+"""A tier in Redis or Valkey: a string for each page, `jaxpaged-kv:<namespace>:<hash>_g<group>`.
+
+What it holds at most, and what goes then, are the server's settings (`maxmemory`, `maxmemory-policy allkeys-lru`).
+Values end at 512 MB, by the server's default.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from jaxpaged.errors import ConfigError
+from jaxpaged.installed import is_installed
+from jaxpaged.kv_store.buffers import Buffer, bytes_of
+from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.remote import RemoteTier
+
+
+class RedisTier(RemoteTier):
+    """Pages in the server at `url` (`redis://`, `rediss://` or `unix://`). With `ttl_s` they expire after that."""
+
+    name = "redis"
+
+    def __init__(
+        self,
+        url: str,
+        namespace: str,
+        *,
+        secret: bytes | None = None,
+        ttl_s: int | None = None,
+        timeout_s: float = 2.0,
+        retry_after_s: float = 30.0,
+        ask_again_s: float = 30.0,
+    ):
+        if not is_installed("redis"):
+            raise ConfigError("A tier in Redis needs the package redis: pip install 'jaxpaged[redis]'.")
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        address = urlsplit(url)
+        where = f"{address.scheme}://{address.hostname or address.path}"  # a password stays out of the log
+        try:
+            where += f":{address.port}" if address.port else ""
+            self.client: Any = redis.Redis.from_url(
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                # A connection that a restarted server has forgotten is made again; a time-out is not waited for twice.
+                retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
+            )
+        except ValueError as error:
+            raise ConfigError(f"{where} is no address of a Redis server: {error}.") from None
+        self.failures = (redis.RedisError, OSError)
+        self.refusals = (redis.ResponseError,)
+        self._ttl_s = ttl_s
+        super().__init__(
+            where, namespace, secret=secret, retry_after_s=retry_after_s, patience_s=timeout_s, ask_again_s=ask_again_s
+        )
+
+    def key_name(self, key: PageKey) -> str:
+        return f"jaxpaged-kv:{self.namespace}:{key.file_name}"
+
+    def exist(self, keys: Sequence[PageKey]) -> list[bool]:
+        pipeline = self.client.pipeline(transaction=False)
+        for key in keys:
+            pipeline.exists(self.key_name(key))
+        return [bool(count) for count in pipeline.execute()]
+
+    def fetch(self, key: PageKey) -> Buffer | None:
+        return self.client.get(self.key_name(key))
+
+    def store(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
+        self.client.set(self.key_name(key), b"".join(map(bytes_of, buffers)), ex=self._ttl_s)
+
+    def remove(self, keys: Sequence[PageKey]) -> None:
+        self.client.unlink(*map(self.key_name, keys))
+
+    def disconnect(self) -> None:
+        self.client.close()
