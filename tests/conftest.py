@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CACHE = Path(__file__).parent.parent / ".cache"
+COMPILING = ("end_to_end", "layers", "models", "pallas_kernels", "params", "sampling", "worker")
 FLAGS = {"--xla_force_host_platform_device_count": 8, "--xla_backend_optimization_level": 0}
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -35,6 +36,15 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "fast")
 hypothesis.configuration.set_hypothesis_home_dir(CACHE / "hypothesis")
 
 
+def in_turn(paths: list[Path]) -> list[Path]:
+    """Files that compile programs, which is more than one core's work, among those that mostly wait for processes."""
+    kinds: tuple[list[Path], list[Path]] = ([], [])
+    for path in paths:
+        kinds[path.relative_to(Path(__file__).parent).parts[0] in COMPILING].append(path)
+    places = {path: (i + 0.5) / len(kind) for kind in kinds for i, path in enumerate(kind)}
+    return sorted(paths, key=places.__getitem__)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The name of a test is the same in every process, or workers that run tests side by side find different ones.
 
@@ -44,7 +54,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if unstable:
         raise pytest.UsageError(f"an address in the name of a test: give its parameters ids. {unstable[0]}")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    paths = list(dict.fromkeys(item.path for item in items))
+    first, last = ([path for path in paths if (path in slow) == is_slow] for is_slow in (True, False))
+    places = {path: i for i, path in enumerate([*in_turn(first), *in_turn(last)])}
+    items.sort(key=lambda item: places[item.path])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -21,7 +21,18 @@ from tests.models.draft_heads import EAGLE3, Decoder, Eagle3, Mimo, write_eagle3
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["eagle3", "eagle3 on 4 devices", "mtp"])
+HEADS = ("eagle3", "eagle3 on 4 devices", "mtp")
+
+
+def asked_of(*heads):
+    """What comes behind a draft is the same for every head: the others are asked by exhaustive tests."""
+    marks = {name: () if name in heads else pytest.mark.exhaustive for name in HEADS}
+    return pytest.mark.parametrize(
+        "headed", [pytest.param(x, marks=marks[x]) for x in HEADS], indirect=True, scope="module"
+    )
+
+
+@pytest.fixture(scope="module", params=HEADS)
 def headed(request, tmp_path_factory):
     """(Options, an executor, the reference). On several devices the head has embeddings of its own, and the files of
     `speculators`."""
@@ -86,12 +97,14 @@ def test_a_head_drafts_what_its_definition_says_whatever_came_before(headed):
         assert drafts == reference.drafts(text, len(drafts))
 
 
+@asked_of("eagle3")
 def test_random_traffic_gets_the_bits_of_single_steps(headed):
     config, executor, _ = headed
     if config.compile.deterministic:
         check_random_traffic((config, executor), seed=1, asynchronous=True, num_steps=5)
 
 
+@asked_of("eagle3", "eagle3 on 4 devices")
 def test_a_grammar_holds_for_drafts_beside_those_of_others(headed):
     """With two steps in flight; on several devices nobody promises the same text."""
     config, executor, _ = headed

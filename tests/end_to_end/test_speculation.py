@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.params.hub import EMBEDDED_FOLDER
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.worker.programs import blueprint
 from tests.core.simulation import ForcedLengths, any_length
 from tests.end_to_end.test_decode_runs import VOCAB, answers_of, joined, serve
 from tests.models.checkpoints import write_checkpoint
@@ -29,14 +31,18 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def started(folder, num_blocks=50, num_devices=1, **speculation):
-    """(Options, an executor), whose programs are compiled when they are first needed."""
+def started(folder, num_blocks=50, num_devices=1, sample_buckets=(8,), **speculation):
+    """(Options, an executor), whose programs are compiled when they are first needed.
+
+    For every bucket there are seven programs that draft, verify and sample: most engines do with one.
+    """
     options = {**OPTIONS, "num_gpu_blocks_override": num_blocks, "tensor_parallel_size": num_devices}
     options["deterministic"] = num_devices == 1
     given = {"num_speculative_tokens": MOST, **speculation}
     options = EngineConfig.from_options(model=str(folder), speculative_config=given, **options)
     path, functions, decoder, config = resolve_model(options)
-    return config, UniProcExecutor(config, functions, decoder, path)
+    with mock.patch.object(blueprint, "doubling_buckets", return_value=sample_buckets):
+        return config, UniProcExecutor(config, functions, decoder, path)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +53,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(folder):
     """With all programs compiled."""
-    config, executor = started(folder, method="suffix")
+    config, executor = started(folder, sample_buckets=(2, 8), method="suffix")
     executor.worker.programs.wait_all(on_demand=True)
     yield config, executor
     executor.shutdown()

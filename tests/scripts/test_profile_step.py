@@ -44,6 +44,7 @@ def test_what_an_operation_calls_is_taken_from_its_time_and_a_call_that_was_inte
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # 20 s
 def test_the_script_runs_to_its_end():
     command = [sys.executable, str(SCRIPTS / "profile_step.py"), "--rows", "1", "--steps", "4", "--context", "8"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=400).stdout

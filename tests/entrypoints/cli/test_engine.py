@@ -13,8 +13,11 @@ from jaxpaged.entrypoints.cli.engine import Engine
 ROOT = Path(__file__).parents[3]
 
 
+SMALL = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64")  # the programs of servers in tests/end_to_end
+
+
 def command(*arguments, stdin=""):
-    line = [sys.executable, "-m", "jaxpaged", *arguments, "--temperature", "0", "--max-num-batched-tokens", "64"]
+    line = [sys.executable, "-m", "jaxpaged", *arguments, "--temperature", "0", *SMALL]
     return subprocess.run(line, cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=500, check=False)
 
 

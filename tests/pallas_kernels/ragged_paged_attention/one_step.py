@@ -14,8 +14,8 @@ from pallas_kernels.testing import QUICK_COMPILE, Step, expected, make_step, tol
 
 
 def marks(number: int, is_quick: bool) -> Any:
-    """Of the tests that are not quick, every fifth is part of CI; the others are the same code with other sizes."""
-    return () if is_quick else pytest.mark.exhaustive if number % 5 else pytest.mark.slow
+    """Of the tests that are not quick, every tenth is part of CI; the others are the same code with other sizes."""
+    return () if is_quick else pytest.mark.exhaustive if number % 10 else pytest.mark.slow
 
 
 def run(case: Case, step: Step, dtype: Any, backend: str, **changes: Any) -> tuple[np.ndarray, rpa.KVTensor]:

@@ -29,6 +29,7 @@ OPTIONS = {
     "num_gpu_blocks_override": 16, "compilation_cache_dir": "off", "dtype": "float32", "max_logprobs": 2,
     "num_scheduler_steps": 3,
 }  # fmt: skip
+ONE_STEP = {"num_scheduler_steps": 1}  # fewer programs: those of runs are in the first bundle
 BACKEND_COMPILE, TRACE = "/jax/core/compile/backend_compile_duration", "/jax/core/compile/jaxpr_trace_duration"
 
 
@@ -131,8 +132,8 @@ def test_an_engine_from_a_bundle_compiles_nothing_and_gives_the_same_tokens(mode
 
 ELSEWHERE = """
 import sys
-from tests.worker.programs.test_bundles import answers, start, tokens_of
-config, executor = start(sys.argv[1], bundle=sys.argv[2], dtype="bfloat16")
+from tests.worker.programs.test_bundles import ONE_STEP, answers, start, tokens_of
+config, executor = start(sys.argv[1], bundle=sys.argv[2], dtype="bfloat16", **ONE_STEP)
 print(tokens_of(answers(config, executor)), executor.worker.programs.seconds)
 executor.shutdown()
 """
@@ -143,7 +144,7 @@ executor.shutdown()
 def test_programs_that_call_kernels_find_them_in_another_process_and_are_refused_without_them(
     model, tmp_path, monkeypatch
 ):
-    config, executor = start(model, dtype="bfloat16")
+    config, executor = start(model, dtype="bfloat16", **ONE_STEP)
     executor.worker.save_bundle(tmp_path)
     expected = tokens_of(answers(config, executor))
     executor.shutdown()
@@ -156,20 +157,20 @@ def test_programs_that_call_kernels_find_them_in_another_process_and_are_refused
     assert process.stdout.strip() == f"{expected} {{}}", process.stderr
     monkeypatch.setattr(backends, "why_not", lambda: "llvmlite is not there")
     with pytest.raises(ConfigError, match=r"model\.few_rows is cpu there and reference here"):
-        start(model, bundle=str(tmp_path), dtype="bfloat16")
+        start(model, bundle=str(tmp_path), dtype="bfloat16", **ONE_STEP)
     monkeypatch.setattr(bundles.Bundle, "check", lambda *_: None)  # as if the fingerprint had not seen it
     monkeypatch.setattr(calls, "why_not", lambda: "llvmlite is not there")
     with pytest.raises(ConfigError, match="there is no kernel pallas_kernels.few_rows_matmul.*: llvmlite is not there"):
-        start(model, bundle=str(tmp_path), dtype="bfloat16")
+        start(model, bundle=str(tmp_path), dtype="bfloat16", **ONE_STEP)
 
 
 @pytest.mark.slow
 def test_a_bundle_of_a_sharded_engine_loads_onto_the_same_mesh(model, tmp_path):
-    config, executor = start(model, tensor_parallel_size=2)
+    config, executor = start(model, tensor_parallel_size=2, **ONE_STEP)
     executor.worker.save_bundle(tmp_path)
     expected = answers(config, executor)
     executor.shutdown()
-    config, executor = start(model, tensor_parallel_size=2, bundle=str(tmp_path))
+    config, executor = start(model, tensor_parallel_size=2, **ONE_STEP, bundle=str(tmp_path))
     assert answers(config, executor) == expected
     assert executor.worker.programs.seconds == {}
     executor.shutdown()

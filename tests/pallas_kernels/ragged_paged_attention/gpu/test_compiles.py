@@ -27,8 +27,15 @@ needs_compiler = [
 ]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == FIRST else pytest.mark.slow) for x in SHAPE])
+def lowered():
+    """(shape, target): the first shape for all, and all shapes for one; the rest is lowered where it is compiled."""
+    for name in SHAPE:
+        for target in TARGETS:
+            marks = () if name == FIRST else pytest.mark.slow if target in QUICK else pytest.mark.exhaustive
+            yield pytest.param(name, target, id=f"{name}-{target}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "target"), list(lowered()))
 def test_a_layer_lowers_to_triton(name, target):
     layer, args = layer_of(SHAPE[name], "gpu")
     program = lower_for(TARGETS[target], layer, *args)
