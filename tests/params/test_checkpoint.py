@@ -245,6 +245,7 @@ from jaxpaged.params.spec import Spec
 
 class Config:
     num_layers = num_mtp_layers = 0
+    weight_block = None
 
     def dim_sizes(self):
         return {"D": 1024, "N": 8, "K": 8, "H": 128, "F": 4096, "V": 32}
