@@ -28,7 +28,7 @@ class BanBelow:
 
 # Small enough that ordinary prompts take several chunks and that a batch of 64 waits for rows.
 OPTIONS = {
-    "max_num_seqs": 16, "max_num_batched_tokens": 128, "token_buckets": (2, 16, 128), "max_model_len": 2560,
+    "max_num_seqs": 8, "max_num_batched_tokens": 128, "token_buckets": (2, 8, 128), "max_model_len": 2560,
     "block_size": 16, "logits_processors": (BanBelow,),
 }  # fmt: skip
 # Servers have the same options, so that all but the first find their programs in the cache.
