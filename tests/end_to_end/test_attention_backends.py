@@ -17,7 +17,7 @@ OPTIONS = {
 @pytest.mark.parametrize("backend", ["gpu-interpret", "tpu-interpret"])
 def test_prompts_decodes_and_cached_beginnings_give_the_tokens_of_transformers(backend, tmp_path):
     """A prompt in two chunks beside a short one, in layers with a window and without."""
-    model, golden, prompt = write_checkpoint("gemma3", tmp_path), golden_of("gemma3")["greedy"], prompt_of("gemma3")
+    model, golden, prompt = write_checkpoint("gemma2", tmp_path), golden_of("gemma2")["greedy"], prompt_of("gemma2")
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     with LLM(str(model), attention_backend=backend, **OPTIONS) as llm:
         prompts = [{"prompt_token_ids": prompt}, {"prompt_token_ids": prompt[5:17]}]
