@@ -236,6 +236,22 @@ def test_two_tiers_share_a_folder(tmp_path):
         eventually(lambda: ours.usage()[0].num_bytes == len(files(tmp_path)) * SIZE == 4 * SIZE)
 
 
+def test_a_page_that_comes_during_a_scan_stays(tmp_path, monkeypatch):
+    with opened(tmp_path, rescan_s=60) as tier:
+        put(tier, 1)
+        list_pages = folder.pages_in
+
+        def and_then_one_comes(root, fanout):
+            found = list(list_pages(root, fanout))
+            put(tier, 2)
+            return found
+
+        monkeypatch.setattr(folder, "pages_in", and_then_one_comes)
+        files(tmp_path)[0].unlink()  # and one has gone
+        tier._scan()
+        assert there(tier, 1, 2) == [2] and tier.usage()[0].num_bytes == SIZE
+
+
 def test_what_another_engine_uses_is_spared(tmp_path):
     with opened(tmp_path, 2 * SIZE, rescan_s=60) as ours:
         put(ours, 1, 2)

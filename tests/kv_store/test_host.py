@@ -73,7 +73,8 @@ def test_a_page_that_is_being_written_is_pending_and_keeps_its_room(monkeypatch)
 
     monkeypatch.setattr(host, "joined", slowly)
     tier = HostTier(2 * SIZE - 1)
-    writer = threading.Thread(target=tier.put, args=page_of(1)[:2])
+    kept = []
+    writer = threading.Thread(target=lambda: kept.append(tier.put(*page_of(1)[:2])))
     writer.start()
     assert copying.wait(10)
     assert tier.lookup([key_of(1)]) == [Lookup.PENDING] and tier.get(key_of(1)) is None
@@ -83,6 +84,7 @@ def test_a_page_that_is_being_written_is_pending_and_keeps_its_room(monkeypatch)
     assert tier.lookup([key_of(1)]) == [Lookup.MISS]
     go_on.set()
     writer.join()
+    assert kept == [False]
     assert tier.lookup([key_of(1)]) == [Lookup.MISS] and tier.usage()[0].num_bytes == 0
     assert tier.put(*page_of(1)[:2]) and tier.lookup([key_of(1)]) == [Lookup.HIT]
 

@@ -101,6 +101,18 @@ def test_a_signed_page_needs_its_secret():
             decode(whole, expect_namespace=SPACE, key=key, secret=secret)
 
 
+def test_a_checksum_is_no_signature_but_a_signed_page_has_none_that_can_be_kept_by_another_content():
+    pattern = (0xEDB88320 << 1 | 1).to_bytes(5, "little")  # CRC-32's polynomial: adding it changes no CRC
+    for secret in (None, SECRET):
+        key, _, whole = page_of(4, secret)
+        other = whole[:-9] + bytes(a ^ b for a, b in zip(whole[-9:-4], pattern)) + whole[-4:]
+        if secret is None:
+            assert decode(other, expect_namespace=SPACE, key=key)[1].tobytes() != values_of(4).tobytes()
+            continue
+        with pytest.raises(PageError, match="Layer 1 of the page is damaged"):
+            decode(other, expect_namespace=SPACE, key=key, secret=secret)
+
+
 def forged(whole, change, secret=None):
     """The page with a changed header, whose check is right again."""
     length = int.from_bytes(whole[:8], "little")

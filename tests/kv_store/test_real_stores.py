@@ -112,15 +112,14 @@ def test_a_page_that_somebody_damaged_in_redis(redis_port):
 
 def test_a_server_that_is_killed_stopped_and_started_again(tmp_path):
     process = start_redis(port := free_port(), tmp_path)
-    with redis_at(port, timeout_s=0.3, retry_after_s=0.5) as tier:
+    with redis_at(port, timeout_s=0.8, retry_after_s=1.5) as tier:
         assert tier.put(*page_of(1)[:2])
         process.send_signal(19)  # it hangs
         began = time.monotonic()
         assert [tier.get(key_of(1)) for _ in range(20)] == [None] * 20
-        assert time.monotonic() - began < 5 and tier.usage()[0].counters.errors <= 3
+        assert time.monotonic() - began < 1.5 and tier.usage()[0].counters.errors == 1  # one time-out, once
         process.kill()
         process.wait()
-        time.sleep(0.5)
         assert tier.get(key_of(1)) is None and not tier.put(*page_of(1)[:2])
         process = start_redis(port, tmp_path)
         deadline = time.monotonic() + 10

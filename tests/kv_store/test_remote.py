@@ -7,6 +7,7 @@ from contextlib import closing
 import pytest
 
 from jaxpaged.kv_store.breaker import CircuitBreaker
+from jaxpaged.kv_store.page import namespace
 from jaxpaged.kv_store.remote import RemoteTier
 from jaxpaged.kv_store.tier import Lookup
 from tests.kv_store.pages import SPACE, key_of, page_of
@@ -118,6 +119,20 @@ def test_damaged_pages_are_misses_and_go(damage, caplog):
             assert tier.get(key_of(number)) is None and key_of(number) not in tier.pages
         assert tier.usage()[0].counters.corrupt == 2
     assert len(caplog.records) == 1
+
+
+def test_pages_of_a_store_that_others_write_to_need_the_secret():
+    with closing(Dictionary(secret=b"ours")) as tier:
+        for number, secret in ((1, None), (2, b"theirs"), (3, b"ours")):
+            tier.pages[key_of(number)] = page_of(number, secret)[2]
+        assert [tier.get(key_of(n)) is not None for n in (1, 2, 3)] == [False, False, True]
+        assert tier.usage()[0].counters.corrupt == 2
+
+
+def test_a_page_of_another_namespace_under_our_key_is_none():
+    with closing(Dictionary()) as tier:
+        tier.pages[key_of(1)] = page_of(1, space=namespace(weights="v2"))[2]
+        assert tier.get(key_of(1)) is None and tier.usage()[0].counters.corrupt == 1
 
 
 def test_a_dead_store_costs_one_attempt_and_is_asked_again_later(caplog):
