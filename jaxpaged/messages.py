@@ -217,6 +217,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_per_pos: list[int] = []  # the first draft, the second, ...
+    external_prefix_cache_queries: int = 0  # tokens that were looked for in tiers besides the device
+    external_prefix_cache_hits: int = 0
 
 
 class StepRecord(msgspec.Struct, gc=False):

@@ -131,7 +131,6 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
     absent("calculate_kv_scales", False, why="the KV cache has no scales"),
     absent("kv_sharing_fast_prefill", False, why="every layer has a KV cache of its own"),
     absent("prefix_caching_hash_algo", "sha256", "sha256_cbor", why="blocks are known by SHA-256 over canonical CBOR"),
-    absent("kv_transfer_config", None, why=NO_EXTERNAL_KV),
     absent("enable_kv_cache_events", False, why="it is a key of kv_events_config"),
     absent("ec_transfer_config", None, why=NO_EXTERNAL_KV),
     absent("disable_hybrid_kv_cache_manager", False, why="layers that cache alike always form a group"),

@@ -8,6 +8,7 @@ from typing import Any
 from jaxpaged.config.resolution import (
     ModelFacts,
     check_deterministic,
+    check_offload,
     check_processes,
     check_sizes,
     for_pooling,
@@ -80,6 +81,7 @@ class EngineConfig:
         check_sizes(model, scheduler, self.compile, self.parallel, facts)
         check_processes(self.compile, self.parallel, platform)
         check_deterministic(self.compile, self.parallel, facts, platform)
+        check_offload(model, cache, self.parallel)
         if model.runner == "pooling":
             cache, scheduler = for_pooling(model, cache, scheduler, self.compile)
         return dataclasses.replace(self, model=model, cache=cache, scheduler=scheduler, speculative=speculative)

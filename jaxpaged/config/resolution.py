@@ -75,6 +75,21 @@ def resolved_scheduler(
     return dataclasses.replace(given, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
 
+def check_offload(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError where keys and values are to leave the device and cannot."""
+    if cache.offload is None:
+        return
+    reasons = {
+        "runner is 'pooling'": model.runner == "pooling",
+        "enable_prefix_caching is off, and what is kept is found by its hashes": not cache.enable_prefix_caching,
+        f"{parallel.num_processes} processes compute as one (distributed_executor_backend, nnodes)":
+            parallel.num_processes > 1,
+    }  # fmt: skip
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"kv_offload keeps keys and values besides the device, but {reason}. Leave one of them.")
+
+
 def for_pooling(
     model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, compile: CompileConfig
 ) -> tuple[CacheConfig, SchedulerConfig]:

@@ -8,6 +8,7 @@ and documentation are generated from it.
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpaged.kv_store.options import KVOffload, offload_of
 from jaxpaged.option_checks import option
 from jaxpaged.pooling import CONVERSIONS, RUNNERS
 from jaxpaged.speculation import checked_speculation
@@ -86,6 +87,27 @@ class CacheConfig:
         {}, "tell routers over ZeroMQ what enters and leaves the prefix cache, as vLLM does: enable_kv_cache_events "
         "true, and endpoint, replay_endpoint, topic, ..., see engine/observability/kv_event_publisher.py"
     )  # fmt: skip
+    kv_offload: str | None = option(
+        None, "keep computed keys and values besides the device, fastest tier first: 'host=8G,disk=PATH:200G'. What is "
+        "on a disk outlives the engine. Guide: kv_store/README.md", not_empty=True,
+    )  # fmt: skip
+    kv_transfer_config: dict[str, Any] = option(
+        {}, "the same as vLLM's JSON: kv_connector OffloadingConnector, kv_role kv_both, kv_load_failure_policy "
+        "recompute or fail, kv_connector_extra_config with cpu_bytes_to_use"
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        offload_of(self)  # what is wrong with it is said before a model is read
+
+    @property
+    def offload(self) -> KVOffload | None:
+        """Where keys and values are kept besides the device, if anywhere."""
+        return offload_of(self)
+
+    @property
+    def load_failure_policy(self) -> str:
+        """What becomes of a request whose pages do not come: recompute or fail."""
+        return self.offload.failure_policy if self.offload is not None else "recompute"
 
 
 LEAST_SECRET = 16

@@ -91,9 +91,9 @@ class PromptGrants:
         """Claims of requests in the queue.
 
         One most of whose tokens somebody before it is about to compute waits, and lets others pass: it will find them
-        in the prefix cache. Nobody else is passed by for want of blocks, or where prompts are not cut, of tokens:
-        behind one that would not fit with all before it nobody has a claim, nor behind one with a token in flight,
-        from which it goes on.
+        in the prefix cache. So does one whose pages are being loaded. Nobody else is passed by for want of blocks, or
+        where prompts are not cut, of tokens: behind one that would not fit with all before it nobody has a claim, nor
+        behind one with a token in flight, from which it goes on.
         """
         manager, claims = self._manager, list[Claim]()
         reserved, promised = [0] * len(manager.pools), set[bytes]()
@@ -102,6 +102,8 @@ class PromptGrants:
             promised.update(manager.hashes_filled(claim.request, claim.num_tokens))
         for request in islice(queue, LOOKAHEAD):
             hit = manager.get_computed_blocks(request)
+            if manager.transfers is not None and manager.transfers.is_loading(request, hit):
+                continue
             claim = claim_of(request, hit.num_tokens, limit)
             if request.num_output_placeholders or not manager.fits_whole(request, hit, reserved):
                 break

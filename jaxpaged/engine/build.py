@@ -111,7 +111,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
     with event_publisher(config) as publisher:
         executor = UniProcExecutor(config, model, decoder, folder, progress)
         grammars = build_grammars(input_processor, decoder)
-        core = EngineCore(config, executor, grammars, publisher)
+        core = EngineCore(config, executor, grammars, publisher, executor.kv_transfer)
     return LLMEngine(config, input_processor, core)
 
 
@@ -175,7 +175,8 @@ def build_core(
     with event_publisher(config) as publisher:
         executor = make_executor(config, model, decoder, folder, group, progress)
         input_processor = load_input_processor(config, decoder.vocab_size, folder, tokenizer_folder)
-        return EngineCore(config, executor, build_grammars(input_processor, decoder), publisher)
+        transfer = executor.kv_transfer if isinstance(executor, UniProcExecutor) else None
+        return EngineCore(config, executor, build_grammars(input_processor, decoder), publisher, transfer)
 
 
 def open_group(config: EngineConfig, progress: Progress | None) -> "Group | None":

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,15 +17,17 @@ from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.core_client import EngineCoreClient
+from jaxpaged.engine.kv_transfer import KVTransferDriver
 from jaxpaged.engine.observability.snapshot import take_snapshot
 from jaxpaged.engine.observability.step_log import StepLog
 from jaxpaged.engine.outbox import Outbox
 from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_tags
 from jaxpaged.engine.step_pacer import StepPacer
 from jaxpaged.errors import EngineDeadError, RequestError
-from jaxpaged.executor.base import Executor, PendingOutput
+from jaxpaged.executor.base import Executor, KVTransferWorker, PendingOutput
 from jaxpaged.interrupts import accepted_interrupts, holding_interrupts
 from jaxpaged.messages import (
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineSnapshot,
@@ -65,9 +67,10 @@ class EngineCore(EngineCoreClient):
 
     def __init__(
         self, config: EngineConfig, executor: Executor, grammars: Grammars | None = None,
-        publisher: "KVEventPublisher | None" = None,
+        publisher: "KVEventPublisher | None" = None, transfer: KVTransferWorker | None = None,
     ):  # fmt: skip
-        """`grammars` None: requests with structured outputs are refused. `publisher`: hears what the cache holds."""
+        """`grammars` None: requests with structured outputs are refused. `publisher`: hears what the cache holds.
+        `transfer`: keeps keys and values besides the device."""
         self.executor = executor
         self._publisher = publisher
         self._scheduler = Scheduler(
@@ -81,6 +84,7 @@ class EngineCore(EngineCoreClient):
             num_drafts=config.speculative.num_drafts,
             token_buckets=executor.token_buckets if config.speculative.num_drafts else (),
         )
+        self._transfer = KVTransferDriver(self._scheduler, transfer, config.cache.load_failure_policy)
         self._depth = STEPS_IN_FLIGHT if config.scheduler.async_scheduling else 1
         self._in_flight: deque[Step] = deque()
         self._outbox = Outbox()  # what `step` has not returned yet
@@ -140,6 +144,7 @@ class EngineCore(EngineCoreClient):
         with self._changing_books():
             stats = self._scheduler.make_stats(awaited)
         stats.sleep_level = self._sleep.level
+        stats.external_prefix_cache_queries, stats.external_prefix_cache_hits = self._transfer.counts()
         return stats
 
     def reset_prefix_cache(self) -> bool:
@@ -177,6 +182,7 @@ class EngineCore(EngineCoreClient):
         if level > 0:
             with self._changing_books():
                 self._scheduler.preempt_all()
+                self._settle_saves()
                 self._scheduler.kv_cache_manager.lose_content()
         self._sleep.deepen(level)  # also when the executor fails to: nobody knows how much of it is freed
         self._pacer.interrupt()
@@ -218,6 +224,7 @@ class EngineCore(EngineCoreClient):
             self._weights_version = version
             with self._changing_books():
                 self._scheduler.preempt_all()
+                self._settle_saves()
                 self._scheduler.kv_cache_manager.change_root(version, self._scheduler.requests.values())
             self._publish_events()
 
@@ -238,14 +245,28 @@ class EngineCore(EngineCoreClient):
         """Put what the oldest step gives into the outbox; returns that step, if there was one."""
         with self._changing_books():
             self._outbox.add(self._scheduler.admit_prepared())
+        self._move(self._transfer.deliver)
         awaited = self._dispatch()
         if awaited is None and self._in_flight:
             awaited = self._in_flight[0].scheduled
             self._await_oldest()
         if awaited is None and not self._outbox:
             with accepted_interrupts():
-                self._scheduler.preparation.wait(COMPILE_WAIT)
+                if not self._transfer.wait(COMPILE_WAIT):
+                    self._scheduler.preparation.wait(COMPILE_WAIT)
         return awaited
+
+    def _settle_saves(self) -> None:
+        """Let what steps have computed be kept besides the device."""
+        oldest = self._in_flight[0].scheduled.step_id if self._in_flight else None
+        self._move(lambda: self._transfer.settle(oldest))
+
+    def _move(self, act: Callable[[], list[EngineCoreOutput]]) -> None:
+        """Dispatch keys and values that come or go: what fails in that fails as a step does."""
+        try:
+            self._outbox.add(act())
+        except Exception as error:
+            self._fail(error, None)
 
     def _finish(self, request_ids: frozenset[str]) -> None:
         """Compute until these requests have ended."""
@@ -265,10 +286,12 @@ class EngineCore(EngineCoreClient):
                 max_steps = self._max_steps()
                 with self._changing_books():
                     scheduled = self._scheduler.schedule(max_steps)
+                self._transfer.before_step(scheduled.step_id)
                 if not scheduled.total_num_scheduled_tokens:
                     return None
                 end = time.perf_counter()
                 pending = self.executor.execute(scheduled)
+                self._transfer.save()
             except BaseException as error:  # an interrupt too leaves the device half way
                 self._fail(error, scheduled)
                 return None
@@ -331,7 +354,10 @@ class EngineCore(EngineCoreClient):
         with self._changing_books():
             self._outbox.add(self._scheduler.update_from_output(step.scheduled, result))
         times, num_unfinished = (*step.times, begin, ready), self._scheduler.get_num_unfinished_requests()
-        self._pacer.observe(self.step_log.add(step.scheduled, result, num_unfinished, times))
+        record = self.step_log.add(step.scheduled, result, num_unfinished, times)
+        self._pacer.observe(record)
+        self._transfer.observe(record)
+        self._settle_saves()
 
     def _fail(self, error: BaseException, scheduled: SchedulerOutput | None) -> None:
         """End the requests of a failed step, of those dispatched after it, and all that hold blocks.
@@ -342,6 +368,7 @@ class EngineCore(EngineCoreClient):
         if self._death is not None:
             raise error
         self._in_flight.clear()
+        self._transfer.revoke()
         reason = f"the step failed: {str(error) or type(error).__name__}"
         logger.error("%s; its requests end with an error", reason, exc_info=error)
         with self._changing_books():

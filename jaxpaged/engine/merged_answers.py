@@ -32,6 +32,8 @@ def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
         kv_cache_usage=total("kv_cache_usage") / len(stats),
         prefix_cache_queries=total("prefix_cache_queries"),
         prefix_cache_hits=total("prefix_cache_hits"),
+        external_prefix_cache_queries=total("external_prefix_cache_queries"),
+        external_prefix_cache_hits=total("external_prefix_cache_hits"),
         num_preemptions=total("num_preemptions"),
         num_corrupted_reqs=total("num_corrupted_reqs"),
         num_scheduled_tokens=total("num_scheduled_tokens"),

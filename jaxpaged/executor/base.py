@@ -10,6 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.kv_store.content import PageContent
+from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
 from jaxpaged.sampling_features import Extra
 
@@ -83,6 +86,46 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Release threads and device memory."""
+        ...
+
+
+class KVTransferWorker(Protocol):
+    """What carries keys and values between the devices and tiers of pages. A load of the core's has `pages`."""
+
+    def lookup(self, keys: Sequence[PageKey]) -> list[Lookup]:
+        """Whether pages are in a tier, at once."""
+        ...
+
+    def save(self, saves: Sequence[tuple[int, PageContent, int]]) -> None:
+        """Dispatch copies of blocks (the step that computes it, content, id) off the devices, behind these steps."""
+        ...
+
+    def confirm(self, before: int | None) -> None:
+        """The steps before number `before` are done, None: all are; what they computed may be kept."""
+        ...
+
+    def revoke(self) -> None:
+        """What is not confirmed is never kept."""
+        ...
+
+    def discard(self, keys: Sequence[PageKey]) -> None:
+        """Keep these pages no longer: what computed them failed."""
+        ...
+
+    def load(self, load: Any) -> None:
+        """Begin to fetch pages."""
+        ...
+
+    def take_fetched(self) -> Sequence[Any]:
+        """What became of loads since the last call: each has the `load`, `came` for each page, and `seconds`."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until there is something to take, at most so long."""
+        ...
+
+    def write(self, fetched: Any, block_ids: Sequence[int]) -> None:
+        """Dispatch copies of what came into blocks, one for each page, 0 for none."""
         ...
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.backend import start_backend
 from jaxpaged.errors import UsageError
-from jaxpaged.executor.base import PendingOutput
+from jaxpaged.executor.base import KVTransferWorker, PendingOutput
 from jaxpaged.executor.program_choice import ProgramChoice, Readiness, StepSizes
 from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
@@ -71,6 +71,11 @@ class UniProcExecutor:
     def workers(self) -> Worker:
         """The only one."""
         return self.worker
+
+    @property
+    def kv_transfer(self) -> KVTransferWorker | None:
+        """What keeps keys and values besides the devices, if the options ask for it."""
+        return self.worker.kv_transfer
 
     def execute(self, scheduler_output: SchedulerOutput) -> PendingOutput:
         self.choose_programs(scheduler_output)

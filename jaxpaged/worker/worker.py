@@ -26,6 +26,8 @@ from jaxpaged.worker.device import Device, DeviceState
 from jaxpaged.worker.drafters.lookup import LookupDrafter
 from jaxpaged.worker.drafters.model import ModelDrafter
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
+from jaxpaged.worker.kv_transfer.opening import check_offload, open_transfer
+from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.model_runner import Drafter, Finisher, ModelRunner
 from jaxpaged.worker.profiler import Profiler
@@ -65,6 +67,8 @@ class Worker:
         self.bundle = self._open_bundle()
         num_blocks = settle_blocks(self._size_kv_cache().num_blocks[0])
         self.kv_cache_config = self.blueprint.division.kv_cache(num_blocks)
+        if config.cache.offload is not None:
+            check_offload(self.kv_cache_config)
         self.pools = config.model.runner == "pooling"
         self.step_programs = programs_for(self.blueprint, self.kv_cache_config)
         self.cache_hits = CacheHits(THREAD_NAME)
@@ -87,6 +91,7 @@ class Worker:
         except BaseException:
             self.programs.stop()
             raise
+        self.kv_transfer = self._open_transfer()
         self.programs.activity.end_all()  # the first request may come now
         self.counter = CompileCounter()
         self.memory = planned_memory(self.blueprint, self.kv_cache_config)
@@ -174,6 +179,14 @@ class Worker:
                 drafter = LookupDrafter(self.config.scheduler.max_num_seqs)
         return ModelRunner(self.device, rows, programs.layouts, finishers, drafter)
 
+    def _open_transfer(self) -> KVTransferWorker | None:
+        """What keeps keys and values besides the devices, if anything."""
+        offload = self.config.cache.offload
+        if offload is None:
+            return None
+        args = self.blueprint, self.kv_cache_config, self.device, self.weights.version
+        return open_transfer(offload, *args)
+
     def new_state(self) -> DeviceState:
         """Device state of an engine that has computed nothing: all zeros."""
         return DeviceState(*jax.block_until_ready(self.programs[ProgramKey("zeros")]()))  # or memory is missed later
@@ -249,9 +262,12 @@ class Worker:
             "recompiles": self.counter.count,
             "num_kv_blocks": sum(self.kv_cache_config.num_blocks),
             **self.memory,
+            **(self.kv_transfer.stats() if self.kv_transfer is not None else {}),
         }
 
     def shutdown(self) -> None:
+        if self.kv_transfer is not None:
+            self.kv_transfer.close()
         self.profiler.close()
         self.programs.stop()
         self.counter.close()

@@ -109,6 +109,10 @@ class CacheGroups:
     def __len__(self) -> int:
         return len(self.groups)
 
+    def align(self, num_tokens: int) -> int:
+        """The longest hit of so many tokens at most."""
+        return num_tokens // self._alignment * self._alignment
+
     def find_longest_hit(self, hashes: Sequence[bytes], max_tokens: int) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """(One table a group, all of the same number of tokens: the longest beginning that every group has; where it
         would have ended but for snapshots).

@@ -31,7 +31,7 @@ This module decides nothing about who gets blocks; that is the scheduler's.
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence, Set
 from itertools import takewhile
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpaged.core.kv_cache.block_hash import BlockHasher, extra_keys, root_of
 from jaxpaged.core.kv_cache.block_map import map_blocks
@@ -41,6 +41,9 @@ from jaxpaged.core.kv_cache.groups import CacheGroup, CacheGroups
 from jaxpaged.core.request import Request
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import KVBlockMap
+
+if TYPE_CHECKING:
+    from jaxpaged.core.kv_transfer.transfers import KVTransfers
 
 
 class CacheHit(NamedTuple):
@@ -95,6 +98,7 @@ class KVCacheManager:
         self._no_hit = CacheHit(tuple([] for _ in range(self.num_groups)), 0, 0)
         self._unconfirmed: deque[tuple[int, BlockPool, KVCacheBlock, bytes]] = deque()  # (step, block, its key)
         self.holds: list[Hold] = []
+        self.transfers: KVTransfers | None = None  # what hears of cached blocks, to save them
         self.take_events()
 
     @property
@@ -261,8 +265,9 @@ class KVCacheManager:
         self._hasher.extend(request)
         for g, table in enumerate(request.blocks):
             stored = self._cache_group_blocks(request, self._group_list[g], table, first, end, step_id)
-            if self._record_events:
-                self._record_stored(request, g, stored)
+            self.record_stored(request, g, stored)
+            if self.transfers is not None:
+                self.transfers.note_stored(request, g, stored, step_id)
         request.num_entered_tokens = end // self.groups.unit * self.groups.unit
 
     def _cache_group_blocks(
@@ -282,9 +287,11 @@ class KVCacheManager:
                 group.forget_older(hashes, block_idx, request.num_prompt_tokens)
         return stored
 
-    def _record_stored(self, request: Request, g: int, block_idxs: list[int]) -> None:
-        """One event for every run of consecutive blocks."""
+    def record_stored(self, request: Request, g: int, block_idxs: list[int]) -> None:
+        """One event, where anybody wants them, for every run of consecutive blocks."""
         start = 0
+        if not self._record_events:
+            return
         for i in range(1, len(block_idxs) + 1):
             if i == len(block_idxs) or block_idxs[i] != block_idxs[i - 1] + 1:
                 self._events.append(self._stored_event(request, g, block_idxs[start], block_idxs[i - 1] + 1))
@@ -326,6 +333,8 @@ class KVCacheManager:
         for group, table in zip(self.groups, request.blocks):
             for block in table:
                 if block.cache_key is not None:
+                    if self.transfers is not None:
+                        self.transfers.lost.add(block.cache_key)
                     group.pool.uncache(block)
 
     def reset_prefix_cache(self) -> bool:

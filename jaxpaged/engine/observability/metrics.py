@@ -208,6 +208,8 @@ class EngineMetrics:
             Counter("vllm:generation_tokens", {}, self.generation_tokens),
             Counter("vllm:prefix_cache_queries", {}, stats.prefix_cache_queries),
             Counter("vllm:prefix_cache_hits", {}, stats.prefix_cache_hits),
+            Counter("vllm:external_prefix_cache_queries", {}, stats.external_prefix_cache_queries),
+            Counter("vllm:external_prefix_cache_hits", {}, stats.external_prefix_cache_hits),
             Counter("vllm:num_preemptions", {}, stats.num_preemptions),
             Counter("vllm:corrupted_requests", {}, stats.num_corrupted_reqs),
             *draft_counters(stats),

@@ -28,6 +28,8 @@ OF_THE_ENGINE = {
     "vllm:kv_cache_usage_perc": "Share of the KV blocks that sequences hold, from 0 to 1.",
     "vllm:prefix_cache_queries": "Tokens that were looked for in the prefix cache.",
     "vllm:prefix_cache_hits": "Tokens that were found in the prefix cache.",
+    "vllm:external_prefix_cache_queries": "Tokens that were looked for in the tiers of kv_offload.",
+    "vllm:external_prefix_cache_hits": "Tokens that were loaded from the tiers of kv_offload.",
     "vllm:spec_decode_num_drafts": "Times that tokens were drafted for a sequence and verified.",
     "vllm:spec_decode_num_draft_tokens": "Tokens that were drafted.",
     "vllm:spec_decode_num_accepted_tokens": "Those of them that were accepted.",

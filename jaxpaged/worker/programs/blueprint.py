@@ -33,6 +33,7 @@ from jaxpaged.speculation import Speculation, speculation_of
 from jaxpaged.worker.drafters.lookup import lookup_builders
 from jaxpaged.worker.drafters.model import draft_builders
 from jaxpaged.worker.kv_blocks import Demand, Division, as_stored, check_heads_of, is_attended, tensor_struct
+from jaxpaged.worker.kv_transfer.programs import copy_builders
 from jaxpaged.worker.programs.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
 from jaxpaged.worker.programs.compiler_options import Options, compiler_options
 from jaxpaged.worker.programs.fingerprint import Fingerprint, fingerprint
@@ -238,6 +239,7 @@ class Blueprint:
             "compiler_options": str(self.compiler_options),
             "speculation": str(self.speculation),
             "draft_model": str(self.draft and self.draft.config),
+            "kv_offload": self.config.cache.offload is not None,
         }
         return fingerprint(self.config, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)
 
@@ -350,7 +352,13 @@ class StepPrograms:
         for size in sample_buckets:
             builders[ProgramKey(MASKED_KIND, size)] = partial(shapes.lower_sample, size, True, masked=True)
         builders[ProgramKey("prompt_logprobs")] = shapes.lower_prompt_logprobs
-        return builders | self._decode_builders()
+        return builders | self._copy_builders() | self._decode_builders()
+
+    def _copy_builders(self) -> Builders:
+        """Copies of blocks off the devices and back, where the options want them."""
+        if self.blueprint.config.cache.offload is None:
+            return {}
+        return copy_builders(self.kv_cache, self.shapes.kv, self.blueprint.attention.backend, self.functions.replicated)
 
     def _draft_builders(self) -> Builders:
         """What drafts and what verifies, if anything does."""

@@ -1,0 +1,211 @@
+"""The scheduler's half of KV transfer: which blocks are saved and loaded, and what becomes of what was loaded.
+
+Saving. A block is noted when it enters the prefix cache, with the number of the step that computes it. It is copied off
+the device behind that step, and before the next one that is dispatched: steps and copies are links of one chain, so
+the block may be given out again at once (`worker/kv_transfer`).
+
+Loading. A waiting request whose beginning is in a tier for longer than in the prefix cache is passed over until its
+pages are in host memory. Only then do they get blocks, which are written ahead of the next step, enter the prefix cache
+and are free again: the request finds them there as if another had computed them. So nobody holds a block while bytes
+are fetched, a request can end meanwhile without anything to undo, and pages that do not come are blocks to compute.
+Of a group with a window only the blocks are loaded that the next token sees.
+
+This module knows neither bytes nor devices.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jaxpaged.core.kv_cache.groups import CacheGroup
+from jaxpaged.core.kv_cache.manager import CacheHit, KVCacheManager
+from jaxpaged.core.kv_transfer.rates import Rates
+from jaxpaged.core.request import Request
+from jaxpaged.kv_store.content import PageContent
+from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.tier import Lookup
+
+LookUp = Callable[[Sequence[PageKey]], list[Lookup]]
+
+
+class Save(NamedTuple):
+    """A block whose content is computed by the steps up to `step_id`."""
+
+    step_id: int
+    content: PageContent
+    block_id: int
+
+
+class Load(NamedTuple):
+    """Pages that are on their way for a request, which has `num_tokens` more of its beginning with them."""
+
+    request: Request
+    num_tokens: int
+    pages: tuple[PageContent, ...]
+    block_idxs: tuple[int, ...]
+    begin: float  # monotonic
+
+
+PATIENCE = 10.0
+"""Seconds that a request waits for pages before it is computed without them."""
+MOST_REMEMBERED = 4096
+
+
+class KVTransfers:
+    """What travels. `lookup` answers at once whether pages are in a tier."""
+
+    def __init__(self, manager: KVCacheManager, lookup: LookUp):
+        self._manager, self._lookup = manager, lookup
+        self._groups = manager.groups
+        self.rates = Rates()
+        self.saves: list[Save] = []
+        self.lost: set[bytes] = set()  # cache keys whose content is in doubt
+        self.loading: dict[str, Load] = {}
+        self._begun: list[Load] = []
+        self._asked: dict[int, int] = {}  # a request's number -> how often it had been preempted when it was asked for
+        self.num_queries = self.num_hits = 0  # tokens
+
+    # ---- saving --------------------------------------------------------------------------------
+
+    def note_stored(self, request: Request, g: int, block_idxs: Sequence[int], step_id: int) -> None:
+        """Blocks of a request have entered the prefix cache, computed by the steps up to `step_id`."""
+        table = request.blocks[g]
+        for idx in block_idxs:
+            self.saves.append(Save(step_id, self._content(request, g, idx), table[idx].block_id))
+
+    def take_saves(self, before: int | None = None) -> list[Save]:
+        """What steps before number `before` have computed, None: all steps."""
+        taken = [save for save in self.saves if before is None or save.step_id < before]
+        self.saves = [] if len(taken) == len(self.saves) else self.saves[len(taken) :]
+        return taken
+
+    def take_lost(self) -> list[PageKey]:
+        """What must not be kept: a request computed it that failed."""
+        lost = [PageKey(key[:-4], int.from_bytes(key[-4:], "big")) for key in self.lost]
+        self.lost.clear()
+        self.saves = [save for save in self.saves if save.content.key not in lost]
+        return lost
+
+    def _content(self, request: Request, g: int, block_idx: int) -> PageContent:
+        group = self._groups.groups[g]
+        size, units, hashes = group.block_size, group.units, request.block_hashes
+        tokens = request.all_token_ids[block_idx * size : (block_idx + 1) * size]
+        parent = hashes[block_idx * units - 1] if block_idx else None
+        return PageContent(PageKey(hashes[(block_idx + 1) * units - 1], g), parent, tuple(tokens))
+
+    # ---- loading -------------------------------------------------------------------------------
+
+    def is_loading(self, request: Request, hit: CacheHit) -> bool:
+        """Whether a waiting request waits for pages. Asked for the first time since it began to wait, they may be sent
+        for."""
+        load, number = self.loading.get(request.request_id), request.arrival_order
+        if load is not None and load.request is request:
+            if time.monotonic() < load.begin + PATIENCE:
+                return True
+            del self.loading[request.request_id]
+        if not request.reads_prefix_cache or self._asked.get(number) == request.num_preemptions:
+            return False
+        if len(self._asked) > MOST_REMEMBERED:
+            self._asked.clear()  # who still waits may be asked for once more
+        self._asked[number] = request.num_preemptions
+        self.num_queries += request.num_tokens - hit.num_tokens
+        load = self._find(request, hit)
+        if load is None or not self.rates.pays():
+            return False
+        self.loading[request.request_id] = load
+        self._begun.append(load)
+        return True
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether any request waits for pages."""
+        return any(not load.request.is_finished for load in self.loading.values())
+
+    def take_begun(self) -> list[Load]:
+        """Loads that nobody has begun yet."""
+        begun, self._begun = self._begun, []
+        return begun
+
+    def _find(self, request: Request, hit: CacheHit) -> Load | None:
+        """What the tiers have beyond a hit, if anything."""
+        groups, hashes, most = self._groups.groups, request.block_hashes, request.num_tokens - 1
+        missing = [
+            (g, idx)
+            for g, group in enumerate(groups)
+            for idx in range(most // group.block_size)
+            if group.cached_block(hashes, idx) is None
+        ]
+        if not missing:
+            return None
+        keys = [PageKey(hashes[(idx + 1) * groups[g].units - 1], g) for g, idx in missing]
+        found = {place for place, state in zip(missing, self._lookup(keys)) if state is Lookup.HIT}
+        lost = set(missing) - found
+        end = self._reach(most, lost)
+        if end <= hit.num_tokens:
+            return None
+        needed = [
+            (g, idx) for g, group in enumerate(groups) for idx in range(*read_range(group, end)) if (g, idx) in found
+        ]
+        pages = tuple(self._content(request, g, idx) for g, idx in needed)
+        return Load(request, end - hit.num_tokens, pages, tuple(idx for _, idx in needed), time.monotonic())
+
+    def _reach(self, most: int, lost: set[tuple[int, int]]) -> int:
+        """Tokens of the longest beginning that needs no lost block, of `most` at most."""
+        end = self._groups.align(most)
+        while True:
+            wanted = end
+            for g, group in enumerate(self._groups.groups):
+                lacking = [idx for idx in range(*read_range(group, end)) if (g, idx) in lost]
+                if lacking:  # with a window the run may begin behind a lost block, but not hold one
+                    end = self._groups.align((lacking[0] if group.spec.num_read_blocks is None else lacking[-1])
+                                             * group.block_size)  # fmt: skip
+            if end == wanted:
+                return end
+
+    def arrived(self, load: Load, came: Sequence[bool]) -> list[int] | None:
+        """Give blocks to the pages that came: their ids, 0 for those that did not.
+
+        None: nothing is to be done, since the request has ended, or its hashes are others, or too few blocks are free.
+        What is written to these blocks must be dispatched before anything else.
+        """
+        request = load.request
+        if self.loading.get(request.request_id) is not load:
+            return None
+        del self.loading[request.request_id]
+        if request.is_finished or not any(came):
+            return None
+        self._manager.get_computed_blocks(request)  # its hashes are those of the weights as they are now
+        if any(self._content(request, p.key.group, i) != p for p, i in zip(load.pages, load.block_idxs)):
+            return None
+        places = [(page.key.group, idx) for page, idx, ok in zip(load.pages, load.block_idxs, came) if ok]
+        ids = self._enter(request, places)
+        if ids is None:
+            return None
+        if all(came):
+            self.num_hits += load.num_tokens
+        given = iter(ids)
+        return [next(given) if ok else 0 for ok in came]
+
+    def _enter(self, request: Request, places: Sequence[tuple[int, int]]) -> list[int] | None:
+        """Ids of free blocks that are cached from now on as what (group, block index) of a request must hold. They stay
+        free, to be reused last. None where too few are."""
+        manager, groups = self._manager, self._groups.groups
+        hold = manager.hold("loading", manager.get_computed_blocks(request).tables)
+        num_new = [sum(g in members for g, _ in places) for members in self._groups.groups_of_pool]
+        blocks = []
+        if all(n <= pool.num_free_blocks for n, pool in zip(num_new, manager.pools)):
+            blocks = [groups[g].pool.get_new_blocks(1)[0] for g, _ in places]
+            for (g, idx), block in zip(places, blocks):
+                key = request.block_hashes[(idx + 1) * groups[g].units - 1] + groups[g].suffix
+                if groups[g].pool.cache(block, key):
+                    manager.record_stored(request, g, [idx])
+            for (g, _), block in reversed(list(zip(places, blocks))):
+                groups[g].pool.free_blocks([block])
+        manager.release(hold)
+        return [block.block_id for block in blocks] or None
+
+
+def read_range(group: CacheGroup, end: int) -> tuple[int, int]:
+    """(first, end) of the blocks of a group that the token behind the first `end` sees."""
+    num_blocks, num_read = end // group.block_size, group.spec.num_read_blocks
+    return (0 if num_read is None else max(num_blocks - num_read, 0)), num_blocks

@@ -1,0 +1,87 @@
+"""Brings the two halves of KV transfer together, step by step: what the scheduler's half decides the worker's does.
+
+The core calls this between the steps that it dispatches; nothing here waits, but for `wait`.
+"""
+
+from typing import Any
+
+from jaxpaged.core.kv_transfer.transfers import KVTransfers, Load
+from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.executor.base import KVTransferWorker
+from jaxpaged.messages import EngineCoreOutput, StepRecord
+
+
+class KVTransferDriver:
+    """With `failure_policy` "fail" a request whose pages do not come ends with an error, instead of being computed.
+    Without a `worker` nothing travels."""
+
+    def __init__(self, scheduler: Scheduler, worker: KVTransferWorker | None, failure_policy: str):
+        self._scheduler, self._fails = scheduler, failure_policy == "fail"
+        self._half = KVTransfers(scheduler.kv_cache_manager, worker.lookup) if worker is not None else None
+        self._worker: Any = worker
+        scheduler.kv_cache_manager.transfers = self._half
+
+    def save(self, before: int | None = None) -> None:
+        """Dispatch copies of what steps before number `before` compute, None: all that are dispatched."""
+        if self._half is None:
+            return
+        if self._half.lost:
+            self._worker.discard(self._half.take_lost())
+        if self._half.saves and (saves := self._half.take_saves(before)):
+            self._worker.save(saves)
+
+    def before_step(self, step_id: int) -> None:
+        """Step `step_id` is scheduled and not dispatched: save what it overwrites, and send for what it waits for."""
+        if self._half is None:
+            return
+        self.save(step_id)
+        for load in self._half.take_begun():
+            self._worker.load(load)
+
+    def settle(self, oldest: int | None) -> list[EngineCoreOutput]:
+        """All that is scheduled is dispatched, and steps before number `oldest` are done, None: all are."""
+        if self._half is not None:
+            self.save()
+            self._worker.confirm(oldest)
+        return []
+
+    def revoke(self) -> None:
+        """A step has failed: what is not confirmed is not kept."""
+        if self._half is not None:
+            self._half.saves.clear()
+            self._worker.revoke()
+
+    def deliver(self) -> list[EngineCoreOutput]:
+        """Dispatch what has come, so that the next step finds it. Returns the last outputs of who failed for it."""
+        outputs: list[EngineCoreOutput] = []
+        if self._half is None:
+            return outputs
+        for fetched in self._worker.take_fetched():
+            load: Load = fetched.load
+            is_waiting = self._half.loading.get(load.request.request_id) is load and not load.request.is_finished
+            if all(fetched.came):
+                self._half.rates.observe_load(load.num_tokens, fetched.seconds)
+            elif self._fails and is_waiting:
+                reason = f"{fetched.came.count(False)} of {len(fetched.came)} blocks of its beginning were not loaded"
+                outputs += self._scheduler.fail_requests([load.request.request_id], reason)
+            block_ids = self._half.arrived(load, fetched.came)
+            if block_ids is not None:
+                self._worker.write(fetched, block_ids)
+        return outputs
+
+    def observe(self, record: StepRecord) -> None:
+        """A step is done."""
+        if self._half is not None:
+            begin = record.dispatch_end
+            self._half.rates.observe_step(record.num_tokens, record.num_sampled, begin, record.result_ready)
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep until pages have come, at most so long. False, at once, where nobody waits for any."""
+        if self._half is None or not self._half.is_waited_for:
+            return False
+        self._worker.wait(seconds)
+        return True
+
+    def counts(self) -> tuple[int, int]:
+        """(Tokens that were looked for in the tiers, those that were found and loaded)."""
+        return (self._half.num_queries, self._half.num_hits) if self._half is not None else (0, 0)

@@ -1,0 +1,243 @@
+"""The worker's half of KV transfer: dispatches copies between steps, and moves bytes in threads.
+
+Steps and copies are links of one chain of arrays, each of which takes what the one before returns. So a block may be
+given out again once its gather is dispatched, and read by the step after its scatter; there is no other fence. What was
+gathered is handed to a tier only when the step that computed it is confirmed. The number of gathers whose bytes are not
+stored yet is limited; blocks beyond it are not saved. This module does not decide what travels.
+
+Letters: P blocks of a copy, with padding.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpaged.errors import PageError
+from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.kv_store.buffers import aligned_empty
+from jaxpaged.kv_store.content import PageContent
+from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode
+from jaxpaged.kv_store.tier import Lookup, Tier
+from jaxpaged.worker.device import Device, start_copy
+from jaxpaged.worker.kv_transfer.programs import (
+    GATHER,
+    NOWHERE,
+    SCATTER,
+    copy_key,
+    copy_sizes,
+    first_tensor,
+    page_shape,
+)
+
+logger = logging.getLogger(__name__)
+
+NUM_SLOTS = 8
+"""Gathers whose bytes are not stored yet, at most."""
+NUM_THREADS = 2
+
+
+class Gathered(NamedTuple):
+    """Blocks on their way off the device, computed by the steps up to `step_id`."""
+
+    step_id: int
+    pool_idx: int
+    contents: Sequence[PageContent]
+    pages: Any
+    discarded: set[PageKey]
+
+
+class Fetched(NamedTuple):
+    """Pages of a load in host memory: for each of its copies the pool, places in the load, and the array."""
+
+    load: Any
+    came: list[bool]
+    copies: list[tuple[int, list[int], np.ndarray]]
+    seconds: float
+
+
+class KVTransferWorker:
+    """What carries out transfers over the KV cache of `device`. It owns the store."""
+
+    def __init__(self, device: Device, kv_cache: KVCacheConfig, store: Tier, namespace: str, dtype: np.dtype):
+        self._device, self._kv_cache, self._store, self._namespace = device, kv_cache, store, namespace
+        self._dtype = dtype
+        self._pool_of = {g: p for p, pool in enumerate(kv_cache.pools) for g in pool.group_idxs}
+        self._unconfirmed: deque[Gathered] = deque()
+        self._fetched: deque[Fetched] = deque()
+        self._news = threading.Event()
+        self._slots = threading.Semaphore(NUM_SLOTS)
+        self._savers = ThreadPoolExecutor(NUM_THREADS, "kv-save")
+        self._loaders = ThreadPoolExecutor(NUM_THREADS, "kv-load")
+        self.num_saved = self.num_loaded = self.num_dropped = self.num_lost = 0  # pages
+
+    def lookup(self, keys: Sequence[PageKey]) -> list[Lookup]:
+        """See `Tier.lookup`."""
+        return self._store.lookup(keys)
+
+    # ---- saving --------------------------------------------------------------------------------
+
+    def save(self, saves: Sequence[tuple[int, PageContent, int]]) -> None:
+        """Dispatch copies of blocks (step that computes it, content, id): before the next step, behind those steps."""
+        states = self._store.lookup([content.key for _, content, _ in saves])
+        by_pool: dict[int, list[tuple[int, PageContent, int]]] = {}
+        for each, state in zip(saves, states):
+            if state is Lookup.MISS:
+                by_pool.setdefault(self._pool_of[each[1].key.group], []).append(each)
+        for pool_idx, missing in by_pool.items():
+            largest = copy_sizes(self._kv_cache.pools[pool_idx])[-1]
+            for start in range(0, len(missing), largest):
+                self._gather(pool_idx, missing[start : start + largest])
+
+    def _gather(self, pool_idx: int, saves: Sequence[tuple[int, PageContent, int]]) -> None:
+        if not self._slots.acquire(blocking=False):
+            self.num_dropped += len(saves)
+            return
+        try:
+            id_P = self._padded_ids(pool_idx, [block_id for _, _, block_id in saves])
+            pages = self._device.call(copy_key(GATHER, pool_idx, len(id_P)), self._tensors(pool_idx), id_P)
+        except BaseException:
+            self._slots.release()
+            raise
+        step_id = max(step_id for step_id, _, _ in saves)
+        self._unconfirmed.append(Gathered(step_id, pool_idx, [each[1] for each in saves], start_copy(pages), set()))
+
+    def confirm(self, before: int | None) -> None:
+        """The steps before number `before` are done, None: all are. What they computed may be stored."""
+        while self._unconfirmed and (before is None or self._unconfirmed[0].step_id < before):
+            self._savers.submit(self._store_pages, self._unconfirmed.popleft())
+
+    def revoke(self) -> None:
+        """A step has failed: what is not confirmed is never stored."""
+        for _ in self._unconfirmed:
+            self._slots.release()
+        self._unconfirmed.clear()
+
+    def discard(self, keys: Sequence[PageKey]) -> None:
+        """Keep these pages no longer."""
+        wrong = set(keys)
+        for gathered in self._unconfirmed:
+            gathered.discarded.update(wrong)
+        self._savers.submit(self._store.delete, list(keys))
+
+    def _store_pages(self, gathered: Gathered) -> None:
+        """In a thread: wait for the bytes, and put a page for each block into the store."""
+        try:
+            pages = np.asarray(gathered.pages)
+            for page, content in zip(pages, gathered.contents):
+                if content.key in gathered.discarded:
+                    continue
+                values = page[: len(self._kv_cache.groups[content.key.group].layer_idxs)]
+                header = PageHeader(self._namespace, content.key, content.parent, content.token_ids)
+                self.num_saved += self._store.put(content.key, encode(header, values))
+        except Exception:
+            logger.exception("%d blocks of keys and values were not saved", len(gathered.contents))
+            self.num_dropped += len(gathered.contents)
+        finally:
+            self._slots.release()
+
+    # ---- loading -------------------------------------------------------------------------------
+
+    def load(self, load: Any) -> None:
+        """Fetch the `pages` of a load in a thread."""
+        self._loaders.submit(self._fetch, load, time.monotonic())
+
+    def _fetch(self, load: Any, begin: float) -> None:
+        """In a thread: bring pages together in the arrays that the copies to the device take."""
+        came, copies = [False] * len(load.pages), []
+        try:
+            for pool_idx, pool in enumerate(self._kv_cache.pools):
+                places = [i for i, page in enumerate(load.pages) if self._pool_of[page.key.group] == pool_idx]
+                largest = copy_sizes(pool)[-1]
+                for start in range(0, len(places), largest):
+                    some = places[start : start + largest]
+                    pages = self._empty_pages(pool_idx, self._bucket(pool_idx, len(some)))
+                    for slot, i in enumerate(some):
+                        came[i] = self._fetch_page(load.pages[i], pages[slot])
+                    copies.append((pool_idx, some, pages))
+        except Exception:
+            logger.exception("loading %d blocks of keys and values failed", len(load.pages))
+            came, copies = [False] * len(load.pages), []
+        self.num_loaded += sum(came)
+        self.num_lost += len(came) - sum(came)
+        self._fetched.append(Fetched(load, came, copies, time.monotonic() - begin))
+        self._news.set()
+
+    def _fetch_page(self, content: PageContent, target: np.ndarray) -> bool:
+        """Copy a page's layers to `target`; False where the tiers do not have it as it must be."""
+        group, buffer = self._kv_cache.groups[content.key.group], self._store.get(content.key)
+        if buffer is None:
+            return False
+        shape = (len(group.layer_idxs), *page_shape(group.spec))
+        wanted = {"token_ids": content.token_ids, "dtype": self._dtype.name, "shape": shape}
+        try:
+            _, values = decode(buffer, expect_namespace=self._namespace, key=content.key, verify=False, **wanted)
+        except PageError as error:
+            logger.warning("a page of keys and values is not used: %s", error)
+            self._store.delete([content.key])
+            return False
+        target[: len(values)] = values
+        return True
+
+    def take_fetched(self) -> list[Fetched]:
+        """The loads whose bytes are there, or will never be."""
+        self._news.clear()
+        return [self._fetched.popleft() for _ in range(len(self._fetched))]
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until a load is there, at most so long."""
+        self._news.wait(seconds)
+
+    def write(self, fetched: Fetched, block_ids: Sequence[int]) -> None:
+        """Dispatch the copies of a load to blocks, an id for each of its pages, 0 for none: before the next step."""
+        for pool_idx, places, pages in fetched.copies:
+            id_P = self._padded_ids(pool_idx, [block_ids[i] or NOWHERE for i in places])
+            first, tensors = first_tensor(self._kv_cache, pool_idx), self._tensors(pool_idx)
+            written = self._device.call(copy_key(SCATTER, pool_idx, len(id_P)), tensors, id_P, pages)
+            self._device.state.kv[first : first + len(written)] = written
+
+    # ---- parts ---------------------------------------------------------------------------------
+
+    def _tensors(self, pool_idx: int) -> list[Any]:
+        first = first_tensor(self._kv_cache, pool_idx)
+        return self._device.state.kv[first : first + self._kv_cache.pools[pool_idx].num_tensors]
+
+    def _bucket(self, pool_idx: int, num_blocks: int) -> int:
+        return next(size for size in copy_sizes(self._kv_cache.pools[pool_idx]) if size >= num_blocks)
+
+    def _padded_ids(self, pool_idx: int, block_ids: list[int]) -> np.ndarray:
+        padding = self._bucket(pool_idx, len(block_ids)) - len(block_ids)
+        return np.array(block_ids + [NOWHERE] * padding, np.int32)
+
+    def _empty_pages(self, pool_idx: int, size: int) -> np.ndarray:
+        pool = self._kv_cache.pools[pool_idx]
+        shape = (size, pool.num_tensors, *page_shape(pool.storage))
+        pages = aligned_empty(int(np.prod(shape)) * self._dtype.itemsize).view(self._dtype).reshape(shape)
+        pages[...] = 0  # padding of groups with fewer layers must be numbers
+        return pages
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, and what the tiers hold."""
+        tiers = {
+            f"kv_offload_{line.name}": {"bytes": line.num_bytes, "capacity": line.capacity, "pages": line.num_pages,
+                                        **vars(line.counters)}
+            for line in self._store.usage()
+        }  # fmt: skip
+        return {
+            "kv_offload_pages_saved": self.num_saved,
+            "kv_offload_pages_loaded": self.num_loaded,
+            "kv_offload_pages_dropped": self.num_dropped,
+            "kv_offload_pages_lost": self.num_lost,
+            **tiers,
+        }
+
+    def close(self) -> None:
+        """Store what is confirmed, and let go of threads and tiers."""
+        self._loaders.shutdown(cancel_futures=True)
+        self._savers.shutdown()
+        self._store.close()

@@ -1,0 +1,193 @@
+"""Loads that finish, fail, stall, or come too late: no block is lost, no request, and no text differs."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpaged import SamplingParams
+from jaxpaged.core.kv_transfer.rates import TRY_AGAIN, Rates
+from jaxpaged.engine.core import EngineCore
+from jaxpaged.kv_store.tier import Lookup
+from jaxpaged.messages import EngineCoreRequest
+from jaxpaged.worker.kv_transfer.transfer import Fetched
+from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
+
+VOCAB = 100
+
+
+class FakeTransfer:
+    """A store and a device whose blocks hold keys. Loads come when the test says so."""
+
+    def __init__(self):
+        self.stored, self.unconfirmed, self.loads, self.fetched = {}, [], [], []
+        self.num_written, self.answer = 0, [True]
+
+    def lookup(self, keys):
+        return [Lookup.HIT if key in self.stored else Lookup.MISS for key in keys]
+
+    def save(self, saves):
+        self.unconfirmed += saves
+
+    def confirm(self, before):
+        done = [save for save in self.unconfirmed if before is None or save[0] < before]
+        self.unconfirmed = [save for save in self.unconfirmed if save not in done]
+        self.stored |= {content.key: content for _, content, _ in done}
+
+    def revoke(self):
+        self.unconfirmed.clear()
+
+    def discard(self, keys):
+        for key in keys:
+            self.stored.pop(key, None)
+
+    def load(self, load):
+        self.loads.append(load)
+
+    def finish(self, came):
+        """The oldest load ends; `came` says of its pages in turn whether they do."""
+        if self.loads:
+            load = self.loads.pop(0)
+            some = [came[i % len(came)] and self.stored.get(page.key) == page for i, page in enumerate(load.pages)]
+            self.fetched.append(Fetched(load, some, [], 0.001))
+
+    def take_fetched(self):
+        taken, self.fetched = self.fetched, []
+        return taken
+
+    def wait(self, seconds):
+        self.finish(self.answer)  # an idle engine sleeps until pages come
+
+    def write(self, fetched, block_ids):
+        assert [block_id > 0 for block_id in block_ids] == fetched.came
+        given = [block_id for block_id in block_ids if block_id]
+        assert len(set(given)) == len(given)
+        self.num_written += len(given)
+
+
+def make(policy="recompute", **options):
+    executor, transfer = FakeExecutor(counting_model(VOCAB), VOCAB), FakeTransfer()
+    connector = {"kv_connector": "OffloadingConnector", "kv_load_failure_policy": policy}
+    config = make_config(**options, kv_offload="host=1M", kv_transfer_config=connector)
+    core = EngineCore(config, executor, transfer=transfer)
+    core._transfer._half.rates.pays = lambda: True
+    return core, transfer
+
+
+def request(name, prompt, max_tokens=5, **more):
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=1)
+    return EngineCoreRequest(name, list(prompt), params, arrival_time=0.0, **more)
+
+
+def run(core, heard=None):
+    heard = {} if heard is None else heard
+    while core.has_work():
+        step(core, heard)
+    return heard
+
+
+def step(core, heard):
+    for output in core.step().outputs:
+        heard.setdefault(output.request_id, []).append(output)
+    core._scheduler.check_integrity()
+
+
+def tokens(outputs):
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+PROMPT = [7 + i % 50 for i in range(40)]
+
+
+def test_a_known_beginning_is_loaded_once_the_device_has_forgotten_it():
+    core, transfer = make()
+    core.add_request(request("a", PROMPT))
+    first = run(core)["a"]
+    assert core.reset_prefix_cache()
+    core.add_request(request("b", PROMPT))
+    again = run(core)["b"]
+    assert tokens(again) == tokens(first)
+    assert again[0].num_cached_tokens > 20 and transfer.num_written
+    stats = core.stats()
+    assert stats.external_prefix_cache_hits == again[0].num_cached_tokens
+    core.add_request(request("salted", PROMPT, cache_salt="s"))
+    assert run(core)["salted"][0].num_cached_tokens == 0
+
+
+def test_pages_that_do_not_come_fail_the_request_where_that_is_asked_for():
+    core, transfer = make("fail")
+    core.add_request(request("a", PROMPT))
+    first = tokens(run(core)["a"])
+    core.reset_prefix_cache()
+    core.add_request(request("b", PROMPT))
+    transfer.answer = [True, False]
+    last = run(core)["b"][-1]
+    assert last.finish_reason == "error" and "not loaded" in last.error
+    transfer.answer = [True]
+    core.add_request(request("c", PROMPT))
+    assert tokens(run(core)["c"]) == first
+
+
+def test_what_a_failed_step_computed_is_never_kept():
+    core, transfer = make()
+    core.add_request(request("a", PROMPT))
+
+    def fail(scheduled):
+        raise RuntimeError("out of order")
+
+    core.executor.execute = fail
+    assert run(core)["a"][-1].finish_reason == "error"
+    assert not transfer.stored and not transfer.unconfirmed
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("add"), st.integers(0, 3), st.integers(1, 60)),
+    st.tuples(st.just("step"), st.integers(1, 4), st.none()),
+    st.tuples(st.just("abort"), st.integers(0, 5), st.none()),
+    st.tuples(st.just("finish"), st.lists(st.booleans(), min_size=1, max_size=4), st.none()),
+    st.tuples(st.sampled_from(["reset", "evict", "sleep"]), st.none(), st.none()),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(ACTIONS, max_size=40), st.sampled_from([{}, {"num_gpu_blocks_override": 20}]))
+def test_nothing_is_lost_whatever_becomes_of_loads(actions, options):
+    core, transfer = make(**options)
+    heard, prompts, gone = {}, {}, set()
+    for kind, value, length in actions:
+        if kind == "add":
+            name = f"r{len(prompts)}"
+            prompts[name] = [10 + value, *PROMPT, *PROMPT][:length]
+            core.add_request(request(name, prompts[name]))
+        elif kind == "step":
+            for _ in range(value):
+                step(core, heard)
+        elif kind == "abort" and value < len(prompts):
+            gone.add(f"r{value}")
+            core.abort_requests([f"r{value}"])
+        elif kind == "finish":
+            transfer.finish(value)
+        elif kind == "reset":
+            core.reset_prefix_cache()
+        elif kind == "evict":
+            transfer.stored.clear()
+        elif kind == "sleep":
+            core.sleep(1, "keep")
+            core.wake_up()
+        core._scheduler.check_integrity()
+    run(core, heard)
+    for name in prompts.keys() - gone:
+        start = prompts[name][-1]
+        assert tokens(heard[name]) == [5 + (start + i + 1 - 5) % (VOCAB - 5) for i in range(5)]
+    assert core.reset_prefix_cache(), "somebody holds a block"
+
+
+def test_what_is_slower_is_tried_again_now_and_then():
+    rates = Rates()
+    assert rates.pays()
+    rates.observe_load(100, 1.0)
+    rates.observe_step(8, 8, 0.0, 9.0)  # a step that decodes tells nothing
+    assert rates.pays()
+    rates.observe_step(100, 1, 10.0, 10.1)
+    assert [rates.pays() for _ in range(TRY_AGAIN)] == [False] * (TRY_AGAIN - 1) + [True]
+    for _ in range(20):
+        rates.observe_load(100, 0.001)
+    assert rates.pays()
