@@ -36,9 +36,9 @@ def copy_sizes(pool: PoolLayout) -> tuple[int, ...]:
 
 
 def page_shape(spec: Any) -> tuple[int, ...]:
-    """Of one layer of a page."""
+    """Of one layer of a page. Latents keep what a kernel adds to them: another layout is another namespace."""
     if isinstance(spec, LatentSpec):
-        return 1, spec.block_size, 1, spec.width
+        return 1, spec.block_size, 1, spec.stored_width or spec.width
     assert isinstance(spec, AttentionSpec), f"{spec} holds neither keys and values nor latents"
     return 2, spec.block_size, spec.num_kv_heads, spec.head_dim
 
