@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CACHE = Path(__file__).parent.parent / ".cache"
-COMPILING = ("end_to_end", "layers", "models", "pallas_kernels", "params", "sampling", "worker")
+COMPILING = frozenset(("end_to_end", "layers", "models", "pallas_kernels", "params", "sampling", "worker"))
 FLAGS = {"--xla_force_host_platform_device_count": 8, "--xla_backend_optimization_level": 0}
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -40,7 +40,7 @@ def in_turn(paths: list[Path]) -> list[Path]:
     """Files that compile programs, which is more than one core's work, among those that mostly wait for processes."""
     kinds: tuple[list[Path], list[Path]] = ([], [])
     for path in paths:
-        kinds[path.relative_to(Path(__file__).parent).parts[0] in COMPILING].append(path)
+        kinds[not COMPILING.isdisjoint(path.parts)].append(path)
     places = {path: (i + 0.5) / len(kind) for kind in kinds for i, path in enumerate(kind)}
     return sorted(paths, key=places.__getitem__)
 

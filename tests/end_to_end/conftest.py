@@ -34,6 +34,7 @@ OPTIONS = {
 # Servers have the same options, so that all but the first find their programs in the cache.
 SERVE = (
     sys.executable, "-m", "jaxpaged", "serve", "--port", "0", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
+    "--token-buckets", "2,8,64",
 )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from jaxpaged.entrypoints.cli.engine import Engine
 ROOT = Path(__file__).parents[3]
 
 
-SMALL = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64")  # the programs of servers in tests/end_to_end
+# The programs of servers in tests/end_to_end.
+SMALL = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--token-buckets", "2,8,64")
 
 
 def command(*arguments, stdin=""):
