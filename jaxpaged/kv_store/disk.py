@@ -35,6 +35,12 @@ MAX_SPARED = 64
 """How many pages that others used meanwhile are spared in one search for room."""
 
 
+BATCH = 256
+"""How many pages enter the index at once: look-ups come between."""
+QUIET = 20
+"""A scan is followed by at least so many times its length without one."""
+
+
 @dataclasses.dataclass
 class Entry:
     """A file in the index. `since` is when it came in (monotonic), `used_ns` its last use as far as we know."""
@@ -146,7 +152,9 @@ class DiskTier:
             return None
         except PageError as error:
             self._complain("damaged", f"A page in {self.root} is removed: {error}")
-            self._forget(name, corrupt=True)
+            self._forget(name)
+            with self._lock:
+                self.counters.corrupt += 1
             with contextlib.suppress(OSError):
                 (self.root / name).unlink()
             return None
@@ -166,12 +174,12 @@ class DiskTier:
                 if name in self._index:
                     self._index[name].used_ns = now
 
-    def _forget(self, name: str, corrupt: bool = False) -> None:
+    def _forget(self, name: str, only: Entry | None = None) -> None:
+        """Take a page out of the index; if `only` is given, unless it was written again since."""
         with self._lock:
-            self.counters.corrupt += corrupt
-            self._policy.remove(name)
-            if (entry := self._index.pop(name, None)) is not None:
-                self._used -= entry.num_bytes
+            if name in self._index and only in (None, self._index[name]):
+                self._policy.remove(name)
+                self._used -= self._index.pop(name).num_bytes
 
     # ---- writing ------------------------------------------------------------------------------------
 
@@ -251,15 +259,22 @@ class DiskTier:
         except FileNotFoundError:
             is_spared = False
         except OSError:
-            with self._lock:
-                self._enter(folder.PageFile(name, entry.num_bytes, entry.used_ns))
+            self._enter_again(folder.PageFile(name, entry.num_bytes, entry.used_ns))
             raise
+        if is_spared:
+            self._enter_again(folder.PageFile(name, entry.num_bytes, used_ns))
+            return
         with self._lock:
-            if is_spared:
-                self._enter(folder.PageFile(name, entry.num_bytes, used_ns))
+            self._used -= entry.num_bytes
+            self.counters.evictions += 1
+
+    def _enter_again(self, page: folder.PageFile) -> None:
+        """A page that was to go stays. Whoever wrote or found it in between has counted it."""
+        with self._lock:
+            if self._state(page.name) is Lookup.MISS:
+                self._enter(page)
             else:
-                self._used -= entry.num_bytes
-                self.counters.evictions += 1
+                self._used -= page.num_bytes
 
     def _failed_to_write(self, error: OSError) -> None:
         self._writes.failed(error)
@@ -306,7 +321,8 @@ class DiskTier:
         """Scan the folder, now and then again; remove what was deleted; stay within the capacity."""
         next_scan = 0.0
         while True:
-            if time.monotonic() >= next_scan and not self._closing:
+            began = time.monotonic()
+            if began >= next_scan and not self._closing:
                 try:
                     if not self._ready.is_set():
                         with contextlib.suppress(OSError):  # in a folder that is read-only they stay
@@ -317,7 +333,8 @@ class DiskTier:
                     with self._lock:
                         self.counters.errors += 1
                 self._ready.set()
-                next_scan = time.monotonic() + self._rescan_s
+                took = time.monotonic() - began
+                next_scan = time.monotonic() + max(self._rescan_s, QUIET * took)
                 self._shrink()
             self._remove_doomed()
             if self._closing:
@@ -341,19 +358,20 @@ class DiskTier:
             self._scanned[name] = changed_ns if settled else -1
             looked_at.add(name)
             found += folder.pages_in(self.root, name)
-        names = {page.name for page in found}
+        found.sort(key=lambda page: page.used_ns)
+        for start in range(0, len(found), BATCH):
+            with self._lock:
+                for page in found[start : start + BATCH]:
+                    if self._state(page.name) is Lookup.MISS and page.name not in self._doomed:
+                        self._enter(page)
+                        self._used += page.num_bytes
         with self._lock:
-            for page in sorted(found, key=lambda page: page.used_ns):
-                if self._state(page.name) is Lookup.MISS and page.name not in self._doomed:
-                    self._enter(page)
-                    self._used += page.num_bytes
-            gone = [
-                name for name, entry in self._index.items()
-                if entry.since < began and name not in names
-                and ((fanout := name.rpartition("/")[0]) in looked_at or fanout not in all_fanouts)
-            ]  # fmt: skip
-        for name in gone:
-            self._forget(name)
+            entries = list(self._index.items())
+        names = {page.name for page in found}
+        for name, entry in entries:
+            fanout = name.rpartition("/")[0]
+            if entry.since < began and name not in names and (fanout in looked_at or fanout not in all_fanouts):
+                self._forget(name, entry)
 
     def _shrink(self) -> None:
         """Stay within the capacity: it may be smaller than when the pages were written, or others write too."""

@@ -252,6 +252,26 @@ def test_a_page_that_comes_during_a_scan_stays(tmp_path, monkeypatch):
         assert there(tier, 1, 2) == [2] and tier.usage()[0].num_bytes == SIZE
 
 
+def test_a_page_that_is_spared_and_written_at_once_is_counted_once(tmp_path, monkeypatch):
+    with opened(tmp_path, 2 * SIZE, rescan_s=60) as tier:
+        put(tier, 1, 2)
+        look = os.stat
+
+        def and_then_it_comes_again(path, **more):
+            if str(path).endswith(folder.file_of(SPACE, key_of(1))):
+                monkeypatch.setattr(os, "stat", look)
+                os.utime(path)  # somebody else used it
+                tier.capacity *= 2
+                put(tier, 1)
+                tier.capacity //= 2
+            return look(path, **more)
+
+        monkeypatch.setattr(os, "stat", and_then_it_comes_again)
+        put(tier, 3)
+        (usage,) = tier.usage()
+        assert usage.num_bytes == usage.num_pages * SIZE == len(files(tmp_path)) * SIZE <= 2 * SIZE
+
+
 def test_what_another_engine_uses_is_spared(tmp_path):
     with opened(tmp_path, 2 * SIZE, rescan_s=60) as ours:
         put(ours, 1, 2)
