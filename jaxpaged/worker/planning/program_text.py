@@ -24,6 +24,8 @@ FREE = {
 }  # fmt: skip
 """Instructions that move nothing: names for what is there, or ends of what was counted at its start."""
 LOOKUPS = {"gather", "dynamic-slice", "slice"}
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Instructions that write a part of their first operand in place, and which operand is that part."""
 
 
 @dataclass
@@ -89,8 +91,8 @@ class ProgramText:
         result = main_bytes(each.result)
         if each.opcode in LOOKUPS:
             return min(sizes[0], result) + result
-        if each.opcode == "dynamic-update-slice":
-            return 2 * sizes[1]
+        if each.opcode in UPDATES:
+            return 2 * sizes[UPDATES[each.opcode]]
         if is_for_next_run(each, arrays):
             return 0
         if each.opcode == "copy-start":  # its result names destination and source
@@ -115,7 +117,7 @@ class ProgramText:
                 if users and all(user.opcode in LOOKUPS and user.operands[0] == each.name for user in users):
                     sizes[index] = min(sizes[index], sum(array_bytes(user.result) for user in users))
                 elif users and all(is_updated(user, each) for user in users):
-                    update = sum(array_bytes(arrays[user.operands[1]].result) for user in users)
+                    update = sum(array_bytes(arrays[user.operands[UPDATES[user.opcode]]].result) for user in users)
                     result = max(result - sizes[index], 0) + update
                     sizes[index] = 0
         return sum(sizes) + result
@@ -194,7 +196,7 @@ def first_parts(shape: str, count: int | None = None) -> list[str]:
 
 
 def is_updated(user: Instruction, array: Instruction) -> bool:
-    return user.opcode == "dynamic-update-slice" and user.operands[0] == array.name
+    return user.opcode in UPDATES and user.operands[0] == array.name
 
 
 def is_for_next_run(each: Instruction, arrays: dict[str, Instruction]) -> bool:

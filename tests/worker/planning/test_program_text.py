@@ -44,6 +44,13 @@ ENTRY %main (table: bf16[1000,64], ids: s32[8], weight: bf16[64,64]) -> bf16[8,6
 """  # noqa: E501
 
 
+SLICE_TO_SCATTER = (
+    "dynamic-update-slice(%param_0.1, %param_1.1, %param_2, %zero)",
+    "scatter(%param_0.1, %param_2, %param_1.1), to_apply=%add",
+)
+"""The same write as new latents are put into their cache."""
+
+
 def test_memory_is_counted_by_space_and_tables_by_their_rows():
     lookup = 8 * 64 * 2  # rows read; they are written on the chip
     prefetch = 64 * 64 * 2  # read from main memory once a run, written on the chip
@@ -51,7 +58,10 @@ def test_memory_is_counted_by_space_and_tables_by_their_rows():
     part = 100  # of 800
     kernel = 16 * 4  # the row alone: the cache is changed in place
     product = 8 * 64 * 2  # both factors are on the chip
-    assert ProgramText(TPU, paged=[100 * 16 * 4]).memory_bytes() == lookup + prefetch + write + part + kernel + product
+    expected = lookup + prefetch + write + part + kernel + product
+    scattered = TPU.replace(*SLICE_TO_SCATTER)
+    assert scattered != TPU
+    assert [ProgramText(text, [100 * 16 * 4]).memory_bytes() for text in (TPU, scattered)] == [expected, expected]
 
 
 COLLECTIVES = """HloModule step, is_scheduled=true
