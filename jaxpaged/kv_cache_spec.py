@@ -44,9 +44,10 @@ class CacheSpec(Protocol):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Keys and values of every token, or of the last `window` tokens only.
+    """Keys and values of every token, of the last `window` tokens only, or of those in the newest token's chunk.
 
-    `window` counts the tokens that a query sees, itself included; None means all of them.
+    `window` counts the tokens that a query sees, itself included; None means all of them. `chunk`, a multiple of
+    `block_size`: a query at position p sees those from p - p % chunk on.
     `dtype_bytes` is the size of one cached number, `stored_dim` how many of them a kernel's layout keeps for a head
     of `head_dim`; the same if None.
     """
@@ -60,10 +61,18 @@ class AttentionSpec:
     dtype_bytes: int
     window: int | None = None
     stored_dim: int | None = None
+    chunk: int | None = None
 
     @property
     def kind(self) -> str:
+        if self.chunk is not None:
+            return "chunked_local_attention"
         return "full_attention" if self.window is None else "sliding_window"
+
+    @property
+    def most_seen(self) -> int | None:
+        """How many tokens a query sees at most; None: all."""
+        return self.window or self.chunk
 
     @property
     def block_bytes(self) -> int:
@@ -71,19 +80,24 @@ class AttentionSpec:
 
     @property
     def storage(self) -> "AttentionSpec":
-        return replace(self, window=None)
+        return replace(self, window=None, chunk=None)
 
     @property
     def num_read_blocks(self) -> int | None:
+        """At most: just behind the beginning of a chunk there are fewer, and those before it are given back at once."""
+        if self.chunk is not None:
+            return self.chunk // self.block_size - 1
         return None if self.window is None else blocks_for_tokens(self.window - 1, self.block_size)
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        if self.chunk is not None:
+            return num_computed_tokens // self.chunk * (self.chunk // self.block_size)
         return 0 if self.window is None else max(num_computed_tokens - self.window + 1, 0) // self.block_size
 
     def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         """With a window: the blocks that it touches while a step is computed, and one more, because neither end needs
-        to lie on a block border."""
-        seen = num_tokens if self.window is None else min(num_tokens, self.window - 1 + max_step_tokens)
+        to lie on a block border. Likewise with chunks."""
+        seen = num_tokens if self.most_seen is None else min(num_tokens, self.most_seen - 1 + max_step_tokens)
         return blocks_for_tokens(seen, self.block_size) + (seen < num_tokens)
 
 
@@ -98,6 +112,7 @@ class LatentSpec:
 
     kind: ClassVar[str] = "mla_attention"
     window: ClassVar[None] = None
+    chunk: ClassVar[None] = None
     num_read_blocks: ClassVar[None] = None
     row_bytes: ClassVar[int] = 0
     is_split: ClassVar[bool] = False

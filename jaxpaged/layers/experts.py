@@ -33,7 +33,8 @@ class RouterConfig:
 
     `score` makes numbers between 0 and 1 of the router's logits. The best `experts_per_token` are chosen, of the best
     `groups_per_token` of `num_groups` groups; a group is as good as its `best_of_group` best experts together. A
-    token's weights are its scores, made to add up to 1 if `is_normalised`, times `scale`.
+    token's weights are its scores, made to add up to 1 if `is_normalised`, times `scale`. `weighs_inputs`: they are
+    weights of what goes into the experts and not of what comes out.
     """
 
     experts_per_token: int
@@ -43,6 +44,7 @@ class RouterConfig:
     groups_per_token: int = 1
     best_of_group: int = 2
     scale: float = 1.0
+    weighs_inputs: bool = False
 
 
 @struct.dataclass
@@ -78,7 +80,7 @@ def mixture_of_experts(
         expert_TJ, weight_TJ = route(x_TD, p, config)
         real_T1 = jnp.arange(len(x_TD))[:, None] < num_tokens
         expert_TJ = jnp.where(real_T1, expert_TJ, p.router.weight.shape[0])
-        sum_TD = routed_sum(x_TD, p, expert_TJ, weight_TJ, activation, platform)
+        sum_TD = routed_sum(x_TD, p, expert_TJ, weight_TJ, activation, platform, config.weighs_inputs)
         if p.shared is not None:
             shared_TD = gated_mlp(x_TD, p.shared, activation, few_rows).astype(jnp.float32)
             sum_TD += shared_TD if p.shared_gate is None else shared_TD * gate_of_shared(x_TD, p.shared_gate)
@@ -120,19 +122,23 @@ def within_best_groups(merit_TE: jax.Array, config: RouterConfig) -> jax.Array:
 
 
 def routed_sum(
-    x_TD: jax.Array, p: Experts, expert_TJ: jax.Array, weight_TJ: jax.Array, activation: Activation, platform: str
-) -> jax.Array:
-    """Float32 [T, D]: the weighed sum of what each token's experts make of it. Expert E makes nothing."""
+    x_TD: jax.Array, p: Experts, expert_TJ: jax.Array, weight_TJ: jax.Array, activation: Activation, platform: str,
+    weighs_inputs: bool,
+) -> jax.Array:  # fmt: skip
+    """Float32 [T, D]: the weighed sum of what each token's experts make of it; the plain sum where inputs are weighed.
+    Expert E makes nothing."""
     num_experts, num_experts_per_token = p.router.weight.shape[0], expert_TJ.shape[1]
     expert_P = expert_TJ.reshape(-1)
     order_P = jnp.argsort(expert_P)
     sizes_E = jnp.sum(expert_P[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
     product = partial(group_product, expert_P=expert_P[order_P], sizes_E=sizes_E, platform=platform)
     x_PD = x_TD[order_P // num_experts_per_token]
+    if weighs_inputs:
+        x_PD = (x_PD * weight_TJ.reshape(-1)[order_P][:, None]).astype(x_TD.dtype)
     gate_PQ, up_PQ = (product(x_PD, each) for each in (p.gate_proj, p.up_proj))
     y_PD = product(gated(gate_PQ, up_PQ, activation).astype(x_TD.dtype), on_first_device(p.down_proj))
     y_TJD = y_PD[jnp.argsort(order_P)].reshape(*expert_TJ.shape, -1)
-    return jnp.sum(y_TJD * weight_TJ[:, :, None], axis=1)
+    return jnp.sum(y_TJD if weighs_inputs else y_TJD * weight_TJ[:, :, None], axis=1)
 
 
 def on_first_device(p: Linear) -> Linear:

@@ -41,10 +41,24 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True)
+class QueryGrowth:
+    """How queries of layers without rotation grow with their position p: by log(1 + floor((p + 1) / floor)) * scale + 1
+    (arXiv 2501.19399)."""
+
+    floor: float
+    scale: float
+
+
 def rope_cos_sin(rope: RopeConfig, positions_T: jax.Array, max_model_len: int) -> CosSin:
     """Float32 (cos, sin) of the angles at these positions, each [T, rotary_dim / 2]."""
     angles = positions_T.astype(jnp.float32)[:, None] * inverse_frequencies(rope, max_model_len)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def query_growth(config: QueryGrowth, positions_T: jax.Array) -> jax.Array:
+    """Float32 factors of queries at these positions."""
+    return jnp.log1p(jnp.floor((positions_T.astype(jnp.float32) + 1) / config.floor)) * config.scale + 1
 
 
 def apply_rope(x_TNH: jax.Array, cos: jax.Array, sin: jax.Array, is_interleaved: bool = False) -> jax.Array:
@@ -102,8 +116,8 @@ def llama3(rope: RopeConfig, max_model_len: int) -> np.ndarray:
     """Long wavelengths are divided by `factor`, short ones stay, and those between are blended."""
     frequencies = plain(rope)
     turns = rope.original_max_position * frequencies / (2 * math.pi)  # over the trained length
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend = np.clip(blend, 0.0, 1.0)
+    between = rope.high_freq_factor - rope.low_freq_factor
+    blend = np.clip((turns - rope.low_freq_factor) / between, 0.0, 1.0) if between else turns > rope.low_freq_factor
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
 

@@ -16,7 +16,7 @@ from jaxpaged.layers.experts import RouterConfig
 from jaxpaged.layers.few_rows import XLA
 from jaxpaged.layers.mlp import Activation
 from jaxpaged.layers.norm import NormConfig
-from jaxpaged.layers.rope import RopeConfig
+from jaxpaged.layers.rope import QueryGrowth, RopeConfig
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_part_of_pipeline
 
 
@@ -24,11 +24,13 @@ from jaxpaged.params.other_formats import refuse_other_folder, refuse_part_of_pi
 class LayerConfig:
     """What differs from layer to layer. `window`: tokens that a query sees, itself included; None: all.
 
-    `rope`: how positions become angles; None: queries and keys are not rotated.
+    `rope`: how positions become angles; None: queries and keys are not rotated. `chunk`: a query sees no position
+    before the last multiple of it; None: it does.
     """
 
     window: int | None
     rope: RopeConfig | None
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,10 @@ class DecoderConfig:
     it until replaced. `dtype` is the checkpoint's. `deterministic` is the engine's option, and `few_rows` how the
     engine's device multiplies a few rows with a weight (`layers/few_rows.py`).
     `offset_norms`: the weights of norms say how far a factor is from 1; `centred_norms`: norms take off the mean.
-    `interleaved_rope`: neighbours of a head are rotated together. `residual_scale` and `logit_scale` multiply what a
-    block adds to the residual stream, and the logits. `latents`: there are latents in place of keys and values; then
-    `head_dim` is that of queries. `weight_block`: rows and columns that have a scale in common in a checkpoint of 8
-    bits (`params/block_scaled.py`).
+    `interleaved_rope`: neighbours of a head are rotated together. `rotated_norm`: rotated queries and keys are
+    normalised, without weights. `residual_scale` and `logit_scale` multiply what a block adds to the residual stream,
+    and the logits. `latents`: there are latents in place of keys and values; then `head_dim` is that of queries.
+    `weight_block`: rows and columns that have a scale in common in a checkpoint of 8 bits (`params/block_scaled.py`).
     """
 
     architecture: str
@@ -113,6 +115,8 @@ class DecoderConfig:
     offset_norms: bool = False
     centred_norms: bool = False
     interleaved_rope: bool = False
+    rotated_norm: bool = False
+    query_growth: QueryGrowth | None = None
     residual_scale: float | None = None
     logit_scale: float | None = None
     latents: LatentConfig | None = None

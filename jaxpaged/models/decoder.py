@@ -10,15 +10,16 @@ from typing import Any, Protocol
 import jax
 from flax import struct
 
+from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec
 from jaxpaged.layers.attention import KVTensor, attend
 from jaxpaged.layers.embedding import embed, vocabulary_logits
 from jaxpaged.layers.experts import Experts, mixture_of_experts
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import Mlp, gated_mlp
-from jaxpaged.layers.norm import Norm, rms_norm
-from jaxpaged.layers.rope import CosSin, RopeConfig, apply_rope, rope_cos_sin
-from jaxpaged.models.config import DecoderConfig
+from jaxpaged.layers.norm import Norm, normalised, rms_norm
+from jaxpaged.layers.rope import CosSin, RopeConfig, apply_rope, query_growth, rope_cos_sin
+from jaxpaged.models.config import DecoderConfig, LayerConfig
 from jaxpaged.models.interface import Batch, LayerBatch
 from jaxpaged.params.sharding import kv_heads_on_devices
 
@@ -85,6 +86,10 @@ def self_attention(
         q_TNH, k_TKH = norm_of_heads(q_TNH, p.q_norm, config), norm_of_heads(k_TKH, p.k_norm, config)
     if batch.cos_sin is not None:
         q_TNH, k_TKH = (apply_rope(x, *batch.cos_sin, config.interleaved_rope) for x in (q_TNH, k_TKH))
+        if config.rotated_norm:
+            q_TNH, k_TKH = (normalised(x, config.norm).astype(x.dtype) for x in (q_TNH, k_TKH))
+    elif batch.query_factor_T is not None:
+        q_TNH = (q_TNH * batch.query_factor_T[:, None, None]).astype(q_TNH.dtype)
     o_TNH, kv = attend(
         batch.attention, q_TNH, k_TKH, v_TKH, kv,
         scale=config.query_scale, soft_cap=config.attn_soft_cap, sinks_N=p.sinks, hidden_T=batch.hidden_T,
@@ -133,9 +138,10 @@ def tapped_forward(
     streams: dict[int, jax.Array] = {}
     x_TD, kv = embed(batch.tokens_T, params.embed_tokens, config.embed_scale), list(kv)
     x_TD, cos_sin = kept_apart(config, x_TD, rotations(config, batch.positions_T))
+    growth_T = None if config.query_growth is None else query_growth(config.query_growth, batch.positions_T)
     for i, (p, layer, (group, tensor)) in enumerate(zip(params.layers, config.layers, batch.caches, strict=True)):
         streams[i] = x_TD
-        here = LayerBatch(batch.attention[group], cos_sin.get(layer.rope))
+        here = LayerBatch(batch.attention[group], cos_sin.get(layer.rope), query_factor_T=growth_T)
         x_TD, kv[tensor] = decoder_layer(p, config, x_TD, kv[tensor], here)
     streams[config.num_layers] = x_TD
     return rms_norm(x_TD, params.norm, config.norm), tuple(streams[i] for i in taps), kv
@@ -177,8 +183,19 @@ def compute_logits(head_VD: jax.Array, config: DecoderConfig, hidden_SD: jax.Arr
 def attention_specs(
     config: DecoderConfig, block_size: int, dtype_bytes: int, num_model_shards: int
 ) -> list[AttentionSpec]:
-    """What every layer caches, with key heads as they are after they were repeated for the shards."""
+    """What every layer caches, with key heads as they are after they were repeated for the shards.
+
+    Raises ConfigError for blocks that do not fit into chunks, unless no request is longer than a chunk.
+    """
     num_kv_heads = kv_heads_on_devices(config.num_kv_heads, num_model_shards)
-    return [
-        AttentionSpec(block_size, num_kv_heads, config.head_dim, dtype_bytes, layer.window) for layer in config.layers
-    ]
+
+    def of_layer(layer: LayerConfig) -> AttentionSpec:
+        chunk = layer.chunk if (layer.chunk or 0) < config.max_model_len else None
+        if chunk is not None and chunk % block_size:
+            raise ConfigError(
+                f"block_size {block_size} does not divide the {chunk} tokens of the model's attention_chunk_size. "
+                "Choose one that does, or a max_model_len of one chunk at most."
+            )
+        return AttentionSpec(block_size, num_kv_heads, config.head_dim, dtype_bytes, layer.window, chunk=chunk)
+
+    return [of_layer(layer) for layer in config.layers]

@@ -45,12 +45,14 @@ class LayerBatch:
     """The part of a `Batch` that one layer needs. `cos_sin` are of the tokens' angles, in the layer's own rotation, if
     it has one.
 
+    `query_factor_T`: what queries are multiplied by, in layers that have no rotation but this.
     `hidden_T`: tokens that no query ever sees, for layers that have some; see `layers.attention.attend`.
     """
 
     attention: AttentionBatch
     cos_sin: CosSin | None
     hidden_T: jax.Array | None = None
+    query_factor_T: jax.Array | None = None
 
 
 class Forward(Protocol):

@@ -21,6 +21,7 @@ from jaxpaged.models.gpt_oss import GPT_OSS
 from jaxpaged.models.granite import GRANITE
 from jaxpaged.models.interface import Model
 from jaxpaged.models.llama import LLAMA, MISTRAL
+from jaxpaged.models.llama4 import LLAMA4
 from jaxpaged.models.mimo import MIMO
 from jaxpaged.models.mixtral import MIXTRAL
 from jaxpaged.models.olmo2 import OLMO2, OLMO3
@@ -35,7 +36,7 @@ MODELS: dict[str, Model] = {
     name: model
     for model in (
         LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIMO, GEMMA2, GEMMA3, PHI3, GLM4, GLM4_MOE,
-        OLMO2, OLMO3, GRANITE, SMOLLM3, SEED_OSS, EXAONE4, COHERE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
+        OLMO2, OLMO3, GRANITE, SMOLLM3, SEED_OSS, EXAONE4, COHERE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, LLAMA4,
     )
     for name in model.architectures
 }  # fmt: skip

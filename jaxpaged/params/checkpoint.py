@@ -50,7 +50,7 @@ BARE = re.compile(r"(embed_tokens|layers|norm)\.")
 """Beginnings of names in checkpoints of a model without a head, as embedding models are stored."""
 
 IGNORED = re.compile(
-    r"(.*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector|mtp_layers)\..*|(lm_head|score)\.weight|t2d|d2t)"
+    r"(.*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|vision_model|multi_modal_projector|mtp_layers)\..*|(lm_head|score)\.weight|t2d|d2t)"
 )
 """Tensors that a checkpoint may hold and a text model does not use. A tied head may be stored a second time. Pooling
 leaves out the head, and embedding the classifier. Layers that predict further tokens, which may also stand behind the

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention import invariant, quantized, reference
+from pallas_kernels.ragged_paged_attention.chunks import rows_of_chunks
 from pallas_kernels.ragged_paged_attention.deferred import DeferredTpuBackend
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
 from pallas_kernels.ragged_paged_attention.layout import KVLayout
@@ -178,17 +179,26 @@ def make_metadata(
     backend: str,
     decodes_only: bool = False,
     shared_6R: jax.Array | None = None,
+    chunk: int | None = None,
 ) -> AttentionMetadata:
     """Metadata of one step for the layers that share `block_tables_RM` and `window`; can be traced.
 
     `num_tokens` is T, the padded number of tokens of the step. `shared_6R`: what `sharing.fill_spans` found, for a
-    backend that has a `shared_work`. See `AttentionMetadata` for the others.
+    backend that has a `shared_work`. `chunk`, a multiple of `block_size` in place of a window: a query at position p
+    sees the positions [p - p % chunk, p]. Rows are then chunks of rows (`chunks.py`), each of which is read by itself.
+    See `AttentionMetadata` for the others.
     """
     assert query_start_loc_R1.shape == (seq_lens_R.shape[0] + 1,), (query_start_loc_R1.shape, seq_lens_R.shape)
     assert block_tables_RM.shape[0] == seq_lens_R.shape[0], (block_tables_RM.shape, seq_lens_R.shape)
     arrays = (num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM)
     num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM = (jnp.asarray(x, jnp.int32) for x in arrays)
-    spans = {} if shared_6R is None else {"shared_6R": shared_6R}
+    if chunk is not None:
+        assert window is None, (window, chunk)
+        num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM = rows_of_chunks(
+            query_start_loc_R1, seq_lens_R, block_tables_RM,
+            num_tokens=num_tokens, block_size=block_size, chunk=chunk, decodes_only=decodes_only,
+        )  # fmt: skip
+    spans = {} if shared_6R is None or chunk is not None else {"shared_6R": shared_6R}
     plan = _module(backend).make_plan(
         query_start_loc_R1, seq_lens_R, block_tables_RM,
         num_tokens=num_tokens, block_size=block_size, window=window, **spans,

@@ -228,6 +228,8 @@ class SimulatedRunner:
         for group, (spec, table) in enumerate(zip(self.specs, row.tables)):
             window = getattr(spec, "window", None)
             positions = range(0 if window is None else max(computed - window + 1, 0), computed)
+            if getattr(spec, "chunk", None):
+                positions = range(computed - computed % spec.chunk, computed)
             if isinstance(spec, StateSpec):
                 positions = positions[-1:] if computed == row.begins else range(0)
                 assert computed % spec.block_size == 0 or not positions, f"{request_id} begins behind no snapshot"

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxpaged.errors import RequestError
+from jaxpaged.kv_cache_spec import AttentionSpec
 from tests.core.simulation import EOS, STOP, Engine, latents, needs_of, prompt_of, states
 
 # Beginnings that prompts share, of whole blocks and not, with and without a common beginning of their own.
@@ -16,6 +17,7 @@ PREFIXES += [[*prompt_of(7), STOP], [*prompt_of(9), EOS, STOP, 3]]
 WINDOWS = [(None,), (5,), (None, 6), (None, 1), (9, 4), (None, 3, 8)]
 # Blocks of several sizes, in pools of their own; recurrent states; and nothing but states.
 MIXED = [(None, latents(6)), (latents(2), 5, states(8)), (None, states(4)), (latents(3), states(6)), (states(4),)]
+MIXED += [(None, AttentionSpec(4, 1, 8, 4, chunk=8))]
 MAX_MODEL_LEN = 40
 
 

@@ -20,7 +20,7 @@ from tests.models.paged import golden_of
 
 NAMES = (
     "llama", "mistral_window", "qwen2", "qwen3", "mixtral", "qwen2_moe", "gemma2", "gemma3", "phi3", "glm4_moe",
-    "olmo3", "smollm3", "cohere", "gpt_oss", "deepseek_v3",
+    "olmo3", "smollm3", "cohere", "gpt_oss", "deepseek_v3", "llama4",
 )  # fmt: skip
 # They have nothing that one of those has not.
 OTHERS = ("qwen3_moe", "glm4", "olmo2", "granite", "seed_oss", "exaone4", "deepseek_v2")

@@ -158,6 +158,15 @@ DEEPSEEK_V3 = {
     },
     "max_position_embeddings": 64,
 }  # fmt: skip
+LLAMA4 = {
+    **BASE, "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "num_hidden_layers": 3,
+    "intermediate_size": 40, "intermediate_size_mlp": 80, "num_local_experts": 6, "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1], "attention_chunk_size": 24, "use_qk_norm": True,
+    "attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.7, "rope_theta": 500.0, "rope_scaling": {
+        "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
 LONGROPE_DIVISORS = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 5.0]}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -246,6 +255,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **DEEPSEEK_V3, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 16,
         "rope_scaling": None, "rope_interleave": False, "vocab_size": 223,
     },
+    "llama4": LLAMA4,
+    "llama4_top3": {
+        **LLAMA4, "num_experts_per_tok": 3, "interleave_moe_layer_step": 1, "use_qk_norm": False,
+        "attn_temperature_tuning": False, "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
+    },
     "phi3": {**PHI3, "sliding_window": 13},
     "phi3_partial": {
         **PHI3, "partial_rotary_factor": 0.75, "num_key_value_heads": 8,
@@ -294,7 +308,8 @@ def make_tensors(name: str) -> dict[str, np.ndarray]:
         elif tensor.endswith("sinks"):
             noise = noise * 2.0
         elif tensor.endswith(("gate_up_proj", "down_proj")):
-            noise = rounded_to_mxfp4(noise / np.float32(shape[1] ** 0.5))
+            noise = noise / np.float32(shape[1] ** 0.5)
+            noise = rounded_to_mxfp4(noise) if hf["model_type"] == "gpt_oss" else noise
         elif "embed" in tensor:
             # A tied table that is large would make every token predict itself.
             noise = noise * (0.05 if hf["tie_word_embeddings"] else 1.0)

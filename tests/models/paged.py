@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext
+from jaxpaged.models.config import LayerConfig
 from jaxpaged.models.interface import Batch
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import load_params
@@ -37,6 +38,11 @@ def golden_of(name: str) -> dict[str, Any]:
     return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
+def kind_of(layer: LayerConfig) -> tuple[int | None, int | None]:
+    """Layers of one kind attend alike."""
+    return layer.window, layer.chunk
+
+
 class PagedModel:
     """A checkpoint on `num_shards` devices; `logits` feeds tokens and returns their logits."""
 
@@ -55,7 +61,7 @@ class PagedModel:
         structs = [tensor_struct(self.context, spec, NUM_BLOCKS, jnp.float32) for spec in attention]
         zeros = lambda struct: jax.device_put(np.zeros(struct.shape, struct.dtype), struct.sharding)
         self.kv = jax.tree.map(zeros, structs)
-        self.windows = list(dict.fromkeys(layer.window for layer in self.config.layers))
+        self.kinds = list(dict.fromkeys(map(kind_of, self.config.layers)))
         self.num_computed = 0
 
     @functools.cached_property
@@ -97,12 +103,12 @@ class PagedModel:
         metadata = [
             make_metadata(
                 1, starts, seq_lens, tables,
-                num_tokens=CHUNK, block_size=BLOCK_SIZE, window=window, backend="reference",
+                num_tokens=CHUNK, block_size=BLOCK_SIZE, window=window, backend="reference", chunk=chunk,
             )
-            for window in self.windows
+            for window, chunk in self.kinds
         ]  # fmt: skip
-        attention = map(AttentionBatch, metadata, [self.context] * len(metadata), self.windows)
-        caches = tuple((self.windows.index(layer.window), i) for i, layer in enumerate(self.config.layers))
+        attention = map(AttentionBatch, metadata, [self.context] * len(metadata), [window for window, _ in self.kinds])
+        caches = tuple((self.kinds.index(kind_of(layer)), i) for i, layer in enumerate(self.config.layers))
         batch = Batch(tokens_T, positions_T, tuple(attention), caches)
         hidden_TD, kv = self.model.forward(params, self.config, batch, kv)
         return self.model.compute_logits(self.model.head(params), self.config, hidden_TD), kv

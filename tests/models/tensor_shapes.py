@@ -48,7 +48,7 @@ def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes["self_attn.sinks"] = (heads,)
     if kind in ("olmo2", "olmo3"):
         shapes |= {"self_attn.q_norm.weight": (heads * head_dim,), "self_attn.k_norm.weight": (kv_heads * head_dim,)}
-    elif kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4") or hf.get("use_qk_norm"):
+    elif kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4") or (hf.get("use_qk_norm") and kind != "llama4_text"):
         shapes |= {f"self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     return shapes
 
@@ -80,6 +80,8 @@ def latent_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def mlp_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     width, inner = hf["hidden_size"], hf["intermediate_size"]
+    if hf["model_type"] == "llama4_text":
+        return llama4_mlp_shapes("feed_forward", width, hf["intermediate_size_mlp"])
     if hf["model_type"] in ("phi3", "glm4"):
         return {"mlp.gate_up_proj.weight": (2 * inner, width), "mlp.down_proj.weight": (width, inner)}
     shapes = {
@@ -94,6 +96,9 @@ def mlp_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def sparse_layers(hf: dict[str, Any]) -> set[int]:
     """Layers with experts."""
+    if hf["model_type"] == "llama4_text":
+        step = hf["interleave_moe_layer_step"]
+        return set(range(step - 1, hf["num_hidden_layers"], step))
     if not hf["model_type"].endswith(("moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3")):
         return set()
     first, step = hf.get("first_k_dense_replace", 0), hf.get("decoder_sparse_step", 1)
@@ -104,6 +109,10 @@ def expert_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     width, kind = hf["hidden_size"], hf["model_type"]
     if kind == "gpt_oss":
         return merged_expert_shapes(width, hf["num_local_experts"], hf["intermediate_size"])
+    if kind == "llama4_text":
+        merged = merged_expert_shapes(width, hf["num_local_experts"], hf["intermediate_size"]).items()
+        routed = {name.replace("mlp", "feed_forward"): shape for name, shape in merged if not name.endswith("bias")}
+        return {**routed, **llama4_mlp_shapes("feed_forward.shared_expert", width, hf["intermediate_size"])}
     names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     block = "block_sparse_moe" if kind == "mixtral" else "mlp"
     num_experts, inner = hf.get("num_experts") or hf.get("n_routed_experts"), hf.get("moe_intermediate_size")
@@ -124,8 +133,13 @@ def expert_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def llama4_mlp_shapes(block: str, width: int, inner: int) -> dict[str, tuple[int, ...]]:
+    shapes = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+    return {f"{block}.{name}.weight": shape for name, shape in shapes.items()}
+
+
 def merged_expert_shapes(width: int, num_experts: int, inner: int) -> dict[str, tuple[int, ...]]:
-    """Of gpt-oss: one tensor for all experts, inputs before outputs."""
+    """Of gpt-oss and Llama 4: one tensor for all experts, inputs before outputs."""
     return {
         "mlp.router.weight": (num_experts, width),
         "mlp.router.bias": (num_experts,),

@@ -2,11 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from transformers import AutoConfig
 
-from jaxpaged.errors import CheckpointError
+from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import MODELS, model_for
@@ -18,6 +19,7 @@ from tests.models.checkpoints import (
     GLM4_MOE,
     GPT_OSS,
     LLAMA,
+    LLAMA4,
     LONGROPE_DIVISORS,
     MISTRAL,
     MIXTRAL,
@@ -95,6 +97,22 @@ def test_a_published_gpt_oss_says_nothing_of_its_type_and_half_of_its_layers_has
     assert rope == config.layers[1].rope
     assert (rope.theta, rope.factor, rope.original_max_position, rope.truncate) == (150_000.0, 32.0, 4096, False)
     assert (config.activation.alpha, config.activation.limit) == (1.702, 7.0)
+
+
+def test_a_llama_4_that_sees_images_has_chunks_where_it_rotates():
+    text = without(LLAMA4, "architectures", "no_rope_layers", "attention_chunk_size") | {
+        "num_hidden_layers": 8,
+        "max_position_embeddings": 16_384,
+    }
+    hf = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": text, "vision_config": {"x": 1}}
+    config = parse(hf)
+    assert [layer.chunk for layer in config.layers] == [8192, 8192, 8192, None] * 2
+    assert [layer.rope is None for layer in config.layers] == [False, False, False, True] * 2
+    assert (config.sparse_layers, config.experts.width, config.intermediate_size) == ((1, 3, 5, 7), 40, 80)
+    specs = model_for(hf).attention_specs(replace(config, max_model_len=8192), 16, 2, 1)
+    assert {spec.chunk for spec in specs} == {None}, "no request is longer than a chunk"
+    with pytest.raises(ConfigError, match="block_size 24 .* 8192 .* attention_chunk_size"):
+        model_for(hf).attention_specs(replace(config, max_model_len=8193), 24, 2, 1)
 
 
 def test_qwen_windows_start_late_and_only_when_switched_on():
@@ -192,6 +210,8 @@ REFUSED = {
         {**GPT_OSS, "intermediate_size": 80, "quantization_config": {"quant_method": "mxfp4"}}, ["80", "32", "mxfp4"]
     ),
     "8 bits of gpt-oss": ({**GPT_OSS, "quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
+    "chunks of other layers": ({**LLAMA4, "layer_types": ["sliding_attention"] * 3}, ["layer_types", "chunked_att"]),
+    "experts of other layers": ({**LLAMA4, "moe_layers": [3]}, ["moe_layers", "[3]"]),
     "no architecture": (without(LLAMA, "architectures"), ["architectures", "None"]),
 }  # fmt: skip
 

@@ -26,6 +26,7 @@ SHARDED_NAMES = [
     "gemma3",
     "phi3_partial",
     "gpt_oss",
+    "llama4",
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS),
 ]
 

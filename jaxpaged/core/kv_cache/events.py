@@ -26,7 +26,7 @@ class BlockStored(msgspec.Struct, tag=True, tag_field="type", kw_only=True, froz
     lora_name: str | None = None
     extra_keys: list[list | None] | None = None
     group_idx: int = 0
-    kv_cache_spec_kind: str = "full_attention"  # or "sliding_window"
+    kv_cache_spec_kind: str = "full_attention"  # or "sliding_window", "chunked_local_attention"
     kv_cache_spec_sliding_window: int | None = None
 
 

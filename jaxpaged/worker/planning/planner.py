@@ -393,7 +393,7 @@ def attention_layers(groups: Sequence[KVCacheGroup], num_shards: int) -> Iterato
         spec = group.spec
         if not isinstance(spec, StateSpec):
             token_bytes = spec.block_bytes // spec.block_size // (num_shards if spec.is_split else 1)
-            yield getattr(spec, "window", None), len(group.layer_idxs), token_bytes
+            yield getattr(spec, "most_seen", None), len(group.layer_idxs), token_bytes
 
 
 def first_line(error: Exception) -> str:

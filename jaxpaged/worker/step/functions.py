@@ -146,7 +146,7 @@ class StepFunctions:
                 parts.num_seqs[0], parts.query_start_loc_R1, parts.seq_lens_R, tables_GRM[g, parts.rows_R],
                 num_tokens=layout.num_tokens, block_size=spec.block_size, window=spec.window,
                 backend=self.attention.backend, decodes_only=decodes_only,
-                shared_6R=None if shared_G6R is None else shared_G6R[g],
+                shared_6R=None if shared_G6R is None else shared_G6R[g], chunk=spec.chunk,
             )  # fmt: skip
             return AttentionBatch(metadata, self.attention, spec.window)
 

@@ -67,6 +67,16 @@ def test_the_longest_beginning_that_every_group_can_read_is_found(kinds, cached,
                 assert block.cache_key == hashes[(block_idx + 1) * group.units - 1] + group.suffix
 
 
+@given(st.sampled_from([4, 8, 12]), st.integers(1, 60), st.integers(0, 60), st.integers(1, 12))
+def test_a_chunk_is_given_back_when_it_is_over(chunk, num_tokens, num_computed, budget):
+    spec = AttentionSpec(4, 1, 8, 4, chunk=chunk)
+    assert spec.num_skipped_blocks(num_computed) == num_computed // chunk * chunk // 4
+    held = [-(-min(n + budget, num_tokens) // 4) - spec.num_skipped_blocks(n) for n in range(num_tokens)]
+    assert max(held) <= spec.max_blocks(num_tokens, budget)
+    hit = make_groups([spec])
+    assert hit.groups[0].spec.num_read_blocks == chunk // 4 - 1
+
+
 @given(st.sampled_from([kind for kind in KINDS if not isinstance(kind, StateSpec)]), st.integers(0, 60))
 def test_skipped_blocks_are_those_that_no_later_query_reads(kind, num_computed):
     spec = groups_of((kind,))[0].spec
