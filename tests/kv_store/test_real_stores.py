@@ -95,8 +95,10 @@ def test_a_server_that_evicts_is_a_miss_and_one_that_is_full_a_dropped_page(redi
         assert 0 < tier.client.ttl(tier.key_name(key_of(5))) <= 1000
         tier.client.flushall()
         assert tier.lookup([key_of(5)]) == [HIT] and tier.get(key_of(5)) is None
+        tier.put(*page_of(8)[:2])
         tier.client.config_set("maxmemory", "1")
         assert not tier.put(*page_of(6)[:2])
+        assert tier.get(key_of(8)) is not None  # it is full, not dead
         tier.client.config_set("maxmemory", "0")
         assert tier.usage()[0].counters.errors == 1
     assert "OutOfMemoryError" in caplog.text or "OOM" in caplog.text
