@@ -70,8 +70,7 @@ NO_MEDIA = "models take text only"
 NO_CODE = "code from a model's repository is never run"
 NO_LORA = "there are no LoRA adapters"
 NO_GRAPHS = "there are no CUDA graphs: XLA compiles a program for every step size (option token_buckets)"
-NO_OFFLOAD = "weights and KV cache stay on the devices"
-NO_EXTERNAL_KV = "KV blocks do not leave the engine"
+NO_OFFLOAD = "weights stay on the devices"
 NO_DETAILED_TRACES = "a trace shows queue, prefill and decode; what the devices do in them is recorded by start_profile"
 
 FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
@@ -126,13 +125,13 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
     pointless("disable_custom_all_reduce", False, bool),  # a reduction is always the compiler's own
     # ---- memory and scheduling
     absent("cpu_offload_gb", 0, why=NO_OFFLOAD),
-    absent("kv_offloading_size", None, why=NO_OFFLOAD),
+    absent("kv_offloading_size", None, why="kv_offload names tiers and their sizes"),
     pointless("swap_space", 4, (int, float)),  # vLLM ignores it too: what is preempted is computed again
     absent("calculate_kv_scales", False, why="the KV cache has no scales"),
     absent("kv_sharing_fast_prefill", False, why="every layer has a KV cache of its own"),
     absent("prefix_caching_hash_algo", "sha256", "sha256_cbor", why="blocks are known by SHA-256 over canonical CBOR"),
     absent("enable_kv_cache_events", False, why="it is a key of kv_events_config"),
-    absent("ec_transfer_config", None, why=NO_EXTERNAL_KV),
+    absent("ec_transfer_config", None, why=NO_MEDIA),
     absent("disable_hybrid_kv_cache_manager", False, why="layers that cache alike always form a group"),
     absent("max_num_partial_prefills", 1, why="prompts are computed in their order"),
     absent("max_long_partial_prefills", 1, why="prompts are computed in their order"),
