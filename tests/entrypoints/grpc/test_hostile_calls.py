@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+import time
 
 import grpc
 import pytest
@@ -253,3 +254,22 @@ def test_hundreds_of_connections_that_say_nothing_lock_out_nobody(serving):
             each.close()
 
     serving(scenario)
+
+
+def test_calls_that_wait_for_the_event_loop_end_nobody_elses(serving, monkeypatch):
+    """gRPC ends calls at random, also those of others, where more than 1,000 wait to be taken."""
+    monkeypatch.setattr(grpc_server, "CLOSING_SECONDS", 0.3)
+
+    async def scenario(server):
+        made = [socket.create_connection(("127.0.0.1", server.listener.ports[0])) for _ in range(8)]
+        for each in made:
+            each.sendall(FLOODS["calls without requests"])
+        time.sleep(0.5)  # as a busy machine stops the loop; gRPC's own threads read on
+        answers = await asyncio.gather(*(everything(server.stub.Generate(ASKED, timeout=20)) for _ in range(8)))
+        for each in made:
+            each.close()
+        while len(server.service.traffic):
+            await asyncio.sleep(0.01)
+        return answers
+
+    assert all(serving(scenario))
