@@ -3,10 +3,11 @@
 
     python scripts/bench_speculation.py [--model demo] [--method ngram] [--repeat 5] [--fixed-steps]
 
-Each figure is the fastest of several runs. The requests repeat a text of their prompt (greedy), or go on at temperature
-2, so that hardly anything occurs twice; "tells" is a story of the embedded model at temperature 1, as drafts by a model
-are meant for. Also printed, and the same on a busy machine: which share of the drafts was accepted at least so far, how
-many tokens were drafted, and how many a request got in a step.
+Each ratio is the median of those of several turns, in which each engine runs once: on a shared machine the fastest
+runs of two equal engines differ by more than a tenth. The requests repeat a text of their prompt (greedy), or go on at
+temperature 2, so that hardly anything occurs twice; "tells" is a story of the embedded model at temperature 1, as
+drafts by a model are meant for. Also printed, and the same on a busy machine: which share of the drafts was accepted at
+least so far, how many tokens were drafted, and how many a request got in a step.
 `--speculative-config` says more than `--method`, by which 4 tokens are drafted. `--model` is whatever `jaxpaged
 generate` takes, or one of bench_offline's random models. `--fixed-steps` gives both one decode step a program, as
 slower models have anyway.
@@ -14,6 +15,7 @@ slower models have anyway.
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -69,19 +71,17 @@ def compare(model: str, config: dict, repeat: int, fixed_steps: bool) -> None:
     )
     for name, (text, sampling) in TEXTS.items():
         for rows in (1, 8):
-            best = [[0.0, 0.0], [0.0, 0.0]]
             for engine in engines:
                 run(engine, text, sampling, rows, repeat)
             before = counts(engines[1])
-            for nth in range(repeat):
-                for figures, engine in zip(best, engines):
-                    figures[:] = map(max, figures, run(engine, text, sampling, rows, nth))
+            turns = [[run(engine, text, sampling, rows, nth) for engine in engines] for nth in range(repeat)]
+            wall, wall_with = (statistics.median(wall for wall, _ in runs) for runs in zip(*turns))
+            ratio, of_processor = (statistics.median(new[i] / old[i] for old, new in turns) for i in range(2))
             seen = {key: value - before[key] for key, value in counts(engines[1]).items()}
             positions = [seen[f"accepted_tokens_per_pos{i}"] for i in range(config["num_speculative_tokens"])]
             num_tokens = repeat * rows * NUM_TOKENS
-            (wall, processor), (wall_with, processor_with) = best
             print(
-                f"{name}, {rows}: {wall:.0f} {wall_with:.0f} {wall_with / wall:.2f}; {processor_with / processor:.2f}; "
+                f"{name}, {rows}: {wall:.0f} {wall_with:.0f} {ratio:.2f}; {of_processor:.2f}; "
                 f"{' '.join(f'{count / max(seen["drafts"], 1):.2f}' for count in positions)}; {seen['draft_tokens']}; "
                 f"{num_tokens / (num_tokens - seen['accepted_tokens']):.2f}"
             )

@@ -1,14 +1,18 @@
 """How many tokens to draft for each request: as many as are worth what they cost, measured.
 
-A draft is worth the probability that it is accepted, which is that of the tokens before it too; it costs the time by
-which it makes a step longer. With `rate` the share of a request's drafts that were accepted, and `price` the time of a
-draft in units of the time that a token of a step without drafts takes, the n-th draft is worth it while rate ** n is
-more than price.
+A draft is worth the probability that it is made and accepted, which is that of the tokens before it too; it costs the
+time by which it makes a step longer. With `found` the share of steps in which the drafter had something to say of a
+request, `rate` the share of its drafts that were accepted, and `price` the time of a draft in units of the time that a
+token of a step without drafts takes, the n-th draft is worth it while found * rate ** n is more than price.
 
 Steps are padded, so drafts come in lots: those with which a step just fills a bucket cost what one of them costs. Of
 the buckets that the drafts of all requests could fill the one is chosen in which most tokens are expected per second;
 or none, where a step is bound by products, or where decode steps are run several in one program. What buckets cost is
-measured, and until then supposed to grow with their size.
+measured, the smallest first; the next larger one is supposed to cost as much more as it is larger.
+
+A step behind one of another size takes longer than those that follow it, so it is not measured, and drafts are tried
+for several steps in a row. What is tried would be better if it cost less than was measured: otherwise one slow moment
+of the machine would be believed for ever.
 
 Where nothing is worth drafting, nothing is thought over again until a request comes or goes, or drafts are tried again:
 a step without drafts costs the host what it costs an engine that never drafts.
@@ -19,8 +23,9 @@ Only the length is decided here. That drafts change no token is the worker's, wh
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from jaxpaged.core.counters import Counters
@@ -38,16 +43,21 @@ LEAST_FIRST_RATE = 0.25
 """So much is supposed of a new request even where the others' drafts were all wrong."""
 LEAST_PRICE = 0.02
 LEAST_RATE = 1e-6
-PATIENCE = 48
-"""Steps after which requests that are not worth drafts try them again, more where drafts are dear: a try costs less
-than a hundredth."""
+PATIENCE = 100
+"""Drafts that do not look worth it are tried again when so many times the time of a trial is over."""
+TRIAL, PROBE = 4, 1
+"""Steps of a trial, of which the first is not measured, and of one that only asks whether requests are better now."""
+CHANGE = 0.5
+"""Steps' time that a trial costs besides its drafts."""
+DOUBT = 3.0
+"""How many times too dear drafts may have looked when they were measured, if not as many as the smallest lot says."""
 NUM_KEPT, NUM_ENOUGH = 7, 3
 """Of the newest steps of a size the lower quartile counts, once there are enough. A result that the host takes late
 makes its step longer, and the next one shorter; other work on the machine makes steps longer, never shorter."""
 LEAST_GAIN = 1.02
 """How many times as many tokens per second there must be with drafts: measurements err."""
 NUM_MEASURED = NUM_KEPT + 1
-"""Steps before a try that are measured; of the first of them it is not known when the one before it ended."""
+"""Steps before a trial that are looked at; the first of them only says when the second began."""
 NUM_PLAIN = 4
 """Steps without drafts that are measured before the first drafts."""
 REMEASURE = 128
@@ -56,32 +66,41 @@ REMEASURE = 128
 
 @dataclass
 class DraftRecord:
-    """What was seen of a request's drafts. `most` is what the request allows."""
+    """What was seen of a request's drafts. `most` is what the request allows. Of `asked` steps `found` had drafts."""
 
     most: int
     accepted: float = FIRST_RATE * FIRST_WEIGHT
     seen: float = FIRST_WEIGHT
+    found: float = FIRST_WEIGHT
+    asked: float = FIRST_WEIGHT
 
     @property
     def rate(self) -> float:
         return self.accepted / self.seen
 
-    def add(self, num_accepted: int, num_asked: int, kept: float = KEPT) -> None:
+    def add(self, num_accepted: int, num_drafts: int, kept: float = KEPT) -> None:
         """Drafts of a step. The first that was wrong counts, those behind it were not seen."""
-        self.accepted = kept * self.accepted + num_accepted
-        self.seen = kept * self.seen + num_accepted + (num_accepted < num_asked)
+        self.found = kept * self.found + (num_drafts > 0)
+        self.asked = kept * self.asked + 1
+        if num_drafts:
+            self.accepted = kept * self.accepted + num_accepted
+            self.seen = kept * self.seen + num_accepted + (num_accepted < num_drafts)
 
     def worth(self, price: float) -> int:
         """How many drafts are worth `price`."""
         rate = max(self.rate, LEAST_RATE)
+        price = max(price, LEAST_PRICE) * self.asked / max(self.found, LEAST_RATE)
         if price >= 1:
             return 0
-        return self.most if rate >= 1 else min(int(math.log(max(price, LEAST_PRICE)) / math.log(rate)), self.most)
+        return self.most if rate >= 1 else min(int(math.log(price) / math.log(rate)), self.most)
 
     def expected(self, num_drafts: int) -> float:
         """How many of so many drafts will be accepted."""
         rate = self.rate
-        return sum(rate**n for n in range(1, num_drafts + 1))
+        return self.found / self.asked * sum(rate**n for n in range(1, num_drafts + 1))
+
+
+EVIDENCE = attrgetter("accepted", "seen", "found", "asked")
 
 
 @dataclass
@@ -98,15 +117,20 @@ class StepTime:
 
 class Lot(NamedTuple):
     """Drafts that a step has room for: `num_drafts` of all requests, `most` of one, at a price each. `cost` is the time
-    of the step in units of that without drafts."""
+    of the step in units of that without drafts, `known` whether it was measured."""
 
     num_drafts: int
     most: int
     price: float
     cost: float
+    known: bool
+
+    def with_cost(self, cost: float, num_requests: int) -> "Lot":
+        """The same drafts in a step that takes `cost`."""
+        return self._replace(cost=cost, price=max((cost - 1) * num_requests / self.num_drafts, LEAST_PRICE))
 
 
-NO_LOT = Lot(0, 0, math.inf, 1.0)
+NO_LOT = Lot(0, 0, math.inf, 1.0, True)
 
 
 class StepTimes:
@@ -135,27 +159,27 @@ class StepTimes:
         return plain in self._plain and len(self._plain[plain].newest) >= NUM_PLAIN and self._age[plain] <= REMEASURE
 
     def lots(self, num_requests: int, most: int) -> list[Lot]:
-        """What so many requests may draft, `most` each: as much as fills each of the buckets, the smallest first."""
-        sizes = sorted({self.padded(num_requests * (1 + n)) for n in range(1, most + 1)} | {self.padded(num_requests)})
+        """What so many requests may draft, `most` each: as much as fills each of the buckets, the smallest first, up to
+        the first that is larger than those that were measured."""
+        plain_size = self.padded(num_requests)
+        known = {size for size, time in self._drafting.items() if size >= plain_size and len(time.newest) >= NUM_ENOUGH}
         lots = []
-        for size in sizes:
-            num_drafts = min(size - num_requests, num_requests * most)
-            if num_drafts:
-                cost = self._cost(size, self.padded(num_requests))
-                price = max((cost - 1) * num_requests / num_drafts, LEAST_PRICE)
-                lots.append(Lot(num_drafts, -(-num_drafts // num_requests), price, cost))
+        for size in sorted({self.padded(num_requests * (1 + n)) for n in range(1, most + 1)} | {plain_size}):
+            if num_drafts := min(size - num_requests, num_requests * most):
+                lot = Lot(num_drafts, -(-num_drafts // num_requests), LEAST_PRICE, 1.0, size in known)
+                lots.append(lot.with_cost(self._cost(size, plain_size, known), num_requests))
+                if size > max(known, default=0):
+                    break
         return lots
 
-    def _cost(self, size: int, plain_size: int) -> float:
+    def _cost(self, size: int, plain_size: int, known: Set[int]) -> float:
         """The time of a step with drafts, of `size` tokens: measured, or else from the next larger size that was, or
-        the next smaller; nothing before any was, often enough."""
-        plain = self._plain[plain_size].seconds
-        enough = [size for size, time in self._drafting.items() if len(time.newest) >= NUM_ENOUGH]
-        seen = [each for each in enough if each == size or each > plain_size]
+        the next smaller; nothing before any was."""
+        seen = [each for each in known if each == size or each > plain_size]
         if not seen:
             return 1.0
         nearest = min(seen, key=lambda each: (each != size, each < size, abs(each - size)))
-        more = self._drafting[nearest].seconds / plain - 1
+        more = self._drafting[nearest].seconds / self._plain[plain_size].seconds - 1
         if nearest != size:
             more *= (size - plain_size) / (nearest - plain_size)
         return 1 + max(more, 0.0)
@@ -174,7 +198,10 @@ class DraftLengths:
         self._times = StepTimes(buckets)
         self._scheduled_at: dict[int, float] = {}
         self._last_result = -math.inf
-        self._patience = PATIENCE  # steps until the next try
+        self._last_size: tuple[int, int] | None = None  # requests and padded tokens of the last step; 0: no drafts
+        self._patience = PATIENCE  # steps until the next trial
+        self._trial = 0  # drafts that are tried
+        self._trial_steps = self._trial_left = 0  # in so many steps; of which so many are to come
         self._all = DraftRecord(most)  # of the drafts of all requests
         self._resting = 0  # that many requests have thought it over, and none drafts
         self.most_in_step = 0
@@ -200,6 +227,8 @@ class DraftLengths:
         rests = output.num_drafts is None and self._resting == len(scheduled.request_ids)
         if not rests or self._patience < NUM_MEASURED * scheduled.num_steps:
             self._measure(scheduled, output)
+        else:
+            self._last_size = None
         if rests and self._patience > 0:
             return
         asked = dict(zip(scheduled.request_ids, scheduled.max_new_tokens))
@@ -209,10 +238,10 @@ class DraftLengths:
             if request.drafts is None or request.is_finished:
                 continue
             if output.num_drafts is not None and num_asked:
-                num_accepted = max(len(output.sampled_token_ids[i]) - 1, 0)
-                request.drafts.add(num_accepted, num_asked)
-                self._all.add(num_accepted, num_asked, KEPT_OF_ALL)
-                self._count(output.num_drafts[i], num_accepted)
+                num_drafts, num_accepted = output.num_drafts[i], max(len(output.sampled_token_ids[i]) - 1, 0)
+                request.drafts.add(num_accepted, num_drafts)
+                self._all.add(num_accepted, num_drafts, KEPT_OF_ALL)
+                self._count(num_drafts, num_accepted)
             going_on.append(request)
         if going_on:
             self._set_lengths(going_on, len(scheduled.request_ids))
@@ -226,7 +255,12 @@ class DraftLengths:
         waited = output.buckets is not None and output.buckets.program_wait > 0
         if scheduled.num_scheduled_tokens == scheduled.max_new_tokens and not waited:
             num_drafts = 0 if scheduled.num_steps > 1 else sum(scheduled.max_new_tokens) - num_requests
-            self._times.add((now - begin) / scheduled.num_steps, num_requests, num_drafts)
+            size = num_requests, self._times.padded(num_requests + num_drafts) if num_drafts else 0
+            if size == self._last_size:
+                self._times.add((now - begin) / scheduled.num_steps, num_requests, num_drafts)
+            self._last_size = size
+        else:
+            self._last_size = None
 
     def _count(self, num_drafts: int, num_accepted: int) -> None:
         counters = self._counters
@@ -236,27 +270,49 @@ class DraftLengths:
         for nth in range(num_accepted):
             counters.num_accepted_per_pos[nth] += 1
 
+    def _doubted(self, lot: Lot, lots: Sequence[Lot], together: DraftRecord, num_requests: int) -> Lot:
+        """One after the other of what would be better than `lot` if it cost less than it seemed to; something at least:
+        requests may have become better, and the smallest lot cheaper."""
+        slope, now = (lots[0].cost - 1) / lots[0].num_drafts, gain(lot, together, num_requests)
+        better = []
+        for each in lots:
+            cost = 1 + min((each.cost - 1) / DOUBT, slope * each.num_drafts)
+            if gain(each.with_cost(cost, num_requests), together, num_requests) > LEAST_GAIN * now:
+                better.append(each)
+        better = better or [lots[0] if lot is NO_LOT else lot]
+        are_good = gain(better[0].with_cost(1.0, num_requests), together, num_requests) > LEAST_GAIN
+        self._trial_steps = self._trial_left = TRIAL if are_good else PROBE
+        return next((each for each in better if each.num_drafts > self._trial), better[0])
+
+    def _go_on(self, trial: Lot) -> Lot:
+        """A step of a trial."""
+        self._patience = int(PATIENCE * (CHANGE + self._trial_steps * (trial.cost - 1)))
+        self._trial_left -= 1
+        self._trial = trial.num_drafts
+        return trial
+
     def _set_lengths(self, requests: Sequence[Request], num_requests: int) -> None:
         """How many tokens each of these drafts next, in a step of so many requests: none while nothing is known of
         steps without drafts."""
         lot, tries, self._resting = NO_LOT, False, 0
         if self._times.is_known(num_requests):
             lots = self._times.lots(num_requests, self._most)
-            together = DraftRecord(
-                self._most,
-                sum(request.drafts.accepted for request in requests),
-                sum(request.drafts.seen for request in requests),
-            )
+            records = [request.drafts for request in requests]
+            together = DraftRecord(self._most, *(sum(column) for column in zip(*map(EVIDENCE, records))))
             lot = max([NO_LOT, *lots], key=lambda lot: gain(lot, together, num_requests))
-            if tries := self._patience <= 0:
-                self._patience = int(PATIENCE * (1 + self._most * (lots[0].cost - 1)))
-                lot = lots[0] if lot is NO_LOT else lot
+            trial = next((each for each in lots if each.num_drafts == self._trial and self._trial_left), None)
+            if trial is None and self._patience <= 0:
+                trial = self._doubted(lot, lots, together, num_requests)
+            elif trial is None and not lot.known:
+                self._trial_steps = self._trial_left = TRIAL
+                trial = lot
+            if tries := trial is not None:
+                lot = self._go_on(trial)
         self.most_in_step = lot.num_drafts
         rests = self._times.is_known(num_requests)
         for request in requests:
-            request.num_drafts = min(request.drafts.worth(lot.price), lot.most)
-            if tries and not request.num_drafts:
-                request.num_drafts = min(request.drafts.most, lot.most)
+            wanted = request.drafts.most if tries else request.drafts.worth(lot.price)
+            request.num_drafts = min(wanted, lot.most)
             if request.num_drafts:
                 request.decode_limit = 0  # to decode needs a decision
                 rests = False

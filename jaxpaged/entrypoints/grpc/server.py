@@ -36,7 +36,7 @@ NO_ADMIN = "Administration is closed on this server. It opens with --grpc-admin-
 OPTIONS = {
     "grpc.so_reuseport": 0,  # a second server on this port is an error
     "grpc.max_concurrent_streams": MAX_STREAMS,
-    "grpc.server.max_pending_requests": MAX_CALLS,  # above 1,000, its default, it ends some of anybody's calls at random
+    "grpc.server.max_pending_requests": MAX_CALLS,  # above it, 1,000 by default, anybody's calls are ended at random
     "grpc.server.max_pending_requests_hard_limit": MAX_CALLS,
     "grpc.keepalive_time_ms": 60_000,
     "grpc.keepalive_timeout_ms": 20_000,
