@@ -5,6 +5,7 @@ import pytest
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.options import KVOffload, TierWish, offload_of
+from jaxpaged.kv_store.secrets import read_secrets
 
 CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 
@@ -15,15 +16,49 @@ def offload(tiers, transfer):
 
 def test_tiers_are_named_with_their_sizes():
     assert offload(None, {}) is None
-    wanted = (TierWish(None, 3 << 29), TierWish("/a:b/c", 200 << 30))
+    wanted = (TierWish("host", capacity=3 << 29), TierWish("disk", "/a:b/c", 200 << 30))
     assert offload("host=1.5G, disk=/a:b/c:200GiB", {}) == KVOffload(wanted)
+    wanted = (
+        TierWish("redis", "redis://h:1/2", ttl_s=60), TierWish("redis", "unix:///run/redis"),
+        TierWish("s3", "s3://b/p", endpoint="http://h:1"), TierWish("s3", "s3://b/q"),
+    )  # fmt: skip
+    text = "redis=redis://h:1/2?ttl=60,redis=unix:///run/redis,s3=s3://b/p?endpoint=http://h:1,s3=s3://b/q"
+    assert offload(text, {}) == KVOffload(wanted)
+
+
+@pytest.mark.parametrize(
+    "tier", ["redis=redis://:hush@h:1", "redis=redis://h:1?password=hush", "s3=s3://b?aws_secret_access_key=hush"]
+)
+def test_passwords_are_refused_where_everybody_reads_them_and_not_repeated(tier):
+    with pytest.raises(ConfigError, match="kv_offload_secrets") as caught:
+        offload(tier, {})
+    assert "hush" not in str(caught.value)
+
+
+def test_a_file_holds_what_stores_ask_for(tmp_path):
+    path = tmp_path / "secrets.json"
+    path.write_text('{"redis_password": "hush hush", "page_secret": "sixteen letters."}', encoding="utf-8")
+    secrets = read_secrets(str(path))
+    assert secrets.redis_password == "hush hush" and secrets.signing == b"sixteen letters."
+    assert "hush" not in repr(secrets) and read_secrets(None).signing is None
+    bad = {"no JSON": "{hush", "redis_passwort": '{"redis_passwort": "hush"}', "Expected `str": '{"redis_password": 1}',
+           "16 at least": '{"page_secret": "hush"}'}  # fmt: skip
+    for words, content in bad.items():
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(ConfigError, match=words) as caught:
+            read_secrets(str(path))
+        assert "hush" not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_secrets(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="no tier that needs it"):
+        EngineConfig.from_options(kv_offload_secrets=str(path))
 
 
 def test_vllms_json_means_the_same():
     transfer = {**CONNECTOR, "kv_load_failure_policy": "fail", "kv_connector_extra_config": {"cpu_bytes_to_use": 4096}}
-    assert offload(None, transfer) == KVOffload((TierWish(None, 4096),), "fail")
+    assert offload(None, transfer) == KVOffload((TierWish("host", capacity=4096),), "fail")
     del transfer["kv_connector_extra_config"]
-    assert offload("host=4K", transfer) == KVOffload((TierWish(None, 4096),), "fail")
+    assert offload("host=4K", transfer) == KVOffload((TierWish("host", capacity=4096),), "fail")
 
 
 @pytest.mark.parametrize(
@@ -34,6 +69,11 @@ def test_vllms_json_means_the_same():
         ("gpu=8G", {}, "gpu=8G"),
         ("host=0", {}, "no bytes"),
         ("host=1G,host=2G", {}, "twice"),
+        ("redis=http://h", {}, "redis=redis://HOST:PORT"),
+        ("s3=s3://", {}, "s3=s3://BUCKET"),
+        ("redis=redis://h?tll=1", {}, "tll"),
+        ("redis=redis://h?ttl=0", {}, "ttl='0'"),
+        ("s3=s3://b?endpoint=h:1", {}, "endpoint='h:1'"),
         (None, CONNECTOR, "no place"),
         (None, {**CONNECTOR, "kv_role": "kv_producer"}, "kv_producer"),
         (None, {"kv_connector": "NixlConnector"}, "NixlConnector"),

@@ -88,8 +88,13 @@ class CacheConfig:
         "true, and endpoint, replay_endpoint, topic, ..., see engine/observability/kv_event_publisher.py"
     )  # fmt: skip
     kv_offload: str | None = option(
-        None, "keep computed keys and values besides the device, fastest tier first: 'host=8G,disk=PATH:200G'. What is "
-        "on a disk outlives the engine. Guide: kv_store/README.md", not_empty=True,
+        None, "keep computed keys and values besides the device, fastest tier first: 'host=8G,disk=PATH:200G', also "
+        "redis=redis://HOST:PORT and s3=s3://BUCKET/PREFIX. All but the host's outlive the engine. Guide: "
+        "kv_store/README.md", not_empty=True,
+    )  # fmt: skip
+    kv_offload_secrets: str | None = option(
+        None, "JSON file with redis_username, redis_password, and page_secret to sign pages with; credentials of S3 "
+        "come from AWS's environment variables", not_empty=True,
     )  # fmt: skip
     kv_transfer_config: dict[str, Any] = option(
         {}, "the same as vLLM's JSON: kv_connector OffloadingConnector, kv_role kv_both, kv_load_failure_policy "

@@ -10,6 +10,9 @@ from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.executor.base import KVTransferWorker
 from jaxpaged.messages import EngineCoreOutput, StepRecord
 
+ASK_SECONDS = 0.002
+"""How often an engine that has nothing else to do looks whether a store elsewhere has answered."""
+
 
 class KVTransferDriver:
     """With `failure_policy` "fail" a request whose pages do not come ends with an error, instead of being computed.
@@ -77,9 +80,12 @@ class KVTransferDriver:
 
     def wait(self, seconds: float) -> bool:
         """Sleep until pages have come, at most so long. False, at once, where nobody waits for any."""
-        if self._half is None or not self._half.is_waited_for:
+        if self._half is None:
             return False
-        self._worker.wait(seconds)
+        is_asking = self._half.is_asking
+        if not is_asking and not self._half.is_waited_for:
+            return False
+        self._worker.wait(min(seconds, ASK_SECONDS) if is_asking else seconds)
         return True
 
     def counts(self) -> tuple[int, int]:

@@ -1,13 +1,15 @@
 """Where keys and values are kept besides the device: the options `kv_offload` and `kv_transfer_config`.
 
-`kv_offload` is a list such as "host=8G,disk=PATH:200G", the fastest tier first. `kv_transfer_config` takes vLLM's JSON
-for the same: its OffloadingConnector, which keeps `cpu_bytes_to_use` bytes in host memory.
+`kv_offload` is a list such as "host=8G,disk=PATH:200G,redis=redis://HOST:6379", the fastest tier first.
+`kv_transfer_config` takes vLLM's JSON for the same: its OffloadingConnector, which keeps `cpu_bytes_to_use` bytes in
+host memory. `kv_offload_secrets` is a file with what no command line should hold (`secrets.py`).
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import parse_qsl, urlsplit
 
 from jaxpaged.errors import ConfigError, did_you_mean
 
@@ -15,14 +17,29 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 POLICIES = ("recompute", "fail")
 CONNECTOR = "OffloadingConnector"
 KEYS = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config")
+FORMS = {
+    "host": "host=SIZE",
+    "disk": "disk=PATH:SIZE",
+    "redis": "redis=redis://HOST:PORT",
+    "s3": "s3=s3://BUCKET/PREFIX",
+}
+SCHEMES = {"redis": ("redis", "rediss", "unix"), "s3": ("s3",)}
+SETTINGS = {"redis": ("ttl",), "s3": ("endpoint",)}
+"""What may stand behind the `?` of a store's address."""
 
 
 @dataclass(frozen=True)
 class TierWish:
-    """One tier: `path` is None for host memory, else the folder of a disk tier."""
+    """One tier: "host" or "disk" of so many bytes, or "redis" or "s3", whose stores decide that themselves."""
 
-    path: str | None
-    capacity: int
+    kind: str
+    place: str = ""
+    """The folder of a disk tier, or the address of a store without its settings."""
+    capacity: int = 0
+    ttl_s: int | None = None
+    """Of pages in Redis."""
+    endpoint: str | None = None
+    """Of a store that speaks like S3 and is not Amazon's."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +48,11 @@ class KVOffload:
 
     tiers: tuple[TierWish, ...]
     failure_policy: str = "recompute"
+    secrets_file: str | None = None
 
 
 class OffloadOptions(Protocol):
-    """What has the two options."""
+    """What has the options."""
 
     @property
     def kv_offload(self) -> str | None: ...
@@ -42,9 +60,12 @@ class OffloadOptions(Protocol):
     @property
     def kv_transfer_config(self) -> Mapping[str, Any]: ...
 
+    @property
+    def kv_offload_secrets(self) -> str | None: ...
+
 
 def offload_of(options: OffloadOptions) -> KVOffload | None:
-    """What the two options ask for together; None: nothing leaves the device. Raises ConfigError."""
+    """What the options ask for together; None: nothing leaves the device. Raises ConfigError."""
     tiers, transfer = options.kv_offload, options.kv_transfer_config
     extra = checked_transfer(transfer)
     host_bytes = extra.get("cpu_bytes_to_use")
@@ -52,15 +73,21 @@ def offload_of(options: OffloadOptions) -> KVOffload | None:
         raise ConfigError("kv_offload and cpu_bytes_to_use of kv_transfer_config both name tiers. Give one of them.")
     wishes = tuple(map(tier_wish, tiers.split(","))) if tiers else ()
     if host_bytes is not None:
-        wishes = (TierWish(None, host_bytes),)
+        wishes = (TierWish("host", capacity=host_bytes),)
     if not wishes and transfer:
         raise ConfigError(
             "kv_transfer_config names no place for keys and values. Add cpu_bytes_to_use to its "
             "kv_connector_extra_config, or the option kv_offload."
         )
-    if len({wish.path for wish in wishes}) < len(wishes):
+    if len({(wish.kind, wish.place) for wish in wishes}) < len(wishes):
         raise ConfigError(f"kv_offload is {tiers!r}; it names a tier twice. Name each once.")
-    return KVOffload(wishes, transfer.get("kv_load_failure_policy", "recompute")) if wishes else None
+    if not wishes:
+        if options.kv_offload_secrets is not None:
+            raise ConfigError(
+                "kv_offload_secrets is given, but no tier that needs it. Add kv_offload, or leave it out."
+            )
+        return None
+    return KVOffload(wishes, transfer.get("kv_load_failure_policy", "recompute"), options.kv_offload_secrets)
 
 
 def checked_transfer(transfer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -90,13 +117,41 @@ def checked_transfer(transfer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def tier_wish(text: str) -> TierWish:
-    """ "host=8G" or "disk=PATH:200G". Raises ConfigError."""
+    """ "host=8G", "disk=PATH:200G", "redis=redis://HOST:PORT/0?ttl=3600", "s3=s3://BUCKET/PREFIX?endpoint=URL". Raises
+    ConfigError."""
     kind, _, rest = text.strip().partition("=")
+    if kind in SCHEMES:
+        return store_wish(kind, rest)
     path, _, size = rest.rpartition(":") if kind == "disk" else ("", "", rest)
     number = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", size, re.IGNORECASE)
-    if kind not in ("host", "disk") or number is None or (kind == "disk" and not path):
-        raise ConfigError(f"kv_offload has {text!r}; a tier is host=SIZE or disk=PATH:SIZE, for example host=8G.")
+    if kind not in FORMS or number is None or (kind == "disk" and not path):
+        raise ConfigError(f"kv_offload has {text!r}; a tier is {', '.join(FORMS.values())}, for example host=8G.")
     capacity = int(float(number[1]) * UNITS[number[2].upper()])
     if capacity <= 0:
         raise ConfigError(f"kv_offload has {text!r}, a tier of no bytes. Give it some, or leave it out.")
-    return TierWish(path or None, capacity)
+    return TierWish(kind, path, capacity)
+
+
+def store_wish(kind: str, url: str) -> TierWish:
+    """A tier in another process. What is wrong is said without the address where it may hold a password."""
+    address = urlsplit(url)
+    settings = dict(parse_qsl(address.query, keep_blank_values=True))
+    if "@" in address.netloc or any(re.search("user|pass|key|secret|token", name) for name in settings):
+        raise ConfigError(
+            f"kv_offload has the address of a {kind} tier with a name or password in it, where every user of this "
+            "machine can read it. Put that of Redis into the file that kv_offload_secrets names, that of S3 into "
+            "the environment as for every program that uses AWS."
+        )
+    if address.scheme not in SCHEMES[kind] or not (address.netloc or address.scheme == "unix") or address.fragment:
+        raise ConfigError(f"kv_offload has {f'{kind}={url}'!r}; such a tier is {FORMS[kind]}.")
+    for name in settings:
+        if name not in SETTINGS[kind]:
+            known = SETTINGS[kind]
+            raise ConfigError(f"kv_offload has the unknown setting {name!r} of {kind}.{did_you_mean(name, known)}")
+    ttl, endpoint = settings.get("ttl"), settings.get("endpoint")
+    if ttl is not None and not re.fullmatch("[1-9][0-9]{0,8}", ttl):
+        raise ConfigError(f"kv_offload has ttl={ttl!r}; it must be a number of seconds above 0.")
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"kv_offload has endpoint={endpoint!r}; it must be an address with http:// or https://.")
+    place = url.partition("?")[0]
+    return TierWish(kind, place, ttl_s=int(ttl) if ttl else None, endpoint=endpoint)

@@ -16,7 +16,8 @@ from jaxpaged.kv_store.remote import RemoteTier
 
 
 class RedisTier(RemoteTier):
-    """Pages in the server at `url` (`redis://`, `rediss://` or `unix://`). With `ttl_s` they expire after that."""
+    """Pages in the server at `url` (`redis://`, `rediss://` or `unix://`). With `ttl_s` they expire after that.
+    `login` is (user, password), for addresses that do not hold them."""
 
     name = "redis"
 
@@ -27,6 +28,7 @@ class RedisTier(RemoteTier):
         *,
         secret: bytes | None = None,
         ttl_s: int | None = None,
+        login: tuple[str | None, str | None] = (None, None),
         timeout_s: float = 2.0,
         retry_after_s: float = 30.0,
         ask_again_s: float = 30.0,
@@ -39,10 +41,12 @@ class RedisTier(RemoteTier):
 
         address = urlsplit(url)
         where = f"{address.scheme}://{address.hostname or address.path}"  # a password stays out of the log
+        given = {name: value for name, value in zip(("username", "password"), login) if value is not None}
         try:
             where += f":{address.port}" if address.port else ""
             self.client: Any = redis.Redis.from_url(
                 url,
+                **given,
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
                 # A connection that a restarted server has forgotten is made again; a time-out is not waited for twice.

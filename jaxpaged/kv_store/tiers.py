@@ -80,7 +80,7 @@ class Tiers:
         """Have a page written to the tiers below the first that lack it. Whether it is, or soon will be, in one."""
         is_kept = False
         for mover in self._movers[1:]:
-            here = mover.tier.lookup([key]) != [Lookup.MISS]
+            here = mover.tier.lookup([key]) == [Lookup.HIT]  # a store elsewhere that is still asked does not have it
             is_kept = here or mover.submit(key, page) or is_kept
         return is_kept
 

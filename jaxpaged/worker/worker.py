@@ -68,7 +68,7 @@ class Worker:
         num_blocks = settle_blocks(self._size_kv_cache().num_blocks[0])
         self.kv_cache_config = self.blueprint.division.kv_cache(num_blocks)
         if config.cache.offload is not None:
-            check_offload(self.kv_cache_config)
+            check_offload(config.cache.offload, self.kv_cache_config)
         self.pools = config.model.runner == "pooling"
         self.step_programs = programs_for(self.blueprint, self.kv_cache_config)
         self.cache_hits = CacheHits(THREAD_NAME)

@@ -20,8 +20,12 @@ class FakeTransfer:
     def __init__(self):
         self.stored, self.unconfirmed, self.loads, self.fetched = {}, [], [], []
         self.num_written, self.answer = 0, [True]
+        self.num_unsure = 0  # look-ups that a store elsewhere has not answered yet
 
     def lookup(self, keys):
+        if self.num_unsure:
+            self.num_unsure -= 1
+            return [Lookup.PENDING] * len(keys)
         return [Lookup.HIT if key in self.stored else Lookup.MISS for key in keys]
 
     def save(self, saves):
@@ -112,6 +116,29 @@ def test_a_known_beginning_is_loaded_once_the_device_has_forgotten_it():
     assert run(core)["salted"][0].num_cached_tokens == 0
 
 
+def test_who_waits_for_a_stores_answer_is_passed_and_asks_again():
+    core, transfer = make()
+    core.add_request(request("a", PROMPT))
+    first = tokens(run(core)["a"])
+    core.reset_prefix_cache()
+    transfer.num_unsure = 10
+    core.add_request(request("b", PROMPT))
+    heard = run(core)
+    assert tokens(heard["b"]) == first and heard["b"][0].num_cached_tokens > 20
+    core.reset_prefix_cache()
+    transfer.stored.clear()
+    transfer.num_unsure = 10**9
+    core.add_request(request("gone", PROMPT))
+    step(core, {})
+    assert core._transfer._half.is_asking
+    core.abort_requests(["gone"])
+    assert not core._transfer._half.is_asking
+    core._transfer._half.patience = 0.05
+    core.add_request(request("c", PROMPT))
+    heard = run(core)
+    assert tokens(heard["c"]) == first and heard["c"][0].num_cached_tokens == 0
+
+
 def test_pages_that_do_not_come_fail_the_request_where_that_is_asked_for():
     core, transfer = make("fail")
     core.add_request(request("a", PROMPT))
@@ -143,7 +170,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("step"), st.integers(1, 4), st.none()),
     st.tuples(st.just("abort"), st.integers(0, 5), st.none()),
     st.tuples(st.just("finish"), st.lists(st.booleans(), min_size=1, max_size=4), st.none()),
-    st.tuples(st.sampled_from(["reset", "evict", "sleep"]), st.none(), st.none()),
+    st.tuples(st.sampled_from(["reset", "evict", "sleep", "unsure"]), st.none(), st.none()),
 )
 
 
@@ -169,6 +196,8 @@ def test_nothing_is_lost_whatever_becomes_of_loads(actions, options):
             core.reset_prefix_cache()
         elif kind == "evict":
             transfer.stored.clear()
+        elif kind == "unsure":
+            transfer.num_unsure = 3
         elif kind == "sleep":
             core.sleep(1, "keep")
             core.wake_up()

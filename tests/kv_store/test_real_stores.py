@@ -41,10 +41,10 @@ def started(command, port):
             time.sleep(0.05)
 
 
-def start_redis(port, folder):
+def start_redis(port, folder, *more):
     if (program := shutil.which("redis-server")) is None:
         pytest.skip("redis-server is not installed: apt install redis-server")
-    options = ["--port", str(port), "--save", "", "--dir", str(folder), "--bind", "127.0.0.1"]
+    options = ["--port", str(port), "--save", "", "--dir", str(folder), "--bind", "127.0.0.1", *more]
     return started([program, *options], port)
 
 

@@ -57,12 +57,13 @@ class KVTransfers:
     def __init__(self, manager: KVCacheManager, lookup: LookUp):
         self._manager, self._lookup = manager, lookup
         self._groups = manager.groups
-        self.rates = Rates()
+        self.rates, self.patience = Rates(), PATIENCE
         self.saves: list[Save] = []
         self.lost: set[bytes] = set()  # cache keys whose content is in doubt
         self.loading: dict[str, Load] = {}
         self._begun: list[Load] = []
         self._asked: dict[int, int] = {}  # a request's number -> how often it had been preempted when it was asked for
+        self._asking: dict[int, tuple[Request, float]] = {}  # whose pages a store elsewhere is asked for, since when
         self.num_queries = self.num_hits = 0  # tokens
 
     # ---- saving --------------------------------------------------------------------------------
@@ -96,20 +97,24 @@ class KVTransfers:
     # ---- loading -------------------------------------------------------------------------------
 
     def is_loading(self, request: Request, hit: CacheHit) -> bool:
-        """Whether a waiting request waits for pages. Asked for the first time since it began to wait, they may be sent
-        for."""
+        """Whether a waiting request waits for pages, or to hear whether they are there. Asked for the first time since
+        it began to wait, they may be sent for."""
         load, number = self.loading.get(request.request_id), request.arrival_order
         if load is not None and load.request is request:
-            if time.monotonic() < load.begin + PATIENCE:
+            if time.monotonic() < load.begin + self.patience:
                 return True
             del self.loading[request.request_id]
         if not request.reads_prefix_cache or self._asked.get(number) == request.num_preemptions:
             return False
+        load, may_be_longer = self._find(request, hit)
+        now = time.monotonic()
+        if may_be_longer and now < self._asking.setdefault(number, (request, now))[1] + self.patience:
+            return True
+        self._asking.pop(number, None)
         if len(self._asked) > MOST_REMEMBERED:
             self._asked.clear()  # who still waits may be asked for once more
         self._asked[number] = request.num_preemptions
         self.num_queries += request.num_tokens - hit.num_tokens
-        load = self._find(request, hit)
         if load is None or not self.rates.pays():
             return False
         self.loading[request.request_id] = load
@@ -121,13 +126,19 @@ class KVTransfers:
         """Whether any request waits for pages."""
         return any(not load.request.is_finished for load in self.loading.values())
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether any request waits for a store's answer, which nobody announces."""
+        self._asking = {number: each for number, each in self._asking.items() if not each[0].is_finished}
+        return bool(self._asking)
+
     def take_begun(self) -> list[Load]:
         """Loads that nobody has begun yet."""
         begun, self._begun = self._begun, []
         return begun
 
-    def _find(self, request: Request, hit: CacheHit) -> Load | None:
-        """What the tiers have beyond a hit, if anything."""
+    def _find(self, request: Request, hit: CacheHit) -> tuple[Load | None, bool]:
+        """What the tiers have beyond a hit, if anything, and whether it may be more once a store has answered."""
         groups, hashes, most = self._groups.groups, request.block_hashes, request.num_tokens - 1
         missing = [
             (g, idx)
@@ -136,18 +147,21 @@ class KVTransfers:
             if group.cached_block(hashes, idx) is None
         ]
         if not missing:
-            return None
+            return None, False
         keys = [PageKey(hashes[(idx + 1) * groups[g].units - 1], g) for g, idx in missing]
-        found = {place for place, state in zip(missing, self._lookup(keys)) if state is Lookup.HIT}
-        lost = set(missing) - found
-        end = self._reach(most, lost)
+        states = dict(zip(missing, self._lookup(keys)))
+        found = {place for place, state in states.items() if state is Lookup.HIT}
+        end = self._reach(most, set(missing) - found)
+        unknown = {place for place, state in states.items() if state is Lookup.PENDING}
+        may_be_longer = bool(unknown) and self._reach(most, set(missing) - found - unknown) > max(end, hit.num_tokens)
         if end <= hit.num_tokens:
-            return None
+            return None, may_be_longer
         needed = [
             (g, idx) for g, group in enumerate(groups) for idx in range(*read_range(group, end)) if (g, idx) in found
         ]
         pages = tuple(self._content(request, g, idx) for g, idx in needed)
-        return Load(request, end - hit.num_tokens, pages, tuple(idx for _, idx in needed), time.monotonic())
+        load = Load(request, end - hit.num_tokens, pages, tuple(idx for _, idx in needed), time.monotonic())
+        return load, may_be_longer
 
     def _reach(self, most: int, lost: set[tuple[int, int]]) -> int:
         """Tokens of the longest beginning that needs no lost block, of `most` at most."""

@@ -3,11 +3,16 @@
 from dataclasses import replace
 
 from jaxpaged.errors import ConfigError
+from jaxpaged.installed import is_installed
 from jaxpaged.kv_cache_spec import KVCacheConfig, StateSpec
 from jaxpaged.kv_store.disk import DiskTier
 from jaxpaged.kv_store.host import HostTier
-from jaxpaged.kv_store.options import KVOffload
+from jaxpaged.kv_store.options import KVOffload, TierWish
 from jaxpaged.kv_store.page import namespace
+from jaxpaged.kv_store.redis_tier import RedisTier
+from jaxpaged.kv_store.remote import RemoteTier
+from jaxpaged.kv_store.s3 import S3Tier
+from jaxpaged.kv_store.secrets import Secrets, read_secrets
 from jaxpaged.kv_store.tier import Tier
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.device import Device
@@ -16,28 +21,52 @@ from jaxpaged.worker.programs.blueprint import Blueprint
 
 SCAN_SECONDS = 5.0
 """How long the start waits for the disk tier to find its pages; those that it finds later are there later."""
+PACKAGES = {"redis": "redis", "s3": "obstore"}
 
 
-def check_offload(kv_cache: KVCacheConfig) -> None:
-    """Raise ConfigError for a cache whose blocks cannot leave the device."""
+STORE_READERS = 8
+"""Pages of one load that are fetched at a time where one may come from another process: each takes a round trip."""
+
+
+def check_offload(offload: KVOffload, kv_cache: KVCacheConfig) -> None:
+    """Raise ConfigError, before any weight is read, for a cache whose blocks cannot leave the device, for stores whose
+    packages are missing, and for a file of secrets that is none."""
     if any(isinstance(group.spec, StateSpec) for group in kv_cache.groups):
         raise ConfigError("kv_offload: recurrent states cannot be kept outside of the device yet. Leave it out.")
+    for wish in offload.tiers:
+        if wish.kind in PACKAGES and not is_installed(PACKAGES[wish.kind]):
+            raise ConfigError(
+                f"kv_offload names a {wish.kind} tier, which needs the package {PACKAGES[wish.kind]}: "
+                f"pip install 'jaxpaged[{wish.kind}]'."
+            )
+    read_secrets(offload.secrets_file)
 
 
 def open_transfer(
     offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheConfig, device: Device, weights_version: str
 ) -> KVTransferWorker:
-    """The worker's half. Raises ConfigError for a folder that can hold no pages."""
-    space = namespace_of(blueprint, kv_cache, weights_version)
-    tiers: list[Tier] = []
-    for wish in offload.tiers:
-        if wish.path is None:
-            tiers.append(HostTier(wish.capacity))
-        else:
-            disk = DiskTier(wish.path, wish.capacity, space, facts={"model": blueprint.config.model.model})
-            disk.wait_ready(SCAN_SECONDS)
-            tiers.append(disk)
-    return KVTransferWorker(device, kv_cache, Tiers(tiers), space, blueprint.kv_dtype)
+    """The worker's half. Raises ConfigError for a folder that can hold no pages, or an address that is none."""
+    space, secrets = namespace_of(blueprint, kv_cache, weights_version), read_secrets(offload.secrets_file)
+    tiers = [open_tier(wish, space, secrets, blueprint.config.model.model) for wish in offload.tiers]
+    num_readers = STORE_READERS if any(isinstance(tier, RemoteTier) for tier in tiers) else 1
+    return KVTransferWorker(
+        device, kv_cache, Tiers(tiers), space, blueprint.kv_dtype, secret=secrets.signing, num_readers=num_readers
+    )
+
+
+def open_tier(wish: TierWish, space: str, secrets: Secrets, model: str) -> Tier:
+    """One tier of pages of the namespace `space`."""
+    secret = secrets.signing
+    if wish.kind == "host":
+        return HostTier(wish.capacity)
+    if wish.kind == "redis":
+        login = secrets.redis_username, secrets.redis_password
+        return RedisTier(wish.place, space, secret=secret, ttl_s=wish.ttl_s, login=login)
+    if wish.kind == "s3":
+        return S3Tier(wish.place, space, secret=secret, endpoint=wish.endpoint)
+    disk = DiskTier(wish.place, wish.capacity, space, facts={"model": model}, secret=secret)
+    disk.wait_ready(SCAN_SECONDS)
+    return disk
 
 
 def namespace_of(blueprint: Blueprint, kv_cache: KVCacheConfig, weights_version: str) -> str:

@@ -62,11 +62,18 @@ class Fetched(NamedTuple):
 
 
 class KVTransferWorker:
-    """What carries out transfers over the KV cache of `device`. It owns the store."""
+    """What carries out transfers over the KV cache of `device`. It owns the store.
 
-    def __init__(self, device: Device, kv_cache: KVCacheConfig, store: Tier, namespace: str, dtype: np.dtype):
+    Pages are signed with `secret`, if there is one. `num_readers` pages of a load are fetched at a time.
+    """
+
+    def __init__(
+        self, device: Device, kv_cache: KVCacheConfig, store: Tier, namespace: str, dtype: np.dtype,
+        *, secret: bytes | None = None, num_readers: int = 1,
+    ):  # fmt: skip
         self._device, self._kv_cache, self._store, self._namespace = device, kv_cache, store, namespace
-        self._dtype = dtype
+        self._dtype, self._secret = dtype, secret
+        self._readers = ThreadPoolExecutor(num_readers, "kv-read") if num_readers > 1 else None
         self._pool_of = {g: p for p, pool in enumerate(kv_cache.pools) for g in pool.group_idxs}
         self._unconfirmed: deque[Gathered] = deque()
         self._fetched: deque[Fetched] = deque()
@@ -87,7 +94,7 @@ class KVTransferWorker:
         states = self._store.lookup([content.key for _, content, _ in saves])
         by_pool: dict[int, list[tuple[int, PageContent, int]]] = {}
         for each, state in zip(saves, states):
-            if state is Lookup.MISS:
+            if state is not Lookup.HIT:  # one that is on its way is not written again
                 by_pool.setdefault(self._pool_of[each[1].key.group], []).append(each)
         for pool_idx, missing in by_pool.items():
             largest = copy_sizes(self._kv_cache.pools[pool_idx])[-1]
@@ -134,7 +141,7 @@ class KVTransferWorker:
                     continue
                 values = page[: len(self._kv_cache.groups[content.key.group].layer_idxs)]
                 header = PageHeader(self._namespace, content.key, content.parent, content.token_ids)
-                self.num_saved += self._store.put(content.key, encode(header, values))
+                self.num_saved += self._store.put(content.key, encode(header, values, self._secret))
         except Exception:
             logger.exception("%d blocks of keys and values were not saved", len(gathered.contents))
             self.num_dropped += len(gathered.contents)
@@ -157,8 +164,10 @@ class KVTransferWorker:
                 for start in range(0, len(places), largest):
                     some = places[start : start + largest]
                     pages = self._empty_pages(pool_idx, self._bucket(pool_idx, len(some)))
-                    for slot, i in enumerate(some):
-                        came[i] = self._fetch_page(load.pages[i], pages[slot])
+                    contents = [load.pages[i] for i in some]
+                    each = self._readers.map if self._readers is not None else map
+                    for i, is_there in zip(some, each(self._fetch_page, contents, pages)):
+                        came[i] = is_there
                     copies.append((pool_idx, some, pages))
         except Exception:
             logger.exception("loading %d blocks of keys and values failed", len(load.pages))
@@ -174,9 +183,10 @@ class KVTransferWorker:
         if buffer is None:
             return False
         shape = (len(group.layer_idxs), *page_shape(group.spec))
-        wanted = {"token_ids": content.token_ids, "dtype": self._dtype.name, "shape": shape}
+        wanted: dict[str, Any] = {"token_ids": content.token_ids, "dtype": self._dtype.name, "shape": shape}
+        wanted |= {"expect_namespace": self._namespace, "key": content.key, "secret": self._secret}
         try:
-            _, values = decode(buffer, expect_namespace=self._namespace, key=content.key, verify=False, **wanted)
+            _, values = decode(buffer, verify=False, **wanted)
         except PageError as error:
             logger.warning("a page of keys and values is not used: %s", error)
             self._store.delete([content.key])
@@ -239,5 +249,7 @@ class KVTransferWorker:
     def close(self) -> None:
         """Store what is confirmed, and let go of threads and tiers."""
         self._loaders.shutdown(cancel_futures=True)
+        if self._readers is not None:
+            self._readers.shutdown()
         self._savers.shutdown()
         self._store.close()
