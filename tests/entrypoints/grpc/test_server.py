@@ -43,8 +43,8 @@ async def code_of(call):
 
 def test_a_key_is_needed_when_there_are_some(serving):
     async def scenario(server):
-        kinds = [server.stub.Generate, server.stub.GenerateStream, server.stub.GetModelInfo]
-        given = [ASKED, iter([pb.GenerateStreamRequest(generate=ASKED)]), pb.GetModelInfoRequest()]
+        # Of a stream that ends while it still sends grpcio's client may say INTERNAL; for those: test_hostile_calls.py.
+        kinds, given = [server.stub.Generate, server.stub.GetModelInfo], [ASKED, pb.GetModelInfoRequest()]
         assert {await code_of(ask(each)) for ask, each in zip(kinds, given)} == {grpc.StatusCode.UNAUTHENTICATED}
         wrong = (("authorization", "Bearer other"),)
         assert await code_of(server.stub.Generate(ASKED, metadata=wrong)) is grpc.StatusCode.UNAUTHENTICATED
