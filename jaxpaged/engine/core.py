@@ -84,7 +84,7 @@ class EngineCore(EngineCoreClient):
             num_drafts=config.speculative.num_drafts,
             token_buckets=executor.token_buckets if config.speculative.num_drafts else (),
         )
-        self._transfer = KVTransferDriver(self._scheduler, transfer, config.cache.load_failure_policy)
+        self.transfer = KVTransferDriver(self._scheduler, transfer, config.cache.load_failure_policy)
         self._depth = STEPS_IN_FLIGHT if config.scheduler.async_scheduling else 1
         self._in_flight: deque[Step] = deque()
         self._outbox = Outbox()  # what `step` has not returned yet
@@ -144,7 +144,7 @@ class EngineCore(EngineCoreClient):
         with self._changing_books():
             stats = self._scheduler.make_stats(awaited)
         stats.sleep_level = self._sleep.level
-        stats.external_prefix_cache_queries, stats.external_prefix_cache_hits = self._transfer.counts()
+        stats.external_prefix_cache_queries, stats.external_prefix_cache_hits = self.transfer.counts()
         return stats
 
     def reset_prefix_cache(self) -> bool:
@@ -245,21 +245,21 @@ class EngineCore(EngineCoreClient):
         """Put what the oldest step gives into the outbox; returns that step, if there was one."""
         with self._changing_books():
             self._outbox.add(self._scheduler.admit_prepared())
-        self._move(self._transfer.deliver)
+        self._move(self.transfer.deliver)
         awaited = self._dispatch()
         if awaited is None and self._in_flight:
             awaited = self._in_flight[0].scheduled
             self._await_oldest()
         if awaited is None and not self._outbox:
             with accepted_interrupts():
-                if not self._transfer.wait(COMPILE_WAIT):
+                if not self.transfer.wait(COMPILE_WAIT):
                     self._scheduler.preparation.wait(COMPILE_WAIT)
         return awaited
 
     def _settle_saves(self) -> None:
         """Let what steps have computed be kept besides the device."""
         oldest = self._in_flight[0].scheduled.step_id if self._in_flight else None
-        self._move(lambda: self._transfer.settle(oldest))
+        self._move(lambda: self.transfer.settle(oldest))
 
     def _move(self, act: Callable[[], list[EngineCoreOutput]]) -> None:
         """Dispatch keys and values that come or go: what fails in that fails as a step does."""
@@ -286,12 +286,12 @@ class EngineCore(EngineCoreClient):
                 max_steps = self._max_steps()
                 with self._changing_books():
                     scheduled = self._scheduler.schedule(max_steps)
-                self._transfer.before_step(scheduled.step_id)
+                self.transfer.before_step(scheduled.step_id)
                 if not scheduled.total_num_scheduled_tokens:
                     return None
                 end = time.perf_counter()
                 pending = self.executor.execute(scheduled)
-                self._transfer.save()
+                self.transfer.save()
             except BaseException as error:  # an interrupt too leaves the device half way
                 self._fail(error, scheduled)
                 return None
@@ -356,7 +356,7 @@ class EngineCore(EngineCoreClient):
         times, num_unfinished = (*step.times, begin, ready), self._scheduler.get_num_unfinished_requests()
         record = self.step_log.add(step.scheduled, result, num_unfinished, times)
         self._pacer.observe(record)
-        self._transfer.observe(record)
+        self.transfer.observe(record)
         self._settle_saves()
 
     def _fail(self, error: BaseException, scheduled: SchedulerOutput | None) -> None:
@@ -368,7 +368,7 @@ class EngineCore(EngineCoreClient):
         if self._death is not None:
             raise error
         self._in_flight.clear()
-        self._transfer.revoke()
+        self.transfer.revoke()
         reason = f"the step failed: {str(error) or type(error).__name__}"
         logger.error("%s; its requests end with an error", reason, exc_info=error)
         with self._changing_books():

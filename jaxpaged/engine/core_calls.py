@@ -22,6 +22,7 @@ from jaxpaged.engine.merged_answers import (
     merged_steps,
 )
 from jaxpaged.errors import UsageError
+from jaxpaged.kv_store.prefix_file import PrefixInfo
 from jaxpaged.messages import EngineSnapshot, KVBlockMap, SchedulerStats, StepRecord
 
 if TYPE_CHECKING:
@@ -203,6 +204,26 @@ class Snapshot(CoreCall[EngineSnapshot]):
 
     def merged(self, answers: Sequence[EngineSnapshot]) -> EngineSnapshot:
         return merged_snapshots(answers)
+
+
+class SavePrefix(CoreCall[PrefixInfo]):
+    """Write what the prefix cache has of a text's beginning to a file. UsageError where that is not all of it."""
+
+    path: str
+    token_ids: Sequence[int]
+    cache_salt: str | None = None
+
+    def answer(self, core: "EngineCore") -> PrefixInfo:
+        return core.transfer.save_prefix(Path(self.path), self.token_ids, self.cache_salt)
+
+
+class LoadPrefix(CoreCall[PrefixInfo]):
+    """Put the pages of such a file into the tiers. UsageError, and PageError for one that must not be used."""
+
+    path: str
+
+    def answer(self, core: "EngineCore") -> PrefixInfo:
+        return core.transfer.load_prefix(Path(self.path))
 
 
 class CollectiveRpc(CoreCall[list[Any]]):

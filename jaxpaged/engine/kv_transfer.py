@@ -3,12 +3,18 @@
 The core calls this between the steps that it dispatches; nothing here waits, but for `wait`.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxpaged.core.kv_transfer.transfers import KVTransfers, Load
+from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.errors import UsageError
 from jaxpaged.executor.base import KVTransferWorker
-from jaxpaged.messages import EngineCoreOutput, StepRecord
+from jaxpaged.kv_store.prefix_file import PrefixInfo
+from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, StepRecord
+from jaxpaged.sampling_params import SamplingParams
 
 ASK_SECONDS = 0.002
 """How often an engine that has nothing else to do looks whether a store elsewhere has answered."""
@@ -23,6 +29,8 @@ class KVTransferDriver:
         self._half = KVTransfers(scheduler.kv_cache_manager, worker.lookup) if worker is not None else None
         self._worker: Any = worker
         scheduler.kv_cache_manager.transfers = self._half
+        groups = scheduler.kv_cache_manager.groups
+        self._groups = groups
 
     def save(self, before: int | None = None) -> None:
         """Dispatch copies of what steps before number `before` compute, None: all that are dispatched."""
@@ -87,6 +95,34 @@ class KVTransferDriver:
             return False
         self._worker.wait(min(seconds, ASK_SECONDS) if is_asking else seconds)
         return True
+
+    def save_prefix(self, path: Path, token_ids: Sequence[int], cache_salt: str | None) -> PrefixInfo:
+        """Write what the prefix cache has of these tokens, all their full blocks, to a file. Raises UsageError."""
+        half, worker = self._half_or_refuse()
+        params = SamplingParams(max_tokens=1)
+        # One token more, since the last one of a request never comes from the cache.
+        message = EngineCoreRequest("prefix", [*token_ids, 0], params, 0.0, cache_salt=cache_salt)
+        num_tokens, found = half.beginning(Request(message, len(token_ids) + 1, 0, len(self._groups)))
+        wanted = self._groups.align(len(token_ids))
+        if num_tokens < wanted or not wanted:
+            raise UsageError(
+                f"the prefix cache has {num_tokens} of the {len(token_ids)} tokens, and {wanted} are in full blocks. "
+                "Save a prompt of a block at least, one without images, and with the KV cache large enough "
+                "for all of it."
+            )
+        return worker.write_file(path, token_ids[:num_tokens], *zip(*found))
+
+    def load_prefix(self, path: Path) -> PrefixInfo:
+        """Put the pages of a file into the tiers. Raises UsageError, and PageError for one that must not be used."""
+        return self._half_or_refuse()[1].read_file(path)
+
+    def _half_or_refuse(self) -> tuple[KVTransfers, Any]:
+        if self._half is None:
+            raise UsageError(
+                "keys and values are saved and loaded as files by engines that keep them besides the device. Give "
+                "kv_offload, such as host=1G."
+            )
+        return self._half, self._worker
 
     def counts(self) -> tuple[int, int]:
         """(Tokens that were looked for in the tiers, those that were found and loaded)."""

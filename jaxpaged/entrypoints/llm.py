@@ -20,6 +20,7 @@ from jaxpaged.entrypoints.beam_search import BeamSearch, BeamSearchOutput, check
 from jaxpaged.entrypoints.cli.terminal import ProgressLine
 from jaxpaged.entrypoints.llm_control import ControlMethods
 from jaxpaged.entrypoints.llm_pooling import PoolingMethods
+from jaxpaged.entrypoints.llm_prefixes import PrefixMethods
 from jaxpaged.entrypoints.notebook import markers_of, show_results_in_notebooks
 from jaxpaged.entrypoints.prompt_batches import batch_of, is_chat, is_conversation, naming, per_prompt, with_output_kind
 from jaxpaged.entrypoints.request_runner import RequestRunner
@@ -34,7 +35,7 @@ UseTqdm = bool | Callable[..., Any]
 """True for a progress bar on terminals, or a function that makes one."""
 
 
-class LLM(ControlMethods, PoolingMethods):
+class LLM(ControlMethods, PoolingMethods, PrefixMethods):
     """A model, ready to complete prompts.
 
     `model` is a folder in Hugging Face format, a hub id, or "demo", the embedded model. `options` are those of
@@ -147,7 +148,7 @@ class LLM(ControlMethods, PoolingMethods):
         loop and minds none, so it runs in notebooks; other calls, and other streams, may run inside the loop.
         Raises RequestError at the first chunk; EngineError if the request fails while it is computed.
         """
-        prompt = self._stream_prompt(prompt, chat_options)
+        prompt = self.one_prompt(prompt, chat_options)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         request_ids: list[str] = []
         finished = False
@@ -167,14 +168,17 @@ class LLM(ControlMethods, PoolingMethods):
             with contextlib.suppress(EngineDeadError):
                 self._requests.leave(request_ids)
 
-    def _stream_prompt(self, prompt: Any, chat_options: Mapping[str, Any]) -> Prompt:
+    def one_prompt(self, prompt: Any, chat_options: Mapping[str, Any]) -> Prompt:
+        """A prompt, or a conversation as one. Raises RequestError for several."""
         if is_chat(prompt):
             return self._chat_prompt(prompt, **chat_options)
         if chat_options:
             raise RequestError(f"{next(iter(chat_options))} is for chats, and the prompt is none.", "prompt")
         batch = batch_of(prompt)
         if len(batch) != 1:
-            raise RequestError(f"there are {len(batch)} prompts, and a stream takes one. Use a stream each.", "prompt")
+            raise RequestError(
+                f"there are {len(batch)} prompts, and one is taken here. Make a call for each.", "prompt"
+            )
         return batch[0]
 
     def chat(

@@ -72,7 +72,7 @@ def make(policy="recompute", **options):
     connector = {"kv_connector": "OffloadingConnector", "kv_load_failure_policy": policy}
     config = make_config(**options, kv_offload="host=1M", kv_transfer_config=connector)
     core = EngineCore(config, executor, transfer=transfer)
-    core._transfer._half.rates.pays = lambda: True
+    core.transfer._half.rates.pays = lambda: True
     return core, transfer
 
 
@@ -130,10 +130,10 @@ def test_who_waits_for_a_stores_answer_is_passed_and_asks_again():
     transfer.num_unsure = 10**9
     core.add_request(request("gone", PROMPT))
     step(core, {})
-    assert core._transfer._half.is_asking
+    assert core.transfer._half.is_asking
     core.abort_requests(["gone"])
-    assert not core._transfer._half.is_asking
-    core._transfer._half.patience = 0.05
+    assert not core.transfer._half.is_asking
+    core.transfer._half.patience = 0.05
     core.add_request(request("c", PROMPT))
     heard = run(core)
     assert tokens(heard["c"]) == first and heard["c"][0].num_cached_tokens == 0

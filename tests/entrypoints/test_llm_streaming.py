@@ -146,7 +146,7 @@ def test_it_runs_inside_an_event_loop():
 @pytest.mark.parametrize(
     ("prompt", "options", "said"),
     [
-        (["a", "b"], {}, "there are 2 prompts, and a stream takes one"),
+        (["a", "b"], {}, "there are 2 prompts, and one is taken here"),
         ("", {}, "the prompt is empty"),
         (None, {}, "must be a prompt"),
         ("a", {"tools": []}, "tools is for chats, and the prompt is none"),

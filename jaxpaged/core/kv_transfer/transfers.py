@@ -23,6 +23,7 @@ from jaxpaged.core.kv_transfer.rates import Rates
 from jaxpaged.core.request import Request
 from jaxpaged.kv_store.content import PageContent
 from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.prefix_file import PlacedPage
 from jaxpaged.kv_store.tier import Lookup
 
 LookUp = Callable[[Sequence[PageKey]], list[Lookup]]
@@ -86,6 +87,17 @@ class KVTransfers:
         self.lost.clear()
         self.saves = [save for save in self.saves if save.content.key not in lost]
         return lost
+
+    def beginning(self, request: Request) -> tuple[int, list[tuple[PlacedPage, int]]]:
+        """How many tokens of a request, which may have ended, the prefix cache has, and the pages, each with the id of
+        its block now, that whoever goes on behind them needs."""
+        hit = self._manager.get_computed_blocks(request)
+        pages = [
+            (PlacedPage(self._content(request, g, idx), idx * group.block_size), hit.tables[g][idx].block_id)
+            for g, group in enumerate(self._groups.groups)
+            for idx in range(*read_range(group, hit.num_tokens))
+        ]
+        return hit.num_tokens, pages
 
     def _content(self, request: Request, g: int, block_idx: int) -> PageContent:
         group = self._groups.groups[g]

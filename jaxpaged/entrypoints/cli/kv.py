@@ -1,6 +1,6 @@
 """`jaxpaged kv`: what is in a folder of cached keys and values, whether it is whole, and what is to go.
 
-It works on files; an engine may use the folder meanwhile.
+It works on files; an engine may use the folder meanwhile. What concerns single files is in `kv_prefix.py`.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.entrypoints.cli.flags import Parser
+from jaxpaged.entrypoints.cli.kv_prefix import add_actions
 from jaxpaged.entrypoints.cli.machine import gibibytes
 from jaxpaged.entrypoints.cli.values import whole_number
 from jaxpaged.errors import UsageError
@@ -32,7 +33,7 @@ examples:
 
 def add_parser(commands: Any) -> None:
     group: Parser = commands.add_parser(
-        "kv", help="cached keys and values on a disk: list, verify, prune", epilog=EPILOG
+        "kv", help="cached keys and values on a disk: list, verify, prune, export, import", epilog=EPILOG
     )
     actions = group.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = add_action(actions, "ls", "namespaces, with their sizes and when they were used", run_ls)
@@ -48,6 +49,7 @@ def add_parser(commands: Any) -> None:
     pruning.add_argument("--max-size", type=whole_number, metavar="BYTES", help="what may remain, such as 100G")
     pruning.add_argument("--older-than", type=seconds, metavar="AGE", help="unused for 90s, 30m, 12h or 7d")
     pruning.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    add_actions(actions)
     for parser in (verifying, pruning):
         parser.add_argument(
             "--namespace", action="append", default=[], metavar="DIGITS",

@@ -50,8 +50,9 @@ def open_transfer(
     tiers = [open_tier(wish, space, secrets, blueprint.config.model.model) for wish in offload.tiers]
     num_readers = STORE_READERS if any(isinstance(tier, RemoteTier) for tier in tiers) else 1
     return KVTransferWorker(
-        device, kv_cache, Tiers(tiers), space, blueprint.kv_dtype, secret=secrets.signing, num_readers=num_readers
-    )
+        device, kv_cache, Tiers(tiers), space, blueprint.kv_dtype, secret=secrets.signing, num_readers=num_readers,
+        model=blueprint.config.model.model,
+    )  # fmt: skip
 
 
 def open_tier(wish: TierWish, space: str, secrets: Secrets, model: str) -> Tier:

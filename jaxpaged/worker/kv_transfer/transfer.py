@@ -12,17 +12,20 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import batched, groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpaged.errors import PageError
+from jaxpaged.errors import PageError, UsageError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.buffers import aligned_empty
 from jaxpaged.kv_store.content import PageContent
 from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode
+from jaxpaged.kv_store.prefix_file import PlacedPage, PrefixFile, PrefixHeader, PrefixInfo, info_of, write_prefix
 from jaxpaged.kv_store.tier import Lookup, Tier
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.kv_transfer.programs import (
@@ -64,15 +67,16 @@ class Fetched(NamedTuple):
 class KVTransferWorker:
     """What carries out transfers over the KV cache of `device`. It owns the store.
 
-    Pages are signed with `secret`, if there is one. `num_readers` pages of a load are fetched at a time.
+    Pages are signed with `secret`, if there is one. `num_readers` pages of a load are fetched at a time. `model` is
+    a name for people.
     """
 
     def __init__(
         self, device: Device, kv_cache: KVCacheConfig, store: Tier, namespace: str, dtype: np.dtype,
-        *, secret: bytes | None = None, num_readers: int = 1,
+        *, secret: bytes | None = None, num_readers: int = 1, model: str = "",
     ):  # fmt: skip
         self._device, self._kv_cache, self._store, self._namespace = device, kv_cache, store, namespace
-        self._dtype, self._secret = dtype, secret
+        self._dtype, self._secret, self._model = dtype, secret, model
         self._readers = ThreadPoolExecutor(num_readers, "kv-read") if num_readers > 1 else None
         self._pool_of = {g: p for p, pool in enumerate(kv_cache.pools) for g in pool.group_idxs}
         self._unconfirmed: deque[Gathered] = deque()
@@ -179,10 +183,10 @@ class KVTransferWorker:
 
     def _fetch_page(self, content: PageContent, target: np.ndarray) -> bool:
         """Copy a page's layers to `target`; False where the tiers do not have it as it must be."""
-        group, buffer = self._kv_cache.groups[content.key.group], self._store.get(content.key)
+        buffer = self._store.get(content.key)
         if buffer is None:
             return False
-        shape = (len(group.layer_idxs), *page_shape(group.spec))
+        shape = self._shape(content.key.group)
         wanted: dict[str, Any] = {"token_ids": content.token_ids, "dtype": self._dtype.name, "shape": shape}
         wanted |= {"expect_namespace": self._namespace, "key": content.key, "secret": self._secret}
         try:
@@ -211,11 +215,55 @@ class KVTransferWorker:
             written = self._device.call(copy_key(SCATTER, pool_idx, len(id_P)), tensors, id_P, pages)
             self._device.state.kv[first : first + len(written)] = written
 
+    # ---- files ---------------------------------------------------------------------------------
+
+    def write_file(
+        self, path: Path, token_ids: Sequence[int], pages: Sequence[PlacedPage], block_ids: Sequence[int]
+    ) -> PrefixInfo:
+        """Write blocks, which nobody overwrites meanwhile, to a file. Raises UsageError."""
+        shapes = [self._shape(page.content.key.group) for page in pages]
+        header = PrefixHeader(
+            self._namespace, self._model, tuple(token_ids), self._dtype.name, tuple(pages), tuple(shapes), ()
+        )
+        return write_prefix(path, header, self._read_blocks(pages, block_ids), self._secret)
+
+    def _read_blocks(self, pages: Sequence[PlacedPage], block_ids: Sequence[int]) -> Iterator[np.ndarray]:
+        """The values of blocks, as in their pages, one copy after the other."""
+        each = zip(pages, block_ids, strict=True)
+        for pool_idx, members in groupby(each, lambda pair: self._pool_of[pair[0].content.key.group]):
+            for some in batched(members, copy_sizes(self._kv_cache.pools[pool_idx])[-1]):
+                id_P = self._padded_ids(pool_idx, [block_id for _, block_id in some])
+                gathered = self._device.call(copy_key(GATHER, pool_idx, len(id_P)), self._tensors(pool_idx), id_P)
+                for (page, _), values in zip(some, np.asarray(gathered)):
+                    yield values[: self._shape(page.content.key.group)[0]]
+
+    def read_file(self, path: Path) -> PrefixInfo:
+        """Put a file's pages into the store. Raises UsageError, and PageError for one that must not be used."""
+        file = PrefixFile(path, self._secret)
+        if file.header.namespace != self._namespace:
+            raise PageError(
+                f"{path} is not used: it holds keys and values of {file.header.model!r}, namespace "
+                f"{file.header.namespace[:12]}; this engine has {self._model!r}, namespace {self._namespace[:12]}. "
+                "Weights, configuration, cache type and block size must be the same."
+            )
+        num_kept = sum(self._store.put(key, buffers) for key, buffers in file.pages())
+        if num_kept < len(file.header.pages):
+            raise UsageError(
+                f"the tiers of kv_offload kept {num_kept} of the {len(file.header.pages)} pages of {path}. Give them "
+                "room."
+            )
+        return info_of(file.header)
+
     # ---- parts ---------------------------------------------------------------------------------
 
     def _tensors(self, pool_idx: int) -> list[Any]:
         first = first_tensor(self._kv_cache, pool_idx)
         return self._device.state.kv[first : first + self._kv_cache.pools[pool_idx].num_tensors]
+
+    def _shape(self, g: int) -> tuple[int, ...]:
+        """Of a page of group `g`."""
+        group = self._kv_cache.groups[g]
+        return len(group.layer_idxs), *page_shape(group.spec)
 
     def _bucket(self, pool_idx: int, num_blocks: int) -> int:
         return next(size for size in copy_sizes(self._kv_cache.pools[pool_idx]) if size >= num_blocks)
