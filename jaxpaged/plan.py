@@ -3,6 +3,8 @@
 This module holds data and no behaviour beyond sums; who measures what is said at each field.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -98,3 +100,10 @@ class Plan(msgspec.Struct):
         refused = any(program.error for program in self.programs)
         room = self.num_blocks > self.blocks_per_request and not self.missing_bytes
         return room and not refused and not self.obstacles
+
+
+def worst_bytes(programs: Sequence[PlannedProgram]) -> int:
+    """What programs may take besides their arguments: the temporaries of the greediest, since they run one after
+    another, and what a step hands over, twice, since the next step is dispatched meanwhile."""
+    temporaries = max(program.temporary_bytes for program in programs)
+    return temporaries + 2 * max((program.output_bytes for program in programs if program.kind != "zeros"), default=0)

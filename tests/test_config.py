@@ -209,6 +209,13 @@ def test_deterministic_is_refused_where_nobody_has_shown_it(platform, options, r
         EngineConfig.from_options(deterministic=True).resolve(dataclasses.replace(FACTS, has_experts=True), "cpu")
 
 
+def test_experts_are_spread_only_where_there_are_some():
+    config = EngineConfig.from_options(enable_expert_parallel=True, tensor_parallel_size=2)
+    assert config.resolve(dataclasses.replace(FACTS, has_experts=True), "cpu").parallel.devices == (2, True)
+    with pytest.raises(ConfigError, match="enable_expert_parallel was asked for, but the model has no experts"):
+        config.resolve(FACTS, "cpu")
+
+
 @pytest.mark.parametrize(
     ("platform", "options", "words"),
     [

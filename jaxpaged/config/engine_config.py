@@ -8,6 +8,7 @@ from typing import Any
 from jaxpaged.config.resolution import (
     ModelFacts,
     check_deterministic,
+    check_experts,
     check_offload,
     check_processes,
     check_sizes,
@@ -80,6 +81,7 @@ class EngineConfig:
         speculative = SpeculativeConfig(resolved_speculation(speculation, model.runner, num_devices, model.model))
         check_sizes(model, scheduler, self.compile, self.parallel, facts)
         check_processes(self.compile, self.parallel, platform)
+        check_experts(self.parallel, facts)
         check_deterministic(self.compile, self.parallel, facts, platform)
         check_offload(model, cache, self.parallel)
         if model.runner == "pooling":

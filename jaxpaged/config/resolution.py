@@ -139,6 +139,12 @@ def check_deterministic(compile: CompileConfig, parallel: ParallelConfig, facts:
         )
 
 
+def check_experts(parallel: ParallelConfig, facts: ModelFacts) -> None:
+    """Raise ConfigError where experts are to be spread and there are none."""
+    if parallel.enable_expert_parallel and not facts.has_experts:
+        raise ConfigError("enable_expert_parallel was asked for, but the model has no experts. Leave it out.")
+
+
 def check_processes(compile: CompileConfig, parallel: ParallelConfig, platform: str) -> None:
     """Raise ConfigError where several processes cannot compute together as was asked."""
     size, hosts = parallel.tensor_parallel_size, parallel.nnodes

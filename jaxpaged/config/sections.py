@@ -124,6 +124,9 @@ class ParallelConfig:
     """How many devices share the work: those of one engine core, and several cores behind one server."""
 
     tensor_parallel_size: int = option(1, "devices over which heads and feed-forward are split", minimum=1)
+    enable_expert_parallel: bool = option(
+        False, "of a model with experts, each of these devices has whole experts instead of a part of every expert"
+    )
     data_parallel_size: int = option(
         1, "engine cores behind one server, each with tensor_parallel_size devices and all of the model", minimum=1,
         maximum=64,
@@ -139,6 +142,11 @@ class ParallelConfig:
     group_secret_file: str | None = option(
         None, f"file with {LEAST_SECRET} letters or more, the same on every host, by which hosts know each other"
     )  # fmt: skip
+
+    @property
+    def devices(self) -> tuple[int, bool]:
+        """How many devices one engine core has, and whether whole experts are spread over them."""
+        return self.tensor_parallel_size, self.enable_expert_parallel
 
     @property
     def num_processes(self) -> int:

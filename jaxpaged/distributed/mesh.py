@@ -12,14 +12,17 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpaged.distributed.backend import start_backend
 from jaxpaged.errors import ConfigError
-from jaxpaged.params.sharding import MODEL_AXIS
+from jaxpaged.params.sharding import MODEL_AXES
 
 Coordinates = tuple[int, ...]
 """Where a TPU device lies: the coordinates of its chip in the torus, and which of the chip's cores it is."""
 
 
-def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None, num_processes: int = 1) -> Mesh:
-    """A mesh of `tensor_parallel_size` devices along the axis "model".
+def make_mesh(
+    tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None, num_processes: int = 1,
+    *, spreads_experts: bool = False,
+) -> Mesh:  # fmt: skip
+    """A mesh of `tensor_parallel_size` devices with the axes `MODEL_AXES`, of which one has them all: see `mesh_shape`.
 
     `devices` are the first ones of the default backend unless given; those of `num_processes` that have joined are all
     of them. The axis type is Auto: with explicit axes a product that is split along its contracted axis raises. Raises
@@ -38,7 +41,15 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
     kind = devices[0].platform if devices else "no"
     check_mesh_size(tensor_parallel_size, sizes_of(devices), len(devices), f"{kind} devices")
     devices = list(devices[:tensor_parallel_size])
-    return jax.make_mesh((tensor_parallel_size,), (MODEL_AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+    # Neighbours on a line are neighbours on whichever axis has all devices: jax orders a line best.
+    line = jax.make_mesh((tensor_parallel_size,), ("line",), axis_types=(AxisType.Auto,), devices=devices)
+    shape = mesh_shape(tensor_parallel_size, spreads_experts)
+    return Mesh(line.devices.reshape(shape), MODEL_AXES, axis_types=(AxisType.Auto,) * len(MODEL_AXES))
+
+
+def mesh_shape(size: int, spreads_experts: bool) -> tuple[int, int]:
+    """(devices over which whole experts are spread, devices over which each of them is split)."""
+    return (size, 1) if spreads_experts else (1, size)
 
 
 def check_slice(num_engines: int, mesh: Mesh) -> None:

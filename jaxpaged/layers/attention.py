@@ -1,6 +1,6 @@
 """Attention in a model: the one `shard_map` around an attention kernel, and how its KV cache is sharded.
 
-Heads are split over the mesh axis `MODEL_AXIS`; metadata is the same on every device. This module knows neither
+Heads are split over the mesh axes `MODEL_AXES`; metadata is the same on every device. This module knows neither
 models nor steps; kernels (`pallas_kernels`) know nothing of meshes.
 """
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpaged.params.sharding import MODEL_AXIS
+from jaxpaged.params.sharding import MODEL_AXES, num_model_shards
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention import AttentionMetadata, KVTensor
 
@@ -63,7 +63,7 @@ def attend(
     `hidden_T`: which of the new tokens no query ever sees. The cache then has heads that are wider by `HIDING_DIM`, and
     the probability of a hidden token is 0 exactly. Who sees no other gets 0.
 
-    Raises ValueError when the mesh has more devices on `MODEL_AXIS` than there are kv heads to split.
+    Raises ValueError when the mesh has more devices than there are kv heads to split.
     """
     context, head_dim = batch.context, q_TNH.shape[-1]
     if hidden_T is not None:
@@ -77,11 +77,11 @@ def attend(
             scale=scale, window=batch.window, soft_cap=soft_cap, sinks_N=sinks_N, backend=context.backend,
         )  # fmt: skip
 
-    heads, cache = PartitionSpec(None, MODEL_AXIS, None), kv_spec(context.backend)
+    heads, cache = PartitionSpec(None, MODEL_AXES, None), kv_spec(context.backend)
     sharded = jax.shard_map(
         attend_heads,
         mesh=context.mesh,
-        in_specs=(heads, heads, heads, cache, PartitionSpec(), PartitionSpec(MODEL_AXIS)),
+        in_specs=(heads, heads, heads, cache, PartitionSpec(), PartitionSpec(MODEL_AXES)),
         out_specs=(heads, cache),
         check_vma=False,  # the kernel's loops start from constants, which vary over no axis
     )
@@ -107,7 +107,7 @@ def hide(
 
 def check_heads(mesh: Mesh, num_heads: int, num_kv_heads: int) -> None:
     """Raise ValueError unless the mesh splits query heads and kv heads evenly."""
-    devices = mesh.shape[MODEL_AXIS]
+    devices = num_model_shards(mesh)
     if num_heads % devices or num_kv_heads % devices:
         raise ValueError(
             f"{num_heads} query heads and {num_kv_heads} kv heads do not split over {devices} devices. "
@@ -126,7 +126,7 @@ def check_attention(
 ) -> None:
     """Raise ValueError unless the mesh splits the heads and the kernel takes what each device gets."""
     check_heads(context.mesh, num_heads, num_kv_heads)
-    devices = context.mesh.shape[MODEL_AXIS]
+    devices = num_model_shards(context.mesh)
     rpa.check(
         context.backend, num_heads=num_heads // devices, num_kv_heads=num_kv_heads // devices, head_dim=head_dim,
         block_size=block_size, q_dtype=dtype, kv_dtype=kv_dtype,
@@ -135,7 +135,7 @@ def check_attention(
 
 def kv_spec(backend: str) -> PartitionSpec:
     """How each array of a layer's cache is split: by kv head."""
-    return PartitionSpec(*[None] * rpa.kv_heads_axis(backend), MODEL_AXIS)
+    return PartitionSpec(*[None] * rpa.kv_heads_axis(backend), MODEL_AXES)
 
 
 def kv_sharding(mesh: Mesh, backend: str) -> KVTensor:

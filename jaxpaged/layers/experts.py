@@ -2,12 +2,18 @@
 
 The router computes in float32. Pairs of a token and one of its experts are sorted by expert, multiplied group by group
 (`pallas_kernels.grouped_matmul`), and summed for each token: shapes are fixed, and no pair is dropped. Tokens that only
-pad a step go to no expert. Every device has a slice of every expert's columns, and the one sum over devices comes last,
-so all of this lies within one `shard_map`. Knows neither models nor checkpoints.
+pad a step go to no expert. Every device knows all tokens, chooses experts for all of them, and computes what its own
+part of the experts makes of them: a slice of every expert's columns, or the whole of some experts. The one sum over
+devices comes last, so all of this lies within one `shard_map`, and nothing else is exchanged.
 
-Letters: P pairs of a token and an expert, J experts of a token, G groups of experts.
+A device with some of the experts has nothing to do for most pairs, and cannot know beforehand for how many: it takes
+those that it has a number at a time, until none are left. Knows neither models nor checkpoints.
+
+Letters: P pairs of a token and an expert, C of them that are computed at a time, J experts of a token, G groups of
+experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,10 +27,13 @@ from jaxpaged.layers.few_rows import XLA
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import Activation, Mlp, gated, gated_mlp
 from jaxpaged.params.quantized import QuantizedArray
-from jaxpaged.params.sharding import MODEL_AXIS
+from jaxpaged.params.sharding import EXPERT_AXIS, MODEL_AXES, TENSOR_AXIS
 from pallas_kernels.grouped_matmul import ExpertWeights, choose_backend, grouped_matmul
 
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
+
+LEAST_PAIRS = 128
+"""So many pairs are computed at once however few of them a device can expect: a kernel's tile holds no fewer."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ class RouterConfig:
 
 @struct.dataclass
 class Experts:
-    """`router` is [E, D]; gate and up are [E, Q, D], down is [E, D, Q]; biases, if any, lack the last axis.
+    """`router` is [E, D]; gate and up are [e, Q, D], down is [e, D, Q]; biases, if any, lack the last axis.
 
     `correction` [E] is added to scores where experts are chosen, and not where they are weighed. `shared` are experts
     of all tokens, as one block; their output is weighed by the sigmoid of a product with `shared_gate` [D].
@@ -79,12 +88,13 @@ def mixture_of_experts(
     def on_device(x_TD: jax.Array, p: Experts, num_tokens: jax.Array) -> jax.Array:
         expert_TJ, weight_TJ = route(x_TD, p, config)
         real_T1 = jnp.arange(len(x_TD))[:, None] < num_tokens
-        expert_TJ = jnp.where(real_T1, expert_TJ, p.router.weight.shape[0])
-        sum_TD = routed_sum(x_TD, p, expert_TJ, weight_TJ, activation, platform, config.weighs_inputs)
+        place_TJ = places_here(expert_TJ, real_T1, p)
+        at_once = pairs_at_once(place_TJ.size, mesh.shape[EXPERT_AXIS])
+        sum_TD = routed_sum(x_TD, p, place_TJ, weight_TJ, activation, platform, config.weighs_inputs, at_once)
         if p.shared is not None:
             shared_TD = gated_mlp(x_TD, p.shared, activation, few_rows).astype(jnp.float32)
             sum_TD += shared_TD if p.shared_gate is None else shared_TD * gate_of_shared(x_TD, p.shared_gate)
-        return jax.lax.psum(sum_TD.astype(x_TD.dtype), MODEL_AXIS)
+        return jax.lax.psum(sum_TD.astype(x_TD.dtype), MODEL_AXES)
 
     whole = PartitionSpec()
     sharded = jax.shard_map(
@@ -121,44 +131,86 @@ def within_best_groups(merit_TE: jax.Array, config: RouterConfig) -> jax.Array:
     return jnp.where(is_best_TG[:, :, None], merit_TGE, -jnp.inf).reshape(num_tokens, num_experts)
 
 
+def places_here(expert_TJ: jax.Array, real_T1: jax.Array, p: Experts) -> jax.Array:
+    """Where this device has each token's experts: 0 to e - 1, and e for those of other devices and of padding."""
+    num_here = p.gate_proj.weight.shape[0]
+    place_TJ = expert_TJ - jax.lax.axis_index(EXPERT_AXIS) * num_here
+    return jnp.where(real_T1 & (place_TJ >= 0) & (place_TJ < num_here), place_TJ, num_here)
+
+
+def pairs_at_once(num_pairs: int, num_devices: int) -> int:
+    """How many pairs a device computes at a time, of those of all `num_devices` over which experts are spread: twice
+    its share of them, which is mostly enough for all that it has."""
+    share = -(-2 * num_pairs // num_devices)
+    return min(num_pairs, -(-share // LEAST_PAIRS) * LEAST_PAIRS)
+
+
 def routed_sum(
-    x_TD: jax.Array, p: Experts, expert_TJ: jax.Array, weight_TJ: jax.Array, activation: Activation, platform: str,
-    weighs_inputs: bool,
+    x_TD: jax.Array, p: Experts, place_TJ: jax.Array, weight_TJ: jax.Array, activation: Activation, platform: str,
+    weighs_inputs: bool, at_once: int,
 ) -> jax.Array:  # fmt: skip
     """Float32 [T, D]: the weighed sum of what each token's experts make of it; the plain sum where inputs are weighed.
-    Expert E makes nothing."""
-    num_experts, num_experts_per_token = p.router.weight.shape[0], expert_TJ.shape[1]
-    expert_P = expert_TJ.reshape(-1)
-    order_P = jnp.argsort(expert_P)
-    sizes_E = jnp.sum(expert_P[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
-    product = partial(group_product, expert_P=expert_P[order_P], sizes_E=sizes_E, platform=platform)
-    x_PD = x_TD[order_P // num_experts_per_token]
-    if weighs_inputs:
-        x_PD = (x_PD * weight_TJ.reshape(-1)[order_P][:, None]).astype(x_TD.dtype)
-    gate_PQ, up_PQ = (product(x_PD, each) for each in (p.gate_proj, p.up_proj))
-    y_PD = product(gated(gate_PQ, up_PQ, activation).astype(x_TD.dtype), on_first_device(p.down_proj))
-    y_TJD = y_PD[jnp.argsort(order_P)].reshape(*expert_TJ.shape, -1)
+    What is not in a place of this device makes nothing."""
+    num_here, num_experts_per_token = p.gate_proj.weight.shape[0], place_TJ.shape[1]
+    place_P = place_TJ.reshape(-1)
+    order_P = jnp.argsort(place_P)
+    down_proj = on_first_device(p.down_proj)
+
+    def of_pairs(pair_C: jax.Array, place_C: jax.Array) -> jax.Array:
+        """[C, D] float32 of pairs that are sorted by place."""
+        sizes_e = jnp.sum(place_C[:, None] == jnp.arange(num_here), axis=0, dtype=jnp.int32)
+        product = partial(group_product, place_C=place_C, sizes_e=sizes_e, platform=platform)
+        x_CD = x_TD[pair_C // num_experts_per_token]
+        if weighs_inputs:
+            x_CD = (x_CD * weight_TJ.reshape(-1)[pair_C][:, None]).astype(x_TD.dtype)
+        gate_CQ, up_CQ = (product(x_CD, each) for each in (p.gate_proj, p.up_proj))
+        return product(gated(gate_CQ, up_CQ, activation).astype(x_TD.dtype), down_proj)
+
+    y_PD = in_turns(of_pairs, order_P, place_P[order_P], num_here, at_once, x_TD.shape[1])
+    y_TJD = y_PD[jnp.argsort(order_P)].reshape(*place_TJ.shape, -1)
     return jnp.sum(y_TJD if weighs_inputs else y_TJD * weight_TJ[:, :, None], axis=1)
 
 
+def in_turns(
+    of_pairs: Callable[[jax.Array, jax.Array], jax.Array], order_P: jax.Array, place_P: jax.Array, num_here: int,
+    at_once: int, width: int,
+) -> jax.Array:  # fmt: skip
+    """`of_pairs` of all pairs that have a place here, `at_once` at a time: [P, D], zeros for the others, which come
+    last."""
+    num_pairs = len(order_P)
+    if at_once >= num_pairs:
+        return of_pairs(order_P, place_P)
+    missing = -num_pairs % at_once
+    order_P, place_P = jnp.pad(order_P, (0, missing)), jnp.pad(place_P, (0, missing), constant_values=num_here)
+
+    def turn(i: jax.Array, y_PD: jax.Array) -> jax.Array:
+        own = partial(jax.lax.dynamic_slice_in_dim, start_index=i * at_once, slice_size=at_once)
+        return jax.lax.dynamic_update_slice_in_dim(y_PD, of_pairs(own(order_P), own(place_P)), i * at_once, axis=0)
+
+    num_turns = (jnp.sum(place_P < num_here) + at_once - 1) // at_once
+    zeros_PD = jnp.zeros((num_pairs + missing, width), jnp.float32)
+    return jax.lax.fori_loop(0, num_turns, turn, zeros_PD)[:num_pairs]
+
+
 def on_first_device(p: Linear) -> Linear:
-    """The same with a bias of zero on all devices but one: each of them computes a summand of what it is added to."""
+    """The same with a bias of zero on all devices but one of those that share an expert: each of them computes a
+    summand of what it is added to."""
     if p.bias is None:
         return p
-    return p.replace(bias=jnp.where(jax.lax.axis_index(MODEL_AXIS) == 0, p.bias, 0))
+    return p.replace(bias=jnp.where(jax.lax.axis_index(TENSOR_AXIS) == 0, p.bias, 0))
 
 
-def group_product(x_PD: jax.Array, p: Linear, expert_P: jax.Array, sizes_E: jax.Array, platform: str) -> jax.Array:
+def group_product(x_CD: jax.Array, p: Linear, place_C: jax.Array, sizes_e: jax.Array, platform: str) -> jax.Array:
     """Each pair times the weight of its expert, rounded to the type of x, and its bias, if there is one, in float32.
 
-    Pairs are sorted by expert; those of expert E get neither.
+    Pairs are sorted by place; those without one, place e, get neither.
     """
     weights = ExpertWeights(p.weight)
     if isinstance(p.weight, QuantizedArray):
         weights = ExpertWeights(p.weight.values, p.weight.scales[:, None, :])
-    backend = choose_backend("auto", platform, x_PD, weights)
-    y = grouped_matmul(x_PD, weights, sizes_E, backend=backend).astype(jnp.float32)
-    return y if p.bias is None else y + p.bias.at[expert_P].get(mode="fill", fill_value=0)
+    backend = choose_backend("auto", platform, x_CD, weights)
+    y = grouped_matmul(x_CD, weights, sizes_e, backend=backend).astype(jnp.float32)
+    return y if p.bias is None else y + p.bias.at[place_C].get(mode="fill", fill_value=0)
 
 
 def gate_of_shared(x_TD: jax.Array, gate_D: jax.Array) -> jax.Array:
@@ -167,15 +219,18 @@ def gate_of_shared(x_TD: jax.Array, gate_D: jax.Array) -> jax.Array:
 
 
 def partitions(p: Experts) -> Any:
-    """How the parameters lie on devices: columns of every expert are split, and what chooses experts is whole."""
+    """How the parameters lie on devices: experts are spread, the columns of each are split, and what chooses experts
+    is whole."""
     whole = jax.tree.map(lambda _: PartitionSpec(), p)
+    outputs, inputs = PartitionSpec(MODEL_AXES), PartitionSpec(None, MODEL_AXES)
     shared = p.shared and Mlp(
-        split_outputs(p.shared.gate_proj, 0), split_outputs(p.shared.up_proj, 0), split_inputs(p.shared.down_proj, 1)
+        split(p.shared.gate_proj, outputs), split(p.shared.up_proj, outputs), split(p.shared.down_proj, inputs)
     )
+    outputs, inputs = PartitionSpec(EXPERT_AXIS, TENSOR_AXIS), PartitionSpec(EXPERT_AXIS, None, TENSOR_AXIS)
     return whole.replace(
-        gate_proj=split_outputs(p.gate_proj, 1),
-        up_proj=split_outputs(p.up_proj, 1),
-        down_proj=split_inputs(p.down_proj, 2),
+        gate_proj=split(p.gate_proj, outputs),
+        up_proj=split(p.up_proj, outputs),
+        down_proj=split(p.down_proj, inputs),
         shared=shared,
     )
 
@@ -186,11 +241,6 @@ def expert_weights(params: Any) -> list[Any]:
     return jax.tree.leaves([(p.gate_proj, p.up_proj, p.down_proj) for p in blocks if isinstance(p, Experts)])
 
 
-def split_outputs(p: Linear, axis: int) -> Any:
-    """An output axis is split, which scales have too."""
-    return jax.tree.map(lambda _: PartitionSpec(*[None] * axis, MODEL_AXIS), p)
-
-
-def split_inputs(p: Linear, axis: int) -> Any:
-    """The input axis is split, which scales do not have."""
-    return jax.tree.map(lambda x: PartitionSpec(*[None] * axis, MODEL_AXIS) if x.ndim > axis else PartitionSpec(), p)
+def split(p: Linear, axes: PartitionSpec) -> Any:
+    """How its arrays lie where its weight lies like `axes`: scales and biases have no input axis, the last one."""
+    return jax.tree.map(lambda x: PartitionSpec(*axes[: x.ndim]), p)

@@ -1,6 +1,6 @@
 """Attention over latents in a model (MLA): the one `shard_map` around its kernel, and how its cache lies.
 
-Query heads are split over the mesh axis `MODEL_AXIS`; latents and their cache are whole on every device, each of which
+Query heads are split over the mesh axes `MODEL_AXES`; latents and their cache are whole on every device, each of which
 writes the same. Which kernel runs follows from the attention backend of the engine. Knows neither models nor steps.
 
 Letters: B blocks, S slots of a block, C numbers of a latent, P numbers of a rope key, W of a slot.
@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext
-from jaxpaged.params.sharding import MODEL_AXIS
+from jaxpaged.params.sharding import MODEL_AXES, num_model_shards
 from pallas_kernels import mla_paged_attention as mla
 
 KERNELS = {
@@ -57,7 +57,7 @@ def attend_latents(
         )  # fmt: skip
         return out_TNC[:, :num_heads], cache_BSW
 
-    heads, whole = PartitionSpec(None, MODEL_AXIS, None), PartitionSpec()
+    heads, whole = PartitionSpec(None, MODEL_AXES, None), PartitionSpec()
     where = metadata.query_start_loc_R1, metadata.seq_lens_R, metadata.block_tables_RM
     sharded = jax.shard_map(
         attend_heads,
@@ -92,7 +92,7 @@ def check_latent_attention(
     context: AttentionContext, num_heads: int, latent_dim: int, width: int, block_size: int, dtype: Any, kv_dtype: Any
 ) -> None:
     """Raise ValueError unless the mesh splits the heads and there is a kernel that takes what each device gets."""
-    backend, devices = context.backend, num_devices(context.mesh)
+    backend, devices = context.backend, num_model_shards(context.mesh)
     if num_heads % devices:
         raise ValueError(f"{num_heads} query heads do not split over {devices} devices. Use fewer devices.")
     if backend not in KERNELS:
@@ -107,7 +107,3 @@ def check_latent_attention(
     reason = mla.backends(kernel, *operands)[kernel]
     if reason is not None:
         raise ValueError(f"attention backend {backend!r} cannot take these latents: {reason}. Use 'reference'.")
-
-
-def num_devices(mesh: Mesh) -> int:
-    return mesh.shape[MODEL_AXIS]

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.layers.experts import RouterConfig
 from jaxpaged.layers.few_rows import XLA
 from jaxpaged.layers.mlp import Activation
 from jaxpaged.layers.norm import NormConfig
 from jaxpaged.layers.rope import QueryGrowth, RopeConfig
+from jaxpaged.models.experts_config import ExpertsConfig
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_part_of_pipeline
 
 
@@ -31,22 +31,6 @@ class LayerConfig:
     window: int | None
     rope: RopeConfig | None
     chunk: int | None = None
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """Feed-forward blocks of `num_experts` experts, each of `width` columns, in the layers that `layers` names.
-
-    `shared_width`: columns of the experts that all tokens share, 0 where there are none. `encoding`: how the checkpoint
-    packs the weights of experts, if it does (`Spec.encoding`).
-    """
-
-    num_experts: int
-    width: int
-    router: RouterConfig
-    layers: tuple[int, ...]
-    shared_width: int = 0
-    encoding: str | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +143,7 @@ class DecoderConfig:
             "a": latents.query_rank or 0, "c": latents.rank, "w": latents.width, "k": latents.plain_dim,
             "v": latents.value_dim,
         } if latents else {}  # fmt: skip
-        of_experts = {"E": experts.num_experts, "Q": experts.width, "O": experts.shared_width} if experts else {}
+        of_experts = experts.dim_sizes() if experts else {}
         return {
             **of_experts,
             **of_latents,

@@ -27,10 +27,11 @@ from jaxpaged.layers.mlp import Mlp
 from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
 from jaxpaged.layers.rope import apply_rope
 from jaxpaged.models import llama
-from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, LatentConfig
+from jaxpaged.models.config import DecoderConfig, HfFields, LatentConfig
 from jaxpaged.models.decoder import Layer, feed_forward, forward, tapped_forward
 from jaxpaged.models.decoder_specs import decoder_specs, linear, norm
 from jaxpaged.models.expert_specs import check_experts, feed_forward_specs
+from jaxpaged.models.experts_config import ExpertsConfig
 from jaxpaged.models.interface import LayerBatch
 from jaxpaged.models.rope_config import score_factor, single_rope
 from jaxpaged.params.quantized import QuantizedArray

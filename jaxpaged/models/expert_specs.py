@@ -10,8 +10,9 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.experts import Experts
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import Mlp
-from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, short
+from jaxpaged.models.config import DecoderConfig, HfFields, short
 from jaxpaged.models.decoder_specs import linear, mlp_with_bias
+from jaxpaged.models.experts_config import ExpertsConfig
 from jaxpaged.params.spec import Spec
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -34,9 +35,9 @@ def expert_specs(
     gate, up, down = (f"{name}.experts.{{}}.{projection}.weight" for projection in projections)
     return Experts(
         router=Linear(Spec("ED", "E D", f"{name}.gate.weight", dtype="float32")),
-        gate_proj=Linear(Spec("EQD", "E Q D", gate)),
-        up_proj=Linear(Spec("EQD", "E Q D", up)),
-        down_proj=Linear(Spec("EDQ", "E D Q", down)),
+        gate_proj=Linear(Spec("eQD", "E Q D", gate)),
+        up_proj=Linear(Spec("eQD", "E Q D", up)),
+        down_proj=Linear(Spec("eDQ", "E D Q", down)),
         correction=Spec("E", "E", f"{name}.gate.e_score_correction_bias", dtype="float32") if has_correction else None,
         shared=shared_mlp(f"{name}.{shared}") if shared else None,
         shared_gate=Spec("D", "1 D", f"{name}.{shared_gate}.weight", dtype="float32") if shared_gate else None,

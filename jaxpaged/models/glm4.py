@@ -11,10 +11,11 @@ from typing import Any
 from jaxpaged.layers.experts import SIGMOID, Experts, RouterConfig
 from jaxpaged.layers.mlp import Mlp
 from jaxpaged.models import gemma2, llama
-from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields
+from jaxpaged.models.config import DecoderConfig, HfFields
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.decoder_specs import decoder_specs, fused_mlp
 from jaxpaged.models.expert_specs import check_experts, feed_forward_specs
+from jaxpaged.models.experts_config import ExpertsConfig
 
 DEFAULTS = {"partial_rotary_factor": 0.5}
 """Fields that config.json may leave out."""

@@ -13,9 +13,10 @@ from jaxpaged.layers.experts import Experts, RouterConfig
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import ClampedSwiglu
 from jaxpaged.models import llama
-from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, layer_windows
+from jaxpaged.models.config import DecoderConfig, HfFields, layer_windows
 from jaxpaged.models.decoder_specs import decoder_specs
 from jaxpaged.models.expert_specs import check_experts
+from jaxpaged.models.experts_config import ExpertsConfig
 from jaxpaged.params.mxfp4 import GROUP
 from jaxpaged.params.spec import MXFP4, Spec
 
@@ -85,8 +86,8 @@ def feed_forward(config: DecoderConfig, name: str, layer: int) -> Experts:
     def gate_or_up(part: int) -> Linear:
         of_both: dict[str, Any] = {"fused": ("Q", "Q"), "part": part, "fused_axis": 1, "alternating": True}
         return Linear(
-            Spec("EQD", "E Q D", f"{name}.experts.gate_up_proj", **of_both, **how),
-            Spec("EQ", "E Q", f"{name}.experts.gate_up_proj_bias", dtype="float32", **of_both),
+            Spec("eQD", "E Q D", f"{name}.experts.gate_up_proj", **of_both, **how),
+            Spec("eQ", "E Q", f"{name}.experts.gate_up_proj_bias", dtype="float32", **of_both),
         )
 
     return Experts(
@@ -97,8 +98,8 @@ def feed_forward(config: DecoderConfig, name: str, layer: int) -> Experts:
         gate_proj=gate_or_up(0),
         up_proj=gate_or_up(1),
         down_proj=Linear(
-            Spec("EDQ", "E D Q", f"{name}.experts.down_proj", **how),
-            Spec("ED", "E D", f"{name}.experts.down_proj_bias", dtype="float32"),
+            Spec("eDQ", "E D Q", f"{name}.experts.down_proj", **how),
+            Spec("eD", "E D", f"{name}.experts.down_proj_bias", dtype="float32"),
         ),
     )
 

@@ -15,9 +15,10 @@ from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import Mlp
 from jaxpaged.layers.rope import QueryGrowth
 from jaxpaged.models import llama
-from jaxpaged.models.config import FULL, DecoderConfig, ExpertsConfig, HfFields, short, without_rotation
+from jaxpaged.models.config import FULL, DecoderConfig, HfFields, short, without_rotation
 from jaxpaged.models.decoder_specs import decoder_specs, mlp_with_bias
 from jaxpaged.models.expert_specs import check_experts, shared_mlp
+from jaxpaged.models.experts_config import ExpertsConfig
 from jaxpaged.models.gemma3 import text_part
 from jaxpaged.params.spec import Spec
 
@@ -123,13 +124,13 @@ def feed_forward(config: DecoderConfig, name: str, layer: int) -> Mlp | Experts:
 
     def gate_or_up(part: int) -> Linear:
         tensor = f"{name}.experts.gate_up_proj"
-        return Linear(Spec("EQD", "E Q D", tensor, fused=("Q", "Q"), part=part, fused_axis=1, transposed=True))
+        return Linear(Spec("eQD", "E Q D", tensor, fused=("Q", "Q"), part=part, fused_axis=1, transposed=True))
 
     return Experts(
         router=Linear(Spec("ED", "E D", f"{name}.router.weight", dtype="float32")),
         gate_proj=gate_or_up(0),
         up_proj=gate_or_up(1),
-        down_proj=Linear(Spec("EDQ", "E D Q", f"{name}.experts.down_proj", transposed=True)),
+        down_proj=Linear(Spec("eDQ", "E D Q", f"{name}.experts.down_proj", transposed=True)),
         shared=shared_mlp(f"{name}.shared_expert"),
     )
 

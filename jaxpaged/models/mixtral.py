@@ -6,9 +6,10 @@ from typing import Any
 
 from jaxpaged.layers.experts import Experts, RouterConfig
 from jaxpaged.models import llama
-from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields
+from jaxpaged.models.config import DecoderConfig, HfFields
 from jaxpaged.models.decoder_specs import decoder_specs
 from jaxpaged.models.expert_specs import check_experts, expert_specs
+from jaxpaged.models.experts_config import ExpertsConfig
 
 
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:

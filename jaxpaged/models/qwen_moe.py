@@ -9,9 +9,10 @@ from typing import Any
 
 from jaxpaged.layers.experts import RouterConfig
 from jaxpaged.models import llama
-from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields
+from jaxpaged.models.config import DecoderConfig, HfFields
 from jaxpaged.models.decoder_specs import decoder_specs
 from jaxpaged.models.expert_specs import check_experts, feed_forward_specs, no_windows, sparse_layers
+from jaxpaged.models.experts_config import ExpertsConfig
 
 
 def qwen2_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:

@@ -30,6 +30,7 @@ ALPHABET = {
     "A": "what a head that drafts reads of a decoder: several hidden states, one behind the other",
     "Z": "an embedding and a hidden state, one behind the other",
     "E": "experts",
+    "e": "places of experts on devices: of each expert one, and copies of some where there are more places",
     "Q": "feed-forward width of an expert",
     "O": "feed-forward width of the experts that all tokens share",
     "X": "vocabulary of drafts",
@@ -39,4 +40,4 @@ ALPHABET = {
     "k": "the part of a head's key that is made of the latent and not rotated",
     "v": "width of a head's values, where it is another than its keys'",
 }
-"""Every letter that may name an axis; small ones are those of parameters of latent attention only."""
+"""Every letter that may name an axis; small ones are those of parameters only, most of them of latent attention."""

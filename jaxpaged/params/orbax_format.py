@@ -131,7 +131,8 @@ def stored_shapes(specs: Any, sizes: Mapping[str, int]) -> dict[str, tuple[int, 
     """Parameter path -> its shape in this format: one axis per letter, in the checkpoint's sizes."""
     leaves: list[Spec] = jax.tree.leaves(specs)
     return {
-        name: tuple(sizes[letter] for letter in spec.dims) for name, spec in zip(names_of(specs), leaves, strict=True)
+        name: tuple(sizes[letter] for letter in spec.stored_dims)
+        for name, spec in zip(names_of(specs), leaves, strict=True)
     }
 
 

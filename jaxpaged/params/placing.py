@@ -1,9 +1,9 @@
 """One tensor, as a checkpoint stores it, or a stack of them -> one sharded array, as the model uses it.
 
-Axes are split and cut, key heads repeated, the vocabulary padded with zeros; only what a spec marks is transposed, or
-decoded as a whole on the host. Every device gets a copy of its own part only; of a stack it is made tensor by tensor. A
-quantized parameter is rounded before it is cut: its scales are those of whole rows. Knows letters, and neither files
-nor models.
+Axes are split and cut, key heads and experts repeated, the vocabulary padded with zeros; only what a spec marks is
+transposed, or decoded as a whole on the host. Every device gets a copy of its own part only; of a stack it is made
+tensor by tensor. A quantized parameter is rounded before it is cut: its scales are those of whole rows. Knows letters,
+and neither files nor models.
 """
 
 import math
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxpaged.params import mxfp4
 from jaxpaged.params.quantized import QuantizedArray, quantize, scales_spec
-from jaxpaged.params.sharding import device_sizes, num_model_shards, sharding_of
+from jaxpaged.params.sharding import sharding_of, sizes_on
 from jaxpaged.params.spec import Spec
 
 Part = np.ndarray | Sequence[np.ndarray]
@@ -61,7 +61,7 @@ def own_part(spec: Spec, stored: Sequence[np.ndarray], sizes: Mapping[str, int])
         own = slice(spec.part, None, len(spec.fused))
     parts = [tensor[(slice(None),) * axis + (own,)] for tensor in straight]
     tensor = mxfp4.decoded(*parts) if spec.encoding else parts[0]
-    return tensor.reshape([sizes[letter] for letter in spec.dims])
+    return tensor.reshape([sizes[letter] for letter in spec.stored_dims])
 
 
 def place(spec: Spec, stored: Sequence[np.ndarray], sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> Any:
@@ -93,18 +93,21 @@ def quantized_stack(tensors: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarr
 
 def place_array(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> jax.Array:
     """One array on its devices: every device's own part of `part`, cut, repeated or padded."""
-    full = device_sizes(sizes, num_model_shards(mesh))
+    full = sizes_on(mesh, sizes)
     shape = tuple(full[letter] for letter in spec.dims)
 
-    def cut_all(piece: np.ndarray, letters: str, index: tuple[slice, ...]) -> np.ndarray:
-        for axis, (letter, wanted) in enumerate(zip(letters, index, strict=True)):
-            piece = cut(piece, axis, letter, range(*wanted.indices(full[letter])), full[letter], sizes[letter])
+    def cut_all(piece: np.ndarray, first: int, index: tuple[slice, ...]) -> np.ndarray:
+        """What `index` names of the axes from `first` on, which are all that `piece` has."""
+        letters = zip(spec.dims[first:], spec.stored_dims[first:], index[first:], strict=True)
+        for axis, (letter, stored, wanted) in enumerate(letters):
+            piece = cut(piece, axis, letter, range(*wanted.indices(full[letter])), full[letter], sizes[stored])
         return piece
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         if isinstance(part, np.ndarray):
-            return np.array(cut_all(part, spec.dims, index), dtype=dtype, order="C")
-        own = [cut_all(tensor, spec.dims[1:], index[1:]) for tensor in part[index[0]]]
+            return np.array(cut_all(part, 0, index), dtype=dtype, order="C")
+        places = range(*index[0].indices(shape[0]))
+        own = [cut_all(part[place % len(part)], 1, index) for place in places]
         return np.stack(own, dtype=dtype, casting="unsafe")
 
     # Waiting keeps the promise of one tensor at a time: transfers would otherwise queue up.
@@ -112,9 +115,12 @@ def place_array(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dt
 
 
 def cut(piece: np.ndarray, axis: int, letter: str, wanted: range, full: int, stored: int) -> np.ndarray:
-    """Positions `wanted` of an axis of `full`, from one of `stored`: K is repeated, V padded, others are alike."""
+    """Positions `wanted` of an axis of `full`, from one of `stored`: heads K are repeated, each behind itself, and
+    experts e as a whole, V is padded, others are alike."""
     if letter == "K" and full != stored:
         return np.take(piece, [position * stored // full for position in wanted], axis=axis)
+    if letter == "e" and full != stored:
+        return np.take(piece, [position % stored for position in wanted], axis=axis)
     before = (slice(None),) * axis
     found = piece[(*before, slice(wanted.start, min(wanted.stop, stored)))]
     missing = len(wanted) - found.shape[axis]

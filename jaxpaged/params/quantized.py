@@ -66,7 +66,7 @@ def is_matrix(spec: Spec) -> bool:
 def scales_spec(spec: Spec) -> Spec:
     """The spec of a quantized matrix's scales: its output axes."""
     outputs = "".join(spec.hf_dims.split(" ")[:-1])
-    return Spec(outputs, outputs, spec.hf_name.format("*"))
+    return Spec(spec.dims[: len(outputs)], outputs, spec.hf_name.format("*"))
 
 
 def quantize(weight: np.ndarray, num_out_axes: int) -> tuple[np.ndarray, np.ndarray]:

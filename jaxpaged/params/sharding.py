@@ -1,8 +1,9 @@
-"""Which letters are split over which axis of the mesh, and how large an axis is once it is split.
+"""Which letters are split over which axes of the mesh, and how large an axis is once it is split.
 
-The only place that maps letters to mesh axes. It knows neither models nor checkpoints.
+The only place that names mesh axes and maps letters to them. It knows neither models nor checkpoints.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,24 +15,24 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.params.quantized import QuantizedArray, scales_spec
 from jaxpaged.params.spec import Spec
 
-MODEL_AXIS = "model"
-"""The mesh axis over which heads, feed-forward and vocabulary are split."""
+EXPERT_AXIS, TENSOR_AXIS = MODEL_AXES = ("expert", "tensor")
+"""The axes of the mesh: whole experts are spread over the first, and the columns of each are split over the second.
+Heads, other feed-forward blocks and vocabularies are split over both as if they were one."""
 
-MESH_AXIS_OF = dict.fromkeys("NKFQOVX", MODEL_AXIS)
-"""Letter -> mesh axis. Letters that are not here are whole on every device."""
+MESH_AXES_OF = dict.fromkeys("NKFOVX", MODEL_AXES) | {"e": EXPERT_AXIS, "Q": TENSOR_AXIS}
+"""Letter -> mesh axes. Letters that are not here are whole on every device."""
 
 SPLIT_EVENLY = {
     "N": "attention heads",
     "F": "feed-forward columns",
-    "Q": "columns of an expert",
     "O": "columns of shared experts",
 }
-"""Letters of axes that are neither padded nor repeated, and what they are."""
+"""Letters of axes that are split over all devices, neither padded nor repeated, and what they are."""
 
 
 def partition_spec(dims: str) -> PartitionSpec:
     """How an array with these axes is split."""
-    return PartitionSpec(*(MESH_AXIS_OF.get(letter) for letter in dims))
+    return PartitionSpec(*(MESH_AXES_OF.get(letter) for letter in dims))
 
 
 def sharding_of(spec: Spec, mesh: Mesh) -> NamedSharding:
@@ -41,14 +42,30 @@ def sharding_of(spec: Spec, mesh: Mesh) -> NamedSharding:
 
 def num_model_shards(mesh: Mesh) -> int:
     """Over how many devices heads, feed-forward and vocabulary are split."""
-    return mesh.shape[MODEL_AXIS]
+    return math.prod(mesh.shape[axis] for axis in MODEL_AXES)
+
+
+def sizes_on(mesh: Mesh, sizes: Mapping[str, int]) -> dict[str, int]:
+    """`device_sizes` on a mesh, with places of experts in a multiple of the devices over which they are spread. Raises
+    ConfigError when the columns of an expert do not divide either."""
+    result = device_sizes(sizes, num_model_shards(mesh))
+    if "e" in sizes:
+        result["e"] = -(-sizes["e"] // mesh.shape[EXPERT_AXIS]) * mesh.shape[EXPERT_AXIS]
+    if sizes.get("Q", 0) % mesh.shape[TENSOR_AXIS]:
+        raise ConfigError(
+            f"tensor_parallel_size {mesh.shape[TENSOR_AXIS]} does not divide the model's {sizes['Q']} columns of an "
+            "expert. Choose a tensor_parallel_size that does, or let devices have whole experts "
+            "(enable_expert_parallel)."
+        )
+    return result
 
 
 def device_sizes(sizes: Mapping[str, int], num_shards: int) -> dict[str, int]:
     """Letter -> size of the axis over all devices, from its size in the checkpoint.
 
     Key and value heads are repeated when there are fewer of them than shards; vocabularies are padded to a
-    multiple of the shards. Raises ConfigError when heads or feed-forward do not divide.
+    multiple of the shards. Raises ConfigError when heads or feed-forward do not divide. What experts need depends on
+    the mesh: `sizes_on`.
     """
     result = dict(sizes)
     for letter in {"V", "X"} & sizes.keys():
@@ -84,7 +101,7 @@ def param_shapes(specs: Any, config: Any, mesh: Mesh, dtype: Any) -> Any:
     Enough to compile a program ahead of time without any weights. `config.dim_sizes()` gives letter -> size
     in the checkpoint. A quantized parameter is a `QuantizedArray` of two of them.
     """
-    sizes = device_sizes(config.dim_sizes(), num_model_shards(mesh))
+    sizes = sizes_on(mesh, config.dim_sizes())
 
     def array(spec: Spec, dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(sizes[d] for d in spec.dims), dtype, sharding=sharding_of(spec, mesh))

@@ -32,16 +32,18 @@ class Spec:
     `transposed`: the tensor has the last two of `hf_dims` in the other order. `encoding` MXFP4: there are two tensors
     in place of one, see `mxfp4.py`.
 
-        up_proj = Spec("EQD", "E Q D", "....gate_up_proj", fused=("Q", "Q"), part=1, fused_axis=1, alternating=True)
+        up_proj = Spec("eQD", "E Q D", "....gate_up_proj", fused=("Q", "Q"), part=1, fused_axis=1, alternating=True)
 
     Where they stand end to end within every head, `within` has the letters of what is not divided:
 
         k_up = Spec("Nkc", "Nk c", "....kv_b_proj.weight", fused=("k", "v"), part=0, within="N")
 
+    Experts of the checkpoint, E, have places on devices, e, of which there may be more.
+
     When the first axis is spread over as many tensors, `hf_name` has `{}` in place of their numbers; an axis of size 1
     that the model does without is spelled 1:
 
-        gate_proj = Spec("EQD", "E Q D", "....experts.{}.gate_proj.weight")
+        gate_proj = Spec("eQD", "E Q D", "....experts.{}.gate_proj.weight")
         shared_expert_gate = Spec("D", "1 D", "....shared_expert_gate.weight", dtype="float32")
 
     `quantized`: the model uses a `QuantizedArray` (quantized.py) instead of an array. `dtype` is that of numbers which
@@ -63,12 +65,17 @@ class Spec:
 
     def __post_init__(self) -> None:
         assert set(self.dims) <= ALPHABET.keys(), f"{self.dims!r} uses letters outside the alphabet"
-        spelled = self.hf_dims.replace(" ", "").replace("1", "")
-        assert spelled == self.dims, f"{self.hf_dims!r} does not spell {self.dims!r}"
-        assert not self.is_stacked or self.hf_dims.split(" ")[0] == self.dims[0], f"{self} is no stack"
+        spelled = self.dims.replace("e", "E")
+        assert self.stored_dims == spelled, f"{self.hf_dims!r} does not spell {self.dims!r}"
+        assert not self.is_stacked or self.hf_dims.split(" ")[0] == self.stored_dims[0], f"{self} is no stack"
         own_axis = self.hf_dims.split(" ")[self.fused_axis]
         assert not self.fused or self.within + self.fused[self.part] == own_axis, f"{self} is not its own part"
         assert not (self.is_stacked and (self.transposed or self.encoding)), f"{self} has several tensors already"
+
+    @property
+    def stored_dims(self) -> str:
+        """One letter per axis, as the checkpoint has them: its experts, where devices have places of experts."""
+        return self.hf_dims.replace(" ", "").replace("1", "")
 
     @property
     def is_stacked(self) -> bool:
@@ -79,7 +86,9 @@ class Spec:
         """The names of its tensors in the checkpoint."""
         if self.encoding:
             return [self.hf_name + end for end in MXFP4_TENSORS]
-        return [self.hf_name.format(i) for i in range(sizes[self.dims[0]])] if self.is_stacked else [self.hf_name]
+        return (
+            [self.hf_name.format(i) for i in range(sizes[self.stored_dims[0]])] if self.is_stacked else [self.hf_name]
+        )
 
 
 def linear(dims: str, hf_dims: str, hf_name: str) -> Spec:

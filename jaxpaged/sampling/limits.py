@@ -66,7 +66,7 @@ def least_by_kernel(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod)
     The same numbers as those of `sampling_limits`, but where top_p's sum of the likeliest is as near to top_p as sums
     round: then one token more or less may stay. A row's number depends on nothing but the row.
     """
-    num_rows, (axis,) = len(logits_SV), method.mesh.axis_names
+    num_rows = len(logits_SV)
     limited_S = rows.limited_S
     limits = (
         jnp.where(limited_S, rows.top_k_S, 0), jnp.where(limited_S, rows.top_p_S, 1.0),
@@ -74,7 +74,7 @@ def least_by_kernel(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod)
     )  # fmt: skip
     missing = -num_rows % method.mesh.size
     padded = [jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for x in (logits_SV, *limits)]
-    by_row = PartitionSpec(axis)
+    by_row = PartitionSpec(method.mesh.axis_names)
     find = jax.shard_map(
         functools.partial(top_k_top_p.least_logits, backend="tpu", interpret=interpret_mode(method.kernel)),
         mesh=method.mesh, in_specs=(by_row,) * 4, out_specs=by_row, check_vma=False,

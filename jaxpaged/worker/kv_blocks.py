@@ -28,7 +28,7 @@ from jaxpaged.kv_cache_spec import (
 )
 from jaxpaged.layers.attention import AttentionContext, check_attention, kv_struct
 from jaxpaged.layers.latent_attention import check_latent_attention, stored_width
-from jaxpaged.params.sharding import MODEL_AXIS
+from jaxpaged.params.sharding import MODEL_AXES
 from pallas_kernels.ragged_paged_attention import kv_layout
 
 # Where the device reports no memory of its own (CPU), KV blocks take at most this share of the host's memory, unless
@@ -144,7 +144,7 @@ def tensor_struct(context: AttentionContext, spec: CacheSpec, num_blocks: int, d
     if isinstance(spec, AttentionSpec):
         return kv_struct(context, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, dtype)
     if isinstance(spec, StateSpec):
-        split = NamedSharding(context.mesh, PartitionSpec(None, MODEL_AXIS))
+        split = NamedSharding(context.mesh, PartitionSpec(None, MODEL_AXES))
         return [jax.ShapeDtypeStruct((num_blocks, *each.shape), each.dtype, sharding=split) for each in spec.arrays]
     whole = NamedSharding(context.mesh, PartitionSpec())
     width = spec.stored_width or spec.width

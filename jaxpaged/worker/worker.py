@@ -61,7 +61,10 @@ class Worker:
         self.progress = progress or (lambda stage, done, total: None)
         enable_compilation_cache(config.compile.compilation_cache_dir)
         parallel = config.parallel
-        mesh = make_mesh(parallel.tensor_parallel_size, num_processes=parallel.num_processes)
+        mesh = make_mesh(
+            parallel.tensor_parallel_size, num_processes=parallel.num_processes,
+            spreads_experts=parallel.enable_expert_parallel,
+        )  # fmt: skip
         self.blueprint = Blueprint(config, model, decoder, mesh)
         check_slice(parallel.data_parallel_size, self.blueprint.mesh)
         self.bundle = self._open_bundle()

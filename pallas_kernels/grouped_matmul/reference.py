@@ -30,14 +30,14 @@ def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, i
     items = make_items(group_sizes_E, T, tile, aligned=False)
 
     def multiply(i, out_TF):
-        expert = jnp.minimum(items.expert_I[i], E - 1)
+        expert = items.expert_I[i]
         token_t = items.first_I[i] + jnp.arange(tile)
         x_tD = x_TD.at[token_t].get(mode="clip")
         out_tF = _product(x_tD, *(None if x is None else x[expert] for x in (weights.values_EFD, weights.scale_ECF)))
-        mine_t = (token_t < items.end_I[i]) & (items.expert_I[i] < E)
-        return out_TF.at[jnp.where(mine_t, token_t, NOWHERE)].set(out_tF, mode="drop")
+        return out_TF.at[jnp.where(token_t < items.end_I[i], token_t, NOWHERE)].set(out_tF, mode="drop")
 
-    return lax.fori_loop(0, items.num_items[0], multiply, jnp.zeros((T, F), x_TD.dtype))
+    num_with_expert = jnp.sum(items.expert_I < E)  # they come first; what is beyond the last group stays zero
+    return lax.fori_loop(0, num_with_expert, multiply, jnp.zeros((T, F), x_TD.dtype))
 
 
 def _product(x_tD: jax.Array, values_FD: jax.Array, scale_CF: jax.Array | None) -> jax.Array:

@@ -10,8 +10,11 @@ from jaxpaged.errors import ConfigError
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_the_mesh_has_the_first_devices_on_its_axis(size):
     mesh = make_mesh(size)
-    assert dict(mesh.shape) == {"model": size}
+    assert dict(mesh.shape) == {"expert": 1, "tensor": size}
     assert list(mesh.devices.flat) == jax.devices()[:size]
+    spread = make_mesh(size, spreads_experts=True)
+    assert dict(spread.shape) == {"expert": size, "tensor": 1}
+    assert list(spread.devices.flat) == jax.devices()[:size]
 
 
 def test_the_devices_can_be_given():

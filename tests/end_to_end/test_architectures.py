@@ -25,6 +25,8 @@ NAMES = (
 # They have nothing that one of those has not.
 OTHERS = ("qwen3_moe", "glm4", "olmo2", "granite", "seed_oss", "exaone4", "deepseek_v2")
 ON_ONE_DEVICE = ("llama", "gemma3", "qwen2_moe")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "llama4")
+SPREAD = ("glm4_moe",)
 # One bucket that the prompt of 40 tokens does not fit: it takes three chunks.
 OPTIONS = {
     "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 8,
@@ -36,7 +38,10 @@ def start(folder, num_devices, **options):
     hf = load_hf_config(folder)
     model = model_for(hf)
     decoder = model.config_from_hf(hf)
-    facts = ModelFacts(decoder.max_position_embeddings, decoder.dtype, decoder.num_heads, decoder.vocab_size)
+    facts = ModelFacts(
+        decoder.max_position_embeddings, decoder.dtype, decoder.num_heads, decoder.vocab_size,
+        has_experts=decoder.experts is not None,
+    )  # fmt: skip
     given = EngineConfig.from_options(**OPTIONS, **options, tensor_parallel_size=num_devices)
     config, model = given.resolve(facts, "cpu"), with_draft_model(given, model, decoder, folder)
     executor = UniProcExecutor(config, model, decoder, folder)
@@ -111,19 +116,22 @@ def test_greedy_tokens_are_those_of_transformers_where_tokens_are_drafted(name, 
 
 
 def alone_and_split():
-    """Every name on four devices. That one device computes the same numbers is what `models/test_golden.py` asks."""
+    """(name, devices, whether whole experts are spread over them): every name on four devices. That one device computes
+    the same numbers is what `models/test_golden.py` asks."""
     for name in (*NAMES, *OTHERS):
         for num_devices in (1, 4):
             is_new = name in NAMES and (num_devices > 1 or name in ON_ONE_DEVICE)
-            yield pytest.param(name, num_devices, marks=() if is_new else pytest.mark.exhaustive)
+            yield pytest.param(name, num_devices, False, marks=() if is_new else pytest.mark.exhaustive)
+    for name in WITH_EXPERTS:
+        yield pytest.param(name, 4, True, marks=() if name in SPREAD else pytest.mark.exhaustive)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "num_devices"), list(alone_and_split()))
-def test_greedy_tokens_are_those_of_transformers_without_any_recompile(name, num_devices, tmp_path):
+@pytest.mark.parametrize(("name", "num_devices", "spreads_experts"), list(alone_and_split()))
+def test_greedy_tokens_are_those_of_transformers_without_any_recompile(name, num_devices, spreads_experts, tmp_path):
     folder = write_checkpoint(name, tmp_path)
     golden, prompt = golden_of(name)["greedy"], prompt_of(name)
-    scheduler, executor = start(folder, num_devices)
+    scheduler, executor = start(folder, num_devices, enable_expert_parallel=spreads_experts)
     try:
         others = [prompt[5:17], prompt[20:23], prompt[:39]]
         first, *_, last = generate(scheduler, executor, [prompt, *others, prompt], len(golden))

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext, allocate_kv, attend, kv_sharding, kv_struct
+from jaxpaged.params.sharding import MODEL_AXES
 from pallas_kernels.ragged_paged_attention import make_metadata
 
 N, K, H, S, BLOCKS, LAYERS = 8, 4, 16, 8, 500, 2
@@ -17,7 +19,7 @@ T = 16
 
 def context(num_devices: int) -> AttentionContext:
     devices = jax.devices()[:num_devices]
-    mesh = jax.make_mesh((num_devices,), ("model",), axis_types=(AxisType.Auto,), devices=devices)
+    mesh = make_mesh(num_devices, devices)
     return AttentionContext(mesh, "reference")
 
 
@@ -89,10 +91,10 @@ def test_heads_that_do_not_split_over_the_devices_are_refused_with_the_numbers()
 
 
 def test_a_mesh_with_other_axes_besides_works():
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), ("data", *MODEL_AXES))
     both = AttentionContext(mesh, "reference")
     kv = allocate_kv(both, BLOCKS, S, K, H, jnp.float32)
-    assert kv.arrays[0].sharding.spec == PartitionSpec(None, "model")
+    assert kv.arrays[0].sharding.spec == PartitionSpec(None, MODEL_AXES)
     out_TNH, _ = jax.jit(functools.partial(attend_layers, both))(random_queries(), [kv])
     alone_TNH, _ = jax.jit(functools.partial(attend_layers, context(1)))(random_queries(), new_caches(context(1))[:1])
     np.testing.assert_allclose(out_TNH, alone_TNH, atol=1e-6)

@@ -1,16 +1,18 @@
-"""Blocks of experts against a loop over tokens in numpy, on one device and on four."""
+"""Blocks of experts against a loop over tokens in numpy, on one device, split over four, and spread over several."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
 
-from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.layers import experts
 from jaxpaged.layers.experts import SIGMOID, SOFTMAX, Experts, RouterConfig, mixture_of_experts, route
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import Mlp
+from jaxpaged.params.sharding import MODEL_AXES
 
-WIDTH, COLUMNS, NUM_EXPERTS, NUM_TOKENS, NUM_PADDING = 12, 8, 6, 9, 3
+WIDTH, COLUMNS, SHARED, NUM_EXPERTS, NUM_TOKENS, NUM_PADDING = 12, 8, 12, 6, 9, 3
 ROUTERS = {
     "one of all": RouterConfig(1, is_normalised=True),
     "all": RouterConfig(6, SOFTMAX),
@@ -18,11 +20,17 @@ ROUTERS = {
 }
 
 
+def mesh_of(num_spread, num_split):
+    """Whole experts on `num_spread` devices each, every one of them split over `num_split`."""
+    devices = np.array(jax.devices()[: num_spread * num_split]).reshape(num_spread, num_split)
+    return Mesh(devices, MODEL_AXES, axis_types=(AxisType.Auto,) * 2)
+
+
 def make_block(seed, correction=None):
     rng = np.random.default_rng(seed)
     random = lambda *shape: (rng.standard_normal(shape) / 2).astype(np.float32)
     gate, up, down = (NUM_EXPERTS, COLUMNS, WIDTH), (NUM_EXPERTS, COLUMNS, WIDTH), (NUM_EXPERTS, WIDTH, COLUMNS)
-    shared = Mlp(Linear(random(COLUMNS, WIDTH)), Linear(random(COLUMNS, WIDTH)), Linear(random(WIDTH, COLUMNS)))
+    shared = Mlp(Linear(random(SHARED, WIDTH)), Linear(random(SHARED, WIDTH)), Linear(random(WIDTH, SHARED)))
     router = Linear(random(NUM_EXPERTS, WIDTH))
     block = Experts(
         router, Linear(random(*gate)), Linear(random(*up)), Linear(random(*down)), correction, shared, random(WIDTH)
@@ -53,14 +61,53 @@ def expected(x, p, config):
     return routed + shared / (1 + np.exp(-p.shared_gate @ x))
 
 
-@pytest.mark.parametrize(("name", "num_devices"), [("one of all", 1), ("all", 4), ("groups", 4)])
-def test_a_block_is_the_weighed_sum_of_its_experts_and_padding_goes_to_none(name, num_devices):
+@pytest.mark.parametrize(
+    ("name", "num_devices", "least_pairs"),
+    [
+        ("one of all", (1, 1), 128),
+        ("all", (1, 4), 128),
+        ("groups", (1, 4), 128),
+        ("groups", (2, 2), 128),
+        ("one of all", (6, 1), 1),
+        ("all", (3, 1), 8),
+        ("groups", (6, 1), 2),
+    ],
+)
+def test_a_block_is_the_weighed_sum_of_its_experts_and_padding_goes_to_none(
+    name, num_devices, least_pairs, monkeypatch
+):
+    """Small `least_pairs` let a device take several turns."""
+    monkeypatch.setattr(experts, "LEAST_PAIRS", least_pairs)
     config, correction = ROUTERS[name], np.linspace(-0.4, 0.4, NUM_EXPERTS).astype(np.float32)
     p, x_TD = make_block(1, correction if config.score == SIGMOID else None)
     x_TD[NUM_TOKENS:] = np.nan
-    run = jax.jit(lambda x_TD, p, n: mixture_of_experts(x_TD, p, config, "silu", n, make_mesh(num_devices)))
+    run = jax.jit(lambda x_TD, p, n: mixture_of_experts(x_TD, p, config, "silu", n, mesh_of(*num_devices)))
     out_TD = run(x_TD, p, NUM_TOKENS)[:NUM_TOKENS]
     np.testing.assert_allclose(out_TD, [expected(x, p, config) for x in x_TD[:NUM_TOKENS]], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("least_pairs", [2, 128])
+def test_all_tokens_may_go_to_one_device_and_none_to_the_others(least_pairs, monkeypatch):
+    """The pairs of that device, all there are, take as many turns as they need; biases count once."""
+    monkeypatch.setattr(experts, "LEAST_PAIRS", least_pairs)
+    p, x_TD = make_block(3, np.array([0, 0, 9, 8, 0, 0], np.float32))
+    biases = np.random.default_rng(4).standard_normal((3, NUM_EXPERTS, WIDTH)).astype(np.float32)
+    p = p.replace(
+        gate_proj=p.gate_proj.replace(bias=biases[0, :, :COLUMNS]), down_proj=p.down_proj.replace(bias=biases[1])
+    )
+    run = lambda mesh: jax.jit(
+        lambda x_TD, p: mixture_of_experts(x_TD, p, RouterConfig(2, SIGMOID), "silu", len(x_TD), mesh)
+    )(x_TD, p)
+    alone = run(mesh_of(1, 1))
+    np.testing.assert_allclose(run(mesh_of(3, 1)), alone, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run(mesh_of(3, 2)), alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_device_computes_twice_its_share_at_a_time():
+    assert experts.pairs_at_once(100, 8) == 100  # all of few
+    assert experts.pairs_at_once(8192, 8) == 2048
+    assert experts.pairs_at_once(8192, 1) == experts.pairs_at_once(8192, 2) == 8192
+    assert experts.pairs_at_once(1000, 8) == 256
 
 
 def test_a_correction_chooses_experts_and_does_not_weigh_them():

@@ -47,13 +47,14 @@ class PagedModel:
     """A checkpoint on `num_shards` devices; `logits` feeds tokens and returns their logits."""
 
     def __init__(
-        self, folder: Path, num_shards: int = 1, max_model_len: int | None = None, quantization: str | None = None
-    ):
+        self, folder: Path, num_shards: int = 1, max_model_len: int | None = None, quantization: str | None = None,
+        spreads_experts: bool = False,
+    ):  # fmt: skip
         hf = json.loads((folder / "config.json").read_text())
         self.model = model_for(hf)
         config = self.model.config_from_hf(hf)
         self.config = dataclasses.replace(config, max_model_len=max_model_len or config.max_model_len)
-        self.mesh = make_mesh(num_shards)
+        self.mesh = make_mesh(num_shards, spreads_experts=spreads_experts)
         self.context = AttentionContext(self.mesh, "reference")
         specs = quantized_specs(self.model.param_specs(self.config, num_shards), quantization)
         self.params = load_params(specs, self.config, folder, self.mesh, jnp.float32)

@@ -31,8 +31,8 @@ SHARDED_NAMES = [
 ]
 
 
-def load(name, tmp_path, num_shards=1):
-    return PagedModel(write_checkpoint(name, tmp_path), num_shards, max_model_len_of(name))
+def load(name, tmp_path, num_shards=1, **options):
+    return PagedModel(write_checkpoint(name, tmp_path), num_shards, max_model_len_of(name), **options)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,15 +52,19 @@ def test_a_mimo_is_a_qwen_2_with_a_layer_more(tmp_path):
     np.testing.assert_allclose(logits.sum(axis=1), golden_of("qwen2")["sums"], rtol=1e-4, atol=2e-3)
 
 
-def test_experts_in_4_bits_are_the_same_weights(tmp_path):
-    """Over devices whose parts of a weight end in the middle of a group."""
-    model = PagedModel(write_packed_checkpoint("gpt_oss", tmp_path), num_shards=8)
+@pytest.mark.parametrize("spreads_experts", [False, True])
+def test_experts_in_4_bits_are_the_same_weights(spreads_experts, tmp_path):
+    """Over devices whose parts of a weight end in the middle of a group; where devices have whole experts, the first
+    stand a second time behind the five that there are."""
+    folder = write_packed_checkpoint("gpt_oss", tmp_path)
+    model = PagedModel(folder, num_shards=8, spreads_experts=spreads_experts)
+    order = [0, 1, 2, 3, 4, 0, 1, 2] if spreads_experts else range(5)
     for layer, name in enumerate(("gate_proj", "up_proj", "down_proj")):
         weight = getattr(model.params.layers[layer % 2].mlp, name).weight
         dense = make_tensors("gpt_oss")
         stored = dense[f"model.layers.{layer % 2}.mlp.experts.{'down_proj' if layer == 2 else 'gate_up_proj'}"]
         expected = stored if layer == 2 else stored[:, :, layer::2]
-        np.testing.assert_array_equal(np.asarray(weight), expected.swapaxes(1, 2))
+        np.testing.assert_array_equal(np.asarray(weight), expected.swapaxes(1, 2)[order])
 
 
 @pytest.mark.parametrize(
@@ -81,6 +85,27 @@ def test_eight_devices_give_the_tokens_of_one(name, tmp_path):
     np.testing.assert_allclose(logits.sum(axis=1), golden["sums"], rtol=1e-4, atol=2e-3)
     assert model.continue_greedily(logits[-1], 4) == golden["greedy"][:4]
     # One sum for the embedding and one for each half of a layer is all that devices must exchange.
+    assert collectives(model) == {"all-reduce": 1 + 2 * model.config.num_layers}
+
+
+# 5, 6 and 16 experts, of which a token goes to 1, some or all; with biases, with shared ones, packed in 4 bits.
+SPREAD_NAMES = ["mixtral", "qwen2_moe_all", "gpt_oss", "deepseek_v3", "llama4"]
+OTHER_SPREAD_NAMES = ("mixtral_window_top1", "qwen3_moe", "glm4_moe", "deepseek_v2")
+
+
+@pytest.mark.parametrize(
+    "name", [*SPREAD_NAMES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHER_SPREAD_NAMES)]
+)
+def test_experts_spread_over_eight_devices_give_the_tokens_of_one(name, tmp_path):
+    golden, model = golden_of(name), load(name, tmp_path, num_shards=8, spreads_experts=True)
+    experts = model.config.experts
+    stored = model.params.layers[experts.layers[0]].mlp.up_proj.weight
+    assert stored.shape == (-(-experts.num_experts // 8) * 8, experts.width, model.config.hidden_size)
+    assert stored.sharding.shard_shape(stored.shape)[1:] == stored.shape[1:]  # whole experts
+    logits = model.logits(prompt_of(name))
+    np.testing.assert_allclose(logits.sum(axis=1), golden["sums"], rtol=1e-4, atol=2e-3)
+    assert model.continue_greedily(logits[-1], 4) == golden["greedy"][:4]
+    # No token travels: each device computes its experts' share of all of them.
     assert collectives(model) == {"all-reduce": 1 + 2 * model.config.num_layers}
 
 

@@ -18,10 +18,14 @@ def written_out(param):
     return param.values.astype(jnp.float32) * scales
 
 
-@pytest.mark.parametrize(("name", "num_shards"), [("qwen3_bias", 1), ("gemma3", 8), ("qwen2_moe_all", 8)])
-def test_logits_are_those_of_the_rounded_weights(name, num_shards, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "num_shards", "spreads_experts"),
+    [("qwen3_bias", 1, False), ("gemma3", 8, False), ("qwen2_moe_all", 8, False), ("gpt_oss", 4, True)],
+)
+def test_logits_are_those_of_the_rounded_weights(name, num_shards, spreads_experts, tmp_path):
     write_checkpoint(name, tmp_path)
-    rounded, exact = PagedModel(tmp_path, num_shards, quantization="int8"), PagedModel(tmp_path)
+    rounded = PagedModel(tmp_path, num_shards, quantization="int8", spreads_experts=spreads_experts)
+    exact = PagedModel(tmp_path)
     exact.params = jax.tree.map(written_out, PagedModel(tmp_path, quantization="int8").params, is_leaf=is_quantized)
     assert rounded.params.layers[0].mlp.up_proj.weight.values.dtype == jnp.int8
     expected, logits = exact.logits(prompt_of(name)), rounded.logits(prompt_of(name))

@@ -24,7 +24,7 @@ from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.sharding import bytes_on_device, elements_on_device
-from jaxpaged.plan import Plan, PlannedProgram, Speed
+from jaxpaged.plan import Plan, PlannedProgram, Speed, worst_bytes
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.planning.program_text import ProgramText
 from jaxpaged.worker.planning.roofline import (
@@ -53,7 +53,7 @@ class Planner:
 
     def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, target: Target):
         self.config, self.model, self.decoder, self.target = config, model, decoder, target
-        self.blueprint = Blueprint(config, model, decoder, target.mesh(config.parallel.tensor_parallel_size))
+        self.blueprint = Blueprint(config, model, decoder, target.mesh(*config.parallel.devices))
         self.pools = config.model.runner == "pooling"
         self.reserve = reserve_of(self.blueprint)
         self.compiled: dict[ProgramKey, jax.stages.Compiled] = {}
@@ -148,10 +148,11 @@ class Planner:
         config = self.config
         attention = {"attention_backend": self.blueprint.attention.backend} if self.target.compiles else {}
         pooling = {"runner": "pooling", "convert": config.model.convert} if self.pools else {}
-        num_cores = config.parallel.data_parallel_size
+        num_cores, spreads_experts = config.parallel.data_parallel_size, config.parallel.enable_expert_parallel
         return (
             pooling
             | ({"data_parallel_size": num_cores} if num_cores > 1 else {})
+            | ({"enable_expert_parallel": True} if spreads_experts else {})
             | {
                 "dtype": config.model.dtype,
                 "kv_cache_dtype": config.cache.kv_cache_dtype,
@@ -276,6 +277,8 @@ class Planner:
                 f"{self.work(programs).waited_share:.0%} of what they exchange is waited for"
                 + ("" if programs else ", as nothing was compiled that would say otherwise")
             )
+        if self.config.parallel.enable_expert_parallel:
+            lines.append("tokens go to the experts of all devices alike; the most loaded device makes a step longer")
         if not programs:
             lines.append("nothing was compiled: temporaries are an upper estimate from shapes")
         return lines
@@ -367,17 +370,10 @@ def largest_split(
 def can_split(config: EngineConfig, model: Model, decoder: DecoderConfig) -> bool:
     """Whether heads and feed-forward divide as `config` says."""
     try:
-        Blueprint(config, model, decoder, shapes_mesh(config.parallel.tensor_parallel_size))
+        Blueprint(config, model, decoder, shapes_mesh(*config.parallel.devices))
     except ConfigError:
         return False
     return True
-
-
-def worst_bytes(programs: Sequence[PlannedProgram]) -> int:
-    """What programs may take besides their arguments: the temporaries of the greediest, since they run one after
-    another, and what a step hands over, twice, since the next step is dispatched meanwhile."""
-    temporaries = max(program.temporary_bytes for program in programs)
-    return temporaries + 2 * max((program.output_bytes for program in programs if program.kind != "zeros"), default=0)
 
 
 def forward_bytes(programs: Sequence[PlannedProgram], num_tokens: int) -> int:

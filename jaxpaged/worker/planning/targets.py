@@ -16,10 +16,10 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-from jaxpaged.distributed.mesh import Coordinates, check_mesh_size, make_mesh, sizes_of, torus_sizes
+from jaxpaged.distributed.mesh import Coordinates, check_mesh_size, make_mesh, mesh_shape, sizes_of, torus_sizes
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.installed import is_installed
-from jaxpaged.params.sharding import MODEL_AXIS
+from jaxpaged.params.sharding import MODEL_AXES
 from jaxpaged.plan import DeviceFacts
 
 CHIPS = {
@@ -80,17 +80,18 @@ class Target:
     def compiles(self) -> bool:
         return bool(self.devices)
 
-    def mesh(self, size: int) -> Mesh | AbstractMesh:
+    def mesh(self, size: int, spreads_experts: bool = False) -> Mesh | AbstractMesh:
         """A mesh of `size` devices of the target, real ones if it compiles. Raises ConfigError if there is none."""
         if self.compiles:
-            return make_mesh(size, self.devices)
+            return make_mesh(size, self.devices, spreads_experts=spreads_experts)
         check_mesh_size(size, self.sizes, self.num_devices, f"devices of {self.name}")
-        return shapes_mesh(size, AbstractDevice(self.device.name, None, self.platform))
+        return shapes_mesh(size, spreads_experts, AbstractDevice(self.device.name, None, self.platform))
 
 
-def shapes_mesh(size: int, device: AbstractDevice | None = None) -> AbstractMesh:
+def shapes_mesh(size: int, spreads_experts: bool = False, device: AbstractDevice | None = None) -> AbstractMesh:
     """A mesh with a size and no devices: enough for shapes and shardings. `device`: what each is, if it matters."""
-    return AbstractMesh((size,), (MODEL_AXIS,), axis_types=(AxisType.Auto,), abstract_device=device)
+    types = (AxisType.Auto,) * len(MODEL_AXES)
+    return AbstractMesh(mesh_shape(size, spreads_experts), MODEL_AXES, axis_types=types, abstract_device=device)
 
 
 def known_targets() -> str:

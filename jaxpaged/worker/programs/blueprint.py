@@ -23,7 +23,7 @@ from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.drafted import DraftedParams, drafted_model, drafting_model
 from jaxpaged.models.interface import DraftModel, Model
 from jaxpaged.params.quantized import quantized_specs
-from jaxpaged.params.sharding import bytes_on_device, param_shapes
+from jaxpaged.params.sharding import EXPERT_AXIS, bytes_on_device, param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.limits import LimitsMethod, choose_method
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
@@ -216,7 +216,8 @@ class Blueprint:
         The largest step holds a few [T, F] and [T, D] arrays at a time, and the sampler a few float32 [S, V] ones.
         """
         scheduler, shards = self.config.scheduler, self.num_shards
-        per_token = max(3 * each.columns_per_token // shards + 8 * each.hidden_size for each in self.decoders)
+        share = 2 if self.mesh.shape[EXPERT_AXIS] > 1 else 1  # see `experts.pairs_at_once`
+        per_token = max(3 * share * each.columns_per_token // shards + 8 * each.hidden_size for each in self.decoders)
         activations = scheduler.max_num_batched_tokens * per_token * self.dtype.itemsize
         return activations + (6 + self.num_drafts) * scheduler.max_num_seqs * self.decoder.vocab_size * 4
 

@@ -1,5 +1,6 @@
 """Plans: arithmetic against the engine's own, and the compile path with this machine's CPU as the target."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -14,8 +15,8 @@ from jaxpaged.engine.build import facts_of, plan_engine, read_model, with_draft_
 from jaxpaged.errors import ConfigError
 from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.models.pooling import pooling_model
-from jaxpaged.plan import DeviceFacts, PlannedProgram
-from jaxpaged.worker.planning.planner import Planner, largest_split, worst_bytes
+from jaxpaged.plan import DeviceFacts, PlannedProgram, worst_bytes
+from jaxpaged.worker.planning.planner import Planner, largest_split
 from jaxpaged.worker.planning.targets import GPUS, Target, parse_target
 from jaxpaged.worker.programs.blueprint import StepPrograms
 from jaxpaged.worker.programs.bundles import Bundle
@@ -296,6 +297,18 @@ def test_of_a_model_with_experts_all_are_in_memory_and_a_token_meets_few(tmp_pat
     assert work.params == (work.weight_bytes - work.expert_bytes) // 4 + 2 * one_expert
 
 
+def test_experts_that_are_spread_are_counted_where_they_are(tmp_path):
+    """Five of them on two devices take three places on each."""
+    folder, options = write_checkpoint("mixtral", tmp_path), {"tensor_parallel_size": 2}
+    split, spread = (
+        planner(folder, toy(64 * MIB, num_devices=2), enable_expert_parallel=each, **options).work()
+        for each in (False, True)
+    )
+    one_expert = 2 * 3 * 40 * 48 * 4
+    assert split.expert_bytes == 5 * one_expert / 2 and spread.expert_bytes == 3 * one_expert
+    assert spread.weight_bytes - split.weight_bytes == one_expert / 2
+
+
 def test_a_lone_request_is_bound_by_host_and_kernels_where_the_model_is_small():
     """Of the embedded model on an H100 memory alone would allow hundreds of thousands of tokens per second."""
     plan = plan_engine(EngineConfig.from_options(model="demo"), "h100", compile=False)
@@ -337,3 +350,24 @@ def test_on_a_tpu_heads_are_split_and_no_program_copies_the_cache(folder, target
     assert plan.temporary_bytes > max(program.temporary_bytes for program in plan.programs)
     drawing = [key for key in own.compiled if key.kind.startswith(("sample", "decode"))]
     assert all("top_k_top_p" in own.compiled[key].as_text() for key in drawing)  # the kernel, on both devices
+
+
+@pytest.mark.aot_tpu
+@pytest.mark.skipif(tpu_targets.why_not() is not None, reason=str(tpu_targets.why_not()))
+def test_on_a_tpu_spread_experts_cost_one_sum_over_devices_as_split_ones_do(tmp_path):
+    """And no more room: nothing copies weights, 12 MiB a device in each of two layers."""
+    hf = json.loads((write_checkpoint("qwen3_moe", tmp_path) / "config.json").read_text(encoding="utf-8"))
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 128, "mlp_only_layers": []}
+    (tmp_path / "config.json").write_text(json.dumps(hf | sizes), encoding="utf-8")
+    options = {
+        "tensor_parallel_size": 8, "dtype": "bfloat16", "block_size": 16, "num_scheduler_steps": 1,
+        "max_num_batched_tokens": 512, "token_buckets": (512,),
+    }  # fmt: skip
+    split, spread = (
+        planner(tmp_path, parse_target("v6e:2x4"), **options, enable_expert_parallel=each).plan()
+        for each in (False, True)
+    )
+    assert [program.error for plan in (split, spread) for program in plan.programs if program.error] == []
+    of_split, of_spread = (next(each for each in plan.programs if each.kind == "forward") for plan in (split, spread))
+    assert of_split.collectives == of_spread.collectives and spread.weight_bytes == split.weight_bytes
+    assert of_spread.temporary_bytes <= 1.02 * of_split.temporary_bytes

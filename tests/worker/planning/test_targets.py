@@ -7,6 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpaged.errors import ConfigError
+from jaxpaged.params.sharding import MODEL_AXES
 from jaxpaged.worker.planning.targets import CHIPS, GPUS, parse_target, shapes_mesh
 from pallas_kernels import tpu_targets
 
@@ -75,7 +76,7 @@ def test_devices_of_a_topology_split_as_its_shape_does(name):
 def check_every_split(target):
     for size in range(1, target.num_devices + 2):
         if size in target.sizes:
-            assert dict(target.mesh(size).shape) == {"model": size}
+            assert dict(target.mesh(size).shape) == {"expert": 1, "tensor": size}
             continue
         with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}, ") as refused:
             target.mesh(size)
@@ -92,12 +93,12 @@ def test_the_compiler_takes_collectives_over_every_mesh(name):
     target = parse_target(name)
     for size in target.sizes:
         mesh = target.mesh(size)
-        a = jax.ShapeDtypeStruct((128, size * 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "model")))
-        b = jax.ShapeDtypeStruct((size * 128, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("model")))
+        a = jax.ShapeDtypeStruct((128, size * 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, MODEL_AXES)))
+        b = jax.ShapeDtypeStruct((size * 128, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(MODEL_AXES)))
         product = jax.jit(lambda a, b: a @ b, out_shardings=NamedSharding(mesh, P())).lower(a, b).compile()
         assert ("all-reduce" in product.as_text()) == (size > 1)
 
 
 def test_a_mesh_of_shapes_has_a_size_and_no_devices():
-    assert dict(shapes_mesh(4).shape) == {"model": 4}
-    assert dict(parse_target("h100:4").mesh(4).shape) == {"model": 4}
+    assert dict(shapes_mesh(4).shape) == {"expert": 1, "tensor": 4}
+    assert dict(parse_target("h100:4").mesh(4, True).shape) == {"expert": 4, "tensor": 1}
