@@ -197,6 +197,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     error_parameter: str | None = None  # the field of the request that is to blame
     pooled: np.ndarray | None = None  # float32, of a pooling request that is done
     times: tuple[float, float] | None = None  # of queuing and of the first step, s since the epoch; told once
+    loaded: dict[str, int] | None = None  # of its cached tokens those from tiers, by the tiers' names; told once
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):
@@ -219,6 +220,7 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     num_accepted_per_pos: list[int] = []  # the first draft, the second, ...
     external_prefix_cache_queries: int = 0  # tokens that were looked for in tiers besides the device
     external_prefix_cache_hits: int = 0
+    num_kv_fetches: list[int] = []  # requests whose keys and values are asked for, come, have come and they wait
 
 
 class StepRecord(msgspec.Struct, gc=False):
@@ -245,6 +247,8 @@ class StepRecord(msgspec.Struct, gc=False):
     update_end: float
     num_steps: int = 1
     program_wait: float = 0.0  # seconds between schedule_end and dispatch_end until programs were compiled
+    pages_saved: int = 0  # whose copies off the device were dispatched since the record before
+    pages_loaded: int = 0  # whose copies to the device were
 
 
 class KVBlockMap(msgspec.Struct):
@@ -277,6 +281,8 @@ class RequestState(msgspec.Struct, array_like=True):
     num_output_tokens: int
     num_cached_tokens: int
     num_preemptions: int
+    loaded: dict[str, int] = {}  # of the cached tokens those that came from tiers besides the device
+    is_loading: bool = False  # it waits for such
 
 
 class EngineSnapshot(msgspec.Struct):

@@ -84,6 +84,7 @@ def take_tokens(requests: Mapping[str, Request], output: ModelRunnerOutput) -> t
         result = EngineCoreOutput(request_id, new, request.num_cached_tokens, request.num_preemptions)
         if request.times is not None:
             result.times, request.times = request.times, None
+            result.loaded = request.loaded
         may_end = len(tokens) + len(new) >= request.max_total_tokens or not request.stop_ids.isdisjoint(new)
         if not (may_end or failed) and request.matcher is None:
             tokens += new

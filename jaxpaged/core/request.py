@@ -49,6 +49,7 @@ class Request:
         "drafts",
         "eos_token_id",
         "finish_reason",
+        "loaded",
         "lora_name",
         "matcher",
         "max_total_tokens",
@@ -95,6 +96,7 @@ class Request:
         self.num_drafts = 0
         self.drafts: Any = None  # what `core/drafts.py` knows of them
         self.num_cached_tokens = -1  # prefix-cache hit of the first admission; -1 before it
+        self.loaded: dict[str, int] | None = None  # of them, by tier, those that were loaded for it
         self.num_preemptions = 0
         # Of intake and of the first admission; None once they were told.
         self.times: tuple[float, float] | None = (time.time(), math.nan)
@@ -189,6 +191,7 @@ class Request:
             num_cached_tokens=max(self.num_cached_tokens, 0),
             num_preemptions=self.num_preemptions,
             times=self.times if was_scheduled else None,
+            loaded=self.loaded if was_scheduled else None,
         )
 
     def __repr__(self) -> str:

@@ -144,7 +144,7 @@ class EngineCore(EngineCoreClient):
         with self._changing_books():
             stats = self._scheduler.make_stats(awaited)
         stats.sleep_level = self._sleep.level
-        stats.external_prefix_cache_queries, stats.external_prefix_cache_hits = self.transfer.counts()
+        self.transfer.count_in(stats)
         return stats
 
     def reset_prefix_cache(self) -> bool:

@@ -13,7 +13,7 @@ from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.errors import UsageError
 from jaxpaged.executor.base import KVTransferWorker
 from jaxpaged.kv_store.prefix_file import PrefixInfo
-from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, StepRecord
+from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, SchedulerStats, StepRecord
 from jaxpaged.sampling_params import SamplingParams
 
 ASK_SECONDS = 0.002
@@ -75,7 +75,7 @@ class KVTransferDriver:
             elif self._fails and is_waiting:
                 reason = f"{fetched.came.count(False)} of {len(fetched.came)} blocks of its beginning were not loaded"
                 outputs += self._scheduler.fail_requests([load.request.request_id], reason)
-            block_ids = self._half.arrived(load, fetched.came)
+            block_ids = self._half.arrived(load, fetched.came, fetched.sources)
             if block_ids is not None:
                 self._worker.write(fetched, block_ids)
         return outputs
@@ -83,6 +83,7 @@ class KVTransferDriver:
     def observe(self, record: StepRecord) -> None:
         """A step is done."""
         if self._half is not None:
+            record.pages_saved, record.pages_loaded = self._worker.take_copied()
             begin = record.dispatch_end
             self._half.rates.observe_step(record.num_tokens, record.num_sampled, begin, record.result_ready)
 
@@ -124,6 +125,9 @@ class KVTransferDriver:
             )
         return self._half, self._worker
 
-    def counts(self) -> tuple[int, int]:
-        """(Tokens that were looked for in the tiers, those that were found and loaded)."""
-        return (self._half.num_queries, self._half.num_hits) if self._half is not None else (0, 0)
+    def count_in(self, stats: SchedulerStats) -> None:
+        """Say what was looked for in the tiers, and who waits for them now."""
+        half = self._half
+        if half is not None:
+            stats.external_prefix_cache_queries, stats.external_prefix_cache_hits = half.num_queries, half.num_hits
+            stats.num_kv_fetches = half.fetch_stages()

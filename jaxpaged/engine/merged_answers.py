@@ -5,7 +5,6 @@ their host. This module knows no core.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +33,7 @@ def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
         prefix_cache_hits=total("prefix_cache_hits"),
         external_prefix_cache_queries=total("external_prefix_cache_queries"),
         external_prefix_cache_hits=total("external_prefix_cache_hits"),
+        num_kv_fetches=[sum(stage) for stage in zip(*(each.num_kv_fetches for each in stats if each.num_kv_fetches))],
         num_preemptions=total("num_preemptions"),
         num_corrupted_reqs=total("num_corrupted_reqs"),
         num_scheduled_tokens=total("num_scheduled_tokens"),
@@ -54,8 +54,8 @@ def merged_executor_stats(stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if type(value) in (int, float) and name not in OF_EACH_DEVICE:
             merged[name] = sum(values)
         elif isinstance(value, dict):
-            counts = sum((Counter(each) for each in values), Counter())
-            merged[name] = dict(sorted(counts.items()))
+            keys = sorted(set().union(*(each or () for each in values)))
+            merged[name] = {key: sum(each.get(key, 0) for each in values if each) for key in keys}
         else:
             merged[name] = value
     return merged

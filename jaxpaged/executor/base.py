@@ -117,11 +117,16 @@ class KVTransferWorker(Protocol):
         ...
 
     def take_fetched(self) -> Sequence[Any]:
-        """What became of loads since the last call: each has the `load`, `came` for each page, and `seconds`."""
+        """What became of loads since the last call: each has the `load`, `came` and `sources` (the
+        tier's name) for each page, and `seconds`."""
         ...
 
     def wait(self, seconds: float) -> None:
         """Sleep until there is something to take, at most so long."""
+        ...
+
+    def take_copied(self) -> tuple[int, int]:
+        """Pages whose copies off the devices, and to them, were dispatched since the last call."""
         ...
 
     def write(self, fetched: Any, block_ids: Sequence[int]) -> None:

@@ -62,12 +62,16 @@ class Tiers:
         return next((page for mover in self._movers if (page := mover.find(key)) is not None), None)
 
     def get(self, key: PageKey) -> Buffer | None:
+        return self.get_from(key)[0]
+
+    def get_from(self, key: PageKey) -> tuple[Buffer | None, str]:
+        """`get`, and the name of the tier that had it. What is still on its way to one is in memory."""
         for number, tier in enumerate(self.tiers):
             if tier.lookup([key]) == [Lookup.HIT] and (page := tier.get(key)) is not None:
                 if number > 0:
                     self._movers[0].submit(key, np.frombuffer(page, np.uint8))
-                return page
-        return self._on_its_way(key)
+                return page, tier.name
+        return self._on_its_way(key), HostTier.name
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> bool:
         if len(self.tiers) == 1:

@@ -17,6 +17,11 @@ NOT_SHOWN = {
     "vllm:cache_config_info": "routers read it",
     "vllm:request_inference_time_seconds": "it is prefill and decode together",
     **{f"vllm:spec_decode_num_{what}": "only where tokens are drafted" for what in DRAFT_COUNTERS},
+    **{
+        f"jaxpaged:kv_offload_{what}": "bytes say as much"
+        for what in ("pages_saved", "pages_loaded", "tier_pages", "tier_hits", "tier_misses", "tier_stored")
+    },
+    **{f"vllm:kv_offload_{what}_size": "it depends on the lengths of prompts only" for what in ("load", "store")},
     "jaxpaged:programs_from_bundle": "it does not change",
     "jaxpaged:programs_from_cache": "it tells of the start only",
     "jaxpaged:num_devices": "it does not change",

@@ -36,6 +36,12 @@ def test_what_a_disk_keeps_is_loaded_after_a_restart(expected, tmp_path):
     again, cached = answers(llm)
     assert again == expected and min(cached) > 60
     assert worker_of(llm).stats()["recompiles"] == 0
+    told = {(each.name, *each.labels.values()): each for each in llm.get_metrics()}
+    assert told["vllm:prompt_tokens_cached_by_source", "host"].value > 100
+    assert told[("vllm:kv_offload_load_bytes",)].value and told[("vllm:kv_offload_store_size",)].count
+    assert told["jaxpaged:kv_offload_tier_pages", "disk"].value
+    summary = llm.timeline().summary()
+    assert summary.pages_saved and summary.pages_loaded and "blocks copied" in str(llm.timeline())
     llm.shutdown()
     files = list(tmp_path.rglob("*.safetensors"))
     for path in files[::2]:

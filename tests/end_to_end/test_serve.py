@@ -55,7 +55,7 @@ def collector():
 def process(collector):
     tracing = ["--otlp-traces-endpoint", collector.endpoint] if collector else []
     started = subprocess.Popen(
-        [*SERVE, "--grpc-port", "0", *tracing],
+        [*SERVE, "--grpc-port", "0", "--kv-offload", "host=16M", *tracing],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,

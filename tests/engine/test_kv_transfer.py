@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from jaxpaged import SamplingParams
 from jaxpaged.core.kv_transfer.rates import TRY_AGAIN, Rates
+from jaxpaged.core.kv_transfer.transfers import shared_out
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.messages import EngineCoreRequest
@@ -51,7 +52,10 @@ class FakeTransfer:
         if self.loads:
             load = self.loads.pop(0)
             some = [came[i % len(came)] and self.stored.get(page.key) == page for i, page in enumerate(load.pages)]
-            self.fetched.append(Fetched(load, some, [], 0.001))
+            self.fetched.append(Fetched(load, some, ["host" if ok else "" for ok in some], [], 0.001))
+
+    def take_copied(self):
+        return len(self.unconfirmed), self.num_written
 
     def take_fetched(self):
         taken, self.fetched = self.fetched, []
@@ -112,6 +116,11 @@ def test_a_known_beginning_is_loaded_once_the_device_has_forgotten_it():
     assert again[0].num_cached_tokens > 20 and transfer.num_written
     stats = core.stats()
     assert stats.external_prefix_cache_hits == again[0].num_cached_tokens
+    assert again[0].loaded == {"host": again[0].num_cached_tokens} and first[0].loaded is None
+    assert all(output.loaded is None for output in again[1:]), "it is told once"
+    core.add_request(request("again", PROMPT))
+    found = run(core)["again"][0]
+    assert found.num_cached_tokens and found.loaded is None, "it lay on the device"
     core.add_request(request("salted", PROMPT, cache_salt="s"))
     assert run(core)["salted"][0].num_cached_tokens == 0
 
@@ -130,7 +139,7 @@ def test_who_waits_for_a_stores_answer_is_passed_and_asks_again():
     transfer.num_unsure = 10**9
     core.add_request(request("gone", PROMPT))
     step(core, {})
-    assert core.transfer._half.is_asking
+    assert core.transfer._half.is_asking and core.stats().num_kv_fetches == [1, 0, 0]
     core.abort_requests(["gone"])
     assert not core.transfer._half.is_asking
     core.transfer._half.patience = 0.05
@@ -207,6 +216,29 @@ def test_nothing_is_lost_whatever_becomes_of_loads(actions, options):
         start = prompts[name][-1]
         assert tokens(heard[name]) == [5 + (start + i + 1 - 5) % (VOCAB - 5) for i in range(5)]
     assert core.reset_prefix_cache(), "somebody holds a block"
+
+
+def test_requests_that_wait_for_pages_are_counted_by_how_far_they_came():
+    core, transfer = make()
+    core.add_request(request("a", PROMPT))
+    run(core)
+    core.reset_prefix_cache()
+    core.add_request(request("b", [60] * 8, 30))
+    core.add_request(request("c", PROMPT))
+    core.step()
+    assert core.stats().num_kv_fetches == [0, 1, 0]
+    assert [state.is_loading for state in core.snapshot().waiting] == [True]
+    transfer.finish([True])
+    core.transfer.deliver()
+    state = core.snapshot().waiting[0]
+    assert core.stats().num_kv_fetches == [0, 0, 1] and state.loaded["host"] > 20 and not state.is_loading
+    run(core)
+    assert core.stats().num_kv_fetches == [0, 0, 0]
+
+
+def test_tokens_are_shared_out_by_pages():
+    assert shared_out(48, ["disk", "host", "host"]) == {"disk": 16, "host": 32}
+    assert shared_out(10, ["a", "b", "c"]) == {"a": 3, "b": 3, "c": 4} and shared_out(0, ["a"]) == {}
 
 
 def test_what_is_slower_is_tried_again_now_and_then():

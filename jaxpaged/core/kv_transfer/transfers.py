@@ -14,13 +14,14 @@ This module knows neither bytes nor devices.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxpaged.core.kv_cache.groups import CacheGroup
 from jaxpaged.core.kv_cache.manager import CacheHit, KVCacheManager
 from jaxpaged.core.kv_transfer.rates import Rates
-from jaxpaged.core.request import Request
+from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.kv_store.content import PageContent
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.prefix_file import PlacedPage
@@ -65,6 +66,7 @@ class KVTransfers:
         self._begun: list[Load] = []
         self._asked: dict[int, int] = {}  # a request's number -> how often it had been preempted when it was asked for
         self._asking: dict[int, tuple[Request, float]] = {}  # whose pages a store elsewhere is asked for, since when
+        self._has_come: dict[int, Request] = {}  # whose pages are on the device, and who may still wait, by number
         self.num_queries = self.num_hits = 0  # tokens
 
     # ---- saving --------------------------------------------------------------------------------
@@ -188,8 +190,15 @@ class KVTransfers:
             if end == wanted:
                 return end
 
-    def arrived(self, load: Load, came: Sequence[bool]) -> list[int] | None:
-        """Give blocks to the pages that came: their ids, 0 for those that did not.
+    def fetch_stages(self) -> list[int]:
+        """Requests whose pages are asked for, are on their way, and have come while the requests wait on."""
+        waits = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        self._has_come = {number: each for number, each in self._has_come.items() if each.status in waits}
+        num_loading = sum(not load.request.is_finished for load in self.loading.values())
+        return [len(self._asking) if self.is_asking else 0, num_loading, len(self._has_come)]
+
+    def arrived(self, load: Load, came: Sequence[bool], sources: Sequence[str]) -> list[int] | None:
+        """Give blocks to the pages that came, from tiers with these names: their ids, 0 for those that did not.
 
         None: nothing is to be done, since the request has ended, or its hashes are others, or too few blocks are free.
         What is written to these blocks must be dispatched before anything else.
@@ -200,15 +209,18 @@ class KVTransfers:
         del self.loading[request.request_id]
         if request.is_finished or not any(came):
             return None
-        self._manager.get_computed_blocks(request)  # its hashes are those of the weights as they are now
+        before = self._manager.get_computed_blocks(request)  # its hashes are those of the weights as they are now
         if any(self._content(request, p.key.group, i) != p for p, i in zip(load.pages, load.block_idxs)):
             return None
         places = [(page.key.group, idx) for page, idx, ok in zip(load.pages, load.block_idxs, came) if ok]
         ids = self._enter(request, places)
         if ids is None:
             return None
-        if all(came):
-            self.num_hits += load.num_tokens
+        gained = self._manager.get_computed_blocks(request).num_tokens - before.num_tokens
+        self.num_hits += gained
+        self._has_come[request.arrival_order] = request
+        if request.num_cached_tokens < 0:
+            request.loaded = shared_out(gained, [source for source, ok in zip(sources, came) if ok])
         given = iter(ids)
         return [next(given) if ok else 0 for ok in came]
 
@@ -229,6 +241,16 @@ class KVTransfers:
                 groups[g].pool.free_blocks([block])
         manager.release(hold)
         return [block.block_id for block in blocks] or None
+
+
+def shared_out(num_tokens: int, sources: Sequence[str]) -> dict[str, int]:
+    """Tokens by where their pages came from: each page counts alike, and what is left over counts for the last."""
+    ends, told = {}, 0
+    for source, count in sorted(Counter(sources).items()):
+        told += count
+        ends[source] = num_tokens * told // len(sources)
+    starts = [0, *ends.values()]
+    return {source: end - start for (source, end), start in zip(ends.items(), starts) if end > start}
 
 
 def read_range(group: CacheGroup, end: int) -> tuple[int, int]:

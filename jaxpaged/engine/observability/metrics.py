@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxpaged.engine.observability.metrics_types import Counter, Gauge, Histogram, Metric
+from jaxpaged.engine.observability.offload_metrics import DEVICE, OWN, source_metrics, source_of, transfer_metrics
 from jaxpaged.messages import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -29,37 +31,6 @@ SLEEP_STATES = (("awake", None), ("weights_offloaded", 1), ("discard_all", 2))
 """vLLM's name of the state, and the level. At level 0, where only scheduling pauses, there is none of them."""
 WARNING_SECONDS = 60.0
 FINISH_REASONS = ("stop", "length", "abort", "error")
-
-
-@dataclass(frozen=True)
-class Metric:
-    """What every metric has."""
-
-    name: str
-    labels: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Counter(Metric):
-    """A number that only grows."""
-
-    value: int
-
-
-@dataclass(frozen=True)
-class Gauge(Metric):
-    """A number at this moment."""
-
-    value: float
-
-
-@dataclass(frozen=True)
-class Histogram(Metric):
-    """How many observations were at most each bound ("+Inf" last), their number and their sum."""
-
-    count: int
-    sum: float
-    buckets: Mapping[str, int]
 
 
 class Tally:
@@ -101,6 +72,7 @@ class EngineMetrics:
     max_model_len: int
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
+    cached_by_source: dict[str, int] = field(default_factory=dict)  # those of them, by vLLM's words
     generation_tokens: int = 0
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
     stats: SchedulerStats = field(default_factory=SchedulerStats)
@@ -159,16 +131,27 @@ class EngineMetrics:
         self.tallies["vllm:request_params_n"].observe(len(lengths))
         self.tallies["vllm:request_max_num_generation_tokens"].observe(max(lengths))
 
-    def record_first_token(self, seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """The prompt of one sequence is computed, `seconds` after it arrived."""
-        self.prompt_tokens += num_prompt_tokens
-        self.prompt_tokens_cached += num_cached_tokens
+    def record_first_token(
+        self, seconds: float, num_prompt_tokens: int, num_cached_tokens: int, loaded: Mapping[str, int] | None = None
+    ) -> None:
+        """The prompt of one sequence is computed, `seconds` after it arrived. Of its cached tokens some were `loaded`
+        from tiers, by these names."""
+        self._record_prompt(num_prompt_tokens, num_cached_tokens, loaded or {})
         self.tallies["vllm:time_to_first_token_seconds"].observe(seconds)
 
     def record_pooled(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """The vector of one prompt is there."""
-        self.prompt_tokens += num_prompt_tokens
-        self.prompt_tokens_cached += num_cached_tokens
+        self._record_prompt(num_prompt_tokens, num_cached_tokens, {})
+
+    def _record_prompt(self, num_tokens: int, num_cached: int, loaded: Mapping[str, int]) -> None:
+        self.prompt_tokens += num_tokens
+        self.prompt_tokens_cached += num_cached
+        by_source, left = self.cached_by_source, num_cached
+        for tier, count in loaded.items():
+            count = min(count, left)  # some may have been evicted again before it was admitted
+            by_source[source_of(tier)] = by_source.get(source_of(tier), 0) + count
+            left -= count
+        by_source[DEVICE] = by_source.get(DEVICE, 0) + left
 
     def record_next_tokens(self, now: float, last_time: float, num_sequences: int = 1, num_tokens: int = 1) -> None:
         """Sequences got `num_tokens` more tokens each, which took from `last_time` to `now`."""
@@ -194,7 +177,12 @@ class EngineMetrics:
     def read(self, executor_stats: Mapping[str, Any], num_restarts: int = 0) -> list[Metric]:
         """All metrics; numbers among the executor's counters become gauges "jaxpaged:...", `recompiles` with them."""
         stats = self.stats
-        own = {name: value for name, value in executor_stats.items() if type(value) in (int, float)}
+        told_otherwise = tuple(f"{OWN}{verb}_" for verb in ("load", "store"))
+        own = {
+            name: value
+            for name, value in executor_stats.items()
+            if type(value) in (int, float) and not name.startswith(told_otherwise)
+        }
         return [
             Gauge("vllm:num_requests_running", {}, stats.num_running_reqs),
             Gauge("vllm:num_requests_waiting", {}, stats.num_waiting_reqs),
@@ -205,6 +193,7 @@ class EngineMetrics:
             ),
             Counter("vllm:prompt_tokens", {}, self.prompt_tokens),
             Counter("vllm:prompt_tokens_cached", {}, self.prompt_tokens_cached),
+            *source_metrics(self.prompt_tokens, self.prompt_tokens_cached, self.cached_by_source),
             Counter("vllm:generation_tokens", {}, self.generation_tokens),
             Counter("vllm:prefix_cache_queries", {}, stats.prefix_cache_queries),
             Counter("vllm:prefix_cache_hits", {}, stats.prefix_cache_hits),
@@ -212,6 +201,7 @@ class EngineMetrics:
             Counter("vllm:external_prefix_cache_hits", {}, stats.external_prefix_cache_hits),
             Counter("vllm:num_preemptions", {}, stats.num_preemptions),
             Counter("vllm:corrupted_requests", {}, stats.num_corrupted_reqs),
+            *transfer_metrics(stats, executor_stats),
             *draft_counters(stats),
             *(Counter("vllm:request_success", {"finished_reason": r}, n) for r, n in self.finished.items()),
             Counter("jaxpaged:engine_restarts", {}, num_restarts),

@@ -33,12 +33,15 @@ def take_snapshot(
         blocks=manager.block_map(scheduler.running, MOST_BLOCKS),
         num_blocks=sum(pool.num_usable_blocks for pool in manager.pools),
         running=[state_of(request) for request in scheduler.running[:MOST_REQUESTS]],
-        waiting=[state_of(request) for request in itertools.islice(waiting, MOST_REQUESTS)],
+        waiting=[
+            state_of(request, manager.transfers is not None and request.request_id in manager.transfers.loading)
+            for request in itertools.islice(waiting, MOST_REQUESTS)
+        ],
         seconds=time.thread_time() - begin,
     )
 
 
-def state_of(request: Request) -> RequestState:
+def state_of(request: Request, is_loading: bool = False) -> RequestState:
     return RequestState(
         request_id=request.request_id,
         arrival_time=request.arrival_time,
@@ -47,4 +50,6 @@ def state_of(request: Request) -> RequestState:
         num_output_tokens=request.num_tokens - request.num_prompt_tokens,
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
+        loaded=request.loaded or {},
+        is_loading=is_loading,
     )

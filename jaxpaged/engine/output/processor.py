@@ -215,7 +215,7 @@ class OutputProcessor:
             request = sequence.request
             sequence.first_token_time = now
             self._metrics.record_first_token(
-                now - request.arrival_time, len(request.prompt_token_ids), output.num_cached_tokens
+                now - request.arrival_time, len(request.prompt_token_ids), output.num_cached_tokens, output.loaded
             )
         sequence.last_token_time = now
 

@@ -1,7 +1,7 @@
 """Steps as Chrome trace events: open the file in https://ui.perfetto.dev or chrome://tracing.
 
 Two tracks: the engine core on the host, waiting included, and the device, a bar a step, or a run of decode steps. One
-counter: tokens and padding of a step.
+counter: tokens and padding of a step; a second one where blocks of keys and values were copied off the device or to it.
 The format: "Trace Event Format", Google, complete ("X"), counter ("C") and metadata ("M") events.
 """
 
@@ -47,7 +47,7 @@ def step_events(record: StepRecord, origin: float, ready_before: float) -> Itera
     facts = {
         "tokens": record.num_tokens, "token_bucket": record.token_bucket, "requests": record.num_requests,
         "sampled": record.num_sampled, "sample_bucket": record.sample_bucket, "full_sampler": record.full_sampler,
-        "steps": record.num_steps,
+        "steps": record.num_steps, "pages_saved": record.pages_saved, "pages_loaded": record.pages_loaded,
     }  # fmt: skip
 
     def bar(name: str, track: str, begin: float, end: float) -> dict[str, Any]:
@@ -65,6 +65,11 @@ def step_events(record: StepRecord, origin: float, ready_before: float) -> Itera
     yield bar("update", "engine core", record.result_ready, record.update_end)
     begin = device_begin(record, ready_before)
     yield bar("step", "device", begin, record.result_ready)
+    if record.pages_saved or record.pages_loaded:
+        yield {
+            "ph": "C", "name": "blocks copied", "pid": 1, "ts": (begin - origin) * MICROSECONDS,
+            "args": {"off the device": record.pages_saved, "to the device": record.pages_loaded},
+        }  # fmt: skip
     yield {
         "ph": "C", "name": "tokens", "pid": 1, "ts": (begin - origin) * MICROSECONDS,
         "args": {

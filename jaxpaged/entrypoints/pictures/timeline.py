@@ -117,6 +117,8 @@ class Summary:
     gap: float
     compile: float
     num_dropped: int
+    pages_saved: int = 0
+    pages_loaded: int = 0
 
     @property
     def padding_share(self) -> float:
@@ -137,6 +139,8 @@ class Summary:
         ]
         if self.compile:
             lines.append(("compiling", f"{self.compile:.2f} s of waiting for programs"))
+        if self.pages_saved or self.pages_loaded:
+            lines.append(("besides", f"{self.pages_saved} blocks copied off the device, {self.pages_loaded} to it"))
         return lines + ([("forgotten", f"{self.num_dropped} earlier steps")] if self.num_dropped else [])
 
 
@@ -175,6 +179,8 @@ class Timeline:
                     "sampled": record.num_sampled,
                     "sample_bucket": record.sample_bucket,
                     "full_sampler": record.full_sampler,
+                    "pages_saved": record.pages_saved,
+                    "pages_loaded": record.pages_loaded,
                     **{f"{name}_ms": seconds * MILLISECONDS for name, seconds in vars(times).items()},
                 }
             )
@@ -197,6 +203,8 @@ class Timeline:
             gap=sum(t.gap for t in times),
             compile=sum(t.compile for t in times),
             num_dropped=self.num_dropped,
+            pages_saved=sum(record.pages_saved for record in records),
+            pages_loaded=sum(record.pages_loaded for record in records),
         )
 
     def save(self, path: str | Path) -> Path:

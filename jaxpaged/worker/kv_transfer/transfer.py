@@ -26,7 +26,8 @@ from jaxpaged.kv_store.buffers import aligned_empty
 from jaxpaged.kv_store.content import PageContent
 from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode
 from jaxpaged.kv_store.prefix_file import PlacedPage, PrefixFile, PrefixHeader, PrefixInfo, info_of, write_prefix
-from jaxpaged.kv_store.tier import Lookup, Tier
+from jaxpaged.kv_store.tier import Lookup
+from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.kv_transfer.programs import (
     GATHER,
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 NUM_SLOTS = 8
 """Gathers whose bytes are not stored yet, at most."""
 NUM_THREADS = 2
+SIZES = tuple(1 << power for power in range(14, 37, 2))
+"""Bounds of the sizes that are counted, 16 KiB to 64 GiB."""
 
 
 class Gathered(NamedTuple):
@@ -56,12 +59,29 @@ class Gathered(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Pages of a load in host memory: for each of its copies the pool, places in the load, and the array."""
+    """Pages of a load in host memory: for each of its copies the pool, places in the load, and the array. `sources`
+    are the names of the tiers that had the pages, empty for those that did not come."""
 
     load: Any
     came: list[bool]
+    sources: list[str]
     copies: list[tuple[int, list[int], np.ndarray]]
     seconds: float
+
+
+class Moved:
+    """Bytes that went one way, with the seconds that threads took for them, and how many operations moved how many."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_bytes, self.seconds, self.sizes = 0, 0.0, dict.fromkeys(SIZES, 0)
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        with self._lock:
+            self.num_bytes += num_bytes
+            self.seconds += seconds
+            bound = next((size for size in SIZES if num_bytes <= size), SIZES[-1])
+            self.sizes[bound] += bool(num_bytes)
 
 
 class KVTransferWorker:
@@ -72,7 +92,7 @@ class KVTransferWorker:
     """
 
     def __init__(
-        self, device: Device, kv_cache: KVCacheConfig, store: Tier, namespace: str, dtype: np.dtype,
+        self, device: Device, kv_cache: KVCacheConfig, store: Tiers, namespace: str, dtype: np.dtype,
         *, secret: bytes | None = None, num_readers: int = 1, model: str = "",
     ):  # fmt: skip
         self._device, self._kv_cache, self._store, self._namespace = device, kv_cache, store, namespace
@@ -86,6 +106,8 @@ class KVTransferWorker:
         self._savers = ThreadPoolExecutor(NUM_THREADS, "kv-save")
         self._loaders = ThreadPoolExecutor(NUM_THREADS, "kv-load")
         self.num_saved = self.num_loaded = self.num_dropped = self.num_lost = 0  # pages
+        self._copied = [0, 0]  # since it was asked for: off the devices, and to them
+        self._moved = {"load": Moved(), "store": Moved()}
 
     def lookup(self, keys: Sequence[PageKey]) -> list[Lookup]:
         """See `Tier.lookup`."""
@@ -116,6 +138,7 @@ class KVTransferWorker:
             self._slots.release()
             raise
         step_id = max(step_id for step_id, _, _ in saves)
+        self._copied[0] += len(saves)
         self._unconfirmed.append(Gathered(step_id, pool_idx, [each[1] for each in saves], start_copy(pages), set()))
 
     def confirm(self, before: int | None) -> None:
@@ -138,6 +161,7 @@ class KVTransferWorker:
 
     def _store_pages(self, gathered: Gathered) -> None:
         """In a thread: wait for the bytes, and put a page for each block into the store."""
+        begin, num_bytes = time.monotonic(), 0
         try:
             pages = np.asarray(gathered.pages)
             for page, content in zip(pages, gathered.contents):
@@ -145,11 +169,14 @@ class KVTransferWorker:
                     continue
                 values = page[: len(self._kv_cache.groups[content.key.group].layer_idxs)]
                 header = PageHeader(self._namespace, content.key, content.parent, content.token_ids)
-                self.num_saved += self._store.put(content.key, encode(header, values, self._secret))
+                if self._store.put(content.key, encode(header, values, self._secret)):
+                    self.num_saved += 1
+                    num_bytes += values.nbytes
         except Exception:
             logger.exception("%d blocks of keys and values were not saved", len(gathered.contents))
             self.num_dropped += len(gathered.contents)
         finally:
+            self._moved["store"].add(num_bytes, time.monotonic() - begin)
             self._slots.release()
 
     # ---- loading -------------------------------------------------------------------------------
@@ -160,7 +187,7 @@ class KVTransferWorker:
 
     def _fetch(self, load: Any, begin: float) -> None:
         """In a thread: bring pages together in the arrays that the copies to the device take."""
-        came, copies = [False] * len(load.pages), []
+        came, sources, copies, started = [False] * len(load.pages), [""] * len(load.pages), [], time.monotonic()
         try:
             for pool_idx, pool in enumerate(self._kv_cache.pools):
                 places = [i for i, page in enumerate(load.pages) if self._pool_of[page.key.group] == pool_idx]
@@ -170,22 +197,24 @@ class KVTransferWorker:
                     pages = self._empty_pages(pool_idx, self._bucket(pool_idx, len(some)))
                     contents = [load.pages[i] for i in some]
                     each = self._readers.map if self._readers is not None else map
-                    for i, is_there in zip(some, each(self._fetch_page, contents, pages)):
-                        came[i] = is_there
+                    for i, source in zip(some, each(self._fetch_page, contents, pages)):
+                        came[i], sources[i] = bool(source), source
                     copies.append((pool_idx, some, pages))
         except Exception:
             logger.exception("loading %d blocks of keys and values failed", len(load.pages))
-            came, copies = [False] * len(load.pages), []
+            came, sources, copies = [False] * len(load.pages), [""] * len(load.pages), []
+        num_bytes = sum(self._page_bytes(page.key.group) for page, ok in zip(load.pages, came) if ok)
+        self._moved["load"].add(num_bytes, time.monotonic() - started)
         self.num_loaded += sum(came)
         self.num_lost += len(came) - sum(came)
-        self._fetched.append(Fetched(load, came, copies, time.monotonic() - begin))
+        self._fetched.append(Fetched(load, came, sources, copies, time.monotonic() - begin))
         self._news.set()
 
-    def _fetch_page(self, content: PageContent, target: np.ndarray) -> bool:
-        """Copy a page's layers to `target`; False where the tiers do not have it as it must be."""
-        buffer = self._store.get(content.key)
+    def _fetch_page(self, content: PageContent, target: np.ndarray) -> str:
+        """Copy a page's layers to `target`. The name of the tier that had it, "" where none has it as it must be."""
+        buffer, source = self._store.get_from(content.key)
         if buffer is None:
-            return False
+            return ""
         shape = self._shape(content.key.group)
         wanted: dict[str, Any] = {"token_ids": content.token_ids, "dtype": self._dtype.name, "shape": shape}
         wanted |= {"expect_namespace": self._namespace, "key": content.key, "secret": self._secret}
@@ -194,9 +223,9 @@ class KVTransferWorker:
         except PageError as error:
             logger.warning("a page of keys and values is not used: %s", error)
             self._store.delete([content.key])
-            return False
+            return ""
         target[: len(values)] = values
-        return True
+        return source
 
     def take_fetched(self) -> list[Fetched]:
         """The loads whose bytes are there, or will never be."""
@@ -210,10 +239,16 @@ class KVTransferWorker:
     def write(self, fetched: Fetched, block_ids: Sequence[int]) -> None:
         """Dispatch the copies of a load to blocks, an id for each of its pages, 0 for none: before the next step."""
         for pool_idx, places, pages in fetched.copies:
+            self._copied[1] += sum(block_ids[i] > 0 for i in places)
             id_P = self._padded_ids(pool_idx, [block_ids[i] or NOWHERE for i in places])
             first, tensors = first_tensor(self._kv_cache, pool_idx), self._tensors(pool_idx)
             written = self._device.call(copy_key(SCATTER, pool_idx, len(id_P)), tensors, id_P, pages)
             self._device.state.kv[first : first + len(written)] = written
+
+    def take_copied(self) -> tuple[int, int]:
+        """Pages whose copies off the devices, and to them, were dispatched since the last call."""
+        (num_off, num_to), self._copied = self._copied, [0, 0]
+        return num_off, num_to
 
     # ---- files ---------------------------------------------------------------------------------
 
@@ -265,6 +300,9 @@ class KVTransferWorker:
         group = self._kv_cache.groups[g]
         return len(group.layer_idxs), *page_shape(group.spec)
 
+    def _page_bytes(self, g: int) -> int:
+        return int(np.prod(self._shape(g))) * self._dtype.itemsize
+
     def _bucket(self, pool_idx: int, num_blocks: int) -> int:
         return next(size for size in copy_sizes(self._kv_cache.pools[pool_idx]) if size >= num_blocks)
 
@@ -281,12 +319,15 @@ class KVTransferWorker:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and what the tiers hold."""
-        tiers = {
-            f"kv_offload_{line.name}": {"bytes": line.num_bytes, "capacity": line.capacity, "pages": line.num_pages,
-                                        **vars(line.counters)}
-            for line in self._store.usage()
-        }  # fmt: skip
+        sizes = lambda line: {"bytes": line.num_bytes, "capacity": line.capacity, "pages": line.num_pages}
+        lines = self._store.usage()
+        tiers = {f"kv_offload_tier_{line.name}": sizes(line) | vars(line.counters) for line in lines}
+        moved: dict[str, Any] = {}
+        for verb, each in self._moved.items():
+            moved |= {f"kv_offload_{verb}_bytes": each.num_bytes, f"kv_offload_{verb}_seconds": each.seconds,
+                      f"kv_offload_{verb}_sizes": dict(each.sizes)}  # fmt: skip
         return {
+            **moved,
             "kv_offload_pages_saved": self.num_saved,
             "kv_offload_pages_loaded": self.num_loaded,
             "kv_offload_pages_dropped": self.num_dropped,

@@ -30,7 +30,7 @@ TIMED = {"first_token": "time_to_first_token", "next_token": "inter_token_latenc
 
 class ShownRequest(msgspec.Struct, array_like=True):
     """A sequence under way. `cached` is the part of the prompt that was found in the prefix cache; -1: not looked for
-    yet."""
+    yet. Of it, `loaded` came from tiers besides the device, by their names; `is_loading`: it waits for such."""
 
     label: str
     is_running: bool
@@ -40,6 +40,8 @@ class ShownRequest(msgspec.Struct, array_like=True):
     computed: int
     generated: int
     preemptions: int
+    loaded: dict[str, int] = {}
+    is_loading: bool = False
 
 
 class ShownStep(msgspec.Struct, array_like=True):
@@ -153,7 +155,7 @@ def shown_requests(snapshot: EngineSnapshot, labels: Labels, now: float) -> list
         return ShownRequest(
             labels.of(state.request_id), is_running, round(max(now - state.arrival_time, 0.0), 2),
             state.num_prompt_tokens, state.num_cached_tokens, state.num_computed_tokens, state.num_output_tokens,
-            state.num_preemptions,
+            state.num_preemptions, state.loaded, state.is_loading,
         )  # fmt: skip
 
     running = [shown(state, True) for state in snapshot.running]

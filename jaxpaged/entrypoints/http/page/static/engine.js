@@ -143,14 +143,20 @@ function progress([, isRunning, age, prompt, , computed], { executor, running })
   return `waits for ${seconds(age)}${isCompiling ? "; programs are being compiled, it may need one of them" : running ? `; ${counted(running, "request")} run` : ""}`;
 }
 
-function requestRow([label, isRunning, age, prompt, cached, computed, generated, preemptions], isMine) {
+/** Of the cached tokens, those that were loaded from outside of the device. */
+function fromTiers(loaded) {
+  const parts = Object.entries(loaded ?? {}).map(([tier, tokens]) => `${whole(tokens)} from ${tier}`);
+  return parts.length ? ` (${parts.join(", ")})` : "";
+}
+
+function requestRow([label, isRunning, age, prompt, cached, computed, generated, preemptions, loaded, isLoading], isMine) {
   const key = make("i", { class: "key" });
   key.style.background = isMine ? "var(--accent)" : isRunning ? colorOf(label) : "transparent";
   if (!isRunning) key.classList.add("waits");
   const words = [];
-  if (!isRunning) words.push(preemptions ? "preempted, waits" : "waits");
+  if (!isRunning) words.push(isLoading ? "its keys and values are being loaded" : preemptions ? "preempted, waits" : "waits");
   else if (computed < prompt && !generated) words.push(`reads its prompt, ${whole(computed)} of ${whole(prompt)}`);
-  words.push(`${counted(prompt, "prompt token")}${cached > 0 ? `, ${whole(cached)} cached` : ""}`);
+  words.push(`${counted(prompt, "prompt token")}${cached > 0 ? `, ${whole(cached)} cached` : ""}${fromTiers(loaded)}`);
   if (generated) words.push(`${whole(generated)} generated`);
   return make("li", {}, key, make("b", {}, isMine ? "yours" : label), make("span", {}, words.join(" · ")), make("time", {}, seconds(age)));
 }
