@@ -1,5 +1,6 @@
 """Loads that finish, fail, stall, or come too late: no block is lost, no request, and no text differs."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -7,6 +8,8 @@ from jaxpaged import SamplingParams
 from jaxpaged.core.kv_transfer.rates import TRY_AGAIN, Rates
 from jaxpaged.core.kv_transfer.transfers import shared_out
 from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.core_calls import LoadPrefix, SavePrefix
+from jaxpaged.errors import UsageError
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.worker.kv_transfer.transfer import Fetched
@@ -146,6 +149,13 @@ def test_who_waits_for_a_stores_answer_is_passed_and_asks_again():
     core.add_request(request("c", PROMPT))
     heard = run(core)
     assert tokens(heard["c"]) == first and heard["c"][0].num_cached_tokens == 0
+
+
+def test_an_engine_without_tiers_has_no_files():
+    core = EngineCore(make_config(), FakeExecutor(counting_model(VOCAB), VOCAB))
+    for call in (LoadPrefix("x"), SavePrefix("x", PROMPT)):
+        with pytest.raises(UsageError, match="Give kv_offload"):
+            core.call(call)
 
 
 def test_pages_that_do_not_come_fail_the_request_where_that_is_asked_for():
