@@ -114,7 +114,6 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
     absent("data_parallel_backend", "mp", why="cores are processes of this host"),
     absent("data_parallel_hybrid_lb", False, why="one server has all cores"),
     absent("data_parallel_external_lb", False, why="one server has all cores"),
-    absent("enable_eplb", False, why="experts stay where they are"),
     absent("prefill_context_parallel_size", 1, why="contexts are not split over devices"),
     absent("decode_context_parallel_size", 1, why="contexts are not split over devices"),
     absent("worker_cls", "auto", why=OWN_WORKERS),

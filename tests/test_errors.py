@@ -49,7 +49,7 @@ def test_what_is_not_near_is_not_suggested(name, known):
 
 
 VLLM_ONLY = [
-    "--data-parallel-size", "--enable-eplb", "--enable-lora", "--kv-transfer-config", "--speculative-config",
+    "--data-parallel-size", "--pipeline-parallel-size", "--enable-lora", "--kv-transfer-config", "--speculative-config",
     "--limit-mm-per-prompt", "--mm-processor-kwargs", "--swap-space", "--cpu-offload-gb", "--max-lora-rank",
     "--distributed-executor-backend", "--guided-decoding-backend",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ and documentation are generated from it.
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpaged.expert_balance import ExpertBalance, expert_balance_of
 from jaxpaged.kv_store.options import KVOffload, offload_of
 from jaxpaged.option_checks import option
 from jaxpaged.pooling import CONVERSIONS, RUNNERS
@@ -127,6 +128,14 @@ class ParallelConfig:
     enable_expert_parallel: bool = option(
         False, "of a model with experts, each of these devices has whole experts instead of a part of every expert"
     )
+    enable_eplb: bool = option(
+        False, "move whole experts between devices while the engine runs, so that each has about as much to do; needs "
+        "enable_expert_parallel"
+    )  # fmt: skip
+    eplb_config: dict[str, Any] = option(
+        {}, "how, as vLLM's JSON: step_interval, window_size, num_redundant_experts, log_balancedness; see "
+        "expert_balance.py"
+    )  # fmt: skip
     data_parallel_size: int = option(
         1, "engine cores behind one server, each with tensor_parallel_size devices and all of the model", minimum=1,
         maximum=64,
@@ -142,6 +151,14 @@ class ParallelConfig:
     group_secret_file: str | None = option(
         None, f"file with {LEAST_SECRET} letters or more, the same on every host, by which hosts know each other"
     )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        expert_balance_of(self)  # what is wrong with it is said before a model is read
+
+    @property
+    def expert_balance(self) -> ExpertBalance | None:
+        """How experts are moved while the engine runs, if they are."""
+        return expert_balance_of(self)
 
     @property
     def devices(self) -> tuple[int, bool]:

@@ -19,6 +19,10 @@ MOST_STEPS = 256
 """In a snapshot, as from one core."""
 
 
+LEAST = {"expert_balancedness_before", "expert_balancedness_after"}
+"""What there is of each core, and shows where one of them does badly."""
+
+
 def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
     """Queues and counters of all; the KV cache is used as much as theirs on the average."""
     total = lambda name: sum(getattr(each, name) for each in stats)
@@ -47,11 +51,13 @@ def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
 
 
 def merged_executor_stats(stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Sums of what is counted, also by size; what is no number, such as the buckets, is the same for all."""
+    """Sums of what is counted, also by size, and the least of what is a share; the rest, as buckets, is the same."""
     merged: dict[str, Any] = {}
     for name, value in stats[0].items():
         values = [each.get(name, 0) for each in stats]
-        if type(value) in (int, float) and name not in OF_EACH_DEVICE:
+        if name in LEAST:
+            merged[name] = min(values)
+        elif type(value) in (int, float) and name not in OF_EACH_DEVICE:
             merged[name] = sum(values)
         elif isinstance(value, dict):
             keys = sorted(set().union(*(each or () for each in values)))

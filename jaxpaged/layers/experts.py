@@ -57,11 +57,21 @@ class RouterConfig:
 
 
 @struct.dataclass
+class Placement:
+    """Where experts are, if that changes while the engine runs: each has `num_places_E` places, the first numbers of
+    its row of `place_ER`. Places are numbered over all devices."""
+
+    num_places_E: jax.Array
+    place_ER: jax.Array
+
+
+@struct.dataclass
 class Experts:
     """`router` is [E, D]; gate and up are [e, Q, D], down is [e, D, Q]; biases, if any, lack the last axis.
 
     `correction` [E] is added to scores where experts are chosen, and not where they are weighed. `shared` are experts
     of all tokens, as one block; their output is weighed by the sigmoid of a product with `shared_gate` [D].
+    `placement` None: the first places have all experts in their order, and the others are not used.
     """
 
     router: Linear
@@ -71,6 +81,7 @@ class Experts:
     correction: jax.Array | None = None
     shared: Mlp | None = None
     shared_gate: jax.Array | None = None
+    placement: Placement | None = None
 
 
 def mixture_of_experts(
@@ -81,11 +92,12 @@ def mixture_of_experts(
     num_tokens: jax.Array,
     mesh: Mesh,
     few_rows: str = XLA,
-) -> jax.Array:
-    """[T, D] -> [T, D]: every token's experts, weighed, and the shared ones. Tokens from `num_tokens` on pad."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """[T, D] -> [T, D]: every token's experts, weighed, and the shared ones. Tokens from `num_tokens` on pad. Where
+    experts have a placement, also how many tokens went to each of them, uint32 [E]."""
     platform = mesh.devices.flat[0].platform
 
-    def on_device(x_TD: jax.Array, p: Experts, num_tokens: jax.Array) -> jax.Array:
+    def on_device(x_TD: jax.Array, p: Experts, num_tokens: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         expert_TJ, weight_TJ = route(x_TD, p, config)
         real_T1 = jnp.arange(len(x_TD))[:, None] < num_tokens
         place_TJ = places_here(expert_TJ, real_T1, p)
@@ -94,7 +106,8 @@ def mixture_of_experts(
         if p.shared is not None:
             shared_TD = gated_mlp(x_TD, p.shared, activation, few_rows).astype(jnp.float32)
             sum_TD += shared_TD if p.shared_gate is None else shared_TD * gate_of_shared(x_TD, p.shared_gate)
-        return jax.lax.psum(sum_TD.astype(x_TD.dtype), MODEL_AXES)
+        load_E = None if p.placement is None else tokens_of_experts(expert_TJ, real_T1, p)
+        return jax.lax.psum(sum_TD.astype(x_TD.dtype), MODEL_AXES), load_E
 
     whole = PartitionSpec()
     sharded = jax.shard_map(
@@ -134,8 +147,22 @@ def within_best_groups(merit_TE: jax.Array, config: RouterConfig) -> jax.Array:
 def places_here(expert_TJ: jax.Array, real_T1: jax.Array, p: Experts) -> jax.Array:
     """Where this device has each token's experts: 0 to e - 1, and e for those of other devices and of padding."""
     num_here = p.gate_proj.weight.shape[0]
+    if p.placement is not None:
+        expert_TJ = place_of(expert_TJ, p.placement)
     place_TJ = expert_TJ - jax.lax.axis_index(EXPERT_AXIS) * num_here
     return jnp.where(real_T1 & (place_TJ >= 0) & (place_TJ < num_here), place_TJ, num_here)
+
+
+def place_of(expert_TJ: jax.Array, placement: Placement) -> jax.Array:
+    """A place of each token's experts. Tokens take turns with the places of an expert that has several."""
+    token_T1 = jnp.arange(len(expert_TJ))[:, None]
+    return placement.place_ER[expert_TJ, token_T1 % placement.num_places_E[expert_TJ]]
+
+
+def tokens_of_experts(expert_TJ: jax.Array, real_T1: jax.Array, p: Experts) -> jax.Array:
+    """uint32 [E]: how many tokens that are no padding go to each expert."""
+    goes_TJE = (expert_TJ[:, :, None] == jnp.arange(p.router.weight.shape[0])) & real_T1[:, :, None]
+    return jnp.sum(goes_TJE, axis=(0, 1), dtype=jnp.uint32)
 
 
 def pairs_at_once(num_pairs: int, num_devices: int) -> int:
@@ -237,8 +264,21 @@ def partitions(p: Experts) -> Any:
 
 def expert_weights(params: Any) -> list[Any]:
     """The arrays of all experts of which a router chooses, in a pytree of parameters."""
-    blocks = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Experts))
-    return jax.tree.leaves([(p.gate_proj, p.up_proj, p.down_proj) for p in blocks if isinstance(p, Experts)])
+    return jax.tree.leaves([(p.gate_proj, p.up_proj, p.down_proj) for p in expert_blocks(params)])
+
+
+def expert_blocks(params: Any) -> list[Experts]:
+    """All blocks of experts in a pytree of parameters, in its order."""
+    return [node for node in jax.tree.leaves(params, is_leaf=is_block) if is_block(node)]
+
+
+def map_experts(change: Callable[[Experts], Experts], params: Any) -> Any:
+    """The parameters with every block of experts changed, in the order of `expert_blocks`."""
+    return jax.tree.map(lambda node: change(node) if is_block(node) else node, params, is_leaf=is_block)
+
+
+def is_block(node: Any) -> bool:
+    return isinstance(node, Experts)
 
 
 def split(p: Linear, axes: PartitionSpec) -> Any:

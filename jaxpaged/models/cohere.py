@@ -36,11 +36,12 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
 @partial(jax.jit, static_argnames="config")
 def decoder_layer(
     p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
-) -> tuple[jax.Array, KVTensor]:
+) -> tuple[jax.Array, KVTensor, jax.Array | None]:
     """x + attention(norm(x)) + mlp(norm(x))."""
     normed_TD = norm_if_any(x_TD, p.input_layernorm, config)
     attended_TD, kv = self_attention(p.self_attn, config, normed_TD, kv, batch)
-    return x_TD + attended_TD + feed_forward(p.mlp, config, normed_TD, batch), kv
+    fed_TD, load_E = feed_forward(p.mlp, config, normed_TD, batch)
+    return x_TD + attended_TD + fed_TD, kv, load_E
 
 
 COHERE = replace(

@@ -128,8 +128,8 @@ class DecoderConfig:
 
     @property
     def share_of_experts(self) -> float:
-        """How many of the experts of a layer a token goes to; 1 where there are none."""
-        return self.experts.router.experts_per_token / self.experts.num_experts if self.experts else 1.0
+        """How many of the places of experts of a layer a token goes to; 1 where there are none."""
+        return self.experts.router.experts_per_token / self.experts.num_places if self.experts else 1.0
 
     @property
     def attended_dim(self) -> float:
@@ -340,6 +340,13 @@ def layer_windows(fields: HfFields, window: int | None, sliding: Callable[[int],
             f"{FULL!r}."
         )
     return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def with_redundant(config: DecoderConfig, num_redundant: int) -> DecoderConfig:
+    """A model whose experts have so many places more."""
+    if config.experts is None:
+        return config
+    return replace(config, experts=replace(config.experts, num_redundant=num_redundant))
 
 
 def without_rotation(config: DecoderConfig, numbers: set[int]) -> DecoderConfig:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from jaxpaged.errors import ConfigError
@@ -67,8 +68,8 @@ class DecoderLayer(Protocol):
 
     def __call__(
         self, p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
-    ) -> tuple[jax.Array, KVTensor]:
-        """([T, D], the layer's cache with this step's tokens)."""
+    ) -> tuple[jax.Array, KVTensor, jax.Array | None]:
+        """([T, D], the layer's cache with this step's tokens, and what `feed_forward` counted)."""
         ...
 
 
@@ -109,10 +110,13 @@ def norm_if_any(x_TD: jax.Array, p: Norm | None, config: DecoderConfig) -> jax.A
     return x_TD if p is None else rms_norm(x_TD, p, config.norm)
 
 
-def feed_forward(p: Mlp | Experts, config: DecoderConfig, x_TD: jax.Array, batch: LayerBatch) -> jax.Array:
-    """[T, D] -> [T, D]: the block of all tokens, or for each token that of its experts."""
+def feed_forward(
+    p: Mlp | Experts, config: DecoderConfig, x_TD: jax.Array, batch: LayerBatch
+) -> tuple[jax.Array, jax.Array | None]:
+    """[T, D] -> [T, D]: the block of all tokens, or for each token that of its experts. Where experts are moved while
+    the engine runs, also how many tokens went to each."""
     if isinstance(p, Mlp):
-        return gated_mlp(x_TD, p, config.activation, config.few_rows)
+        return gated_mlp(x_TD, p, config.activation, config.few_rows), None
     assert config.experts is not None, "a block of experts needs a router"
     num_tokens = batch.attention.metadata.query_start_loc_R1[-1]
     mesh = batch.attention.context.mesh
@@ -133,16 +137,21 @@ def tapped_forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...], list[KVTensor]]:  # fmt: skip
     """`forward`, with the residual stream before each of the layers `taps` in the middle.
 
-    The one loop over layers. It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once.
+    The one loop over layers. It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once. Where it is
+    counted how many tokens go to experts, the counts [blocks of experts, E] are the last of `kv`, and grow.
     """
     streams: dict[int, jax.Array] = {}
+    loads: list[jax.Array] = []
     x_TD, kv = embed(batch.tokens_T, params.embed_tokens, config.embed_scale), list(kv)
     x_TD, cos_sin = kept_apart(config, x_TD, rotations(config, batch.positions_T))
     growth_T = None if config.query_growth is None else query_growth(config.query_growth, batch.positions_T)
     for i, (p, layer, (group, tensor)) in enumerate(zip(params.layers, config.layers, batch.caches, strict=True)):
         streams[i] = x_TD
         here = LayerBatch(batch.attention[group], cos_sin.get(layer.rope), query_factor_T=growth_T)
-        x_TD, kv[tensor] = decoder_layer(p, config, x_TD, kv[tensor], here)
+        x_TD, kv[tensor], load_E = decoder_layer(p, config, x_TD, kv[tensor], here)
+        loads += [] if load_E is None else [load_E]
+    if loads:
+        kv[-1] = kv[-1] + jnp.stack(loads)
     streams[config.num_layers] = x_TD
     return rms_norm(x_TD, params.norm, config.norm), tuple(streams[i] for i in taps), kv
 

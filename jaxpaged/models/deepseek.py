@@ -219,12 +219,13 @@ def product_of_heads(letters: str, x: jax.Array, weight: jax.Array) -> jax.Array
 @partial(jax.jit, static_argnames="config")
 def decoder_layer(
     p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: Any, batch: LayerBatch
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Any, jax.Array | None]:
     """x + attention(norm(x)), then x + experts(norm(x)), or an mlp in their place."""
     assert p.input_layernorm is not None and p.post_attention_layernorm is not None
     attended_TD, kv = latent_attention(p.self_attn, config, rms_norm(x_TD, p.input_layernorm, config.norm), kv, batch)
     x_TD = x_TD + attended_TD
-    return x_TD + feed_forward(p.mlp, config, rms_norm(x_TD, p.post_attention_layernorm, config.norm), batch), kv
+    fed_TD, load_E = feed_forward(p.mlp, config, rms_norm(x_TD, p.post_attention_layernorm, config.norm), batch)
+    return x_TD + fed_TD, kv, load_E
 
 
 def latent_specs(

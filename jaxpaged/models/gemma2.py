@@ -60,12 +60,12 @@ def gemma_fields(fields: HfFields) -> dict[str, Any]:
 @partial(jax.jit, static_argnames="config")
 def decoder_layer(
     p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
-) -> tuple[jax.Array, KVTensor]:
+) -> tuple[jax.Array, KVTensor, jax.Array | None]:
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); the inner norms are there if their weights are."""
     attended_TD, kv = self_attention(p.self_attn, config, norm_if_any(x_TD, p.input_layernorm, config), kv, batch)
     x_TD = x_TD + norm_if_any(attended_TD, p.post_attention_layernorm, config)
-    out_TD = feed_forward(p.mlp, config, norm_if_any(x_TD, p.pre_feedforward_layernorm, config), batch)
-    return x_TD + norm_if_any(out_TD, p.post_feedforward_layernorm, config), kv
+    out_TD, load_E = feed_forward(p.mlp, config, norm_if_any(x_TD, p.pre_feedforward_layernorm, config), batch)
+    return x_TD + norm_if_any(out_TD, p.post_feedforward_layernorm, config), kv, load_E
 
 
 GEMMA2 = Model(

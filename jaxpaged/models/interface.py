@@ -84,6 +84,7 @@ class Model:
     `forward(params, config, batch, kv)` -> (hidden_TD, kv): hidden states after the final norm. Layer i reads and
         writes `kv[tensor]` under `batch.attention[group]`, where `(group, tensor) = batch.caches[i]`. T must be at
         least 2: on CPU a product with one row is several times slower.
+    Where experts have a placement, `kv` ends with the counts of their tokens, see `decoder.tapped_forward`.
     `tapped_forward(params, config, batch, kv, taps)`: the same, with residual streams, for heads that draft.
     `head(params)` -> what `compute_logits` needs of the parameters.
     `compute_logits(head, config, hidden_SD)` -> float32 logits_SV; columns that only pad the vocabulary are -inf.

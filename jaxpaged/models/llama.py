@@ -90,12 +90,13 @@ def pre_norm_config(
 @partial(jax.jit, static_argnames="config")
 def decoder_layer(
     p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
-) -> tuple[jax.Array, KVTensor]:
+) -> tuple[jax.Array, KVTensor, jax.Array | None]:
     """x + attention(norm(x)), then x + mlp(norm(x)), or experts in its place."""
     attended_TD, kv = self_attention(p.self_attn, config, norm_if_any(x_TD, p.input_layernorm, config), kv, batch)
     x_TD = x_TD + scaled(attended_TD, config)
     normed_TD = norm_if_any(x_TD, p.post_attention_layernorm, config)
-    return x_TD + scaled(feed_forward(p.mlp, config, normed_TD, batch), config), kv
+    fed_TD, load_E = feed_forward(p.mlp, config, normed_TD, batch)
+    return x_TD + scaled(fed_TD, config), kv, load_E
 
 
 def scaled(x_TD: jax.Array, config: DecoderConfig) -> jax.Array:

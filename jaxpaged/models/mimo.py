@@ -73,7 +73,7 @@ def forward(
     hidden_TD = rms_norm(before_TD, params.hidden_layernorm, config.norm)
     both_TZ = jnp.concatenate([hidden_TD, rms_norm(embedded_TD, params.token_layernorm, config.norm)], axis=-1)
     x_TD = apply_linear("TZ,DZ->TD", both_TZ, params.input_proj, config.few_rows)
-    x_TD, kv = llama.decoder_layer(params.layer, config, x_TD, kv, batch)
+    x_TD, kv, _ = llama.decoder_layer(params.layer, config, x_TD, kv, batch)
     hidden_TD = rms_norm(x_TD, params.final_layernorm, config.norm)
     return hidden_TD, hidden_TD, kv
 

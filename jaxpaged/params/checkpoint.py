@@ -221,7 +221,8 @@ def check_entries(
 
 
 class DummyParams:
-    """Random parameters, made on their devices from the seed; the same on any mesh unless axes are padded.
+    """Random parameters, made on their devices from the seed; the same on any mesh unless axes are padded. An expert is
+    the same in all of its places.
 
     Vectors are ones, matrices uniform in [-0.035, 0.035], a deviation of about 0.02.
     """
@@ -230,9 +231,12 @@ class DummyParams:
         shapes = param_shapes(specs, config, mesh, dtype)
         self._leaves, self._tree = jax.tree.flatten(shapes, is_leaf=is_quantized)
         self._programs: dict[Any, Callable[[jax.Array], Any]] = {}
-        for leaf in self._leaves:
+        sizes = config.dim_sizes()
+        for leaf, spec in zip(self._leaves, jax.tree.leaves(specs), strict=True):
             shardings = jax.tree.map(lambda array: array.sharding, leaf)
-            self._programs.setdefault(leaf, jax.jit(partial(random_param, like=leaf), out_shardings=shardings))
+            num_first = sizes["E"] if spec.dims.startswith("e") else leaf.shape[0]
+            make = partial(random_param, like=leaf, num_first=num_first)
+            self._programs.setdefault(leaf, jax.jit(make, out_shardings=shardings))
         self._keys = list(jax.random.split(jax.random.key(seed), len(self._leaves)))
 
     def make(self) -> Any:
@@ -241,13 +245,15 @@ class DummyParams:
         return self._tree.unflatten(self._programs[leaf](key) for key, leaf in keys)
 
 
-def random_param(key: jax.Array, like: Any) -> Any:
-    """A random parameter, quantized where `like` is."""
+def random_param(key: jax.Array, like: Any, num_first: int) -> Any:
+    """A random parameter, quantized where `like` is. After the first `num_first` of its first axis they come again."""
     if jnp.issubdtype(like.dtype, jnp.integer):
         return jnp.zeros(like.shape, like.dtype)
     if len(like.shape) == 1:
         return jnp.ones(like.shape, like.dtype)
-    weight = jax.random.uniform(key, like.shape, like.dtype, minval=-0.035, maxval=0.035)
+    weight = jax.random.uniform(key, (num_first, *like.shape[1:]), like.dtype, minval=-0.035, maxval=0.035)
+    if num_first < like.shape[0]:
+        weight = weight[jnp.arange(like.shape[0]) % num_first]
     if not is_quantized(like):
         return weight
     out_shape = like.scales.shape

@@ -134,8 +134,10 @@ class ModelRunner:
 
     def __init__(
         self, device: Device, rows: RequestRows, layouts: Mapping[int, StepLayout], finishers: Sequence[Finisher],
-        drafter: Drafter | None = None,
+        drafter: Drafter | None = None, after_step: Callable[[], None] | None = None,
     ):  # fmt: skip
+        """`after_step`: what to do when a step was dispatched, before the next one."""
+        self.after_step = after_step
         self.device, self.rows, self.layouts, self.finishers = device, rows, layouts, finishers
         self.drafter = drafter
         self.admitting = finishers if drafter is None else (drafter, *finishers)
@@ -150,6 +152,8 @@ class ModelRunner:
             pending.activity = self.device.programs.activity
             pending.activity.begin(scheduled.step_id)
             self._dispatch(scheduled, updates, pending)
+            if self.after_step is not None:
+                self.after_step()
             pending.buckets.program_wait = self.device.programs.seconds_waited - waited_before
         return pending
 

@@ -25,6 +25,7 @@ from jaxpaged.params.checkpoint import DummyParams, checkpoint_version, load_par
 from jaxpaged.worker.device import Device, DeviceState
 from jaxpaged.worker.drafters.lookup import LookupDrafter
 from jaxpaged.worker.drafters.model import ModelDrafter
+from jaxpaged.worker.expert_balancer import ExpertBalancer
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
 from jaxpaged.worker.kv_transfer.opening import check_offload, open_transfer
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
@@ -37,6 +38,7 @@ from jaxpaged.worker.programs.compile_turns import CacheHits, CompileTurns
 from jaxpaged.worker.programs.table import THREAD_NAME, CompileCounter, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.shared_blocks import SharedBlocks
+from jaxpaged.worker.step.expert_moves import loaded_with_tables
 from jaxpaged.worker.step.finishers import PromptScorer, Sampler
 from jaxpaged.worker.step.functions import RESULT_TYPES
 from jaxpaged.worker.step.pooling import PoolFinisher, programs_for
@@ -87,6 +89,7 @@ class Worker:
                 params = self.weights.bring_back()
             with memory_for("KV cache", "Lower gpu_memory_utilization, or whatever option sets its size."):
                 self.device = Device(self.programs, params, self.blueprint.model.head(params), self.new_state())
+            self.balancer = self._make_balancer()
             self.runner = self._make_runner()
             seconds = time.monotonic() - begin
             if config.compile.wait_for_programs:
@@ -147,6 +150,8 @@ class Worker:
         """What makes the parameters, again and again the same ones unless the checkpoint is another by then."""
         blueprint = self.blueprint
         load = self._loader_of(blueprint.specs, blueprint.decoder, folder)
+        if self.config.parallel.expert_balance is not None:
+            load = partial(loaded_with_tables, load, blueprint.mesh)
         if blueprint.draft is None:
             return load
         place = blueprint.draft.folder
@@ -180,7 +185,13 @@ class Worker:
                 drafter = ModelDrafter(sampler, programs.draft_runs)
             elif self.blueprint.num_drafts:
                 drafter = LookupDrafter(self.config.scheduler.max_num_seqs)
-        return ModelRunner(self.device, rows, programs.layouts, finishers, drafter)
+        after_step = self.balancer.step_dispatched if self.balancer is not None else None
+        return ModelRunner(self.device, rows, programs.layouts, finishers, drafter, after_step)
+
+    def _make_balancer(self) -> ExpertBalancer | None:
+        """What moves experts between devices, if they are to be moved."""
+        options = self.config.parallel.expert_balance
+        return options and ExpertBalancer(self.device, options, self.blueprint.mesh)
 
     def _open_transfer(self) -> KVTransferWorker | None:
         """What keeps keys and values besides the devices, if anything."""
@@ -194,13 +205,18 @@ class Worker:
         """Device state of an engine that has computed nothing: all zeros."""
         return DeviceState(*jax.block_until_ready(self.programs[ProgramKey("zeros")]()))  # or memory is missed later
 
+    def _renew_state(self) -> None:
+        self.device.state = self.new_state()
+        if self.balancer is not None:
+            self.balancer.forget()  # counts are zero again
+
     def recover(self) -> None:
         """After a failed step: forget every request and every block, keep weights and programs.
 
         The old KV cache goes first: there is no memory for two.
         """
         free_state(self.device)
-        self.device.state = self.new_state()
+        self._renew_state()
         self.programs.activity.end_all()
         self.runner = self._make_runner()
 
@@ -226,7 +242,7 @@ class Worker:
                 device.head = self.blueprint.model.head(device.params)
             else:
                 free_state(device)
-                device.state = self.new_state()
+                self._renew_state()
 
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
         """What a function makes of the parameters. Raises ConflictError while they sleep."""
@@ -265,6 +281,7 @@ class Worker:
             "recompiles": self.counter.count,
             "num_kv_blocks": sum(self.kv_cache_config.num_blocks),
             **self.memory,
+            **(self.balancer.stats() if self.balancer is not None else {}),
             **(self.kv_transfer.stats() if self.kv_transfer is not None else {}),
         }
 

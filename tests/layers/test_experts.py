@@ -7,10 +7,11 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from jaxpaged.layers import experts
-from jaxpaged.layers.experts import SIGMOID, SOFTMAX, Experts, RouterConfig, mixture_of_experts, route
+from jaxpaged.layers.experts import SIGMOID, SOFTMAX, Experts, Placement, RouterConfig, mixture_of_experts, route
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import Mlp
 from jaxpaged.params.sharding import MODEL_AXES
+from jaxpaged.worker.expert_placing import tables
 
 WIDTH, COLUMNS, SHARED, NUM_EXPERTS, NUM_TOKENS, NUM_PADDING = 12, 8, 12, 6, 9, 3
 ROUTERS = {
@@ -81,12 +82,12 @@ def test_a_block_is_the_weighed_sum_of_its_experts_and_padding_goes_to_none(
     config, correction = ROUTERS[name], np.linspace(-0.4, 0.4, NUM_EXPERTS).astype(np.float32)
     p, x_TD = make_block(1, correction if config.score == SIGMOID else None)
     x_TD[NUM_TOKENS:] = np.nan
-    run = jax.jit(lambda x_TD, p, n: mixture_of_experts(x_TD, p, config, "silu", n, mesh_of(*num_devices)))
+    run = jax.jit(lambda x_TD, p, n: mixture_of_experts(x_TD, p, config, "silu", n, mesh_of(*num_devices))[0])
     out_TD = run(x_TD, p, NUM_TOKENS)[:NUM_TOKENS]
     np.testing.assert_allclose(out_TD, [expected(x, p, config) for x in x_TD[:NUM_TOKENS]], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("least_pairs", [2, 128])
+@pytest.mark.parametrize("least_pairs", [2, pytest.param(128, marks=pytest.mark.exhaustive)])
 def test_all_tokens_may_go_to_one_device_and_none_to_the_others(least_pairs, monkeypatch):
     """The pairs of that device, all there are, take as many turns as they need; biases count once."""
     monkeypatch.setattr(experts, "LEAST_PAIRS", least_pairs)
@@ -96,11 +97,27 @@ def test_all_tokens_may_go_to_one_device_and_none_to_the_others(least_pairs, mon
         gate_proj=p.gate_proj.replace(bias=biases[0, :, :COLUMNS]), down_proj=p.down_proj.replace(bias=biases[1])
     )
     run = lambda mesh: jax.jit(
-        lambda x_TD, p: mixture_of_experts(x_TD, p, RouterConfig(2, SIGMOID), "silu", len(x_TD), mesh)
+        lambda x_TD, p: mixture_of_experts(x_TD, p, RouterConfig(2, SIGMOID), "silu", len(x_TD), mesh)[0]
     )(x_TD, p)
     alone = run(mesh_of(1, 1))
-    np.testing.assert_allclose(run(mesh_of(3, 1)), alone, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(run(mesh_of(3, 2)), alone, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_are_found_where_they_are_and_their_tokens_are_counted():
+    """Six of them in eight places, in some order: an expert with several places shares its tokens out."""
+    p, x_TD = make_block(5)
+    expert_e, config = np.array([3, 0, 5, 3, 1, 4, 2, 3]), RouterConfig(3, SIGMOID)
+    moved = jax.tree.map(lambda x: x[expert_e], (p.gate_proj, p.up_proj, p.down_proj))
+    placed = p.replace(placement=Placement(*tables(expert_e, NUM_EXPERTS)))
+    placed = placed.replace(gate_proj=moved[0], up_proj=moved[1], down_proj=moved[2])
+    run = lambda p, mesh: jax.jit(lambda x_TD, p: mixture_of_experts(x_TD, p, config, "silu", NUM_TOKENS, mesh))(
+        x_TD, p
+    )
+    (alone, nothing), (out_TD, load_E) = run(p, mesh_of(1, 1)), run(placed, mesh_of(4, 1))
+    np.testing.assert_allclose(out_TD[:NUM_TOKENS], alone[:NUM_TOKENS], rtol=1e-4, atol=1e-5)
+    expert_TJ, _ = route(jnp.asarray(x_TD[:NUM_TOKENS]), p, config)
+    assert nothing is None
+    np.testing.assert_array_equal(load_E, np.bincount(np.ravel(expert_TJ), minlength=NUM_EXPERTS))
 
 
 def test_a_device_computes_twice_its_share_at_a_time():

@@ -19,7 +19,7 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig, KVCacheGroup, blocks_for_tokens, group_layers
 from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.layers.few_rows import XLA, choose_few_rows
-from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.config import DecoderConfig, with_redundant
 from jaxpaged.models.drafted import DraftedParams, drafted_model, drafting_model
 from jaxpaged.models.interface import DraftModel, Model
 from jaxpaged.params.quantized import quantized_specs
@@ -39,6 +39,7 @@ from jaxpaged.worker.programs.compiler_options import Options, compiler_options
 from jaxpaged.worker.programs.fingerprint import Fingerprint, fingerprint
 from jaxpaged.worker.programs.table import ProgramKey
 from jaxpaged.worker.step.decode_loop import lower_decode
+from jaxpaged.worker.step.expert_moves import load_structs, move_builders, with_tables
 from jaxpaged.worker.step.functions import Shapes, StepFunctions
 from jaxpaged.worker.step.packed import RunLayout, StepLayout, step_layout
 from jaxpaged.worker.step.row_uploads import TOKENS_UPLOAD_SIZE
@@ -73,12 +74,15 @@ class Blueprint:
 
     def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, mesh: Mesh | AbstractMesh):
         self.config, self.model, self.mesh = config, model, mesh
-        self.decoder = self._settled(decoder)
+        balance = config.parallel.expert_balance
+        self.decoder = self._settled(with_redundant(decoder, balance.num_redundant_experts if balance else 0))
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)
         self.kv_dtype = jnp.dtype(config.cache.kv_cache_dtype)
         self.specs = quantized_specs(model.param_specs(self.decoder, self.num_shards), config.model.quantization)
         self.param_shapes = param_shapes(self.specs, self.decoder, mesh, self.dtype)
+        if balance is not None:
+            self.param_shapes = with_tables(self.param_shapes, mesh, shapes_only=True)
         self.draft: DraftModel | None = None
         if model.draft is not None:
             self._add_draft(model.draft)
@@ -317,6 +321,7 @@ class StepPrograms:
     def shapes(self) -> Shapes:
         blueprint, sizes = self.blueprint, self.kv_cache.block_sizes
         kv = [tensor_struct(blueprint.attention, *each, blueprint.kv_dtype) for each in self.kv_cache.tensors]
+        kv += load_structs(blueprint.param_shapes, blueprint.mesh)
         max_blocks = blocks_for_tokens(blueprint.config.model.max_model_len, min(sizes))
         max_tokens = blueprint.token_buckets[-1]
         rows = (kv, self.row_state, max_blocks, max_tokens)
@@ -353,7 +358,7 @@ class StepPrograms:
         for size in sample_buckets:
             builders[ProgramKey(MASKED_KIND, size)] = partial(shapes.lower_sample, size, True, masked=True)
         builders[ProgramKey("prompt_logprobs")] = shapes.lower_prompt_logprobs
-        return builders | self._copy_builders() | self._decode_builders()
+        return builders | self._copy_builders() | self._decode_builders() | move_builders(shapes)
 
     def _copy_builders(self) -> Builders:
         """Copies of blocks off the devices and back, where the options want them."""

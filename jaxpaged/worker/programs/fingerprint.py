@@ -35,7 +35,7 @@ NOT_COMPILED_IN = frozenset(
     scheduling_policy enable_chunked_prefill long_prefill_token_threshold async_scheduling stream_interval
     distributed_executor_backend nnodes node_rank master_addr master_port group_secret_file
     load_format download_dir compilation_cache_dir bundle wait_for_programs profile_dir
-    token_buckets attention_backend logits_processors speculative_config
+    token_buckets attention_backend logits_processors speculative_config eplb_config
     """.split()
 )
 """Options that no program depends on, and, in the last line, those that count as what they were resolved to."""

@@ -21,6 +21,7 @@ from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.model_runner import PendingStep, Step
 from jaxpaged.worker.programs.blueprint import SMALL_PROMPT, Blueprint, Builders, StepPrograms
+from jaxpaged.worker.step.expert_moves import move_builders
 from jaxpaged.worker.step.functions import Shapes, locate_places
 from jaxpaged.worker.step.packed import RunLayout, StepLayout
 
@@ -125,7 +126,7 @@ class PoolingPrograms(StepPrograms):
                 builders[ProgramKey("accumulate", size)] = accumulating
             builders |= pools
         builders[ProgramKey("tables")] = shapes.lower_tables
-        return builders
+        return builders | move_builders(shapes)
 
 
 NOT_NUMBERS = "its hidden states are not finite numbers"

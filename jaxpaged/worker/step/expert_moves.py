@@ -1,0 +1,146 @@
+"""The programs that move experts between devices, and the one that reads how many tokens went to each.
+
+    expert_load:     counts -> a copy of them, which stays when the next step donates the counts
+    move_experts[i]: an array of a block, experts first, and the place from which each place gets its expert -> the same
+                     array with the experts there
+
+A block's arrays of one shape share a program. Devices exchange rows of one expert each at a time, all to all, so what
+this needs besides the new array is small.
+
+Letters: e places of experts, X devices.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpaged.layers.experts import Experts, Placement, expert_blocks, map_experts
+from jaxpaged.messages import ProgramKey
+from jaxpaged.params.sharding import EXPERT_AXIS
+from jaxpaged.worker.expert_placing import first_experts, tables
+from jaxpaged.worker.step.functions import Shapes
+
+LOAD_KEY = ProgramKey("expert_load")
+MOVE_KIND = "move_experts"
+BYTES_AT_ONCE = 64 << 20
+"""What devices send each other at a time, at most, unless a single row of each is more."""
+
+
+def with_tables(params: Any, mesh: Mesh, shapes_only: bool = False) -> Any:
+    """Parameters whose experts are where they were loaded, with tables that say so. `shapes_only`: so are `params`."""
+
+    def with_own(p: Experts) -> Experts:
+        num_experts, num_places = p.router.weight.shape[0], p.gate_proj.weight.shape[0]
+        expert_e = first_experts(num_experts, num_places)
+        return p.replace(placement=placement_of(expert_e, num_experts, mesh, shapes_only))
+
+    return map_experts(with_own, params)
+
+
+def loaded_with_tables(load: Callable[[], Any], mesh: Mesh) -> Any:
+    return with_tables(load(), mesh)
+
+
+def placement_of(expert_e: np.ndarray, num_experts: int, mesh: Mesh, shapes_only: bool = False) -> Placement:
+    """The tables of a placement, on all devices, or their shapes."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    if shapes_only:
+        make: Callable[[np.ndarray], Any] = lambda table: jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=whole)
+    else:
+        make = lambda table: jax.make_array_from_callback(table.shape, whole, lambda index: table[index])
+    return Placement(*map(make, tables(expert_e, num_experts)))
+
+
+def load_structs(params: Any, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
+    """The shape of the counts, which stand behind the KV tensors; nothing where nothing is counted."""
+    num_experts = [len(p.placement.num_places_E) for p in placed_blocks(params)]
+    whole = NamedSharding(mesh, PartitionSpec())
+    return [jax.ShapeDtypeStruct((len(num_experts), num_experts[0]), jnp.uint32, sharding=whole)] if num_experts else []
+
+
+def placed_blocks(params: Any) -> list[Any]:
+    """The blocks whose experts have tables, in the order of their counts."""
+    return [p for p in expert_blocks(params) if p.placement is not None]
+
+
+def moving_parts(p: Experts) -> list[Any]:
+    """The arrays of a block that go where its experts go."""
+    return jax.tree.leaves((p.gate_proj, p.up_proj, p.down_proj))
+
+
+def with_parts(p: Experts, parts: list[Any]) -> Experts:
+    """The block with others in place of `moving_parts`."""
+    tree = jax.tree.structure((p.gate_proj, p.up_proj, p.down_proj))
+    gate, up, down = jax.tree.unflatten(tree, parts)
+    return p.replace(gate_proj=gate, up_proj=up, down_proj=down)
+
+
+def move_key(part: Any, params: Any) -> ProgramKey:
+    """The program that moves an array of a block of `params`: arrays of one shape and type share it."""
+    kinds = dict.fromkeys(kind_of(each) for p in placed_blocks(params) for each in moving_parts(p))
+    return ProgramKey(MOVE_KIND, list(kinds).index(kind_of(part)) + 1)
+
+
+def kind_of(part: Any) -> tuple[Any, ...]:
+    return tuple(part.shape), jnp.dtype(part.dtype).name
+
+
+def move_builders(shapes: Shapes) -> dict[ProgramKey, Callable[[], jax.stages.Lowered]]:
+    """How to lower these programs; none where experts have no tables."""
+    parts = {kind_of(part): part for p in placed_blocks(shapes.params) for part in moving_parts(p)}
+    builders = {move_key(part, shapes.params): partial(lower_move, shapes, part) for part in parts.values()}
+    return {LOAD_KEY: partial(lower_load, shapes), **builders} if parts else {}
+
+
+def lower_load(shapes: Shapes) -> jax.stages.Lowered:
+    step = jax.jit(jnp.copy, out_shardings=shapes.functions.replicated)
+    return step.lower(shapes.kv[-1])
+
+
+def lower_move(shapes: Shapes, part: Any) -> jax.stages.Lowered:
+    mesh = shapes.functions.attention.mesh
+    num_devices, spec = mesh.shape[EXPERT_AXIS], part.sharding.spec
+    tile = rows_at_once(part.shape[1], num_devices * part.dtype.itemsize * row_size(part.shape))
+
+    def move(own: jax.Array, source_e: jax.Array) -> jax.Array:
+        return moved(own, source_e, num_devices, tile)
+
+    sharded = jax.shard_map(
+        move, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False
+    )  # what a device gets follows from its index
+    step = jax.jit(sharded, out_shardings=part.sharding)
+    return step.lower(part, shapes.packed(part.shape[0]))
+
+
+def row_size(shape: tuple[int, ...]) -> int:
+    """Numbers of one row of one expert."""
+    return 1 if len(shape) == 2 else shape[2]
+
+
+def rows_at_once(num_rows: int, bytes_per_row: int) -> int:
+    """The largest divisor of the rows that keeps what is sent within `BYTES_AT_ONCE`."""
+    most = max(BYTES_AT_ONCE // bytes_per_row, 1)
+    return next(n for n in range(min(most, num_rows), 0, -1) if num_rows % n == 0)
+
+
+def moved(own: jax.Array, source_e: jax.Array, num_devices: int, tile: int) -> jax.Array:
+    """This device's places, `own`, with what was in the places `source_e` of all devices: the first axis, and of the
+    second `tile` rows at a time."""
+    num_here, num_tiles = len(own), own.shape[1] // tile
+    me = jax.lax.axis_index(EXPERT_AXIS)
+
+    def exchange(i: jax.Array, new: jax.Array) -> jax.Array:
+        place, row = i // num_tiles, i % num_tiles * tile
+        wanted_X = source_e[jnp.arange(num_devices) * num_here + place]
+        rows = jax.lax.dynamic_slice_in_dim(own, row, tile, axis=1)
+        # A device sends to each other what that one would want if it were here; only the owner is listened to.
+        got = jax.lax.all_to_all(rows[wanted_X % num_here], EXPERT_AXIS, split_axis=0, concat_axis=0)
+        mine = got[wanted_X[me] // num_here][None]
+        return jax.lax.dynamic_update_slice(new, mine, (place, row) + (0,) * (own.ndim - 2))
+
+    return jax.lax.fori_loop(0, num_here * num_tiles, exchange, jnp.zeros_like(own))
