@@ -26,6 +26,28 @@ def test_tiers_are_named_with_their_sizes():
     assert offload(text, {}) == KVOffload(wanted)
 
 
+OWN = {"kv_connector": "SQLite", "kv_connector_module_path": "tests.kv_store.example_connector"}
+
+
+def test_ones_own_connector_comes_behind_the_tiers_and_several_in_their_order():
+    config = {"file": "x"}
+    own = TierWish("own", "SQLite", module=OWN["kv_connector_module_path"], config=config)
+    host, disk = TierWish("host", capacity=4096), TierWish("disk", "/d", 1 << 30)
+    single = {**OWN, "kv_connector_extra_config": config}
+    assert offload(None, single).tiers == (own,)
+    assert offload("host=4K,disk=/d:1G", single).tiers == (host, disk, own)
+    in_memory = {**CONNECTOR, "kv_connector_extra_config": {"cpu_bytes_to_use": 4096}}
+    both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"connectors": [single, in_memory]}}  # fmt: skip
+    assert offload(None, both) == KVOffload((own, host), "fail")
+    both["kv_connector_extra_config"] = {"connectors": [single, CONNECTOR]}
+    assert offload("disk=/d:1G", both).tiers == (own, disk)
+
+
+def several(*connectors, **more):
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [*connectors]}, **more}
+
+
 @pytest.mark.parametrize(
     "tier", ["redis=redis://:hush@h:1", "redis=redis://h:1?password=hush", "s3=s3://b?aws_secret_access_key=hush"]
 )
@@ -69,6 +91,17 @@ def test_vllms_json_means_the_same():
         ("gpu=8G", {}, "gpu=8G"),
         ("host=0", {}, "no bytes"),
         ("host=1G,host=2G", {}, "twice"),
+        (None, several(), "a list of"),
+        (None, several("x"), "a list of"),
+        (None, several(several(OWN)), "outer one"),
+        (None, several(OWN, OWN), "twice"),
+        (None, several(CONNECTOR), "no place"),
+        (None, several(OWN, {**OWN, "kv_load_failure_policy": "fail"}), "beside the list"),
+        (None, several(OWN, kv_role="kv_producer"), "kv_producer"),
+        (None, {**OWN, "kv_connector_extra_config": 3}, "an object"),
+        (None, {"kv_connector": "OffloadingConector"}, "OffloadingConnector.*entry point"),
+        (None, {**OWN, "kv_connector_module_path": 3}, "must be names"),
+        (None, {**CONNECTOR, "kv_connector_module_path": "x"}, "kv_connector_module_path 'x'"),
         ("redis=http://h", {}, "redis=redis://HOST:PORT"),
         ("s3=s3://", {}, "s3=s3://BUCKET"),
         ("redis=redis://h?tll=1", {}, "tll"),

@@ -98,8 +98,8 @@ class CacheConfig:
         "come from AWS's environment variables", not_empty=True,
     )  # fmt: skip
     kv_transfer_config: dict[str, Any] = option(
-        {}, "the same as vLLM's JSON: kv_connector OffloadingConnector, kv_role kv_both, kv_load_failure_policy "
-        "recompute or fail, kv_connector_extra_config with cpu_bytes_to_use"
+        {}, "the same as vLLM's JSON: kv_connector OffloadingConnector, MultiConnector or one's own, kv_role kv_both, "
+        "kv_load_failure_policy recompute or fail, kv_connector_extra_config with cpu_bytes_to_use, ..."
     )  # fmt: skip
 
     def __post_init__(self) -> None:

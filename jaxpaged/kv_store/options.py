@@ -2,21 +2,24 @@
 
 `kv_offload` is a list such as "host=8G,disk=PATH:200G,redis=redis://HOST:6379", the fastest tier first.
 `kv_transfer_config` takes vLLM's JSON for the same: its OffloadingConnector, which keeps `cpu_bytes_to_use` bytes in
-host memory. `kv_offload_secrets` is a file with what no command line should hold (`secrets.py`).
+host memory, or stands for the tiers of `kv_offload`; one's own connectors (`own.py`), which come behind those tiers;
+and MultiConnector, which names several in the order in which they are asked, and saves to all. `kv_offload_secrets` is
+a file with what no command line should hold (`secrets.py`).
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
 from jaxpaged.errors import ConfigError, did_you_mean
+from jaxpaged.kv_store.connectors import check_connector
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 POLICIES = ("recompute", "fail")
-CONNECTOR = "OffloadingConnector"
-KEYS = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config")
+CONNECTOR, MULTI = "OffloadingConnector", "MultiConnector"
+KEYS = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config", "kv_connector_module_path")
 FORMS = {
     "host": "host=SIZE",
     "disk": "disk=PATH:SIZE",
@@ -30,16 +33,20 @@ SETTINGS = {"redis": ("ttl",), "s3": ("endpoint",)}
 
 @dataclass(frozen=True)
 class TierWish:
-    """One tier: "host" or "disk" of so many bytes, or "redis" or "s3", whose stores decide that themselves."""
+    """One tier: "host" or "disk" of so many bytes, or "redis", "s3" or "own", whose stores decide that themselves."""
 
     kind: str
     place: str = ""
-    """The folder of a disk tier, or the address of a store without its settings."""
+    """The folder of a disk tier, the address of a store without its settings, or the name of one's own connector."""
     capacity: int = 0
     ttl_s: int | None = None
     """Of pages in Redis."""
     endpoint: str | None = None
     """Of a store that speaks like S3 and is not Amazon's."""
+    module: str | None = None
+    """That has the class of one's own connector; None: an entry point has it."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What one's own connector is told."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +74,8 @@ class OffloadOptions(Protocol):
 def offload_of(options: OffloadOptions) -> KVOffload | None:
     """What the options ask for together; None: nothing leaves the device. Raises ConfigError."""
     tiers, transfer = options.kv_offload, options.kv_transfer_config
-    extra = checked_transfer(transfer)
-    host_bytes = extra.get("cpu_bytes_to_use")
-    if tiers and host_bytes is not None:
-        raise ConfigError("kv_offload and cpu_bytes_to_use of kv_transfer_config both name tiers. Give one of them.")
-    wishes = tuple(map(tier_wish, tiers.split(","))) if tiers else ()
-    if host_bytes is not None:
-        wishes = (TierWish("host", capacity=host_bytes),)
-    if not wishes and transfer:
-        raise ConfigError(
-            "kv_transfer_config names no place for keys and values. Add cpu_bytes_to_use to its "
-            "kv_connector_extra_config, or the option kv_offload."
-        )
+    named = tuple(map(tier_wish, tiers.split(","))) if tiers else ()
+    wishes = connector_tiers(transfer, named) if transfer else named
     if len({(wish.kind, wish.place) for wish in wishes}) < len(wishes):
         raise ConfigError(f"kv_offload is {tiers!r}; it names a tier twice. Name each once.")
     if not wishes:
@@ -90,30 +87,84 @@ def offload_of(options: OffloadOptions) -> KVOffload | None:
     return KVOffload(wishes, transfer.get("kv_load_failure_policy", "recompute"), options.kv_offload_secrets)
 
 
-def checked_transfer(transfer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The extra config of vLLM's JSON. Raises ConfigError for what is not there."""
-    for name in transfer:
-        if name not in KEYS:
-            raise ConfigError(f"kv_transfer_config has the unknown key {name!r}.{did_you_mean(name, KEYS)}")
-    if not transfer:
-        return {}
-    allowed = {
-        "kv_connector": (CONNECTOR,), "kv_role": ("kv_both",), "kv_load_failure_policy": POLICIES,
-    }  # fmt: skip
-    given = {"kv_connector": None, "kv_role": "kv_both", "kv_load_failure_policy": "recompute", **transfer}
-    for name, values in allowed.items():
-        if given[name] not in values:
-            raise ConfigError(f"kv_transfer_config has {name} {given[name]!r}; it must be one of {', '.join(values)}.")
-    extra = given.get("kv_connector_extra_config", {})
-    if not isinstance(extra, Mapping) or set(extra) - {"cpu_bytes_to_use"}:
+def connector_tiers(transfer: Mapping[str, Any], named: tuple[TierWish, ...]) -> tuple[TierWish, ...]:
+    """The tiers of vLLM's JSON, among them those that kv_offload has `named`. Raises ConfigError."""
+    connectors = [transfer]
+    if transfer.get("kv_connector") == MULTI:
+        connectors = several_connectors(transfer)
+    wishes: list[TierWish | None] = []  # None: the named ones
+    for each in connectors:
+        check_transfer(each)
+        extra = each.get("kv_connector_extra_config", {})
+        if each["kv_connector"] == CONNECTOR:
+            size = extra.get("cpu_bytes_to_use")
+            wishes.append(TierWish("host", capacity=size) if size is not None else None)
+        else:
+            wishes.append(own_wish(each))
+    if named and None not in wishes:
+        if any(wish is not None and wish.kind == "host" for wish in wishes):
+            raise ConfigError(
+                "kv_offload and cpu_bytes_to_use of kv_transfer_config both name tiers. Give one of them."
+            )
+        wishes.insert(0, None)
+    if not named and None in wishes:
         raise ConfigError(
-            f"kv_transfer_config has kv_connector_extra_config {extra!r}; it can hold cpu_bytes_to_use only. Other "
-            "tiers are named by the option kv_offload."
+            "kv_transfer_config names no place for keys and values. Add cpu_bytes_to_use to its "
+            "kv_connector_extra_config, or the option kv_offload."
+        )
+    return tuple(each for wish in wishes for each in (named if wish is None else (wish,)))
+
+
+def several_connectors(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Those of a MultiConnector. Raises ConfigError for what is no list of them."""
+    check_transfer({**transfer, "kv_connector": CONNECTOR, "kv_connector_extra_config": {}})
+    extra = transfer.get("kv_connector_extra_config")
+    listed = extra.get("connectors") if isinstance(extra, Mapping) and set(extra) == {"connectors"} else None
+    if not isinstance(listed, list) or not listed or not all(isinstance(each, Mapping) for each in listed):
+        raise ConfigError(
+            f"kv_transfer_config has kv_connector_extra_config {extra!r}; that of a {MULTI} holds connectors, a list "
+            "of objects with a kv_connector each."
+        )
+    for each in listed:
+        if each.get("kv_connector") == MULTI:
+            raise ConfigError(f"kv_transfer_config has a {MULTI} in a {MULTI}. Name its connectors in the outer one.")
+        if "kv_load_failure_policy" in each:
+            raise ConfigError(f"a connector of a {MULTI} has a kv_load_failure_policy. Give one, beside the list.")
+    return listed
+
+
+def check_transfer(transfer: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what is not there in the JSON of one connector."""
+    for key in transfer:
+        if key not in KEYS:
+            raise ConfigError(f"kv_transfer_config has the unknown key {key!r}.{did_you_mean(key, KEYS)}")
+    name, module = transfer.get("kv_connector"), transfer.get("kv_connector_module_path")
+    if not isinstance(name, str) or not isinstance(module, str | None):
+        raise ConfigError(f"kv_transfer_config has the kv_connector {name!r} of {module!r}; both must be names.")
+    allowed = {"kv_role": ("kv_both",), "kv_load_failure_policy": POLICIES}
+    given = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", **transfer}
+    for key, values in allowed.items():
+        if given[key] not in values:
+            raise ConfigError(f"kv_transfer_config has {key} {given[key]!r}; it must be one of {', '.join(values)}.")
+    extra = given.get("kv_connector_extra_config", {})
+    if name != CONNECTOR:
+        check_connector(name, module, (CONNECTOR, MULTI))
+        if not isinstance(extra, Mapping):
+            raise ConfigError(f"kv_transfer_config has kv_connector_extra_config {extra!r}; it must be an object.")
+        return
+    if not isinstance(extra, Mapping) or set(extra) - {"cpu_bytes_to_use"} or module is not None:
+        raise ConfigError(
+            f"kv_transfer_config has kv_connector_extra_config {extra!r} and kv_connector_module_path {module!r}; for "
+            f"the {CONNECTOR} it can hold cpu_bytes_to_use only. Other tiers are named by the option kv_offload."
         )
     size = extra.get("cpu_bytes_to_use")
     if size is not None and (type(size) is not int or size <= 0):
         raise ConfigError(f"cpu_bytes_to_use is {size!r}; it must be a number of bytes above 0.")
-    return extra
+
+
+def own_wish(transfer: Mapping[str, Any]) -> TierWish:
+    name, module = transfer["kv_connector"], transfer.get("kv_connector_module_path")
+    return TierWish("own", name, module=module, config=dict(transfer.get("kv_connector_extra_config", {})))
 
 
 def tier_wish(text: str) -> TierWish:

@@ -8,6 +8,7 @@ from jaxpaged.kv_cache_spec import KVCacheConfig, StateSpec
 from jaxpaged.kv_store.disk import DiskTier
 from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.options import KVOffload, TierWish
+from jaxpaged.kv_store.own import OwnTier, open_store
 from jaxpaged.kv_store.page import namespace
 from jaxpaged.kv_store.redis_tier import RedisTier
 from jaxpaged.kv_store.remote import RemoteTier
@@ -63,6 +64,8 @@ def open_tier(wish: TierWish, space: str, secrets: Secrets, model: str) -> Tier:
     if wish.kind == "redis":
         login = secrets.redis_username, secrets.redis_password
         return RedisTier(wish.place, space, secret=secret, ttl_s=wish.ttl_s, login=login)
+    if wish.kind == "own":
+        return OwnTier(wish.place, open_store(wish.place, wish.module, wish.config, space), space, secret)
     if wish.kind == "s3":
         return S3Tier(wish.place, space, secret=secret, endpoint=wish.endpoint)
     disk = DiskTier(wish.place, wish.capacity, space, facts={"model": model}, secret=secret)
