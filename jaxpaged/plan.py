@@ -77,6 +77,7 @@ class Plan(msgspec.Struct):
     assumptions: list[str]
     obstacles: list[str]  # why it would not run, were there memory enough
     advice: list[str]
+    page_token_bytes: float = 0.0  # of one token's keys and values in all layers, outside of the devices
     further_kv_bytes: int = 0  # of other pools, which have as many blocks as go with those of the first
 
     @property

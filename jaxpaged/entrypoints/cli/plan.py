@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, add_model_argument, engine_options
+from jaxpaged.entrypoints.cli.values import whole_number
 
 if TYPE_CHECKING:
+    from jaxpaged.entrypoints.pictures.kv_trace_report import TraceResult
+    from jaxpaged.kv_store.trace import TracedRequest
     from jaxpaged.plan import Plan
+
+SIZES = [1 << power for power in (30, 32, 34, 36, 38, 40)]
+BANDWIDTH = 10 * 2**30
 
 EPILOG = """\
 Compiles the engine's own programs for a TPU that is not here (this needs libtpu: pip install 'jaxpaged[aot-tpu]'),
@@ -24,6 +30,7 @@ exit status: 0 the engine fits; 1 it does not fit or run, and the plan says what
 examples:
   jaxpaged plan meta-llama/Llama-3.1-8B --target v6e:2x4 --max-model-len 32K
   jaxpaged plan Qwen/Qwen3-8B --target h100 --json
+  jaxpaged plan Qwen/Qwen3-8B --target h100 --kv-trace mooncake.jsonl --kv-sizes 64G,512G --kv-chart tiers.png
   jaxpaged plan ./model --target v5e:2x2 --save ./bundle && scp -r ./bundle tpu-host:
 """
 
@@ -43,6 +50,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--chart", metavar="FILE", help="draw the memory of a device as a picture (.png, .svg, .pdf)")
     parser.add_argument("--save", metavar="FOLDER",
                         help="compile all programs and keep them as a bundle for the target's --bundle")  # fmt: skip
+    parser.add_argument("--kv-trace", metavar="FILE", type=Path,
+                        help="simulate tiers of kv_offload under a trace in Mooncake's format")  # fmt: skip
+    parser.add_argument("--kv-sizes", metavar="BYTES,...", type=sizes, default=argparse.SUPPRESS,
+                        help="with --kv-trace: sizes of the tier (default: 1G,4G,16G,64G,256G,1024G)")  # fmt: skip
+    parser.add_argument("--kv-bandwidth", metavar="BYTES", type=whole_number, default=argparse.SUPPRESS,
+                        help="with --kv-trace: bytes a second that a load brings (default: 10G)")  # fmt: skip
+    parser.add_argument("--kv-chart", metavar="FILE", default=argparse.SUPPRESS,
+                        help="with --kv-trace: draw hit rate and saved time by size (.png, .svg, .pdf)")  # fmt: skip
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     add_engine_flags(parser)
     parser.set_defaults(run=run, command_parser=parser)
@@ -57,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.entrypoints.pictures.plan_report import json_report, text_report
 
     options = options_of(args)
+    requests = trace_of(args)
     if args.chart:
         check_picture_path(args.chart)
     output = Path(args.save) if args.save else None
@@ -68,7 +84,14 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
     finally:
         progress.close()
-    print(json_report(plan) if args.json else text_report(plan))
+    result = trace_result(args, plan, requests) if requests else None
+    print(json_report(plan, {"kv_trace": result.as_json()} if result else {}) if args.json else text_report(plan))
+    if result is not None and not args.json:
+        print(f"\n{result.text()}")
+    if result is not None and hasattr(args, "kv_chart"):
+        from jaxpaged.entrypoints.pictures.canvas import write_figure
+
+        write_figure(result.figure(), args.kv_chart)
     if args.chart:
         from jaxpaged.entrypoints.pictures.memory_plot import draw_memory, write_figure
 
@@ -76,6 +99,43 @@ def run(args: argparse.Namespace) -> int:
     if output is not None:
         print(saved_message(plan, output), file=sys.stderr)
     return 0 if plan.fits else 1
+
+
+def trace_of(args: argparse.Namespace) -> "list[TracedRequest]":
+    """The requests of --kv-trace, none without it. Raises UsageError before anything is compiled."""
+    from jaxpaged.errors import UsageError
+
+    for flag in ("kv_sizes", "kv_bandwidth", "kv_chart"):
+        if hasattr(args, flag) and args.kv_trace is None:
+            raise UsageError(f"--{flag.replace('_', '-')} says how --kv-trace is simulated, and there is none. Add it.")
+    if args.kv_trace is None:
+        return []
+    from jaxpaged.entrypoints.pictures.canvas import check_picture_path
+    from jaxpaged.kv_store.trace import read_trace
+
+    if hasattr(args, "kv_chart"):
+        check_picture_path(args.kv_chart)
+    if getattr(args, "kv_bandwidth", 1) <= 0:
+        raise UsageError(f"--kv-bandwidth is {args.kv_bandwidth}; it must be above 0.")
+    return read_trace(args.kv_trace)
+
+
+def trace_result(args: argparse.Namespace, plan: "Plan", requests: "list[TracedRequest]") -> "TraceResult | None":
+    """The simulation; None for a plan that does not fit, which says so itself."""
+    from jaxpaged.entrypoints.pictures.kv_trace_report import TraceResult
+
+    if not plan.fits:
+        return None
+    bandwidth = getattr(args, "kv_bandwidth", BANDWIDTH)
+    return TraceResult(plan, requests, getattr(args, "kv_sizes", SIZES), bandwidth)
+
+
+def sizes(text: str) -> list[int]:
+    """`1G,16G`"""
+    found = [whole_number(part) for part in text.split(",")]
+    if min(found) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} has a size that is not above 0.")
+    return found
 
 
 def saved_message(plan: "Plan", output: Path) -> str:

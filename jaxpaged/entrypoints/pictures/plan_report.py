@@ -1,6 +1,7 @@
 """A plan in words, for a terminal, and as JSON. It knows the plan and nothing of how it was made."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -11,9 +12,9 @@ BAR = 48
 """Characters of the memory bar."""
 
 
-def json_report(plan: Plan) -> str:
-    """All of the plan, and what it says about fitting, as one JSON object."""
-    values = msgspec.to_builtins(plan, str_keys=True) | {"fits": plan.fits, "kv_bytes": plan.kv_bytes}
+def json_report(plan: Plan, more: Mapping[str, Any] | None = None) -> str:
+    """All of the plan, what it says about fitting, and `more`, as one JSON object."""
+    values = msgspec.to_builtins(plan, str_keys=True) | {"fits": plan.fits, "kv_bytes": plan.kv_bytes, **(more or {})}
     return msgspec.json.format(msgspec.json.encode(values)).decode()
 
 

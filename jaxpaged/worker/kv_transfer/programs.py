@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, LatentSpec, PoolLayout
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, LatentSpec, PoolLayout, StateSpec
 from jaxpaged.messages import ProgramKey
 from pallas_kernels import kv_copy
 from pallas_kernels.ragged_paged_attention import KVTensor, kv_layout
@@ -46,6 +46,14 @@ def page_shape(spec: Any) -> tuple[int, ...]:
 def page_bytes(spec: Any) -> int:
     """Of one layer of a page."""
     return int(np.prod(page_shape(spec))) * spec.dtype_bytes
+
+
+def token_bytes(kv_cache: KVCacheConfig) -> float:
+    """Of a token in all layers, as pages have them; 0 where there are recurrent states, which have no pages."""
+    specs = [(group.spec, len(group.layer_idxs)) for group in kv_cache.groups]
+    if any(isinstance(spec, StateSpec) for spec, _ in specs):
+        return 0.0
+    return sum(num_layers * page_bytes(spec) / spec.block_size for spec, num_layers in specs)
 
 
 def first_tensor(kv_cache: KVCacheConfig, pool_idx: int) -> int:

@@ -25,6 +25,7 @@ from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.sharding import bytes_on_device, elements_on_device
 from jaxpaged.plan import Plan, PlannedProgram, Speed, worst_bytes
+from jaxpaged.worker.kv_transfer.programs import token_bytes
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.planning.program_text import ProgramText
 from jaxpaged.worker.planning.roofline import (
@@ -81,6 +82,7 @@ class Planner:
             reserved_bytes=self.reserve.temporaries,
             code_bytes=sum(program.code_bytes for program in programs),
             block_bytes=self.block_bytes,
+            page_token_bytes=token_bytes(self.kv_cache),
             further_kv_bytes=self.kv_cache.num_bytes(blueprint.num_shards) - num_blocks * self.block_bytes,
             num_blocks=num_blocks,
             blocks_per_request=self.blocks_per_request,

@@ -38,6 +38,9 @@ def test_what_does_not_fit_ends_with_a_failure_and_advice(capsys):
         (["demo", "--target", "h100", "--bundle", "x"], "--bundle x"),
         (["demo", "--target", "h100", "--chart", "x.txt"], ".txt"),
         (["/nowhere/at/all", "--target", "h100"], "/nowhere/at/all"),
+        (["demo", "--target", "h100", "--kv-sizes", "1G"], "--kv-sizes says how"),
+        (["demo", "--target", "h100", "--kv-trace", "/no/such"], "cannot read the trace"),
+        (["demo", "--target", "h100", "--kv-trace", "x", "--kv-bandwidth", "0"], "--kv-bandwidth is 0"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments, words, capsys):
@@ -50,6 +53,27 @@ def test_a_picture_of_the_memory_is_written(tmp_path, capsys):
     path = tmp_path / "memory.png"
     assert main(["plan", "demo", "--target", "h100", "--chart", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def written_trace(folder):
+    path = folder / "trace.jsonl"
+    lines = [{"input_length": 1500, "hash_ids": [n % 40, 100 + n % 40, 200 + n]} for n in range(120)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_a_trace_says_what_tiers_would_bring(tmp_path, capsys):
+    chart, options = tmp_path / "tiers.png", ["--num-gpu-blocks-override", "1500", "--max-model-len", "2048"]
+    command = ["plan", "demo", "--target", "h100", "--kv-trace", str(written_trace(tmp_path)), *options]
+    assert main([*command, "--kv-sizes", "8M,1G", "--kv-bandwidth", "9000G", "--kv-chart", str(chart), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["kv_trace"]
+    none, few, many = found["tiers"]
+    assert none["loaded_tokens"] == 0 and few["loaded_tokens"] < many["loaded_tokens"]
+    assert many["hit_rate"] > 0.4 and many["saved_seconds"] > 0 and found["token_bytes"] > 100
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    assert main([*command, "--kv-bandwidth", "1k"]) == 0
+    said = capsys.readouterr().out
+    assert "does not pay" in said and "GB/s computing is sooner" in said
 
 
 def test_saving_for_a_target_without_a_compiler_is_refused(tmp_path, capsys):
