@@ -197,6 +197,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     error_parameter: str | None = None  # the field of the request that is to blame
     pooled: np.ndarray | None = None  # float32, of a pooling request that is done
     times: tuple[float, float] | None = None  # of queuing and of the first step, s since the epoch; told once
+    kv_transfer_params: dict[str, Any] | None = None  # with the end: where another engine finds the prompt's pages
     loaded: dict[str, int] | None = None  # of its cached tokens those from tiers, by the tiers' names; told once
 
 
@@ -359,3 +360,4 @@ class RequestOutput(Result, gc=False):
     num_cached_tokens: int | None = None
     error: str | None = None
     lora_request: Any = None
+    kv_transfer_params: dict[str, Any] | None = None

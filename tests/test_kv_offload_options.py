@@ -120,3 +120,26 @@ def test_vllms_json_means_the_same():
 def test_what_is_not_there_is_refused_by_name(tiers, transfer, words):
     with pytest.raises(ConfigError, match=words):
         EngineConfig.from_options(kv_offload=tiers, kv_transfer_config=transfer)
+
+
+def test_roles():
+    cache = lambda **options: EngineConfig.from_options(**options).cache
+    assert cache(kv_role="kv_both").offload.tiers == (TierWish("host", capacity=1 << 30),)
+    wanted = KVOffload(
+        (TierWish("host", capacity=1 << 20),), role="kv_producer", address=("h", 5600), lease_seconds=5.0
+    )
+    options = {"kv_offload": "host=1M", "kv_address": "h:5600", "kv_lease_seconds": 5.0}
+    assert cache(**options, kv_role="kv_producer").offload == wanted
+    of_json = cache(kv_transfer_config={"kv_role": "kv_consumer", "kv_load_failure_policy": "fail"})
+    assert of_json.role == "kv_consumer" and of_json.load_failure_policy == "fail"
+    for words, options in {
+        "must be one of kv_producer": {"kv_role": "producer"},
+        "Leave kv_connector out, and keep kv_role": {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
+        "Give one of them": {"kv_role": "kv_both", "kv_transfer_config": {"kv_role": "kv_producer"}},
+        "HOST:PORT": {"kv_role": "kv_both", "kv_address": "everywhere"},
+        "kv_lease_seconds": {"kv_lease_seconds": 0.0},
+        "has nothing to do with other engines": {"kv_address": "127.0.0.1:1"},
+        "kv_peers 10.0.0.1": {"kv_peers": "10.0.0.1"},
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            cache(**options)

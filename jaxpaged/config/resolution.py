@@ -87,7 +87,9 @@ def check_offload(model: ModelConfig, cache: CacheConfig, parallel: ParallelConf
     }  # fmt: skip
     for reason, applies in reasons.items():
         if applies:
-            raise ConfigError(f"kv_offload keeps keys and values besides the device, but {reason}. Leave one of them.")
+            raise ConfigError(
+                f"kv_offload (or kv_role) keeps keys and values besides the device, but {reason}. Leave one of them."
+            )
 
 
 def for_pooling(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.expert_balance import ExpertBalance, expert_balance_of
+from jaxpaged.kv_store.handover import LOOPBACK, ROLES
 from jaxpaged.kv_store.options import KVOffload, offload_of
 from jaxpaged.option_checks import option
 from jaxpaged.pooling import CONVERSIONS, RUNNERS
@@ -97,9 +98,24 @@ class CacheConfig:
         None, "JSON file with redis_username, redis_password, and page_secret to sign pages with; credentials of S3 "
         "come from AWS's environment variables", not_empty=True,
     )  # fmt: skip
+    kv_role: str | None = option(
+        None, "compute prompts for other engines (kv_producer), go on from what others computed (kv_consumer), or "
+        "both. Guide: kv_store/README.md", choices=ROLES,
+    )  # fmt: skip
+    kv_address: str = option(
+        "127.0.0.1:0", "HOST:PORT where other engines fetch keys and values of prompts; port 0 is any that is free"
+    )
+    kv_peers: str = option(
+        ",".join(LOOPBACK), "the only hosts, HOST or HOST:PORT with commas between, from which keys and values of "
+        "prompts are fetched", not_empty=True,
+    )  # fmt: skip
+    kv_lease_seconds: float = option(
+        30.0, "how long keys and values of a prompt wait in host memory to be fetched", above=0.0, maximum=86400.0
+    )
     kv_transfer_config: dict[str, Any] = option(
         {}, "the same as vLLM's JSON: kv_connector OffloadingConnector, MultiConnector or one's own, kv_role kv_both, "
-        "kv_load_failure_policy recompute or fail, kv_connector_extra_config with cpu_bytes_to_use, ..."
+        "kv_load_failure_policy recompute or fail, kv_connector_extra_config with cpu_bytes_to_use, ...; without a "
+        "connector its kv_role is the option of that name"
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -109,6 +125,11 @@ class CacheConfig:
     def offload(self) -> KVOffload | None:
         """Where keys and values are kept besides the device, if anywhere."""
         return offload_of(self)
+
+    @property
+    def role(self) -> str | None:
+        """What the engine does for others, or has others do for it."""
+        return self.offload.role if self.offload is not None else None
 
     @property
     def load_failure_policy(self) -> str:

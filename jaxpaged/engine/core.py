@@ -352,7 +352,7 @@ class EngineCore(EngineCoreClient):
         ready = time.perf_counter()
         self._in_flight.popleft()
         with self._changing_books():
-            self._outbox.add(self._scheduler.update_from_output(step.scheduled, result))
+            self._outbox.add(self.transfer.hand_over(self._scheduler.update_from_output(step.scheduled, result)))
         times, num_unfinished = (*step.times, begin, ready), self._scheduler.get_num_unfinished_requests()
         record = self.step_log.add(step.scheduled, result, num_unfinished, times)
         self._pacer.observe(record)

@@ -50,4 +50,5 @@ def load_input_processor(
         defaults=load_generation_defaults(model_folder, options.generation_config, options.override_generation_config),
         pooler=load_pooler(options, model_folder) if options.runner == "pooling" else None,
         chat_templates=templates,
+        kv_peers=(config.cache.role, config.cache.kv_peers),
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.core.kv_transfer.transfers import KVTransfers, Load
+from jaxpaged.core.kv_transfer.transfers import KVTransfers, Load, Save
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.errors import UsageError
@@ -26,7 +26,9 @@ class KVTransferDriver:
 
     def __init__(self, scheduler: Scheduler, worker: KVTransferWorker | None, failure_policy: str):
         self._scheduler, self._fails = scheduler, failure_policy == "fail"
-        self._half = KVTransfers(scheduler.kv_cache_manager, worker.lookup) if worker is not None else None
+        self._half = None
+        if worker is not None:
+            self._half = KVTransfers(scheduler.kv_cache_manager, worker.lookup, worker.expect)
         self._worker: Any = worker
         scheduler.kv_cache_manager.transfers = self._half
         groups = scheduler.kv_cache_manager.groups
@@ -56,6 +58,17 @@ class KVTransferDriver:
             self._worker.confirm(oldest)
         return []
 
+    def hand_over(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        """Lend the prompts of those that ended for another engine to go on, and say so in their outputs."""
+        if self._half is not None and self._half.hands_over:
+            for output in outputs:
+                if output.finish_reason in ("stop", "length"):
+                    lent = self._half.lent_pages(output.request_id)
+                    if lent is not None:
+                        output.kv_transfer_params = self._worker.lend(*lent)
+                        self._half.saves += [Save(-1, *page) for page in lent[1]]
+        return outputs
+
     def revoke(self) -> None:
         """A step has failed: what is not confirmed is not kept."""
         if self._half is not None:
@@ -78,6 +91,9 @@ class KVTransferDriver:
             block_ids = self._half.arrived(load, fetched.came, fetched.sources)
             if block_ids is not None:
                 self._worker.write(fetched, block_ids)
+        if self._half.hands_over:
+            for source in self._half.take_released():
+                self._worker.release(source)
         return outputs
 
     def observe(self, record: StepRecord) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.content import PageContent
+from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
@@ -94,6 +95,18 @@ class KVTransferWorker(Protocol):
 
     def lookup(self, keys: Sequence[PageKey]) -> list[Lookup]:
         """Whether pages are in a tier, at once."""
+        ...
+
+    def expect(self, keys: Sequence[PageKey], source: RemoteSource) -> None:
+        """Another engine lends these pages."""
+        ...
+
+    def release(self, source: RemoteSource) -> None:
+        """What it lends is not needed any more."""
+        ...
+
+    def lend(self, num_tokens: int, pages: Sequence[tuple[PageContent, int]]) -> dict[str, Any] | None:
+        """Lend pages (content, id of its block now) of a prompt, which are saved next. What an answer says of it."""
         ...
 
     def save(self, saves: Sequence[tuple[int, PageContent, int]]) -> None:

@@ -15,10 +15,16 @@ from urllib.parse import parse_qsl, urlsplit
 
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.kv_store.connectors import check_connector
+from jaxpaged.kv_store.handover import LOOPBACK, ROLES, checked_address
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 POLICIES = ("recompute", "fail")
 CONNECTOR, MULTI = "OffloadingConnector", "MultiConnector"
+INSTEAD = ("NixlConnector", "MooncakeConnector", "P2pNcclConnector", "MoRIIOConnector")
+"""vLLM's connectors whose work a role does here."""
+DEFAULT_TIER = "host=1G"
+"""What an engine with a role has besides the device, unless it says so itself."""
+ROLE_KEYS = ("kv_connector", "kv_role", "kv_load_failure_policy")
 KEYS = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config", "kv_connector_module_path")
 FORMS = {
     "host": "host=SIZE",
@@ -56,6 +62,10 @@ class KVOffload:
     tiers: tuple[TierWish, ...]
     failure_policy: str = "recompute"
     secrets_file: str | None = None
+    role: str | None = None
+    """kv_producer, kv_consumer or kv_both; None: it has nothing to do with other engines."""
+    address: tuple[str, int] = ("127.0.0.1", 0)
+    lease_seconds: float = 30.0
 
 
 class OffloadOptions(Protocol):
@@ -70,12 +80,27 @@ class OffloadOptions(Protocol):
     @property
     def kv_offload_secrets(self) -> str | None: ...
 
+    @property
+    def kv_role(self) -> str | None: ...
+
+    @property
+    def kv_address(self) -> str: ...
+
+    @property
+    def kv_lease_seconds(self) -> float: ...
+
+    @property
+    def kv_peers(self) -> str: ...
+
 
 def offload_of(options: OffloadOptions) -> KVOffload | None:
     """What the options ask for together; None: nothing leaves the device. Raises ConfigError."""
-    tiers, transfer = options.kv_offload, options.kv_transfer_config
+    tiers, transfer, role = options.kv_offload, options.kv_transfer_config, role_of(options)
+    has_connector = bool(transfer) and not says_role(transfer)
+    if role is not None and not has_connector:
+        tiers = tiers or DEFAULT_TIER
     named = tuple(map(tier_wish, tiers.split(","))) if tiers else ()
-    wishes = connector_tiers(transfer, named) if transfer else named
+    wishes = connector_tiers(transfer, named) if has_connector else named
     if len({(wish.kind, wish.place) for wish in wishes}) < len(wishes):
         raise ConfigError(f"kv_offload is {tiers!r}; it names a tier twice. Name each once.")
     if not wishes:
@@ -84,7 +109,45 @@ def offload_of(options: OffloadOptions) -> KVOffload | None:
                 "kv_offload_secrets is given, but no tier that needs it. Add kv_offload, or leave it out."
             )
         return None
-    return KVOffload(wishes, transfer.get("kv_load_failure_policy", "recompute"), options.kv_offload_secrets)
+    policy, address = transfer.get("kv_load_failure_policy", "recompute"), checked_address(options.kv_address)
+    return KVOffload(wishes, policy, options.kv_offload_secrets, role, address, options.kv_lease_seconds)
+
+
+def says_role(transfer: Mapping[str, Any]) -> bool:
+    """Whether vLLM's JSON names no connector but a role."""
+    return transfer.get("kv_connector") is None and "kv_role" in transfer
+
+
+def role_of(options: OffloadOptions) -> str | None:
+    """What the engine does for others, by its own option or by vLLM's JSON. Raises ConfigError."""
+    transfer, role = options.kv_transfer_config, options.kv_role
+    if transfer.get("kv_connector") in INSTEAD:
+        raise ConfigError(
+            f"kv_transfer_config has kv_connector {transfer['kv_connector']!r}; here engines lend pages to each other "
+            "over TCP. Leave kv_connector out, and keep kv_role (or use --kv-role)."
+        )
+    if says_role(transfer):
+        for key, values in {"kv_role": ROLES, "kv_load_failure_policy": POLICIES}.items():
+            if key in transfer and transfer[key] not in values:
+                raise ConfigError(
+                    f"kv_transfer_config has {key} {transfer[key]!r}; it must be one of {', '.join(values)}."
+                )
+        for key in transfer:
+            if key not in ROLE_KEYS:
+                raise ConfigError(
+                    f"kv_transfer_config has a role and the key {key!r}.{did_you_mean(key, ROLE_KEYS)} Places are "
+                    "named by kv_offload and kv_address."
+                )
+        if role not in (None, transfer["kv_role"]):
+            raise ConfigError(f"kv_role is {role}, and kv_transfer_config has another one. Give one of them.")
+        role = transfer["kv_role"]
+    given = options.kv_address, options.kv_lease_seconds, options.kv_peers
+    if role is None and given != ("127.0.0.1:0", 30.0, ",".join(LOOPBACK)):
+        raise ConfigError(
+            f"kv_address is {given[0]}, kv_lease_seconds {given[1]:g} and kv_peers {given[2]}, but the engine has "
+            "nothing to do with other engines. Give it a kv_role, or leave them out."
+        )
+    return role
 
 
 def connector_tiers(transfer: Mapping[str, Any], named: tuple[TierWish, ...]) -> tuple[TierWish, ...]:

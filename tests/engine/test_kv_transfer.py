@@ -24,6 +24,7 @@ class FakeTransfer:
     def __init__(self):
         self.stored, self.unconfirmed, self.loads, self.fetched = {}, [], [], []
         self.num_written, self.answer = 0, [True]
+        self.lent, self.sources, self.released = {}, [], []
         self.num_unsure = 0  # look-ups that a store elsewhere has not answered yet
 
     def lookup(self, keys):
@@ -31,6 +32,16 @@ class FakeTransfer:
             self.num_unsure -= 1
             return [Lookup.PENDING] * len(keys)
         return [Lookup.HIT if key in self.stored else Lookup.MISS for key in keys]
+
+    def expect(self, keys, source):
+        self.stored |= {key: self.lent[key] for key in keys if key in self.lent}
+        self.sources.append(source)
+
+    def release(self, source):
+        self.released.append(source)
+
+    def lend(self, num_tokens, pages):
+        return {"remote_num_tokens": num_tokens, "pages": [content for content, _ in pages]}
 
     def save(self, saves):
         self.unconfirmed += saves
@@ -262,3 +273,63 @@ def test_what_is_slower_is_tried_again_now_and_then():
     for _ in range(20):
         rates.observe_load(100, 0.001)
     assert rates.pays()
+
+
+LENDS = {"kv_transfer_params": {"do_remote_decode": True}}
+BORROWS = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1,
+                                  "remote_request_id": "lease", "remote_num_tokens": 32}}  # fmt: skip
+
+
+def handed_over(extra_args, max_tokens=3, prompt=PROMPT, name="a"):
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=1, extra_args=extra_args)
+    return EngineCoreRequest(name, list(prompt), params, arrival_time=0.0)
+
+
+def test_a_prompt_is_lent_when_it_ends_and_not_when_it_is_aborted():
+    core, transfer = make()
+    core.add_request(handed_over(LENDS, 1))
+    (output,) = run(core)["a"]
+    lent = output.kv_transfer_params
+    assert lent["remote_num_tokens"] == 40 // 4 * 4 and lent["pages"]
+    assert {page.key for page in lent["pages"]} <= set(transfer.stored)
+    core.add_request(handed_over(LENDS, 50, name="b"))
+    heard = {}
+    step(core, heard)
+    core.abort_requests(["b"])
+    run(core, heard)
+    core.add_request(request("c", PROMPT))
+    assert all(each.kv_transfer_params is None for each in run(core, heard)["c"])
+    assert not core.transfer._half.hands_over
+
+
+def lender_of(prompt=PROMPT):
+    core, transfer = make()
+    core.add_request(request("a", prompt))
+    return tokens(run(core)["a"]), transfer.stored
+
+
+def test_a_borrower_loads_what_is_lent_and_gives_it_back_once():
+    expected, lent = lender_of()
+    core, transfer = make()
+    core.transfer._half.rates.pays = lambda: False  # somebody has computed it for this request
+    transfer.lent = lent
+    core.add_request(handed_over(BORROWS, 5))
+    outputs = run(core)["a"]
+    assert tokens(outputs) == expected and outputs[0].num_cached_tokens == 32
+    assert [source.lease for source in transfer.released] == ["lease"]
+
+
+def test_what_is_not_lent_after_all_is_computed_or_the_request_fails():
+    expected, lent = lender_of()
+    for policy in ("recompute", "fail"):
+        core, transfer = make(policy)
+        transfer.lent, transfer.answer = lent, [True, False]
+        core.add_request(handed_over(BORROWS, 5))
+        outputs = run(core)["a"]
+        if policy == "recompute":
+            assert tokens(outputs) == expected
+        else:
+            assert outputs[-1].finish_reason == "error" and "were not loaded" in outputs[-1].error
+        core.add_request(request("b", PROMPT))
+        run(core)
+        assert len(transfer.released) == 1

@@ -23,6 +23,7 @@ from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.engine.pooling.prompts import check_keep, text_ids
 from jaxpaged.errors import RequestError, did_you_mean
+from jaxpaged.kv_store.handover import check_request
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.pooling import PoolingParams
 from jaxpaged.sampling_checks import check_bool, check_int, checked_float
@@ -71,7 +72,10 @@ class InputProcessor:
         chat_templates: ChatTemplates | None = None,
         grammar_checker: GrammarChecker | None = None,
         pooler: Pooler | None = None,
+        kv_peers: tuple[str | None, str] = (None, ""),
     ):
+        """`kv_peers`: the engine's role, and the other engines that requests may name."""
+        self._kv_peers = kv_peers
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -127,6 +131,8 @@ class InputProcessor:
         check_priority(priority, self.allow_priority)
         self._check_length(token_ids, room=0 if pooling_params else 1)
         complete = self._completed(sampling_params, len(token_ids))
+        if complete.extra_args:
+            check_request(complete.extra_args, *self._kv_peers)
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,

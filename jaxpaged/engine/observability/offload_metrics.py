@@ -15,6 +15,11 @@ DEVICE, UNSPECIFIED = "device", "external_unspecified"
 SOURCES = (DEVICE, "host", "p2p", "disk", UNSPECIFIED)
 """vLLM's words for where cached tokens came from. Redis and S3 are the last."""
 STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
+LENT = (
+    "kv_leases", "kv_lease_bytes", "kv_leases_granted", "kv_leases_released", "kv_leases_expired", "kv_lent_pages",
+    "kv_lent_bytes", "kv_lent_refused",
+)  # fmt: skip
+"""Of a lender; the first two may shrink again."""
 NOW = ("bytes", "capacity", "pages")
 """Of a tier, what may shrink again."""
 
@@ -54,6 +59,10 @@ def transfer_metrics(stats: SchedulerStats, executor: Mapping[str, Any]) -> Iter
         at_most = dict(zip(map(bound_name, bounds), accumulate(counts[bound] for bound in bounds)))
         total = sum(counts.values())
         yield Histogram(f"vllm:kv_offload_{verb}_size", {}, total, num_bytes, at_most | {"+Inf": total})
+    for name in LENT:
+        if name in executor:
+            lent: Any = Gauge if name in LENT[:2] else Counter
+            yield lent(f"jaxpaged:{name}", {}, executor[name])
     for name, values in executor.items():
         if name.startswith(f"{OWN}tier_"):
             for field, value in values.items():

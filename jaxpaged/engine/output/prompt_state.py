@@ -124,6 +124,7 @@ class PromptState:
         self.prompt_logprobs: Any = None  # as results have them, or `LatePromptLogprobs`, from which they are read
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
+        self.kv_transfer_params: dict[str, Any] | None = None
         self.trace_headers: Mapping[str, str] | None = None
         self.num_unfinished = len(sequences)
         self._by_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
@@ -146,6 +147,7 @@ class PromptState:
             sequence.num_preemptions = output.num_preemptions
             self.update_metrics(num_preemptions=sum(each.num_preemptions for each in self.sequences))
         self.error = self.error or output.error
+        self.kv_transfer_params = self.kv_transfer_params or output.kv_transfer_params
         self.only_grows = len(self.sequences) == 1 and bool(sequence.token_ids)
         self._is_plain = self.only_grows and sequence.is_plain
 
@@ -168,7 +170,7 @@ class PromptState:
             completions = [sequence.whole() for sequence in self.sequences]
         return RequestOutput(
             self.request_id, self.text, self._prompt_token_ids, prompt_logprobs, completions, finished, self.metrics,
-            self.num_cached_tokens, self.error,
+            self.num_cached_tokens, self.error, kv_transfer_params=self.kv_transfer_params,
         )  # fmt: skip
 
     def grow(self, sequence: SequenceState, output: EngineCoreOutput) -> RequestOutput | None:

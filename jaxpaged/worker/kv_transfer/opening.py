@@ -5,11 +5,14 @@ from dataclasses import replace
 from jaxpaged.errors import ConfigError
 from jaxpaged.installed import is_installed
 from jaxpaged.kv_cache_spec import KVCacheConfig, StateSpec
+from jaxpaged.kv_store.borrower import Borrower
 from jaxpaged.kv_store.disk import DiskTier
+from jaxpaged.kv_store.handover import BORROWS, LENDS
 from jaxpaged.kv_store.host import HostTier
+from jaxpaged.kv_store.lender import Lender
 from jaxpaged.kv_store.options import KVOffload, TierWish
 from jaxpaged.kv_store.own import OwnTier, open_store
-from jaxpaged.kv_store.page import namespace
+from jaxpaged.kv_store.page import MAX_HEADER_BYTES, namespace
 from jaxpaged.kv_store.redis_tier import RedisTier
 from jaxpaged.kv_store.remote import RemoteTier
 from jaxpaged.kv_store.s3 import S3Tier
@@ -17,6 +20,8 @@ from jaxpaged.kv_store.secrets import Secrets, read_secrets
 from jaxpaged.kv_store.tier import Tier
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.device import Device
+from jaxpaged.worker.kv_transfer.peers import Peers
+from jaxpaged.worker.kv_transfer.programs import page_bytes
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
 from jaxpaged.worker.programs.blueprint import Blueprint
 
@@ -25,6 +30,8 @@ SCAN_SECONDS = 5.0
 PACKAGES = {"redis": "redis", "s3": "obstore"}
 
 
+LEAST_TO_LEND = 1 << 30
+"""Bytes that may be lent at a time where no tier says how much there is."""
 STORE_READERS = 8
 """Pages of one load that are fetched at a time where one may come from another process: each takes a round trip."""
 
@@ -49,10 +56,22 @@ def open_transfer(
     """The worker's half. Raises ConfigError for a folder that can hold no pages, or an address that is none."""
     space, secrets = namespace_of(blueprint, kv_cache, weights_version), read_secrets(offload.secrets_file)
     tiers = [open_tier(wish, space, secrets, blueprint.config.model.model) for wish in offload.tiers]
-    num_readers = STORE_READERS if any(isinstance(tier, RemoteTier) for tier in tiers) else 1
+    store, peers = Tiers(tiers), None
+    is_far = offload.role in BORROWS or any(isinstance(tier, RemoteTier) for tier in tiers)
+    if offload.role is not None:
+        lender = borrower = None
+        if offload.role in LENDS:
+            capacity = max(wish.capacity for wish in offload.tiers) or LEAST_TO_LEND
+            lender = Lender(
+                store, offload.address, space, lease_s=offload.lease_seconds, capacity=capacity, secret=secrets.signing
+            )
+        if offload.role in BORROWS:
+            largest = max(len(group.layer_idxs) * page_bytes(group.spec) for group in kv_cache.groups)
+            borrower = Borrower(space, largest + MAX_HEADER_BYTES, secrets.signing)
+        peers = Peers(lender, borrower)
     return KVTransferWorker(
-        device, kv_cache, Tiers(tiers), space, blueprint.kv_dtype, secret=secrets.signing, num_readers=num_readers,
-        model=blueprint.config.model.model,
+        device, kv_cache, store, space, blueprint.kv_dtype, secret=secrets.signing,
+        num_readers=STORE_READERS if is_far else 1, model=blueprint.config.model.model, peers=peers,
     )  # fmt: skip
 
 

@@ -24,11 +24,13 @@ from jaxpaged.errors import PageError, UsageError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.buffers import aligned_empty
 from jaxpaged.kv_store.content import PageContent
+from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode
 from jaxpaged.kv_store.prefix_file import PlacedPage, PrefixFile, PrefixHeader, PrefixInfo, info_of, write_prefix
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.device import Device, start_copy
+from jaxpaged.worker.kv_transfer.peers import Peers
 from jaxpaged.worker.kv_transfer.programs import (
     GATHER,
     NOWHERE,
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 NUM_SLOTS = 8
 """Gathers whose bytes are not stored yet, at most."""
+SLOTS_TO_LEND = 64
+"""The same where others wait for what is gathered: what is not saved they must compute."""
 NUM_THREADS = 2
 SIZES = tuple(1 << power for power in range(14, 37, 2))
 """Bounds of the sizes that are counted, 16 KiB to 64 GiB."""
@@ -93,8 +97,10 @@ class KVTransferWorker:
 
     def __init__(
         self, device: Device, kv_cache: KVCacheConfig, store: Tiers, namespace: str, dtype: np.dtype,
-        *, secret: bytes | None = None, num_readers: int = 1, model: str = "",
+        *, secret: bytes | None = None, num_readers: int = 1, model: str = "", peers: Peers | None = None,
     ):  # fmt: skip
+        """`peers`: other engines, to lend to or to borrow from."""
+        self._peers = peers or Peers()
         self._device, self._kv_cache, self._store, self._namespace = device, kv_cache, store, namespace
         self._dtype, self._secret, self._model = dtype, secret, model
         self._readers = ThreadPoolExecutor(num_readers, "kv-read") if num_readers > 1 else None
@@ -102,7 +108,8 @@ class KVTransferWorker:
         self._unconfirmed: deque[Gathered] = deque()
         self._fetched: deque[Fetched] = deque()
         self._news = threading.Event()
-        self._slots = threading.Semaphore(NUM_SLOTS)
+        self._slots = threading.Semaphore(SLOTS_TO_LEND if self._peers.lends else NUM_SLOTS)
+        self._under_way: set[PageKey] = set()  # gathered and not stored yet
         self._savers = ThreadPoolExecutor(NUM_THREADS, "kv-save")
         self._loaders = ThreadPoolExecutor(NUM_THREADS, "kv-load")
         self.num_saved = self.num_loaded = self.num_dropped = self.num_lost = 0  # pages
@@ -111,7 +118,28 @@ class KVTransferWorker:
 
     def lookup(self, keys: Sequence[PageKey]) -> list[Lookup]:
         """See `Tier.lookup`."""
-        return self._store.lookup(keys)
+        return self._peers.lookup(keys, self._store.lookup(keys))
+
+    # ---- other engines -------------------------------------------------------------------------
+
+    def expect(self, keys: Sequence[PageKey], source: RemoteSource) -> None:
+        """Another engine lends these pages."""
+        self._peers.expect(keys, source)
+
+    def release(self, source: RemoteSource) -> None:
+        """What it lends is not needed any more."""
+        self._peers.release(source)
+
+    def lend(self, num_tokens: int, pages: Sequence[tuple[PageContent, int]]) -> dict[str, Any] | None:
+        """Lend pages (content, id of its block now) of a prompt, which are saved next. What an answer says of it."""
+        keys = [content.key for content, _ in pages]
+        block_ids: list[list[int]] = [[] for _ in self._kv_cache.groups]
+        for content, block_id in pages:
+            block_ids[content.key.group].append(block_id)
+        said = self._peers.grant(keys, num_tokens, block_ids)
+        if said is not None:
+            self._savers.submit(self._peers.hold, keys)
+        return said
 
     # ---- saving --------------------------------------------------------------------------------
 
@@ -120,7 +148,7 @@ class KVTransferWorker:
         states = self._store.lookup([content.key for _, content, _ in saves])
         by_pool: dict[int, list[tuple[int, PageContent, int]]] = {}
         for each, state in zip(saves, states):
-            if state is not Lookup.HIT:  # one that is on its way is not written again
+            if state is not Lookup.HIT and each[1].key not in self._under_way:
                 by_pool.setdefault(self._pool_of[each[1].key.group], []).append(each)
         for pool_idx, missing in by_pool.items():
             largest = copy_sizes(self._kv_cache.pools[pool_idx])[-1]
@@ -139,6 +167,7 @@ class KVTransferWorker:
             raise
         step_id = max(step_id for step_id, _, _ in saves)
         self._copied[0] += len(saves)
+        self._under_way.update(content.key for _, content, _ in saves)
         self._unconfirmed.append(Gathered(step_id, pool_idx, [each[1] for each in saves], start_copy(pages), set()))
 
     def confirm(self, before: int | None) -> None:
@@ -148,7 +177,8 @@ class KVTransferWorker:
 
     def revoke(self) -> None:
         """A step has failed: what is not confirmed is never stored."""
-        for _ in self._unconfirmed:
+        for gathered in self._unconfirmed:
+            self._under_way.difference_update(content.key for content in gathered.contents)
             self._slots.release()
         self._unconfirmed.clear()
 
@@ -177,7 +207,9 @@ class KVTransferWorker:
             self.num_dropped += len(gathered.contents)
         finally:
             self._moved["store"].add(num_bytes, time.monotonic() - begin)
+            self._under_way.difference_update(content.key for content in gathered.contents)
             self._slots.release()
+            self._peers.hold([content.key for content in gathered.contents])
 
     # ---- loading -------------------------------------------------------------------------------
 
@@ -214,6 +246,8 @@ class KVTransferWorker:
         """Copy a page's layers to `target`. The name of the tier that had it, "" where none has it as it must be."""
         buffer, source = self._store.get_from(content.key)
         if buffer is None:
+            buffer, source = self._peers.get(content.key)
+        if buffer is None:
             return ""
         shape = self._shape(content.key.group)
         wanted: dict[str, Any] = {"token_ids": content.token_ids, "dtype": self._dtype.name, "shape": shape}
@@ -223,6 +257,7 @@ class KVTransferWorker:
         except PageError as error:
             logger.warning("a page of keys and values is not used: %s", error)
             self._store.delete([content.key])
+            self._peers.forget([content.key])
             return ""
         target[: len(values)] = values
         return source
@@ -320,7 +355,7 @@ class KVTransferWorker:
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and what the tiers hold."""
         sizes = lambda line: {"bytes": line.num_bytes, "capacity": line.capacity, "pages": line.num_pages}
-        lines = self._store.usage()
+        lines = [*self._store.usage(), *self._peers.usage()]
         tiers = {f"kv_offload_tier_{line.name}": sizes(line) | vars(line.counters) for line in lines}
         moved: dict[str, Any] = {}
         for verb, each in self._moved.items():
@@ -333,10 +368,12 @@ class KVTransferWorker:
             "kv_offload_pages_dropped": self.num_dropped,
             "kv_offload_pages_lost": self.num_lost,
             **tiers,
+            **self._peers.stats(),
         }
 
     def close(self) -> None:
         """Store what is confirmed, and let go of threads and tiers."""
+        self._peers.close()
         self._loaders.shutdown(cancel_futures=True)
         if self._readers is not None:
             self._readers.shutdown()

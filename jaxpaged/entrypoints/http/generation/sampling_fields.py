@@ -11,9 +11,10 @@ import msgspec
 from jaxpaged.entrypoints.http.errors import HttpError
 
 MAX_STOP_STRINGS = 4
+ENCODER_REFUSALS = {"ec_transfer_params": "This server has no encoder connector"}
 TRANSFER_REFUSALS = {
-    "kv_transfer_params": "This server has no KV connector",
-    "ec_transfer_params": "This server has no encoder connector",
+    "kv_transfer_params": "Prompts are handed over by completions and chats only",
+    **ENCODER_REFUSALS,
 }
 
 
@@ -50,7 +51,7 @@ class EngineFields(SamplingFields, kw_only=True):
     vllm_xargs: dict[str, Any] | None = None
     priority: int | None = 0
     cache_salt: str | None = None
-    kv_transfer_params: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: Any = None
 
 

@@ -43,6 +43,7 @@ def answer(service: Service, chat: ParsedChat, outputs: Sequence[RequestOutput])
         prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
         prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
         prompt_text=output.prompt if body.return_prompt_text else None,
+        kv_transfer_params=output.kv_transfer_params,
     )
 
 

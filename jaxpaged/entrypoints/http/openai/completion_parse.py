@@ -15,6 +15,10 @@ def parse(service: Service, body: CompletionRequest, request_id: str, model: str
     """Raises HttpError and RequestError 400 for what cannot be."""
     check(body)
     params, given = params_of(service, body), prompts_of(body.prompt)
+    if body.kv_transfer_params and len(given) > 1:
+        raise HttpError(
+            400, f"kv_transfer_params is given with {len(given)} prompts; it is about one.", "kv_transfer_params"
+        )
     beams = beam_params(body, params.max_tokens)
     service.traffic.check_num_sequences(len(given), body.n or 1)
     prompts = service.prompts.read(given, body.truncation, body.add_special_tokens is not False, body.cache_salt)

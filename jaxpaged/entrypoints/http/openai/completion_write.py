@@ -40,7 +40,7 @@ def answer(service: Service, parsed: Parsed[CompletionRequest], outputs: Sequenc
         all_choices += choices(body, style, number * (body.n or 1), output, tokenizer)
     return CompletionResponse(
         id=parsed.generation.request_id, created=int(time.time()), model=parsed.model, choices=all_choices,
-        usage=usage.read(),
+        usage=usage.read(), kv_transfer_params=outputs[0].kv_transfer_params if len(outputs) == 1 else None,
     )  # fmt: skip
 
 

@@ -14,13 +14,14 @@ from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.sampling_fields import (
-    TRANSFER_REFUSALS,
+    ENCODER_REFUSALS,
     EngineFields,
     SamplingFields,
     check_refusals,
     check_stop,
     given,
 )
+from jaxpaged.kv_store.handover import PARAMS
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
@@ -35,7 +36,7 @@ KEPT_WITH_BEAMS = (
 """Those that beam search has a use for, besides `n`, `temperature` and `seed`."""
 NEUTRAL = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 REFUSED_WITH_BEAMS = (
-    "stream", "structured_outputs", "vllm_xargs",
+    "stream", "structured_outputs", "vllm_xargs", "kv_transfer_params",
     *(name for name in SAMPLING if name not in (*KEPT_WITH_BEAMS, "n", "temperature", "seed")),
 )  # fmt: skip
 """Fields that have no meaning where nothing is drawn, unless they have their neutral values."""
@@ -48,7 +49,7 @@ REFUSALS = {
     "guided_grammar": RENAMED,
     "repetition_detection": "Repetition is not looked for",
     "watermarking": "Watermarks are not made",
-    **TRANSFER_REFUSALS,
+    **ENCODER_REFUSALS,
     "prompt_embeds": "Prompts are taken as text or token ids",
 }
 """Field -> why no value of it is served."""
@@ -120,6 +121,11 @@ def check_fields(body: GenerationFields) -> None:
         raise HttpError(
             400, f"prompt_logprobs is {body.prompt_logprobs}, but a stream has none. Set stream to false.",
             "prompt_logprobs",
+        )  # fmt: skip
+    if body.stream and (body.kv_transfer_params or {}).get("do_remote_decode"):
+        raise HttpError(
+            400, "kv_transfer_params has do_remote_decode, and stream is true, but only a whole answer says where the "
+            "prompt's keys and values are. Set stream to false.", "kv_transfer_params",
         )  # fmt: skip
     check_stop("stop", body.stop)
     check_beams(body)
@@ -195,10 +201,13 @@ def sampling_params(
     if body.use_beam_search:
         values = given(body, KEPT_WITH_BEAMS)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    extra = body.vllm_xargs
+    if body.kv_transfer_params:
+        extra = {**(extra or {}), PARAMS: body.kv_transfer_params}
     with client_names({"extra_args": "vllm_xargs"}):
         return SamplingParams(
             **{**values, "max_tokens": max_tokens, "logprobs": logprobs},
-            extra_args=body.vllm_xargs,
+            extra_args=extra,
             output_kind=kind,
         )
 

@@ -1,0 +1,229 @@
+"""Engines that lend pages to each other: the protocol over real sockets, and what peers may not do."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from jaxpaged.errors import ConfigError, PageError, RequestError
+from jaxpaged.kv_store import channel as wire
+from jaxpaged.kv_store.borrower import Borrower
+from jaxpaged.kv_store.channel import Channel, Get, Gone
+from jaxpaged.kv_store.handover import (
+    RemoteSource,
+    answer_params,
+    check_request,
+    checked_address,
+    source_of,
+    transfer_params,
+)
+from jaxpaged.kv_store.host import HostTier
+from jaxpaged.kv_store.lender import Lender
+from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode, namespace
+from jaxpaged.kv_store.tier import Lookup
+
+SPACE, OTHER = namespace(weights="a"), namespace(weights="b")
+SECRET = b"sixteen letters."
+VALUES = np.arange(2 * 2 * 4 * 2 * 8, dtype=np.float32).reshape(2, 2, 4, 2, 8)
+KEYS = [PageKey(bytes([i]) * 32, 0) for i in range(3)]
+MOST = 1 << 20
+
+
+def put(store, key, secret=None):
+    store.put(key, encode(PageHeader(SPACE, key, None, (1, 2, 3, 4)), VALUES + key.block_hash[0], secret))
+
+
+@contextlib.contextmanager
+def lending(secret=None, lease_s=30.0, capacity=1 << 20, keys=KEYS):
+    store = HostTier(1 << 20)
+    lender = Lender(store, ("127.0.0.1", 0), SPACE, lease_s=lease_s, capacity=capacity, secret=secret)
+    for key in keys:
+        put(store, key, secret)
+    try:
+        yield lender, store
+    finally:
+        lender.close()
+
+
+@contextlib.contextmanager
+def borrowing(lender, space=SPACE, secret=None, most=MOST):
+    """A borrower, and a source whose lease names all keys."""
+    lease, _ = lender.grant(KEYS)
+    lender.hold(KEYS)
+    borrower, source = Borrower(space, most, secret), RemoteSource(lender.host, lender.port, lease, 12)
+    borrower.expect(KEYS, source)
+    try:
+        yield borrower, source
+    finally:
+        borrower.close()
+
+
+def eventually(condition):
+    end = time.monotonic() + 5
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert condition()
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_pages_are_fetched_under_a_lease_and_given_back(secret):
+    with lending(secret) as (lender, store), borrowing(lender, secret=secret) as (borrower, source):
+        store.delete(KEYS)  # what is lent stays, whatever tiers forget
+        assert borrower.lookup([*KEYS, PageKey(b"x" * 32, 0)]) == [Lookup.HIT] * 3 + [Lookup.MISS]
+        for key in KEYS:
+            _, values = decode(borrower.get(key), expect_namespace=SPACE, key=key, secret=secret)
+            np.testing.assert_array_equal(values, VALUES + key.block_hash[0])
+        stats = lender.stats()
+        assert stats["kv_lent_pages"] == 3 and stats["kv_lease_bytes"] == stats["kv_lent_bytes"] > 0
+        borrower.release(source)
+        eventually(lambda: lender.stats()["kv_leases_released"] == 1)
+        assert lender.stats()["kv_lease_bytes"] == lender.stats()["kv_leases"] == 0
+        borrower.expect(KEYS, source)
+        assert borrower.get(KEYS[0]) is None, "the lease has ended"
+        assert borrower.usage().counters.hits == 3
+
+
+def test_a_page_that_is_still_on_its_way_is_waited_for():
+    with lending(keys=KEYS[:2]) as (lender, store), borrowing(lender) as (borrower, _):
+        got = []
+        thread = threading.Thread(target=lambda: got.append(borrower.get(KEYS[2])))
+        thread.start()
+        put(store, KEYS[2])
+        lender.hold([KEYS[2]])
+        thread.join(5)
+        assert got[0] is not None
+
+
+def test_a_lease_ends_with_its_time_and_memory_is_bounded():
+    with lending(lease_s=0.05) as (lender, _), borrowing(lender) as (borrower, _):
+        time.sleep(0.1)
+        assert borrower.get(KEYS[0]) is None
+        assert lender.stats()["kv_leases_expired"] == 1 and lender.stats()["kv_lease_bytes"] == 0
+    with lending(capacity=1500) as (lender, _), borrowing(lender):
+        assert 0 < lender.stats()["kv_lease_bytes"] <= 1500 and lender.stats()["kv_lent_refused"] == 2
+
+
+def test_two_leases_of_one_page_end_apart():
+    with lending() as (lender, _), borrowing(lender) as (_, first), borrowing(lender) as (borrower, _):
+        assert lender.release(first.lease) and not lender.release(first.lease)
+        assert borrower.get(KEYS[0]) is not None
+        borrower.expect(KEYS, RemoteSource(lender.host, lender.port, "unknown", 12))
+        assert borrower.get(KEYS[0]) is None
+
+
+@pytest.mark.parametrize(("space", "secret", "most"), [(OTHER, None, MOST), (SPACE, SECRET, MOST), (SPACE, None, 100)])
+def test_peers_that_differ_refuse_each_other_and_nothing_is_used(space, secret, most, caplog):
+    with lending() as (lender, _), borrowing(lender, space, secret, most) as (borrower, _):
+        assert borrower.get(KEYS[0]) is None and borrower.get(KEYS[1]) is None
+        assert borrower.usage().counters.corrupt == 1 and "left alone" in caplog.text
+
+
+def test_another_version_and_another_secret_are_refused(monkeypatch, caplog):
+    with lending(SECRET) as (lender, _), borrowing(lender, secret=b"another of sixteen") as (borrower, _):
+        assert borrower.get(KEYS[0]) is None
+        eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
+        assert "not signed with our page_secret" in caplog.text
+    with lending() as (lender, _):
+        connection = socket.create_connection((lender.host, lender.port), 5)
+        monkeypatch.setattr(Channel, "_greet", greet_as_version_2)
+        with pytest.raises(PageError, match="version"):
+            Channel(connection, SPACE, None, is_server=False, most=MOST)
+        connection.close()
+
+
+def greet_as_version_2(channel, own, is_server):
+    if is_server:
+        return original_greet(channel, own, is_server)
+    return original_greet(channel, msgspec.structs.replace(own, version=2), is_server)
+
+
+original_greet = Channel._greet
+
+
+def test_a_flipped_bit_is_found_and_the_rest_of_the_lease_is_not_asked_for():
+    with lending() as (lender, _), borrowing(lender) as (borrower, source):
+        lease = lender._leases[source.lease]
+        damaged = lease.pages[KEYS[0]].copy()
+        damaged[-3] ^= 1
+        lease.pages[KEYS[0]] = damaged
+        assert borrower.get(KEYS[0]) is None and borrower.get(KEYS[1]) is None
+        assert borrower.usage().counters.corrupt == 1 and lender.stats()["kv_lent_pages"] == 1
+
+
+def test_a_peer_that_is_gone_costs_little():
+    with lending() as (lender, _), borrowing(lender) as (borrower, _):
+        assert borrower.get(KEYS[0]) is not None
+        lender.close()
+        begin = time.monotonic()
+        assert [borrower.get(key) for key in KEYS] == [None] * 3
+        assert time.monotonic() - begin < 2 and borrower.usage().counters.errors == 1
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n" + b" " * 64, wire.HEAD.pack(b"JPKV", 1 << 30, 0), wire.HEAD.pack(b"JPKV", 4, 9)]
+)
+def test_strangers_are_hung_up_on(said):
+    with lending() as (lender, _), borrowing(lender) as (borrower, _):
+        with socket.create_connection((lender.host, lender.port), 5) as connection:
+            connection.sendall(said)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(100) == b""
+        eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
+        assert borrower.get(KEYS[0]) is not None, "others are served"
+
+
+def test_a_signed_message_cannot_be_repeated():
+    a, b = socket.socketpair()
+    ready = []
+    thread = threading.Thread(target=lambda: ready.append(Channel(a, SPACE, SECRET, is_server=True, most=0)))
+    thread.start()
+    client = Channel(b, SPACE, SECRET, is_server=False, most=0)
+    thread.join()
+    (server,) = ready
+    frame = client._encoder.encode(Get("l", b"h", 0))[0]
+    head = wire.HEAD.pack(wire.MAGIC, len(frame), 0)
+    twice = head + frame + client._tag(0, head + frame)
+    b.sendall(twice * 2)
+    assert server.receive() == Get("l", b"h", 0)
+    with pytest.raises(PageError, match="not signed"):
+        server.receive()
+    a.close()
+    b.close()
+
+
+def test_what_requests_may_say():
+    source = RemoteSource("127.0.0.1", 5600, "lease", 12)
+    said = answer_params(source, "engine", [[1, 2], [3]], 1.0)
+    params = {"kv_transfer_params": {**said, "from_another_version": 1}}
+    assert source_of(transfer_params(params)) == source
+    check_request(params, "kv_consumer", "127.0.0.1")
+    check_request(params, "kv_both", "a, 127.0.0.1:5600")
+    check_request({"kv_transfer_params": {"do_remote_decode": True, "remote_host": None}}, "kv_producer", "")
+    for role, peers, changes, words in (
+        (None, "127.0.0.1", {}, "no kv_role"),
+        ("kv_producer", "127.0.0.1", {}, "do_remote_prefill.*kv_role is kv_producer"),
+        ("kv_consumer", "127.0.0.1", {"remote_host": "10.0.0.1"}, "kv_peers does not"),
+        ("kv_consumer", "127.0.0.1:1", {}, "kv_peers does not"),
+        ("kv_consumer", "127.0.0.1", {"remote_port": 1 << 16}, "as it is"),
+        ("kv_consumer", "127.0.0.1", {"remote_request_id": None}, "as it is"),
+        ("kv_consumer", "127.0.0.1", {"remote_port": "x"}, "remote_port"),
+        ("kv_both", "127.0.0.1", {"do_remote_decode": True}, "one of them"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            check_request({"kv_transfer_params": {**said, **changes}}, role, peers)
+    with pytest.raises(RequestError, match="kv_transfer_params"):
+        transfer_params({"kv_transfer_params": [1]})
+
+
+def test_addresses():
+    assert checked_address("127.0.0.1:0") == ("127.0.0.1", 0) and checked_address("[::1]:7") == ("::1", 7)
+    for bad in ("", "host", "host:x", "host:70000", "0.0.0.0:1"):
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            checked_address(bad)
+    with lending() as (lender, _), pytest.raises(ConfigError, match="cannot be used"):
+        Lender(HostTier(1), ("127.0.0.1", lender.port), SPACE, lease_s=1.0, capacity=1)
+    assert isinstance(Gone("x"), wire.Message)
