@@ -10,6 +10,7 @@ pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 FEW_PROGRAMS = ["max_num_seqs=2", "max_model_len=128", "max_num_batched_tokens=16", "num_scheduler_steps=1"]
 PRODUCTS = ["bench_products.py", "--rows", "2", "--shape", "64x64", "--repeat", "1"]
+PARALLEL = ["bench_parallel.py", "--devices", "1", "2", "--tokens", "2", "--repeat", "1"]
 STARTS = ["bench_startup.py", *(part for option in FEW_PROGRAMS for part in ("--option", option))]
 SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
 
@@ -23,6 +24,7 @@ SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
         (["bench_process.py", "--streams", "4", "--tokens", "8", "--rounds", "1"], "two processes give"),
         (["bench_serving.py", "--free", "--streams", "2", *SMALL], "tokens/CPU-s"),
         (["bench_serving.py", "--device-ms", "1", "--streams", "2", *SMALL], "overhead"),
+        pytest.param(PARALLEL, "64 of 64 alike", marks=pytest.mark.exhaustive),  # five engines
         pytest.param(PRODUCTS, "GB/s", marks=pytest.mark.exhaustive),  # weights that no cache holds, in every form
     ],
 )
