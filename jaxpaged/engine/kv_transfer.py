@@ -31,8 +31,7 @@ class KVTransferDriver:
             self._half = KVTransfers(scheduler.kv_cache_manager, worker.lookup, worker.expect)
         self._worker: Any = worker
         scheduler.kv_cache_manager.transfers = self._half
-        groups = scheduler.kv_cache_manager.groups
-        self._groups = groups
+        self._manager, self._groups = scheduler.kv_cache_manager, scheduler.kv_cache_manager.groups
 
     def save(self, before: int | None = None) -> None:
         """Dispatch copies of what steps before number `before` compute, None: all that are dispatched."""
@@ -80,6 +79,8 @@ class KVTransferDriver:
         outputs: list[EngineCoreOutput] = []
         if self._half is None:
             return outputs
+        if self._manager.records_events:
+            self._manager.add_events(self._half.events_of(self._worker.take_changes()))
         for fetched in self._worker.take_fetched():
             load: Load = fetched.load
             is_waiting = self._half.loading.get(load.request.request_id) is load and not load.request.is_finished

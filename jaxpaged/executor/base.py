@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.kv_store.changes import Change
 from jaxpaged.kv_store.content import PageContent
 from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageKey
@@ -136,6 +137,10 @@ class KVTransferWorker(Protocol):
 
     def wait(self, seconds: float) -> None:
         """Sleep until there is something to take, at most so long."""
+        ...
+
+    def take_changes(self) -> list[Change]:
+        """What came into the tiers and left them since the last call; of the first call, all that is there."""
         ...
 
     def take_copied(self) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from jaxpaged.errors import ConfigError, PageError
 from jaxpaged.kv_store import folder
 from jaxpaged.kv_store.breaker import CircuitBreaker
 from jaxpaged.kv_store.buffers import Buffer, aligned_empty, read_only, total_bytes
+from jaxpaged.kv_store.changes import ChangeLog, WatchedDict
 from jaxpaged.kv_store.page import MAX_HEADER_BYTES, MAX_PAGE_BYTES, PageKey, decode
 from jaxpaged.kv_store.policy import Policy, SecondUse, policy_named
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
@@ -33,8 +34,6 @@ logger = logging.getLogger(__name__)
 SCAN_PATIENCE_S = 10.0
 MAX_SPARED = 64
 """How many pages that others used meanwhile are spared in one search for room."""
-
-
 BATCH = 256
 """How many pages enter the index at once: look-ups come between."""
 QUIET = 20
@@ -81,7 +80,7 @@ class DiskTier:
         self._policy: Policy[str] = policy_named(policy, capacity)
         self._admission: SecondUse[str] | None = SecondUse() if second_use else None
         self._lock = threading.Lock()  # for everything below; never held during input and output
-        self._index: dict[str, Entry] = {}
+        self._index = WatchedDict[str, Entry]()
         self._used = 0  # bytes of pages, of those being written, and of those that are to be removed
         self._being_written: set[str] = set()
         self._doomed: dict[str, int] = {}
@@ -303,6 +302,10 @@ class DiskTier:
                     self._policy.remove(name)
                     self._doomed[name] = entry.num_bytes
         self._work.set()
+
+    def watch(self, log: ChangeLog) -> None:
+        with self._lock:
+            self._index.watch(folder.teller(self.namespace, log))
 
     def usage(self) -> list[TierUsage]:
         with self._lock:

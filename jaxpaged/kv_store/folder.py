@@ -17,13 +17,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.buffers import Buffer, bytes_of
+from jaxpaged.kv_store.changes import STORAGE, ChangeLog
 from jaxpaged.kv_store.page import PageKey
 
 SPACE_DIGITS = 12
@@ -53,6 +54,17 @@ def key_of_file(name: str) -> PageKey | None:
     """The key that a file's name says, if it is a page's."""
     match = PAGE_NAME.fullmatch(name.rpartition("/")[2])
     return PageKey(bytes.fromhex(match[1]), int(match[2])) if match and len(match[1]) % 2 == 0 else None
+
+
+def teller(namespace: str, log: ChangeLog) -> Callable[[str, bool], None]:
+    """What tells a log of the files of one namespace that come and go."""
+
+    def tell(name: str, is_there: bool) -> None:
+        key = key_of_file(name)
+        if key is not None and name.startswith(namespace[:SPACE_DIGITS]):
+            log.note(STORAGE, key, is_there)
+
+    return tell
 
 
 def spaces(root: Path) -> list[str]:

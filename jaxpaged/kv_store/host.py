@@ -7,11 +7,13 @@ view. So evicting never waits for a reader, and what readers hold beyond the cap
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.buffers import ALIGNMENT, Buffer, joined, read_only, total_bytes
+from jaxpaged.kv_store.changes import MEMORY, ChangeLog, WatchedDict
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.policy import Policy, SecondUse, policy_named
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
@@ -40,7 +42,7 @@ class HostTier:
         self._policy: Policy[PageKey] = policy_named(policy, capacity)
         self._admission: SecondUse[PageKey] | None = SecondUse() if second_use else None
         self._lock = threading.Lock()
-        self._pages: dict[PageKey, np.ndarray] = {}
+        self._pages = WatchedDict[PageKey, np.ndarray]()
         self._being_written: dict[PageKey, object] = {}
         self._page_bytes = 0
         self._bytes_being_written = 0
@@ -121,6 +123,10 @@ class HostTier:
                 self._policy.remove(key)
                 if (page := self._pages.pop(key, None)) is not None:
                     self._page_bytes -= page.nbytes
+
+    def watch(self, log: ChangeLog) -> None:
+        with self._lock:
+            self._pages.watch(partial(log.note, MEMORY))
 
     def usage(self) -> list[TierUsage]:
         with self._lock:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store.breaker import CircuitBreaker
 from jaxpaged.kv_store.buffers import Buffer, joined, read_only
+from jaxpaged.kv_store.changes import STORAGE, ChangeLog
 from jaxpaged.kv_store.page import PageKey, decode
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
 
@@ -66,6 +67,7 @@ class RemoteTier(abc.ABC):
         self._to_ask: OrderedDict[PageKey, None] = OrderedDict()
         self._to_remove: OrderedDict[PageKey, None] = OrderedDict()
         self._being_written: set[PageKey] = set()
+        self._log: ChangeLog | None = None
         self._closing = self._found_damaged = False
         self._thread = threading.Thread(target=self._keep_asking, name=f"kv-{self.name}", daemon=True)
         self._thread.start()
@@ -115,6 +117,9 @@ class RemoteTier(abc.ABC):
         return Lookup.MISS
 
     def _learn(self, key: PageKey, is_there: bool) -> None:
+        before = self._known.get(key)
+        if self._log is not None and bool(before and before.is_there) is not is_there:
+            self._log.note(STORAGE, key, is_there)
         self._known[key] = Answer(is_there, time.monotonic() + self._ask_again_s)
         self._known.move_to_end(key)
         if len(self._known) > MAX_KNOWN:
@@ -200,6 +205,11 @@ class RemoteTier(abc.ABC):
                 if len(self._to_remove) < MAX_ASKED:
                     self._to_remove[key] = None
             self._changed.notify_all()
+
+    def watch(self, log: ChangeLog) -> None:
+        """What the store evicts is not heard of before it is missed."""
+        with self._changed:
+            self._log = log
 
     def usage(self) -> list[TierUsage]:
         """Pages are those that we know of; bytes are the store's to count."""

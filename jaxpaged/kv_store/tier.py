@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jaxpaged.kv_store.buffers import Buffer
+from jaxpaged.kv_store.changes import ChangeLog
 from jaxpaged.kv_store.page import PageKey
 
 
@@ -89,6 +90,10 @@ class Tier(Protocol):
 
     def delete(self, keys: Iterable[PageKey]) -> None:
         """Forget these pages, and remove them soon. Unknown keys make no difference."""
+        ...
+
+    def watch(self, log: ChangeLog) -> None:
+        """Tell of every page that is here, comes, and goes from now on."""
         ...
 
     def usage(self) -> list[TierUsage]:

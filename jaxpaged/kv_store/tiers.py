@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.buffers import Buffer, joined, read_only
+from jaxpaged.kv_store.changes import ChangeLog
 from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.mover import Mover
 from jaxpaged.kv_store.page import PageKey
@@ -101,6 +102,10 @@ class Tiers:
         for mover in self._movers:
             mover.delete(keys)
             mover.tier.delete(keys)
+
+    def watch(self, log: ChangeLog) -> None:
+        for tier in self.tiers:
+            tier.watch(log)
 
     def usage(self) -> list[TierUsage]:
         lines = []

@@ -1,15 +1,19 @@
 """Loads that finish, fail, stall, or come too late: no block is lost, no request, and no text differs."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged import SamplingParams
+from jaxpaged.core.kv_cache.events import BlockRemoved, BlockStored
 from jaxpaged.core.kv_transfer.rates import TRY_AGAIN, Rates
 from jaxpaged.core.kv_transfer.transfers import shared_out
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_calls import LoadPrefix, SavePrefix
 from jaxpaged.errors import UsageError
+from jaxpaged.kv_store.changes import MEMORY, Change
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.worker.kv_transfer.transfer import Fetched
@@ -25,6 +29,7 @@ class FakeTransfer:
         self.stored, self.unconfirmed, self.loads, self.fetched = {}, [], [], []
         self.num_written, self.answer = 0, [True]
         self.lent, self.sources, self.released = {}, [], []
+        self.told = set()
         self.num_unsure = 0  # look-ups that a store elsewhere has not answered yet
 
     def lookup(self, keys):
@@ -67,6 +72,11 @@ class FakeTransfer:
             load = self.loads.pop(0)
             some = [came[i % len(came)] and self.stored.get(page.key) == page for i, page in enumerate(load.pages)]
             self.fetched.append(Fetched(load, some, ["host" if ok else "" for ok in some], [], 0.001))
+
+    def take_changes(self):
+        before, self.told = self.told, set(self.stored)
+        changes = [Change(MEMORY, key, True) for key in sorted(self.told - before)]
+        return changes + [Change(MEMORY, key, False) for key in sorted(before - self.told)]
 
     def take_copied(self):
         return len(self.unconfirmed), self.num_written
@@ -255,6 +265,27 @@ def test_requests_that_wait_for_pages_are_counted_by_how_far_they_came():
     assert core.stats().num_kv_fetches == [0, 0, 1] and state.loaded["host"] > 20 and not state.is_loading
     run(core)
     assert core.stats().num_kv_fetches == [0, 0, 0]
+
+
+def test_routers_hear_of_what_tiers_keep():
+    batches = []
+    executor, transfer = FakeExecutor(counting_model(VOCAB), VOCAB), FakeTransfer()
+    publisher = SimpleNamespace(publish=batches.extend, close=lambda: None)
+    core = EngineCore(make_config(kv_offload="host=1M"), executor, publisher=publisher, transfer=transfer)
+    core.add_request(request("a", PROMPT))
+    run(core)
+    core.add_request(request("b", [9, 9]))
+    run(core)
+    kept = [event for event in batches if isinstance(event, BlockStored) and event.medium == "CPU"]
+    on_device = [event for event in batches if isinstance(event, BlockStored) and event.medium == "GPU"]
+    hashes = lambda events: {(each, event.group_idx) for event in events for each in event.block_hashes}
+    assert hashes(kept) == hashes(on_device) == {(key.block_hash, key.group) for key in transfer.stored}
+    assert all(event.token_ids == [] and event.block_size == on_device[0].block_size for event in kept)
+    transfer.stored.clear()
+    core.add_request(request("c", [8, 8]))
+    run(core)
+    gone = [event for event in batches if isinstance(event, BlockRemoved) and event.medium == "CPU"]
+    assert hashes(gone) == hashes(kept)
 
 
 def test_tokens_are_shared_out_by_pages():

@@ -93,7 +93,7 @@ class KVCacheManager:
         needing = lambda pool: [g for g, group in numbered if group.pool is pool and not group.is_state]
         self._needing_groups = [(pool, needing(pool)) for pool in self.pools]
         self._enable_prefix_caching = enable_prefix_caching
-        self._record_events = enable_kv_cache_events
+        self.records_events = enable_kv_cache_events
         self._hasher = BlockHasher(self.groups.unit)
         self._no_hit = CacheHit(tuple([] for _ in range(self.num_groups)), 0, 0)
         self._unconfirmed: deque[tuple[int, BlockPool, KVCacheBlock, bytes]] = deque()  # (step, block, its key)
@@ -290,7 +290,7 @@ class KVCacheManager:
     def record_stored(self, request: Request, g: int, block_idxs: list[int]) -> None:
         """One event, where anybody wants them, for every run of consecutive blocks."""
         start = 0
-        if not self._record_events:
+        if not self.records_events:
             return
         for i in range(1, len(block_idxs) + 1):
             if i == len(block_idxs) or block_idxs[i] != block_idxs[i - 1] + 1:
@@ -359,6 +359,9 @@ class KVCacheManager:
         for request in requests:
             request.block_hashes.clear()
         self._hasher.root = root_of(weights_version)
+
+    def add_events(self, events: Sequence[KVCacheEvent]) -> None:
+        self._events += events
 
     def take_events(self) -> list[KVCacheEvent]:
         """The events since the last call, of all pools in the order in which they came."""

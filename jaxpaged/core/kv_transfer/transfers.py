@@ -17,12 +17,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
+from jaxpaged.core.kv_cache.events import BlockRemoved, BlockStored, KVCacheEvent
 from jaxpaged.core.kv_cache.groups import CacheGroup
 from jaxpaged.core.kv_cache.manager import CacheHit, KVCacheManager
 from jaxpaged.core.kv_transfer.rates import Rates
 from jaxpaged.core.request import Request, RequestStatus
+from jaxpaged.kv_store.changes import Change
 from jaxpaged.kv_store.content import PageContent
 from jaxpaged.kv_store.handover import RemoteSource, source_of, transfer_params
 from jaxpaged.kv_store.page import PageKey
@@ -256,6 +259,27 @@ class KVTransfers:
                                              * group.block_size)  # fmt: skip
             if end == wanted:
                 return end
+
+    def events_of(self, changes: Sequence[Change]) -> list[KVCacheEvent]:
+        """What routers are told: an event for every run of changes of one kind. Tokens and parents are told with the
+        device's blocks of the same hashes."""
+        events: list[KVCacheEvent] = []
+        kind = lambda change: (change.medium, change.key.group, change.is_there)
+        for (medium, g, is_there), run in groupby(changes, kind):
+            if g >= len(self._groups):
+                continue  # a file that somebody put there
+            hashes, group = [change.key.block_hash for change in run], self._groups.groups[g]
+            if not is_there:
+                events.append(BlockRemoved(block_hashes=hashes, medium=medium, group_idx=g))
+                continue
+            events.append(
+                BlockStored(
+                    block_hashes=hashes, parent_block_hash=None, token_ids=[], block_size=group.block_size,
+                    medium=medium, group_idx=g, kv_cache_spec_kind=group.spec.kind,
+                    kv_cache_spec_sliding_window=getattr(group.spec, "window", None),
+                )
+            )  # fmt: skip
+        return events
 
     def fetch_stages(self) -> list[int]:
         """Requests whose pages are asked for, are on their way, and have come while the requests wait on."""

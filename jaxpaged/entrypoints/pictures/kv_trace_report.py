@@ -104,8 +104,9 @@ class TraceResult:
         seconds.set_ylabel("seconds saved", fontsize=9, color=canvas.ORANGE)
         seconds.spines[["top"]].set_visible(False)
         seconds.set_ylim(bottom=0)
-        if self.enough is not None:
+        title = f"{self.plan.model} on {self.plan.target}: tiers under the trace"
+        if self.enough is not None and self.enough is not self.rows[-1]:
             axes.axvline(self.enough.tier_bytes / 2**30, color=canvas.INK, linewidth=1.0, linestyle=":")
-        axes.set_title(f"{self.plan.model} on {self.plan.target}: tiers under the trace; dotted: more brings little",
-                       fontsize=11, color=canvas.INK)  # fmt: skip
+            title += "; dotted: more brings little"
+        axes.set_title(title, fontsize=11, color=canvas.INK)
         return figure

@@ -23,6 +23,7 @@ import numpy as np
 from jaxpaged.errors import PageError, UsageError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.buffers import aligned_empty
+from jaxpaged.kv_store.changes import Change, ChangeLog
 from jaxpaged.kv_store.content import PageContent
 from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode
@@ -113,6 +114,7 @@ class KVTransferWorker:
         self._savers = ThreadPoolExecutor(NUM_THREADS, "kv-save")
         self._loaders = ThreadPoolExecutor(NUM_THREADS, "kv-load")
         self.num_saved = self.num_loaded = self.num_dropped = self.num_lost = 0  # pages
+        self._changes: ChangeLog | None = None  # nobody wants to hear of any
         self._copied = [0, 0]  # since it was asked for: off the devices, and to them
         self._moved = {"load": Moved(), "store": Moved()}
 
@@ -279,6 +281,13 @@ class KVTransferWorker:
             first, tensors = first_tensor(self._kv_cache, pool_idx), self._tensors(pool_idx)
             written = self._device.call(copy_key(SCATTER, pool_idx, len(id_P)), tensors, id_P, pages)
             self._device.state.kv[first : first + len(written)] = written
+
+    def take_changes(self) -> list[Change]:
+        """What came into the tiers and left them since the last call; of the first call, all that is there."""
+        if self._changes is None:
+            self._changes = ChangeLog()
+            self._store.watch(self._changes)
+        return self._changes.take()
 
     def take_copied(self) -> tuple[int, int]:
         """Pages whose copies off the devices, and to them, were dispatched since the last call."""
