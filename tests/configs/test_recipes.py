@@ -273,6 +273,29 @@ def test_one_engine_uses_all_chips_of_its_host():
     assert engine.parallel.tensor_parallel_size == int(chips) == int(rows) * int(columns)
 
 
+def test_hosts_of_a_slice_run_one_command_and_only_the_first_serves():
+    group = read("kubernetes/tpu-slice/leaderworkerset.yaml")["spec"]["leaderWorkerTemplate"]
+    first, other = (group[f"{name}Template"]["spec"] for name in ("leader", "worker"))
+    [server], [follower] = first["containers"], other["containers"]
+    assert server["args"] == follower["args"] and {**first, "containers": 0} == {**other, "containers": 0}
+    given = {"LWS_GROUP_SIZE": str(group["size"]), "LWS_WORKER_INDEX": "3", "LWS_LEADER_ADDRESS": "first.example"}
+    arguments = [re.sub(r"\$\((\w+)\)", lambda name: given[name[1]], argument) for argument in server["args"]]
+    options, engine = options_of(arguments)
+    rows, columns = first["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+    chips = int(server["resources"]["limits"]["google.com/tpu"])
+    assert engine.parallel.tensor_parallel_size == group["size"] * chips == int(rows) * int(columns)
+    assert (engine.parallel.nnodes, engine.parallel.node_rank, engine.parallel.master_addr) == (4, 3, "first.example")
+    [mount] = [each for each in server["volumeMounts"] if each.get("readOnly")]
+    files = {f"{mount['mountPath']}/{name}" for name in ("group", "api-keys")}
+    assert {engine.parallel.group_secret_file, options.api_key_file} == files
+    probes = ("startupProbe", "livenessProbe", "readinessProbe")
+    assert not follower["ports"] and not any(follower[name] for name in probes)
+    assert {server[name]["httpGet"]["path"] for name in probes} == {"/startup", "/health", "/ready"}
+    service = read("kubernetes/cpu/service.yaml")["spec"]
+    assert service["selector"] == group["leaderTemplate"]["metadata"]["labels"]
+    assert service["selector"] != group["workerTemplate"]["metadata"]["labels"]
+
+
 def test_prometheus_keeps_the_pods_of_the_deployment():
     [job] = read("prometheus/prometheus-kubernetes.yml")["scrape_configs"]
     kept = [rule for rule in job["relabel_configs"] if rule.get("action") == "keep"]

@@ -77,12 +77,15 @@ class Live:
     async def info(self, request: Request) -> Response:
         """What the page must know of the server before it asks anything."""
         service, processor = self._service, self._service.engine.input_processor
+        parallel = service.engine.config.parallel
         info = EngineInfo(
             version=__version__,
             models=list(service.model.names),
             max_model_len=service.model.max_model_len,
             max_num_seqs=service.model.max_num_seqs,
             max_logprobs=processor.max_logprobs,
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            data_parallel_size=parallel.data_parallel_size,
             task="generate" if processor.pooler is None else processor.pooler.convert,
             chats=bool(processor.chat_templates.sources),
             defaults=dict(processor.defaults.sampling),

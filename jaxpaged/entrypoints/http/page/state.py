@@ -106,6 +106,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     max_model_len: int
     max_num_seqs: int
     max_logprobs: int
+    tensor_parallel_size: int
+    data_parallel_size: int
     task: str
     chats: bool
     defaults: dict[str, Any]

@@ -179,6 +179,7 @@ def test_what_watches_needs_the_key(ask):
 
 def test_the_page_learns_what_the_server_offers(ask):
     info = decoded(ask("/engine/info", options={"grpc_port": 50051}), EngineInfo)
+    assert (info.tensor_parallel_size, info.data_parallel_size) == (1, 1)
     assert info.models == ["fake"] and info.chats and info.grpc_port == 50051 and info.task == "generate"
 
 
