@@ -5,7 +5,9 @@
 
 Every figure is the smallest CPU time of several runs, taken in turns, in milliseconds of all threads together:
 on a machine that others use too, that is steadier than the wall clock. The yardstick of a decode is plain dense
-attention over a contiguous cache of the same contexts, which no paged cache can beat.
+attention over a contiguous cache of the same contexts, which no paged cache can beat. With the extra `cpu` the first
+lines are wall times of decodes by XLA (`reference`) and by kernels of our own (`cpu`), in turns, and how much of the
+bandwidth the latter reach with which all threads read an array in the same run.
 """
 
 import argparse
@@ -24,12 +26,16 @@ from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.sharing import NUM_LINES, fill_spans
 
 BACKEND = "reference"
+BLOCK_SIZE = 16  # of the races between backends: an engine's default
 HEADS = {"K8 G2 H128": (8, 2, 128), "K12 G1 H64 (multi-head)": (12, 1, 64), "K1 G4 H256 (multi-query)": (1, 4, 256)}
 LONG_TAIL = [(8191, 1)] + [(31 + 15 * i, 1) for i in range(31)]
+DECODES = {"32 rows of 528": [(527, 1)] * 32, "1 row of 8,192": [(8191, 1)], "32 rows, long tail": LONG_TAIL}
 EQUAL = [(sum(cached for cached, _ in LONG_TAIL) // 32, 1)] * 32
 
 
-def paged(rows, heads, block_size, dtype, num_blocks=None, in_common=0, reads_once=True) -> Callable[[], None]:
+def paged(
+    rows, heads, block_size, dtype, num_blocks=None, in_common=0, reads_once=True, backend=BACKEND
+) -> Callable[[], None]:
     """A compiled step over `rows`, (cached, new) tokens each, with a donated cache of shuffled blocks. The first
     `in_common` tokens of all rows lie in the same blocks; `reads_once`: attention is told so."""
     (K, G, H), S = heads, block_size
@@ -42,19 +48,19 @@ def paged(rows, heads, block_size, dtype, num_blocks=None, in_common=0, reads_on
     start_R1 = np.cumsum([0] + [new for _, new in rows])
     T = int(start_R1[-1])
     q_TNH, k_TKH = (jax.random.normal(jax.random.key(0), (T, heads, H), dtype) for heads in (K * G, K))
-    kv = rpa.kv_zeros(num_blocks or sum(needed) + 1, S, K, H, dtype, BACKEND)
-    work, shared_6R = rpa.shared_work(BACKEND, T, S), np.zeros((NUM_LINES, len(rows)), np.int32)
-    if reads_once:
+    kv = rpa.kv_zeros(num_blocks or sum(needed) + 1, S, K, H, dtype, backend)
+    work, shared_6R = rpa.shared_work(backend, T, S), np.zeros((NUM_LINES, len(rows)), np.int32)
+    if reads_once and work is not None:
         units = [0] + [in_common // work.unit] * (len(rows) - 1)
         fill_spans(shared_6R, range(len(rows)), units, np.array([new for _, new in rows]), work)
     where = [jnp.asarray(x, jnp.int32) for x in (start_R1, [sum(row) for row in rows], table_RM, shared_6R)]
 
     def step(q_TNH, k_TKH, kv, start_R1, seq_lens_R, table_RM, shared_6R):
         metadata = rpa.make_metadata(
-            len(rows), start_R1, seq_lens_R, table_RM, num_tokens=T, block_size=S, window=None, backend=BACKEND,
+            len(rows), start_R1, seq_lens_R, table_RM, num_tokens=T, block_size=S, window=None, backend=backend,
             decodes_only=all(new == 1 for _, new in rows), shared_6R=shared_6R,
         )  # fmt: skip
-        return rpa.ragged_paged_attention(q_TNH, k_TKH, k_TKH, kv, metadata, scale=H**-0.5, backend=BACKEND)
+        return rpa.ragged_paged_attention(q_TNH, k_TKH, k_TKH, kv, metadata, scale=H**-0.5, backend=backend)
 
     program = jax.jit(step, donate_argnums=2).lower(q_TNH, k_TKH, kv, *where).compile()
     state = [kv]
@@ -97,6 +103,33 @@ def race(title: str, runs: dict[str, Callable[[], None]], repeat: int) -> None:
         print(f"  {name:44} {seconds * 1e3:9.2f} ms  {seconds / base:6.2f} x", flush=True)
 
 
+def read_speed(repeat: int) -> float:
+    """Bytes a second at which all threads read an array that no cache holds."""
+    x = jnp.ones((64, 2**20))
+    total = jax.jit(lambda x: x.sum(axis=1)).lower(x).compile()
+    return x.nbytes / min(wall_seconds(lambda: jax.block_until_ready(total(x))) for _ in range(repeat + 1))
+
+
+def wall_seconds(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def race_backends(title: str, rows: list[tuple[int, int]], heads: tuple[int, int, int], dtype, repeat: int) -> None:
+    """Print how long a decode takes with XLA and with our kernel, and the share of the memory's speed."""
+    K, _, H = heads
+    xla, ours = (paged(rows, heads, BLOCK_SIZE, dtype, backend=name) for name in (BACKEND, "cpu"))
+    pairs = np.array([(wall_seconds(xla), wall_seconds(ours)) for _ in range(repeat + 1)][1:])
+    speed, best = read_speed(repeat), pairs.min(axis=0)
+    num_bytes = 2 * sum(map(sum, rows)) * K * H * dtype.itemsize
+    print(
+        f"  {title:44} {best[0] * 1e3:8.2f} ms {best[1] * 1e3:8.2f} ms, {np.median(pairs[:, 0] / pairs[:, 1]):5.2f} x,"
+        f" {num_bytes / best[1] / 1e9:5.1f} of {speed / 1e9:.1f} GB/s",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
@@ -106,6 +139,11 @@ def main() -> None:
     dtype = jnp.dtype(options.dtype)
     names = list(HEADS)[: 1 if options.quick else None]
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.dtype}")
+    if rpa.backends("cpu")["cpu"] is None:
+        for name in names:
+            print(f"decode, {name}: reference, cpu, the median of the ratios of neighbours, bytes of keys and values")
+            for title, rows in DECODES.items():
+                race_backends(title, rows, HEADS[name], dtype, options.repeat)
     for name in names:
         heads = HEADS[name]
         runs = {f"dense, 32 rows of {EQUAL[0][0] + 1}": dense(32, EQUAL[0][0] + 1, heads, dtype)}

@@ -267,6 +267,7 @@ class CompileConfig:
         choices=(
             "auto",
             "reference",
+            "cpu",
             "tpu",
             "gpu",
             "gpu-triton",

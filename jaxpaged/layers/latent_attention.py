@@ -18,6 +18,7 @@ from pallas_kernels import mla_paged_attention as mla
 
 KERNELS = {
     "reference": "reference",
+    "cpu": "reference",
     "tpu": "tpu",
     "tpu-interpret": "tpu",
     "gpu": "gpu",

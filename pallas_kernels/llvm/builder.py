@@ -55,9 +55,10 @@ class Builder(ir.IRBuilder):
     def write(self, value: ir.Value, base: ir.Value, offset: int | ir.Value, align: int | None = None) -> None:
         self.store(value, self.address(base, offset), align=align)
 
-    def room(self, num_words: int) -> ir.Value:
+    def room(self, num_words: int, align: int | None = None) -> ir.Value:
         """The address of 8 bytes on the stack for each word."""
         typed = self.alloca(ir.ArrayType(I64, num_words))
+        typed.align = align
         return self.inttoptr(self.ptrtoint(typed, I64), PTR)  # as an opaque pointer: bitcast changes nothing
 
     def at(self, row: ir.Value, width: ir.Value, column: ir.Value, itemsize: int) -> ir.Value:

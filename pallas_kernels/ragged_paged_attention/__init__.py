@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention import invariant, quantized, reference
+from pallas_kernels.ragged_paged_attention import cpu, invariant, quantized, reference
 from pallas_kernels.ragged_paged_attention.chunks import rows_of_chunks
 from pallas_kernels.ragged_paged_attention.deferred import DeferredTpuBackend
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
@@ -26,6 +26,7 @@ _BACKENDS = {
     "tpu": DeferredTpuBackend(),
     "gpu": GpuBackend(interpret=False),
     "gpu-triton": GpuBackend(interpret=False, is_pallas=False),
+    "cpu": cpu,
     "reference": reference,
     "invariant": invariant,
     "tpu-interpret": DeferredTpuBackend(interpret=True),

@@ -23,6 +23,7 @@ P what `numerics.packed` has for a query and head.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -85,8 +86,12 @@ def attention(
     sinks_N: jax.Array | None,
     scales: tuple[jax.Array, ...] = (),
     numerics: Numerics | None = None,
+    attend_items: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K)."""
+    """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K).
+
+    `attend_items`: what does `_attend_items`' work in its place, over caches that are not quantised.
+    """
     if is_quantized(kv[0].dtype):
         settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks_N": sinks_N, "numerics": numerics}
         return _attend_dequantized(q_TNH, (k_TKH, v_TKH), kv, scales, metadata, settings)
@@ -102,7 +107,7 @@ def attention(
         part_TKGP = packed(nothing(q_TKGH.shape[:-1], H))
     if part_TKGP is not None or not metadata.decodes_only:
         out_TKGH, part_TKGP = _attend_tiles(problem, out_TKGH, part_TKGP)
-    out_TKGH = _attend_items(problem, out_TKGH, part_TKGP)
+    out_TKGH = (attend_items or _attend_items)(problem, out_TKGH, part_TKGP)
     return out_TKGH.reshape(T, N, H), (k_BKSH, v_BKSH), ()
 
 

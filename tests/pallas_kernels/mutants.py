@@ -215,4 +215,22 @@ MUTANTS = (
             "self._at(whole(0), d, self.step.x_size)",
         ),
     ),
+    *_of(
+        "ragged_paged_attention/cpu/instructions.py",
+        "test_cpu",
+        (
+            "slots before the range are counted",
+            'b.icmp_signed(">=", position, begin)',
+            'b.icmp_signed(">=", end, begin)',
+        ),
+        ("the last slot is not seen", 'b.icmp_signed("<", position, end)', 'b.icmp_signed("<=", position, end)'),
+        ("values outside of the range are read", "b.smaller(b.sub(self.end, slot), whole(L))", "whole(L)"),
+        (
+            "sums keep their weight when the top rises",
+            "b.read(self.kind, self.acc, at, align=4), fade)",
+            "b.read(self.kind, self.acc, at, align=4), splat(self.kind, 1.0))",
+        ),
+        ("all queries of a group are the first", "b.add(self.q_row, g)", "self.q_row"),
+        ("scores are never capped", "if self.heads.capped:", "if False:"),
+    ),
 )

@@ -1,7 +1,7 @@
 """jaxpaged, stepped by hand so that the first token of every request is seen when it comes.
 
 The job's `flags` are the command line's engine options, such as `--quantization int8`, and `--without-kernels`, which
-leaves products of few rows to XLA as on a machine without the extra `cpu`.
+leaves products of few rows and the attention of decodes to XLA, as on a machine without the extra `cpu`.
 """
 
 import argparse

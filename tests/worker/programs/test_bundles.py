@@ -130,10 +130,12 @@ def test_an_engine_from_a_bundle_compiles_nothing_and_gives_the_same_tokens(mode
     assert stats["programs_from_bundle"] == stats["programs_ready"] == stats["programs"]
 
 
+WITH_KERNELS = {**ONE_STEP, "dtype": "bfloat16", "block_size": 16}
+OPS = ("few_rows_matmul", "ragged_paged_attention")
 ELSEWHERE = """
 import sys
-from tests.worker.programs.test_bundles import ONE_STEP, answers, start, tokens_of
-config, executor = start(sys.argv[1], bundle=sys.argv[2], dtype="bfloat16", **ONE_STEP)
+from tests.worker.programs.test_bundles import WITH_KERNELS, answers, start, tokens_of
+config, executor = start(sys.argv[1], bundle=sys.argv[2], **WITH_KERNELS)
 print(tokens_of(answers(config, executor)), executor.worker.programs.seconds)
 executor.shutdown()
 """
@@ -141,27 +143,26 @@ executor.shutdown()
 
 @pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_programs_that_call_kernels_find_them_in_another_process_and_are_refused_without_them(
-    model, tmp_path, monkeypatch
-):
-    config, executor = start(model, dtype="bfloat16", **ONE_STEP)
-    executor.worker.save_bundle(tmp_path)
+def test_programs_that_call_kernels_find_them_in_another_process_and_are_refused_without_them(tmp_path, monkeypatch):
+    (tmp_path / "bundle").mkdir()
+    model = write_checkpoint("qwen3", tmp_path / "model")  # whose heads attention's kernel takes
+    config, executor = start(model, **WITH_KERNELS)
+    executor.worker.save_bundle(tmp_path / "bundle")
     expected = tokens_of(answers(config, executor))
     executor.shutdown()
-    kernels = bundles.Bundle(tmp_path).manifest.kernels
-    assert {tuple(name.split(".")[1:4]) for name in kernels} == {
-        ("few_rows_matmul", "bfloat16", str(size)) for size in (2, 8)
-    }
-    command = [sys.executable, "-c", ELSEWHERE, str(model), str(tmp_path)]
+    kernels = bundles.Bundle(tmp_path / "bundle").manifest.kernels
+    ops = {op: {name.split(".")[3] for name in kernels if f".{op}.bfloat16." in name} for op in OPS}
+    assert ops["few_rows_matmul"] == {"2", "8"} and len(ops["ragged_paged_attention"]) == 1
+    command = [sys.executable, "-c", ELSEWHERE, str(model), str(tmp_path / "bundle")]
     process = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=300)
     assert process.stdout.strip() == f"{expected} {{}}", process.stderr
     monkeypatch.setattr(backends, "why_not", lambda: "llvmlite is not there")
     with pytest.raises(ConfigError, match=r"model\.few_rows is cpu there and reference here"):
-        start(model, bundle=str(tmp_path), dtype="bfloat16", **ONE_STEP)
+        start(model, bundle=str(tmp_path / "bundle"), **WITH_KERNELS)
     monkeypatch.setattr(bundles.Bundle, "check", lambda *_: None)  # as if the fingerprint had not seen it
     monkeypatch.setattr(calls, "why_not", lambda: "llvmlite is not there")
-    with pytest.raises(ConfigError, match="there is no kernel pallas_kernels.few_rows_matmul.*: llvmlite is not there"):
-        start(model, bundle=str(tmp_path), dtype="bfloat16", **ONE_STEP)
+    with pytest.raises(ConfigError, match="there is no kernel pallas_kernels.*: llvmlite is not there"):
+        start(model, bundle=str(tmp_path / "bundle"), **WITH_KERNELS)
 
 
 @pytest.mark.slow

@@ -1,0 +1,84 @@
+"""Functions of float32 vectors that no instruction computes, and reductions over several vectors at once."""
+
+import math
+from collections.abc import Sequence
+
+from llvmlite import ir
+
+from pallas_kernels.llvm.builder import F32, I32, Builder, declare, splat
+
+LEAST_EXPONENT = -87.0
+"""`exp` takes what is smaller for this: the result is still a normal number, 1.6e-38."""
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # the first times a whole number below 256 is exact
+_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+"""Of (exp(r) - 1 - r) / r**2 for |r| < 0.35, the highest power first (the Cephes library's expf)."""
+
+
+def multiply_add(b: Builder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    """x * y + z, rounded once."""
+    fma = declare(b.module, f"llvm.fma.v{x.type.count}f32", x.type, *[x.type] * 3)
+    return b.call(fma, [x, y, z])
+
+
+def spread(b: Builder, scalar: ir.Value, count: int) -> ir.Value:
+    """A vector of one value."""
+    kind = ir.VectorType(scalar.type, count)
+    first = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return b.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, count), [0] * count))
+
+
+def exp(b: Builder, x: ir.Value) -> ir.Value:
+    """e to the power of every lane, up to 88, with an error of about one unit of the last place."""
+    kind, bits = x.type, ir.VectorType(I32, x.type.count)
+    least = splat(kind, LEAST_EXPONENT)
+    x = b.select(b.fcmp_ordered("<", x, least), least, x)
+    rint = declare(b.module, f"llvm.rint.v{kind.count}f32", kind, kind)
+    n = b.call(rint, [b.fmul(x, splat(kind, math.log2(math.e)))])
+    r = multiply_add(b, n, splat(kind, -_LN2_HIGH), x)
+    r = multiply_add(b, n, splat(kind, -_LN2_LOW), r)
+    y = splat(kind, _POLYNOMIAL[0])
+    for coefficient in _POLYNOMIAL[1:]:
+        y = multiply_add(b, y, r, splat(kind, coefficient))
+    y = b.fadd(multiply_add(b, y, b.fmul(r, r), r), splat(kind, 1.0))
+    power = b.shl(b.add(b.fptosi(n, bits), splat(bits, 127)), splat(bits, 23))
+    return b.fmul(y, b.bitcast(power, kind))
+
+
+def tanh(b: Builder, x: ir.Value) -> ir.Value:
+    """1 - 2 / (exp(2x) + 1): its error is that of numbers near 1, also where the result is near 0."""
+    kind = x.type
+    most = splat(kind, 20.0)
+    x = b.select(b.fcmp_ordered(">", x, most), most, x)
+    below_one = b.fdiv(splat(kind, 2.0), b.fadd(exp(b, b.fadd(x, x)), splat(kind, 1.0)))
+    return b.fsub(splat(kind, 1.0), below_one)
+
+
+def sums_of_each(b: Builder, vectors: Sequence[ir.Value]) -> ir.Value:
+    """A vector whose i-th lane is the sum over the lanes of the i-th of as many vectors."""
+    now, lanes = list(vectors), vectors[0].type.count
+    assert len(now) == lanes, (len(now), lanes)
+    width = lanes  # of the pieces that a register has, each a part of the sum of another vector
+    while len(now) > 1:
+        indices = [[i for i in range(2 * lanes) if (i % width < width // 2) == is_low] for is_low in (True, False)]
+        masks = [ir.Constant(ir.VectorType(I32, lanes), list(half)) for half in indices]
+        now = [
+            b.fadd(*(b.shuffle_vector(one, other, mask) for mask in masks)) for one, other in zip(now[::2], now[1::2])
+        ]
+        width //= 2
+    return now[0]
+
+
+def lane_max(b: Builder, vector: ir.Value) -> ir.Value:
+    """The largest lane."""
+    while vector.type.count > 1:
+        half = vector.type.count // 2
+        low, high = (
+            b.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, half), list(lanes)))
+            for lanes in (range(half), range(half, 2 * half))
+        )
+        vector = b.select(b.fcmp_ordered(">", low, high), low, high)
+    return b.extract_element(vector, ir.Constant(I32, 0))
+
+
+def float32s(count: int) -> ir.VectorType:
+    return ir.VectorType(F32, count)

@@ -1,0 +1,104 @@
+"""Single queries in machine code of our own, on this CPU and as one with fewer instructions would compute them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import ragged_paged_attention as rpa
+from pallas_kernels.llvm.calls import prepare
+from pallas_kernels.llvm.machine import Machine, this_machine, why_not
+from pallas_kernels.ragged_paged_attention import cpu, reference
+from pallas_kernels.ragged_paged_attention.cases import CASES, SHARED_CASES, Case
+from pallas_kernels.testing import make_step
+from tests.pallas_kernels.ragged_paged_attention.one_step import check_case, marks, run
+
+needs_kernels = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+CASE = {case.name: case for case in (*CASES, *SHARED_CASES)}
+ALL_SETTINGS = CASE["window, soft cap and sinks"]
+HEADS_128 = CASE["head_dim 128"]
+LONG = Case("one long decode, in parts", ((1000, 1),), padding=1, empty_rows=1, window=900, sinks=True)
+GROUP_OF_8 = Case("group of 8, head_dim 64", ((100, 1), (37, 1)), num_kv_heads=1, group_size=8, head_dim=64)
+AVX2 = Machine("haswell", "+avx2,+fma", lanes=8, num_registers=16)
+
+QUICK = (
+    (ALL_SETTINGS, jnp.float32), (LONG, jnp.float32), (GROUP_OF_8, jnp.bfloat16),
+    (CASE["head_dim 256, multi-query"], jnp.bfloat16), (CASE["rows with no new token"], jnp.float32),
+    (CASE["rows that share beginnings, window, soft cap and sinks"], jnp.float32),
+    (CASE["block_size 48, which divides no tile"], jnp.float32),
+)  # fmt: skip
+OTHERS = [(case, dtype) for dtype in (jnp.bfloat16, jnp.float32) for case in CASE.values()]
+OTHERS = [pair for pair in OTHERS if pair not in QUICK]
+name_of = lambda x: x.name if isinstance(x, Case) else x.__name__
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*QUICK, *(pytest.param(*pair, marks=marks(i, is_quick=False)) for i, pair in enumerate(OTHERS, 1))],
+    ids=name_of,
+)
+def test_a_case_equals_dense_attention(case, dtype):
+    check_case(case, dtype, "cpu")
+
+
+@needs_kernels
+@pytest.mark.parametrize(("case", "dtype"), [(ALL_SETTINGS, jnp.float32), (HEADS_128, jnp.bfloat16)], ids=name_of)
+def test_the_kernels_of_lesser_machines_compute_a_case(monkeypatch, case, dtype):
+    here = this_machine()
+    no_pairs = Machine(here.name, here.features.replace("+avx512bf16", "-avx512bf16"), here.lanes, here.num_registers)
+    for machine in {AVX2, no_pairs} - {here}:
+        monkeypatch.setattr(cpu, "this_machine", lambda machine=machine: machine)
+        check_case(case, dtype, "cpu")
+
+
+@needs_kernels
+def test_the_kernel_computes_what_it_can_and_xla_the_rest(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cpu, "kernel", lambda *heads, machine: asked.append(heads) or 1 / 0)
+    other = CASE["multi-query, head_dim 10, block_size 8"]
+    step = make_step(other, jnp.float32)
+    out_TNH, _ = run(other, step, jnp.float32, "cpu")
+    np.testing.assert_array_equal(out_TNH, run(other, step, jnp.float32, "reference")[0])
+    assert not asked
+    with pytest.raises(ZeroDivisionError):
+        run(ALL_SETTINGS, make_step(ALL_SETTINGS, jnp.float32), jnp.float32, "cpu")
+    assert asked == [("float32", 3, 16, 16, "capped")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float16"}, "queries are float16"),
+        ({"kv_dtype": "int8"}, "keys and values int8; accepted are bfloat16 and float32, all alike"),
+        ({"group_size": 9}, "9 query heads for each kv head; accepted are 1 to 8"),
+        ({"head_dim": 72}, "head_dim = 72; accepted are multiples of 16 up to 256"),
+        ({"head_dim": 272}, "head_dim = 272"),
+        ({"block_size": 24}, "block_size = 24; accepted are multiples of 16"),
+    ],
+)
+def test_what_the_kernel_cannot_take_is_told_by_name(change, message):
+    takes = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "group_size": 2, "head_dim": 64, "block_size": 16}
+    assert cpu.kernel_cannot_take(**takes) is None
+    assert message in cpu.kernel_cannot_take(**(takes | change))
+
+
+@needs_kernels
+def test_stored_names_make_the_same_kernels_known_again():
+    name = cpu.kernel("bfloat16", 2, 64, 16, "capped", machine=this_machine())
+    prepare({name})
+    for wrong, message in (
+        (name.replace(".64.", ".72."), "head_dim = 72"),
+        (name.replace(".capped.", ".round."), "'round' scores"),
+        (name.replace(".bfloat16.", ".int8."), "no kernel for int8"),
+        (name[:-12] + "0" * 12, "it is pallas_kernels.ragged_paged_attention.bfloat16.2.64.16.capped"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare([wrong])
+
+
+def test_a_machine_without_kernels_is_told_why_and_auto_takes_the_reference(monkeypatch):
+    monkeypatch.setattr(cpu.llvm, "why_not", lambda: "this CPU lacks avx2")
+    assert rpa.choose_backend("auto", "cpu") == "reference"
+    with pytest.raises(ValueError, match="'cpu' cannot run on 'cpu': this CPU lacks avx2"):
+        rpa.choose_backend("cpu", "cpu")
+    assert rpa.backends("tpu")["cpu"] == "it needs a CPU" and cpu.LAYOUT is reference.LAYOUT
