@@ -1,9 +1,18 @@
 """One engine computes a prompt and another goes on: the same text, whatever happens to the first one."""
 
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
 import msgspec
 import pytest
 
 from jaxpaged import LLM
+from tests.end_to_end.conftest import SERVE
 from tests.end_to_end.test_kv_offload import GREEDY, OPTIONS, PROMPTS, answers, worker_of
 
 pytestmark = pytest.mark.slow
@@ -35,3 +44,71 @@ def test_a_prompt_is_handed_over(pair):
     assert worker_of(producer).stats()["recompiles"] == worker_of(consumer).stats()["recompiles"] == 0
     said = ask(producer, "Short.", 1, do_remote_decode=True).kv_transfer_params
     assert said is None, "less than a block is not worth a lease"
+
+
+def started(*command):
+    """A process, and the address that it says it serves at."""
+    process = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": os.getcwd()}, stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stderr:
+        if found := re.search(r"served at (http://\S+)", line):
+            return process, found[1].rstrip(".,")
+    raise AssertionError(f"{command} did not start")
+
+
+def post(url, body):
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.read().decode()
+
+
+def sample(url, name):
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        found = re.search(rf"^{re.escape(name)}\S* (\S+)$", answer.read().decode(), re.MULTILINE)
+    return float(found[1])
+
+
+@pytest.fixture
+def servers():
+    serve = [*SERVE, "--block-size", "16", "--max-model-len", "512"]
+    processes, urls = zip(*(started(*serve, "--kv-role", role) for role in ("kv_producer", "kv_consumer")))
+    proxy, url = started(
+        sys.executable, "-m", "jaxpaged", "proxy", "--port", "0", "--prefill", urls[0], "--decode", urls[1],
+        "--min-prefill-tokens", "50",
+    )  # fmt: skip
+    yield processes, urls, url
+    for process in (*processes, proxy):
+        process.kill()
+        process.communicate()
+
+
+def test_two_servers_and_the_proxy_and_what_they_do_when_the_first_stops_and_dies(servers):
+    (producer, _), (prefill, decode), proxy = servers
+    prompts = [f"{number}. {PROMPTS[0]}" for number in range(4)]
+    bodies = [{"prompt": each, "max_tokens": 8, "temperature": 0, "ignore_eos": True} for each in prompts]
+    expected = [json.loads(post(prefill, body))["choices"][0]["text"] for body in bodies]
+    text = lambda answer: json.loads(answer)["choices"][0]["text"]
+    cached = "vllm:external_prefix_cache_hits_total"
+
+    assert text(post(proxy, bodies[0])) == expected[0]
+    assert sample(proxy, "jaxpaged:proxy_handed_over_total") == 1 and sample(decode, cached) > 60
+    assert sample(prefill, "jaxpaged:kv_leases_granted_total") == 1
+    events = post(proxy, {**bodies[0], "stream": True}).split("\n\n")
+    assert "".join(json.loads(each[6:])["choices"][0]["text"] for each in events if each[6:7] == "{") == expected[0]
+
+    ask = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+           "remote_host": None, "remote_port": None}  # fmt: skip
+    lent = [
+        json.loads(post(prefill, {**body, "max_tokens": 1, "kv_transfer_params": ask}))["kv_transfer_params"]
+        for body in bodies
+    ]
+    assert text(post(decode, {**bodies[1], "kv_transfer_params": lent[1]})) == expected[1]
+    producer.send_signal(signal.SIGSTOP)  # what it lends never comes
+    assert text(post(decode, {**bodies[2], "kv_transfer_params": lent[2]})) == expected[2]
+    producer.kill()
+    producer.wait()
+    assert text(post(decode, {**bodies[3], "kv_transfer_params": lent[3]})) == expected[3]
+    assert text(post(proxy, bodies[3])) == expected[3], "without prefill engines the decode engine computes"

@@ -11,7 +11,19 @@ from typing import NoReturn
 
 from jaxpaged import __version__
 from jaxpaged.engine.observability.log_setup import set_up_logging
-from jaxpaged.entrypoints.cli import bench, buckets, chat, collect_env, convert, generate, kv, models, plan, serve
+from jaxpaged.entrypoints.cli import (
+    bench,
+    buckets,
+    chat,
+    collect_env,
+    convert,
+    generate,
+    kv,
+    models,
+    plan,
+    proxy,
+    serve,
+)
 from jaxpaged.entrypoints.cli import compile as compile_command
 from jaxpaged.entrypoints.cli.flags import Parser
 from jaxpaged.entrypoints.cli.terminal import complain
@@ -59,7 +71,8 @@ def command_line() -> Parser:
     parser = Parser(prog="jaxpaged", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"jaxpaged {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (generate, chat, serve, bench, compile_command, plan, convert, buckets, kv, models, collect_env):
+    first, others = (generate, chat, serve, proxy, bench, compile_command), (plan, convert, buckets, kv, models)
+    for command in (*first, *others, collect_env):
         command.add_parser(commands)
     return parser
 

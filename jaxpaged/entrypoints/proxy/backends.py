@@ -1,0 +1,70 @@
+"""Engines behind the proxy: which one gets a request, by what it has computed before and by how much it has to do.
+
+This module knows no HTTP but the client, and nothing of what is asked.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+
+from jaxpaged.entrypoints.cli.bench.http_client import HttpClient
+from jaxpaged.kv_store.breaker import CircuitBreaker
+
+CHUNK_BYTES, MOST_CHUNKS = 1024, 64
+"""Of a prompt, by whose beginnings an engine is chosen."""
+MAX_REMEMBERED = 1 << 16
+MOST_BEHIND = 4
+"""An engine that knows a prompt's beginning is chosen unless it has so many requests more than the idlest one."""
+RETRY_SECONDS = 2.0
+
+
+class Backend:
+    """One engine. `is_up` turns false when it does not answer, and one request in `RETRY_SECONDS` tries it again."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]):
+        """Raises UsageError for what is no URL."""
+        self.client = HttpClient(url, {"User-Agent": "jaxpaged-proxy", **headers})
+        self.url = self.client.base_url
+        self.breaker = CircuitBreaker(f"The engine at {self.url}", RETRY_SECONDS)
+        self.num_under_way = self.num_requests = self.num_failures = 0
+
+
+class Backends:
+    """Engines of one kind."""
+
+    def __init__(self, urls: Sequence[str], headers: Mapping[str, str] | None = None):
+        self.all = [Backend(url, headers or {}) for url in urls]
+        self._known: OrderedDict[bytes, Backend] = OrderedDict()  # beginnings, and who had them last
+
+    def choose(self, beginnings: Sequence[bytes], tried: Collection[Backend] = ()) -> Backend | None:
+        """Who is to get a prompt with these `beginnings`; None where nobody is up that was not `tried`."""
+        left = sorted((each for each in self.all if each not in tried), key=lambda each: each.num_under_way)
+        if not left:
+            return None
+        most = left[0].num_under_way + MOST_BEHIND
+        familiar = next((self._known[each] for each in reversed(beginnings) if each in self._known), None)
+        if familiar in left and familiar.num_under_way < most:
+            left.remove(familiar)
+            left.insert(0, familiar)
+        return next((each for each in left if each.breaker.allows()), None)
+
+    def remember(self, beginnings: Sequence[bytes], backend: Backend) -> None:
+        """It has computed a prompt with these beginnings."""
+        for each in beginnings:
+            self._known[each] = backend
+            self._known.move_to_end(each)
+        while len(self._known) > MAX_REMEMBERED:
+            self._known.popitem(last=False)
+
+    async def close(self) -> None:
+        for each in self.all:
+            await each.client.close()
+
+
+def beginnings_of(prompt: bytes) -> list[bytes]:
+    """Digests of a prompt's beginnings, shortest first."""
+    digest, found = hashlib.blake2b(digest_size=16), []
+    for start in range(0, min(len(prompt) - CHUNK_BYTES + 1, MOST_CHUNKS * CHUNK_BYTES), CHUNK_BYTES):
+        digest.update(prompt[start : start + CHUNK_BYTES])
+        found.append(digest.digest())
+    return found

@@ -1,0 +1,174 @@
+"""The proxy with engines that only say what they were asked: who gets what, and what happens when some are gone."""
+
+import asyncio
+import contextlib
+import json
+import socket
+
+import pytest
+
+pytest.importorskip("httptools", reason="comes with the extra serve")
+from jaxpaged.entrypoints.http.transport.listener import Listener, bind, url_of
+from jaxpaged.entrypoints.proxy.app import Proxy, create_app
+from jaxpaged.entrypoints.proxy.backends import MOST_BEHIND, Backends, beginnings_of
+from jaxpaged.entrypoints.proxy.handing_over import for_prefill, read
+from jaxpaged.errors import UsageError
+
+LONG = "a word " * 400
+LENT = {"do_remote_prefill": True, "remote_host": "h", "anything": [1, {"else": 2}]}
+
+
+class Engine:
+    """Answers over a socket, and keeps what it was asked."""
+
+    def __init__(self, status=200, breaks=False):
+        self.status, self.breaks, self.asked, self.headers = status, breaks, [], []
+
+    async def __aenter__(self):
+        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *error):
+        self.server.close()
+
+    async def serve(self, reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = [int(line.split(":")[1]) for line in head.splitlines() if line.startswith("content-length")]
+        body = json.loads(await reader.readexactly(length[0])) if length else {}
+        self.asked.append(body)
+        self.headers.append(head)
+        lends = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
+        said = (
+            b'data: {"x": 1}\n\n' if body.get("stream") else json.dumps({"kv_transfer_params": LENT if lends else None})
+        )
+        said = said if isinstance(said, bytes) else said.encode()
+        promised = len(said) + 10 * self.breaks
+        writer.write(f"HTTP/1.1 {self.status} X\r\nContent-Length: {promised}\r\n\r\n".encode() + said)
+        await writer.drain()
+        writer.close()
+
+
+def ask_all(*bodies, prefill=(), decode=(), path="/v1/completions", raw=None):
+    """Start engines and the proxy, ask one after the other -> [(status, answer)], the proxy."""
+
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            urls = [
+                [each if isinstance(each, str) else (await stack.enter_async_context(each)).url for each in some]
+                for some in (prefill, decode)
+            ]
+            proxy = Proxy(Backends(urls[0]), Backends(urls[1]), least=100, timeout=10.0)
+            bound = bind("127.0.0.1", 0)
+            listener = Listener(create_app(proxy), bound, max_header_bytes=1 << 16, max_connections=10)
+            await listener.listen()
+            running = asyncio.ensure_future(listener.run_until_stopped())
+            port = int(url_of(bound).rsplit(":", 1)[1])
+            answers = [await post(port, path, raw or json.dumps(body).encode()) for body in bodies]
+            metrics = await post(port, "/metrics", None)
+            listener.should_exit = True
+            await running
+            return answers, proxy, metrics[1]
+
+    return asyncio.run(main())
+
+
+async def post(port, path, body):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    verb = "GET" if body is None else "POST"
+    length = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head = f"{verb} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\nConnection: close\r\n{length}\r\n"
+    writer.write(head.encode() + (body or b""))
+    answer = await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[2]
+
+
+def gone():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_a_long_prompt_is_handed_over_and_a_short_one_is_not():
+    prefill, decode = Engine(), Engine()
+    body = {"prompt": LONG, "max_tokens": 50, "stream": True, "n": 2, "stream_options": {"include_usage": True}}
+    answers, proxy, metrics = ask_all(body, {"prompt": "Hi"}, prefill=[prefill], decode=[decode])
+    assert answers[0][0] == 200 and b'data: {"x": 1}\n\n' in answers[0][1]
+    (first,) = prefill.asked
+    assert first["max_tokens"] == 1 and first["stream"] is False and first["prompt"] == LONG
+    assert first["kv_transfer_params"]["do_remote_decode"] and not {"n", "stream_options"} & set(first)
+    assert decode.asked == [{**body, "kv_transfer_params": LENT}, {"prompt": "Hi"}]
+    assert "authorization: bearer k" in prefill.headers[0] and "authorization: bearer k" in decode.headers[0]
+    ids = [
+        line for head in (prefill.headers[0], decode.headers[0]) for line in head.splitlines() if "request-id" in line
+    ]
+    assert len(ids) == 2 and len(set(ids)) == 1
+    assert b"jaxpaged:proxy_handed_over_total 1" in metrics and proxy.counts["requests"] == 2
+
+
+def test_chats_are_handed_over_too():
+    prefill, decode = Engine(), Engine()
+    body = {"messages": [{"role": "user", "content": LONG}], "max_completion_tokens": 9}
+    ask_all(body, prefill=[prefill], decode=[decode], path="/v1/chat/completions")
+    assert prefill.asked[0]["max_completion_tokens"] == prefill.asked[0]["max_tokens"] == 1
+    assert decode.asked == [{**body, "kv_transfer_params": LENT}]
+
+
+@pytest.mark.parametrize("trouble", ["gone", 503, 400])
+def test_without_a_prefill_engine_the_decode_engine_computes(trouble):
+    broken = gone() if trouble == "gone" else Engine(trouble)
+    decode = Engine()
+    answers, proxy, _ = ask_all({"prompt": LONG}, prefill=[broken], decode=[decode])
+    assert answers[0][0] == 200 and decode.asked == [{"prompt": LONG}]
+    assert proxy.counts["prefill_failures"] == 1 and proxy.counts["failures"] == 0
+
+
+def test_another_engine_is_asked_where_one_does_not_answer():
+    prefill, decode = Engine(), Engine()
+    answers, proxy, _ = ask_all({"prompt": LONG}, prefill=[gone(), prefill], decode=[gone(), Engine(503), decode])
+    assert answers[0][0] == 200 and decode.asked[0]["kv_transfer_params"] == LENT
+    assert proxy.counts["decode_retries"] == 2
+    assert all(each.num_under_way == 0 for each in (*proxy.prefill.all, *proxy.decode.all))
+
+
+def test_what_is_wrong_is_said():
+    answers, _, _ = ask_all({"prompt": "Hi"}, {"prompt": "Hi"}, decode=[gone()])
+    assert [status for status, _ in answers] == [503, 503] and b"No decode engine" in answers[0][1]
+    assert ask_all({"prompt": "Hi"}, decode=[Engine(404)])[0][0][0] == 404
+    assert ask_all({"prompt": "Hi"}, decode=[Engine(503)])[0][0][0] == 503
+    assert ask_all({}, decode=[Engine()], raw=b"[1]")[0][0][0] == 400
+    status, said = ask_all({"prompt": "Hi", "kv_transfer_params": {"a": 1}}, decode=[Engine()])[0][0]
+    assert status == 400 and b"the proxy makes them" in said
+    assert ask_all({"prompt": "Hi"}, decode=[Engine(breaks=True)])[0][0][0] == 502
+    status, said = ask_all({"prompt": "Hi", "stream": True}, decode=[Engine(breaks=True)])[0][0]
+    assert status == 200 and b"broke off" in said and b"[DONE]" in said
+    with pytest.raises(UsageError):
+        Backends(["nowhere"])
+
+
+def test_who_is_chosen():
+    backends = Backends(["http://a", "http://b"])
+    first, second = backends.all
+    known = beginnings_of(b"x" * 4096)
+    assert len(known) == 4 and beginnings_of(b"x" * 2048 + b"y" * 2048)[:2] == known[:2] and not beginnings_of(b"x")
+    first.num_under_way = 1
+    assert backends.choose(known) is second
+    backends.remember(known, first)
+    assert backends.choose(beginnings_of(b"x" * 1024 + b"y" * 9000)) is first
+    first.num_under_way = MOST_BEHIND
+    assert backends.choose(known) is second and backends.choose(known, [second]) is first
+    second.breaker.failed("x")
+    assert backends.choose([]) is first and backends.choose([], [first]) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "splits"),
+    [("/v1/completions", {"prompt": ["a", "b"]}, False), ("/v1/completions", {"prompt": [1, 2]}, True),
+     ("/v1/completions", {"prompt": "a", "use_beam_search": True}, False),
+     ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, False),
+     ("/v1/chat/completions", {"messages": [{}]}, True)],
+)  # fmt: skip
+def test_what_is_handed_over(path, body, splits):
+    asked = read(path, json.dumps(body).encode())
+    assert asked.may_be_split is splits
+    assert "echo" not in json.loads(for_prefill(asked))
