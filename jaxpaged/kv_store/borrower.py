@@ -1,7 +1,7 @@
 """The tier of pages that other engines lend: each is asked for by the lease under which a request says it is held.
 
 A peer that cannot be reached, or whose pages are not as they must be, costs one time-out; the rest of its lease is
-then a miss. Which peers may be asked is decided before a source comes here (`handover.py`).
+then a miss. A peer that the operator did not name is never connected to, whoever says that it has pages.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from jaxpaged.errors import PageError
 from jaxpaged.kv_store.breaker import CircuitBreaker
 from jaxpaged.kv_store.buffers import Buffer, read_only
 from jaxpaged.kv_store.channel import Channel, Get, Message, Page, Release
-from jaxpaged.kv_store.handover import RemoteSource
+from jaxpaged.kv_store.handover import RemoteSource, is_allowed
 from jaxpaged.kv_store.page import PageKey, decode
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
 
@@ -25,15 +25,16 @@ MAX_PEERS = 256
 MAX_IDLE = 16
 """Connections that are kept open without being used."""
 CONNECT_SECONDS, ANSWER_SECONDS = 2.0, 6.0
-RETRY_SECONDS = 2.0
+RETRY_SECONDS = 5.0
 
 
 class Borrower:
-    """Pages of the namespace, of `most` bytes each at most, from engines that lend them."""
+    """Pages of the namespace, of `most` bytes each at most, from engines at `peers` that lend them."""
 
     name = "p2p"
 
-    def __init__(self, namespace: str, most: int, secret: bytes | None = None):
+    def __init__(self, namespace: str, most: int, secret: bytes | None = None, *, peers: str):
+        self._peers = peers
         self._namespace, self._most, self._secret = namespace, most, secret
         self._lock = threading.Lock()  # for everything below; never held during input and output
         self._sources: OrderedDict[PageKey, RemoteSource] = OrderedDict()
@@ -46,6 +47,8 @@ class Borrower:
 
     def expect(self, keys: Sequence[PageKey], source: RemoteSource) -> None:
         """These pages are lent by `source`, as a request says."""
+        if not is_allowed(source, self._peers):  # front ends refuse such requests before
+            return
         with self._lock:
             for key in keys:
                 self._sources[key] = source

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 128
 IDLE_SECONDS = 60.0
 PAGE_PATIENCE = 4.0
-"""Seconds that a borrower waits for a page that is on its way off the device."""
+"""Seconds that a borrower waits for pages that are on their way off the device, all of a lease together."""
 
 
 @dataclasses.dataclass
@@ -34,6 +34,8 @@ class Lease:
 
     pages: dict[PageKey, np.ndarray | None]
     until: float
+    waits_until: float | None = None
+    """When borrowers stop waiting for what is not there, whichever pages they ask for."""
 
 
 class Lender:
@@ -174,17 +176,19 @@ class Lender:
 
     def _page(self, name: str, key: PageKey) -> np.ndarray | str:
         """A page, or why it is not there."""
-        deadline = time.monotonic() + PAGE_PATIENCE
         with self._changed:
             while True:
-                lease = self._leases.get(name)
+                lease, now = self._leases.get(name), time.monotonic()
                 if lease is None:
                     return "There is no such lease: it has ended, or was given back."
                 if key not in lease.pages:
                     return "The lease does not name this page."
-                page, left = lease.pages[key], deadline - time.monotonic()
+                page = lease.pages[key]
                 if page is not None:
                     return page
+                if lease.waits_until is None:
+                    lease.waits_until = now + PAGE_PATIENCE
+                left = lease.waits_until - now
                 if left <= 0 or self._closing:
                     return "The page was not kept."
                 self._changed.wait(left)

@@ -66,6 +66,8 @@ class KVOffload:
     """kv_producer, kv_consumer or kv_both; None: it has nothing to do with other engines."""
     address: tuple[str, int] = ("127.0.0.1", 0)
     lease_seconds: float = 30.0
+    peers: str = ",".join(LOOPBACK)
+    """The only engines that it fetches from."""
 
 
 class OffloadOptions(Protocol):
@@ -110,7 +112,9 @@ def offload_of(options: OffloadOptions) -> KVOffload | None:
             )
         return None
     policy, address = transfer.get("kv_load_failure_policy", "recompute"), checked_address(options.kv_address)
-    return KVOffload(wishes, policy, options.kv_offload_secrets, role, address, options.kv_lease_seconds)
+    return KVOffload(
+        wishes, policy, options.kv_offload_secrets, role, address, options.kv_lease_seconds, options.kv_peers
+    )
 
 
 def says_role(transfer: Mapping[str, Any]) -> bool:

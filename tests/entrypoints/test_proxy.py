@@ -142,7 +142,7 @@ def test_what_is_wrong_is_said():
     assert ask_all({"prompt": "Hi"}, decode=[Engine(breaks=True)])[0][0][0] == 502
     status, said = ask_all({"prompt": "Hi", "stream": True}, decode=[Engine(breaks=True)])[0][0]
     assert status == 200 and b"broke off" in said and b"[DONE]" in said
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="'nowhere' is none"):
         Backends(["nowhere"])
 
 

@@ -50,11 +50,11 @@ def lending(secret=None, lease_s=30.0, capacity=1 << 20, keys=KEYS):
 
 
 @contextlib.contextmanager
-def borrowing(lender, space=SPACE, secret=None, most=MOST):
+def borrowing(lender, space=SPACE, secret=None, most=MOST, peers="127.0.0.1"):
     """A borrower, and a source whose lease names all keys."""
     lease, _ = lender.grant(KEYS)
     lender.hold(KEYS)
-    borrower, source = Borrower(space, most, secret), RemoteSource(lender.host, lender.port, lease, 12)
+    borrower, source = Borrower(space, most, secret, peers=peers), RemoteSource(lender.host, lender.port, lease, 12)
     borrower.expect(KEYS, source)
     try:
         yield borrower, source
@@ -96,6 +96,20 @@ def test_a_page_that_is_still_on_its_way_is_waited_for():
         lender.hold([KEYS[2]])
         thread.join(5)
         assert got[0] is not None
+
+
+def test_what_never_comes_is_waited_for_once(monkeypatch):
+    monkeypatch.setattr("jaxpaged.kv_store.lender.PAGE_PATIENCE", 0.3)
+    with lending(keys=KEYS[:1]) as (lender, _), borrowing(lender) as (borrower, _):
+        begin = time.monotonic()
+        assert [borrower.get(key) is None for key in KEYS] == [False, True, True]
+        assert 0.2 < time.monotonic() - begin < 0.55
+
+
+def test_a_peer_that_nobody_allowed_is_never_asked():
+    with lending() as (lender, _), borrowing(lender, peers="10.0.0.1, 127.0.0.1:1") as (borrower, _):
+        assert borrower.lookup(KEYS) == [Lookup.MISS] * 3 and borrower.get(KEYS[0]) is None
+        assert lender.stats()["kv_lent_pages"] == 0
 
 
 def test_a_lease_ends_with_its_time_and_memory_is_bounded():

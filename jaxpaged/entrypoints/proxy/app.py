@@ -42,12 +42,16 @@ class Answer:
     def __init__(self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str], timeout: float):
         self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._first: bytes | None = None
-        self._backend, self._is_open = backend, True
+        self._backend = backend
         backend.num_under_way += 1
         backend.num_requests += 1
         sink = lambda data, now: self._pieces.put_nowait(data)
         self._asking = asyncio.create_task(backend.client.post(path, body, sink, headers, timeout))
-        self._asking.add_done_callback(lambda task: self._pieces.put_nowait(None))
+        self._asking.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task) -> None:
+        self._backend.num_under_way -= 1  # also where a client left before anybody looked at the answer
+        self._pieces.put_nowait(None)
 
     async def begun(self) -> tuple[int, bytes]:
         """(200, nothing) once a good answer begins, otherwise the status and what a bad one says. Raises OSError."""
@@ -66,10 +70,7 @@ class Answer:
 
     def close(self) -> None:
         """Nothing more of it is wanted."""
-        if self._is_open:
-            self._is_open = False
-            self._backend.num_under_way -= 1
-            self._asking.cancel()
+        self._asking.cancel()
 
 
 class Proxy:

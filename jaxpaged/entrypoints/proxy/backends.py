@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 
 from jaxpaged.entrypoints.cli.bench.http_client import HttpClient
+from jaxpaged.errors import UsageError
 from jaxpaged.kv_store.breaker import CircuitBreaker
 
 CHUNK_BYTES, MOST_CHUNKS = 1024, 64
@@ -23,7 +24,12 @@ class Backend:
 
     def __init__(self, url: str, headers: Mapping[str, str]):
         """Raises UsageError for what is no URL."""
-        self.client = HttpClient(url, {"User-Agent": "jaxpaged-proxy", **headers})
+        try:
+            self.client = HttpClient(url, {"User-Agent": "jaxpaged-proxy", **headers})
+        except UsageError:
+            raise UsageError(
+                f"the engine's address {url!r} is none; it must look like http://127.0.0.1:8100."
+            ) from None
         self.url = self.client.base_url
         self.breaker = CircuitBreaker(f"The engine at {self.url}", RETRY_SECONDS)
         self.num_under_way = self.num_requests = self.num_failures = 0

@@ -67,7 +67,7 @@ def open_transfer(
             )
         if offload.role in BORROWS:
             largest = max(len(group.layer_idxs) * page_bytes(group.spec) for group in kv_cache.groups)
-            borrower = Borrower(space, largest + MAX_HEADER_BYTES, secrets.signing)
+            borrower = Borrower(space, largest + MAX_HEADER_BYTES, secrets.signing, peers=offload.peers)
         peers = Peers(lender, borrower)
     return KVTransferWorker(
         device, kv_cache, store, space, blueprint.kv_dtype, secret=secrets.signing,
