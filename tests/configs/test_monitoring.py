@@ -22,6 +22,19 @@ NOT_SHOWN = {
         for what in ("pages_saved", "pages_loaded", "tier_pages", "tier_hits", "tier_misses", "tier_stored")
     },
     **{f"vllm:kv_offload_{what}_size": "it depends on the lengths of prompts only" for what in ("load", "store")},
+    **{
+        f"jaxpaged:kv_{what}": "only where prompts are lent"
+        for what in (
+            "leases",
+            "lease_bytes",
+            "leases_granted",
+            "leases_released",
+            "leases_expired",
+            "lent_pages",
+            "lent_bytes",
+            "lent_refused",
+        )
+    },
     "jaxpaged:programs_from_bundle": "it does not change",
     "jaxpaged:programs_from_cache": "it tells of the start only",
     "jaxpaged:num_devices": "it does not change",
