@@ -80,7 +80,10 @@ def store(compiled: jax.stages.Compiled, node_types: Sequence[type]) -> tuple[by
     if tree_of(record, node_types) != compiled.out_tree:
         raise Unstorable(f"results of program {parts.name} are a tree that cannot be made again: {compiled.out_tree}")
     if isinstance(parts.xla_executable, xla_client.LoadedExecutable):
-        return parts.backend.serialize_executable(parts.xla_executable), record
+        try:
+            return parts.backend.serialize_executable(parts.xla_executable), record
+        except jax.errors.JaxRuntimeError as error:  # on a CPU, what sorts: experts of tokens
+            raise Unstorable(f"XLA cannot write program {parts.name}: {error}") from None
     return parts.xla_executable.serialize(), record  # compiled for devices that are not here
 
 
