@@ -129,7 +129,7 @@ MUTANTS = (
     *_of(
         "grouped_matmul/reference.py",
         "reference",
-        ("padding is multiplied by the last expert", " & (items.expert_I[i] < E)", ""),
+        ("padding is multiplied by the last expert", "jnp.sum(items.expert_I < E)", "len(items.expert_I)"),
         ("scales are the first expert's", "out_tF * scale_1F", "out_tF * scale_1F[..., :1]"),
     ),
     *_of(

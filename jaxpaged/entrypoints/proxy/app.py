@@ -21,7 +21,7 @@ from jaxpaged.entrypoints.http.transport.sse import event
 from jaxpaged.entrypoints.proxy.backends import Backend, Backends, beginnings_of
 from jaxpaged.entrypoints.proxy.handing_over import PROMPTS, Asked, for_decode, for_prefill, params_in, read
 
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 16 << 20
 PASSED_ON = ("authorization", "traceparent", "tracestate", "x-request-id")
 """Headers that engines get as the client sent them."""
 ELSEWHERE = (429, 500, 502, 503, 504)

@@ -106,8 +106,8 @@ def test_a_product_that_xla_compiled_here_reads_its_weights_once():
 
 def test_a_split_product_that_xla_compiled_here_has_its_collective():
     mesh = make_mesh(4)
-    a = jax.ShapeDtypeStruct((8, 512), jnp.float32, sharding=NamedSharding(mesh, P(None, "model")))
-    b = jax.ShapeDtypeStruct((512, 64), jnp.float32, sharding=NamedSharding(mesh, P("model")))
+    a = jax.ShapeDtypeStruct((8, 512), jnp.float32, sharding=NamedSharding(mesh, P(None, "tensor")))
+    b = jax.ShapeDtypeStruct((512, 64), jnp.float32, sharding=NamedSharding(mesh, P("tensor")))
     compiled = jax.jit(jnp.dot, out_shardings=NamedSharding(mesh, P())).lower(a, b).compile()
     found = ProgramText(compiled.as_text()).collectives()
     assert found.counts == {"all-reduce": 1} and found.waited_bytes + found.hidden_bytes == 8 * 64 * 4
