@@ -72,9 +72,10 @@ class TraceResult:
             f"{'tier':>12}  {'found':>7}  {'loaded':>7}  {'saved':>11}",
         ]
         for row in self.rows:
-            size = f"{row.tier_bytes / 2**30:.1f} GiB" if row.tier_bytes else "none"
             loaded = row.loaded_tokens / row.prompt_tokens
-            lines.append(f"{size:>12}  {row.hit_rate:>7.1%}  {loaded:>7.1%}  {row.saved_seconds:>9.1f} s")
+            lines.append(
+                f"{sized(row.tier_bytes):>12}  {row.hit_rate:>7.1%}  {loaded:>7.1%}  {row.saved_seconds:>9.3g} s"
+            )
         if self.num_left_out:
             lines.append(f"{self.num_left_out} requests are longer than max_model_len and were left out")
         pays = "pays" if self.bandwidth > self.least_bandwidth else "does not pay for the longest prompts"
@@ -83,30 +84,37 @@ class TraceResult:
             f" KiB, so below {self.least_bandwidth / 1e9:.2f} GB/s computing is sooner, as fast as the plan has it"
         )
         if self.enough is not None and self.enough is not self.rows[-1]:
-            lines.append(f"beyond {self.enough.tier_bytes / 2**30:.1f} GiB more room brings next to nothing")
+            lines.append(f"beyond {sized(self.enough.tier_bytes)} more room brings next to nothing")
         return "\n".join(lines)
 
     def figure(self) -> "Figure":
         """Hit rate and saved seconds over the size of the tier."""
         figure = canvas.new_figure(8, 4)
         axes = figure.subplots()
-        sizes = [row.tier_bytes / 2**30 for row in self.rows]
+        places = range(len(self.rows))
         shares = [100 * row.hit_rate for row in self.rows]
-        axes.plot(sizes, shares, color=canvas.BLUE, marker="o", label="prompt tokens not computed, %")
+        axes.plot(places, shares, color=canvas.BLUE, marker="o", label="prompt tokens not computed, %")
         axes.set_ylim(0, 100)
-        axes.set_xscale("symlog", linthresh=max(min(sizes[1:], default=1.0), 1e-3))
-        axes.set_xlabel("GiB of the tier", fontsize=9, color=canvas.INK)
+        axes.set_xticks(places, [sized(row.tier_bytes) for row in self.rows])
+        axes.set_xlabel("size of the tier", fontsize=9, color=canvas.INK)
         axes.set_ylabel("% of the prompts' tokens", fontsize=9, color=canvas.BLUE)
         canvas.plain_axes(axes)
         seconds = axes.twinx()
         saved = [row.saved_seconds for row in self.rows]
-        seconds.plot(sizes, saved, color=canvas.ORANGE, marker="s", label="seconds saved")
+        seconds.plot(places, saved, color=canvas.ORANGE, marker="s", label="seconds saved")
         seconds.set_ylabel("seconds saved", fontsize=9, color=canvas.ORANGE)
         seconds.spines[["top"]].set_visible(False)
         seconds.set_ylim(bottom=0)
         title = f"{self.plan.model} on {self.plan.target}: tiers under the trace"
         if self.enough is not None and self.enough is not self.rows[-1]:
-            axes.axvline(self.enough.tier_bytes / 2**30, color=canvas.INK, linewidth=1.0, linestyle=":")
+            axes.axvline(self.rows.index(self.enough), color=canvas.INK, linewidth=1.0, linestyle=":")
             title += "; dotted: more brings little"
         axes.set_title(title, fontsize=11, color=canvas.INK)
         return figure
+
+
+def sized(num_bytes: int) -> str:
+    """For people."""
+    if not num_bytes:
+        return "none"
+    return f"{num_bytes / 2**30:.4g} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.4g} MiB"
