@@ -79,9 +79,9 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """What a test sets up for logging ends with it."""
+    """What a test sets up for logging, as every command does, ends with it."""
     root, ours = logging.getLogger(), logging.getLogger("jaxpaged")
     before = root.handlers[:], ours.level
     yield

@@ -4,6 +4,7 @@
 starts pip, and no engine.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -182,7 +183,10 @@ def pythons_called(version: str) -> Iterator[str]:
     if path := shutil.which(f"python{version}"):
         yield path
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    yield from map(str, sorted(root.glob(f"versions/{version}.*/bin/python"), reverse=True))
+    candidates: list[Path] = []
+    with contextlib.suppress(PermissionError):  # another user's
+        candidates = sorted(root.glob(f"versions/{version}.*/bin/python"), reverse=True)
+    yield from map(str, candidates)
     if uv := shutil.which("uv"):
         found = subprocess.run([uv, "python", "find", version], capture_output=True, text=True)
         if found.returncode == 0:

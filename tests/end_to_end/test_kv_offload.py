@@ -54,5 +54,6 @@ def test_what_a_disk_keeps_is_loaded_after_a_restart(expected, tmp_path):
     llm.shutdown()
     llm = LLM(**{**options, "kv_offload": f"disk={tmp_path}:256M", "tensor_parallel_size": 2})
     again, cached = answers(llm)
-    assert again == expected and min(cached) > 60, "one device wrote what two read"
+    # Not all need be loaded: that ends where a slow disk is measured to be slower than computing.
+    assert again == expected and max(cached) > 60, "one device wrote what two read"
     llm.shutdown()

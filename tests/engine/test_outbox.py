@@ -45,6 +45,7 @@ VALUES = {
     "num_cached_tokens": 8, "num_preemptions": 2, "new_token_ids": [7], "new_logprobs": [TokenLogprobs([7], [-1.0], 1)],
     "prompt_logprobs": [TokenLogprobs([6], [-2.0], 1)], "finish_reason": "error", "stop_reason": 7, "error": "bad",
     "error_parameter": "prompt", "pooled": "a vector", "times": (1.0, 2.0),
+    "kv_transfer_params": {"remote_port": 7}, "loaded": {"host": 32},
 }  # fmt: skip
 
 

@@ -15,9 +15,6 @@ from jaxpaged.engine.process.core_supervisor import CoreSupervisor
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00"
 
 
-pytestmark = pytest.mark.usefixtures("logging_as_before")
-
-
 def fail():
     try:
         raise ZeroDivisionError

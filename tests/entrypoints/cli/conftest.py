@@ -14,11 +14,6 @@ from jaxpaged.messages import CompletionOutput, Logprob, RequestMetrics, Request
 CHARACTERS_PER_STEP = 3
 
 
-@pytest.fixture(autouse=True)
-def commands_leave_logging_as_before(logging_as_before):
-    """Commands set up what their process logs."""
-
-
 class EchoInputs:
     """The input processor: a chat becomes `role:content|role:content`."""
 
