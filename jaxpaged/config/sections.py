@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.expert_balance import ExpertBalance, expert_balance_of
-from jaxpaged.kv_store.handover import LOOPBACK, ROLES
+from jaxpaged.kv_store.handover import DEFAULT_ADDRESS, DEFAULT_LEASE_SECONDS, DEFAULT_PEERS, ROLES
 from jaxpaged.kv_store.options import KVOffload, offload_of
 from jaxpaged.option_checks import option
 from jaxpaged.pooling import CONVERSIONS, RUNNERS
@@ -103,15 +103,16 @@ class CacheConfig:
         "both. Guide: kv_store/README.md", choices=ROLES,
     )  # fmt: skip
     kv_address: str = option(
-        "127.0.0.1:0", "HOST:PORT where other engines fetch keys and values of prompts; port 0 is any that is free"
+        DEFAULT_ADDRESS, "HOST:PORT where other engines fetch keys and values of prompts; port 0 is any that is free"
     )
     kv_peers: str = option(
-        ",".join(LOOPBACK), "the only hosts, HOST or HOST:PORT with commas between, from which keys and values of "
+        DEFAULT_PEERS, "the only hosts, HOST or HOST:PORT with commas between, from which keys and values of "
         "prompts are fetched", not_empty=True,
     )  # fmt: skip
     kv_lease_seconds: float = option(
-        30.0, "how long keys and values of a prompt wait in host memory to be fetched", above=0.0, maximum=86400.0
-    )
+        DEFAULT_LEASE_SECONDS, "how long keys and values of a prompt wait in host memory to be fetched", above=0.0,
+        maximum=86400.0,
+    )  # fmt: skip
     kv_transfer_config: dict[str, Any] = option(
         {}, "the same as vLLM's JSON: kv_connector OffloadingConnector, MultiConnector or one's own, kv_role kv_both, "
         "kv_load_failure_policy recompute or fail, kv_connector_extra_config with cpu_bytes_to_use, ...; without a "

@@ -142,16 +142,24 @@ class StepTimes:
         self._plain: dict[int, StepTime] = {}
         self._drafting: dict[int, StepTime] = {}
         self._age: dict[int, int] = {}  # steps with drafts since the last without
+        self._last: tuple[int, int] | None = None  # requests and padded tokens of the step before; 0: no drafts
 
     def padded(self, num_tokens: int) -> int:
         return next((size for size in self._buckets if size >= num_tokens), num_tokens)
 
     def add(self, seconds: float, num_requests: int, num_drafts: int) -> None:
-        """A step in which everybody decoded."""
+        """A step in which everybody decoded. It counts behind one of its own size."""
+        before, self._last = self._last, (num_requests, self.padded(num_requests + num_drafts) if num_drafts else 0)
+        if self._last != before:
+            return
         plain = self.padded(num_requests)
         times, key = (self._drafting, self.padded(num_requests + num_drafts)) if num_drafts else (self._plain, plain)
         times.setdefault(key, StepTime()).newest.append(seconds)
         self._age[plain] = self._age.get(plain, 0) + 1 if num_drafts else 0
+
+    def interrupt(self) -> None:
+        """Another step came, or several that nobody measured."""
+        self._last = None
 
     def is_known(self, num_requests: int) -> bool:
         """Whether enough is known of steps without drafts."""
@@ -198,7 +206,6 @@ class DraftLengths:
         self._times = StepTimes(buckets)
         self._scheduled_at: dict[int, float] = {}
         self._last_result = -math.inf
-        self._last_size: tuple[int, int] | None = None  # requests and padded tokens of the last step; 0: no drafts
         self._patience = PATIENCE  # steps until the next trial
         self._trial = 0  # drafts that are tried
         self._trial_steps = self._trial_left = 0  # in so many steps; of which so many are to come
@@ -228,7 +235,7 @@ class DraftLengths:
         if not rests or self._patience < NUM_MEASURED * scheduled.num_steps:
             self._measure(scheduled, output)
         else:
-            self._last_size = None
+            self._times.interrupt()
         if rests and self._patience > 0:
             return
         asked = dict(zip(scheduled.request_ids, scheduled.max_new_tokens))
@@ -255,12 +262,9 @@ class DraftLengths:
         waited = output.buckets is not None and output.buckets.program_wait > 0
         if scheduled.num_scheduled_tokens == scheduled.max_new_tokens and not waited:
             num_drafts = 0 if scheduled.num_steps > 1 else sum(scheduled.max_new_tokens) - num_requests
-            size = num_requests, self._times.padded(num_requests + num_drafts) if num_drafts else 0
-            if size == self._last_size:
-                self._times.add((now - begin) / scheduled.num_steps, num_requests, num_drafts)
-            self._last_size = size
+            self._times.add((now - begin) / scheduled.num_steps, num_requests, num_drafts)
         else:
-            self._last_size = None
+            self._times.interrupt()
 
     def _count(self, num_drafts: int, num_accepted: int) -> None:
         counters = self._counters
@@ -270,9 +274,24 @@ class DraftLengths:
         for nth in range(num_accepted):
             counters.num_accepted_per_pos[nth] += 1
 
-    def _doubted(self, lot: Lot, lots: Sequence[Lot], together: DraftRecord, num_requests: int) -> Lot:
+    def _next_trial(self, lot: Lot, lots: Sequence[Lot], together: DraftRecord, num_requests: int) -> Lot | None:
+        """What this step tries in place of the best `lot`, if anything: it goes on with a trial, or begins one where
+        that is due, or where nothing is known of the best."""
+        trial = next((each for each in lots if each.num_drafts == self._trial and self._trial_left), None)
+        if trial is None:
+            if self._patience > 0 and lot.known:
+                return None
+            trial, steps = lot, TRIAL
+            if self._patience <= 0:
+                trial, steps = self._doubted(lot, lots, together, num_requests)
+            self._trial, self._trial_steps, self._trial_left = trial.num_drafts, steps, steps
+        self._trial_left -= 1
+        self._patience = int(PATIENCE * (CHANGE + self._trial_steps * (trial.cost - 1)))
+        return trial
+
+    def _doubted(self, lot: Lot, lots: Sequence[Lot], together: DraftRecord, num_requests: int) -> tuple[Lot, int]:
         """One after the other of what would be better than `lot` if it cost less than it seemed to; something at least:
-        requests may have become better, and the smallest lot cheaper."""
+        requests may have become better, and the smallest lot cheaper. And in how many steps to try it."""
         slope, now = (lots[0].cost - 1) / lots[0].num_drafts, gain(lot, together, num_requests)
         better = []
         for each in lots:
@@ -281,15 +300,8 @@ class DraftLengths:
                 better.append(each)
         better = better or [lots[0] if lot is NO_LOT else lot]
         are_good = gain(better[0].with_cost(1.0, num_requests), together, num_requests) > LEAST_GAIN
-        self._trial_steps = self._trial_left = TRIAL if are_good else PROBE
-        return next((each for each in better if each.num_drafts > self._trial), better[0])
-
-    def _go_on(self, trial: Lot) -> Lot:
-        """A step of a trial."""
-        self._patience = int(PATIENCE * (CHANGE + self._trial_steps * (trial.cost - 1)))
-        self._trial_left -= 1
-        self._trial = trial.num_drafts
-        return trial
+        chosen = next((each for each in better if each.num_drafts > self._trial), better[0])
+        return chosen, TRIAL if are_good else PROBE
 
     def _set_lengths(self, requests: Sequence[Request], num_requests: int) -> None:
         """How many tokens each of these drafts next, in a step of so many requests: none while nothing is known of
@@ -300,14 +312,8 @@ class DraftLengths:
             records = [request.drafts for request in requests]
             together = DraftRecord(self._most, *(sum(column) for column in zip(*map(EVIDENCE, records))))
             lot = max([NO_LOT, *lots], key=lambda lot: gain(lot, together, num_requests))
-            trial = next((each for each in lots if each.num_drafts == self._trial and self._trial_left), None)
-            if trial is None and self._patience <= 0:
-                trial = self._doubted(lot, lots, together, num_requests)
-            elif trial is None and not lot.known:
-                self._trial_steps = self._trial_left = TRIAL
-                trial = lot
-            if tries := trial is not None:
-                lot = self._go_on(trial)
+            trial = self._next_trial(lot, lots, together, num_requests)
+            lot, tries = trial or lot, trial is not None
         self.most_in_step = lot.num_drafts
         rests = self._times.is_known(num_requests)
         for request in requests:

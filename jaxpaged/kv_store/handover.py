@@ -15,6 +15,7 @@ PARAMS = "kv_transfer_params"
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 LENDS, BORROWS = ("kv_producer", "kv_both"), ("kv_consumer", "kv_both")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+DEFAULT_ADDRESS, DEFAULT_LEASE_SECONDS, DEFAULT_PEERS = "127.0.0.1:0", 30.0, ",".join(LOOPBACK)
 
 
 class TransferParams(msgspec.Struct, frozen=True):

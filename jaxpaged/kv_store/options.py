@@ -15,7 +15,13 @@ from urllib.parse import parse_qsl, urlsplit
 
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.kv_store.connectors import check_connector
-from jaxpaged.kv_store.handover import LOOPBACK, ROLES, checked_address
+from jaxpaged.kv_store.handover import (
+    DEFAULT_ADDRESS,
+    DEFAULT_LEASE_SECONDS,
+    DEFAULT_PEERS,
+    ROLES,
+    checked_address,
+)
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 POLICIES = ("recompute", "fail")
@@ -64,9 +70,9 @@ class KVOffload:
     secrets_file: str | None = None
     role: str | None = None
     """kv_producer, kv_consumer or kv_both; None: it has nothing to do with other engines."""
-    address: tuple[str, int] = ("127.0.0.1", 0)
-    lease_seconds: float = 30.0
-    peers: str = ",".join(LOOPBACK)
+    address: tuple[str, int] = checked_address(DEFAULT_ADDRESS)
+    lease_seconds: float = DEFAULT_LEASE_SECONDS
+    peers: str = DEFAULT_PEERS
     """The only engines that it fetches from."""
 
 
@@ -146,7 +152,7 @@ def role_of(options: OffloadOptions) -> str | None:
             raise ConfigError(f"kv_role is {role}, and kv_transfer_config has another one. Give one of them.")
         role = transfer["kv_role"]
     given = options.kv_address, options.kv_lease_seconds, options.kv_peers
-    if role is None and given != ("127.0.0.1:0", 30.0, ",".join(LOOPBACK)):
+    if role is None and given != (DEFAULT_ADDRESS, DEFAULT_LEASE_SECONDS, DEFAULT_PEERS):
         raise ConfigError(
             f"kv_address is {given[0]}, kv_lease_seconds {given[1]:g} and kv_peers {given[2]}, but the engine has "
             "nothing to do with other engines. Give it a kv_role, or leave them out."

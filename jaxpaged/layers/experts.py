@@ -264,7 +264,12 @@ def partitions(p: Experts) -> Any:
 
 def expert_weights(params: Any) -> list[Any]:
     """The arrays of all experts of which a router chooses, in a pytree of parameters."""
-    return jax.tree.leaves([(p.gate_proj, p.up_proj, p.down_proj) for p in expert_blocks(params)])
+    return [part for p in expert_blocks(params) for part in weights_of(p)]
+
+
+def weights_of(p: Experts) -> list[Any]:
+    """The arrays of a block that go where its experts go."""
+    return jax.tree.leaves((p.gate_proj, p.up_proj, p.down_proj))
 
 
 def expert_blocks(params: Any) -> list[Experts]:

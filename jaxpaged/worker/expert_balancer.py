@@ -15,14 +15,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpaged.expert_balance import ExpertBalance
-from jaxpaged.layers.experts import Experts, map_experts
+from jaxpaged.layers.experts import Experts, map_experts, weights_of
 from jaxpaged.params.sharding import EXPERT_AXIS
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.expert_placing import Tables, balanced, device_loads, experts_of, sources
 from jaxpaged.worker.step.expert_moves import (
     LOAD_KEY,
     move_key,
-    moving_parts,
     placed_blocks,
     placement_of,
     with_parts,
@@ -108,7 +107,7 @@ class ExpertBalancer:
             return p, before_X, before_X
         self._num_moved_layers += 1
         source_e = sources(before_e, after_e)
-        parts = [device.call(move_key(part, device.params), part, source_e) for part in moving_parts(p)]
+        parts = [device.call(move_key(part, device.params), part, source_e) for part in weights_of(p)]
         placement = placement_of(after_e, len(load_E), self._mesh)
         return with_parts(p, parts).replace(placement=placement), before_X, after_X
 

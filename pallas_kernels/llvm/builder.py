@@ -4,7 +4,7 @@ Integers are 64 bits unless they say otherwise, and pointers opaque.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from llvmlite import ir
 
@@ -70,14 +70,17 @@ class Builder(ir.IRBuilder):
 
     def lane_sum(self, vector: ir.Value) -> ir.Value:
         """The sum over lanes, halves onto halves: an order that nothing around it changes."""
-        add = self.fadd if vector.type.element == F32 else self.add
+        return self.folded(vector, self.fadd if vector.type.element == F32 else self.add)
+
+    def folded(self, vector: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+        """One number of all lanes, halves combined with halves."""
         while vector.type.count > 1:
             half = vector.type.count // 2
             low, high = (
                 self.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, half), list(lanes)))
                 for lanes in (range(half), range(half, 2 * half))
             )
-            vector = add(low, high)
+            vector = combine(low, high)
         return self.extract_element(vector, ir.Constant(I32, 0))
 
     @contextlib.contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from pallas_kernels.llvm.builder import F32, I32, Builder, declare, splat
+from pallas_kernels.llvm.builder import F32, I16, I32, Builder, declare, splat
 
 LEAST_EXPONENT = -87.0
 """`exp` takes what is smaller for this: the result is still a normal number, 1.6e-38."""
@@ -18,6 +18,19 @@ def multiply_add(b: Builder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     """x * y + z, rounded once."""
     fma = declare(b.module, f"llvm.fma.v{x.type.count}f32", x.type, *[x.type] * 3)
     return b.call(fma, [x, y, z])
+
+
+def add_pair_products(b: Builder, sums: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+    """sums + the products of pairs of neighbours of bfloat16 numbers, by AVX512-BF16."""
+    dot = declare(b.module, "llvm.x86.avx512bf16.dpbf16ps.512", sums.type, sums.type, x.type, y.type)
+    return b.call(dot, [sums, x, y])
+
+
+def read_bfloat16(b: Builder, base: ir.Value, offset: int | ir.Value, count: int) -> ir.Value:
+    """So many bfloat16 numbers, as a vector of float32."""
+    bits = ir.VectorType(I32, count)
+    wide = b.zext(b.read(ir.VectorType(I16, count), base, offset, align=2), bits)
+    return b.bitcast(b.shl(wide, splat(bits, 16)), float32s(count))
 
 
 def spread(b: Builder, scalar: ir.Value, count: int) -> ir.Value:
@@ -70,14 +83,7 @@ def sums_of_each(b: Builder, vectors: Sequence[ir.Value]) -> ir.Value:
 
 def lane_max(b: Builder, vector: ir.Value) -> ir.Value:
     """The largest lane."""
-    while vector.type.count > 1:
-        half = vector.type.count // 2
-        low, high = (
-            b.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, half), list(lanes)))
-            for lanes in (range(half), range(half, 2 * half))
-        )
-        vector = b.select(b.fcmp_ordered(">", low, high), low, high)
-    return b.extract_element(vector, ir.Constant(I32, 0))
+    return b.folded(vector, lambda low, high: b.select(b.fcmp_ordered(">", low, high), low, high))
 
 
 def float32s(count: int) -> ir.VectorType:

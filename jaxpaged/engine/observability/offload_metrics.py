@@ -56,7 +56,7 @@ def transfer_metrics(stats: SchedulerStats, executor: Mapping[str, Any]) -> Iter
         yield Counter(f"vllm:kv_offload_{verb}_time", {}, executor[f"{OWN}{verb}_seconds"])
         counts = executor[f"{OWN}{verb}_sizes"]
         bounds = sorted(counts)
-        at_most = dict(zip(map(bound_name, bounds), accumulate(counts[bound] for bound in bounds)))
+        at_most = dict(zip((f"{bound:g}" for bound in bounds), accumulate(counts[bound] for bound in bounds)))
         total = sum(counts.values())
         yield Histogram(f"vllm:kv_offload_{verb}_size", {}, total, num_bytes, at_most | {"+Inf": total})
     for name in LENT:
@@ -68,7 +68,3 @@ def transfer_metrics(stats: SchedulerStats, executor: Mapping[str, Any]) -> Iter
             for field, value in values.items():
                 kind: Any = Gauge if field in NOW else Counter
                 yield kind(f"jaxpaged:{OWN}tier_{field}", {"tier": name.removeprefix(f"{OWN}tier_")}, value)
-
-
-def bound_name(bound: int) -> str:
-    return f"{bound:g}"

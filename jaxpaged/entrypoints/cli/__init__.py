@@ -71,8 +71,9 @@ def command_line() -> Parser:
     parser = Parser(prog="jaxpaged", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"jaxpaged {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    first, others = (generate, chat, serve, proxy, bench, compile_command), (plan, convert, buckets, kv, models)
-    for command in (*first, *others, collect_env):
+    for command in (
+        generate, chat, serve, proxy, bench, compile_command, plan, convert, buckets, kv, models, collect_env,
+    ):  # fmt: skip
         command.add_parser(commands)
     return parser
 

@@ -7,6 +7,7 @@ import bisect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxpaged.entrypoints.cli.machine import gibibytes
 from jaxpaged.entrypoints.pictures import canvas
 from jaxpaged.errors import UsageError
 from jaxpaged.kv_store.trace import Costs, Simulated, TracedRequest, simulate
@@ -114,7 +115,4 @@ class TraceResult:
 
 
 def sized(num_bytes: int) -> str:
-    """For people."""
-    if not num_bytes:
-        return "none"
-    return f"{num_bytes / 2**30:.4g} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.4g} MiB"
+    return gibibytes(num_bytes) if num_bytes else "none"

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpaged.layers.experts import Experts, Placement, expert_blocks, map_experts
+from jaxpaged.layers.experts import Experts, Placement, expert_blocks, map_experts, weights_of
 from jaxpaged.messages import ProgramKey
 from jaxpaged.params.sharding import EXPERT_AXIS
 from jaxpaged.worker.expert_placing import first_experts, tables
@@ -68,13 +68,8 @@ def placed_blocks(params: Any) -> list[Any]:
     return [p for p in expert_blocks(params) if p.placement is not None]
 
 
-def moving_parts(p: Experts) -> list[Any]:
-    """The arrays of a block that go where its experts go."""
-    return jax.tree.leaves((p.gate_proj, p.up_proj, p.down_proj))
-
-
 def with_parts(p: Experts, parts: list[Any]) -> Experts:
-    """The block with others in place of `moving_parts`."""
+    """The block with others in place of `weights_of`."""
     tree = jax.tree.structure((p.gate_proj, p.up_proj, p.down_proj))
     gate, up, down = jax.tree.unflatten(tree, parts)
     return p.replace(gate_proj=gate, up_proj=up, down_proj=down)
@@ -82,7 +77,7 @@ def with_parts(p: Experts, parts: list[Any]) -> Experts:
 
 def move_key(part: Any, params: Any) -> ProgramKey:
     """The program that moves an array of a block of `params`: arrays of one shape and type share it."""
-    kinds = dict.fromkeys(kind_of(each) for p in placed_blocks(params) for each in moving_parts(p))
+    kinds = dict.fromkeys(kind_of(each) for p in placed_blocks(params) for each in weights_of(p))
     return ProgramKey(MOVE_KIND, list(kinds).index(kind_of(part)) + 1)
 
 
@@ -92,7 +87,7 @@ def kind_of(part: Any) -> tuple[Any, ...]:
 
 def move_builders(shapes: Shapes) -> dict[ProgramKey, Callable[[], jax.stages.Lowered]]:
     """How to lower these programs; none where experts have no tables."""
-    parts = {kind_of(part): part for p in placed_blocks(shapes.params) for part in moving_parts(p)}
+    parts = {kind_of(part): part for p in placed_blocks(shapes.params) for part in weights_of(p)}
     builders = {move_key(part, shapes.params): partial(lower_move, shapes, part) for part in parts.values()}
     return {LOAD_KEY: partial(lower_load, shapes), **builders} if parts else {}
 

@@ -9,6 +9,7 @@ from typing import Protocol
 from llvmlite import ir
 
 from pallas_kernels.llvm.builder import F32, I16, I32, PTR, VOID, BFloat16, Builder, declare, splat, whole
+from pallas_kernels.llvm.functions import add_pair_products, float32s, multiply_add, read_bfloat16
 from pallas_kernels.llvm.machine import Machine, has_pairs
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 
@@ -47,19 +48,16 @@ class ConvertedStep:
 
     def __init__(self, machine: Machine):
         self.width = machine.lanes
-        self.sums = ir.VectorType(F32, self.width)
-        self._bits = ir.VectorType(I32, self.width)
+        self.sums = float32s(self.width)
 
     def weight(self, b: Builder, base: ir.Value, offset: ir.Value) -> ir.Value:
-        values = b.zext(b.read(ir.VectorType(I16, self.width), base, offset, align=2), self._bits)
-        return b.bitcast(b.shl(values, splat(self._bits, 16)), self.sums)
+        return read_bfloat16(b, base, offset, self.width)
 
     def x(self, b: Builder, base: ir.Value, offset: ir.Value) -> ir.Value:
         return b.read(self.sums, base, offset, align=4)
 
     def add_product(self, b: Builder, sums: ir.Value, weight: ir.Value, x: ir.Value) -> ir.Value:
-        fma = declare(b.module, f"llvm.fma.v{self.width}f32", self.sums, *[self.sums] * 3)
-        return b.call(fma, [x, weight, sums])
+        return multiply_add(b, x, weight, sums)
 
     def one_product(self, b: Builder, weight: ir.Value, weight_at: ir.Value, x: ir.Value, x_at: ir.Value) -> ir.Value:
         return b.fmul(one_bfloat16(b, weight, weight_at), b.read(F32, x, x_at, align=4))
@@ -81,8 +79,7 @@ class PairStep:
     x = weight
 
     def add_product(self, b: Builder, sums: ir.Value, weight: ir.Value, x: ir.Value) -> ir.Value:
-        dot = declare(b.module, "llvm.x86.avx512bf16.dpbf16ps.512", self.sums, self.sums, self._values, self._values)
-        return b.call(dot, [sums, weight, x])
+        return add_pair_products(b, sums, weight, x)
 
     def one_product(self, b: Builder, weight: ir.Value, weight_at: ir.Value, x: ir.Value, x_at: ir.Value) -> ir.Value:
         return b.fmul(one_bfloat16(b, weight, weight_at), one_bfloat16(b, x, x_at))

@@ -41,7 +41,7 @@ LAYOUT = reference.LAYOUT
 cannot_take = reference.cannot_take
 shared_work = reference.shared_work
 
-DTYPES = ("bfloat16", "float32")
+DTYPES, SCORES = ("bfloat16", "float32"), ("plain", "capped")
 MULTIPLE, MOST_HEAD_DIM, MOST_GROUP = 16, 256, 8
 PARTS = 16
 """Parts of contexts that a step has at least, its tokens taken together: work for so many threads with one kv head."""
@@ -85,9 +85,12 @@ def kernel(
     Raises ValueError where there is none.
     """
     numbers = int(group_size), int(head_dim), int(block_size)
-    reason = kernel_cannot_take(dtype if dtype in DTYPES else "int8", dtype if dtype in DTYPES else "int8", *numbers)
-    if reason is not None or scores not in ("plain", "capped"):
-        raise ValueError(f"there is no kernel for {dtype} and {scores!r} scores: {reason or 'plain or capped ones'}.")
+    if dtype not in DTYPES or scores not in SCORES:
+        accepted = f"{' and '.join(DTYPES)}, with {' or '.join(SCORES)} scores"
+        raise ValueError(f"there is no kernel for {dtype} and {scores!r} scores; there are for {accepted}.")
+    reason = kernel_cannot_take(dtype, dtype, *numbers)
+    if reason is not None:
+        raise ValueError(f"there is no kernel for {dtype} and {scores!r} scores: {reason}.")
     return register(OP, _emit, dtype, *numbers, scores, machine=machine)
 
 

@@ -10,8 +10,18 @@ import dataclasses
 
 from llvmlite import ir
 
-from pallas_kernels.llvm.builder import F32, I16, I32, PTR, VOID, BFloat16, Builder, declare, splat, whole
-from pallas_kernels.llvm.functions import exp, float32s, lane_max, multiply_add, spread, sums_of_each, tanh
+from pallas_kernels.llvm.builder import F32, I32, PTR, VOID, BFloat16, Builder, declare, splat, whole
+from pallas_kernels.llvm.functions import (
+    add_pair_products,
+    exp,
+    float32s,
+    lane_max,
+    multiply_add,
+    read_bfloat16,
+    spread,
+    sums_of_each,
+    tanh,
+)
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 from pallas_kernels.ragged_paged_attention.numerics import LOWEST
 
@@ -140,14 +150,13 @@ class Chunk:
             q_at = b.add(start, whole(d * q_size))
             if heads.pairs:
                 values = ir.VectorType(BFloat16(), width)
-                dot = declare(b.module, "llvm.x86.avx512bf16.dpbf16ps.512", self.kind, self.kind, values, values)
                 q = b.read(values, self.q, q_at, align=2)
             else:
                 q = b.read(self.kind, self.q, q_at, align=4)
             for j in range(heads.lanes):
                 at = b.add(place, whole((j * heads.head_dim + d) * heads.size))
                 if heads.pairs:
-                    sums[j] = b.call(dot, [sums[j], b.read(values, self.k, at, align=2), q])
+                    sums[j] = add_pair_products(b, sums[j], b.read(values, self.k, at, align=2), q)
                 else:
                     sums[j] = multiply_add(b, self._numbers(self.k, at), q, sums[j])
         return sums_of_each(b, sums)
@@ -206,11 +215,9 @@ class Chunk:
 
     def _numbers(self, base: ir.Value, at: ir.Value) -> ir.Value:
         """A register of the cache in float32."""
-        b = self.b
         if self.heads.dtype == "float32":
-            return b.read(self.kind, base, at, align=4)
-        half = b.read(ir.VectorType(I16, self.heads.lanes), base, at, align=2)
-        return b.bitcast(b.shl(b.zext(half, self.bits), splat(self.bits, 16)), self.kind)
+            return self.b.read(self.kind, base, at, align=4)
+        return read_bfloat16(self.b, base, at, self.heads.lanes)
 
     def _integer(self, operand: int, index: ir.Value) -> ir.Value:
         """An int32 of an operand."""
