@@ -143,7 +143,7 @@ def tapped_forward(
     streams: dict[int, jax.Array] = {}
     loads: list[jax.Array] = []
     x_TD, kv = embed(batch.tokens_T, params.embed_tokens, config.embed_scale), list(kv)
-    x_TD, cos_sin = kept_apart(config, x_TD, rotations(config, batch.positions_T))
+    x_TD, cos_sin = kept_apart(config, x_TD), rotations(config, batch.positions_T)
     growth_T = None if config.query_growth is None else query_growth(config.query_growth, batch.positions_T)
     for i, (p, layer, (group, tensor)) in enumerate(zip(params.layers, config.layers, batch.caches, strict=True)):
         streams[i] = x_TD
@@ -157,23 +157,23 @@ def tapped_forward(
 
 
 def rotations(config: DecoderConfig, positions_T: jax.Array) -> dict[RopeConfig | None, CosSin]:
-    """The angles of this step's positions, once for all layers that rotate alike."""
+    """The angles of this step's positions, once for all layers that rotate alike.
+
+    XLA may not fuse them into what uses them: on a CPU it would compute them again in every layer, for queries and for
+    keys, once a head. With `deterministic` see `kept_apart`.
+    """
     ropes = [layer.rope for layer in config.layers if layer.rope is not None]
-    return {rope: rope_cos_sin(rope, positions_T, config.max_model_len) for rope in ropes}
+    angles = {rope: rope_cos_sin(rope, positions_T, config.max_model_len) for rope in ropes}
+    return {rope: jax.lax.optimization_barrier(pair) for rope, pair in angles.items()}
 
 
-def kept_apart(
-    config: DecoderConfig, x_TD: jax.Array, cos_sin: dict[RopeConfig | None, CosSin]
-) -> tuple[jax.Array, dict[RopeConfig | None, CosSin]]:
-    """The same values; if `deterministic`, XLA may not fuse scaled embeddings and rotations into what uses them.
+def kept_apart(config: DecoderConfig, x_TD: jax.Array) -> jax.Array:
+    """The same values; if `deterministic`, XLA may not fuse scaled embeddings into what uses them.
 
     Fused, which product of a sum goes unrounded into a multiply-add depends on the program around it, and programs of
     several steps differ from others.
     """
-    if not config.deterministic:
-        return x_TD, cos_sin
-    apart = {rope: jax.lax.optimization_barrier(pair) for rope, pair in cos_sin.items()}
-    return jax.lax.optimization_barrier(x_TD), apart
+    return jax.lax.optimization_barrier(x_TD) if config.deterministic else x_TD
 
 
 def head(params: Decoder) -> jax.Array:
