@@ -90,24 +90,29 @@ class PromptGrants:
     ) -> list[Claim]:
         """Claims of requests in the queue.
 
-        One most of whose tokens somebody before it is about to compute waits, and lets others pass: it will find them
-        in the prefix cache. So does one whose pages are being loaded. Nobody else is passed by for want of blocks, or
-        where prompts are not cut, of tokens: behind one that would not fit with all before it nobody has a claim, nor
-        behind one with a token in flight, from which it goes on.
+        One most of whose tokens somebody before it is about to compute or load waits, and lets others pass: it will
+        find them in the prefix cache. So does one whose pages are being loaded, which are sent for only where it would
+        fit beside all before it: what came for one would push out what came for another. Nobody else is passed by for
+        want of blocks, or where prompts are not cut, of tokens: behind one that would not fit with all before it nobody
+        has a claim, nor behind one with a token in flight, from which it goes on.
         """
-        manager, claims = self._manager, list[Claim]()
+        manager, transfers, claims = self._manager, self._manager.transfers, list[Claim]()
         reserved, promised = [0] * len(manager.pools), set[bytes]()
         for claim in running:
             manager.reserve_rest(claim.request, reserved)
             promised.update(manager.hashes_filled(claim.request, claim.num_tokens))
         for request in islice(queue, LOOKAHEAD):
             hit = manager.get_computed_blocks(request)
-            if manager.transfers is not None and manager.transfers.is_loading(request, hit):
-                continue
             claim = claim_of(request, hit.num_tokens, limit)
-            if request.num_output_placeholders or not manager.fits_whole(request, hit, reserved):
+            has_room = not request.num_output_placeholders and manager.fits_whole(request, hit, reserved)
+            is_behind = 2 * manager.num_tokens_behind(request, hit, promised) > claim.num_tokens
+            if transfers is not None and transfers.is_loading(request, hit, may_begin=has_room and not is_behind):
+                manager.reserve_whole(request, hit, reserved)
+                promised.update(manager.hashes_filled(request, hit.num_tokens + transfers.num_tokens_loading(request)))
+                continue
+            if not has_room:
                 break
-            if 2 * manager.num_tokens_behind(request, hit, promised) > claim.num_tokens:
+            if is_behind:
                 continue
             budget -= claim.most
             if budget < 0 and not self._is_cut:

@@ -95,8 +95,8 @@ class FakeTransfer:
         self.num_written += len(given)
 
 
-def make(policy="recompute", **options):
-    executor, transfer = FakeExecutor(counting_model(VOCAB), VOCAB), FakeTransfer()
+def make(policy="recompute", num_blocks=64, **options):
+    executor, transfer = FakeExecutor(counting_model(VOCAB), VOCAB, num_blocks), FakeTransfer()
     connector = {"kv_connector": "OffloadingConnector", "kv_load_failure_policy": policy}
     config = make_config(**options, kv_offload="host=1M", kv_transfer_config=connector)
     core = EngineCore(config, executor, transfer=transfer)
@@ -215,7 +215,7 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=60)
-@given(st.lists(ACTIONS, max_size=40), st.sampled_from([{}, {"num_gpu_blocks_override": 20}]))
+@given(st.lists(ACTIONS, max_size=40), st.sampled_from([{}, {"num_blocks": 20}]))
 def test_nothing_is_lost_whatever_becomes_of_loads(actions, options):
     core, transfer = make(**options)
     heard, prompts, gone = {}, {}, set()
@@ -247,6 +247,34 @@ def test_nothing_is_lost_whatever_becomes_of_loads(actions, options):
         start = prompts[name][-1]
         assert tokens(heard[name]) == [5 + (start + i + 1 - 5) % (VOCAB - 5) for i in range(5)]
     assert core.reset_prefix_cache(), "somebody holds a block"
+
+
+def test_pages_are_sent_for_only_where_there_is_room_for_them_and_none_is_pushed_out():
+    core, transfer = make(num_blocks=28)
+    prompts = {f"r{i}": [60 + i, *PROMPT] for i in range(8)}  # whole, two at a time have blocks
+    for name, prompt in prompts.items():
+        core.add_request(request(name, prompt))
+        run(core)
+    core.reset_prefix_cache()
+    for name, prompt in prompts.items():
+        core.add_request(request(name + " again", prompt, max_tokens=2))
+    core.step()
+    assert 0 < len(transfer.loads) < 3
+    heard = run(core)
+    assert [each[0].num_cached_tokens for each in heard.values()] == [40] * 8
+    assert transfer.num_written == 8 * 10 and core.reset_prefix_cache()
+
+
+def test_who_begins_alike_waits_for_the_pages_that_another_waits_for():
+    core, transfer = make()
+    core.add_request(request("a", PROMPT))
+    run(core)
+    core.reset_prefix_cache()
+    for name in "bcd":
+        core.add_request(request(name, PROMPT))
+    heard = run(core)
+    assert [heard[name][0].num_cached_tokens for name in "bcd"] == [36] * 3
+    assert transfer.num_written == 36 // 4, "the same pages came more than once"
 
 
 def test_requests_that_wait_for_pages_are_counted_by_how_far_they_came():

@@ -173,9 +173,9 @@ class KVTransfers:
 
     # ---- loading -------------------------------------------------------------------------------
 
-    def is_loading(self, request: Request, hit: CacheHit) -> bool:
-        """Whether a waiting request waits for pages, or to hear whether they are there. Asked for the first time since
-        it began to wait, they may be sent for."""
+    def is_loading(self, request: Request, hit: CacheHit, may_begin: bool) -> bool:
+        """Whether a waiting request waits for pages, or to hear whether they are there. Once it may begin to, they are
+        sent for, where that pays, once since it began to wait."""
         if request.sampling_params.extra_args:
             self._note_handover(request)
         load, number = self.loading.get(request.request_id), request.arrival_order
@@ -183,7 +183,7 @@ class KVTransfers:
             if time.monotonic() < load.begin + self.patience:
                 return True
             del self.loading[request.request_id]
-        if not request.reads_prefix_cache or self._asked.get(number) == request.num_preemptions:
+        if not may_begin or not request.reads_prefix_cache or self._asked.get(number) == request.num_preemptions:
             return False
         load, may_be_longer = self._find(request, hit)
         now = time.monotonic()
@@ -199,6 +199,11 @@ class KVTransfers:
         self.loading[request.request_id] = load
         self._begun.append(load)
         return True
+
+    def num_tokens_loading(self, request: Request) -> int:
+        """How many tokens of its beginning are on their way for a request."""
+        load = self.loading.get(request.request_id)
+        return load.num_tokens if load is not None and load.request is request else 0
 
     @property
     def is_waited_for(self) -> bool:
