@@ -182,14 +182,14 @@ class Planner:
         done = itertools.count(1)
 
         def compile_one(key: ProgramKey) -> PlannedProgram:
-            program = self._compile_one(key, builders[key])
+            program = self.compile_program(key, builders[key])
             progress("programs", next(done), len(keys))
             return program
 
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
             return list(threads.map(compile_one, keys))
 
-    def _compile_one(self, key: ProgramKey, build: Callable[[], jax.stages.Lowered]) -> PlannedProgram:
+    def compile_program(self, key: ProgramKey, build: Callable[[], jax.stages.Lowered]) -> PlannedProgram:
         begin = time.perf_counter()
         try:
             with jax.sharding.use_abstract_mesh(self.blueprint.mesh.abstract_mesh):

@@ -99,7 +99,7 @@ def decode_step(
     hidden_SD = jnp.pad(hidden_TD[step_parts.sample_idxs_R], ((0, num_lines - num_rows), (0, 0)))
     active_S = jnp.pad(active_R, (0, num_lines - num_rows))
     lines_SF = lines_of_active(ends.lines_SF, active_S, functions.max_num_seqs)
-    logits_SV = functions.model.compute_logits(head, functions.config, hidden_SD)
+    logits_SV = functions.logits(head, hidden_SD)
     rows, tokens_S, sampling, lines = functions.draw(logits_SV, rows, run.sampling, lines_SF)
     logprobs = jax.tree.map(lambda kept, new: kept.at[run.step].set(new[:num_rows]), run.logprobs, lines)
     tokens_R = tokens_S[:num_rows]

@@ -31,6 +31,7 @@ from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Batch, Model
+from jaxpaged.params.sharding import partition_spec
 from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.limits import LimitsMethod
 from jaxpaged.sampling.logprobs import LogprobOutput, prompt_logprobs
@@ -152,6 +153,18 @@ class StepFunctions:
 
         return tuple(of_group(g, group.spec) for g, group in enumerate(self.kv_cache.groups))
 
+    def logits(self, head: Any, hidden_SD: Any) -> Any:
+        """Float32 logits [S, V], each device's part of the vocabulary computed where that part of the head lies.
+
+        Without the constraint XLA lets what reads the logits, the kernel that finds limits row by row, say how they
+        are split, and sends the whole head to every device in each step: 2 GB of Llama 3.1 70B's in place of 33 MB.
+        """
+        logits_SV = self.model.compute_logits(head, self.config, hidden_SD)
+        if self.attention.mesh.size == 1:
+            return logits_SV
+        split = NamedSharding(self.attention.mesh, partition_spec("SV"))
+        return jax.lax.with_sharding_constraint(logits_SV, split)
+
     def draw(
         self, logits_SV: Any, rows: RowTokens, sampling: SamplingState | None, packed_SF: Any, masks_SW: Any = None
     ):  # fmt: skip
@@ -178,7 +191,7 @@ class StepFunctions:
 
     def prompt_logprobs(self, head: Any, hidden_LD: Any, packed_2C: Any):
         """Log probabilities of prompt tokens. `packed_2C` holds places in the step, and the tokens that followed."""
-        logits_CV = self.model.compute_logits(head, self.config, hidden_LD[packed_2C[0]])
+        logits_CV = self.logits(head, hidden_LD[packed_2C[0]])
         return prompt_logprobs(
             logits_CV, packed_2C[1], max_logprobs=self.max_logprobs, logprobs_mode=self.logprobs_mode
         )
@@ -304,7 +317,7 @@ class Shapes:
         f = self.functions
 
         def sample(head, hidden, rows, sampling, packed, masks=None):
-            logits_SV = f.model.compute_logits(head, f.config, hidden[:size])
+            logits_SV = f.logits(head, hidden[:size])
             of_first = None if masks is None else masks[0]
             rows, tokens_S, sampling, logprobs = f.draw(logits_SV, rows, sampling, packed, of_first)
             return rows, tokens_S[None], sampling, jax.tree.map(lambda lines: lines[None], logprobs)

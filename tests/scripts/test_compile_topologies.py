@@ -1,0 +1,90 @@
+"""scripts/compile_topologies.py: its models fit their slices, and what it says of all layers follows from few."""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+
+from jaxpaged.params.sharding import kv_heads_on_devices
+from jaxpaged.plan import PlannedProgram
+from jaxpaged.worker.planning.targets import parse_target
+from pallas_kernels import tpu_targets
+
+AOT_TPU = [
+    pytest.mark.aot_tpu,
+    pytest.mark.skipif(tpu_targets.why_not() is not None, reason=str(tpu_targets.why_not())),
+]
+NAMES = ["llama-v5e", "llama-v6e", "qwen3-v6e", "gpt-oss-v6e", "deepseek-v6e", "deepseek-tpu7x"]
+
+
+@pytest.fixture(scope="module")
+def script():
+    return importlib.import_module("compile_topologies")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_model_fits_its_slice_with_requests_of_8192_tokens(script, name):
+    case = script.CASES[name]
+    planner = script.planner_of(case, parse_target(case.target, compile=False), case.hf["num_hidden_layers"])
+    assert planner.obstacles() == [] and planner.concurrency(script.CONTEXT) >= 1
+    assert len(script.CASES) == len(NAMES)
+
+
+def test_key_heads_that_are_fewer_than_the_devices_are_there_once_on_each(script):
+    case = script.CASES["qwen3-v6e"]
+    planner = script.planner_of(case, parse_target(case.target, compile=False), 2)
+    assert planner.decoder.num_kv_heads == 4 and kv_heads_on_devices(4, 16) == 16
+    one_head = planner.blueprint.param_shapes.layers[0].self_attn.k_proj.weight.values
+    assert one_head.sharding.shard_shape(one_head.shape)[0] == 1
+    assert planner.block_bytes == 2 * 2 * planner.config.cache.block_size * 128 * 2  # of one head in two layers
+
+
+def test_what_one_layer_adds_is_added_for_the_others(script):
+    few = PlannedProgram("forward", 64, 5.0, 100, 30, collectives={"all-reduce": 3}, waited_bytes=300)
+    more = PlannedProgram(
+        "forward", 64, 7.0, 90, 40, collectives={"all-reduce": 5, "all-gather": 1}, waited_bytes=500, hidden_bytes=10
+    )
+    whole = script.grown(few, more, 79)
+    assert whole["collectives"] == {"all-reduce": 3 + 79 * 2, "all-gather": 79}
+    assert (whole["waited_bytes"], whole["hidden_bytes"]) == (300 + 79 * 200, 790)
+    assert whole["code_bytes"] == 30 + 79 * 10 and whole["temporary_bytes"] == 100, "and never less than was seen"
+    assert "161 all-reduce" in script.exchanged(whole) and "5% hidden" in script.exchanged(whole)
+    assert "does not compile: no room" in script.exchanged(script.grown(few, replace_error(more), 79))
+
+
+def replace_error(program):
+    return PlannedProgram(program.kind, program.size, 1.0, error="no room")
+
+
+@pytest.mark.parametrize("arguments", [["gpt-5"], ["--depths", "3", "2"], ["--depths", "1", "2", "--whole"]])
+def test_what_cannot_be_compiled_is_wrong_usage(script, monkeypatch, arguments):
+    monkeypatch.setattr("sys.argv", ["compile_topologies.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2
+
+
+def compiled(script, name, **sizes):
+    case = script.CASES[name]
+    case = replace(case, hf=case.hf | sizes)
+    target = parse_target(case.target)
+    depth = case.depths[0]
+    return list(script.programs_at(script.planner_of(case, target, depth, (64,), num_gpu_blocks_override=200)))
+
+
+@pytest.mark.parametrize("name", [pytest.param("llama-v5e", marks=AOT_TPU)])
+def test_no_draw_sends_the_output_head_to_other_devices(script, name):
+    """Llama 3.1 70B over all chips of four hosts, with two key heads for each head of its checkpoint; one layer."""
+    forward, sample = compiled(script, name)
+    assert forward.error is None and sample.error is None
+    assert forward.collectives == {"all-reduce": 3}  # the embeddings, attention, and the feed-forward block
+    logits, head = 64 * 128256 * 4, 128256 * 8192 * 2
+    assert sample.waited_bytes + sample.hidden_bytes < logits < head / 50
+    assert sample.temporary_bytes < logits
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[*AOT_TPU, pytest.mark.exhaustive]) for name in NAMES[1:]])
+def test_the_other_models_compile_for_their_slices(script, name):
+    forward, sample = compiled(script, name)
+    assert forward.error is None and sample.error is None
+    assert forward.collectives.keys() == {"all-reduce"} and sample.waited_bytes < 64 * 201088 * 4
