@@ -148,6 +148,10 @@ class Request:
             num_known -= 1
         return min(self.num_computed_tokens, num_known)
 
+    def finish(self, reason: FinishReason) -> None:
+        """It has ended, for this reason."""
+        self.status, self.finish_reason = RequestStatus.FINISHED, reason
+
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None

@@ -102,11 +102,11 @@ class Scheduler:
         )
         self.constrained.check(message)
         request = Request(message, self._max_model_len, self._num_arrivals, self.kv_cache_manager.num_groups)
-        waits = self.preparation.add(request)
+        if not self.preparation.add(request):
+            self.waiting.add(request)
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        if not waits:
-            self.waiting.add(request)
+        self.kv_cache_manager.note(request, has_ended=False)
 
     def admit_prepared(self) -> list[EngineCoreOutput]:
         """Queue requests for which all is compiled that they need. Returns the last outputs of failed ones."""
@@ -326,8 +326,8 @@ class Scheduler:
             self._release(request)
         elif not was_prepared:
             self.waiting.remove(request)
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
+        request.finish(reason)
+        self.kv_cache_manager.note(request, has_ended=True)
 
     # ---- abort and failure ---------------------------------------------------------------------
 

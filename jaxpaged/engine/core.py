@@ -110,11 +110,10 @@ class EngineCore(EngineCoreClient):
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Stop requests at once, and say nothing more of them; those that are unknown or ended already pass."""
-        if not request_ids:
-            return
         with self._changing_books():
             self._scheduler.abort_requests(request_ids)
         self._outbox.discard(request_ids)
+        self.transfer.tell_peers()
 
     def call[R](self, call: CoreCall[R]) -> R:
         """Whatever else may be asked of a core: see `core_calls.py`."""

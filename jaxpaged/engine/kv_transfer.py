@@ -59,13 +59,14 @@ class KVTransferDriver:
 
     def hand_over(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """Lend the prompts of those that ended for another engine to go on, and say so in their outputs."""
-        if self._half is not None and self._half.hands_over:
+        if self._half is not None and self._half.handovers.have_ended:
             for output in outputs:
                 if output.finish_reason in ("stop", "length"):
                     lent = self._half.lent_pages(output.request_id)
                     if lent is not None:
                         output.kv_transfer_params = self._worker.lend(*lent)
                         self._half.saves += [Save(-1, *page) for page in lent[1]]
+            self._half.handovers.forget_ended()
         return outputs
 
     def revoke(self) -> None:
@@ -92,10 +93,16 @@ class KVTransferDriver:
             block_ids = self._half.arrived(load, fetched.came, fetched.sources)
             if block_ids is not None:
                 self._worker.write(fetched, block_ids)
-        if self._half.hands_over:
-            for source in self._half.take_released():
-                self._worker.release(source)
+        self.tell_peers()
         return outputs
+
+    def tell_peers(self) -> None:
+        """Say which leases requests wait for, and which are not needed any more."""
+        if self._half is not None:
+            for source in self._half.handovers.take_needed():
+                self._worker.keep_lease(source)
+            for source in self._half.handovers.take_released():
+                self._worker.release(source)
 
     def observe(self, record: StepRecord) -> None:
         """A step is done."""

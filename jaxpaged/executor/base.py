@@ -102,6 +102,10 @@ class KVTransferWorker(Protocol):
         """Another engine lends these pages."""
         ...
 
+    def keep_lease(self, source: RemoteSource) -> None:
+        """A request waits for what another engine lends: it is to be lent until `release`."""
+        ...
+
     def release(self, source: RemoteSource) -> None:
         """What it lends is not needed any more."""
         ...

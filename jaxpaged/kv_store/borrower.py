@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store.breaker import CircuitBreaker
 from jaxpaged.kv_store.buffers import Buffer, read_only
-from jaxpaged.kv_store.channel import Channel, Get, Message, Page, Release
+from jaxpaged.kv_store.channel import Channel, Get, Message, Page, Release, Renew, Renewed
 from jaxpaged.kv_store.handover import RemoteSource, is_allowed
 from jaxpaged.kv_store.page import PageKey, decode
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
@@ -26,6 +26,8 @@ MAX_IDLE = 16
 """Connections that are kept open without being used."""
 CONNECT_SECONDS, ANSWER_SECONDS = 2.0, 6.0
 RETRY_SECONDS = 5.0
+RENEW_SECONDS = 5.0
+"""How often leases are renewed for which requests wait."""
 
 
 class Borrower:
@@ -39,11 +41,13 @@ class Borrower:
         self._lock = threading.Lock()  # for everything below; never held during input and output
         self._sources: OrderedDict[PageKey, RemoteSource] = OrderedDict()
         self._failed: OrderedDict[str, None] = OrderedDict()  # leases
+        self._kept: dict[str, RemoteSource] = {}  # by lease, those for which requests wait
         self._idle: list[tuple[tuple[str, int], Channel]] = []
         self._breakers: OrderedDict[tuple[str, int], CircuitBreaker] = OrderedDict()
         self._releasing = ThreadPoolExecutor(1, "kv-release")
-        self._closing = False
+        self._closing, self._closed = False, threading.Event()
         self.counters = Counters()
+        threading.Thread(target=self._renew_leases, name="kv-renew", daemon=True).start()
 
     def expect(self, keys: Sequence[PageKey], source: RemoteSource) -> None:
         """These pages are lent by `source`, as a request says."""
@@ -140,9 +144,36 @@ class Borrower:
             channel.close()
         return answer
 
+    def keep_lease(self, source: RemoteSource) -> None:
+        """Renew a lease until it is released, as often and for as long as its lender lets it be."""
+        if not is_allowed(source, self._peers):
+            return
+        with self._lock:
+            if len(self._kept) < MAX_KEYS:
+                self._kept[source.lease] = source
+
+    def _renew_leases(self) -> None:
+        while not self._closed.wait(RENEW_SECONDS):
+            with self._lock:
+                kept = [source for lease, source in self._kept.items() if lease not in self._failed]
+            for source in kept:
+                breaker = self._breaker((source.host, source.port))
+                if self._closing or not breaker.allows():
+                    continue
+                try:
+                    answer = self._ask((source.host, source.port), Renew(source.lease))
+                    breaker.succeeded()
+                except (OSError, PageError) as error:
+                    breaker.failed(f"{type(error).__name__}: {error}"[:300])
+                    continue
+                if not isinstance(answer, Renewed) or answer.seconds <= 0:
+                    with self._lock:
+                        self._kept.pop(source.lease, None)
+
     def release(self, source: RemoteSource) -> None:
         """Tell the peer, soon, that a lease is not needed any more."""
         with self._lock:
+            self._kept.pop(source.lease, None)
             for key in [key for key, each in self._sources.items() if each.lease == source.lease]:
                 del self._sources[key]
             if source.lease in self._failed or self._closing:
@@ -164,6 +195,7 @@ class Borrower:
             return TierUsage(self.name, 0, 0, len(self._sources), dataclasses.replace(self.counters))
 
     def close(self) -> None:
+        self._closed.set()
         with self._lock:
             self._closing = True
             idle, self._idle = self._idle, []

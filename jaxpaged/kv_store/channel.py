@@ -19,7 +19,7 @@ from jaxpaged.errors import PageError
 from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.kv_store.buffers import aligned_empty
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"JPKV"
 HEAD = struct.Struct("!4sIQ")
 MAX_MESSAGE = 1 << 14
@@ -67,7 +67,19 @@ class Released(msgspec.Struct, tag=True, frozen=True):
     was_there: bool
 
 
-Message = Hello | Get | Page | Gone | Release | Released
+class Renew(msgspec.Struct, tag=True, frozen=True):
+    """The lease is needed for longer."""
+
+    lease: str
+
+
+class Renewed(msgspec.Struct, tag=True, frozen=True):
+    """For how many seconds from now there will be such a lease, 0 where there is none."""
+
+    seconds: float
+
+
+Message = Hello | Get | Page | Gone | Release | Released | Renew | Renewed
 
 
 class Channel:

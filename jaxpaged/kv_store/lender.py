@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxpaged.errors import ConfigError, PageError
-from jaxpaged.kv_store.channel import Channel, Get, Gone, Message, Page, Release, Released
+from jaxpaged.kv_store.channel import Channel, Get, Gone, Message, Page, Release, Released, Renew, Renewed
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.tier import Tier
 
@@ -24,16 +24,19 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 128
 IDLE_SECONDS = 60.0
+LONGEST = 20
+"""How many times as long as it was granted for a lease may last, however often it is renewed."""
 PAGE_PATIENCE = 4.0
 """Seconds that a borrower waits for pages that are on their way off the device, all of a lease together."""
 
 
 @dataclasses.dataclass
 class Lease:
-    """Pages that are lent; None for those that are not in memory yet."""
+    """Pages that are lent, None for those that are not in memory yet, `until` a time, and by renewals the `latest`."""
 
     pages: dict[PageKey, np.ndarray | None]
     until: float
+    latest: float
     waits_until: float | None = None
     """When borrowers stop waiting for what is not there, whichever pages they ask for."""
 
@@ -67,9 +70,10 @@ class Lender:
 
     def grant(self, keys: Iterable[PageKey]) -> tuple[str, float]:
         """A lease for these pages: its id, and when it ends, in seconds since the epoch."""
-        lease = os.urandom(16).hex()
+        lease, now = os.urandom(16).hex(), time.monotonic()
         with self._changed:
-            self._leases[lease] = Lease(dict.fromkeys(keys), time.monotonic() + self._lease_s)
+            until, latest = (now + times * self._lease_s for times in (1, LONGEST))
+            self._leases[lease] = Lease(dict.fromkeys(keys), until, latest)
             for key in self._leases[lease].pages:
                 self._wanted.setdefault(key, set()).add(lease)
             self.num_granted += 1
@@ -103,6 +107,15 @@ class Lender:
             ended = self._end(lease)
             self.num_released += ended
             return ended
+
+    def renew(self, name: str) -> float:
+        """Let a lease begin anew: for how many seconds there will be one, 0 where there is none."""
+        with self._changed:
+            lease, now = self._leases.get(name), time.monotonic()
+            if lease is None:
+                return 0.0
+            lease.until = min(now + self._lease_s, lease.latest)
+            return max(lease.until - now, 0.0)
 
     def _end(self, name: str) -> bool:
         lease = self._leases.pop(name, None)
@@ -164,6 +177,8 @@ class Lender:
         self.expire()
         if isinstance(message, Release):
             return Released(self.release(message.lease))
+        if isinstance(message, Renew):
+            return Renewed(self.renew(message.lease))
         if not isinstance(message, Get):
             raise PageError(f"It sent {type(message).__name__}, which is no question.")
         page = self._page(message.lease, PageKey(message.block_hash, message.group))

@@ -28,7 +28,7 @@ class FakeTransfer:
     def __init__(self):
         self.stored, self.unconfirmed, self.loads, self.fetched = {}, [], [], []
         self.num_written, self.answer = 0, [True]
-        self.lent, self.sources, self.released = {}, [], []
+        self.lent, self.sources, self.kept, self.released = {}, [], [], []
         self.told = set()
         self.num_unsure = 0  # look-ups that a store elsewhere has not answered yet
 
@@ -41,6 +41,9 @@ class FakeTransfer:
     def expect(self, keys, source):
         self.stored |= {key: self.lent[key] for key in keys if key in self.lent}
         self.sources.append(source)
+
+    def keep_lease(self, source):
+        self.kept.append(source)
 
     def release(self, source):
         self.released.append(source)
@@ -358,7 +361,7 @@ def test_a_prompt_is_lent_when_it_ends_and_not_when_it_is_aborted():
     run(core, heard)
     core.add_request(request("c", PROMPT))
     assert all(each.kv_transfer_params is None for each in run(core, heard)["c"])
-    assert not core.transfer._half.hands_over
+    assert not core.transfer._half.handovers.have_ended
 
 
 def lender_of(prompt=PROMPT):
@@ -392,3 +395,15 @@ def test_what_is_not_lent_after_all_is_computed_or_the_request_fails():
         core.add_request(request("b", PROMPT))
         run(core)
         assert len(transfer.released) == 1
+
+
+def test_a_lease_is_kept_from_a_requests_arrival_and_given_back_when_it_is_aborted_in_the_queue():
+    core, transfer = make()
+    core.add_request(request("runs", PROMPT, 50))
+    core.step()
+    core.add_request(handed_over(BORROWS, 5))
+    core.abort_requests(["a"])
+    assert [source.lease for source in transfer.released] == ["lease"]
+    core.add_request(handed_over(BORROWS, 5, name="b"))
+    run(core)
+    assert [source.lease for source in transfer.kept] == ["lease"] * 2 == [each.lease for each in transfer.released]

@@ -143,16 +143,39 @@ def test_another_version_and_another_secret_are_refused(monkeypatch, caplog):
         assert "not signed with our page_secret" in caplog.text
     with lending() as (lender, _):
         connection = socket.create_connection((lender.host, lender.port), 5)
-        monkeypatch.setattr(Channel, "_greet", greet_as_version_2)
+        monkeypatch.setattr(Channel, "_greet", greet_as_the_next_version)
         with pytest.raises(PageError, match="version"):
             Channel(connection, SPACE, None, is_server=False, most=MOST)
         connection.close()
 
 
-def greet_as_version_2(channel, own, is_server):
+def test_a_lease_lasts_as_long_as_somebody_waits_for_it_but_not_for_ever(monkeypatch):
+    monkeypatch.setattr("jaxpaged.kv_store.borrower.RENEW_SECONDS", 0.05)
+    with lending(lease_s=0.3) as (lender, _), borrowing(lender) as (borrower, source):
+        borrower.keep_lease(source)
+        time.sleep(0.9)
+        assert borrower.get(KEYS[0]) is not None and lender.stats()["kv_leases_expired"] == 0
+        borrower.release(source)
+        eventually(lambda: lender.stats()["kv_leases_released"] == 1)
+        assert not borrower._kept
+        monkeypatch.setattr("jaxpaged.kv_store.lender.LONGEST", 2)
+        lease, _ = lender.grant(KEYS)
+        borrower.keep_lease(RemoteSource(lender.host, lender.port, lease, 12))
+        eventually(lambda: not borrower._kept)  # it hears that there is none
+        assert lender.stats()["kv_leases_expired"] == 1 and lender.renew(lease) == 0
+
+
+def test_leases_of_strangers_are_not_kept(monkeypatch):
+    monkeypatch.setattr("jaxpaged.kv_store.borrower.RENEW_SECONDS", 0.05)
+    with lending() as (lender, _), borrowing(lender, peers="10.0.0.1") as (borrower, source):
+        borrower.keep_lease(source)
+        assert not borrower._kept
+
+
+def greet_as_the_next_version(channel, own, is_server):
     if is_server:
         return original_greet(channel, own, is_server)
-    return original_greet(channel, msgspec.structs.replace(own, version=2), is_server)
+    return original_greet(channel, msgspec.structs.replace(own, version=wire.VERSION + 1), is_server)
 
 
 original_greet = Channel._greet

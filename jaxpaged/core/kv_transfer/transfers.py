@@ -16,18 +16,18 @@ This module knows neither bytes nor devices.
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 from jaxpaged.core.kv_cache.events import BlockRemoved, BlockStored, KVCacheEvent
 from jaxpaged.core.kv_cache.groups import CacheGroup
 from jaxpaged.core.kv_cache.manager import CacheHit, KVCacheManager
+from jaxpaged.core.kv_transfer.handovers import Handovers
 from jaxpaged.core.kv_transfer.rates import Rates
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.kv_store.changes import Change
 from jaxpaged.kv_store.content import PageContent
-from jaxpaged.kv_store.handover import RemoteSource, source_of, transfer_params
+from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.prefix_file import PlacedPage
 from jaxpaged.kv_store.tier import Lookup
@@ -54,16 +54,6 @@ class Load(NamedTuple):
     begin: float  # monotonic
 
 
-@dataclass
-class Handover:
-    """A request whose prompt another engine computes, or goes on from."""
-
-    request: Request
-    lends: bool
-    source: RemoteSource | None
-    is_released: bool = False
-
-
 PATIENCE = 10.0
 """Seconds that a request waits for pages before it is computed without them."""
 MOST_REMEMBERED = 4096
@@ -75,7 +65,7 @@ class KVTransfers:
 
     def __init__(self, manager: KVCacheManager, lookup: LookUp, expect: Expect | None = None):
         self._manager, self._lookup, self._expect = manager, lookup, expect
-        self._handovers: dict[int, Handover] = {}  # by the request's number
+        self.handovers = Handovers()
         self._groups = manager.groups
         self.rates, self.patience = Rates(), PATIENCE
         self.saves: list[Save] = []
@@ -128,39 +118,12 @@ class KVTransfers:
 
     # ---- other engines -------------------------------------------------------------------------
 
-    def _note_handover(self, request: Request) -> None:
-        if request.arrival_order in self._handovers:
-            return
-        params = transfer_params(request.sampling_params.extra_args)
-        if params is not None and (params.do_remote_decode or params.do_remote_prefill):
-            handover = Handover(request, params.do_remote_decode, source_of(params))
-            self._handovers[request.arrival_order] = handover
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether any request has to do with another engine."""
-        return bool(self._handovers)
-
-    def take_released(self) -> list[RemoteSource]:
-        """Where pages are lent out that are not needed any more: they came, will not come, or the request has ended."""
-        released = []
-        for number, each in list(self._handovers.items()):
-            request, has_ended = each.request, each.request.is_finished
-            was_asked = number in self._asked and request.request_id not in self.loading
-            if each.source is not None and not each.is_released and (has_ended or was_asked):
-                each.is_released = True
-                released.append(each.source)
-            if has_ended:
-                del self._handovers[number]
-        return released
-
     def lent_pages(self, request_id: str) -> tuple[int, list[tuple[PageContent, int]]] | None:
         """What to lend of a request that has just ended: how many tokens, and the pages that whoever goes on behind
         its prompt needs, each with the id of its block. None: it does not lend."""
-        each = next((each for each in self._handovers.values() if each.request.request_id == request_id), None)
-        if each is None or not each.lends:
+        request, pages = self.handovers.ended(request_id), []
+        if request is None:
             return None
-        request, pages = each.request, []
         num_prompt = request.num_prompt_tokens
         num_tokens = min(self._manager.get_computed_blocks(request).num_tokens, self._groups.align(num_prompt))
         first_end = min(num_tokens, self._groups.align(num_prompt - 1))  # the last token is always computed
@@ -176,13 +139,12 @@ class KVTransfers:
     def is_loading(self, request: Request, hit: CacheHit, may_begin: bool) -> bool:
         """Whether a waiting request waits for pages, or to hear whether they are there. Once it may begin to, they are
         sent for, where that pays, once since it began to wait."""
-        if request.sampling_params.extra_args:
-            self._note_handover(request)
         load, number = self.loading.get(request.request_id), request.arrival_order
         if load is not None and load.request is request:
             if time.monotonic() < load.begin + self.patience:
                 return True
             del self.loading[request.request_id]
+            self.handovers.give_back(request)
         if not may_begin or not request.reads_prefix_cache or self._asked.get(number) == request.num_preemptions:
             return False
         load, may_be_longer = self._find(request, hit)
@@ -194,7 +156,8 @@ class KVTransfers:
             self._asked.clear()  # who still waits may be asked for once more
         self._asked[number] = request.num_preemptions
         self.num_queries += request.num_tokens - hit.num_tokens
-        if load is None or not (number in self._handovers or self.rates.pays()):
+        if load is None or (self.handovers.source(request) is None and not self.rates.pays()):
+            self.handovers.give_back(request)
             return False
         self.loading[request.request_id] = load
         self._begun.append(load)
@@ -233,11 +196,10 @@ class KVTransfers:
         if not missing:
             return None, False
         keys = [PageKey(hashes[(idx + 1) * groups[g].units - 1], g) for g, idx in missing]
-        handover = self._handovers.get(request.arrival_order)
-        if handover is not None and handover.source is not None and self._expect is not None:
-            num_lent = handover.source.num_tokens
-            lent = [key for key, (g, idx) in zip(keys, missing) if (idx + 1) * groups[g].block_size <= num_lent]
-            self._expect(lent, handover.source)
+        source = self.handovers.source(request)
+        if source is not None and self._expect is not None:
+            ends = [(idx + 1) * groups[g].block_size for g, idx in missing]
+            self._expect([key for key, end in zip(keys, ends) if end <= source.num_tokens], source)
         states = dict(zip(missing, self._lookup(keys)))
         found = {place for place, state in states.items() if state is Lookup.HIT}
         end = self._reach(most, set(missing) - found)
@@ -303,6 +265,7 @@ class KVTransfers:
         if self.loading.get(request.request_id) is not load:
             return None
         del self.loading[request.request_id]
+        self.handovers.give_back(request)
         if request.is_finished or not any(came):
             return None
         before = self._manager.get_computed_blocks(request)  # its hashes are those of the weights as they are now

@@ -42,6 +42,10 @@ class Peers:
         if self._borrower is not None:
             self._borrower.expect(keys, source)
 
+    def keep_lease(self, source: RemoteSource) -> None:
+        if self._borrower is not None:
+            self._borrower.keep_lease(source)
+
     def release(self, source: RemoteSource) -> None:
         if self._borrower is not None:
             self._borrower.release(source)

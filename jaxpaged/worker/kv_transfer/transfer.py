@@ -128,6 +128,10 @@ class KVTransferWorker:
         """Another engine lends these pages."""
         self._peers.expect(keys, source)
 
+    def keep_lease(self, source: RemoteSource) -> None:
+        """A request waits for what another engine lends: it is to be lent until `release`."""
+        self._peers.keep_lease(source)
+
     def release(self, source: RemoteSource) -> None:
         """What it lends is not needed any more."""
         self._peers.release(source)

@@ -1,0 +1,62 @@
+"""Requests whose prompt another engine computed, or goes on from, and leases that the former need while they wait."""
+
+from jaxpaged.core.request import Request
+from jaxpaged.kv_store.handover import RemoteSource, source_of, transfer_params
+
+
+class Handovers:
+    """A request is noted when it arrives and when it ends. What is to be told to other engines is kept until taken."""
+
+    def __init__(self) -> None:
+        self._lenders: dict[str, Request] = {}
+        self._ended: dict[str, Request] = {}  # of the lenders, those that ended since `forget_ended`
+        self._sources: dict[int, RemoteSource] = {}  # by the number of the request that waits for what is lent there
+        self._needed: list[RemoteSource] = []
+        self._released: list[RemoteSource] = []
+
+    def note(self, request: Request) -> None:
+        params = transfer_params(request.sampling_params.extra_args)
+        source = source_of(params)
+        if source is not None:
+            self._sources[request.arrival_order] = source
+            self._needed.append(source)
+        elif params is not None and params.do_remote_decode:
+            self._lenders[request.request_id] = request
+
+    def source(self, request: Request) -> RemoteSource | None:
+        """Where pages are lent out that a request waits for."""
+        return self._sources.get(request.arrival_order)
+
+    def give_back(self, request: Request) -> None:
+        """What was lent for a request is not needed any more: it came, or will not come, or the request has ended."""
+        source = self._sources.pop(request.arrival_order, None)
+        if source is not None:
+            self._released.append(source)
+
+    def end(self, request: Request) -> None:
+        self.give_back(request)
+        lender = self._lenders.pop(request.request_id, None)
+        if lender is not None:
+            self._ended[request.request_id] = lender
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether any request has ended whose prompt another engine goes on from."""
+        return bool(self._ended)
+
+    def ended(self, request_id: str) -> Request | None:
+        """One of them."""
+        return self._ended.get(request_id)
+
+    def forget_ended(self) -> None:
+        self._ended.clear()
+
+    def take_needed(self) -> list[RemoteSource]:
+        """Leases that requests need from now on."""
+        needed, self._needed = self._needed, []
+        return needed
+
+    def take_released(self) -> list[RemoteSource]:
+        """Leases that nobody needs any more."""
+        released, self._released = self._released, []
+        return released
