@@ -25,9 +25,11 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 DOCKERFILE = CONFIGS / "container/Dockerfile"
 OTHERS_FLAGS = {  # docker's, kubectl's, prometheus', systemctl's, useradd's, ...
-    "--config.file", "--device", "--from", "--from-file", "--gid", "--group", "--home-dir", "--interval", "--literal",
-    "--network", "--no-create-home", "--no-install-recommends", "--now", "--privileged", "--retries", "--rm",
-    "--start-period", "--stop-timeout", "--target", "--timeout", "--uid", "--user", "--user-group",
+    "--accelerator", "--cluster", "--command", "--config.file", "--device", "--enable-autoscaling", "--fail", "--from",
+    "--from-file", "--gid", "--gpus", "--group", "--header", "--home-dir", "--interval", "--literal", "--location",
+    "--machine-type", "--max-nodes", "--max-time", "--min-nodes", "--network", "--no-create-home",
+    "--no-install-recommends", "--now", "--privileged", "--retries", "--rm", "--show-error", "--silent",
+    "--start-period", "--stop-timeout", "--target", "--timeout", "--uid", "--user", "--user-group", "--worker",
 }  # fmt: skip
 ENDING = ABORT_SECONDS + CLOSING_TIMEOUT + LAST_STEP_SECONDS + 1 + SECONDS_TO_END + CLOSING_SECONDS
 """What a server may need to end after `shutdown_timeout`, if everything takes as long as it may."""
@@ -69,8 +71,9 @@ def container() -> dict:
     return only
 
 
-def tpu_container() -> dict:
-    [only] = read("kubernetes/tpu/patch.yaml")["spec"]["template"]["spec"]["containers"]
+def container_on(kind: str) -> dict:
+    """That of the Deployment as it is for "tpu" or "gpu"."""
+    [only] = read(f"kubernetes/{kind}/patch.yaml")["spec"]["template"]["spec"]["containers"]
     return {**container(), **only}
 
 
@@ -82,7 +85,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     [in_image] = [json.loads(arguments) for name, arguments in instructions() if name == "CMD"]
     yield "container", in_image
     yield "kubernetes", container()["args"]
-    yield "kubernetes on TPUs", tpu_container()["args"]
+    yield "kubernetes on TPUs", container_on("tpu")["args"]
+    yield "kubernetes on GPUs", container_on("gpu")["args"]
 
 
 def options_of(arguments: list[str]) -> tuple[ServerOptions, EngineConfig]:
@@ -170,7 +174,7 @@ def test_nobody_kills_a_server_that_ends():
     pod = deployment()["spec"]["template"]["spec"]
     delay = container()["lifecycle"]["preStop"]["exec"]["command"]
     assert delay[0] == "sleep"
-    for where in ("kubernetes", "kubernetes on TPUs"):
+    for where in ("kubernetes", "kubernetes on TPUs", "kubernetes on GPUs"):
         server, _ = options_of(COMMANDS[where])
         assert pod["terminationGracePeriodSeconds"] >= float(delay[1]) + server.shutdown_timeout + ENDING
     server, _ = options_of(COMMANDS["container"])
@@ -198,7 +202,7 @@ def test_keys_come_from_where_they_are_kept():
     comment = (CONFIGS / "kubernetes/cpu/kustomization.yaml").read_text(encoding="utf-8")
     secret, key = re.search(r"create secret generic (\S+) --from-file=([\w-]+)=", comment).groups()
     assert keys["secret"]["secretName"] == secret and mount["readOnly"]
-    for where in ("kubernetes", "kubernetes on TPUs"):
+    for where in ("kubernetes", "kubernetes on TPUs", "kubernetes on GPUs"):
         assert options_of(COMMANDS[where])[0].api_key_file == f"{mount['mountPath']}/{key}"
 
 
@@ -240,7 +244,7 @@ def test_the_image_is_made_of_files_and_extras_that_exist():
         elif name == "RUN" and "pip install" in arguments:
             [extras] = re.findall(r'"\.\[([\w,-]+)\]"', arguments)
             assert set(extras.split(",")) <= set(project["optional-dependencies"]), f"in {current}"
-    assert {"cpu", "tpu"} <= stages
+    assert {"cpu", "tpu", "gpu"} <= stages
     assert sent[1] == "*", "nothing is sent but what is named"
 
 
@@ -248,7 +252,7 @@ def test_the_image_is_made_of_files_and_extras_that_exist():
 
 
 def test_the_parts_find_one_another():
-    for folder in ("cpu", "tpu"):
+    for folder in ("cpu", "tpu", "gpu"):
         for name in read(f"kubernetes/{folder}/kustomization.yaml")["resources"]:
             assert (CONFIGS / "kubernetes" / folder / name).exists()
         [image] = read(f"kubernetes/{folder}/kustomization.yaml")["images"]
@@ -258,19 +262,30 @@ def test_the_parts_find_one_another():
     service = read("kubernetes/cpu/service.yaml")["spec"]
     assert service["selector"] == labels == deployment()["spec"]["selector"]["matchLabels"]
     assert {port["targetPort"] for port in service["ports"]} == ports
-    patch = read("kubernetes/tpu/patch.yaml")
-    assert patch["metadata"]["name"] == deployment()["metadata"]["name"]
-    assert tpu_container()["name"] == container()["name"]
+    for kind in ("tpu", "gpu"):
+        patch = read(f"kubernetes/{kind}/patch.yaml")
+        assert patch["metadata"]["name"] == deployment()["metadata"]["name"]
+        assert container_on(kind)["name"] == container()["name"]
     mounted = {mount["name"] for mount in container()["volumeMounts"]}
     assert mounted == {volume["name"] for volume in template["spec"]["volumes"]}
 
 
 def test_one_engine_uses_all_chips_of_its_host():
     _, engine = options_of(COMMANDS["kubernetes on TPUs"])
-    chips = tpu_container()["resources"]["limits"]["google.com/tpu"]
+    chips = container_on("tpu")["resources"]["limits"]["google.com/tpu"]
     selector = read("kubernetes/tpu/patch.yaml")["spec"]["template"]["spec"]["nodeSelector"]
     rows, columns = selector["cloud.google.com/gke-tpu-topology"].split("x")
     assert engine.parallel.tensor_parallel_size == int(chips) == int(rows) * int(columns)
+
+
+def test_one_engine_uses_all_gpus_of_its_node():
+    _, engine = options_of(COMMANDS["kubernetes on GPUs"])
+    resources = container_on("gpu")["resources"]
+    comment = (CONFIGS / "kubernetes/gpu/kustomization.yaml").read_text(encoding="utf-8")
+    kind, count = re.search(r"type=([\w-]+),count=(\d+)", comment).groups()
+    assert {str(engine.parallel.tensor_parallel_size), count} == {resources["limits"]["nvidia.com/gpu"]}
+    pod = read("kubernetes/gpu/patch.yaml")["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": kind}
 
 
 def test_hosts_of_a_slice_run_one_command_and_only_the_first_serves():
