@@ -19,7 +19,7 @@ CHAT_FIELDS = (
 SAMPLING_FIELDS = tuple(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 REQUEST_FIELDS = tuple(
     name for name in pb.GenerateRequest.DESCRIPTOR.fields_by_name
-    if name not in ("text", "token_ids", "chat", "sampling_params", "truncation_side")
+    if name not in ("text", "token_ids", "chat", "sampling_params", "truncation_side", "kv_transfer_params")
 )  # fmt: skip
 
 
@@ -29,13 +29,15 @@ def generate_request(prompt: Prompt, values: Mapping[str, Any]) -> pb.GenerateRe
     Raises TypeError for a name that is none of them, and for a value of a wrong type.
     """
     values = {name: value for name, value in values.items() if value is not None}
-    known = {*REQUEST_FIELDS, *CHAT_FIELDS, *SAMPLING_FIELDS, "truncation_side"}
+    known = {*REQUEST_FIELDS, *CHAT_FIELDS, *SAMPLING_FIELDS, "truncation_side", "kv_transfer_params"}
     for name in values:
         if name not in known:
             raise TypeError(f"{name!r} is no field of a request. Known are {', '.join(sorted(known))}.")
     request = pb.GenerateRequest(**{name: values[name] for name in REQUEST_FIELDS if name in values})
     if "truncation_side" in values:
         request.truncation_side = SIDES[values["truncation_side"]]
+    if "kv_transfer_params" in values:
+        request.kv_transfer_params.CopyFrom(struct(values["kv_transfer_params"]))
     request.sampling_params.CopyFrom(sampling_params(values))
     chat = {name: values[name] for name in CHAT_FIELDS if name in values}
     if isinstance(prompt, str):

@@ -57,6 +57,8 @@ class Responses:
             response.prompt_logprobs.extend(candidates(each) for each in output.prompt_logprobs)
         if output.finished:
             response.usage.CopyFrom(usage_message(self._usage.read(in_stream=True)))
+            if output.kv_transfer_params:
+                response.kv_transfer_params.update(output.kv_transfer_params)
         elif not response.sequences and (self._begun or not self._with_prompt):
             return False
         response.request_id = self._request_id

@@ -45,6 +45,13 @@ def generation_request(request: pb.GenerateRequest) -> CompletionRequest | ChatC
             "prompt_logprobs",
         )  # fmt: skip
     values |= sampling_values(params)
+    if request.HasField("kv_transfer_params"):
+        values["kv_transfer_params"] = plain(request.kv_transfer_params)
+        if values["kv_transfer_params"].get("do_remote_decode") and not request.final_only:
+            raise HttpError(
+                400, "kv_transfer_params has do_remote_decode, but responses come as they are made. Set final_only.",
+                "kv_transfer_params",
+            )  # fmt: skip
     if kind != "chat":
         if params.HasField("logprobs"):
             values["logprobs"] = params.logprobs

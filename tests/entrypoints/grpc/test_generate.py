@@ -4,10 +4,16 @@ import asyncio
 
 import grpc
 import pytest
+from google.protobuf import json_format
 from google.rpc import error_details_pb2, status_pb2
 
+from jaxpaged.client.messages import generate_request
+from jaxpaged.entrypoints.grpc.answers import Responses
 from jaxpaged.entrypoints.grpc.requests import generation_request
 from jaxpaged.entrypoints.http.app import create_app
+from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.kv_store.handover import RemoteSource, answer_params
+from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.sampling_params import SamplingParams
 from tests.entrypoints.grpc.conftest import Gate
@@ -152,6 +158,24 @@ def test_every_sampling_field_reaches_the_request_of_the_http_server():
         params = pb.SamplingParams(**{name: value})
         changed = generation_request(pb.GenerateRequest(text="a", final_only=True, sampling_params=params))
         assert changed != plain, name
+
+
+def test_what_another_engine_lends_goes_from_an_answer_into_the_next_request_as_it_is():
+    lent = answer_params(RemoteSource("127.0.0.1", 7, "lease", 32), "engine", [[1, 2], []], 12.5)
+    completion = CompletionOutput(0, "a", [5], None, None, "length")
+    output = RequestOutput("r", "a", [5], None, [completion], finished=True, kv_transfer_params=lent)
+    responses = Responses("r", None, with_prompt=False, with_cached_tokens=False)
+    response = pb.GenerateResponse.FromString(responses.of(output))
+    for prompt in ("text", [{"role": "user", "content": "text"}]):
+        request = generate_request(
+            prompt, {"kv_transfer_params": json_format.MessageToDict(response.kv_transfer_params)}
+        )
+        assert generation_request(request).kv_transfer_params == lent
+    ask = generate_request("text", {"kv_transfer_params": {"do_remote_decode": True}})
+    with pytest.raises(HttpError, match="final_only"):
+        generation_request(ask)
+    ask.final_only = True
+    assert generation_request(ask).kv_transfer_params == {"do_remote_decode": True}
 
 
 @pytest.mark.parametrize("shape", [
