@@ -156,6 +156,9 @@ class FreeExecutor:
         scheduled.programs = self.choice.choose(scheduled)
         return self.runner.execute(scheduled)
 
+    def max_step_tokens(self) -> int:
+        return 1 << 30
+
     def max_decode_steps(self) -> int:
         return 1
 

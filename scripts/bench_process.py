@@ -66,6 +66,9 @@ class CountingExecutor:
         ids, tokens = [request_id for request_id, _ in sampled], [[token] for _, token in sampled]
         return Computing(ModelRunnerOutput(scheduled.step_id, ids, tokens), self.ready)
 
+    def max_step_tokens(self) -> int:
+        return 1 << 30
+
     def max_decode_steps(self) -> int:
         return 1
 

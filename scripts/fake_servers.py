@@ -72,6 +72,9 @@ class FreeExecutor:
         ids = [each for each, most in zip(scheduled.request_ids, scheduled.max_new_tokens, strict=True) if most]
         return Ready(ModelRunnerOutput(scheduled.step_id, ids, [[500] for _ in ids]))
 
+    def max_step_tokens(self) -> int:
+        return 1 << 30
+
     def max_decode_steps(self) -> int:
         return 1
 

@@ -123,17 +123,18 @@ class Scheduler:
 
     # ---- schedule ------------------------------------------------------------------------------
 
-    def schedule(self, max_steps: int = 1) -> SchedulerOutput:
+    def schedule(self, max_steps: int = 1, max_tokens: int = 1 << 30) -> SchedulerOutput:
         """Decide how many tokens every request computes in the next step.
 
         Requests that decode go first, then prompts, as `prompt_grants.py` says. When blocks run out the youngest is
         preempted and recomputed later, or under the priority policy the least important. Waiting requests are admitted
         when nothing was preempted, each only if all of its tokens would get blocks. A step without tokens need not be
         executed; what the runner must know waits for the next one. When nobody waits and all decode, it may be a run
-        of up to `max_steps` steps (`new_tokens.py`).
+        of up to `max_steps` steps (`new_tokens.py`). Prompts that may be cut get `max_tokens` at most.
         """
         manager, most_drafts = self.kv_cache_manager, self.draft_lengths.most_in_step
-        step = NewStep(self._max_num_batched_tokens, len(self.running), len(manager.pools), most_drafts)
+        most = max(max_tokens, len(self.running), 0 if self._chunked_prefill else self._max_num_batched_tokens)
+        step = NewStep(min(most, self._max_num_batched_tokens), len(self.running), len(manager.pools), most_drafts)
         if self.waiting or not add_run(step, self.running, max_steps, manager, self._last_step_id):
             lacking = self._schedule_decodes(step)
             if step.budget and (lacking or self.waiting):
@@ -274,7 +275,7 @@ class Scheduler:
                 self.kv_cache_manager.cache_blocks(requests[i], self._last_step_id)
         removed = self._take_removed(num_requests)
         request_ids = self._steps.ids_of(requests)
-        self._num_scheduled_tokens = self._max_num_batched_tokens - step.budget
+        self._num_scheduled_tokens = step.most - step.budget
         scheduled = SchedulerOutput(
             self._last_step_id, step.new_requests, removed, request_ids, num_tokens, num_computed, max_new_tokens,
             new_block_ids, self._num_scheduled_tokens, step.num_steps,

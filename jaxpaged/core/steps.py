@@ -26,7 +26,7 @@ class NewStep:
     """
 
     def __init__(self, budget: int, num_running: int = 0, num_pools: int = 1, most_drafts: int = 0):
-        self.budget = budget  # tokens left
+        self.most = self.budget = budget  # tokens that it may have, and that are left
         self.num_spare = min(budget - num_running, most_drafts)  # for drafts: everybody's own token comes first
         self.requests: list[Request] = []
         self.grants: dict[int, Grant] = {}

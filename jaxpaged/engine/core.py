@@ -282,9 +282,9 @@ class EngineCore(EngineCoreClient):
         while awaited is None and len(self._in_flight) < self._depth:
             begin, scheduled = time.perf_counter(), None
             try:
-                max_steps = self._max_steps()
+                limits = self._max_steps(), self.executor.max_step_tokens()
                 with self._changing_books():
-                    scheduled = self._scheduler.schedule(max_steps)
+                    scheduled = self._scheduler.schedule(*limits)
                 self.transfer.before_step(scheduled.step_id)
                 if not scheduled.total_num_scheduled_tokens:
                     return None

@@ -63,6 +63,10 @@ class Executor(Protocol):
         """Dispatch one step and return at once, however many earlier ones are pending."""
         ...
 
+    def max_step_tokens(self) -> int:
+        """Tokens that a step should have at most, so that it waits for no program while there are smaller ones."""
+        ...
+
     def max_decode_steps(self) -> int:
         """Decode steps that one program may run now for the requests that have a row; 1 until it is compiled.
 

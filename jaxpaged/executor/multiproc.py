@@ -45,6 +45,13 @@ class ReadyEverywhere:
         fits = bool(everywhere) and everywhere[-1] >= size
         return self._own.smallest_ready(kind, size, everywhere if fits else buckets)
 
+    def largest_usable(self, kind: str, buckets: Sequence[int]) -> int:
+        everywhere = [bucket for bucket in buckets if self._group.is_ready(ProgramKey(kind, bucket))]
+        return everywhere[-1] if everywhere else self._own.largest_usable(kind, buckets)
+
+    def miss(self, key: ProgramKey, num_tokens: int) -> None:
+        self._own.miss(key, num_tokens)
+
 
 class GroupStep:
     """A `PendingOutput`: a step that was dispatched everywhere."""
@@ -115,6 +122,9 @@ class MultiProcExecutor:
     @property
     def weights_version(self) -> str:
         return self._own.weights_version
+
+    def max_step_tokens(self) -> int:
+        return self._own.max_step_tokens()
 
     def max_decode_steps(self) -> int:
         return self._own.max_decode_steps()

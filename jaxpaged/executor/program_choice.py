@@ -13,6 +13,9 @@ from jaxpaged.messages import ProgramKey, SchedulerOutput
 from jaxpaged.sampling_features import Extra
 from jaxpaged.sampling_params import SamplingParams
 
+LEAST_STEP_TOKENS = 64
+"""Prompts are not cut into smaller pieces for want of a program: each of them reads all weights."""
+
 
 class Readiness(Protocol):
     """What is known of the compiled programs; `worker.programs.Programs` is one."""
@@ -28,6 +31,14 @@ class Readiness(Protocol):
 
     def smallest_ready(self, kind: str, size: int, buckets: Sequence[int]) -> int:
         """The bucket to use for `size`: the smallest that is compiled, or will be soonest."""
+        ...
+
+    def largest_usable(self, kind: str, buckets: Sequence[int]) -> int:
+        """The largest bucket that is compiled, or will be soonest."""
+        ...
+
+    def miss(self, key: ProgramKey, num_tokens: int) -> None:
+        """So many tokens took a step of their own for want of a program."""
         ...
 
 
@@ -53,6 +64,7 @@ class ProgramChoice:
     def __init__(self, programs: Readiness, sizes: StepSizes):
         self._programs, self._sizes = programs, sizes
         self._run_buckets = sorted({key.size for key in sizes.run_steps})
+        self._most_tokens = sizes.tokens[-1]
         self.forget_requests()
 
     def forget_requests(self) -> None:
@@ -73,13 +85,22 @@ class ProgramChoice:
         num_sampling = len(scheduled.max_new_tokens) - scheduled.max_new_tokens.count(0)
         if scheduled.num_steps > 1:
             return (self._smallest(self._run_kind(scheduled.request_ids), num_sampling, self._run_buckets),)
-        forward = self._smallest("forward", scheduled.total_num_scheduled_tokens, self._sizes.tokens)
+        num_tokens, largest = scheduled.total_num_scheduled_tokens, self._sizes.tokens[-1]
+        if num_tokens == self._most_tokens < largest:
+            self._programs.miss(ProgramKey("forward", largest), num_tokens)
+        forward = self._smallest("forward", num_tokens, self._sizes.tokens)
         if not num_sampling:
             return (forward,)
         finisher = self._finisher(scheduled, num_sampling)
         if self._sizes.verify and max(scheduled.max_new_tokens) > 1:
             return self._smallest("draft", num_sampling, self._sizes.samples), forward, finisher
         return forward, finisher
+
+    def max_step_tokens(self) -> int:
+        """See `Executor`."""
+        usable = self._programs.largest_usable("forward", self._sizes.tokens)
+        self._most_tokens = max(usable, min(LEAST_STEP_TOKENS, self._sizes.tokens[-1]))
+        return self._most_tokens
 
     def max_decode_steps(self) -> int:
         """See `Executor`."""

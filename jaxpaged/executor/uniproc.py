@@ -97,6 +97,9 @@ class UniProcExecutor:
     def weights_version(self) -> str:
         return self.worker.weights.version
 
+    def max_step_tokens(self) -> int:
+        return self.choice.max_step_tokens()
+
     def max_decode_steps(self) -> int:
         return self.choice.max_decode_steps()
 

@@ -161,6 +161,25 @@ class TestIntake:
         engine.run()
 
 
+class TestStepsThatMayHaveFewerTokens:
+    def test_prompts_are_cut_and_who_decodes_is_not_left_out(self):
+        engine = Engine(max_num_batched_tokens=16)
+        for name in "abc":
+            engine.add(name, prompt_of(2), max_tokens=9)
+        engine.step()
+        engine.add("d", prompt_of(12))
+        scheduled = engine.scheduler.schedule(max_tokens=2)
+        assert scheduled.num_scheduled_tokens == [1, 1, 1] and scheduled.total_num_scheduled_tokens == 3
+        engine.scheduler.update_from_output(scheduled, answer(scheduled, 7))
+        scheduled = engine.scheduler.schedule(max_tokens=8)
+        assert scheduled.num_scheduled_tokens == [1, 1, 1, 5] and scheduled.total_num_scheduled_tokens == 8
+
+    def test_a_prompt_that_may_not_be_cut_is_whole(self):
+        engine = Engine(max_num_batched_tokens=16, enable_chunked_prefill=False)
+        engine.add("a", prompt_of(12))
+        assert engine.scheduler.schedule(max_tokens=8).num_scheduled_tokens == [12]
+
+
 class TestEnds:
     def finish_with(self, token, **options):
         engine = Engine()

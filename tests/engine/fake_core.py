@@ -97,6 +97,9 @@ class CountingExecutor:
         elif order in ("slow to wake", "never awake"):
             self.waking = order
 
+    def max_step_tokens(self) -> int:
+        return 1 << 30
+
     def max_decode_steps(self) -> int:
         return 1
 

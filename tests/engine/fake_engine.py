@@ -109,6 +109,9 @@ class FakeExecutor:
         self.recorded_to: list[str | None] = []  # folders, None: that of the options
         self.programs: dict[Extra, bool | Exception] = {}  # whether they are compiled, or why they cannot be
 
+    def max_step_tokens(self) -> int:
+        return 1 << 30
+
     def max_decode_steps(self) -> int:
         return self.longest_run
 

@@ -196,7 +196,7 @@ def test_running_requests_that_had_no_part_in_a_failed_step_fail_too(monkeypatch
     core.step()
     scheduler, schedule = core._scheduler, core._scheduler.schedule
 
-    def schedule_without_b(max_steps):
+    def schedule_without_b(*limits):
         everyone, scheduler.running = scheduler.running, scheduler.running[:1]
         monkeypatch.setattr(scheduler, "_max_num_seqs", 1)
         scheduled = schedule()
@@ -247,7 +247,7 @@ def test_a_request_that_can_never_fit_is_refused_and_others_go_on():
 def test_a_broken_scheduler_stops_the_engine_for_good(monkeypatch):
     core, _ = make()
     core.add_request(request("a"))
-    monkeypatch.setattr(core._scheduler, "schedule", lambda max_steps: 1 / 0)
+    monkeypatch.setattr(core._scheduler, "schedule", lambda *limits: 1 / 0)
     with pytest.raises(EngineDeadError, match="division by zero"):
         core.step()
     for call in (core.step, lambda: core.add_request(request("b")), lambda: core.abort_requests(["a"])):

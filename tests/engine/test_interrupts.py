@@ -261,7 +261,7 @@ def test_an_engine_whose_books_a_second_interrupt_tore_says_so(monkeypatch):
     engine.add_request("r", PROMPTS[0], SamplingParams(max_tokens=3))
     scheduler = engine._core._scheduler
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler, "schedule", lambda max_steps: [interrupt(), interrupt()])
+        patch.setattr(scheduler, "schedule", lambda *limits: [interrupt(), interrupt()])
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):

@@ -179,6 +179,9 @@ class Own:
     def smallest_ready(self, kind, size, buckets):
         return next(bucket for bucket in buckets if bucket >= size)
 
+    def largest_usable(self, kind, buckets):
+        return buckets[-1]
+
 
 def test_a_program_is_ready_when_all_have_it(members):
     members.arrive()
@@ -191,6 +194,7 @@ def test_a_program_is_ready_when_all_have_it(members):
         post.say(Alive(post.rank, [large, small] if post.rank == 1 else [large]))
     members.group._wait(lambda: members.group.is_ready(large), 20)
     assert programs.smallest_ready("forward", 5, (8, 16, 32)) == 32
+    assert programs.largest_usable("forward", (8, 16)) == 16 and programs.largest_usable("forward", (8, 16, 32)) == 32
     assert not programs.prepare(small)
     members.posts[1].say(Alive(2, [small]))
     members.group._wait(lambda: members.group.is_ready(small), 20)

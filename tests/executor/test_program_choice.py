@@ -72,6 +72,21 @@ def test_a_program_that_cannot_be_compiled_is_told_without_its_innards(extra):
     assert "srv" not in str(caught.value)
 
 
+def test_steps_are_as_large_as_what_is_compiled_and_what_they_lack_is_next(monkeypatch):
+    monkeypatch.setattr("jaxpaged.executor.program_choice.LEAST_STEP_TOKENS", 4)
+    programs, choice = compiled([ProgramKey("forward", 2), ProgramKey("sample", 2)])
+    assert choice.max_step_tokens() == 4, "no smaller than that, even if it has to be waited for"
+    assert programs[ProgramKey("forward", 8)] and choice.max_step_tokens() == 8
+    missed = []
+    monkeypatch.setattr(programs, "miss", lambda *lack: missed.append(lack))
+    choice.choose(step(["a"], [7], [0], [("a", PLAIN)]))
+    choice.choose(step(["a"], [8], [0]))
+    assert missed == [(ProgramKey("forward", 16), 8)]
+    assert programs[ProgramKey("forward", 16)] and choice.max_step_tokens() == 16
+    choice.choose(step(["a"], [16], [0]))
+    assert len(missed) == 1
+
+
 def test_a_step_is_a_forward_pass_and_what_finishes_it_where_somebody_gets_a_token():
     _, choice = compiled()
     assert choice.choose(step([], [], [])) == ()

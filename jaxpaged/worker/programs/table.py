@@ -169,6 +169,19 @@ class Programs:
         begun = (key.size for key in tuple(self._begun) if key.kind == kind and key.size in fitting)
         return next(begun, fitting[0])
 
+    def largest_usable(self, kind: str, buckets: Sequence[int]) -> int:
+        """The largest bucket that is compiled, else the first that a thread began with, else the largest of all."""
+        ready = next((bucket for bucket in reversed(buckets) if ProgramKey(kind, bucket) in self._done), None)
+        if ready is not None:
+            return ready
+        begun = (key.size for key in tuple(self._begun) if key.kind == kind and key.size in buckets)
+        return next(begun, buckets[-1])
+
+    def miss(self, key: ProgramKey, num_tokens: int) -> None:
+        """So many tokens took a step of their own for want of a program."""
+        with self._changed:
+            self._queue.miss(key, num_tokens)
+
     def wait_all(self, on_demand: bool = False) -> dict[ProgramKey, Any]:
         """Every program, once all are compiled; `on_demand`: also those that nobody has wanted yet."""
         keys = [key for key in self.builders if on_demand or key not in self._unwanted]

@@ -77,6 +77,20 @@ def test_while_none_is_ready_the_bucket_that_was_begun_first_is_waited_for():
     assert programs.smallest_ready("forward", 4, (8, 16, 32)) == 8
 
 
+def test_the_largest_usable_bucket_is_compiled_or_was_begun_first_or_nobody_has_begun_with_any():
+    gate, buckets = threading.Event(), (8, 16, 32)
+    keys = [ProgramKey("forward", size) for size in (16, 8, 32)]
+    programs = Programs({key: builder(key.size, gate) for key in keys}, num_threads=1)
+    assert programs.largest_usable("forward", buckets) == 32
+    programs.start()
+    while not programs._begun:
+        pass
+    assert programs.largest_usable("forward", buckets) == 16
+    gate.set()
+    programs.wait_all()
+    assert programs.largest_usable("forward", buckets) == 32
+
+
 def test_a_failed_compilation_is_raised_where_the_program_is_needed():
     def fail():
         raise ValueError("no such operation")
