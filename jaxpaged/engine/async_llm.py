@@ -295,6 +295,7 @@ class AsyncLLM(AsyncEngineControl):
         """End the cores' processes, if this front end started them. Requests under way raise EngineDeadError."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self.input_processor.grammar_checker.close()
         for core in self._cores.all:
             core.link.close()
         if self._tracer is not None:

@@ -142,6 +142,7 @@ class LLMEngine(EngineControl):
         """Release the devices. Requests under way are lost."""
         self._core.shutdown()
         self._output_processor.shutdown()
+        self.input_processor.grammar_checker.close()
 
     def __enter__(self) -> Self:
         return self

@@ -48,8 +48,9 @@ class GrammarChecker:
 
     def __init__(self, patience: float = PATIENCE):
         self.patience = patience
-        self._lock = threading.Lock()  # for the two below
+        self._lock = threading.Lock()  # for the three below
         self._idle: list[Child] = []
+        self._closed = False
         self._found: OrderedDict[bytes, str | None] = OrderedDict()  # by digest; the ones asked for last come last
         self._places = threading.BoundedSemaphore(MOST_CHILDREN)
 
@@ -77,8 +78,9 @@ class GrammarChecker:
             return hashlib.sha256(msgspec.json.encode(params)).digest() in self._found
 
     def close(self) -> None:
-        """End the child processes that are idle."""
+        """End the child processes, each as soon as it is idle."""
         with self._lock:
+            self._closed = True
             children, self._idle = self._idle, []
         for child in children:
             child.kill()
@@ -109,16 +111,21 @@ class GrammarChecker:
             child.kill()
             raise
         if answer is not None:
-            with self._lock:
-                self._idle.append(child)
+            self._keep(child)
             problem, seconds = json.loads(answer)
             return Verdict(problem, seconds)
         died_of_it = child.died_of_it()
         child.kill()
         logger.warning("a grammar of %d bytes could not be compiled in a process of its own", len(line))
-        with self._lock:  # another one starts now, before somebody waits for it
-            self._idle.append(Child())
+        self._keep(Child())  # it starts now, before somebody waits for it
         return Verdict(TOO_HARD, CPU_SECONDS, died_of_it)
+
+    def _keep(self, child: "Child") -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(child)
+                return
+        child.kill()
 
 
 @dataclass(frozen=True)

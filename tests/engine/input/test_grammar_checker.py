@@ -9,10 +9,14 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from jaxpaged.config import EngineConfig
 from jaxpaged.core.grammar import probe as grammar_probe
+from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.input.grammar_checker import PATIENCE, Child, GrammarChecker
 from jaxpaged.errors import RequestError
 from jaxpaged.structured_outputs import StructuredOutputsParams
+from tests.engine import fake_core
+from tests.engine.fake_engine import make_engine
 
 pytest.importorskip("llguidance")
 
@@ -111,6 +115,33 @@ def test_what_is_remembered_is_bounded_and_holds_no_grammars(monkeypatch):
     assert known == [False, False, True, True, True]
     assert {len(key) for key in checker._found} == {32}
     checker.close()
+
+
+def test_no_child_outlives_its_checker_not_even_one_that_was_busy():
+    checker = GrammarChecker()
+    checker.check(GOOD)
+    [idle] = checker._idle
+    checker.close()
+    assert idle._process.returncode is not None
+    busy = []
+    ask = Child.ask
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Child, "ask", lambda child, *question: busy.append(child) or ask(child, *question))
+        checker.check(StructuredOutputsParams(regex="b+"))  # as if it had been under way
+    assert busy[0]._process.returncode is not None and not checker._idle
+
+
+@pytest.mark.parametrize("make", [
+    lambda: make_engine()[0],
+    lambda: AsyncLLM.from_config(EngineConfig(), factory=fake_core.FACTORY),
+], ids=["LLMEngine", "AsyncLLM"])  # fmt: skip
+def test_an_engine_that_is_shut_down_leaves_no_checker_behind(make):
+    engine = make()
+    checker = engine.input_processor.grammar_checker
+    checker.check(GOOD)
+    [child] = checker._idle
+    engine.shutdown()
+    assert child._process.returncode is not None
 
 
 @pytest.mark.parametrize(("number", "certain"), [("SIGPROF", True), ("SIGSEGV", True), ("SIGKILL", False)])
