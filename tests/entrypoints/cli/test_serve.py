@@ -1,8 +1,10 @@
 """`jaxpaged serve`: flags, and how engine and server are put together."""
 
+import asyncio
 import json
 import logging
 import sys
+import weakref
 
 import pytest
 
@@ -134,3 +136,24 @@ def test_the_loop_never_waits_long_for_its_turn_and_what_was_set_for_it_is_set_b
     before = sys.getswitchinterval()
     assert serve_command.run_loop(turn()) == pytest.approx(serve_command.TURN_SECONDS) and before > 0.004
     assert sys.getswitchinterval() == before
+
+
+def test_what_holds_itself_is_collected_while_a_server_runs(monkeypatch):
+    """As grpcio leaves it with every call."""
+    monkeypatch.setattr(serve_command, "COLLECT_SECONDS", 0.02)
+
+    class Cycle:
+        pass
+
+    async def leave_one():
+        cycle = Cycle()
+        cycle.itself = cycle
+        seen = weakref.ref(cycle)
+        del cycle
+        for _ in range(100):
+            await asyncio.sleep(0.02)
+            if seen() is None:
+                return True
+        return False
+
+    assert serve_command.run_loop(leave_one())
