@@ -17,9 +17,11 @@ CHAT_FIELDS = (
     "chat_template_kwargs", "reasoning_effort", "include_reasoning",
 )  # fmt: skip
 SAMPLING_FIELDS = tuple(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+CONVERTED = ("truncation_side", "kv_transfer_params")
+"""Fields of a request whose Python values are no messages yet."""
 REQUEST_FIELDS = tuple(
     name for name in pb.GenerateRequest.DESCRIPTOR.fields_by_name
-    if name not in ("text", "token_ids", "chat", "sampling_params", "truncation_side", "kv_transfer_params")
+    if name not in ("text", "token_ids", "chat", "sampling_params", *CONVERTED)
 )  # fmt: skip
 
 
@@ -29,7 +31,7 @@ def generate_request(prompt: Prompt, values: Mapping[str, Any]) -> pb.GenerateRe
     Raises TypeError for a name that is none of them, and for a value of a wrong type.
     """
     values = {name: value for name, value in values.items() if value is not None}
-    known = {*REQUEST_FIELDS, *CHAT_FIELDS, *SAMPLING_FIELDS, "truncation_side", "kv_transfer_params"}
+    known = {*REQUEST_FIELDS, *CONVERTED, *CHAT_FIELDS, *SAMPLING_FIELDS}
     for name in values:
         if name not in known:
             raise TypeError(f"{name!r} is no field of a request. Known are {', '.join(sorted(known))}.")

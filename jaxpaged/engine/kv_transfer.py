@@ -59,14 +59,13 @@ class KVTransferDriver:
 
     def hand_over(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """Lend the prompts of those that ended for another engine to go on, and say so in their outputs."""
-        if self._half is not None and self._half.handovers.have_ended:
+        ended = {} if self._half is None else self._half.handovers.take_ended()
+        if self._half is not None and ended:
             for output in outputs:
-                if output.finish_reason in ("stop", "length"):
-                    lent = self._half.lent_pages(output.request_id)
-                    if lent is not None:
-                        output.kv_transfer_params = self._worker.lend(*lent)
-                        self._half.saves += [Save(-1, *page) for page in lent[1]]
-            self._half.handovers.forget_ended()
+                if output.finish_reason in ("stop", "length") and output.request_id in ended:
+                    num_tokens, pages = self._half.lent_pages(ended[output.request_id])
+                    output.kv_transfer_params = self._worker.lend(num_tokens, pages)
+                    self._half.saves += [Save(-1, *page) for page in pages]
         return outputs
 
     def revoke(self) -> None:

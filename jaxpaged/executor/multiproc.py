@@ -46,8 +46,8 @@ class ReadyEverywhere:
         return self._own.smallest_ready(kind, size, everywhere if fits else buckets)
 
     def largest_usable(self, kind: str, buckets: Sequence[int]) -> int:
-        everywhere = [bucket for bucket in buckets if self._group.is_ready(ProgramKey(kind, bucket))]
-        return everywhere[-1] if everywhere else self._own.largest_usable(kind, buckets)
+        everywhere = (bucket for bucket in reversed(buckets) if self._group.is_ready(ProgramKey(kind, bucket)))
+        return next(everywhere, 0) or self._own.largest_usable(kind, buckets)
 
     def miss(self, key: ProgramKey, num_tokens: int) -> None:
         self._own.miss(key, num_tokens)

@@ -13,9 +13,6 @@ from jaxpaged.messages import ProgramKey, SchedulerOutput
 from jaxpaged.sampling_features import Extra
 from jaxpaged.sampling_params import SamplingParams
 
-LEAST_STEP_TOKENS = 64
-"""Prompts are not cut into smaller pieces for want of a program: each of them reads all weights."""
-
 
 class Readiness(Protocol):
     """What is known of the compiled programs; `worker.programs.Programs` is one."""
@@ -47,7 +44,8 @@ class StepSizes(NamedTuple):
 
     `finisher` is the kind of program that finishes an ordinary step. `needs_full` says whether a request needs the full
     sampler; it raises RequestError when the request will be refused. `verify`: what finishes a step with drafts, by
-    what would finish it without; empty where nothing is drafted.
+    what would finish it without; empty where nothing is drafted. `small_prompt`: for want of a program prompts are cut
+    into pieces of so many tokens at least, since each reads all weights.
     """
 
     finisher: str  # "sample" or "pool"
@@ -56,6 +54,7 @@ class StepSizes(NamedTuple):
     run_steps: Mapping[ProgramKey, int]
     needs_full: Callable[[SamplingParams], bool]
     verify: Mapping[str, str] = MappingProxyType({})
+    small_prompt: int = 1
 
 
 class ProgramChoice:
@@ -99,7 +98,7 @@ class ProgramChoice:
     def max_step_tokens(self) -> int:
         """See `Executor`."""
         usable = self._programs.largest_usable("forward", self._sizes.tokens)
-        self._most_tokens = max(usable, min(LEAST_STEP_TOKENS, self._sizes.tokens[-1]))
+        self._most_tokens = max(usable, min(self._sizes.small_prompt, self._sizes.tokens[-1]))
         return self._most_tokens
 
     def max_decode_steps(self) -> int:

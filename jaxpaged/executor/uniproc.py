@@ -18,7 +18,7 @@ from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.sampling_features import Extra
 from jaxpaged.worker.model_runner import PendingStep
-from jaxpaged.worker.programs.blueprint import DECODE_KINDS
+from jaxpaged.worker.programs.blueprint import DECODE_KINDS, SMALL_PROMPT
 from jaxpaged.worker.step.verify import VERIFY_KINDS
 from jaxpaged.worker.weights import WeightsSeen
 from jaxpaged.worker.worker import Worker
@@ -50,6 +50,7 @@ def sizes_of(worker: Worker) -> StepSizes:
         run_steps={key: runs[key.size].max_steps for key in worker.programs.builders if key.kind in DECODE_KINDS},
         needs_full=blueprint.needs_full,
         verify=VERIFY_KINDS if blueprint.num_drafts else {},
+        small_prompt=SMALL_PROMPT,
     )
 
 

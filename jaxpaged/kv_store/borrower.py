@@ -45,7 +45,7 @@ class Borrower:
         self._idle: list[tuple[tuple[str, int], Channel]] = []
         self._breakers: OrderedDict[tuple[str, int], CircuitBreaker] = OrderedDict()
         self._releasing = ThreadPoolExecutor(1, "kv-release")
-        self._closing, self._closed = False, threading.Event()
+        self._closing = threading.Event()
         self.counters = Counters()
         threading.Thread(target=self._renew_leases, name="kv-renew", daemon=True).start()
 
@@ -68,7 +68,7 @@ class Borrower:
         """The page, checked; None where it did not come as it must be. Blocks."""
         with self._lock:
             source = self._sources.get(key)
-            may_ask = source is not None and source.lease not in self._failed and not self._closing
+            may_ask = source is not None and source.lease not in self._failed and not self._closing.is_set()
         page = None
         if source is not None and may_ask:
             address = source.host, source.port
@@ -78,7 +78,7 @@ class Borrower:
                     page = self._checked(key, self._ask(address, Get(source.lease, key.block_hash, key.group)))
                     breaker.succeeded()
             except (OSError, PageError) as error:
-                breaker.failed(f"{type(error).__name__}: {error}"[:300])
+                breaker.failed(error)
                 self._fail(source, is_page=isinstance(error, PageError))
         with self._lock:
             self.counters.hits += page is not None
@@ -137,7 +137,7 @@ class Borrower:
             channel.close()
             raise
         with self._lock:
-            is_kept = len(self._idle) < MAX_IDLE and not self._closing
+            is_kept = len(self._idle) < MAX_IDLE and not self._closing.is_set()
             if is_kept:
                 self._idle.append((address, channel))
         if not is_kept:
@@ -153,22 +153,26 @@ class Borrower:
                 self._kept[source.lease] = source
 
     def _renew_leases(self) -> None:
-        while not self._closed.wait(RENEW_SECONDS):
+        while not self._closing.wait(RENEW_SECONDS):
             with self._lock:
                 kept = [source for lease, source in self._kept.items() if lease not in self._failed]
             for source in kept:
-                breaker = self._breaker((source.host, source.port))
-                if self._closing or not breaker.allows():
-                    continue
-                try:
-                    answer = self._ask((source.host, source.port), Renew(source.lease))
-                    breaker.succeeded()
-                except (OSError, PageError) as error:
-                    breaker.failed(f"{type(error).__name__}: {error}"[:300])
-                    continue
-                if not isinstance(answer, Renewed) or answer.seconds <= 0:
-                    with self._lock:
-                        self._kept.pop(source.lease, None)
+                self._renew(source)
+
+    def _renew(self, source: RemoteSource) -> None:
+        address = source.host, source.port
+        breaker = self._breaker(address)
+        if self._closing.is_set() or not breaker.allows():
+            return
+        try:
+            answer = self._ask(address, Renew(source.lease))
+        except (OSError, PageError) as error:
+            breaker.failed(error)
+            return
+        breaker.succeeded()
+        if not isinstance(answer, Renewed) or answer.seconds <= 0:
+            with self._lock:
+                self._kept.pop(source.lease, None)
 
     def release(self, source: RemoteSource) -> None:
         """Tell the peer, soon, that a lease is not needed any more."""
@@ -176,7 +180,7 @@ class Borrower:
             self._kept.pop(source.lease, None)
             for key in [key for key, each in self._sources.items() if each.lease == source.lease]:
                 del self._sources[key]
-            if source.lease in self._failed or self._closing:
+            if source.lease in self._failed or self._closing.is_set():
                 return
         self._releasing.submit(self._send_release, source)
 
@@ -195,9 +199,8 @@ class Borrower:
             return TierUsage(self.name, 0, 0, len(self._sources), dataclasses.replace(self.counters))
 
     def close(self) -> None:
-        self._closed.set()
         with self._lock:
-            self._closing = True
+            self._closing.set()
             idle, self._idle = self._idle, []
         self._releasing.shutdown(cancel_futures=True)
         for _, channel in idle:

@@ -43,8 +43,8 @@ class CircuitBreaker:
             self._open_until = self._clock() + self.retry_after_s
         if is_news:
             logger.warning(
-                "%s failed: %s. It is left alone and tried again every %g s; requests go on without it.",
-                self.name, error, self.retry_after_s,
+                "%s failed: %.300s. It is left alone and tried again every %g s; requests go on without it.",
+                self.name, f"{type(error).__name__}: {error}", self.retry_after_s,
             )  # fmt: skip
 
     def succeeded(self) -> None:

@@ -72,8 +72,7 @@ class Lender:
         """A lease for these pages: its id, and when it ends, in seconds since the epoch."""
         lease, now = os.urandom(16).hex(), time.monotonic()
         with self._changed:
-            until, latest = (now + times * self._lease_s for times in (1, LONGEST))
-            self._leases[lease] = Lease(dict.fromkeys(keys), until, latest)
+            self._leases[lease] = Lease(dict.fromkeys(keys), now + self._lease_s, now + LONGEST * self._lease_s)
             for key in self._leases[lease].pages:
                 self._wanted.setdefault(key, set()).add(lease)
             self.num_granted += 1

@@ -189,7 +189,7 @@ class RemoteTier(abc.ABC):
 
     def _failed(self, error: Exception) -> None:
         breaker = self._writes if isinstance(error, self.refusals) else self._breaker
-        breaker.failed(f"{type(error).__name__}: {error}"[:300])
+        breaker.failed(error)
         with self._changed:
             self.counters.errors += 1
 

@@ -162,9 +162,9 @@ def rotations(config: DecoderConfig, positions_T: jax.Array) -> dict[RopeConfig 
     XLA may not fuse them into what uses them: on a CPU it would compute them again in every layer, for queries and for
     keys, once a head. With `deterministic` see `kept_apart`.
     """
-    ropes = [layer.rope for layer in config.layers if layer.rope is not None]
-    angles = {rope: rope_cos_sin(rope, positions_T, config.max_model_len) for rope in ropes}
-    return {rope: jax.lax.optimization_barrier(pair) for rope, pair in angles.items()}
+    ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)  # in the layers' order
+    angles = lambda rope: rope_cos_sin(rope, positions_T, config.max_model_len)
+    return {rope: jax.lax.optimization_barrier(angles(rope)) for rope in ropes}
 
 
 def kept_apart(config: DecoderConfig, x_TD: jax.Array) -> jax.Array:

@@ -361,7 +361,7 @@ def test_a_prompt_is_lent_when_it_ends_and_not_when_it_is_aborted():
     run(core, heard)
     core.add_request(request("c", PROMPT))
     assert all(each.kv_transfer_params is None for each in run(core, heard)["c"])
-    assert not core.transfer._half.handovers.have_ended
+    assert not core.transfer._half.handovers.take_ended()
 
 
 def lender_of(prompt=PROMPT):

@@ -24,9 +24,9 @@ NEEDED = {
 }
 
 
-def choice_with(builders, finisher="sample", needs_full=features_of, verify=MappingProxyType({})):
+def choice_with(builders, finisher="sample", needs_full=features_of, verify=MappingProxyType({}), small_prompt=1):
     programs = Programs(builders, num_threads=1, on_demand=list(builders))
-    return programs, ProgramChoice(programs, StepSizes(finisher, SIZES, SIZES, RUNS, needs_full, verify))
+    return programs, ProgramChoice(programs, StepSizes(finisher, SIZES, SIZES, RUNS, needs_full, verify, small_prompt))
 
 
 def compiled(keys=EVERY, **options):
@@ -73,8 +73,7 @@ def test_a_program_that_cannot_be_compiled_is_told_without_its_innards(extra):
 
 
 def test_steps_are_as_large_as_what_is_compiled_and_what_they_lack_is_next(monkeypatch):
-    monkeypatch.setattr("jaxpaged.executor.program_choice.LEAST_STEP_TOKENS", 4)
-    programs, choice = compiled([ProgramKey("forward", 2), ProgramKey("sample", 2)])
+    programs, choice = compiled([ProgramKey("forward", 2), ProgramKey("sample", 2)], small_prompt=4)
     assert choice.max_step_tokens() == 4, "no smaller than that, even if it has to be waited for"
     assert programs[ProgramKey("forward", 8)] and choice.max_step_tokens() == 8
     missed = []

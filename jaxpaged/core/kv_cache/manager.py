@@ -241,7 +241,7 @@ class KVCacheManager:
         """A request may wait for blocks from elsewhere from now on, or for nothing any more."""
         if self.transfers is not None and request.sampling_params.extra_args:
             handovers = self.transfers.handovers
-            handovers.end(request) if has_ended else handovers.note(request)
+            (handovers.end if has_ended else handovers.note)(request)
 
     def hold(self, reason: str, blocks: Sequence[Sequence[KVCacheBlock]]) -> Hold:
         """Keep blocks, some of each KV group, from being given out until `release`, whoever else gives them back."""

@@ -9,7 +9,7 @@ class Handovers:
 
     def __init__(self) -> None:
         self._lenders: dict[str, Request] = {}
-        self._ended: dict[str, Request] = {}  # of the lenders, those that ended since `forget_ended`
+        self._ended: dict[str, Request] = {}  # of the lenders, those that ended since `take_ended`
         self._sources: dict[int, RemoteSource] = {}  # by the number of the request that waits for what is lent there
         self._needed: list[RemoteSource] = []
         self._released: list[RemoteSource] = []
@@ -39,17 +39,10 @@ class Handovers:
         if lender is not None:
             self._ended[request.request_id] = lender
 
-    @property
-    def have_ended(self) -> bool:
-        """Whether any request has ended whose prompt another engine goes on from."""
-        return bool(self._ended)
-
-    def ended(self, request_id: str) -> Request | None:
-        """One of them."""
-        return self._ended.get(request_id)
-
-    def forget_ended(self) -> None:
-        self._ended.clear()
+    def take_ended(self) -> dict[str, Request]:
+        """Requests that have ended, by id, whose prompts other engines may go on from."""
+        ended, self._ended = self._ended, {}
+        return ended
 
     def take_needed(self) -> list[RemoteSource]:
         """Leases that requests need from now on."""

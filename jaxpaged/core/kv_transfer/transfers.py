@@ -5,9 +5,10 @@ the device behind that step, and before the next one that is dispatched: steps a
 the block may be given out again at once (`worker/kv_transfer`).
 
 Loading. A waiting request whose beginning is in a tier for longer than in the prefix cache is passed over until its
-pages are in host memory. Only then do they get blocks, which are written ahead of the next step, enter the prefix cache
-and are free again: the request finds them there as if another had computed them. So nobody holds a block while bytes
-are fetched, a request can end meanwhile without anything to undo, and pages that do not come are blocks to compute.
+pages are in host memory; they are sent for where it would fit (`prompt_grants.py`). Only then do they get blocks,
+which are written ahead of the next step, enter the prefix cache and are free again: the request finds them there as
+if another had computed them. So nobody holds a block while bytes are fetched, a request can end meanwhile without
+anything to undo, and pages that do not come are blocks to compute.
 Of a group with a window only the blocks are loaded that the next token sees.
 
 This module knows neither bytes nor devices.
@@ -118,13 +119,10 @@ class KVTransfers:
 
     # ---- other engines -------------------------------------------------------------------------
 
-    def lent_pages(self, request_id: str) -> tuple[int, list[tuple[PageContent, int]]] | None:
+    def lent_pages(self, request: Request) -> tuple[int, list[tuple[PageContent, int]]]:
         """What to lend of a request that has just ended: how many tokens, and the pages that whoever goes on behind
-        its prompt needs, each with the id of its block. None: it does not lend."""
-        request, pages = self.handovers.ended(request_id), []
-        if request is None:
-            return None
-        num_prompt = request.num_prompt_tokens
+        its prompt needs, each with the id of its block."""
+        pages, num_prompt = [], request.num_prompt_tokens
         num_tokens = min(self._manager.get_computed_blocks(request).num_tokens, self._groups.align(num_prompt))
         first_end = min(num_tokens, self._groups.align(num_prompt - 1))  # the last token is always computed
         for g, group in enumerate(self._groups.groups):

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import logging
 import sys
 from collections.abc import Mapping
@@ -174,8 +175,6 @@ def announce(model: str, sockets: "Sockets", guarded: bool, logged: bool = False
 
 def collect_garbage(loop: Any) -> None:
     """Now, and from now on every `COLLECT_SECONDS`."""
-    import gc
-
     gc.collect()
     loop.call_later(COLLECT_SECONDS, collect_garbage, loop)
 
@@ -188,7 +187,6 @@ def run_loop(running: Any) -> Any:
     new only after `NEW_OBJECTS`, and every `COLLECT_SECONDS`.
     """
     import asyncio
-    import gc
     from concurrent.futures import ThreadPoolExecutor
     from importlib.util import find_spec
 

@@ -190,6 +190,7 @@ class Planner:
             return list(threads.map(compile_one, keys))
 
     def compile_program(self, key: ProgramKey, build: Callable[[], jax.stages.Lowered]) -> PlannedProgram:
+        """What the compiler says of one program, or why it cannot compile it."""
         begin = time.perf_counter()
         try:
             with jax.sharding.use_abstract_mesh(self.blueprint.mesh.abstract_mesh):

@@ -166,16 +166,18 @@ class Programs:
             with self._changed:
                 self._queue.miss(ProgramKey(kind, fitting[0]), ready - fitting[0])
             return ready
-        begun = (key.size for key in tuple(self._begun) if key.kind == kind and key.size in fitting)
-        return next(begun, fitting[0])
+        return self._first_begun(kind, fitting) or fitting[0]
 
     def largest_usable(self, kind: str, buckets: Sequence[int]) -> int:
         """The largest bucket that is compiled, else the first that a thread began with, else the largest of all."""
         ready = next((bucket for bucket in reversed(buckets) if ProgramKey(kind, bucket) in self._done), None)
         if ready is not None:
             return ready
-        begun = (key.size for key in tuple(self._begun) if key.kind == kind and key.size in buckets)
-        return next(begun, buckets[-1])
+        return self._first_begun(kind, buckets) or buckets[-1]
+
+    def _first_begun(self, kind: str, buckets: Sequence[int]) -> int | None:
+        """The first of the buckets that a thread began with, if any did."""
+        return next((key.size for key in tuple(self._begun) if key.kind == kind and key.size in buckets), None)
 
     def miss(self, key: ProgramKey, num_tokens: int) -> None:
         """So many tokens took a step of their own for want of a program."""
