@@ -46,8 +46,12 @@ def run(llm: LLM, text: str, sampling: dict, rows: int, nth: int) -> tuple[float
     seeds = range(nth * rows, (nth + 1) * rows)
     params = [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=seed, **sampling) for seed in seeds]
     wall, processor = time.perf_counter(), time.process_time()
-    llm.generate([text] * rows, params, use_tqdm=False)
-    tokens = rows * NUM_TOKENS
+    answers = llm.generate([text] * rows, params, use_tqdm=False)
+    tokens = sum(len(answer.outputs[0].token_ids) for answer in answers)
+    if tokens != rows * NUM_TOKENS:
+        raise RuntimeError(
+            f"{tokens} tokens were made, and {rows} * {NUM_TOKENS} asked for: max_model_len is too small."
+        )
     return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - processor)
 
 
@@ -60,7 +64,7 @@ def counts(llm: LLM) -> dict[str, int]:
 
 
 def compare(model: str, config: dict, repeat: int, fixed_steps: bool) -> None:
-    shared = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 128, "enable_prefix_caching": False}
+    shared = {"max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 128, "enable_prefix_caching": False}
     if fixed_steps:
         shared["num_scheduler_steps"] = 1
     engines = [LLM(model, **shared), LLM(model, **shared, speculative_config=config)]

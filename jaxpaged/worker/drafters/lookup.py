@@ -41,12 +41,23 @@ class Matches(NamedTuple):
     length_SW: Any
 
 
+def num_following(text_SW: Any, most: int) -> Any:
+    """How many tokens, `most` at most, come after each before its text ends: counts_SW."""
+    width = text_SW.shape[1]
+    padded = jnp.pad(text_SW, ((0, 0), (0, most)), constant_values=NOTHING)
+    count_SW = jnp.zeros(text_SW.shape, jnp.int32)
+    for distance in range(most, 0, -1):
+        count_SW = jnp.where(padded[:, distance : distance + width] == NOTHING, 0, count_SW + 1)
+    return count_SW
+
+
 def look_up(text_SW: Any, newest_S: Any, own: int, shortest: int, longest: int, num_drafts: int) -> Any:
     """drafts_SK of rows whose newest token is at place `newest_S` of their text, -1 where there is none.
 
     A row's own tokens begin at place `own`; before them are others, NOTHING between any two texts. The newest tokens,
-    `shortest` to `longest` of them, are looked for at earlier places: the longest match wins, then the latest. A draft
-    that reaches the newest token goes round, as if the tokens since the match repeated themselves.
+    `shortest` to `longest` of them, are looked for at earlier places where something follows: the longest match wins,
+    then that which most drafts follow before its text ends, then the latest. A draft that reaches the newest token goes
+    round, as if the tokens since the match repeated themselves.
     """
     width = text_SW.shape[1]
     place_W = jnp.arange(width, dtype=jnp.int32)
@@ -60,12 +71,13 @@ def look_up(text_SW: Any, newest_S: Any, own: int, shortest: int, longest: int, 
         return Matches(matches.distance + 1, matching_SW, matches.length_SW + matching_SW)
 
     earlier_SW = place_W < newest_S[:, None]
-    first = Matches(jnp.int32(0), earlier_SW, jnp.zeros(text_SW.shape, jnp.int32))
+    follow_SW = jnp.where(place_W >= own, num_drafts, num_following(text_SW, num_drafts))
+    first = Matches(jnp.int32(0), earlier_SW & (follow_SW > 0), jnp.zeros(text_SW.shape, jnp.int32))
     going_on = lambda matches: (matches.distance < longest) & jnp.any(matches.matching_SW)
     length_SW = jax.lax.while_loop(going_on, compare, first).length_SW
-    score_SW = jnp.where(length_SW >= shortest, length_SW * width + place_W, -1)
+    score_SW = jnp.where(length_SW >= shortest, length_SW * (num_drafts + 1) + follow_SW, -1)
     best_S = jnp.max(score_SW, axis=1)
-    first_S = best_S % width + 1
+    first_S = jnp.max(jnp.where(score_SW == best_S[:, None], place_W, -1), axis=1) + 1
     nth_SK = jnp.arange(num_drafts, dtype=jnp.int32) % jnp.maximum(newest_S + 1 - first_S, 1)[:, None]
     drafts_SK = jnp.take_along_axis(text_SW, first_S[:, None] + nth_SK, axis=1, mode="clip")
     ended_SK = jnp.cumsum(drafts_SK == NOTHING, axis=1) > 0

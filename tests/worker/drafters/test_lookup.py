@@ -79,6 +79,18 @@ def test_answers_of_others_are_drafted_from_up_to_their_end():
     assert drafts_RK[3].tolist() == [NOTHING] * MOST
 
 
+def test_the_end_of_an_answer_hides_no_match_that_goes_on():
+    """An answer that repeats itself ends with what it is made of: its end is the latest match, and nothing follows."""
+    speculation = Speculation("suffix", MOST, (2, 8), 16)
+    rows = rows_of([[0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [9, 1, 1], [9, 4, 1, 1, 1, 1, 1, 1]], 16)
+    rows = compiled_remember(rows, jnp.array([0, 1]))
+    drafts_RK = compiled_draft(speculation, rows, jnp.array([1, 2]))[0].drafts_RK
+    assert drafts_RK[1].tolist() == [1] * MOST
+    assert drafts_RK[2].tolist() == [1, 1, 1, 1, NOTHING], "six tokens of that answer match before its last four"
+    rows = compiled_remember(rows, jnp.array([2, 1]))
+    assert compiled_draft(speculation, rows, jnp.array([1]))[0].drafts_RK[1].tolist() == [1] * MOST
+
+
 def test_a_requests_own_tokens_go_before_as_long_a_match_elsewhere():
     rows = rows_of([[0, 1, 2, 3, 4], [1, 2, 9, 1, 2]], 16)
     rows = compiled_remember(rows, jnp.array([0, 0]))
