@@ -56,7 +56,7 @@ def test_what_cannot_be_neutral_is_refused_by_name_with_a_reason(name):
         ("pipeline_parallel_size", 2), ("pipeline_parallel_size", True), ("hf_overrides", {"rope_theta": 1}),
         ("enable_lora", True), ("limit_mm_per_prompt", {"image": 1}),
         ("structured_outputs_config", {"backend": "outlines"}), ("compilation_config", 3), ("enforce_eager", "yes"),
-        ("enable_kv_cache_events", True), ("distributed_executor_backend", "ray"),
+        ("enable_kv_cache_events", True), ("distributed_executor_backend", "external_launcher"),
         ("allowed_local_media_path", "/"), ("worker_cls", "my.Worker"),
     ],
 )  # fmt: skip

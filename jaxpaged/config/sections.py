@@ -8,6 +8,7 @@ and documentation are generated from it.
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpaged.errors import ConfigError
 from jaxpaged.expert_balance import ExpertBalance, expert_balance_of
 from jaxpaged.kv_store.handover import DEFAULT_ADDRESS, DEFAULT_LEASE_SECONDS, DEFAULT_PEERS, ROLES
 from jaxpaged.kv_store.options import KVOffload, offload_of
@@ -163,12 +164,14 @@ class ParallelConfig:
         maximum=64,
     )  # fmt: skip
     distributed_executor_backend: str = option(
-        "uni", "uni: one process of a host computes with all its devices; mp: a process for each device",
-        choices=("uni", "mp"),
+        "uni", "uni: one process of a host computes with all its devices; mp: a process for each device; ray: a Ray "
+        "cluster starts a process on each of nnodes hosts", choices=("uni", "mp", "ray"),
     )  # fmt: skip
-    nnodes: int = option(1, "hosts that compute together; start the engine on each, with its node_rank", minimum=1)
+    nnodes: int = option(
+        1, "hosts that compute together; start the engine on each, with its node_rank, or let Ray", minimum=1
+    )
     node_rank: int = option(0, "which of these hosts this one is; that of rank 0 serves", minimum=0)
-    master_addr: str = option("127.0.0.1", "address of the host of rank 0, where the others find it")
+    master_addr: str = option("127.0.0.1", "address of the host of rank 0, where the others find it; of Ray the node's")
     master_port: int = option(29501, "the first of three ports of it that they use", minimum=1, maximum=65533)
     group_secret_file: str | None = option(
         None, f"file with {LEAST_SECRET} letters or more, the same on every host, by which hosts know each other"
@@ -176,6 +179,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         expert_balance_of(self)  # what is wrong with it is said before a model is read
+        check_ray(self)
 
     @property
     def expert_balance(self) -> ExpertBalance | None:
@@ -193,6 +197,22 @@ class ParallelConfig:
         if self.nnodes > 1:
             return self.nnodes
         return self.tensor_parallel_size if self.distributed_executor_backend == "mp" else 1
+
+
+def check_ray(parallel: ParallelConfig) -> None:
+    """Raise ConfigError for options that contradict processes that Ray starts."""
+    if parallel.distributed_executor_backend != "ray":
+        return
+    reasons = {
+        f"nnodes is {parallel.nnodes}: it says on how many hosts Ray starts a process. Give it, 2 or more":
+            parallel.nnodes == 1,
+        f"node_rank is {parallel.node_rank}: Ray starts the others. Start one engine, without it": parallel.node_rank,
+        f"group_secret_file is {parallel.group_secret_file}: Ray brings every process a new one. Leave it out":
+            parallel.group_secret_file is not None,
+    }  # fmt: skip
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"distributed_executor_backend is ray, and {reason}.")
 
 
 @dataclass(frozen=True)

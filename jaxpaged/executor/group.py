@@ -132,7 +132,8 @@ def end_process() -> None:
 
 class Group:
     """`size` processes, this one included, which has rank 0. The others find it at `host`, at two ports from `port` on,
-    or at free ones. `last_resort` ends this process if it does not end itself.
+    or at free ones. `last_resort` ends this process if it does not end itself. `release` gives back what was borrowed
+    for the others, after they were told to end.
 
     A thread hears the others; everything else is for the thread that drives. Raises ConfigError when the address cannot
     be used.
@@ -140,7 +141,7 @@ class Group:
 
     def __init__(
         self, size: int, host: str, port: int | None, secret: bytes, progress: Progress,
-        last_resort: Callable[[], None] = end_process,
+        last_resort: Callable[[], None] = end_process, release: Callable[[], None] = lambda: None,
     ):  # fmt: skip
         try:
             self._end = DriverEnd(host, port, secret)
@@ -148,7 +149,7 @@ class Group:
             at = f"{host}, ports {port} and {port + 1}" if port else host
             raise ConfigError(f"cannot listen at {at}: {error.strerror}. Choose another address or port.") from error
         self.addresses = addresses_of(host, *self._end.ports)
-        self._progress, self._last_resort = progress, last_resort
+        self._progress, self._last_resort, self._release = progress, last_resort, release
         self.ranks = range(1, size)
         self.failure: JaxpagedError | None = None
         self._changed = threading.Condition()
@@ -263,6 +264,7 @@ class Group:
                 logger.debug("rank %d has left before", rank)
         self._thread.join()
         self._end.close(linger=1.0)
+        self._release()
 
     def _end_late(self) -> None:
         with self._changed:

@@ -24,12 +24,13 @@ from jaxpaged.entrypoints.http.transport.listener import CLOSING_TIMEOUT
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 DOCKERFILE = CONFIGS / "container/Dockerfile"
-OTHERS_FLAGS = {  # docker's, kubectl's, prometheus', systemctl's, useradd's, ...
-    "--accelerator", "--cluster", "--command", "--config.file", "--device", "--enable-autoscaling", "--fail", "--from",
-    "--from-file", "--gid", "--gpus", "--group", "--header", "--home-dir", "--interval", "--literal", "--location",
-    "--machine-type", "--max-nodes", "--max-time", "--min-nodes", "--network", "--no-create-home",
-    "--no-install-recommends", "--now", "--privileged", "--retries", "--rm", "--show-error", "--silent",
-    "--start-period", "--stop-timeout", "--target", "--timeout", "--uid", "--user", "--user-group", "--worker",
+OTHERS_FLAGS = {  # docker's, kubectl's, prometheus', ray's, systemctl's, useradd's, ...
+    "--accelerator", "--address", "--autoscaling-config", "--cluster", "--command", "--config.file", "--device",
+    "--disable-usage-stats", "--enable-autoscaling", "--fail", "--from", "--from-file", "--gid", "--gpus", "--group",
+    "--head", "--header", "--home-dir", "--interval", "--literal", "--location", "--machine-type", "--max-nodes",
+    "--max-time", "--min-nodes", "--network", "--no-create-home", "--no-install-recommends", "--now", "--port-forward",
+    "--privileged", "--retries", "--rm", "--show-error", "--silent", "--start-period", "--stop-timeout", "--target",
+    "--timeout", "--tmux", "--uid", "--user", "--user-group", "--worker", "--yes",
 }  # fmt: skip
 ENDING = ABORT_SECONDS + CLOSING_TIMEOUT + LAST_STEP_SECONDS + 1 + SECONDS_TO_END + CLOSING_SECONDS
 """What a server may need to end after `shutdown_timeout`, if everything takes as long as it may."""

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -47,6 +48,26 @@ def core(others):
     return pid
 
 
+def all_below(pid):
+    """The processes that a process has started, that these have started, and so on."""
+    return [below for each in children(pid) for below in (each, *all_below(each))]
+
+
+def followers(pid):
+    """The processes that compute with the engine core `pid`."""
+    return [each for each in all_below(pid) if b"run_follower" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+def free_port_of_three():
+    """The first of three ports that nobody uses."""
+    return next(port for port in range(29511, 30000, 3) if all(is_free(each) for each in range(port, port + 3)))
+
+
+def is_free(port):
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) != 0
+
+
 async def live(llm, others):
     wanted = golden_of(NAME)["greedy"][:COUNT]
     assert await asyncio.gather(*(answer(llm, f"first {i}") for i in range(3))) == [wanted] * 3
@@ -56,7 +77,7 @@ async def live(llm, others):
     assert await answer(llm, "awake", logprobs=2) == wanted
     # One of them dies while a request is under way: that one ends with an error, and the next is answered.
     first = core(others)
-    [follower] = children(first)
+    [follower] = followers(first)
     os.kill(follower, signal.SIGSTOP)  # so that it is under way for certain
     under_way = asyncio.create_task(answer(llm, "doomed"))
     await asyncio.sleep(0.5)
@@ -67,15 +88,19 @@ async def live(llm, others):
         await asyncio.sleep(0.1)
     assert await answer(llm, "after") == wanted
     assert core(others) != first
-    return children(core(others))
+    return all_below(core(others))
 
 
 @pytest.mark.slow
-def test_two_processes_answer_as_one(tmp_path):
+@pytest.mark.parametrize("backend", ["mp", "ray"])
+def test_two_processes_answer_as_one(tmp_path, monkeypatch, backend):
     folder = write_checkpoint(NAME, tmp_path / "model")
-    config = EngineConfig.from_options(
-        model=folder, tensor_parallel_size=2, distributed_executor_backend="mp", **OPTIONS
-    )
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": backend}
+    if backend == "ray":  # two virtual devices for each of two processes
+        pytest.importorskip("ray", reason="the extra ray is not installed")
+        options |= {"tensor_parallel_size": 4, "nnodes": 2, "master_port": free_port_of_three()}
+        monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    config = EngineConfig.from_options(model=folder, **options, **OPTIONS)
     others = children(os.getpid())
     llm = AsyncLLM.from_config(config)
     try:
@@ -84,5 +109,6 @@ def test_two_processes_answer_as_one(tmp_path):
         llm.shutdown()
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in last):
-        assert time.monotonic() < deadline, "a process that followed was left behind"
+        left = [pid for pid in last if Path(f"/proc/{pid}").exists()]
+        assert time.monotonic() < deadline, f"processes {left} were left behind"
         time.sleep(0.05)

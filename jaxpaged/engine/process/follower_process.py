@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -28,6 +28,9 @@ from jaxpaged.errors import ConfigError, EngineDeadError
 from jaxpaged.executor.follower import Post, Resolve, follow
 from jaxpaged.executor.group import JOIN_SECONDS, Group, addresses_of
 from jaxpaged.messages import Progress
+
+if TYPE_CHECKING:
+    from jaxpaged.engine.process.ray_seats import Seats
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +52,15 @@ class FollowerStart(msgspec.Struct, array_like=True):
     given: dict[str, str] = {}
 
 
+def versions() -> dict[str, str]:
+    """Of what computes here, by name."""
+    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    return found | {"jaxpaged": __version__, "python": ".".join(platform.python_version_tuple()[:2])}
+
+
 def given_here(config: EngineConfig) -> dict[str, str]:
     """What must be the same in all processes, by name: versions, and the options."""
-    given = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    given |= {"jaxpaged": __version__, "python": ".".join(platform.python_version_tuple()[:2])}
-    return given | {name: repr(value) for name, value in config.options().items() if name not in OF_ONE_HOST}
+    return versions() | {name: repr(value) for name, value in config.options().items() if name not in OF_ONE_HOST}
 
 
 def shared_secret(parallel: ParallelConfig) -> bytes:
@@ -81,17 +88,25 @@ def free_port() -> int:
 
 def gather_group(config: EngineConfig, progress: Progress) -> Group:
     """The processes that `config` wants besides this one, which drives them, once all have joined. Those of this host
-    are started here. Raises ConfigError, and EngineDeadError when one does not arrive."""
+    are started here, and all of them where Ray is asked to. Raises ConfigError, and EngineDeadError when one
+    does not arrive."""
     parallel = config.parallel
-    across = parallel.nnodes > 1
+    across, seats = parallel.nnodes > 1, seats_of(parallel)
     host, port = (parallel.master_addr, parallel.master_port) if across else ("127.0.0.1", None)
-    secret = shared_secret(parallel) if across else secrets.token_bytes(32)
-    group = Group(parallel.num_processes, host, port and port + 1, secret, progress)
+    if seats is not None:
+        host = seats.address
+    secret = shared_secret(parallel) if across and seats is None else secrets.token_bytes(32)
+    release = (lambda: None) if seats is None else seats.release
+    group = Group(parallel.num_processes, host, port and port + 1, secret, progress, release=release)
     try:
         given = given_here(config)
-        for rank in () if across else group.ranks:
+        for rank in () if across and seats is None else group.ranks:
             lost = lambda words, rank=rank: group.fail(EngineDeadError(f"rank {rank}: {words}"))
-            FollowerChild(FollowerStart(rank, group.addresses, secret, *log_in_use(), given), lost)
+            start = FollowerStart(rank, group.addresses, secret, *log_in_use(), given)
+            if seats is None:
+                FollowerChild(start, lost)
+            else:
+                seats.start(start, lost)
         group.gather(given, JOIN_SECONDS)
         group.join(
             config.options(), f"{host}:{port or free_port()}", one_device=parallel.distributed_executor_backend == "mp"
@@ -100,6 +115,17 @@ def gather_group(config: EngineConfig, progress: Progress) -> Group:
         group.close()
         raise
     return group
+
+
+def seats_of(parallel: ParallelConfig) -> "Seats | None":
+    """What Ray has reserved for the processes of an engine, if it is to place them."""
+    if parallel.distributed_executor_backend != "ray":
+        return None
+    from jaxpaged.engine.process.ray_seats import opened_ray, reserved_seats  # they start what is defined here
+
+    seats = reserved_seats(parallel, opened_ray())
+    seats.take_own()
+    return seats
 
 
 def follow_other_host(config: EngineConfig) -> None:
