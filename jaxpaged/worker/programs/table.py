@@ -9,8 +9,10 @@ for it or looks again later.
 only intended.
 """
 
+import ctypes
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -277,6 +279,16 @@ class Programs:
                 self._changed.notify_all()
             logger.debug("%s of size %d is ready after %.2f s", key.kind, key.size, time.monotonic() - begin)
             self.progress("programs", num_ready, self.num_wanted)
+        if not self._num_workers:
+            return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Give the system back what compiling has allocated and freed, which glibc keeps for later: more than a quarter of
+    the process after the embedded model's start (937 MiB, then 674). It takes some 50 ms, without the interpreter lock.
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 def enable_compilation_cache(folder: str | None) -> None:

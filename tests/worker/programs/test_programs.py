@@ -1,6 +1,9 @@
 """The table of programs, with builders that need no model."""
 
+import sys
 import threading
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -222,6 +225,27 @@ def test_a_program_that_somebody_waits_for_goes_to_the_front_and_its_failure_is_
     assert programs.prepare(keys[3])
     with pytest.raises(ValueError, match="no such operation"):
         programs.prepare(keys[2])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_compiling_has_freed_goes_back_to_the_system():
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    key, kept, seen = ProgramKey("forward", 8), [], []
+
+    class Dear:
+        def compile(self):
+            pieces = [bytes(2000) for _ in range(40_000)]
+            kept.append(pieces[-1])  # behind all that is freed, so that glibc cannot shorten its heap by itself
+            seen.append(resident())
+            return "program"
+
+    programs = Programs({key: Dear}, num_threads=1)
+    programs.start()
+    programs.wait_all()
+    deadline = time.monotonic() + 30
+    while (least := resident()) > seen[0] - 40e6 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert least < seen[0] - 40e6, "80 MB were freed"
 
 
 def test_the_counter_sees_a_compilation_by_anyone():
