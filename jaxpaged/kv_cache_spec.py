@@ -11,7 +11,7 @@ This module knows neither arrays nor devices.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Protocol
 
@@ -23,8 +23,8 @@ class CacheSpec(Protocol):
 
     `kind` is vLLM's word for it, which KV events carry. `num_read_blocks`: how many blocks before a block border a
     query behind it reads; None means all of them. `block_bytes` and `row_bytes` count all devices together:
-    `row_bytes` is what a layer keeps for each request besides its blocks. `storage` is equal for layers that can
-    share a KV tensor.
+    `row_bytes` is what a layer keeps for each request besides its blocks. `device_slots`: tokens of a block that lie on
+    one device. `storage` is equal for layers that can share a KV tensor.
     """
 
     block_size: int
@@ -33,6 +33,7 @@ class CacheSpec(Protocol):
     block_bytes: int
     row_bytes: int
     is_split: bool
+    device_slots: int
     storage: "CacheSpec"
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
@@ -49,7 +50,8 @@ class AttentionSpec:
     `window` counts the tokens that a query sees, itself included; None means all of them. `chunk`, a multiple of
     `block_size`: a query at position p sees those from p - p % chunk on.
     `dtype_bytes` is the size of one cached number, `stored_dim` how many of them a kernel's layout keeps for a head
-    of `head_dim`; the same if None.
+    of `head_dim`; the same if None. `context_shards`: devices that have the same head, and different tokens of each
+    block; what others read of it is whole, so pages of a cache do not tell.
     """
 
     row_bytes: ClassVar[int] = 0
@@ -62,6 +64,11 @@ class AttentionSpec:
     window: int | None = None
     stored_dim: int | None = None
     chunk: int | None = None
+    context_shards: int = field(default=1, repr=False)
+
+    @property
+    def device_slots(self) -> int:
+        return self.block_size // self.context_shards
 
     @property
     def kind(self) -> str:
@@ -104,7 +111,7 @@ class AttentionSpec:
 @dataclass(frozen=True)
 class LatentSpec:
     """One vector of `width` numbers for every token, which all heads share (MLA: a latent and a rope key). Devices
-    that split the heads have each the whole of it.
+    that split the heads have each the whole of it, or `context_shards` of them different tokens of each block.
 
     `latent_dim`: the first numbers, which are values too, where attention reads these vectors; None: it does not.
     `stored_width`: how many numbers a kernel's layout keeps of them; `width` if None.
@@ -122,10 +129,16 @@ class LatentSpec:
     dtype_bytes: int
     latent_dim: int | None = None
     stored_width: int | None = None
+    context_shards: int = field(default=1, repr=False)
+
+    @property
+    def device_slots(self) -> int:
+        return self.block_size // self.context_shards
 
     @property
     def block_bytes(self) -> int:
-        return self.block_size * (self.stored_width or self.width) * self.dtype_bytes
+        """Of one device, as each has its own."""
+        return self.device_slots * (self.stored_width or self.width) * self.dtype_bytes
 
     @property
     def storage(self) -> "LatentSpec":
@@ -176,6 +189,10 @@ class StateSpec:
     arrays: tuple[StateArray, ...]
     num_records: int
     record_bytes: int
+
+    @property
+    def device_slots(self) -> int:
+        return self.block_size
 
     @property
     def block_bytes(self) -> int:
@@ -253,6 +270,11 @@ class KVCacheConfig:
     def block_sizes(self) -> list[int]:
         """Tokens of a block of each group."""
         return [group.spec.block_size for group in self.groups]
+
+    @property
+    def device_slots(self) -> list[int]:
+        """Of these, those that lie on one device."""
+        return [group.spec.device_slots for group in self.groups]
 
     @property
     def tensors(self) -> list[tuple[CacheSpec, int]]:

@@ -52,10 +52,24 @@ def resolved_model(given: ModelConfig, facts: ModelFacts) -> ModelConfig:
     )
 
 
-def resolved_cache(given: CacheConfig, model: ModelConfig, platform: str) -> CacheConfig:
+def resolved_cache(
+    given: CacheConfig, model: ModelConfig, parallel: ParallelConfig, platform: str
+) -> CacheConfig:  # fmt: skip
+    """Blocks and their type. Raises ConfigError where a context cannot be split over devices as was asked."""
+    shards, size = parallel.decode_context_parallel_size, parallel.tensor_parallel_size
+    if size % shards:
+        raise ConfigError(
+            f"decode_context_parallel_size {shards} does not divide tensor_parallel_size {size}: it says how many of "
+            f"these devices hold a context together. Choose one of {divisors(size)}."
+        )
+    if given.block_size is not None and given.block_size % shards:
+        raise ConfigError(
+            f"block_size is {given.block_size}, but each block lies on decode_context_parallel_size = {shards} devices "
+            "in equal parts. Choose a multiple."
+        )
     return dataclasses.replace(
         given,
-        block_size=given.block_size or defaults_of(platform)[0],
+        block_size=given.block_size or defaults_of(platform)[0] * shards,
         kv_cache_dtype=model.dtype if given.kv_cache_dtype == "auto" else given.kv_cache_dtype,
     )
 

@@ -74,7 +74,10 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int | None = option(None, "tokens per KV block; what the device's kernel likes by default", minimum=1)
+    block_size: int | None = option(
+        None, "tokens per KV block, on all devices that hold a context together; what the device's kernel likes by "
+        "default", minimum=1,
+    )  # fmt: skip
     kv_cache_dtype: str = option(
         "auto",
         "type of cached keys and values; 'auto' is the model's",
@@ -148,6 +151,11 @@ class ParallelConfig:
     """How many devices share the work: those of one engine core, and several cores behind one server."""
 
     tensor_parallel_size: int = option(1, "devices over which heads and feed-forward are split", minimum=1)
+    decode_context_parallel_size: int = option(
+        1, "of these devices, so many that would have the same keys and values hold different tokens of each context: "
+        "the KV cache holds so many times as many tokens. Divides the copies that there are of each key-value head. "
+        "Guide: distributed/README.md", minimum=1,
+    )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "of a model with experts, each of these devices has whole experts instead of a part of every expert"
     )

@@ -1,10 +1,14 @@
 """Attention in a model: the one `shard_map` around an attention kernel, and how its KV cache is sharded.
 
-Heads are split over the mesh axes `MODEL_AXES`; metadata is the same on every device. This module knows neither
+Heads are split over all devices; metadata is the same on every device. Where fewer key-value heads are than devices,
+those with the same one may hold different tokens of each block (`context_parallel.py`): the cache is then split by
+slot, too, and what a kernel makes of the metadata is each device's own. This module knows neither
 models nor steps; kernels (`pallas_kernels`) know nothing of meshes.
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -12,7 +16,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpaged.params.sharding import MODEL_AXES, num_model_shards
+from jaxpaged.layers.context_parallel import heads_of_group, merged, share_here
+from jaxpaged.params.sharding import CONTEXT_AXES, CONTEXT_AXIS, GROUP_AXIS, MODEL_AXES, context_mesh, num_model_shards
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention import AttentionMetadata, KVTensor
 
@@ -25,10 +30,24 @@ HIDING_QUERY, HIDING_KEY = 64.0, -30_000.0
 
 @dataclasses.dataclass(frozen=True)
 class AttentionContext:
-    """Where attention runs and which kernel runs it; hashable, so it can be a static argument."""
+    """Where attention runs and which kernel runs it; hashable, so it can be a static argument.
+
+    `context_shards`: devices that have the same key-value head, or latents, and different tokens of each context.
+    """
 
     mesh: Mesh
     backend: str
+    context_shards: int = 1
+
+    @cached_property
+    def cache_mesh(self) -> Mesh:
+        """The devices, by how the cache lies on them."""
+        return self.mesh if self.context_shards == 1 else context_mesh(self.mesh, self.context_shards)
+
+    @property
+    def by_head(self) -> tuple[str, ...]:
+        """The axes of `cache_mesh` over which query heads are split."""
+        return MODEL_AXES if self.context_shards == 1 else CONTEXT_AXES
 
 
 @struct.dataclass
@@ -41,6 +60,39 @@ class AttentionBatch:
     metadata: AttentionMetadata
     context: AttentionContext = struct.field(pytree_node=False)
     window: int | None = struct.field(pytree_node=False)
+
+
+def step_metadata(
+    context: AttentionContext, *where: jax.Array, block_size: int, window: int | None, **settings: Any
+) -> AttentionMetadata:
+    """`make_metadata` of a step; `block_size` counts slots of a device. A plan for a device's part of contexts has an
+    axis in front, which is split over the devices of a group."""
+    settings |= {"block_size": block_size, "window": window, "backend": context.backend}
+    if context.context_shards == 1:
+        return rpa.make_metadata(*where, **settings)
+
+    def of_device(*where: jax.Array) -> AttentionMetadata:
+        metadata = rpa.make_metadata(*where, **settings, share=share_here(context.context_shards, block_size))
+        return dataclasses.replace(metadata, plan=jax.tree.map(lambda x: x[None], metadata.plan))
+
+    whole, decodes_only = PartitionSpec(), settings.get("decodes_only", False)
+    out_specs = metadata_specs(AttentionMetadata(*[whole] * 5, decodes_only=decodes_only), context)
+    return on_devices(context, of_device, (whole,) * len(where), out_specs)(*where)
+
+
+def metadata_specs(metadata: AttentionMetadata, context: AttentionContext) -> AttentionMetadata:
+    """How metadata lies on the devices."""
+    whole = PartitionSpec()
+    plan = whole if context.context_shards == 1 else PartitionSpec(CONTEXT_AXIS)
+    return AttentionMetadata(*[whole] * 4, plan=plan, decodes_only=metadata.decodes_only)
+
+
+def on_devices(context: AttentionContext, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    """`function` on every device's part, by the axes of `cache_mesh`."""
+    # The kernels' loops start from constants, which vary over no axis.
+    return jax.shard_map(
+        function, mesh=context.cache_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )  # fmt: skip
 
 
 def attend(
@@ -71,20 +123,20 @@ def attend(
         q_TNH, k_TKH, v_TKH = hide(q_TNH, k_TKH, v_TKH, hidden_T)
     check_heads(context.mesh, q_TNH.shape[1], k_TKH.shape[1])
 
-    def attend_heads(q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N):
-        return rpa.ragged_paged_attention(
-            q_TNH, k_TKH, v_TKH, kv, metadata,
-            scale=scale, window=batch.window, soft_cap=soft_cap, sinks_N=sinks_N, backend=context.backend,
-        )  # fmt: skip
+    settings = {"scale": scale, "window": batch.window, "soft_cap": soft_cap, "backend": context.backend}
 
-    heads, cache = PartitionSpec(None, MODEL_AXES, None), kv_spec(context.backend)
-    sharded = jax.shard_map(
-        attend_heads,
-        mesh=context.mesh,
-        in_specs=(heads, heads, heads, cache, PartitionSpec(), PartitionSpec(MODEL_AXES)),
-        out_specs=(heads, cache),
-        check_vma=False,  # the kernel's loops start from constants, which vary over no axis
-    )
+    def attend_heads(q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N):
+        if context.context_shards == 1:
+            return rpa.ragged_paged_attention(q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N=sinks_N, **settings)
+        metadata = dataclasses.replace(metadata, plan=jax.tree.map(lambda x: x[0], metadata.plan))
+        parts, kv = rpa.ragged_paged_attention(
+            heads_of_group(q_TNH), k_TKH, v_TKH, kv, metadata, undivided=True, **settings
+        )  # fmt: skip
+        return merged(parts, sinks_N, q_TNH.dtype), kv
+
+    heads, cache = PartitionSpec(None, context.by_head, None), kv_spec(context)
+    in_specs = (heads, heads, heads, cache, metadata_specs(batch.metadata, context), PartitionSpec(context.by_head))
+    sharded = on_devices(context, attend_heads, in_specs, (heads, cache))
     out_TNH, kv = sharded(q_TNH, k_TKH, v_TKH, kv, batch.metadata, sinks_N)
     return out_TNH[..., :head_dim], kv
 
@@ -124,23 +176,34 @@ def check_attention(
     dtype: Any,
     kv_dtype: Any,
 ) -> None:
-    """Raise ValueError unless the mesh splits the heads and the kernel takes what each device gets."""
-    check_heads(context.mesh, num_heads, num_kv_heads)
-    devices = num_model_shards(context.mesh)
+    """Raise ValueError unless the mesh splits the heads and the kernel takes what each device gets. `num_kv_heads` and
+    `block_size`: heads of all groups of devices that hold a context together, and slots of one device."""
+    shards = context.context_shards
+    check_heads(context.mesh, num_heads, num_kv_heads * shards)
+    if shards > 1 and not rpa.knows_shares(context.backend):
+        raise ValueError(
+            f"attention backend {context.backend!r} does not say what it left undivided, so its results over parts of "
+            f"a context cannot be merged, but decode_context_parallel_size is {shards}. Use 'reference', or 1."
+        )
+    groups = num_model_shards(context.mesh) // shards
     rpa.check(
-        context.backend, num_heads=num_heads // devices, num_kv_heads=num_kv_heads // devices, head_dim=head_dim,
+        context.backend, num_heads=num_heads // groups, num_kv_heads=num_kv_heads // groups, head_dim=head_dim,
         block_size=block_size, q_dtype=dtype, kv_dtype=kv_dtype,
     )  # fmt: skip
 
 
-def kv_spec(backend: str) -> PartitionSpec:
-    """How each array of a layer's cache is split: by kv head."""
-    return PartitionSpec(*[None] * rpa.kv_heads_axis(backend), MODEL_AXES)
+def kv_spec(context: AttentionContext) -> PartitionSpec:
+    """How each array of a layer's cache is split: by kv head, and by slot if devices hold parts of contexts."""
+    layout = rpa.kv_layout(context.backend)
+    if context.context_shards == 1:
+        return PartitionSpec(*[None] * layout.heads_axis, MODEL_AXES)
+    axes: dict[int, str] = {layout.heads_axis: GROUP_AXIS, layout.slots_axis: CONTEXT_AXIS}
+    return PartitionSpec(*[axes.get(axis) for axis in range(max(axes) + 1)])
 
 
-def kv_sharding(mesh: Mesh, backend: str) -> KVTensor:
+def kv_sharding(context: AttentionContext) -> KVTensor:
     """A `NamedSharding` for every array of a layer's cache, in the cache's own tree."""
-    return KVTensor((NamedSharding(mesh, kv_spec(backend)),) * rpa.num_kv_arrays(backend))
+    return KVTensor((NamedSharding(context.cache_mesh, kv_spec(context)),) * rpa.num_kv_arrays(context.backend))
 
 
 def allocate_kv(
@@ -149,7 +212,7 @@ def allocate_kv(
     """An empty cache of one layer, made in place on the devices that hold it."""
     zeros = jax.jit(
         lambda: rpa.kv_zeros(num_blocks, block_size, num_kv_heads, head_dim, dtype, context.backend),
-        out_shardings=kv_sharding(context.mesh, context.backend),
+        out_shardings=kv_sharding(context),
     )
     return zeros()
 
@@ -159,5 +222,5 @@ def kv_struct(
 ) -> KVTensor:
     """What `allocate_kv` would return, as shapes with shardings: for compiling ahead of time."""
     shape = rpa.kv_shape(num_blocks, block_size, num_kv_heads, head_dim, context.backend)
-    shardings = kv_sharding(context.mesh, context.backend)
+    shardings = kv_sharding(context)
     return jax.tree.map(lambda sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), shardings)

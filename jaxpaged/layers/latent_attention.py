@@ -1,7 +1,8 @@
 """Attention over latents in a model (MLA): the one `shard_map` around its kernel, and how its cache lies.
 
-Query heads are split over the mesh axes `MODEL_AXES`; latents and their cache are whole on every device, each of which
-writes the same. Which kernel runs follows from the attention backend of the engine. Knows neither models nor steps.
+Query heads are split over all devices; latents and their cache are whole on every device, each of which writes the
+same, unless a group of devices holds different tokens of each block (`context_parallel.py`). Which kernel runs follows
+from the attention backend of the engine. Knows neither models nor steps.
 
 Letters: B blocks, S slots of a block, C numbers of a latent, P numbers of a rope key, W of a slot.
 """
@@ -12,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpaged.layers.attention import AttentionBatch, AttentionContext
-from jaxpaged.params.sharding import MODEL_AXES, num_model_shards
+from jaxpaged.layers.attention import AttentionBatch, AttentionContext, on_devices
+from jaxpaged.layers.context_parallel import heads_of_group, merged, share_here
+from jaxpaged.params.sharding import CONTEXT_AXIS, num_model_shards
 from pallas_kernels import mla_paged_attention as mla
 
 KERNELS = {
@@ -49,7 +51,15 @@ def attend_latents(
     kernel, num_tokens = KERNELS[context.backend], len(q_TNC)
 
     def attend_heads(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where):
-        places = mla.make_metadata(*where, num_tokens=num_tokens, block_size=cache_BSW.shape[1])
+        block_size = cache_BSW.shape[1]
+        share = share_here(context.context_shards, block_size)
+        places = mla.make_metadata(*where, num_tokens=num_tokens, block_size=block_size, share=share)
+        if share is not None:
+            parts, cache_BSW = mla.mla_paged_attention(
+                heads_of_group(q_TNC), heads_of_group(q_rope_TNP), latent_TC, rope_TP, cache_BSW, places,
+                scale=scale, backend=kernel, undivided=True,
+            )  # fmt: skip
+            return merged(parts, None, q_TNC.dtype), cache_BSW
         num_heads = q_TNC.shape[1]
         filled = ((0, 0), (0, heads_in_kernel(kernel, num_heads) - num_heads), (0, 0))
         out_TNC, cache_BSW = mla.mla_paged_attention(
@@ -58,16 +68,16 @@ def attend_latents(
         )  # fmt: skip
         return out_TNC[:, :num_heads], cache_BSW
 
-    heads, whole = PartitionSpec(None, MODEL_AXES, None), PartitionSpec()
+    heads, whole, cache = PartitionSpec(None, context.by_head, None), PartitionSpec(), latents_spec(context)
     where = metadata.query_start_loc_R1, metadata.seq_lens_R, metadata.block_tables_RM
-    sharded = jax.shard_map(
-        attend_heads,
-        mesh=context.mesh,
-        in_specs=(heads, heads, *[whole] * (3 + len(where))),
-        out_specs=(heads, whole),
-        check_vma=False,  # the kernel's loops start from constants, which vary over no axis
-    )
+    in_specs = (heads, heads, whole, whole, cache, *[whole] * len(where))
+    sharded = on_devices(context, attend_heads, in_specs, (heads, cache))
     return sharded(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where)
+
+
+def latents_spec(context: AttentionContext) -> PartitionSpec:
+    """How the cache of a layer lies on the devices."""
+    return PartitionSpec() if context.context_shards == 1 else PartitionSpec(None, CONTEXT_AXIS)
 
 
 def heads_in_kernel(kernel: str, num_heads: int) -> int:
@@ -99,6 +109,13 @@ def check_latent_attention(
     if backend not in KERNELS:
         raise ValueError(f"attention backend {backend!r} has no kernel for latents. Use {', '.join(KERNELS)}.")
     kernel = KERNELS[backend]
+    if context.context_shards > 1 and kernel != "reference":
+        raise ValueError(
+            f"attention backend {backend!r} does not say what it left undivided, so its results over parts of a "
+            f"context cannot be merged, but decode_context_parallel_size is {context.context_shards}. Use 'reference', "
+            "or 1."
+        )
+    devices //= context.context_shards
     heads = heads_in_kernel(kernel, num_heads // devices)
     operands = (
         jax.ShapeDtypeStruct((1, heads, latent_dim), dtype),

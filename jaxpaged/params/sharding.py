@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.params.quantized import QuantizedArray, scales_spec
@@ -18,6 +18,9 @@ from jaxpaged.params.spec import Spec
 EXPERT_AXIS, TENSOR_AXIS = MODEL_AXES = ("expert", "tensor")
 """The axes of the mesh: whole experts are spread over the first, and the columns of each are split over the second.
 Heads, other feed-forward blocks and vocabularies are split over both as if they were one."""
+
+GROUP_AXIS, CONTEXT_AXIS = CONTEXT_AXES = ("group", "context")
+"""The axes of the same devices where a context is split (`context_mesh`)."""
 
 MESH_AXES_OF = dict.fromkeys("NKFOVX", MODEL_AXES) | {"e": EXPERT_AXIS, "Q": TENSOR_AXIS}
 """Letter -> mesh axes. Letters that are not here are whole on every device."""
@@ -43,6 +46,17 @@ def sharding_of(spec: Spec, mesh: Mesh) -> NamedSharding:
 def num_model_shards(mesh: Mesh) -> int:
     """Over how many devices heads, feed-forward and vocabulary are split."""
     return math.prod(mesh.shape[axis] for axis in MODEL_AXES)
+
+
+def context_mesh(mesh: Mesh | AbstractMesh, context_shards: int) -> Mesh | AbstractMesh:
+    """The devices of `mesh`, in its order, as groups of `context_shards` over which the tokens of a context are split.
+
+    It is a view of its own, since a group are neighbours on the expert axis or on the tensor axis, whichever has all.
+    """
+    shape, types = (mesh.size // context_shards, context_shards), (AxisType.Auto,) * len(CONTEXT_AXES)
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(shape, CONTEXT_AXES, axis_types=types, abstract_device=mesh.abstract_device)
+    return Mesh(mesh.devices.reshape(shape), CONTEXT_AXES, axis_types=types)
 
 
 def sizes_on(mesh: Mesh, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -27,7 +27,7 @@ from jaxpaged.kv_cache_spec import (
     pool_layouts,
 )
 from jaxpaged.layers.attention import AttentionContext, check_attention, kv_struct
-from jaxpaged.layers.latent_attention import check_latent_attention, stored_width
+from jaxpaged.layers.latent_attention import check_latent_attention, latents_spec, stored_width
 from jaxpaged.params.sharding import MODEL_AXES
 from pallas_kernels.ragged_paged_attention import kv_layout
 
@@ -134,9 +134,9 @@ def as_stored(spec: CacheSpec, backend: str) -> CacheSpec:
 def check_heads_of(context: AttentionContext, num_heads: int, spec: CacheSpec, dtype: Any, kv_dtype: Any) -> None:
     """Raise ValueError unless the kernel takes the query heads of a layer that attends to such a cache."""
     if isinstance(spec, AttentionSpec):
-        check_attention(context, num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, dtype, kv_dtype)
+        check_attention(context, num_heads, spec.num_kv_heads, spec.head_dim, spec.device_slots, dtype, kv_dtype)
     elif isinstance(spec, LatentSpec) and spec.latent_dim is not None:
-        check_latent_attention(context, num_heads, spec.latent_dim, spec.width, spec.block_size, dtype, kv_dtype)
+        check_latent_attention(context, num_heads, spec.latent_dim, spec.width, spec.device_slots, dtype, kv_dtype)
 
 
 def tensor_struct(context: AttentionContext, spec: CacheSpec, num_blocks: int, dtype: Any) -> Any:
@@ -146,9 +146,9 @@ def tensor_struct(context: AttentionContext, spec: CacheSpec, num_blocks: int, d
     if isinstance(spec, StateSpec):
         split = NamedSharding(context.mesh, PartitionSpec(None, MODEL_AXES))
         return [jax.ShapeDtypeStruct((num_blocks, *each.shape), each.dtype, sharding=split) for each in spec.arrays]
-    whole = NamedSharding(context.mesh, PartitionSpec())
+    place = NamedSharding(context.cache_mesh, latents_spec(context))
     width = spec.stored_width or spec.width
-    return jax.ShapeDtypeStruct((num_blocks, spec.block_size, width), dtype, sharding=whole)
+    return jax.ShapeDtypeStruct((num_blocks, spec.block_size, width), dtype, sharding=place)
 
 
 EXPLICIT = ("num_gpu_blocks_override", "kv_cache_memory_bytes")

@@ -171,11 +171,12 @@ class Worker:
         )  # fmt: skip
 
     def _make_runner(self) -> ModelRunner:
-        programs, sizes = self.step_programs, self.kv_cache_config.block_sizes
+        programs, cache = self.step_programs, self.kv_cache_config
         # Layouts for few tokens have none; the units of the others are the same.
         works = max((layout.shared_work for layout in programs.layouts.values()), key=len)
-        shared = [SharedBlocks(size, work.unit) for size, work in zip(sizes, works)]
-        rows = RequestRows(self.config.scheduler.max_num_seqs, len(sizes), shared)
+        sizes = zip(cache.block_sizes, cache.device_slots)
+        shared = [SharedBlocks(size, work.unit // slots * size) for (size, slots), work in zip(sizes, works)]
+        rows = RequestRows(self.config.scheduler.max_num_seqs, len(cache.groups), shared)
         finishers: tuple[Finisher, ...] = (PoolFinisher(),)
         drafter: Drafter | None = None
         if not self.pools:
@@ -322,18 +323,21 @@ def log_start(blueprint: Blueprint, kv_cache: KVCacheConfig, seconds: float) -> 
     devices = blueprint.mesh.devices.flatten().tolist()
     concurrency = kv_cache.concurrency(demand.max_model_len, demand.max_num_batched_tokens)
     kv_bytes = kv_cache.num_bytes(blueprint.num_shards)
+    shards = blueprint.config.parallel.decode_context_parallel_size
+    split = f", each context over {shards} devices" if shards > 1 else ""
     dtype = f"{model.dtype}, weights in {model.quantization}" if model.quantization else model.dtype
     kv_tokens = int(concurrency * demand.max_model_len)
     logger.info(
         "%s on %d x %s (%s), %s: weights of %.1f MiB a device in %.1f s, KV cache of %.1f MiB a device in %s for %d "
-        "tokens, which is %.1f requests of %d tokens at a time",
+        "tokens, which is %.1f requests of %d tokens at a time%s",
         model.model, len(devices), devices[0].device_kind, devices[0].platform, dtype, blueprint.weight_bytes / 2**20,
-        seconds, kv_bytes / 2**20, cache.kv_cache_dtype, kv_tokens, concurrency, demand.max_model_len,
+        seconds, kv_bytes / 2**20, cache.kv_cache_dtype, kv_tokens, concurrency, demand.max_model_len, split,
         extra={
             "model": model.model, "num_devices": len(devices), "device_kind": devices[0].device_kind,
             "platform": devices[0].platform, "dtype": model.dtype, "quantization": model.quantization,
             "weight_bytes": blueprint.weight_bytes, "weight_seconds": round(seconds, 3), "kv_cache_bytes": kv_bytes,
             "kv_cache_dtype": cache.kv_cache_dtype, "kv_cache_tokens": kv_tokens,
+            "decode_context_parallel_size": shards,
             "max_model_len": demand.max_model_len, "max_concurrency": round(concurrency, 2),
         },
     )  # fmt: skip

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backends as choosing
+from pallas_kernels.context_share import ContextShare
 from pallas_kernels.shapes import ceil_div
 from pallas_kernels.token_places import token_places
 
@@ -34,7 +35,8 @@ class MlaMetadata:
     """Which tokens of one step belong to which request, and where those cached theirs; int32 throughout.
 
     The first three are as given to `make_metadata`. row_T, position_T: each token's row and its place in the context,
-    -1 for padding tokens. block_T, slot_T: where it is cached, nowhere for padding tokens.
+    or among the slots that are held of it; -1 for padding tokens, and where none is. block_T, slot_T: where it is
+    cached, nowhere for padding tokens, and where others hold it.
     """
 
     query_start_loc_R1: jax.Array
@@ -72,20 +74,26 @@ def make_metadata(
     *,
     num_tokens: int,
     block_size: int,
+    share: ContextShare | None = None,
 ) -> MlaMetadata:
     """Metadata of one step for all layers; can be traced.
 
     query_start_loc_R1: tokens of row r are [start[r], start[r + 1]). seq_lens_R: context length with this step's
-    tokens. block_tables_RM: ids beyond the context may be anything. `num_tokens` is T, padding included.
+    tokens. block_tables_RM: ids beyond the context may be anything. `num_tokens` is T, padding included. `share`: the
+    part of every context that lies here, with `block_size` slots of a block, where others hold the rest.
     """
     query_start_loc_R1, seq_lens_R, tables_RM = (
         jnp.asarray(x, jnp.int32) for x in (query_start_loc_R1, seq_lens_R, block_tables_RM)
     )
     row_T, position_T, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
     row_T, position_T = row_T.astype(jnp.int32), jnp.where(real_T, position_T, -1)
-    block_T = tables_RM.at[row_T, position_T // block_size].get(mode="clip")
-    slot_T = position_T % block_size
-    block_T = jnp.where(real_T, block_T, _NOWHERE)
+    index_T, slot_T, held_T = position_T // block_size, position_T % block_size, real_T
+    if share is not None:
+        assert share.slots == block_size, (share, block_size)
+        index_T, slot_T, is_mine_T = share.place(position_T)
+        held_T, position_T = held_T & is_mine_T, share.num_held(position_T + 1) - 1
+    block_T = tables_RM.at[row_T, index_T].get(mode="clip")
+    block_T = jnp.where(held_T, block_T, _NOWHERE)
     return MlaMetadata(query_start_loc_R1, seq_lens_R, tables_RM, row_T, position_T, block_T, slot_T)
 
 
@@ -100,6 +108,7 @@ def mla_paged_attention(
     scale: float,
     backend: str,
     interpret: Any = False,
+    undivided: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Write this step's latents and rope keys into the cache, then attend causally over it.
 
@@ -107,15 +116,19 @@ def mla_paged_attention(
     `scale * (q . latent + q_rope . rope)`; values are the latents.
 
     Returns out_TNC in q's type, zeros for padding tokens, and the cache with the new tokens; donate it. Padding tokens
-    write nowhere. `interpret` is handed to Pallas. Raises ValueError for operands that do not fit each other, or that
-    the backend cannot take.
+    write nowhere. `undivided`, of the reference only: in place of out_TNC a float32 array [T, N, C + 2], weighted
+    latents, the sum of weights and what was subtracted from scores, to be merged with other parts of the same contexts.
+    `interpret` is handed to Pallas. Raises ValueError for operands that do not fit each other, or that the backend
+    cannot take.
     """
     _check(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, backend)
     module = choosing.require(_OP, _BACKENDS, backend, q_TNC, q_rope_TNP, cache_BSW)
     padding = cache_BSW.shape[2] - latent_TC.shape[1] - rope_TP.shape[1]
     new_TW = jnp.pad(jnp.concatenate([latent_TC, rope_TP], axis=1), ((0, 0), (0, padding)))
     cache_BSW = cache_BSW.at[metadata.block_T, metadata.slot_T].set(new_TW.astype(cache_BSW.dtype), mode="drop")
-    return module.attend(q_TNC, q_rope_TNP, cache_BSW, metadata, scale=scale, interpret=interpret), cache_BSW
+    parts = {"undivided": True} if undivided else {}
+    assert not undivided or backend == "reference", f"{backend!r} divides"
+    return module.attend(q_TNC, q_rope_TNP, cache_BSW, metadata, scale=scale, interpret=interpret, **parts), cache_BSW
 
 
 def _check(q_TNC: Any, q_rope_TNP: Any, latent_TC: Any, rope_TP: Any, cache_BSW: Any, backend: str) -> None:

@@ -29,9 +29,11 @@ def cannot_take(*operands: Any) -> str | None:
 
 
 def attend(
-    q_TNC: jax.Array, q_rope_TNP: jax.Array, cache_BSW: jax.Array, metadata: Any, *, scale: float, interpret: Any
-) -> jax.Array:
-    """out_TNC over a cache that holds this step's tokens already; there is nothing to interpret."""
+    q_TNC: jax.Array, q_rope_TNP: jax.Array, cache_BSW: jax.Array, metadata: Any, *, scale: float, interpret: Any,
+    undivided: bool = False,
+) -> jax.Array:  # fmt: skip
+    """out_TNC over a cache that holds this step's tokens already; there is nothing to interpret. `undivided`: weighted
+    latents, the sum of weights and what was subtracted from scores, in one array [T, N, C + 2]."""
     (T, N, C), width = q_TNC.shape, q_TNC.shape[2] + q_rope_TNP.shape[2]
     q_TNW = jnp.concatenate([q_TNC, q_rope_TNP], axis=2).astype(cache_BSW.dtype)
 
@@ -47,11 +49,14 @@ def attend(
 
         num_chunks = ceil_div(metadata.position_T[token] + 1, chunk_slots(cache_BSW))
         nothing = jnp.full(N, LOWEST), jnp.zeros(N), jnp.zeros((N, C))
-        _, total_N, out_NC = lax.fori_loop(0, num_chunks, add_chunk, nothing)
+        top_N, total_N, out_NC = lax.fori_loop(0, num_chunks, add_chunk, nothing)
+        if undivided:
+            return out_TNC.at[token].set(jnp.concatenate([out_NC, total_N[:, None], top_N[:, None]], axis=1))
         out_NC /= jnp.where(total_N == 0, 1, total_N)[:, None]
         return out_TNC.at[token].set(out_NC.astype(out_TNC.dtype))
 
-    return lax.fori_loop(0, T, attend_token, jnp.zeros_like(q_TNC))
+    out_TNC = jnp.zeros((T, N, C + 2), jnp.float32) if undivided else jnp.zeros_like(q_TNC)
+    return lax.fori_loop(0, T, attend_token, out_TNC)
 
 
 def chunk_slots(cache_BSW: jax.Array) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.context_share import ContextShare
 from pallas_kernels.ragged_paged_attention import cpu, invariant, quantized, reference
 from pallas_kernels.ragged_paged_attention.chunks import rows_of_chunks
 from pallas_kernels.ragged_paged_attention.deferred import DeferredTpuBackend
@@ -33,6 +34,10 @@ _BACKENDS = {
     "gpu-interpret": GpuBackend(interpret=True),
     "gpu-triton-interpret": GpuBackend(interpret=True, is_pallas=False),
 }
+
+
+_KNOW_SHARES = ("cpu", "reference")
+"""Backends that attend to a part of a context, and say what was left undivided."""
 
 
 @jax.tree_util.register_dataclass
@@ -109,6 +114,11 @@ def shared_work(backend: str, num_tokens: int, block_size: int) -> SharedWork | 
     return _module(backend).shared_work(num_tokens, block_size)
 
 
+def knows_shares(backend: str) -> bool:
+    """Whether `backend` takes a `share` of contexts in `make_metadata`, and gives `undivided` results."""
+    return backend in _KNOW_SHARES
+
+
 def num_kv_arrays(backend: str) -> int:
     """How many arrays a `KVTensor` of this backend holds."""
     return kv_layout(backend).num_arrays
@@ -181,13 +191,15 @@ def make_metadata(
     decodes_only: bool = False,
     shared_6R: jax.Array | None = None,
     chunk: int | None = None,
+    share: ContextShare | None = None,
 ) -> AttentionMetadata:
     """Metadata of one step for the layers that share `block_tables_RM` and `window`; can be traced.
 
     `num_tokens` is T, the padded number of tokens of the step. `shared_6R`: what `sharing.fill_spans` found, for a
     backend that has a `shared_work`. `chunk`, a multiple of `block_size` in place of a window: a query at position p
     sees the positions [p - p % chunk, p]. Rows are then chunks of rows (`chunks.py`), each of which is read by itself.
-    See `AttentionMetadata` for the others.
+    `share`: the part of every context that lies here, where others hold the rest; there is no window then, and
+    `block_size` and spans count slots that are held. See `AttentionMetadata` for the others.
     """
     assert query_start_loc_R1.shape == (seq_lens_R.shape[0] + 1,), (query_start_loc_R1.shape, seq_lens_R.shape)
     assert block_tables_RM.shape[0] == seq_lens_R.shape[0], (block_tables_RM.shape, seq_lens_R.shape)
@@ -199,7 +211,11 @@ def make_metadata(
             query_start_loc_R1, seq_lens_R, block_tables_RM,
             num_tokens=num_tokens, block_size=block_size, chunk=chunk, decodes_only=decodes_only,
         )  # fmt: skip
-    spans = {} if shared_6R is None or chunk is not None else {"shared_6R": shared_6R}
+    spans: dict[str, Any] = {} if shared_6R is None or chunk is not None else {"shared_6R": shared_6R}
+    if share is not None:
+        assert knows_shares(backend) and window is None and chunk is None, (backend, window, chunk)
+        assert share.slots == block_size, (share, block_size)
+        spans["share"] = share
     plan = _module(backend).make_plan(
         query_start_loc_R1, seq_lens_R, block_tables_RM,
         num_tokens=num_tokens, block_size=block_size, window=window, **spans,
@@ -219,6 +235,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     sinks_N: jax.Array | None = None,
     backend: str,
+    undivided: bool = False,
 ) -> tuple[jax.Array, KVTensor]:
     """Write this step's keys and values into the cache, then attend causally over it.
 
@@ -227,7 +244,9 @@ def ragged_paged_attention(
     one logit per query head to the softmax's denominator. `window` must be the one `metadata` was made with.
 
     Returns out_TNH in q's dtype, zeros for padding tokens, and the cache with the new tokens. Donate `kv` to the
-    enclosing jit and it is updated in place. Padding tokens write nowhere.
+    enclosing jit and it is updated in place. Padding tokens write nowhere. `undivided`, without sinks: in place of
+    out_TNH what `numerics.unpacked` takes, float32 [T, N, H + 2], to be merged with other parts of the same contexts;
+    backends that `knows_shares` have it.
 
     Raises ValueError for heads, blocks and types that the backend cannot take, see `check`.
     """
@@ -237,9 +256,11 @@ def ragged_paged_attention(
         block_size=kv.arrays[0].shape[kv_layout(backend).slots_axis], q_dtype=q_TNH.dtype, kv_dtype=kv.arrays[0].dtype,
         kv_scales=quantized.kind_of(kv.scales),
     )  # fmt: skip
+    parts = {"undivided": True} if undivided else {}
+    assert not undivided or (knows_shares(backend) and sinks_N is None), (backend, sinks_N)
     out_TNH, arrays, scales = _module(backend).attention(
         q_TNH, k_TKH, v_TKH, kv.arrays, metadata,
-        scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, scales=kv.scales,
+        scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, scales=kv.scales, **parts,
     )  # fmt: skip
     return out_TNH, KVTensor(arrays, scales)
 

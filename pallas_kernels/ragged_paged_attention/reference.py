@@ -86,6 +86,7 @@ def attention(
     sinks_N: jax.Array | None,
     scales: tuple[jax.Array, ...] = (),
     numerics: Numerics | None = None,
+    undivided: bool = False,
     attend_items: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K).
@@ -93,7 +94,10 @@ def attention(
     `attend_items`: what does `_attend_items`' work in its place, over caches that are not quantised.
     """
     if is_quantized(kv[0].dtype):
-        settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks_N": sinks_N, "numerics": numerics}
+        settings = {
+            "scale": scale, "window": window, "soft_cap": soft_cap, "sinks_N": sinks_N, "numerics": numerics,
+            "undivided": undivided,
+        }  # fmt: skip
         return _attend_dequantized(q_TNH, (k_TKH, v_TKH), kv, scales, metadata, settings)
     (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
     slots = (metadata.plan.slot_block_T, slice(None), metadata.plan.slot_offset_T)
@@ -101,14 +105,18 @@ def attention(
     v_BKSH = kv[1].at[slots].set(v_TKH.astype(kv[1].dtype), mode="drop")
     q_TKGH = q_TNH.reshape(T, K, N // K, H)
     sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, N // K)
-    problem = Problem(q_TKGH, k_BKSH, v_BKSH, sinks_KG, metadata, scale, window, soft_cap, numerics or PLAIN)
+    numerics = numerics or PLAIN
     out_TKGH, part_TKGP = jnp.zeros_like(q_TKGH), None
+    if undivided:
+        numerics = numerics._replace(divide=lambda state, sinks: packed(state))
+        out_TKGH = packed(nothing(q_TKGH.shape[:-1], H))
+    problem = Problem(q_TKGH, k_BKSH, v_BKSH, sinks_KG, metadata, scale, window, soft_cap, numerics)
     if metadata.plan.num_shared is not None:
         part_TKGP = packed(nothing(q_TKGH.shape[:-1], H))
     if part_TKGP is not None or not metadata.decodes_only:
         out_TKGH, part_TKGP = _attend_tiles(problem, out_TKGH, part_TKGP)
     out_TKGH = (attend_items or _attend_items)(problem, out_TKGH, part_TKGP)
-    return out_TKGH.reshape(T, N, H), (k_BKSH, v_BKSH), ()
+    return out_TKGH.reshape(T, N, -1), (k_BKSH, v_BKSH), ()
 
 
 def _attend_dequantized(
@@ -198,7 +206,7 @@ def _attend_items(problem: Problem, out_TKGH: jax.Array, part_TKGP: jax.Array | 
     its state is carried over, and what is written for it meanwhile is overwritten.
     """
     num_items = problem.metadata.plan.item_end_R[-1]
-    T, K, G, H = out_TKGH.shape
+    T, K, G, H = problem.q_TKGH.shape
     tile_items = _items_per_tile(problem.k_BKSH, T)
 
     def attend_tile(tile, carry):
@@ -239,7 +247,7 @@ def _attend_item_tile(
     items_per_query_I = plan.items_per_query_R[row_I]
     queries_left_I = lax.div(items_left_I, items_per_query_I)
     token_I = metadata.query_start_loc_R1[row_I + 1] - 1 - queries_left_I
-    position_I = metadata.seq_lens_R[row_I] - 1 - queries_left_I
+    position_I = plan.position_T[token_I]
     nth_I = items_per_query_I - 1 - lax.rem(items_left_I, items_per_query_I)
 
     item_slots = work_lists.whole_blocks(work_lists.ITEM_SLOTS, problem.k_BKSH.shape[2])

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.context_share import ContextShare
 from pallas_kernels.ragged_paged_attention import sharing
 from pallas_kernels.ragged_paged_attention.sharing import SharedWork
 from pallas_kernels.shapes import ceil_div
@@ -32,9 +33,11 @@ CHUNK_SLOTS = 256
 class Plan:
     """What all layers of a group share in one step.
 
-    slot_block_T, slot_offset_T: where each token's keys and values go. position_T: where each token stands. tiles:
-    see below. item_end_R: items up to and with row r; each query of the row has `items_per_query_R`, the first of which
-    is item `first_item_R` of the context. num_shared: spans that rows share; None where nobody looked for any.
+    slot_block_T, slot_offset_T: where each token's keys and values go. position_T: the last slot of its row that each
+    token sees, which is its own; if others hold a part of the context (`ContextShare`), all slots here are those that
+    are held, and -1 is none of them. tiles: see below. item_end_R: items up to and with row r; each query of the row
+    has `items_per_query_R`, the first of which is item `first_item_R` of the context. num_shared: spans that rows
+    share; None where nobody looked for any.
     """
 
     slot_block_T: jax.Array
@@ -83,16 +86,23 @@ def make_plan(
     block_size: int,
     window: int | None,
     shared_6R: jax.Array | None = None,
+    share: ContextShare | None = None,
 ) -> Plan:
     """The plan of one step; see `make_metadata` for the arguments."""
     start_R, end_R = query_start_loc_R1[:-1], query_start_loc_R1[1:]
     token_T = jnp.arange(num_tokens, dtype=jnp.int32)
     row_T, position_T, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
-    block_T = block_tables_RM.at[row_T, position_T // block_size].get(mode="clip")
+    index_T, offset_T, held_T = position_T // block_size, position_T % block_size, real_T
+    if share is not None:
+        assert window is None, "windows are not known to holders of a part"
+        index_T, offset_T, is_mine_T = share.place(position_T)
+        held_T &= is_mine_T
+        position_T, seq_lens_R = share.num_held(position_T + 1) - 1, share.num_held(seq_lens_R)
+    block_T = block_tables_RM.at[row_T, index_T].get(mode="clip")
 
     num_queries_R = end_R - start_R
     own_R = jnp.zeros_like(seq_lens_R) if shared_6R is None else shared_6R[sharing.OWN]
-    first_R = jnp.maximum(first_visible(seq_lens_R - num_queries_R, window), own_R)
+    first_R = own_R if share else jnp.maximum(first_visible(seq_lens_R - num_queries_R, window), own_R)
     last_R = seq_lens_R - 1
     item_slots, chunk_slots = item_and_chunk_slots(block_size)
     items_per_query_R = jnp.maximum(last_R // item_slots - first_R // item_slots + 1, 0)
@@ -111,8 +121,8 @@ def make_plan(
     )
     spans = None if shared_6R is None else _tiles_of_spans(shared_6R, query_start_loc_R1, token_T)
     return Plan(
-        slot_block_T=jnp.where(real_T, block_T, NOWHERE),
-        slot_offset_T=position_T % block_size,
+        slot_block_T=jnp.where(held_T, block_T, NOWHERE),
+        slot_offset_T=offset_T,
         position_T=position_T,
         tiles=rows if spans is None else _joined(spans, rows),
         item_end_R=jnp.cumsum(jnp.where(tiled_R, 0, num_items_R)),

@@ -172,7 +172,7 @@ MUTANTS = (
     *_of(
         "mla_paged_attention/__init__.py",
         "reference",
-        ("padding tokens write to the last block", "jnp.where(real_T, block_T, _NOWHERE)", "block_T"),
+        ("padding tokens write to the last block", "jnp.where(held_T, block_T, _NOWHERE)", "block_T"),
     ),
     *_of(
         "mla_paged_attention/tpu.py",

@@ -150,11 +150,11 @@ class Planner:
         config = self.config
         attention = {"attention_backend": self.blueprint.attention.backend} if self.target.compiles else {}
         pooling = {"runner": "pooling", "convert": config.model.convert} if self.pools else {}
-        num_cores, spreads_experts = config.parallel.data_parallel_size, config.parallel.enable_expert_parallel
+        sizes = ("data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel")
+        parallel = {name: getattr(config.parallel, name) for name in sizes}
         return (
             pooling
-            | ({"data_parallel_size": num_cores} if num_cores > 1 else {})
-            | ({"enable_expert_parallel": True} if spreads_experts else {})
+            | {name: value for name, value in parallel.items() if value not in (1, False)}
             | {
                 "dtype": config.model.dtype,
                 "kv_cache_dtype": config.cache.kv_cache_dtype,

@@ -30,6 +30,7 @@ from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
 from jaxpaged.sampling_features import features_of
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.speculation import Speculation, speculation_of
+from jaxpaged.worker.context_split import merging_bytes, split_contexts
 from jaxpaged.worker.drafters.lookup import lookup_builders
 from jaxpaged.worker.drafters.model import draft_builders
 from jaxpaged.worker.kv_blocks import Demand, Division, as_stored, check_heads_of, is_attended, tensor_struct
@@ -163,10 +164,11 @@ class Blueprint:
         """Raises ConfigError when the kernel that was asked for cannot run here, or not with such heads and blocks."""
         options = self.config.compile
         name = "invariant" if options.deterministic else options.attention_backend
+        specs = filter(is_attended, self._cache_specs)
         try:
-            context = AttentionContext(self.mesh, choose_backend(name, self.platform))
+            backend = choose_backend(name, self.platform)
+            context = AttentionContext(self.mesh, backend, self.config.parallel.decode_context_parallel_size)
             num_heads = [decoder.num_heads for decoder in self.decoders for _ in decoder.layers]
-            specs = filter(is_attended, self._cache_specs)
             for heads, spec in zip(num_heads, specs, strict=True):
                 check_heads_of(context, heads, spec, self.dtype, self.kv_dtype)
         except ValueError as error:
@@ -176,7 +178,9 @@ class Blueprint:
     @property
     def _cache_specs(self) -> Sequence[CacheSpec]:
         block_size, itemsize = self.config.cache.block_size, self.kv_dtype.itemsize
-        return self.model.attention_specs(self.decoder, block_size, itemsize, self.num_shards)
+        specs = self.model.attention_specs(self.decoder, block_size, itemsize, self.num_shards)
+        shards = self.config.parallel.decode_context_parallel_size
+        return split_contexts(specs, shards, self.num_shards, self.decoders)
 
     @cached_property
     def sampling_layout(self) -> StateLayout:
@@ -222,7 +226,8 @@ class Blueprint:
         scheduler, shards = self.config.scheduler, self.num_shards
         share = 2 if self.mesh.shape[EXPERT_AXIS] > 1 else 1  # see `experts.pairs_at_once`
         per_token = max(3 * share * each.columns_per_token // shards + 8 * each.hidden_size for each in self.decoders)
-        activations = scheduler.max_num_batched_tokens * per_token * self.dtype.itemsize
+        merging = merging_bytes(self.decoders, self.config.parallel.decode_context_parallel_size, shards)
+        activations = scheduler.max_num_batched_tokens * (per_token * self.dtype.itemsize + merging)
         return activations + (6 + self.num_drafts) * scheduler.max_num_seqs * self.decoder.vocab_size * 4
 
     @property
@@ -263,7 +268,8 @@ class StepPrograms:
     def layout(self, num_tokens: int) -> StepLayout:
         """Of a step with so many tokens."""
         max_num_seqs, backend = self.blueprint.config.scheduler.max_num_seqs, self.blueprint.attention.backend
-        return step_layout(num_tokens, max_num_seqs, self.kv_cache.block_sizes, backend)
+        sizes, slots = self.kv_cache.block_sizes, self.kv_cache.device_slots
+        return step_layout(num_tokens, max_num_seqs, sizes, backend, slots)
 
     @cached_property
     def runs(self) -> dict[int, RunLayout]:

@@ -16,7 +16,7 @@ import msgspec
 from jax._src.core import ShapedArray
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef, tree_structure
 
 
@@ -26,8 +26,12 @@ class ArrayRecord(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     dtype: str
     spec: tuple[tuple[str, ...], ...]
+    mesh: tuple[tuple[str, int], ...] = ()
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
+        if self.mesh:  # another view of the same devices
+            names, sizes = zip(*self.mesh)
+            mesh = Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
         axes = [names[0] if len(names) == 1 else names or None for names in self.spec]
         return NamedSharding(mesh, PartitionSpec(*axes))
 
@@ -90,11 +94,13 @@ def store(compiled: jax.stages.Compiled, node_types: Sequence[type]) -> tuple[by
 def array_record(array: Any, sharding: Any) -> ArrayRecord:
     """`sharding` is None for arguments that are not used."""
     spec: tuple[tuple[str, ...], ...] = ()
+    view: tuple[tuple[str, int], ...] = ()
     if sharding is not None:
         if not isinstance(sharding, NamedSharding):
             raise Unstorable(f"an array {array} is placed by {sharding}, not by a named mesh")
         spec = tuple((axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in sharding.spec)
-    return ArrayRecord(tuple(array.shape), jax.numpy.dtype(array.dtype).name, spec)
+        view = tuple(sharding.mesh.shape.items())
+    return ArrayRecord(tuple(array.shape), jax.numpy.dtype(array.dtype).name, spec, view)
 
 
 def tree_record(tree: PyTreeDef, names: dict[type, str]) -> Any:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig
-from jaxpaged.layers.attention import AttentionBatch, AttentionContext
+from jaxpaged.layers.attention import AttentionBatch, AttentionContext, step_metadata
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Batch, Model
 from jaxpaged.params.sharding import partition_spec
@@ -41,7 +41,7 @@ from jaxpaged.sampling.state import SamplingState, StateLayout, load_row, load_t
 from jaxpaged.speculation import Speculation
 from jaxpaged.worker.programs.compiler_options import Options
 from jaxpaged.worker.step.packed import StepLayout, StepParts
-from pallas_kernels.ragged_paged_attention import KVTensor, make_metadata
+from pallas_kernels.ragged_paged_attention import KVTensor
 
 TABLE_CHUNK = 1024
 """Block table entries that one call of the table program writes."""
@@ -143,10 +143,11 @@ class StepFunctions:
         shared_G6R = layout.shared_of_groups(parts) if layout.shared_work else None
 
         def of_group(g: int, spec: AttentionSpec) -> AttentionBatch:
-            metadata = make_metadata(
-                parts.num_seqs[0], parts.query_start_loc_R1, parts.seq_lens_R, tables_GRM[g, parts.rows_R],
-                num_tokens=layout.num_tokens, block_size=spec.block_size, window=spec.window,
-                backend=self.attention.backend, decodes_only=decodes_only,
+            metadata = step_metadata(
+                self.attention, parts.num_seqs[0], parts.query_start_loc_R1, parts.seq_lens_R,
+                tables_GRM[g, parts.rows_R],
+                num_tokens=layout.num_tokens, block_size=spec.device_slots, window=spec.window,
+                decodes_only=decodes_only,
                 shared_6R=None if shared_G6R is None else shared_G6R[g], chunk=spec.chunk,
             )  # fmt: skip
             return AttentionBatch(metadata, self.attention, spec.window)

@@ -86,15 +86,17 @@ def slices_of(sizes: Iterable[int]) -> tuple[slice, ...]:
 
 
 def step_layout(
-    num_tokens: int, max_num_seqs: int, block_sizes: Sequence[int], backend: str | None = None
-) -> StepLayout:
+    num_tokens: int, max_num_seqs: int, block_sizes: Sequence[int], backend: str | None = None,
+    device_slots: Sequence[int] | None = None,
+) -> StepLayout:  # fmt: skip
     """The layout of the forward bucket of `num_tokens`, with a block table for each of `block_sizes`. `backend`: that
-    of attention, which may read once what rows share.
+    of attention, which may read once what rows share. `device_slots`: of each block, the slots that a device has,
+    unless it has all.
 
     A request gets at most one block more than its tokens fill, so the updates of ordinary steps fit; what an
     admission with a long prefix hit adds beyond, or a long run, goes through the table program first.
     """
     num_rows = min(num_tokens, max_num_seqs)
-    works = [backend and shared_work(backend, num_tokens, size) for size in block_sizes]
+    works = [backend and shared_work(backend, num_tokens, size) for size in device_slots or block_sizes]
     num_updates = sum(num_tokens // size + num_rows for size in block_sizes)
     return StepLayout(num_tokens, num_rows, num_updates, tuple(works) if all(works) else ())

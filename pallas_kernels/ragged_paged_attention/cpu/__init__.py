@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.context_share import ContextShare
 from pallas_kernels.llvm import machine as llvm
 from pallas_kernels.llvm.code import register
 from pallas_kernels.llvm.machine import Machine, has_pairs, this_machine
@@ -103,13 +104,15 @@ def make_plan(
     block_size: int,
     window: int | None,
     shared_6R: jax.Array | None = None,
+    share: ContextShare | None = None,
 ) -> KernelPlan:
     """The reference's plan, and what the kernel is told of each token."""
     plan = work_lists.make_plan(
         query_start_loc_R1, seq_lens_R, block_tables_RM,
-        num_tokens=num_tokens, block_size=block_size, window=window, shared_6R=shared_6R,
+        num_tokens=num_tokens, block_size=block_size, window=window, shared_6R=shared_6R, share=share,
     )  # fmt: skip
-    row_T, position_T, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
+    row_T, _, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
+    position_T = plan.position_T
     row_T = jnp.clip(row_T, 0, len(seq_lens_R) - 1)
     own_R = jnp.zeros_like(seq_lens_R) if shared_6R is None else shared_6R[sharing.OWN]
     listed_T = real_T & (jnp.diff(plan.item_end_R, prepend=0) > 0)[row_T]

@@ -135,7 +135,7 @@ MUTANTS = {
     "what rows share is forgotten by tiles": (SHARING, "if begun_QKG is None else", "if True else"),
     "a shared span has no end": (SHARING, "jnp.minimum(position_Q, tile.end - 1)", "position_Q"),
     "padding tokens write to a block": (
-        CASE["rows with no new token"], "jnp.where(real_T, block_T, NOWHERE)", "block_T * 0 + 1",
+        CASE["rows with no new token"], "jnp.where(held_T, block_T, NOWHERE)", "block_T * 0 + 1",
     ),
 }  # fmt: skip
 
