@@ -45,6 +45,11 @@ class AttentionContext:
         return self.mesh if self.context_shards == 1 else context_mesh(self.mesh, self.context_shards)
 
     @property
+    def whole(self) -> "AttentionContext":
+        """The same, with whole contexts on every device."""
+        return dataclasses.replace(self, context_shards=1)
+
+    @property
     def by_head(self) -> tuple[str, ...]:
         """The axes of `cache_mesh` over which query heads are split."""
         return MODEL_AXES if self.context_shards == 1 else CONTEXT_AXES
@@ -65,8 +70,8 @@ class AttentionBatch:
 def step_metadata(
     context: AttentionContext, *where: jax.Array, block_size: int, window: int | None, **settings: Any
 ) -> AttentionMetadata:
-    """`make_metadata` of a step; `block_size` counts slots of a device. A plan for a device's part of contexts has an
-    axis in front, which is split over the devices of a group."""
+    """`make_metadata` of a step, for layers with keys and values; `block_size` counts slots of a device. A plan for a
+    device's part of contexts has an axis in front, which is split over the devices of a group."""
     settings |= {"block_size": block_size, "window": window, "backend": context.backend}
     if context.context_shards == 1:
         return rpa.make_metadata(*where, **settings)
@@ -89,10 +94,15 @@ def metadata_specs(metadata: AttentionMetadata, context: AttentionContext) -> At
 
 def on_devices(context: AttentionContext, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
     """`function` on every device's part, by the axes of `cache_mesh`."""
+    mesh = context.cache_mesh
     # The kernels' loops start from constants, which vary over no axis.
-    return jax.shard_map(
-        function, mesh=context.cache_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )  # fmt: skip
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def call(*arguments: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # whatever view the caller has of the devices
+            return sharded(*arguments)
+
+    return sharded if context.context_shards == 1 else call
 
 
 def attend(

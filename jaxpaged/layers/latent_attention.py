@@ -55,18 +55,16 @@ def attend_latents(
         share = share_here(context.context_shards, block_size)
         places = mla.make_metadata(*where, num_tokens=num_tokens, block_size=block_size, share=share)
         if share is not None:
-            parts, cache_BSW = mla.mla_paged_attention(
-                heads_of_group(q_TNC), heads_of_group(q_rope_TNP), latent_TC, rope_TP, cache_BSW, places,
-                scale=scale, backend=kernel, undivided=True,
-            )  # fmt: skip
-            return merged(parts, None, q_TNC.dtype), cache_BSW
+            q_TNW = heads_of_group(jnp.concatenate([q_TNC, q_rope_TNP], axis=2))
+            q_TNC, q_rope_TNP = q_TNW[..., : q_TNC.shape[2]], q_TNW[..., q_TNC.shape[2] :]
         num_heads = q_TNC.shape[1]
         filled = ((0, 0), (0, heads_in_kernel(kernel, num_heads) - num_heads), (0, 0))
         out_TNC, cache_BSW = mla.mla_paged_attention(
             jnp.pad(q_TNC, filled), jnp.pad(q_rope_TNP, filled), latent_TC, rope_TP, cache_BSW, places,
-            scale=scale, backend=kernel, interpret=interpretation(context.backend),
+            scale=scale, backend=kernel, interpret=interpretation(context.backend), undivided=share is not None,
         )  # fmt: skip
-        return out_TNC[:, :num_heads], cache_BSW
+        out_TNC = out_TNC[:, :num_heads]
+        return out_TNC if share is None else merged(out_TNC, None, q_TNC.dtype), cache_BSW
 
     heads, whole, cache = PartitionSpec(None, context.by_head, None), PartitionSpec(), latents_spec(context)
     where = metadata.query_start_loc_R1, metadata.seq_lens_R, metadata.block_tables_RM
@@ -109,12 +107,6 @@ def check_latent_attention(
     if backend not in KERNELS:
         raise ValueError(f"attention backend {backend!r} has no kernel for latents. Use {', '.join(KERNELS)}.")
     kernel = KERNELS[backend]
-    if context.context_shards > 1 and kernel != "reference":
-        raise ValueError(
-            f"attention backend {backend!r} does not say what it left undivided, so its results over parts of a "
-            f"context cannot be merged, but decode_context_parallel_size is {context.context_shards}. Use 'reference', "
-            "or 1."
-        )
     devices //= context.context_shards
     heads = heads_in_kernel(kernel, num_heads // devices)
     operands = (

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, CacheSpec, LatentSpec
+from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.models.config import DecoderConfig
 
 
@@ -43,12 +44,24 @@ def split_context(spec: CacheSpec, shards: int, num_devices: int, num_kv_heads: 
     return replace(spec, num_kv_heads=spec.num_kv_heads // shards, context_shards=shards)
 
 
-def merging_bytes(decoders: Sequence[DecoderConfig], shards: int, num_devices: int) -> int:
+def merging_bytes(decoders: Sequence[DecoderConfig], context: AttentionContext) -> int:
     """Bytes that a device takes for each token of a step while results over parts of contexts are merged."""
-    if shards == 1:
+    if context.context_shards == 1:
         return 0
-    widths = [decoder.num_heads // (num_devices // shards) * decoder.attended_dim for decoder in decoders]
+    widths = [heads_of_group(decoder, context) * decoder.attended_dim for decoder in decoders]
     return 3 * 4 * round(max(widths))  # float32: the parts, what they are scaled to, and what is sent
+
+
+def exchanged_bytes(decoders: Sequence[DecoderConfig], context: AttentionContext, itemsize: int) -> int:
+    """Bytes that a device sends for each token of a step, in all layers, so that results are merged: its part of the
+    queries of all heads of its group, and of their results, which are float32."""
+    widths = [heads_of_group(each, context) * each.attended_dim * each.num_layers for each in decoders]
+    return round((1 - 1 / context.context_shards) * sum(widths) * (itemsize + 4))
+
+
+def heads_of_group(decoder: DecoderConfig, context: AttentionContext) -> int:
+    """Query heads of the devices that hold a context together."""
+    return decoder.num_heads * context.context_shards // context.mesh.size
 
 
 def refusal(shards: int, reason: str) -> str:

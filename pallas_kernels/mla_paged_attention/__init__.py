@@ -116,7 +116,7 @@ def mla_paged_attention(
     `scale * (q . latent + q_rope . rope)`; values are the latents.
 
     Returns out_TNC in q's type, zeros for padding tokens, and the cache with the new tokens; donate it. Padding tokens
-    write nowhere. `undivided`, of the reference only: in place of out_TNC a float32 array [T, N, C + 2], weighted
+    write nowhere. `undivided`: in place of out_TNC a float32 array [T, N, C + 2], weighted
     latents, the sum of weights and what was subtracted from scores, to be merged with other parts of the same contexts.
     `interpret` is handed to Pallas. Raises ValueError for operands that do not fit each other, or that the backend
     cannot take.
@@ -126,9 +126,8 @@ def mla_paged_attention(
     padding = cache_BSW.shape[2] - latent_TC.shape[1] - rope_TP.shape[1]
     new_TW = jnp.pad(jnp.concatenate([latent_TC, rope_TP], axis=1), ((0, 0), (0, padding)))
     cache_BSW = cache_BSW.at[metadata.block_T, metadata.slot_T].set(new_TW.astype(cache_BSW.dtype), mode="drop")
-    parts = {"undivided": True} if undivided else {}
-    assert not undivided or backend == "reference", f"{backend!r} divides"
-    return module.attend(q_TNC, q_rope_TNP, cache_BSW, metadata, scale=scale, interpret=interpret, **parts), cache_BSW
+    settings = {"scale": scale, "interpret": interpret, "undivided": undivided}
+    return module.attend(q_TNC, q_rope_TNP, cache_BSW, metadata, **settings), cache_BSW
 
 
 def _check(q_TNC: Any, q_rope_TNP: Any, latent_TC: Any, rope_TP: Any, cache_BSW: Any, backend: str) -> None:

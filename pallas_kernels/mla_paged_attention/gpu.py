@@ -54,14 +54,16 @@ def cannot_take(q_TNC: Any, q_rope_TNP: Any, cache_BSW: Any) -> str | None:
 
 
 def attend(
-    q_TNC: jax.Array, q_rope_TNP: jax.Array, cache_BSW: jax.Array, metadata: Any, *, scale: float, interpret: Any
-) -> jax.Array:
-    """out_TNC over a cache that holds this step's tokens already."""
+    q_TNC: jax.Array, q_rope_TNP: jax.Array, cache_BSW: jax.Array, metadata: Any, *, scale: float, interpret: Any,
+    undivided: bool = False,
+) -> jax.Array:  # fmt: skip
+    """out_TNC over a cache that holds this step's tokens already, or what is `undivided` of it: each part of a context
+    as if it had one slot, whose value is the part's result and whose score is its weight."""
     T, N, C = q_TNC.shape
     heads = min(HEADS, max(FEWEST_HEADS, pl.next_power_of_2(N)))
     num_tiles = ceil_div(N, heads)
     parts = num_parts(T * num_tiles, metadata.block_tables_RM.shape[1] * cache_BSW.shape[1])
-    out_type = q_TNC.dtype if parts == 1 else jnp.float32
+    out_type = q_TNC.dtype if parts == 1 and not undivided else jnp.float32
     out_TUNC, weight_TUN = pl.pallas_call(
         functools.partial(_kernel, heads=heads, parts=parts, scale=scale * LOG2_E),
         out_shape=(
@@ -73,6 +75,11 @@ def attend(
         interpret=interpret,
         name="mla_paged_attention",
     )(metadata.row_T, metadata.position_T, metadata.block_tables_RM, q_TNC, q_rope_TNP, cache_BSW)
+    if undivided:
+        top_T1N = jnp.max(weight_TUN, axis=1, keepdims=True)
+        share_TUN = jnp.exp2(weight_TUN - top_T1N)
+        out_TNC, total_TN = jnp.sum(out_TUNC * share_TUN[..., None], axis=1), jnp.sum(share_TUN, axis=1)
+        return jnp.concatenate([out_TNC, total_TN[..., None], top_T1N[:, 0, :, None] / LOG2_E], axis=2)
     if parts == 1:
         return out_TUNC[:, 0]
     share_TUN = jax.nn.softmax(weight_TUN * (1 / LOG2_E), axis=1)

@@ -55,9 +55,10 @@ def cannot_take(q_TNC: Any, q_rope_TNP: Any, cache_BSW: Any) -> str | None:
 
 
 def attend(
-    q_TNC: jax.Array, q_rope_TNP: jax.Array, cache_BSW: jax.Array, metadata: Any, *, scale: float, interpret: Any
-) -> jax.Array:
-    """out_TNC over a cache that holds this step's tokens already."""
+    q_TNC: jax.Array, q_rope_TNP: jax.Array, cache_BSW: jax.Array, metadata: Any, *, scale: float, interpret: Any,
+    undivided: bool = False,
+) -> jax.Array:  # fmt: skip
+    """out_TNC over a cache that holds this step's tokens already, or what is `undivided` of it."""
     (T, N, C), (_, S, W) = q_TNC.shape, cache_BSW.shape
     tokens = max(1, ROWS // N)
     num_tiles, X = ceil_div(T, tokens), tokens * N
@@ -65,20 +66,26 @@ def attend(
     q_XW = jnp.pad(jnp.concatenate([q_TNC, q_rope_TNP], axis=2), pad).reshape(-1, W)
     tables_R1M = metadata.block_tables_RM[:, None]
     tables_R1M = jnp.pad(tables_R1M, ((0, 0), (0, 0), (0, -tables_R1M.shape[2] % LANES)))
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    out_XC = pl.pallas_call(
-        functools.partial(_kernel, num_heads=N, scale=scale * LOG2_E),
-        out_shape=jax.ShapeDtypeStruct((len(q_XW), C), q_TNC.dtype),
+    whole, of_tile = pl.BlockSpec(memory_space=pl.ANY), lambda width: pl.BlockSpec((X, width), lambda j, *_: (j, 0))
+    prefetched = (metadata.query_start_loc_R1, metadata.seq_lens_R, *_rows_of_tiles(metadata, num_tiles, tokens))
+    inputs = [(q_XW, of_tile(W)), (_token_of_row(tokens, N), pl.BlockSpec((X, LANES), lambda j, *_: (0, 0)))]
+    outputs = [(jax.ShapeDtypeStruct((len(q_XW), C), q_TNC.dtype), of_tile(C))]
+    if undivided:
+        seen_T = jnp.pad(metadata.position_T, pad[0])
+        seen_XL = jnp.broadcast_to(jnp.repeat(seen_T, N)[:, None], (len(q_XW), LANES))
+        prefetched, inputs = (*prefetched, seen_T), [*inputs, (seen_XL, of_tile(LANES))]
+        outputs = [
+            (jax.ShapeDtypeStruct((len(q_XW), width), jnp.float32), of_tile(width)) for width in (C, LANES, LANES)
+        ]
+    inputs += [(tables_R1M, whole), (cache_BSW, whole)]
+    out_XC, *state = pl.pallas_call(
+        functools.partial(_part_kernel if undivided else _kernel, num_heads=N, scale=scale * LOG2_E),
+        out_shape=[shape for shape, _ in outputs],
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=len(prefetched),
             grid=(num_tiles,),
-            in_specs=[
-                pl.BlockSpec((X, W), lambda j, *_: (j, 0)),
-                pl.BlockSpec((X, LANES), lambda j, *_: (0, 0)),
-                whole,
-                whole,
-            ],
-            out_specs=pl.BlockSpec((X, C), lambda j, *_: (j, 0)),
+            in_specs=[spec for _, spec in inputs],
+            out_specs=[spec for _, spec in outputs],
             scratch_shapes=[
                 pltpu.VMEM((2, max(1, CHUNK_SLOTS // S) * S, W), cache_BSW.dtype),
                 pltpu.SMEM(tables_R1M.shape[1:], jnp.int32),
@@ -87,16 +94,14 @@ def attend(
                 pltpu.VMEM((2, X, LANES), jnp.float32),
             ],
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_LIMIT_BYTES
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=interpret,
         name="mla_paged_attention",
-    )(
-        metadata.query_start_loc_R1, metadata.seq_lens_R, *_rows_of_tiles(metadata, num_tiles, tokens),
-        q_XW, _token_of_row(tokens, N), tables_R1M, cache_BSW,
-    )  # fmt: skip
-    return out_XC.reshape(-1, N, C)[:T]
+    )(*prefetched, *(array for array, _ in inputs))
+    if undivided:
+        top_XL, total_XL = state
+        out_XC = jnp.concatenate([out_XC, total_XL[:, :1], top_XL[:, :1] / LOG2_E], axis=1)
+    return out_XC.reshape(-1, N, out_XC.shape[1])[:T]
 
 
 def _rows_of_tiles(metadata: Any, num_tiles: int, tokens: int) -> tuple[jax.Array, jax.Array]:
@@ -115,7 +120,31 @@ def _token_of_row(tokens: int, num_heads: int) -> jax.Array:
 
 
 def _kernel(
-    start_R1, seq_lens_R, first_J, end_J, q_XW, token_XL, tables_R1M, cache_BSW, out_XC,
+    start_R1, seq_lens_R, first_J, end_J, q_XW, token_XL, tables_R1M, cache_BSW, out_XC, *scratch, **settings
+):  # fmt: skip
+    _attend_tile(
+        start_R1, seq_lens_R, first_J, end_J, q_XW, token_XL, None, tables_R1M, cache_BSW, *scratch, **settings
+    )
+    *_, sum_XC, state_2XL = scratch
+    total_X1 = state_2XL[1, :, :1]
+    out_XC[...] = (sum_XC[...] / jnp.where(total_X1 == 0, 1.0, total_X1)).astype(out_XC.dtype)
+
+
+def _part_kernel(
+    start_R1, seq_lens_R, first_J, end_J, seen_T, q_XW, token_XL, seen_XL, tables_R1M, cache_BSW,
+    out_XC, top_XL, total_XL, *scratch, **settings,
+):  # fmt: skip
+    """Where others hold a part of the context: the last slot that each token sees is data, and nothing is divided."""
+    seen = seen_T, seen_XL
+    _attend_tile(
+        start_R1, seq_lens_R, first_J, end_J, q_XW, token_XL, seen, tables_R1M, cache_BSW, *scratch, **settings
+    )
+    *_, sum_XC, state_2XL = scratch
+    out_XC[...], top_XL[...], total_XL[...] = sum_XC[...], state_2XL[0], state_2XL[1]
+
+
+def _attend_tile(
+    start_R1, seq_lens_R, first_J, end_J, q_XW, token_XL, seen, tables_R1M, cache_BSW,
     chunks_2sW, table_1M, semaphores, sum_XC, state_2XL, *, num_heads: int, scale: float,
 ):  # fmt: skip
     tile = pl.program_id(0)
@@ -129,7 +158,9 @@ def _kernel(
         begin = jnp.maximum(start_R1[row] - first_token, 0)
         end = jnp.minimum(start_R1[row + 1] - first_token, tokens)
         offset = seq_lens_R[row] - start_R1[row + 1] + first_token  # position of the tile's first token, if it is mine
-        add = functools.partial(_add_chunk, q_XW, token_XL, sum_XC, state_2XL, begin, end, offset, scale)
+        length = offset + end if seen is None else seen[0][first_token + jnp.maximum(end, 1) - 1] + 1
+        refs = q_XW, token_XL, None if seen is None else seen[1], sum_XC, state_2XL
+        add = functools.partial(_add_chunk, *refs, begin, end, offset, scale)
 
         def attend_chunk(chunk_sW, position):
             pl.when(end - begin == 1)(lambda: add(chunk_sW, position, pl.ds(begin * num_heads, num_heads)))
@@ -137,10 +168,7 @@ def _kernel(
 
         @pl.when(end > begin)
         def _():
-            _over_context(tables_R1M.at[row], cache_BSW, chunks_2sW, table_1M, semaphores, offset + end, attend_chunk)
-
-    total_X1 = state_2XL[1, :, :1]
-    out_XC[...] = (sum_XC[...] / jnp.where(total_X1 == 0, 1.0, total_X1)).astype(out_XC.dtype)
+            _over_context(tables_R1M.at[row], cache_BSW, chunks_2sW, table_1M, semaphores, length, attend_chunk)
 
 
 def _over_context(table_hbm, cache_BSW, chunks_2sW, table_1M, semaphores, length, attend_chunk) -> None:
@@ -175,7 +203,7 @@ def _over_context(table_hbm, cache_BSW, chunks_2sW, table_1M, semaphores, length
 
 
 def _add_chunk(
-    q_XW, token_XL, sum_XC, state_2XL, begin, end, offset, scale: float, chunk_sW, position, rows
+    q_XW, token_XL, seen_XL, sum_XC, state_2XL, begin, end, offset, scale: float, chunk_sW, position, rows
 ) -> None:  # fmt: skip
     """Let some rows of the tile attend to one chunk, those whose token is in [begin, end)."""
     slots, C, L = chunk_sW.shape[0], sum_XC.shape[1], state_2XL.shape[2]
@@ -186,7 +214,8 @@ def _add_chunk(
         preferred_element_type=jnp.float32,
     )
     token_X1 = token_XL[rows, :1]
-    last_X1 = jnp.where((token_X1 >= begin) & (token_X1 < end), offset + token_X1, -1)
+    last_X1 = offset + token_X1 if seen_XL is None else seen_XL[rows, :1]
+    last_X1 = jnp.where((token_X1 >= begin) & (token_X1 < end), last_X1, -1)
     position_1s = position + lax.broadcasted_iota(jnp.int32, (1, slots), 1)
     score_Xs = product(q_XW[rows, :], chunk_sW[...], over_lanes) * scale
     score_Xs = jnp.where(position_1s <= last_X1, score_Xs, 2 * LOWEST)  # below LOWEST, so that its weight is zero

@@ -25,6 +25,7 @@ from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.sharding import bytes_on_device, elements_on_device
 from jaxpaged.plan import Plan, PlannedProgram, Speed, worst_bytes
+from jaxpaged.worker.context_split import exchanged_bytes
 from jaxpaged.worker.kv_transfer.programs import token_bytes
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.planning.program_text import ProgramText
@@ -151,10 +152,9 @@ class Planner:
         attention = {"attention_backend": self.blueprint.attention.backend} if self.target.compiles else {}
         pooling = {"runner": "pooling", "convert": config.model.convert} if self.pools else {}
         sizes = ("data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel")
-        parallel = {name: getattr(config.parallel, name) for name in sizes}
         return (
             pooling
-            | {name: value for name, value in parallel.items() if value not in (1, False)}
+            | {name: value for name in sizes if (value := getattr(config.parallel, name)) not in (1, False)}
             | {
                 "dtype": config.model.dtype,
                 "kv_cache_dtype": config.cache.kv_cache_dtype,
@@ -233,6 +233,7 @@ class Planner:
             head_params=sum(elements_on_device(leaf) for leaf in jax.tree.leaves(head)),
             attention_layers=tuple(attention_layers(blueprint.kv_groups, shards)),
             heads=round(decoder.num_heads * decoder.attended_dim / shards),
+            merged_bytes=exchanged_bytes(blueprint.decoders, blueprint.attention, blueprint.dtype.itemsize),
             reduced_bytes=2 * sum(e.num_layers * e.hidden_size for e in blueprint.decoders) * blueprint.dtype.itemsize,
             waited_share=waited / (waited + hidden) if waited + hidden else 1.0,
             steps_per_program=self.steps_per_program,

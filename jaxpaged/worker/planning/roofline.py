@@ -30,7 +30,8 @@ class Work:
     layers, bytes of a token that one of them caches). heads: query heads x their width of one device.
     reduced_bytes: summed over the devices per token in all layers, `waited_share` of it while nothing else runs.
     steps_per_program: decode steps that are dispatched at once, at most. expert_bytes: those of `weight_bytes` that
-    are experts', of which a token goes to `expert_share`, as if by chance.
+    are experts', of which a token goes to `expert_share`, as if by chance. merged_bytes: sent by a device per
+    token where contexts lie on several.
     """
 
     num_shards: int
@@ -44,6 +45,7 @@ class Work:
     steps_per_program: int = 1
     expert_bytes: int = 0
     expert_share: float = 1.0
+    merged_bytes: int = 0
 
     def bytes_read(self, num_tokens: int) -> float:
         """The weights that a step of so many tokens needs: experts to which none of them goes are left alone."""
@@ -90,10 +92,11 @@ def prefill_speed(work: Work, device: DeviceFacts, num_tokens: int, num_steps: i
 
 
 def link_seconds(work: Work, device: DeviceFacts, num_tokens: int) -> float:
-    """A ring all-reduce sends every byte 2 (n - 1) / n times."""
+    """A ring all-reduce sends every byte 2 (n - 1) / n times; what merges parts of contexts comes on top."""
     if work.num_shards == 1 or not device.links:
         return 0.0
-    return 2 * (work.num_shards - 1) / work.num_shards * num_tokens * work.reduced_bytes / device.links
+    reduced = 2 * (work.num_shards - 1) / work.num_shards * work.reduced_bytes
+    return num_tokens * (reduced + work.merged_bytes) / device.links
 
 
 def speed(

@@ -226,7 +226,7 @@ class Blueprint:
         scheduler, shards = self.config.scheduler, self.num_shards
         share = 2 if self.mesh.shape[EXPERT_AXIS] > 1 else 1  # see `experts.pairs_at_once`
         per_token = max(3 * share * each.columns_per_token // shards + 8 * each.hidden_size for each in self.decoders)
-        merging = merging_bytes(self.decoders, self.config.parallel.decode_context_parallel_size, shards)
+        merging = merging_bytes(self.decoders, self.attention)
         activations = scheduler.max_num_batched_tokens * (per_token * self.dtype.itemsize + merging)
         return activations + (6 + self.num_drafts) * scheduler.max_num_seqs * self.decoder.vocab_size * 4
 

@@ -143,10 +143,12 @@ class StepFunctions:
         shared_G6R = layout.shared_of_groups(parts) if layout.shared_work else None
 
         def of_group(g: int, spec: AttentionSpec) -> AttentionBatch:
+            # Latents have kernels of their own, which plan for themselves.
+            context = self.attention if isinstance(spec, AttentionSpec) else self.attention.whole
             metadata = step_metadata(
-                self.attention, parts.num_seqs[0], parts.query_start_loc_R1, parts.seq_lens_R,
+                context, parts.num_seqs[0], parts.query_start_loc_R1, parts.seq_lens_R,
                 tables_GRM[g, parts.rows_R],
-                num_tokens=layout.num_tokens, block_size=spec.device_slots, window=spec.window,
+                num_tokens=layout.num_tokens, block_size=spec.block_size // context.context_shards, window=spec.window,
                 decodes_only=decodes_only,
                 shared_6R=None if shared_G6R is None else shared_G6R[g], chunk=spec.chunk,
             )  # fmt: skip

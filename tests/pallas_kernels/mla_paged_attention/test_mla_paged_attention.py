@@ -1,5 +1,6 @@
 """Every backend of latent attention against dense attention in float64, with everything poisoned that nobody owns."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import mla_paged_attention as mla
+from pallas_kernels.context_share import ContextShare
 from pallas_kernels.mla_paged_attention import gpu
 from pallas_kernels.mla_paged_attention.cases import CASES, Case
 from pallas_kernels.testing import dense_attention, run_once, tolerance
@@ -89,6 +91,40 @@ def run(step: Step, backend: str) -> tuple[np.ndarray, np.ndarray]:
     arrays = (x.astype(case.dtype) for x in arrays)
     out_TNC, cache_BSW = run_once(attend, *arrays, step.start_R1, step.seq_lens_R, step.tables_RM)
     return np.asarray(out_TNC, np.float64), np.asarray(cache_BSW, np.float64)[..., : step.cache_BSW.shape[2]]
+
+
+def run_part(step: Step, backend: str, nth: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a holder of the `nth` part of every block leaves undivided, and its cache afterwards."""
+    case, C, S = step.case, step.case.latent_dim, step.case.block_size // count
+    share = ContextShare(jnp.int32(nth), count, S)
+    width = mla.cache_shape(1, S, C, case.rope_dim, backend)[2] - step.cache_BSW.shape[2]
+    cache_BSW = np.pad(step.cache_BSW[:, nth * S : (nth + 1) * S], ((0, 0), (0, 0), (0, width)))
+
+    def attend(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where):
+        metadata = mla.make_metadata(*where, num_tokens=case.num_tokens, block_size=S, share=share)
+        return mla.mla_paged_attention(
+            q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, metadata,
+            scale=scale(case), backend=backend, interpret=INTERPRET[backend], undivided=True,
+        )  # fmt: skip
+
+    arrays = (step.q_TNC, step.q_rope_TNP, step.new_TW[:, :C], step.new_TW[:, C:], cache_BSW)
+    arrays = (x.astype(case.dtype) for x in arrays)
+    part_TNP, cache_BSW = run_once(attend, *arrays, step.start_R1, step.seq_lens_R, step.tables_RM)
+    return np.asarray(part_TNP, np.float64), np.asarray(cache_BSW, np.float64)[..., : step.cache_BSW.shape[2]]
+
+
+@pytest.mark.parametrize("backend", INTERPRET)
+def test_parts_of_contexts_that_lie_apart_become_the_whole(monkeypatch, backend):
+    """Some tokens see nothing of a part, and padding nothing of any."""
+    monkeypatch.setattr(gpu, "PROGRAMS", 80)
+    step = Step(dataclasses.replace(CASE["block_size 48, which divides no chunk"], rows=((0, 20), (90, 1), (33, 3))))
+    parts, caches = zip(*(run_part(step, backend, nth, 3) for nth in range(3)))
+    highest_TN = np.max([part_TNP[..., -1] for part_TNP in parts], axis=0)
+    sums_TNP = sum(part_TNP[..., :-1] * np.exp(part_TNP[..., -1:] - highest_TN[..., None]) for part_TNP in parts)
+    out_TNC = sums_TNP[..., :-1] / np.maximum(sums_TNP[..., -1:], 1e-30)
+    assert np.abs(out_TNC - step.expected()).max() <= tolerance(step.case.dtype, 91)
+    assert step.case.padding and not out_TNC[-step.case.padding :].any()
+    np.testing.assert_array_equal(np.concatenate(caches, axis=1), step.cache_after())
 
 
 def operands(case: Case, backend: str):
