@@ -190,11 +190,6 @@ def check_attention(
     `block_size`: heads of all groups of devices that hold a context together, and slots of one device."""
     shards = context.context_shards
     check_heads(context.mesh, num_heads, num_kv_heads * shards)
-    if shards > 1 and not rpa.knows_shares(context.backend):
-        raise ValueError(
-            f"attention backend {context.backend!r} does not say what it left undivided, so its results over parts of "
-            f"a context cannot be merged, but decode_context_parallel_size is {shards}. Use 'reference', or 1."
-        )
     groups = num_model_shards(context.mesh) // shards
     rpa.check(
         context.backend, num_heads=num_heads // groups, num_kv_heads=num_kv_heads // groups, head_dim=head_dim,

@@ -36,10 +36,6 @@ _BACKENDS = {
 }
 
 
-_KNOW_SHARES = ("cpu", "reference")
-"""Backends that attend to a part of a context, and say what was left undivided."""
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVTensor:
@@ -112,11 +108,6 @@ def shared_work(backend: str, num_tokens: int, block_size: int) -> SharedWork | 
     """What spans cost that several rows of a step share, `num_tokens` with padding. None where each row's context is
     read by itself, whoever else holds the same blocks: in steps of few tokens, and by backends without another way."""
     return _module(backend).shared_work(num_tokens, block_size)
-
-
-def knows_shares(backend: str) -> bool:
-    """Whether `backend` takes a `share` of contexts in `make_metadata`, and gives `undivided` results."""
-    return backend in _KNOW_SHARES
 
 
 def num_kv_arrays(backend: str) -> int:
@@ -213,7 +204,7 @@ def make_metadata(
         )  # fmt: skip
     spans: dict[str, Any] = {} if shared_6R is None or chunk is not None else {"shared_6R": shared_6R}
     if share is not None:
-        assert knows_shares(backend) and window is None and chunk is None, (backend, window, chunk)
+        assert backend != "invariant" and window is None and chunk is None, (backend, window, chunk)
         assert share.slots == block_size, (share, block_size)
         spans["share"] = share
     plan = _module(backend).make_plan(
@@ -245,8 +236,8 @@ def ragged_paged_attention(
 
     Returns out_TNH in q's dtype, zeros for padding tokens, and the cache with the new tokens. Donate `kv` to the
     enclosing jit and it is updated in place. Padding tokens write nowhere. `undivided`, without sinks: in place of
-    out_TNH what `numerics.unpacked` takes, float32 [T, N, H + 2], to be merged with other parts of the same contexts;
-    backends that `knows_shares` have it.
+    out_TNH what `numerics.unpacked` takes, float32 [T, N, H + 2], to be merged with other parts of the same contexts.
+    "invariant", whose numerics are its own, has neither.
 
     Raises ValueError for heads, blocks and types that the backend cannot take, see `check`.
     """
@@ -257,7 +248,7 @@ def ragged_paged_attention(
         kv_scales=quantized.kind_of(kv.scales),
     )  # fmt: skip
     parts = {"undivided": True} if undivided else {}
-    assert not undivided or (knows_shares(backend) and sinks_N is None), (backend, sinks_N)
+    assert not undivided or (backend != "invariant" and sinks_N is None), (backend, sinks_N)
     out_TNH, arrays, scales = _module(backend).attention(
         q_TNH, k_TKH, v_TKH, kv.arrays, metadata,
         scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, scales=kv.scales, **parts,

@@ -1,8 +1,8 @@
 """Spans that rows share as lists of work: a run for each span and each tile of the queries of all rows that hold it.
 
 Queries are put in another order, in which the rows of each span are side by side (`sharing.py`), and cut into tiles. A
-kernel reads the span of a run once for all of its queries. This module knows neither heads nor
-kernels.
+kernel reads the span of a run once for all of its queries. Where others hold parts of all contexts, what is held of a
+row's is such a piece, too, for queries in the order of tokens. This module knows neither heads nor kernels.
 
 Letters beside the package's: L spans, as many as rows; Y places of queries in that order, padded to whole tiles of Q; J
 tiles; Z runs.
@@ -66,6 +66,24 @@ def place_of_rows(shared_6R: jax.Array, before_R1: jax.Array) -> jax.Array:
     rows_R, index_R = shared_6R[sharing.ROWS], jnp.arange(shared_6R.shape[1])
     listed_R = index_R < jnp.max(shared_6R[sharing.LAST])
     return jnp.where(listed_R & (rows_R == index_R[:, None]), before_R1[:-1], 0).sum(axis=-1)
+
+
+def runs_of_rows(query_start_loc_R1: jax.Array, seen_T: jax.Array, query_tile: int) -> Runs:
+    """A run for every tile of tokens, in their order, and every row with some of them, where each token sees the first
+    slots of its row up to `seen_T`: none if that is -1."""
+    start_R, end_R = query_start_loc_R1[:-1], query_start_loc_R1[1:]
+    J, R = ceil_div(len(seen_T), query_tile), len(start_R)
+    first_tile_R = start_R // query_tile
+    num_R = jnp.where(end_R > start_R, (end_R - 1) // query_tile - first_tile_R + 1, 0)
+    runs_up_to_R = jnp.cumsum(num_R)
+    z_Z = jnp.arange(J + min(R, len(seen_T)), dtype=jnp.int32)
+    row_Z = jnp.minimum(jnp.sum(runs_up_to_R <= z_Z[:, None], axis=-1), R - 1)
+    used_Z = z_Z < runs_up_to_R[-1]
+    tile_Z = jnp.where(used_Z, pick(first_tile_R - runs_up_to_R + num_R, row_Z) + z_Z, J)
+    first_Z = jnp.maximum(pick(start_R, row_Z) - tile_Z * query_tile, 0)
+    end_Z = jnp.minimum(pick(end_R, row_Z) - tile_Z * query_tile, query_tile)
+    least_Z, last_Z = (seen_T.at[tile_Z * query_tile + nth_Z].get(mode="clip") for nth_Z in (first_Z, end_Z - 1))
+    return Runs(used_Z, tile_Z, row_Z, first_Z, end_Z, least_Z, last_Z, jnp.zeros_like(last_Z), last_Z + 1)
 
 
 def runs_of(shared_6R: jax.Array, queries: SharedQueries, query_tile: int, window: int | None, most_runs: int) -> Runs:

@@ -12,7 +12,7 @@ from jaxpaged.kv_cache_spec import AttentionSpec, LatentSpec
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext, attend, step_metadata
 from jaxpaged.layers.latent_attention import attend_latents
 from jaxpaged.worker.kv_blocks import as_stored, tensor_struct
-from pallas_kernels.ragged_paged_attention import sharing
+from pallas_kernels.ragged_paged_attention import KVTensor, kv_layout, sharing
 
 N, H, BLOCK, BLOCKS, T, C, P = 8, 16, 64, 60, 56, 128, 32  # a quarter of a block is what the CPU's kernel takes
 # Rows with (tokens of the context, of them new): long ones go in tiles of queries, short ones one by one; single tokens
@@ -59,12 +59,25 @@ def random(*shape):
     return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
 
 
+def poisoned(cache, start_R1, seq_lens_R, tables_RM):
+    """NaN in all slots that hold no token from before the step."""
+    is_held = np.zeros(cache.shape[:2], bool)
+    for table_M, length in zip(np.asarray(tables_RM), np.asarray(seq_lens_R - jnp.diff(start_R1))):
+        position = np.arange(length)
+        is_held[table_M[position // BLOCK], position % BLOCK] = True
+    return np.where(is_held.reshape(*is_held.shape, *[1] * (cache.ndim - 2)), cache, np.nan).astype(cache.dtype)
+
+
 def run_heads(num_devices: int, shards: int, num_kv_heads: int, sinks_N, backend="reference", where=WHERE, **settings):
     T = settings.get("num_tokens", 56)
     here = context(num_devices, shards, backend)
     copies = max(num_devices // num_kv_heads, 1)
     spec = AttentionSpec(BLOCK, num_kv_heads * copies // shards, H, 4, context_shards=shards)
-    kv = filled(tensor_struct(here, spec, BLOCKS, jnp.float32), random(BLOCKS, 1, BLOCK, H))
+    struct, layout = tensor_struct(here, spec, BLOCKS, jnp.float32), kv_layout(backend)
+    cached_BSKH = np.repeat(poisoned(random(BLOCKS, BLOCK, 1, H), *where[1:]), spec.num_kv_heads, axis=2)
+    kv = KVTensor(
+        tuple(map(jax.device_put, layout.pack(cached_BSKH, cached_BSKH), [x.sharding for x in struct.arrays]))
+    )
     k_TKH, v_TKH = (np.repeat(random(T, num_kv_heads, size), copies, axis=1)[..., :H] for size in (H, H + 1))
 
     def layer(q_TNH, k_TKH, v_TKH, kv):
@@ -77,12 +90,18 @@ def run_heads(num_devices: int, shards: int, num_kv_heads: int, sinks_N, backend
         )
 
     out_TNH, kv = jax.jit(layer)(random(T, N, H), k_TKH, v_TKH, kv)
-    return np.asarray(out_TNH), [np.asarray(x)[:, :: copies // shards] for x in kv.arrays]
+    return np.asarray(out_TNH), [np.asarray(x)[:, :, :: copies // shards] for x in layout.unpack(kv.arrays, H)]
 
 
 @pytest.mark.parametrize(
     ("num_devices", "shards", "num_kv_heads", "backend"),
-    [(4, 2, 2, "reference"), (8, 4, 1, "reference"), (4, 4, 1, "cpu")],
+    [
+        (4, 2, 2, "reference"),
+        (8, 4, 1, "reference"),
+        (4, 4, 1, "cpu"),
+        (2, 2, 1, "tpu-interpret"),
+        (2, 2, 1, "gpu-interpret"),
+    ],
 )
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_devices_that_hold_parts_of_contexts_give_what_one_gives(num_devices, shards, num_kv_heads, backend, sinks):
@@ -110,7 +129,7 @@ def test_latents_split_by_token_give_what_whole_ones_give(num_devices, shards, b
         spec = as_stored(LatentSpec(BLOCK, C + P, 4, latent_dim=C, context_shards=shards), backend)
         struct = tensor_struct(here, spec, BLOCKS, jnp.float32)
         width = ((0, 0), (0, 0), (0, struct.shape[2] - C - P))
-        cache = filled(struct, np.pad(random(BLOCKS, BLOCK, C + P), width))
+        cache = filled(struct, np.pad(poisoned(random(BLOCKS, BLOCK, C + P), *WHERE[1:]), width))
 
         def layer(*arrays):
             return step(here.whole, spec, lambda batch: attend_latents(batch.replace(context=here), *arrays, scale=0.3))

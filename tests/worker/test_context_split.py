@@ -56,17 +56,6 @@ def test_blocks_are_split_in_equal_parts():
     assert blueprint("llama", 8, 4).config.cache.block_size == 128
 
 
-@pytest.mark.parametrize("backend", ["tpu-interpret", "gpu-interpret"])
-def test_a_kernel_that_divides_is_refused(backend):
-    built = blueprint("llama", 4, 2)
-    compiled = dataclasses.replace(built.config.compile, attention_backend=backend)
-    built.config = dataclasses.replace(built.config, compile=compiled)
-    with pytest.raises(
-        ConfigError, match="attention_backend: .* cannot be merged.*parallel_size is 2. Use 'reference'"
-    ):
-        built.attention  # noqa: B018
-
-
 @pytest.mark.parametrize(("name", "devices", "shards"), [("llama", 8, 4), ("deepseek_v3", 8, 8)])
 def test_the_same_memory_holds_so_many_times_as_many_tokens(name, devices, shards):
     whole, split = (blueprint(name, devices, each, block_size=32) for each in (1, shards))

@@ -8,7 +8,7 @@ tokens that a small tile holds them (decodes), one for all other rows; each take
 step as data. Where a step has too few tiles to fill the device, contexts are cut into as many parts as it takes, of
 equal length whoever they belong to, and a further call merges the partial results. Spans that rows share come first, in
 two calls: tiles of the queries of all rows that hold them (`shared_tiles.py`), in parts, and a merger that leaves of
-each query what the others end with.
+each query what the others end with. Where others hold parts of contexts, each row's own is such a span.
 
 Skipping: context behind the last query of a tile and before its window is not read, at the grain of one iteration.
 Programs beyond the last item read one number and stop.
@@ -41,17 +41,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.context_share import ContextShare
 from pallas_kernels.ragged_paged_attention import sharing
 from pallas_kernels.ragged_paged_attention.gpu.items import make_items, make_span_items
 from pallas_kernels.ragged_paged_attention.gpu.statics import LayerRule
 from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, choose_tiles, device_kind
 from pallas_kernels.ragged_paged_attention.layout import SplitLayout
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, is_quantized, kind_of, quantize_new
-from pallas_kernels.ragged_paged_attention.shared_tiles import runs_of, shared_queries
+from pallas_kernels.ragged_paged_attention.shared_tiles import SharedQueries, runs_of, runs_of_rows, shared_queries
 from pallas_kernels.ragged_paged_attention.sharing import SharedWork
+from pallas_kernels.shapes import ceil_div
 from pallas_kernels.token_places import token_places
 
 NOWHERE = 2**31 - 1  # a block that no pool has
+LOWEST = -1e30  # below any score, yet finite, so that the difference of two is not NaN
+LOG2_E = math.log2(math.e)
 MAX_HEAD_DIM = 256
 ALL_DECODE_TOKENS = 32  # steps up to here are not worth a second class of tiles
 MAX_GROUP_SIZE = 128
@@ -68,7 +72,8 @@ TYPES = tuple(jnp.dtype(x) for x in ("float32", "bfloat16", "float16"))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where each token's keys and values go, `NOWHERE` for padding tokens; and what rows share, if looked for.
+    """Where each token's keys and values go, `NOWHERE` for padding tokens; and what rows share, if looked for. seen_T:
+    where others hold the rest of every context, the last slot that each token sees of what is held, or -1.
 
     The lists of items depend on the number of heads, which is not known here. Layers make them, and XLA merges what
     equal layers compute from equal inputs.
@@ -77,6 +82,7 @@ class Plan:
     slot_block_T: jax.Array
     slot_offset_T: jax.Array
     shared_6R: jax.Array | None
+    seen_T: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +164,15 @@ class GpuBackend:
         block_size: int,
         window: int | None,
         shared_6R: jax.Array | None = None,
+        share: ContextShare | None = None,
     ) -> Plan:
-        """The plan of one step; see `make_metadata` for the arguments."""
+        """The plan of one step; see `make_metadata` for the arguments. With a `share` each row reads by itself."""
         row_T, position_T, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
+        if share is not None:
+            index_T, slot_T, is_mine_T = share.place(position_T)
+            block_T = block_tables_RM.at[row_T, index_T].get(mode="clip")
+            seen_T = share.num_held(position_T + 1) - 1
+            return Plan(jnp.where(real_T & is_mine_T, block_T, NOWHERE), slot_T, None, seen_T)
         block_T = block_tables_RM.at[row_T, position_T // block_size].get(mode="clip")
         return Plan(jnp.where(real_T, block_T, NOWHERE), position_T % block_size, shared_6R)
 
@@ -177,6 +189,7 @@ class GpuBackend:
         soft_cap: float | None,
         sinks_N: jax.Array | None,
         scales: tuple[jax.Array, ...] = (),
+        undivided: bool = False,
     ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K).
 
@@ -193,6 +206,8 @@ class GpuBackend:
         kind = device_kind(self.interpret)
         out_TNH, own_R, begun = jnp.zeros_like(q_TNH), None, ()
         layer = (metadata, sinks_N, q_TNH, kv, scales)
+        if undivided:
+            return self.attend_part(rule, *layer), kv, scales
         if metadata.plan.shared_6R is not None:
             own_R = metadata.plan.shared_6R[sharing.OWN]
             begun = self.attend_spans(rule, *layer)
@@ -217,6 +232,29 @@ class GpuBackend:
         items = make_span_items(runs, queries.before_R1[-1], num_tiles, sizes)
         layer = (metadata, sinks_N, q_TNH, kv, scales)
         return binding_of(self.is_pallas).attend_spans(rule, tiles, sizes, items, queries, *layer, self.interpret)
+
+    def attend_part(
+        self, rule: LayerRule, metadata: Any, sinks_N: jax.Array, q_TNH: jax.Array, kv: Any, scales: Any
+    ) -> jax.Array:
+        """What of each query's context is held here, [T, N, H + 2]: as if it were one slot, whose value is what all add
+        up to and whose score is their weight. Rows' own pieces of context are spans that they share with nobody."""
+        (T, N, H), K, kind = q_TNH.shape, kv[0].shape[1], device_kind(self.interpret)
+        start_R1, seen_T = metadata.query_start_loc_R1, metadata.plan.seen_T
+        are_few = T <= ALL_DECODE_TOKENS or metadata.decodes_only
+        tiles = self.choose("decode" if are_few else "prefill", N // K, H, kv[0].dtype, kind)
+        sizes = tiles.sizes(N // K, K, kind)
+        num_tiles = ceil_div(T, sizes.queries)
+        seen_Y = jnp.pad(seen_T, (0, num_tiles * sizes.queries - T))
+        queries = SharedQueries(jnp.arange(len(seen_Y), dtype=jnp.int32), seen_Y, start_R1)
+        items = make_span_items(runs_of_rows(start_R1, seen_T, sizes.queries), start_R1[-1], num_tiles, sizes)
+        layer = (metadata, sinks_N, q_TNH, kv, scales)
+        out_TNH, top_TN = binding_of(self.is_pallas).attend_spans(
+            rule, tiles, sizes, items, queries, *layer, self.interpret
+        )
+        is_seeing_T1 = ((jnp.arange(T) < start_R1[-1]) & (seen_T >= 0))[:, None]
+        top_TN = jnp.where(is_seeing_T1, top_TN / LOG2_E, LOWEST)
+        out_TNH = jnp.where(is_seeing_T1[..., None], out_TNH, 0)
+        return jnp.concatenate([out_TNH, jnp.ones_like(top_TN)[..., None], top_TN[..., None]], axis=-1)
 
     def work_classes(
         self, metadata: Any, num_tokens: int, group_size: int, head_dim: int, dtype: Any, kind: str

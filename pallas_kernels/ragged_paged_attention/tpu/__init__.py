@@ -28,7 +28,8 @@ float32. Slots that nobody may see are replaced by zeros, not multiplied by them
 What spans leave is float32; with it sums are taken in another order, so bits depend on what rows share.
 
 Cost: a decode reads every block of its context once, and a prompt every block once per tile of queries; a span is read
-once per tile of the queries that share it, 32 of them in steps of up to 256 tokens, else 128. A new token
+once per tile of the queries that share it, 32 of them in steps of up to 256 tokens, else 128. Where others hold parts
+of contexts, decodes are rows of such tiles too, and products have all rows of a tile for each request. A new token
 rewrites the tile of slots around it. Products go over whole pieces of context: a short one is padded to 256 slots.
 Scales of tokens take 1 KiB per block and head, up to 128 slots: use large blocks with them. The block table is copied
 into pages once a step.
@@ -125,6 +126,7 @@ class TpuBackend:
         soft_cap: float | None,
         sinks_N: jax.Array | None,
         scales: tuple[jax.Array, ...] = (),
+        undivided: bool = False,
     ) -> tuple[jax.Array, tuple[jax.Array], tuple[jax.Array, ...]]:
         """See `ragged_paged_attention`; `kv` is (kv_BKSW,), `scales` are (k_K, v_K) or (scales_BK2L,)."""
         (T, N, H), K, plan = q_TNH.shape, k_TKH.shape[1], metadata.plan
@@ -136,6 +138,8 @@ class TpuBackend:
         sinks_KG = None if sinks_N is None else LOG2_E * sinks_N.astype(jnp.float32).reshape(K, N // K)
         layer = _Layer(problem, plan, ScoreRule(scale, soft_cap), window, sinks_KG, kv_BKSW, scales, settings)
         q_TKGD = pad_lanes(q_TNH, problem.lanes.operand).reshape(T, K, N // K, problem.lanes.operand)
+        if undivided:
+            return layer.attend_part(q_TKGD).reshape(T, N, H + 2), (kv_BKSW,), scales
         begun_TKG = None if plan.spans is None else layer.attend_spans(q_TKGD)
         is_decode_T = (plan.decode_segment_T >= 0)[:, None, None, None]
         if metadata.decodes_only:  # segment i is token i
@@ -169,7 +173,7 @@ class _Layer:
     """Brings queries into the kernels' order, and outputs back into tokens'."""
 
     problem: tiles.Problem
-    plan: work.Plan
+    plan: Any  # a work.Plan or a work.PartPlan
     rule: ScoreRule
     window: int | None
     sinks_KG: jax.Array | None
@@ -194,6 +198,17 @@ class _Layer:
             return Begun(*(lax.empty((*q_TKGD.shape[:-1], lanes), jnp.float32) for lanes in (num_lanes, NUM_LANES)))
 
         return lax.cond(spans.segments.item_end_J[-1] > 0, attend, skip)
+
+    def attend_part(self, q_TKGD: jax.Array) -> jax.Array:
+        """What of each query's context is held here, [T, K, G, H + 2]: as if it were one slot, whose value is what all
+        add up to and whose score is their weight."""
+        T, plan = len(q_TKGD), self.plan
+        q_KGYD = _pad_axis(q_TKGD.transpose(1, 2, 0, 3), 2, round_up(T, plan.query_tile))
+        part_KGY = spans_attention(*self._in_tiles(plan.segments, q_KGYD, plan.position_YL), **self.settings)
+        part_TKG = jax.tree.map(lambda x: x[:, :, :T].transpose(2, 0, 1, 3), part_KGY)
+        top_TKG1 = part_TKG.top[..., :1]
+        outs = part_TKG.out[..., self.problem.lanes.outputs], jnp.ones_like(top_TKG1), top_TKG1 / LOG2_E
+        return jnp.concatenate(outs, axis=-1)
 
     def decode(self, q_ZKGD: jax.Array, begun_ZKG: Begun | None) -> jax.Array:
         """out_ZKGD of the rows that decode."""

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.context_share import ContextShare
 from pallas_kernels.ragged_paged_attention import sharing
-from pallas_kernels.ragged_paged_attention.shared_tiles import Runs
+from pallas_kernels.ragged_paged_attention.shared_tiles import Runs, runs_of_rows
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, sublane_tile
 from pallas_kernels.ragged_paged_attention.tpu.segments import (
     CHUNK_SLOTS,
@@ -25,7 +26,7 @@ from pallas_kernels.ragged_paged_attention.tpu.segments import (
 )
 from pallas_kernels.ragged_paged_attention.tpu.spans import Spans, make_spans, query_tile_of
 from pallas_kernels.shapes import ceil_div
-from pallas_kernels.token_places import first_visible, pick
+from pallas_kernels.token_places import first_visible, pick, token_places
 
 DECODE_ROWS = 32
 """Requests in one grid block of the decode kernel: their queries and outputs are in VMEM together."""
@@ -73,6 +74,20 @@ class Plan:
     pages_per_row: int = dataclasses.field(metadata={"static": True})
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PartPlan:
+    """The same where others hold the rest of every context: the prefill kernel attends from all queries, in the order
+    of tokens, and `position_YL`, all lanes alike, is the last slot that each sees of what is held, or -1."""
+
+    tables: jax.Array
+    segments: Segments
+    position_YL: jax.Array
+    writes: dict[int, Writes]
+    query_tile: int = dataclasses.field(metadata={"static": True})
+    pages_per_row: int = dataclasses.field(metadata={"static": True})
+
+
 def write_group_of(block_size: int, kv_dtype: Any) -> int:
     """Slots of a group that is written at once: a tile of the cache, if blocks consist of such tiles.
 
@@ -94,12 +109,15 @@ def make_plan(
     block_size: int,
     window: int | None,
     shared_6R: jax.Array | None = None,
-) -> Plan:
-    """The plan of one step; see `make_metadata` for the arguments."""
-    own_R = None if shared_6R is None else shared_6R[sharing.OWN]
+    share: ContextShare | None = None,
+) -> Plan | PartPlan:
+    """The plan of one step; see `make_metadata` for the arguments. With a `share` each row reads by itself."""
+    own_R = None if shared_6R is None or share is not None else shared_6R[sharing.OWN]
     batch = Batch(
         query_start_loc_R1[:-1], query_start_loc_R1[1:], seq_lens_R, block_tables_RM, num_tokens, window, own_R
     )
+    if share is not None:
+        return _part_plan(batch, query_start_loc_R1, share)
     settings = {"num_tokens": num_tokens, "block_size": block_size, "window": window}
     decode = _decode_segments(batch, item_slots_of(block_size, DECODE_ITEM_SLOTS))
     query_tile = query_tile_of(num_tokens)
@@ -113,6 +131,22 @@ def make_plan(
         spans=None if shared_6R is None else make_spans(shared_6R, query_start_loc_R1, seq_lens_R, **settings),
         query_tile=query_tile,
         pages_per_row=pages_of(block_tables_RM.shape[1]),
+    )
+
+
+def _part_plan(batch: "Batch", query_start_loc_R1: jax.Array, share: ContextShare) -> PartPlan:
+    query_tile = query_tile_of(batch.num_tokens)
+    _, position_T, _ = token_places(query_start_loc_R1, batch.seq_lens_R, batch.num_tokens)
+    seen_T = share.num_held(position_T + 1) - 1
+    runs = runs_of_rows(query_start_loc_R1, seen_T, query_tile)
+    seen_Y = jnp.pad(seen_T, (0, -batch.num_tokens % query_tile))
+    return PartPlan(
+        tables=_paged(batch.tables_RM),
+        segments=segments_of(runs, len(seen_Y) // query_tile, item_slots_of(share.slots, CHUNK_SLOTS)),
+        position_YL=jnp.broadcast_to(seen_Y[:, None], (len(seen_Y), NUM_LANES)),
+        writes={group: _writes(batch, share.slots, group, share) for group in _write_groups(share.slots)},
+        query_tile=query_tile,
+        pages_per_row=pages_of(batch.tables_RM.shape[1]),
     )
 
 
@@ -216,8 +250,8 @@ def _own_segments(
     return segments_of(runs, num_blocks, item_slots, begun_Z)
 
 
-def _writes(batch: Batch, block_size: int, group: int) -> Writes:
-    """Groups of slots with new tokens, row by row."""
+def _writes(batch: Batch, block_size: int, group: int, share: ContextShare | None = None) -> Writes:
+    """Groups of slots with new tokens, row by row; with a `share` those of them that are held."""
     num_new_R = batch.end_R - batch.start_R
     cached_R = batch.seq_lens_R - num_new_R
     first_group_R, last_group_R = cached_R // group, (batch.seq_lens_R - 1) // group
@@ -229,9 +263,16 @@ def _writes(batch: Batch, block_size: int, group: int) -> Writes:
     position_Z = (pick(first_group_R - end_R + num_R, row_Z) + z_Z) * group
     cached_Z = pick(cached_R, row_Z)
     first_Z = jnp.maximum(cached_Z - position_Z, 0)
+    count, block_Z = end_R[-1], position_Z // block_size
+    if share is not None:
+        block_Z, _, held_Z = share.place(position_Z)
+        (order_Z,) = jnp.nonzero(held_Z & (z_Z < count), size=most, fill_value=0)
+        count = jnp.sum(held_Z & (z_Z < count))
+        lists = row_Z, position_Z, block_Z, cached_Z, first_Z
+        row_Z, position_Z, block_Z, cached_Z, first_Z = (x_Z[order_Z] for x_Z in lists)
     arrays = (
-        end_R[-1],
-        batch.tables_RM.at[row_Z, position_Z // block_size].get(mode="clip"),
+        count,
+        batch.tables_RM.at[row_Z, block_Z].get(mode="clip"),
         position_Z % block_size,
         first_Z,
         jnp.minimum(pick(batch.seq_lens_R, row_Z) - position_Z, group),
