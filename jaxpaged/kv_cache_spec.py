@@ -24,7 +24,8 @@ class CacheSpec(Protocol):
     `kind` is vLLM's word for it, which KV events carry. `num_read_blocks`: how many blocks before a block border a
     query behind it reads; None means all of them. `block_bytes` and `row_bytes` count all devices together:
     `row_bytes` is what a layer keeps for each request besides its blocks. `device_slots`: tokens of a block that lie on
-    one device. `storage` is equal for layers that can share a KV tensor.
+    one device, `context_shards`: devices that hold different ones. `storage` is equal for layers that can share a KV
+    tensor.
     """
 
     block_size: int
@@ -34,6 +35,7 @@ class CacheSpec(Protocol):
     row_bytes: int
     is_split: bool
     device_slots: int
+    context_shards: int
     storage: "CacheSpec"
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
@@ -182,6 +184,7 @@ class StateSpec:
     """
 
     kind: ClassVar[str] = "mamba"
+    context_shards: ClassVar[int] = 1
     num_read_blocks: ClassVar[int] = 1
     is_split: ClassVar[bool] = True
 

@@ -44,10 +44,11 @@ class AttentionContext:
         """The devices, by how the cache lies on them."""
         return self.mesh if self.context_shards == 1 else context_mesh(self.mesh, self.context_shards)
 
-    @property
-    def whole(self) -> "AttentionContext":
-        """The same, with whole contexts on every device."""
-        return dataclasses.replace(self, context_shards=1)
+    def of_cache(self, context_shards: int) -> "AttentionContext":
+        """The same for layers of whose contexts so many devices hold a part each."""
+        return (
+            self if context_shards == self.context_shards else dataclasses.replace(self, context_shards=context_shards)
+        )
 
     @property
     def by_head(self) -> tuple[str, ...]:

@@ -133,6 +133,7 @@ def as_stored(spec: CacheSpec, backend: str) -> CacheSpec:
 
 def check_heads_of(context: AttentionContext, num_heads: int, spec: CacheSpec, dtype: Any, kv_dtype: Any) -> None:
     """Raise ValueError unless the kernel takes the query heads of a layer that attends to such a cache."""
+    context = context.of_cache(spec.context_shards)
     if isinstance(spec, AttentionSpec):
         check_attention(context, num_heads, spec.num_kv_heads, spec.head_dim, spec.device_slots, dtype, kv_dtype)
     elif isinstance(spec, LatentSpec) and spec.latent_dim is not None:
@@ -141,6 +142,7 @@ def check_heads_of(context: AttentionContext, num_heads: int, spec: CacheSpec, d
 
 def tensor_struct(context: AttentionContext, spec: CacheSpec, num_blocks: int, dtype: Any) -> Any:
     """Shapes and shardings of one KV tensor. `dtype` is that of cached keys and values; states have their own."""
+    context = context.of_cache(spec.context_shards)
     if isinstance(spec, AttentionSpec):
         return kv_struct(context, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, dtype)
     if isinstance(spec, StateSpec):

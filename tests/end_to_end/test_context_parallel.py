@@ -4,6 +4,7 @@ import pytest
 
 from jaxpaged import LLM, SamplingParams
 from tests.models.checkpoints import prompt_of, write_checkpoint
+from tests.models.draft_heads import write_eagle3
 from tests.models.paged import golden_of
 
 # Prompts of 40 tokens come in chunks, answers in runs of steps.
@@ -37,6 +38,19 @@ def test_parts_of_contexts_give_the_tokens_of_whole_ones_and_leave_whole_pages(t
         assert llm.stats().number("recompiles") == 0
     with LLM(**options) as llm:
         assert answers(llm, prompt) == ([golden], 32)
+
+
+@pytest.mark.slow
+def test_layers_with_windows_and_a_head_that_drafts_go_with_split_ones(tmp_path):
+    golden, prompt = golden_of("gemma2")["greedy"], prompt_of("gemma2")
+    head = write_eagle3(tmp_path / "head", "gemma2", has_embeddings=True, norm_before_residual=True)
+    options = {**OPTIONS, "model": str(write_checkpoint("gemma2", tmp_path / "model")), "num_gpu_blocks_override": 64}
+    drafts = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(head)}
+    split = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2, "speculative_config": drafts}
+    with LLM(**options, **split) as llm:
+        (first, _, last), _ = answers(llm, prompt, prompt[5:17], prompt)
+        assert first == last == golden
+        assert llm.stats().number("recompiles") == 0
 
 
 @pytest.mark.slow

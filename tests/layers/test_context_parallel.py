@@ -132,7 +132,9 @@ def test_latents_split_by_token_give_what_whole_ones_give(num_devices, shards, b
         cache = filled(struct, np.pad(poisoned(random(BLOCKS, BLOCK, C + P), *WHERE[1:]), width))
 
         def layer(*arrays):
-            return step(here.whole, spec, lambda batch: attend_latents(batch.replace(context=here), *arrays, scale=0.3))
+            return step(
+                here.of_cache(1), spec, lambda batch: attend_latents(batch.replace(context=here), *arrays, scale=0.3)
+            )
 
         arrays = random(T, N, C), random(T, N, P), random(T, C), random(T, P)
         out_TNC, cache = jax.jit(layer)(*arrays, cache)

@@ -7,7 +7,7 @@ import pytest
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, LatentSpec, StateArray, StateSpec
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, LatentSpec, StateArray, StateSpec
 from jaxpaged.models.registry import model_for
 from jaxpaged.worker.context_split import split_contexts
 from jaxpaged.worker.programs.blueprint import Blueprint
@@ -32,8 +32,7 @@ def blueprint(name, devices, shards, **options):
         ("llama", 8, 3, "decode_context_parallel_size 3 does not divide tensor_parallel_size 8.*one of .1, 2, 4, 8"),
         ("llama", 8, 8, "8 must divide the copies of each key-value head: the 2 heads of the model have 4 on"),
         ("llama", 2, 2, "the 2 heads of the model have 1 on tensor_parallel_size 2 devices"),
-        ("mistral_window", 4, 2, r"is 2, but layers of this model see \d+ tokens only \(sliding_window\)"),
-        ("llama4", 4, 2, r"tokens only \(chunked_local_attention\)"),
+        ("mistral_window", 4, 2, r"is 2, but no layer of the model caches all tokens \(sliding_window\)"),
     ],
 )
 def test_caches_that_cannot_be_split_are_refused_with_the_reason(name, devices, shards, message):
@@ -41,13 +40,28 @@ def test_caches_that_cannot_be_split_are_refused_with_the_reason(name, devices, 
         blueprint(name, devices, shards, block_size=24).kv_groups  # noqa: B018
 
 
-def test_caches_of_other_kinds_are_refused():
-    [*specs], decoders = blueprint("deepseek_v3", 4, 1)._cache_specs, blueprint("deepseek_v3", 4, 1).decoders
-    with pytest.raises(ConfigError, match="is 4, but a head that drafts keeps features, which are not split"):
-        split_contexts([*specs, LatentSpec(8, 48, 4)], 4, 4, decoders)
+@pytest.mark.parametrize(("name", "kind"), [("gemma3", "sliding_window"), ("llama4", "chunked_local_attention")])
+def test_what_does_not_grow_with_a_context_stays_whole(name, kind):
+    whole, split = (blueprint(name, 4, shards, block_size=8).kv_groups for shards in (1, 2))
+    parts = {group.spec.kind: group.spec.context_shards for group in split}
+    assert parts == {"full_attention": 2, kind: 1}
+    assert {group.spec for group in whole if group.spec.kind == kind} <= {group.spec for group in split}
+
+
+def test_what_drafts_is_split_if_it_can_be():
+    built = blueprint("deepseek_v3", 4, 1)
+    [*specs], features = built._cache_specs, LatentSpec(8, 48, 4)
+    of_head = AttentionSpec(8, 4, 24, 4)
+    decoder = built.decoders[0]
+    for num_kv_heads, shards in ((1, 4), (4, 1)):
+        head = dataclasses.replace(decoder, layers=decoder.layers[:1], num_kv_heads=num_kv_heads)
+        *model, keys, rest = split_contexts([*specs, of_head, features], 4, 4, [decoder, head])
+        assert {spec.context_shards for spec in model} == {4}
+        assert keys == dataclasses.replace(of_head, num_kv_heads=4 // shards, context_shards=shards)
+        assert rest == features
     states = StateSpec(8, (StateArray((4, 8), "float32"),), num_records=1, record_bytes=8)
-    with pytest.raises(ConfigError, match="recurrent states, which this model has, are not split"):
-        split_contexts([states] * len(specs), 4, 4, decoders)
+    with pytest.raises(ConfigError, match=r"no layer of the model caches all tokens \(mamba\), so there is nothing"):
+        split_contexts([states] * len(specs), 4, 4, [decoder])
 
 
 def test_blocks_are_split_in_equal_parts():

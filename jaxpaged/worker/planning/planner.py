@@ -233,7 +233,7 @@ class Planner:
             head_params=sum(elements_on_device(leaf) for leaf in jax.tree.leaves(head)),
             attention_layers=tuple(attention_layers(blueprint.kv_groups, shards)),
             heads=round(decoder.num_heads * decoder.attended_dim / shards),
-            merged_bytes=exchanged_bytes(blueprint.decoders, blueprint.attention, blueprint.dtype.itemsize),
+            merged_bytes=exchanged_bytes(blueprint.decoders, blueprint.kv_groups, blueprint.attention, blueprint.dtype),
             reduced_bytes=2 * sum(e.num_layers * e.hidden_size for e in blueprint.decoders) * blueprint.dtype.itemsize,
             waited_share=waited / (waited + hidden) if waited + hidden else 1.0,
             steps_per_program=self.steps_per_program,

@@ -144,15 +144,15 @@ class StepFunctions:
 
         def of_group(g: int, spec: AttentionSpec) -> AttentionBatch:
             # Latents have kernels of their own, which plan for themselves.
-            context = self.attention if isinstance(spec, AttentionSpec) else self.attention.whole
+            shards = spec.context_shards if isinstance(spec, AttentionSpec) else 1
             metadata = step_metadata(
-                context, parts.num_seqs[0], parts.query_start_loc_R1, parts.seq_lens_R,
+                self.attention.of_cache(shards), parts.num_seqs[0], parts.query_start_loc_R1, parts.seq_lens_R,
                 tables_GRM[g, parts.rows_R],
-                num_tokens=layout.num_tokens, block_size=spec.block_size // context.context_shards, window=spec.window,
+                num_tokens=layout.num_tokens, block_size=spec.block_size // shards, window=spec.window,
                 decodes_only=decodes_only,
                 shared_6R=None if shared_G6R is None else shared_G6R[g], chunk=spec.chunk,
             )  # fmt: skip
-            return AttentionBatch(metadata, self.attention, spec.window)
+            return AttentionBatch(metadata, self.attention.of_cache(spec.context_shards), spec.window)
 
         return tuple(of_group(g, group.spec) for g, group in enumerate(self.kv_cache.groups))
 
