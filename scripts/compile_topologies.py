@@ -96,6 +96,10 @@ CASES = {
     "qwen3-v6e": Case("Qwen3-235B-A22B", QWEN3_235B, "v6e:4x4", options=SPREAD | INT8),
     "gpt-oss-v6e": Case("GPT-OSS-120B", GPT_OSS_120B, "v6e:2x2", (2, 4), SPREAD | INT8),
     "deepseek-v6e": Case("DeepSeek-V3", DEEPSEEK_V3, "v6e:8x8", (4, 5), SPREAD),
+    "llama-v5e-dcp": Case("Llama-3.1-70B", LLAMA_70B, "v5e:4x4", options={"decode_context_parallel_size": 2}),
+    "deepseek-v6e-dcp": Case(
+        "DeepSeek-V3", DEEPSEEK_V3, "v6e:8x8", (4, 5), SPREAD | {"decode_context_parallel_size": 8}
+    ),
     "deepseek-tpu7x": Case("DeepSeek-V3", DEEPSEEK_V3, "tpu7x:2x2x4", (4, 5), SPREAD),
 }
 

@@ -15,6 +15,8 @@ AOT_TPU = [
     pytest.mark.skipif(tpu_targets.why_not() is not None, reason=str(tpu_targets.why_not())),
 ]
 NAMES = ["llama-v5e", "llama-v6e", "qwen3-v6e", "gpt-oss-v6e", "deepseek-v6e", "deepseek-tpu7x"]
+SPLIT = {"llama-v5e": 2, "deepseek-v6e": 8}
+"""Devices over which contexts are split in the case of that name and -dcp."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def test_every_model_fits_its_slice_with_requests_of_8192_tokens(script, name):
     case = script.CASES[name]
     planner = script.planner_of(case, parse_target(case.target, compile=False), case.hf["num_hidden_layers"])
     assert planner.obstacles() == [] and planner.concurrency(script.CONTEXT) >= 1
-    assert len(script.CASES) == len(NAMES)
+    assert len(script.CASES) == len(NAMES) + len(SPLIT)
 
 
 def test_key_heads_that_are_fewer_than_the_devices_are_there_once_on_each(script):
@@ -81,6 +83,33 @@ def test_no_draw_sends_the_output_head_to_other_devices(script, name):
     logits, head = 64 * 128256 * 4, 128256 * 8192 * 2
     assert sample.waited_bytes + sample.hidden_bytes < logits < head / 50
     assert sample.temporary_bytes < logits
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_contexts_take_less_room_by_the_number_of_devices(script, name):
+    def tokens(name):
+        case = script.CASES[name]
+        target = parse_target(case.target, compile=False)
+        planner = script.planner_of(case, target, case.hf["num_hidden_layers"], (64,))
+        return (planner.num_blocks - 1) * planner.config.cache.block_size, planner.work()
+
+    (whole, work), (split, split_work) = tokens(name), tokens(f"{name}-dcp")
+    assert 0.98 < split / whole / SPLIT[name] <= 1, "results that are merged take some room"
+    assert split_work.merged_bytes > 0 == work.merged_bytes
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("llama-v5e", marks=AOT_TPU),
+        pytest.param("deepseek-v6e", marks=[*AOT_TPU, pytest.mark.exhaustive]),
+    ],
+)
+def test_split_contexts_compile_for_their_slices_and_exchange_queries_and_results(script, name):
+    forward, sample = compiled(script, f"{name}-dcp")
+    assert forward.error is None and sample.error is None
+    assert forward.collectives.keys() == {"all-reduce", "all-gather", "reduce-scatter"}
+    assert forward.temporary_bytes < 16 * 2**20, "the cache was copied"
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[*AOT_TPU, pytest.mark.exhaustive]) for name in NAMES[1:]])

@@ -9,7 +9,7 @@ from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, LatentSpec, StateArray, StateSpec
 from jaxpaged.models.registry import model_for
-from jaxpaged.worker.context_split import split_contexts
+from jaxpaged.worker.context_split import exchanged_bytes, split_contexts
 from jaxpaged.worker.programs.blueprint import Blueprint
 from tests.models.checkpoints import CONFIGS
 
@@ -76,6 +76,16 @@ def test_the_same_memory_holds_so_many_times_as_many_tokens(name, devices, shard
     block = lambda built: KVCacheConfig((1,), built.kv_groups).num_bytes(devices)
     assert block(whole) == shards * block(split)
     assert {group.spec.device_slots for group in split.kv_groups} == {32 // shards}
+
+
+def test_what_merging_exchanges_is_counted_for_split_layers():
+    """Queries and results of the heads of four devices, but for what a device has itself; windows exchange nothing."""
+    built = blueprint("gemma3", 8, 4)
+    split = [g for g in built.kv_groups if g.spec.context_shards > 1]
+    layers, heads = sum(len(g.layer_idxs) for g in split), built.decoder.num_heads * 4 // 8
+    assert 0 < layers < built.decoder.num_layers
+    wanted = layers * heads * built.decoder.head_dim * 3 / 4 * (4 + 4)
+    assert exchanged_bytes(built.decoders, built.kv_groups, built.attention, "float32") == wanted
 
 
 def test_pages_of_a_split_cache_are_those_of_a_whole_one():

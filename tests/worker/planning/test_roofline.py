@@ -36,6 +36,12 @@ def test_a_step_reads_the_experts_that_its_tokens_go_to():
     assert three == pytest.approx(400_000 + 1_600_000 * (1 - 0.75**3))
 
 
+def test_merging_parts_of_contexts_adds_to_what_is_exchanged():
+    whole, split = (link_seconds(work(num_shards=4, merged_bytes=n), DEVICE, 10) for n in (0, 250))
+    assert whole == pytest.approx(10 * 1.5 * 500 / 1e8)
+    assert split - whole == pytest.approx(10 * 250 / 1e8)
+
+
 def test_a_window_layer_reads_its_window_only():
     windowed = work(attention_layers=((None, 1, 100), (10, 1, 100)))
     speed = decode_speed(windowed, DEVICE, 1, 1000)
