@@ -99,6 +99,7 @@ def test_a_bundle_holds_what_drafts_too(model, method, tmp_path):
     drafting = {"method": method, "model": str(drafts), "num_speculative_tokens": 2}
     config, executor = start(model, speculative_config=drafting)
     bundle = tmp_path / "bundle"
+    bundle.mkdir()
     executor.worker.save_bundle(bundle)
     expected = answers(config, executor, ForcedLengths(lambda: 2))
     executor.shutdown()
