@@ -4,6 +4,7 @@ The choice is the smallest bucket that is compiled; what is compiled is asked of
 what several workers have reported. This module calls no program.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -12,6 +13,10 @@ from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.messages import ProgramKey, SchedulerOutput
 from jaxpaged.sampling_features import Extra
 from jaxpaged.sampling_params import SamplingParams
+
+DECODES_THAT_PAY = 256
+"""Steps of one bucket in which all only decode, before the program of a run is wanted for them: what it saves, a few
+hundredths of a step to a tenth, pays for compiling it only where there are many."""
 
 
 class Readiness(Protocol):
@@ -64,6 +69,7 @@ class ProgramChoice:
         self._programs, self._sizes = programs, sizes
         self._run_buckets = sorted({key.size for key in sizes.run_steps})
         self._most_tokens = sizes.tokens[-1]
+        self._num_decodes: Counter[ProgramKey] = Counter()  # steps in which all only decoded
         self.forget_requests()
 
     def forget_requests(self) -> None:
@@ -82,8 +88,9 @@ class ProgramChoice:
         if not scheduled.request_ids:
             return ()
         num_sampling = len(scheduled.max_new_tokens) - scheduled.max_new_tokens.count(0)
-        if scheduled.num_steps > 1:
-            return (self._smallest(self._run_kind(scheduled.request_ids), num_sampling, self._run_buckets),)
+        run = self._run(scheduled, num_sampling)
+        if run is not None:
+            return (run,)
         num_tokens, largest = scheduled.total_num_scheduled_tokens, self._sizes.tokens[-1]
         if num_tokens == self._most_tokens < largest:
             self._programs.miss(ProgramKey("forward", largest), num_tokens)
@@ -135,8 +142,25 @@ class ProgramChoice:
         except RequestError:
             return False  # the worker refuses it, and then it is a plain one
 
+    def _run(self, scheduled: SchedulerOutput, num_sampling: int) -> ProgramKey | None:
+        """The program of a run, which is also that of a single step where all decode, as soon as it is there: nothing in
+        it is for prompts, and it is one program in place of two. None where only those two will do.
+
+        With the full sampler a run brings back log probabilities for as many steps as it could have; one step does not.
+        """
+        kind = self._run_kind(scheduled.request_ids)
+        if scheduled.num_steps > 1:
+            return self._smallest(kind, num_sampling, self._run_buckets)
+        all_decode = scheduled.total_num_scheduled_tokens == num_sampling == len(scheduled.request_ids)
+        if not all_decode or scheduled.masked or kind != "decode":
+            return None
+        key = ProgramKey(kind, next((size for size in self._run_buckets if size >= num_sampling), 0))
+        self._num_decodes[key] += 1
+        pays = self._num_decodes[key] >= DECODES_THAT_PAY and key in self._sizes.run_steps
+        return key if pays and self._programs.is_ready(key) else None
+
     def _run_kind(self, request_ids: Sequence[str] | set[str]) -> str:
-        return "decode" if self._full.isdisjoint(request_ids) else "decode_full"
+        return "decode" if not self._full or self._full.isdisjoint(request_ids) else "decode_full"
 
     def _finisher(self, scheduled: SchedulerOutput, num_sampling: int) -> ProgramKey:
         kind, buckets = self._sizes.finisher, self._sizes.samples

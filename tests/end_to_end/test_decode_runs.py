@@ -9,6 +9,7 @@ import pytest
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.build import resolve_model
 from jaxpaged.engine.core import EngineCore
+from jaxpaged.executor import program_choice
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
@@ -38,6 +39,12 @@ def engine(tmp_path_factory):
     executor.worker.programs.wait_all(on_demand=True)
     yield config, executor
     executor.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def two_programs_a_step(monkeypatch):
+    """Single steps are a forward pass and a sampler, however many come in which all decode."""
+    monkeypatch.setattr(program_choice, "DECODES_THAT_PAY", 10**9)
 
 
 def core_of(engine, num_steps, **changes):
@@ -111,6 +118,25 @@ def test_random_traffic_gets_the_tokens_and_log_probabilities_of_single_steps(en
     assert sum(record.num_steps > 1 for record in records) >= 5, "the test has no runs"
     assert any(record.num_steps > 1 and record.full_sampler for record in records)
     assert any(record.num_steps > 1 and not record.full_sampler for record in records)
+    check_against_single_steps(engine, core, requests, answers, aborted)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_random_traffic_gets_the_same_where_a_step_in_which_all_decode_is_one_program(engine, mixed, monkeypatch):
+    core, choice = core_of(engine, 1), engine[1].choice
+    if mixed:
+        core._pacer = MixedPacer(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(program_choice, "DECODES_THAT_PAY", 0)
+        before = choice._num_decodes.total()
+        served = serve(core, random.Random(4), 40)
+        assert choice._num_decodes.total() - before > 15, "hardly any steps in which all decode"
+    assert any(record.num_steps > 1 for record in core.step_log.read()[0]) == mixed
+    check_against_single_steps(engine, core, *served)
+
+
+def check_against_single_steps(engine, core, requests, answers, aborted):
+    """Compare with what the requests get in steps of two programs, when they come at once."""
     assert core._scheduler.make_stats().num_preemptions, "the test preempts nobody"
     expected = answers_of(core_of(engine, 1), requests.values())
     for name in requests:
@@ -199,10 +225,13 @@ def chats(core, draw: random.Random, turn: int):
         yield [*said, 3, 5, 9], end[0] == "stop" and len(said) % OPTIONS["block_size"] == 0
 
 
-def test_second_turns_after_any_mix_of_steps_and_runs_have_the_log_probabilities_of_an_engine_without_cache(engine):
+def test_second_turns_after_any_mix_of_steps_and_runs_have_the_log_probabilities_of_an_engine_without_cache(
+    engine, monkeypatch
+):
     """What they find in the cache ends with a stop token, which a run does not compute."""
     core, draw, num_whole = core_of(engine, 1), random.Random(1), 0
     core._pacer = MixedPacer(2)
+    monkeypatch.setattr(program_choice, "DECODES_THAT_PAY", engine[1].choice._num_decodes.total() + 100)
     for turn in range(25):
         prompts = list(chats(core, draw, turn))
         num_whole += sum(whole for _, whole in prompts)

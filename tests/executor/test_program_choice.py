@@ -5,7 +5,7 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 
 from jaxpaged.errors import EngineError, RequestError
-from jaxpaged.executor.program_choice import ProgramChoice, StepSizes
+from jaxpaged.executor.program_choice import DECODES_THAT_PAY, ProgramChoice, StepSizes
 from jaxpaged.messages import NewRequestData, ProgramKey, SchedulerOutput
 from jaxpaged.sampling_features import Extra, features_of
 from jaxpaged.sampling_params import SamplingParams
@@ -155,3 +155,22 @@ def test_runs_are_as_long_as_the_program_that_all_requests_fit_once_it_is_compil
     nine = [(f"n{i}", PLAIN) for i in range(9)]
     choice.choose(step([name for name, _ in nine], [1] * 9, [1] * 9, nine))
     assert choice.max_decode_steps() == 1, "there are none so wide"
+
+
+def test_steps_in_which_all_decode_become_one_program_once_they_are_many():
+    programs, choice = compiled([ProgramKey(kind, 2) for kind in ("forward", "sample", "sample_masked", "sample_full")])
+    two = ("forward", 2), ("sample", 2)
+    decodes = step(["a", "b"], [1, 1], [1, 1], [("a", PLAIN), ("b", PLAIN)])
+    for _ in range(DECODES_THAT_PAY - 1):
+        assert choice.choose(decodes) == two
+    assert ("decode", 2, "queued") not in programs.states and ("decode", 2, "ready") not in programs.states
+    assert choice.choose(decodes) == two, "from now on it is wanted, and nobody waits for it"
+    assert programs[ProgramKey("decode", 2)] == ("decode", 2)
+    assert choice.choose(decodes) == (("decode", 2),)
+    assert choice.choose(step(["a", "b"], [1, 1], [1, 0])) == two, "b's prompt goes on"
+    assert choice.choose(step(["a", "b"], [1, 1], [1, 1], masked=True)) == (("forward", 2), ("sample_masked", 2))
+    assert choice.choose(step(["a", "f"], [1, 1], [1, 1], [("f", FULL)]))[1] == ("sample_full", 2)
+    assert choice.choose(decodes) == (("decode", 2),)
+    nine = [f"n{i}" for i in range(9)]
+    for _ in range(DECODES_THAT_PAY + 1):
+        assert choice.choose(step(nine, [1] * 9, [1] * 9)) == (("forward", 16), ("sample", 16)), "none is so wide"

@@ -9,7 +9,9 @@ last row. The host decides what ends a request: rows stop here only so that less
 that did not fit into the row costs time, not correctness.
 
 No row has more than one token in a step, so attention has nothing in it for prompts. Two layers of a 1B Llama and all
-that is around them, 32 rows on a v6e: 0.64 million estimated cycles with that, and 0.58 without; 29 kernels and 21.
+that is around them, 32 rows on a v6e: 0.64 million estimated cycles with that, and 0.58 without; 29 kernels and 21. So
+a single step in which all decode is a run of one (`executor/program_choice.py`), once there have been many. A token's
+place is not its row's, since rows end: hidden states of one step are gathered once, which costs nothing that shows.
 
 The steps are those of `StepFunctions`, and so are their tokens. This module knows nothing of why a run is as long as
 it is.
