@@ -73,8 +73,8 @@ class Blocks:
             self._ids.popitem(last=False)
 
 
-def read_trace(path: Path) -> list[TracedRequest]:
-    """The requests of a file. Raises UsageError for what is no such trace."""
+def read_trace[R: TracedRequest](path: Path, kind: type[R]) -> list[R]:
+    """The requests of a file, with the fields of `kind`. Raises UsageError for what is no such trace."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -84,10 +84,11 @@ def read_trace(path: Path) -> list[TracedRequest]:
         if not line.strip():
             continue
         try:
-            request = msgspec.convert(json.loads(line), TracedRequest)
+            request = msgspec.convert(json.loads(line), kind)
         except (ValueError, RecursionError) as error:
+            fields = ", ".join(kind.__struct_fields__)
             raise UsageError(
-                f"{path}, line {number} is no request of Mooncake's format, with input_length and hash_ids: {error}."
+                f"{path}, line {number} is no request of Mooncake's format, with {fields}: {error}."
             ) from None
         if not 0 < request.input_length <= len(request.hash_ids) * BLOCK_TOKENS:
             raise UsageError(

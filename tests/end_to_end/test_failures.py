@@ -24,7 +24,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_next_ones_are_served(llm,
         raise RuntimeError("the device is on fire")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_forward", explode)
+        patch.setattr(runner, "_pack", explode)
         ((reason, error),) = texts(llm, ["Hello"])
     assert reason == "error"
     assert "the device is on fire" in error
@@ -50,9 +50,9 @@ def test_the_old_kv_cache_is_gone_before_a_new_one_is_made(llm, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(worker, "new_state", new_state)
-        for stage in ("_forward", "finish"):  # the first leaves the state as it was, the second has donated it
+        for stage in ("_pack", "finish"):  # the first leaves the state as it was, the second has donated it
             with monkeypatch.context() as once:
-                once.setattr(worker.runner if stage == "_forward" else worker.runner.finishers[0], stage, explode)
+                once.setattr(worker.runner if stage == "_pack" else worker.runner.finishers[0], stage, explode)
                 assert texts(llm, ["Hello"])[0][0] == "error"
     assert len(seen) == 2
     assert max(seen) <= before - size, "two KV caches at a time are more memory than a device has"

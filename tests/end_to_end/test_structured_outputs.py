@@ -143,6 +143,7 @@ def serve(llm, num_blocks, **scheduler_options):
             tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
             num_preemptions = max(num_preemptions, output.num_preemptions)
         core._scheduler.check_integrity()
+    executor.recover()  # the rows of those that ended last are taken back in a next step, and there is none
     return tokens, num_preemptions
 
 

@@ -35,7 +35,7 @@ def test_traces_are_read_and_what_is_none_is_refused(tmp_path):
     path = tmp_path / "trace.jsonl"
     line = {"timestamp": 3, "input_length": 700, "output_length": 5, "hash_ids": [46, 47]}
     path.write_text(f"{json.dumps(line)}\n\n{json.dumps(line)}\n", encoding="utf-8")
-    assert read_trace(path) == [TracedRequest(700, [46, 47])] * 2
+    assert read_trace(path, TracedRequest) == [TracedRequest(700, [46, 47])] * 2
     for content, words in (
         ("{}", "line 1 is no request"),
         ("x", "line 1 is no request"),
@@ -45,6 +45,6 @@ def test_traces_are_read_and_what_is_none_is_refused(tmp_path):
     ):
         path.write_text(content, encoding="utf-8")
         with pytest.raises(UsageError, match=words):
-            read_trace(path)
+            read_trace(path, TracedRequest)
     with pytest.raises(UsageError, match="cannot read"):
-        read_trace(tmp_path / "none")
+        read_trace(tmp_path / "none", TracedRequest)

@@ -111,13 +111,13 @@ def trace_of(args: argparse.Namespace) -> "list[TracedRequest]":
     if args.kv_trace is None:
         return []
     from jaxpaged.entrypoints.pictures.canvas import check_picture_path
-    from jaxpaged.kv_store.trace import read_trace
+    from jaxpaged.kv_store.trace import TracedRequest, read_trace
 
     if hasattr(args, "kv_chart"):
         check_picture_path(args.kv_chart)
     if getattr(args, "kv_bandwidth", 1) <= 0:
         raise UsageError(f"--kv-bandwidth is {args.kv_bandwidth}; it must be above 0.")
-    return read_trace(args.kv_trace)
+    return read_trace(args.kv_trace, TracedRequest)
 
 
 def trace_result(args: argparse.Namespace, plan: "Plan", requests: "list[TracedRequest]") -> "TraceResult | None":
