@@ -143,8 +143,8 @@ class ProgramChoice:
             return False  # the worker refuses it, and then it is a plain one
 
     def _run(self, scheduled: SchedulerOutput, num_sampling: int) -> ProgramKey | None:
-        """The program of a run, which is also that of a single step where all decode, as soon as it is there: nothing in
-        it is for prompts, and it is one program in place of two. None where only those two will do.
+        """The program of a run, which is also that of a single step where all decode, as soon as it is there: nothing
+        in it is for prompts, and it is one program in place of two. None where only those two will do.
 
         With the full sampler a run brings back log probabilities for as many steps as it could have; one step does not.
         """
