@@ -1,5 +1,6 @@
 """Loads that finish, fail, stall, or come too late: no block is lost, no request, and no text differs."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -173,6 +174,22 @@ def test_who_waits_for_a_stores_answer_is_passed_and_asks_again():
     core.add_request(request("c", PROMPT))
     heard = run(core)
     assert tokens(heard["c"]) == first and heard["c"][0].num_cached_tokens == 0
+
+
+def test_what_else_a_request_waits_for_does_not_use_up_its_patience_with_a_store():
+    core, transfer = make()
+    transfer.num_unsure = 10**9
+    core.add_request(request("a", PROMPT))
+    step(core, {})
+    half, (waiting,) = core.transfer._half, core._scheduler.waiting
+    hit = core._scheduler.kv_cache_manager.get_computed_blocks(waiting)
+    half.patience = 0.2
+    assert not half.is_loading(waiting, hit, may_begin=False)
+    assert not half.is_asking and core.stats().num_kv_fetches == [0, 0, 0]
+    time.sleep(0.3)
+    assert half.is_loading(waiting, hit, may_begin=True) and half.is_asking
+    time.sleep(0.3)
+    assert not half.is_loading(waiting, hit, may_begin=True) and not half.is_asking
 
 
 def test_an_engine_without_tiers_has_no_files():

@@ -143,7 +143,10 @@ class KVTransfers:
                 return True
             del self.loading[request.request_id]
             self.handovers.give_back(request)
-        if not may_begin or not request.reads_prefix_cache or self._asked.get(number) == request.num_preemptions:
+        if not may_begin:
+            self._asking.pop(number, None)  # it waits for something else, which is not to use up its patience
+            return False
+        if not request.reads_prefix_cache or self._asked.get(number) == request.num_preemptions:
             return False
         load, may_be_longer = self._find(request, hit)
         now = time.monotonic()
