@@ -192,6 +192,27 @@ def test_what_else_a_request_waits_for_does_not_use_up_its_patience_with_a_store
     assert not half.is_loading(waiting, hit, may_begin=True) and not half.is_asking
 
 
+def test_a_poll_looks_up_only_what_the_store_has_not_answered():
+    core, _ = make()
+    half, looked_up, num_known = core.transfer._half, [], 3
+
+    def lookup(keys):
+        looked_up.append(keys)
+        return [Lookup.HIT if key in known else Lookup.PENDING for key in keys]
+
+    known, half._lookup = set(), lookup
+    core.add_request(request("a", PROMPT))
+    step(core, {})
+    keys = looked_up[0]
+    known |= set(keys[:num_known])
+    for _ in range(3):
+        step(core, {})
+    assert [len(each) for each in looked_up[-3:]] == [len(keys), *[len(keys) - num_known] * 2]
+    known |= set(keys)
+    step(core, {})
+    assert not half.is_asking and half.is_waited_for
+
+
 def test_an_engine_without_tiers_has_no_files():
     core = EngineCore(make_config(), FakeExecutor(counting_model(VOCAB), VOCAB))
     for call in (LoadPrefix("x"), SavePrefix("x", PROMPT)):

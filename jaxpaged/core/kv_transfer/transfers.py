@@ -55,6 +55,15 @@ class Load(NamedTuple):
     begin: float  # monotonic
 
 
+class Question(NamedTuple):
+    """Keys that a store elsewhere is asked for, beyond what the prefix cache had of a request."""
+
+    request: Request
+    num_hit: int
+    keys: tuple[PageKey, ...]
+    begin: float  # monotonic
+
+
 PATIENCE = 10.0
 """Seconds that a request waits for pages before it is computed without them."""
 MOST_REMEMBERED = 4096
@@ -74,7 +83,7 @@ class KVTransfers:
         self.loading: dict[str, Load] = {}
         self._begun: list[Load] = []
         self._asked: dict[int, int] = {}  # a request's number -> how often it had been preempted when it was asked for
-        self._asking: dict[int, tuple[Request, float]] = {}  # whose pages a store elsewhere is asked for, since when
+        self._asking: dict[int, Question] = {}  # by the request's number
         self._has_come: dict[int, Request] = {}  # whose pages are on the device, and who may still wait, by number
         self.num_queries = self.num_hits = 0  # tokens
 
@@ -148,9 +157,13 @@ class KVTransfers:
             return False
         if not request.reads_prefix_cache or self._asked.get(number) == request.num_preemptions:
             return False
-        load, may_be_longer = self._find(request, hit)
-        now = time.monotonic()
-        if may_be_longer and now < self._asking.setdefault(number, (request, now))[1] + self.patience:
+        asked, now = self._asking.get(number), time.monotonic()
+        has_patience = asked is None or now < asked.begin + self.patience
+        if asked is not None and has_patience and asked.num_hit == hit.num_tokens and self._is_open(asked):
+            return True
+        load, unknown = self._find(request, hit)
+        if unknown and has_patience:
+            self._asking[number] = Question(request, hit.num_tokens, unknown, now if asked is None else asked.begin)
             return True
         self._asking.pop(number, None)
         if len(self._asked) > MOST_REMEMBERED:
@@ -177,7 +190,7 @@ class KVTransfers:
     @property
     def is_asking(self) -> bool:
         """Whether any request waits for a store's answer, which nobody announces."""
-        self._asking = {number: each for number, each in self._asking.items() if not each[0].is_finished}
+        self._asking = {number: each for number, each in self._asking.items() if not each.request.is_finished}
         return bool(self._asking)
 
     def take_begun(self) -> list[Load]:
@@ -185,8 +198,13 @@ class KVTransfers:
         begun, self._begun = self._begun, []
         return begun
 
-    def _find(self, request: Request, hit: CacheHit) -> tuple[Load | None, bool]:
-        """What the tiers have beyond a hit, if anything, and whether it may be more once a store has answered."""
+    def _is_open(self, question: Question) -> bool:
+        """Whether nothing of it is answered. Much cheaper than to find out anew what could be loaded."""
+        return all(state is Lookup.PENDING for state in self._lookup(question.keys))
+
+    def _find(self, request: Request, hit: CacheHit) -> tuple[Load | None, tuple[PageKey, ...]]:
+        """What the tiers have beyond a hit, if anything, and the keys that a store is asked for, if it may be more once
+        that has answered."""
         groups, hashes, most = self._groups.groups, request.block_hashes, request.num_tokens - 1
         missing = [
             (g, idx)
@@ -195,7 +213,7 @@ class KVTransfers:
             if group.cached_block(hashes, idx) is None
         ]
         if not missing:
-            return None, False
+            return None, ()
         keys = [PageKey(hashes[(idx + 1) * groups[g].units - 1], g) for g, idx in missing]
         source = self.handovers.source(request)
         if source is not None and self._expect is not None:
@@ -205,15 +223,17 @@ class KVTransfers:
         found = {place for place, state in states.items() if state is Lookup.HIT}
         end = self._reach(most, set(missing) - found)
         unknown = {place for place, state in states.items() if state is Lookup.PENDING}
-        may_be_longer = bool(unknown) and self._reach(most, set(missing) - found - unknown) > max(end, hit.num_tokens)
+        open_keys: tuple[PageKey, ...] = ()
+        if unknown and self._reach(most, set(missing) - found - unknown) > max(end, hit.num_tokens):
+            open_keys = tuple(key for place, key in zip(missing, keys) if place in unknown)
         if end <= hit.num_tokens:
-            return None, may_be_longer
+            return None, open_keys
         needed = [
             (g, idx) for g, group in enumerate(groups) for idx in range(*read_range(group, end)) if (g, idx) in found
         ]
         pages = tuple(self._content(request, g, idx) for g, idx in needed)
         load = Load(request, end - hit.num_tokens, pages, tuple(idx for _, idx in needed), time.monotonic())
-        return load, may_be_longer
+        return load, open_keys
 
     def _reach(self, most: int, lost: set[tuple[int, int]]) -> int:
         """Tokens of the longest beginning that needs no lost block, of `most` at most."""
