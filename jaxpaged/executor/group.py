@@ -206,9 +206,7 @@ class Group:
     def tell(self, command: Command) -> None:
         """Say something to all. Raises EngineDeadError when the group has lost somebody."""
         self.check()
-        frames = self._encoder.encode(command)
-        for rank in self.ranks:
-            self._end.send(rank, frames)
+        self._end.send(self.ranks, self._encoder.encode(command))
 
     def ask(self, method: str, arguments: Iterable[Any], own: Callable[[], None]) -> None:
         """Call a method of every worker; `own` is that of this process. Raises what one of them raised."""
@@ -272,7 +270,7 @@ class Group:
                 self._last_resort()
 
     def _send(self, rank: int, command: Command) -> None:
-        self._end.send(rank, self._encoder.encode(command))
+        self._end.send((rank,), self._encoder.encode(command))
 
     def _wait(self, ready: Callable[[], bool], seconds: float | None = None) -> None:
         """Until `ready()`, or for so long. Raises what ended the group meanwhile."""

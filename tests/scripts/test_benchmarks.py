@@ -21,6 +21,7 @@ SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
         pytest.param(STARTS, "**first token**", marks=pytest.mark.exhaustive),  # compiles everything three times
         (["bench_host.py", "--running", "8", "--steps", "20"], "whole step"),
         (["bench_host.py", "--running", "8", "--steps", "20", "--device-ms", "1"], "idle"),
+        (["bench_group.py", "--processes", "1", "3", "--running", "4", "--steps", "50"], "| 3 | 4 |"),
         (["bench_process.py", "--streams", "4", "--tokens", "8", "--rounds", "1"], "two processes give"),
         (["bench_serving.py", "--free", "--streams", "2", *SMALL], "tokens/CPU-s"),
         (["bench_serving.py", "--device-ms", "1", "--streams", "2", *SMALL], "overhead"),
