@@ -28,7 +28,7 @@ class KVTransferDriver:
         self._scheduler, self._fails = scheduler, failure_policy == "fail"
         self._half = None
         if worker is not None:
-            self._half = KVTransfers(scheduler.kv_cache_manager, worker.lookup, worker.expect)
+            self._half = KVTransfers(scheduler.kv_cache_manager, worker.lookup, worker.where, worker.expect)
         self._worker: Any = worker
         scheduler.kv_cache_manager.transfers = self._half
         self._manager, self._groups = scheduler.kv_cache_manager, scheduler.kv_cache_manager.groups
@@ -85,7 +85,7 @@ class KVTransferDriver:
             load: Load = fetched.load
             is_waiting = self._half.loading.get(load.request.request_id) is load and not load.request.is_finished
             if all(fetched.came):
-                self._half.rates.observe_load(load.num_tokens, fetched.seconds)
+                self._half.rates.observe_load(load.num_tokens, fetched.seconds, fetched.sources)
             elif self._fails and is_waiting:
                 reason = f"{fetched.came.count(False)} of {len(fetched.came)} blocks of its beginning were not loaded"
                 outputs += self._scheduler.fail_requests([load.request.request_id], reason)

@@ -102,6 +102,10 @@ class KVTransferWorker(Protocol):
         """Whether pages are in a tier, at once."""
         ...
 
+    def where(self, keys: Sequence[PageKey]) -> list[str]:
+        """The names of the tiers that pages would come from, at once."""
+        ...
+
     def expect(self, keys: Sequence[PageKey], source: RemoteSource) -> None:
         """Another engine lends these pages."""
         ...

@@ -59,6 +59,15 @@ class Tiers:
                 states[key] = Lookup.HIT
         return [states[key] for key in keys]
 
+    def where(self, keys: Sequence[PageKey]) -> list[str]:
+        """The name of the first tier that has each page, as far as that is known at once: where `get` would find it."""
+        names: dict[PageKey, str] = {}
+        for tier in self.tiers:
+            asked = [key for key in keys if key not in names]
+            states = zip(asked, tier.lookup(asked)) if asked else ()
+            names.update((key, tier.name) for key, state in states if state is Lookup.HIT)
+        return [names.get(key, HostTier.name) for key in keys]
+
     def _on_its_way(self, key: PageKey) -> np.ndarray | None:
         return next((page for mover in self._movers if (page := mover.find(key)) is not None), None)
 

@@ -31,6 +31,7 @@ class FakeTransfer:
         self.num_written, self.answer = 0, [True]
         self.lent, self.sources, self.kept, self.released = {}, [], [], []
         self.told = set()
+        self.tier, self.seconds = "host", 0.001  # where all pages are, and what a load takes
         self.num_unsure = 0  # look-ups that a store elsewhere has not answered yet
 
     def lookup(self, keys):
@@ -38,6 +39,9 @@ class FakeTransfer:
             self.num_unsure -= 1
             return [Lookup.PENDING] * len(keys)
         return [Lookup.HIT if key in self.stored else Lookup.MISS for key in keys]
+
+    def where(self, keys):
+        return [self.tier for _ in keys]
 
     def expect(self, keys, source):
         self.stored |= {key: self.lent[key] for key in keys if key in self.lent}
@@ -75,7 +79,7 @@ class FakeTransfer:
         if self.loads:
             load = self.loads.pop(0)
             some = [came[i % len(came)] and self.stored.get(page.key) == page for i, page in enumerate(load.pages)]
-            self.fetched.append(Fetched(load, some, ["host" if ok else "" for ok in some], [], 0.001))
+            self.fetched.append(Fetched(load, some, [self.tier if ok else "" for ok in some], [], self.seconds))
 
     def take_changes(self):
         before, self.told = self.told, set(self.stored)
@@ -104,7 +108,7 @@ def make(policy="recompute", num_blocks=64, **options):
     connector = {"kv_connector": "OffloadingConnector", "kv_load_failure_policy": policy}
     config = make_config(**options, kv_offload="host=1M", kv_transfer_config=connector)
     core = EngineCore(config, executor, transfer=transfer)
-    core.transfer._half.rates.pays = lambda: True
+    core.transfer._half.rates.pays = lambda sources: True
     return core, transfer
 
 
@@ -363,16 +367,48 @@ def test_tokens_are_shared_out_by_pages():
 
 
 def test_what_is_slower_is_tried_again_now_and_then():
-    rates = Rates()
-    assert rates.pays()
-    rates.observe_load(100, 1.0)
+    rates, tier = Rates(), ["disk"]
+    assert rates.pays(tier)
+    rates.observe_load(100, 1.0, tier)
     rates.observe_step(8, 8, 0.0, 9.0)  # a step that decodes tells nothing
-    assert rates.pays()
+    assert rates.pays(tier)
     rates.observe_step(100, 1, 10.0, 10.1)
-    assert [rates.pays() for _ in range(TRY_AGAIN)] == [False] * (TRY_AGAIN - 1) + [True]
+    assert [rates.pays(tier) for _ in range(TRY_AGAIN)] == [False] * (TRY_AGAIN - 1) + [True]
     for _ in range(20):
-        rates.observe_load(100, 0.001)
-    assert rates.pays()
+        rates.observe_load(100, 0.001, tier)
+    assert rates.pays(tier)
+
+
+def test_each_tier_is_judged_by_its_own_loads():
+    rates = Rates()
+    rates.observe_step(100, 1, 0.0, 0.1)
+    rates.observe_load(100, 1.0, ["s3"])
+    assert not rates.pays(["s3"])
+    assert rates.pays(["host"]), "nothing is known of it"
+    rates.observe_load(100, 0.01, ["host", "host"])
+    assert rates.pays(["host"]) and not rates.pays(["s3"])
+    assert rates.pays(["host"] * 99 + ["s3"]) and not rates.pays(["host"] * 8 + ["s3"] * 2)
+    for _ in range(50):  # of both at a time, twice as slow as they were
+        rates.observe_load(100, 1.01, ["host", "s3"])
+    assert rates.load_seconds == pytest.approx({"host": 2e-4, "s3": 2e-2}, rel=1e-3)
+    for _ in range(50):
+        rates.observe_load(100, 0.0, ["s3"])  # a clock may stand still
+    assert rates.pays(["s3"])
+
+
+def test_a_slow_tier_keeps_nobody_from_a_fast_one():
+    core, transfer = make(num_blocks=24)
+    del core.transfer._half.rates.pays
+    transfer.tier, transfer.seconds = "s3", 1e3
+    sources = []
+    for i in range(6):
+        core.reset_prefix_cache()
+        core.add_request(request(f"r{i}", PROMPT))
+        outputs = run(core)[f"r{i}"]
+        sources.append(outputs[0].num_cached_tokens > 0)
+        if i == 3:
+            transfer.tier, transfer.seconds = "host", 0.0
+    assert sources == [False, True, False, False, True, True]
 
 
 LENDS = {"kv_transfer_params": {"do_remote_decode": True}}
@@ -411,7 +447,7 @@ def lender_of(prompt=PROMPT):
 def test_a_borrower_loads_what_is_lent_and_gives_it_back_once():
     expected, lent = lender_of()
     core, transfer = make()
-    core.transfer._half.rates.pays = lambda: False  # somebody has computed it for this request
+    core.transfer._half.rates.pays = lambda sources: False  # somebody has computed it for this request
     transfer.lent = lent
     core.add_request(handed_over(BORROWS, 5))
     outputs = run(core)["a"]

@@ -48,6 +48,7 @@ def test_pages_go_to_all_tiers_and_come_back_from_the_lower_ones(tmp_path):
         assert put(tiers, 1, 2, 3) == [True] * 3
         assert tiers.flush(10)
         assert there(host, 1, 2, 3) == [2, 3] and there(disk, 1, 2, 3) == there(tiers, 1, 2, 3) == [1, 2, 3]
+        assert tiers.where([key_of(n) for n in (1, 2, 1, 9)]) == ["disk", "host", "disk", "host"]
         assert bytes(tiers.get(key_of(1))) == page_of(1)[2]
         assert tiers.flush(10)
         assert there(host, 1, 2, 3) == [1, 3]  # promoted

@@ -34,6 +34,7 @@ from jaxpaged.kv_store.prefix_file import PlacedPage
 from jaxpaged.kv_store.tier import Lookup
 
 LookUp = Callable[[Sequence[PageKey]], list[Lookup]]
+Where = Callable[[Sequence[PageKey]], list[str]]
 Expect = Callable[[Sequence[PageKey], RemoteSource], None]
 
 
@@ -70,11 +71,11 @@ MOST_REMEMBERED = 4096
 
 
 class KVTransfers:
-    """What travels. `lookup` answers at once whether pages are in a tier; `expect` is told which ones another engine
-    lends."""
+    """What travels. `lookup` answers at once whether pages are in a tier, `where` in which; `expect` is told which ones
+    another engine lends."""
 
-    def __init__(self, manager: KVCacheManager, lookup: LookUp, expect: Expect | None = None):
-        self._manager, self._lookup, self._expect = manager, lookup, expect
+    def __init__(self, manager: KVCacheManager, lookup: LookUp, where: Where, expect: Expect | None = None):
+        self._manager, self._lookup, self._where, self._expect = manager, lookup, where, expect
         self.handovers = Handovers()
         self._groups = manager.groups
         self.rates, self.patience = Rates(), PATIENCE
@@ -170,12 +171,18 @@ class KVTransfers:
             self._asked.clear()  # who still waits may be asked for once more
         self._asked[number] = request.num_preemptions
         self.num_queries += request.num_tokens - hit.num_tokens
-        if load is None or (self.handovers.source(request) is None and not self.rates.pays()):
+        if load is None or not self._pays(load):
             self.handovers.give_back(request)
             return False
         self.loading[request.request_id] = load
         self._begun.append(load)
         return True
+
+    def _pays(self, load: Load) -> bool:
+        """Whether to load rather than to compute. What another engine has computed for the request always is."""
+        if self.handovers.source(load.request) is not None:
+            return True
+        return self.rates.pays(self._where([page.key for page in load.pages]))
 
     def num_tokens_loading(self, request: Request) -> int:
         """How many tokens of its beginning are on their way for a request."""

@@ -122,6 +122,10 @@ class KVTransferWorker:
         """See `Tier.lookup`."""
         return self._peers.lookup(keys, self._store.lookup(keys))
 
+    def where(self, keys: Sequence[PageKey]) -> list[str]:
+        """See `Tiers.where`."""
+        return self._store.where(keys)
+
     # ---- other engines -------------------------------------------------------------------------
 
     def expect(self, keys: Sequence[PageKey], source: RemoteSource) -> None:
