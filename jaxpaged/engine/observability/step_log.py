@@ -4,24 +4,33 @@ It is always on, since a record costs a few microseconds and its memory is bound
 `messages.StepRecord`; how they are drawn or fitted is not known here.
 """
 
-import itertools
 import time
-from collections import deque
+
+import msgspec
+import numpy as np
 
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput, StepBuckets, StepRecord
 
 CAPACITY = 32_768
-"""Steps that are kept: about 10 MB, and minutes of steps of some milliseconds each."""
+"""Steps that are kept: 5 MB, and minutes of steps of some milliseconds each."""
+COLUMN_TYPES = tuple(field.type for field in msgspec.structs.fields(StepRecord))
+"""bool, int and float, all of which float64 holds exactly: no number of tokens or steps comes near 2**53."""
 
 Times = tuple[float, float, float, float, float]
 """Schedule begin and end, dispatch end, wait begin, result ready: seconds of `time.perf_counter`."""
 
 
 class StepLog:
-    """The newest `capacity` steps that succeeded, in the order in which their results came."""
+    """The newest `capacity` steps that succeeded, in the order in which their results came.
+
+    Numbers of records lie in an array, all of whose memory is there from the start: as objects they would take three
+    times as much, and an engine would seem to grow until the log is full. Only the newest is an object, to which
+    `add` and its caller may write until the next one comes.
+    """
 
     def __init__(self, capacity: int = CAPACITY):
-        self._records: deque[StepRecord] = deque(maxlen=capacity)
+        self._numbers = np.full((capacity, len(COLUMN_TYPES)), np.nan)
+        self._newest: StepRecord | None = None
         self._num_added = 0
 
     def add(
@@ -39,14 +48,23 @@ class StepLog:
             buckets.sample_bucket, buckets.full_sampler, num_unfinished, *times, time.perf_counter(), num_steps,
             buckets.program_wait,
         )  # fmt: skip
+        self._put_away()
         self._num_added += 1
-        self._records.append(record)
+        self._newest = record
         return record
+
+    def _put_away(self) -> None:
+        """Write the newest record to its place: nobody changes it any more."""
+        if self._newest is not None:
+            place = (self._num_added - 1) % len(self._numbers)
+            self._numbers[place] = msgspec.structs.astuple(self._newest)
 
     def read(self, since: int = 0, most: int = CAPACITY) -> tuple[list[StepRecord], int]:
         """The newest records, oldest first, and how many came before them: those that are forgotten, and with `since`
         as many as that. At most `most`: it takes time for these only, however many are kept."""
-        kept = range(self._num_added - len(self._records), self._num_added)
-        first = max(kept.start, self._num_added - most, since if since <= self._num_added else 0)
-        newest = itertools.islice(reversed(self._records), self._num_added - first)
-        return list(newest)[::-1], first
+        self._put_away()
+        kept = max(self._num_added - len(self._numbers), 0)
+        first = max(kept, self._num_added - most, since if since <= self._num_added else 0)
+        lines = self._numbers[np.arange(first, self._num_added) % len(self._numbers)]
+        columns = (column.astype(kind).tolist() for column, kind in zip(lines.T, COLUMN_TYPES))
+        return [StepRecord(*values) for values in zip(*columns)], first

@@ -2,6 +2,7 @@ import itertools
 import time
 
 import pytest
+from msgspec.structs import astuple
 
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.observability.step_log import StepLog
@@ -89,3 +90,17 @@ def test_who_watches_gets_the_newest_steps_and_the_number_of_those_before(since,
     records, num_before = log.read(since, most)
     assert [record.step_id for record in records] == shown
     assert num_before == 5 - len(shown)
+
+
+def test_records_come_back_as_they_were_with_what_was_written_to_them_after_they_were_added():
+    log, times = StepLog(capacity=2), (1.0, 2.5, 3.25, 4.125, 1e6 / 3)
+    added = []
+    for step_id in (2**40, 7, 8):
+        record = log.add(
+            scheduled(step_id), ModelRunnerOutput(step_id, [], [], buckets=StepBuckets(8, 2, True)), 4, times
+        )
+        record.pages_saved, record.pages_loaded = step_id % 5, 3
+        added.append(record)
+    kept, _ = log.read()
+    assert kept == added[1:]
+    assert [type(value) for value in astuple(kept[0])] == [type(value) for value in astuple(added[1])]
