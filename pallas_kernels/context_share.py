@@ -26,3 +26,12 @@ class ContextShare(NamedTuple):
         """(the block of the context in which a token lies, its slot in the holder's piece, whether it has it)."""
         piece = position // self.slots
         return piece // self.count, position % self.slots, piece % self.count == self.nth
+
+
+def places_here(position: Any, slots: int, share: ContextShare | None) -> tuple[Any, Any, Any, Any]:
+    """(block, slot and whether it is here, as `ContextShare.place` says, and the last slot here up to a position, -1
+    for none). Blocks have `slots` slots here. `share` None: there is no other holder."""
+    if share is None:
+        return position // slots, position % slots, True, position
+    assert share.slots == slots, (share, slots)
+    return *share.place(position), share.num_held(position + 1) - 1

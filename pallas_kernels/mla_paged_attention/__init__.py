@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backends as choosing
-from pallas_kernels.context_share import ContextShare
+from pallas_kernels.context_share import ContextShare, places_here
 from pallas_kernels.shapes import ceil_div
 from pallas_kernels.token_places import token_places
 
@@ -87,12 +87,9 @@ def make_metadata(
     )
     row_T, position_T, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
     row_T, position_T = row_T.astype(jnp.int32), jnp.where(real_T, position_T, -1)
-    index_T, slot_T, held_T = position_T // block_size, position_T % block_size, real_T
-    if share is not None:
-        assert share.slots == block_size, (share, block_size)
-        index_T, slot_T, is_mine_T = share.place(position_T)
-        held_T, position_T = held_T & is_mine_T, share.num_held(position_T + 1) - 1
+    index_T, slot_T, is_here_T, position_T = places_here(position_T, block_size, share)
     block_T = tables_RM.at[row_T, index_T].get(mode="clip")
+    held_T = real_T & is_here_T
     block_T = jnp.where(held_T, block_T, _NOWHERE)
     return MlaMetadata(query_start_loc_R1, seq_lens_R, tables_RM, row_T, position_T, block_T, slot_T)
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.context_share import ContextShare
+from pallas_kernels.context_share import ContextShare, places_here
 from pallas_kernels.ragged_paged_attention import sharing
 from pallas_kernels.ragged_paged_attention.sharing import SharedWork
 from pallas_kernels.shapes import ceil_div
@@ -92,12 +92,11 @@ def make_plan(
     start_R, end_R = query_start_loc_R1[:-1], query_start_loc_R1[1:]
     token_T = jnp.arange(num_tokens, dtype=jnp.int32)
     row_T, position_T, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
-    index_T, offset_T, held_T = position_T // block_size, position_T % block_size, real_T
+    index_T, offset_T, is_here_T, position_T = places_here(position_T, block_size, share)
     if share is not None:
         assert window is None, "windows are not known to holders of a part"
-        index_T, offset_T, is_mine_T = share.place(position_T)
-        held_T &= is_mine_T
-        position_T, seq_lens_R = share.num_held(position_T + 1) - 1, share.num_held(seq_lens_R)
+        seq_lens_R = share.num_held(seq_lens_R)
+    held_T = real_T & is_here_T
     block_T = block_tables_RM.at[row_T, index_T].get(mode="clip")
 
     num_queries_R = end_R - start_R

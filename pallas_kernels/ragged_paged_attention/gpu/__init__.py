@@ -41,10 +41,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.context_share import ContextShare
+from pallas_kernels.context_share import ContextShare, places_here
 from pallas_kernels.ragged_paged_attention import sharing
 from pallas_kernels.ragged_paged_attention.gpu.items import make_items, make_span_items
-from pallas_kernels.ragged_paged_attention.gpu.statics import LayerRule
+from pallas_kernels.ragged_paged_attention.gpu.statics import LOG2_E, LOWEST, LayerRule
 from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, choose_tiles, device_kind
 from pallas_kernels.ragged_paged_attention.layout import SplitLayout
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, is_quantized, kind_of, quantize_new
@@ -54,8 +54,6 @@ from pallas_kernels.shapes import ceil_div
 from pallas_kernels.token_places import token_places
 
 NOWHERE = 2**31 - 1  # a block that no pool has
-LOWEST = -1e30  # below any score, yet finite, so that the difference of two is not NaN
-LOG2_E = math.log2(math.e)
 MAX_HEAD_DIM = 256
 ALL_DECODE_TOKENS = 32  # steps up to here are not worth a second class of tiles
 MAX_GROUP_SIZE = 128
@@ -168,13 +166,10 @@ class GpuBackend:
     ) -> Plan:
         """The plan of one step; see `make_metadata` for the arguments. With a `share` each row reads by itself."""
         row_T, position_T, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
-        if share is not None:
-            index_T, slot_T, is_mine_T = share.place(position_T)
-            block_T = block_tables_RM.at[row_T, index_T].get(mode="clip")
-            seen_T = share.num_held(position_T + 1) - 1
-            return Plan(jnp.where(real_T & is_mine_T, block_T, NOWHERE), slot_T, None, seen_T)
-        block_T = block_tables_RM.at[row_T, position_T // block_size].get(mode="clip")
-        return Plan(jnp.where(real_T, block_T, NOWHERE), position_T % block_size, shared_6R)
+        index_T, slot_T, is_here_T, seen_T = places_here(position_T, block_size, share)
+        block_T = block_tables_RM.at[row_T, index_T].get(mode="clip")
+        reads = (shared_6R, None) if share is None else (None, seen_T)
+        return Plan(jnp.where(real_T & is_here_T, block_T, NOWHERE), slot_T, *reads)
 
     def attention(
         self,

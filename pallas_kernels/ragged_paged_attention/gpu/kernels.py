@@ -8,7 +8,6 @@ Letters beside the package's: X = queries * G rows of a query tile, C slots of o
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -19,13 +18,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.ragged_paged_attention.gpu import items as at
 from pallas_kernels.ragged_paged_attention.gpu.pieces import load_pieces, store_pieces
-from pallas_kernels.ragged_paged_attention.gpu.statics import pieces
+from pallas_kernels.ragged_paged_attention.gpu.statics import LOG2_E, LOWEST, pieces
 from pallas_kernels.ragged_paged_attention.quantized import is_quantized
 from pallas_kernels.shapes import ceil_div
 from pallas_kernels.token_places import first_visible
-
-LOWEST = -1e30  # below any score, yet finite, so that the difference of two is not NaN
-LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,10 @@ This module knows nothing of Pallas, of Triton, or of how large tiles should be.
 """
 
 import dataclasses
+import math
 
+LOWEST = -1e30  # below any score, yet finite, so that the difference of two is not NaN
+LOG2_E = math.log2(math.e)
 MIN_PIECE = 16  # the shortest side of a matrix product in Triton
 
 
