@@ -82,8 +82,9 @@ def measure(num_processes: int, num_running: int, num_steps: int) -> str:
 
 def run(group: Group, num_running: int, num_steps: int, num_told: int) -> tuple[tuple[float, float, float], int]:
     """Seconds of a step: to schedule it, to tell of it, and by the wall clock; and how many were told of by now."""
-    scheduler = make_scheduler(Case(num_running, 0, None, "fcfs", 16, 64))
-    add_requests(scheduler, Case(num_running, 0, None, "fcfs", 16, 64), num_steps)
+    case = Case(num_running, num_waiting=0, window=None, policy="fcfs", block_size=16, prompt_len=64)
+    scheduler = make_scheduler(case)
+    add_requests(scheduler, case, num_steps)
     scheduled, told = scheduler.schedule(), 0.0
     begin, begin_wall = time.thread_time(), time.perf_counter()
     for _ in range(num_steps):

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from bench_scheduler import output_of
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.scheduler import Scheduler
@@ -39,13 +40,12 @@ from jaxpaged.entrypoints.pictures import canvas
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.kv_store.trace import BLOCK_TOKENS, TracedRequest, read_trace
-from jaxpaged.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from jaxpaged.messages import EngineCoreRequest, SchedulerOutput
 from jaxpaged.sampling_params import SamplingParams
 
 STEPS_IN_FLIGHT = 2
 BLOCK_SIZE = 16
 VOCAB = 50_000
-ANSWER_TOKEN = VOCAB  # in no prompt
 NUM_INSTRUCTIONS = 32
 
 
@@ -127,9 +127,7 @@ class Replica:
 
     def finish_step(self) -> list[Any]:
         scheduled = self.in_flight.popleft()
-        sampled = [name for name, most in zip(scheduled.request_ids, scheduled.max_new_tokens) if most]
-        output = ModelRunnerOutput(scheduled.step_id, sampled, [[ANSWER_TOKEN] for _ in sampled])
-        return self.scheduler.update_from_output(scheduled, output)
+        return self.scheduler.update_from_output(scheduled, output_of(scheduled))
 
     @property
     def load(self) -> Load:

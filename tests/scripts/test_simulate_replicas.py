@@ -1,23 +1,17 @@
 """Replicas simulated: times follow from the costs that are given, nothing is lost, and the front end is a limit."""
 
-import importlib.util
+import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from jaxpaged.errors import UsageError
 
-PATH = Path(__file__).parents[2] / "scripts" / "simulate_replicas.py"
-
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("simulate_replicas", PATH)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("simulate_replicas")
 
 
 def traced(folder, lines) -> str:

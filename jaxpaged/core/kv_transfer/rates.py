@@ -1,6 +1,5 @@
 """Whether a beginning is sooner loaded or computed, judged by what both have taken so far. It knows no request."""
 
-from collections import Counter
 from collections.abc import Sequence
 
 WEIGHT = 0.2
@@ -45,7 +44,7 @@ class Rates:
 
 def mean_of(seconds: dict[str, float], sources: Sequence[str]) -> float:
     """Of pages from these sources; all have as many tokens."""
-    return sum(seconds[source] * count for source, count in Counter(sources).items()) / max(len(sources), 1)
+    return sum(seconds[source] for source in sources) / max(len(sources), 1)
 
 
 def averaged(before: float | None, value: float) -> float:
