@@ -106,5 +106,6 @@ def inputs_of(inputs: Sequence[str | Sequence[int]]) -> list[pb.Input]:
     ]
 
 
-def struct(values: Mapping[str, Any]) -> Struct:
-    return json_format.ParseDict(dict(values), Struct())
+def struct(values: Mapping[str, Any] | Struct) -> Struct:
+    """Of a mapping, or what an answer had, as it came."""
+    return values if isinstance(values, Struct) else json_format.ParseDict(dict(values), Struct())

@@ -57,9 +57,9 @@ def started(*command):
     raise AssertionError(f"{command} did not start")
 
 
-def post(url, body):
+def post(url, body, path="completions"):
     request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{url}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return answer.read().decode()
@@ -106,6 +106,11 @@ def test_two_servers_and_the_proxy_and_what_they_do_when_the_first_stops_and_die
         for body in bodies
     ]
     assert text(post(decode, {**bodies[1], "kv_transfer_params": lent[1]})) == expected[1]
+    question, before = {"input": prompts[1], "temperature": 0, "max_output_tokens": 8}, sample(decode, cached)
+    said = lambda answer: json.loads(answer)["output"][0]["content"][0]["text"]
+    first = json.loads(post(prefill, {**question, "max_output_tokens": 1, "kv_transfer_params": ask}, "responses"))
+    again = post(decode, {**question, "kv_transfer_params": first["kv_transfer_params"]}, "responses")
+    assert said(again) == said(post(prefill, question, "responses")) and sample(decode, cached) > before + 60
     producer.send_signal(signal.SIGSTOP)  # what it lends never comes
     assert text(post(decode, {**bodies[2], "kv_transfer_params": lent[2]})) == expected[2]
     producer.kill()

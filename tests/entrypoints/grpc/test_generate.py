@@ -1,6 +1,7 @@
 """`Generate`: what comes in and goes out, and that it is what HTTP gives."""
 
 import asyncio
+import json
 
 import grpc
 import pytest
@@ -166,11 +167,11 @@ def test_what_another_engine_lends_goes_from_an_answer_into_the_next_request_as_
     output = RequestOutput("r", "a", [5], None, [completion], finished=True, kv_transfer_params=lent)
     responses = Responses("r", None, with_prompt=False, with_cached_tokens=False)
     response = pb.GenerateResponse.FromString(responses.of(output))
+    said = response.kv_transfer_params
     for prompt in ("text", [{"role": "user", "content": "text"}]):
-        request = generate_request(
-            prompt, {"kv_transfer_params": json_format.MessageToDict(response.kv_transfer_params)}
-        )
-        assert generation_request(request).kv_transfer_params == lent
+        for params in (said, json_format.MessageToDict(said)):
+            got = generation_request(generate_request(prompt, {"kv_transfer_params": params})).kv_transfer_params
+            assert json.dumps(got, sort_keys=True) == json.dumps(lent, sort_keys=True), "7 is not 7.0 here"
     ask = generate_request("text", {"kv_transfer_params": {"do_remote_decode": True}})
     with pytest.raises(HttpError, match="final_only"):
         generation_request(ask)

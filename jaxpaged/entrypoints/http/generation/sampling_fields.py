@@ -12,10 +12,6 @@ from jaxpaged.entrypoints.http.errors import HttpError
 
 MAX_STOP_STRINGS = 4
 ENCODER_REFUSALS = {"ec_transfer_params": "This server has no encoder connector"}
-TRANSFER_REFUSALS = {
-    "kv_transfer_params": "Prompts are handed over by completions and chats only",
-    **ENCODER_REFUSALS,
-}
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):

@@ -137,6 +137,7 @@ class ResponseRun:
             self._writer.write(part.deltas, self._logprobs.of(part.deltas, self._entries(piece)))
         if part.finish_reason is not None:
             self._admission.close()
+            self._parsed.response.kv_transfer_params = output.kv_transfer_params
             self._writer.finish(part.finish_reason, self._usage(output), self._logprobs.rest())
 
     def _entries(self, completion: CompletionOutput) -> list[TokenLogprob]:

@@ -13,7 +13,7 @@ from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.conversation import Conversation, ParsedConversation, parse_conversation
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
-from jaxpaged.entrypoints.http.generation.sampling_fields import TRANSFER_REFUSALS, check_refusals, check_stop, given
+from jaxpaged.entrypoints.http.generation.sampling_fields import ENCODER_REFUSALS, check_refusals, check_stop, given
 from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.responses.conversation import (
     Item,
@@ -26,6 +26,7 @@ from jaxpaged.entrypoints.http.responses.conversation import (
 from jaxpaged.entrypoints.http.responses.protocol import LOGPROBS, ReasoningOptions, Response, ResponsesRequest, new_id
 from jaxpaged.entrypoints.http.responses.store import ResponseStore
 from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.kv_store.handover import PARAMS
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
@@ -49,7 +50,7 @@ REFUSALS = {
     "prompt": "This server has no prompt templates",
     "context_management": "Contexts are not compacted",
     "moderation": "Nothing is moderated",
-    **TRANSFER_REFUSALS,
+    **ENCODER_REFUSALS,
     "enable_response_messages": "Responses have items, and no messages",
     "previous_input_messages": "Give earlier messages as input",
     "max_tokens": "It is called max_output_tokens here",
@@ -146,11 +147,13 @@ def params_of(service: Service, body: ResponsesRequest) -> SamplingParams:
     """Without a limit of its own a request gets the model's, or the rest of the context."""
     defaults = dict(service.engine.input_processor.defaults.sampling)
     limit = {} if body.max_output_tokens is None else {"max_tokens": body.max_output_tokens}
-    in_pieces = body.stream or body.background
+    in_pieces, extra = body.stream or body.background, body.vllm_xargs
+    if body.kv_transfer_params:
+        extra = {**(extra or {}), PARAMS: body.kv_transfer_params}
     return SamplingParams(
         **{"max_tokens": None, **defaults, **given(body), **limit},
         logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
-        extra_args=body.vllm_xargs,
+        extra_args=extra,
         output_kind=RequestOutputKind.DELTA if in_pieces else RequestOutputKind.FINAL_ONLY,
     )
 

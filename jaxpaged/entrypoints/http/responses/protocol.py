@@ -199,6 +199,7 @@ class Response(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None = None
     metadata: dict[str, str] = {}
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class DeletedResponse(msgspec.Struct):

@@ -62,6 +62,30 @@ def test_cached_tokens_are_told_where_the_server_says_so(serving, tells):
     assert (details["cached_tokens"] > 0) is tells
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_where_the_prompt_is_lent_is_said_and_passed_on(serving, stream):
+    lent, asked = {"do_remote_prefill": True, "remote_port": 7}, {"do_remote_decode": True}
+
+    async def scenario(server):
+        server.engine.input_processor._kv_peers = ("kv_producer", "")
+        generate = server.engine.generate
+
+        async def lending(*arguments, **options):
+            async for output in generate(*arguments, **options):
+                output.kv_transfer_params = lent if output.finished else None
+                yield output
+
+        server.engine.generate = lending
+        body = {"input": "the cat", "max_output_tokens": 1, "stream": stream, "vllm_xargs": {"a": 1}}
+        answer = await server.client.post("/v1/responses", {**body, "kv_transfer_params": asked})
+        assert answer.status == 200, answer.body
+        [(_, params, _)] = server.engine.seen
+        assert params.extra_args == {"a": 1, "kv_transfer_params": asked}
+        return events_of(answer)[-1]["response"] if stream else answer.json
+
+    assert serving(scenario)["kv_transfer_params"] == lent
+
+
 def test_an_answer_that_is_cut_off_is_incomplete(respond):
     response = respond({**GREEDY, "max_output_tokens": 3}, "the cat sat on the mat").json
     assert response["status"] == "incomplete" and response["completed_at"] is None
