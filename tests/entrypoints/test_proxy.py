@@ -3,15 +3,26 @@
 import asyncio
 import contextlib
 import json
+import shutil
+import signal
 import socket
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 
 import pytest
 
 pytest.importorskip("httptools", reason="comes with the extra serve")
+from msgspec import Raw
+
+from jaxpaged.entrypoints.cli import main
+from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.transport.listener import Listener, bind, url_of
 from jaxpaged.entrypoints.proxy.app import Proxy, create_app
 from jaxpaged.entrypoints.proxy.backends import MOST_BEHIND, Backends, beginnings_of
-from jaxpaged.entrypoints.proxy.handing_over import for_prefill, read
+from jaxpaged.entrypoints.proxy.handing_over import for_decode, for_prefill, params_in, read
 from jaxpaged.errors import UsageError
 
 LONG = "a word " * 400
@@ -21,12 +32,13 @@ LENT = {"do_remote_prefill": True, "remote_host": "h", "anything": [1, {"else": 
 class Engine:
     """Answers over a socket, and keeps what it was asked."""
 
-    def __init__(self, status=200, breaks=False):
+    def __init__(self, status=200, breaks=False, num_more=0, tls=None):
         self.status, self.breaks, self.asked, self.headers = status, breaks, [], []
+        self.num_more, self.num_sent, self.tls = num_more, 0, tls  # more bytes, and how many of them went out
 
     async def __aenter__(self):
-        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0, ssl=self.tls)
+        self.url = f"http{'s' if self.tls else ''}://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *error):
@@ -43,13 +55,17 @@ class Engine:
             b'data: {"x": 1}\n\n' if body.get("stream") else json.dumps({"kv_transfer_params": LENT if lends else None})
         )
         said = said if isinstance(said, bytes) else said.encode()
-        promised = len(said) + 10 * self.breaks
+        promised = len(said) + self.num_more + 10 * self.breaks
         writer.write(f"HTTP/1.1 {self.status} X\r\nContent-Length: {promised}\r\n\r\n".encode() + said)
         await writer.drain()
+        while self.num_sent < self.num_more:
+            writer.write(b" " * (1 << 16))
+            await writer.drain()
+            self.num_sent += 1 << 16
         writer.close()
 
 
-def ask_all(*bodies, prefill=(), decode=(), path="/v1/completions", raw=None):
+def ask_all(*bodies, prefill=(), decode=(), path="/v1/completions", raw=None, keys=(), key=None, tls=None, ask=None):
     """Start engines and the proxy, ask one after the other -> [(status, answer)], the proxy."""
 
     async def main():
@@ -58,13 +74,15 @@ def ask_all(*bodies, prefill=(), decode=(), path="/v1/completions", raw=None):
                 [each if isinstance(each, str) else (await stack.enter_async_context(each)).url for each in some]
                 for some in (prefill, decode)
             ]
-            proxy = Proxy(Backends(urls[0]), Backends(urls[1]), least=100, timeout=10.0)
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            groups = [Backends(each, headers, tls) for each in urls]
+            proxy = Proxy(*groups, least=100, timeout=10.0, has_key=key is not None)
             bound = bind("127.0.0.1", 0)
-            listener = Listener(create_app(proxy), bound, max_header_bytes=1 << 16, max_connections=10)
+            listener = Listener(create_app(proxy, keys), bound, max_header_bytes=1 << 16, max_connections=10)
             await listener.listen()
             running = asyncio.ensure_future(listener.run_until_stopped())
             port = int(url_of(bound).rsplit(":", 1)[1])
-            answers = [await post(port, path, raw or json.dumps(body).encode()) for body in bodies]
+            answers = [await (ask or post)(port, path, raw or json.dumps(body).encode()) for body in bodies]
             metrics = await post(port, "/metrics", None)
             listener.should_exit = True
             await running
@@ -146,6 +164,92 @@ def test_what_is_wrong_is_said():
         Backends(["nowhere"])
 
 
+def test_keys_of_clients_are_asked_for_and_passed_on():
+    engine = Engine()
+    assert ask_all({"prompt": "Hi"}, decode=[engine], keys=["other"])[0][0][0] == 401 and not engine.headers
+    assert ask_all({"prompt": "Hi"}, decode=[engine], keys=["other", "k"])[0][0][0] == 200
+    assert "authorization: bearer k" in engine.headers[-1]
+    assert ask_all({"prompt": "Hi"}, decode=[engine], key="own")[0][0][0] == 200
+    assert engine.headers[-1].count("authorization: ") == engine.headers[-1].count("authorization: bearer own") == 1
+    models = lambda port, path, body: post(port, "/v1/models", None)
+    for key, told in ((None, "bearer k"), ("own", "bearer own")):
+        assert ask_all({}, decode=[engine], key=key, ask=models)[0][0][0] == 200
+        assert f"authorization: {told}" in engine.headers[-1]
+    assert ask_all({}, decode=[Engine(401)], ask=models)[0][0][0] == 401
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_slow_client_does_not_take_waits_in_the_engine(stream):
+    engine, held = Engine(num_more=64 << 20), []
+
+    async def slowly(port, path, body):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
+        writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
+                     % (path.encode(), len(body), body))  # fmt: skip
+        size, before = len(await reader.read(100)), -1
+        while engine.num_sent != before:
+            before = engine.num_sent
+            await asyncio.sleep(0.2)
+        held.append(before)
+        while piece := await reader.read(1 << 20):
+            size += len(piece)
+        writer.close()
+        return 200, size
+
+    [(_, size)], proxy, _ = ask_all({"prompt": "Hi", "stream": stream}, decode=[engine], ask=slowly)
+    assert 0 < held[0] < 48 << 20 and size > 64 << 20 and proxy.counts["failures"] == 0
+
+
+def test_a_long_answer_that_breaks_off_does_so_for_the_client_too(caplog):
+    answers, proxy, _ = ask_all({"prompt": "Hi"}, decode=[Engine(breaks=True, num_more=8 << 20)])
+    assert answers[0][0] == 200 and not answers[0][1].endswith(b"0\r\n\r\n") and proxy.counts["failures"] == 1
+    assert ask_all({"prompt": LONG}, prefill=[Engine(num_more=8 << 20)], decode=[Engine()])[0][0][0] == 200
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_engines_over_tls(pem):
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=pem("client")[0])
+    context.load_cert_chain(*pem("server"))
+    context.verify_mode = ssl.CERT_REQUIRED
+    trusts = {"ca_certificate": pem("server")[0]}
+    for tls, status in (({}, 503), (trusts, 503), ({**trusts, "certificate": pem("client")}, 200)):
+        assert ask_all({"prompt": "Hi"}, decode=[Engine(tls=context)], tls=tls)[0][0][0] == status, tls
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_the_command_serves_over_tls_and_asks_for_keys(pem):
+    certificate, key = pem("server")
+    command = [sys.executable, "-m", "jaxpaged", "proxy", "--port", "0", "--decode", gone(), "--api-key", "k"]
+    process = subprocess.Popen(
+        [*command, "--ssl-certfile", certificate, "--ssl-keyfile", key], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        url = process.stderr.readline().split()[-1]
+        assert url.startswith("https://127.0.0.1:")
+        for given, status in (({}, 401), ({"Authorization": "Bearer k"}, 503)):
+            with pytest.raises(urllib.error.HTTPError) as refusal:
+                urllib.request.urlopen(
+                    urllib.request.Request(f"{url}/v1/models", headers=given), timeout=20,
+                    context=ssl.create_default_context(cafile=certificate),
+                )  # fmt: skip
+            assert refusal.value.code == status
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(["--engine-keyfile", "/x"], "--engine-certfile"), (["--engine-ca-certs", "/x"], "none is at https"),
+     (["--engine-key-file", "/no/file"], "cannot read /no/file"), (["--ssl-keyfile", "/x"], "without a certificate")],
+)  # fmt: skip
+def test_flags_that_do_not_serve_are_refused(flags, words, capsys):
+    assert main(["proxy", "--decode", "http://127.0.0.1:1", "--port", "0", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_who_is_chosen():
     backends = Backends(["http://a", "http://b"])
     first, second = backends.all
@@ -166,9 +270,23 @@ def test_who_is_chosen():
     [("/v1/completions", {"prompt": ["a", "b"]}, False), ("/v1/completions", {"prompt": [1, 2]}, True),
      ("/v1/completions", {"prompt": "a", "use_beam_search": True}, False),
      ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, False),
+     ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": None, "use_beam_search": False}, True),
+     ("/v1/completions", {"prompt": "a", "prompt_logprobs": 0}, False), ("/v1/completions", {}, False),
      ("/v1/chat/completions", {"messages": [{}]}, True)],
 )  # fmt: skip
 def test_what_is_handed_over(path, body, splits):
     asked = read(path, json.dumps(body).encode())
     assert asked.may_be_split is splits
     assert "echo" not in json.loads(for_prefill(asked))
+
+
+def test_a_prompt_is_looked_at_as_it_came():
+    spaced = b'{ "model" : null, "prompt" : [ 5, 7,\n9 ] , "stream" : true, "kv_transfer_params": {} }'
+    asked = read("/v1/completions", spaced)
+    assert asked.num_tokens == 3 and asked.may_be_split and asked.is_stream
+    assert json.loads(for_decode(asked, None)) == json.loads(spaced)
+    assert params_in(b'{"a": 1, "kv_transfer_params": {"x": [1.50]}}') == Raw(b'{"x": [1.50]}')
+    assert params_in(b'{"kv_transfer_params": 5}') is None and params_in(b"[") is None
+    for broken in (b"[1]", b"{", b'{"prompt": ' + b"[" * 100_000, b'{"prompt": x}'):
+        with pytest.raises(HttpError, match="no JSON object"):
+            read("/v1/completions", broken)

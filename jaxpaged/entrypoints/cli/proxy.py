@@ -2,16 +2,26 @@
 
 import argparse
 import asyncio
+import dataclasses
 import signal
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxpaged.entrypoints.cli.flags import Parser
+from jaxpaged.entrypoints.cli.flags import Parser, add_flag, shown_default
 from jaxpaged.entrypoints.cli.serve import check_extra
+from jaxpaged.errors import UsageError
 
+if TYPE_CHECKING:
+    from jaxpaged.entrypoints.proxy.backends import Backends
+
+SERVER_OPTIONS = (
+    "host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "api_key", "api_key_file",
+    "max_body_bytes", "max_connections",
+)  # fmt: skip
+"""Those of the server's options that the proxy has too."""
 EPILOG = """\
-Short prompts go to a decode engine straight away, and so does everything while no prefill engine answers. Requests keep
-their Authorization header, so the engines' keys are the clients'. Ctrl-C, or SIGTERM, ends it.
+Short prompts go to a decode engine straight away, and so does everything while no prefill engine answers. Engines get
+the clients' keys (Authorization, x-api-key), unless --engine-key-file gives them one. Ctrl-C, or SIGTERM, ends it.
 
 example:
   jaxpaged serve --port 8100 --kv-role kv_producer
@@ -26,8 +36,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--prefill", nargs="+", default=[], metavar="URL", help="engines with --kv-role kv_producer")
     parser.add_argument("--decode", nargs="+", required=True, metavar="URL", help="engines with --kv-role kv_consumer")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0: any (default: 8000)")
     parser.add_argument(
         "--min-prefill-tokens", type=int, default=256, metavar="N",
         help="shorter prompts, at about 4 bytes a token, go to decode engines straight away (default: 256)",
@@ -35,31 +43,78 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--timeout", type=float, default=3600.0, metavar="S", help="seconds an answer may take (default: 3600)"
     )
+    add_server_flags(parser)
+    group = parser.add_argument_group("engines at https://")
+    group.add_argument(
+        "--engine-key-file", metavar="FILE", help="with the key that engines get in place of the clients'"
+    )
+    group.add_argument("--engine-ca-certs", metavar="FILE", help="certificates of who signs those of the engines (PEM)")
+    group.add_argument(
+        "--engine-certfile", metavar="FILE", help="the proxy's own certificate, for engines that ask for it"
+    )
+    group.add_argument("--engine-keyfile", metavar="FILE", help="its key, if it is not in the same file")
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and log debug messages")
     parser.set_defaults(run=run, command_parser=parser)
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags for those of the server's options that the proxy has."""
+    from jaxpaged.entrypoints.http.options import ServerOptions
+
+    group = parser.add_argument_group("server")
+    for option in dataclasses.fields(ServerOptions):
+        if option.name in SERVER_OPTIONS:
+            add_flag(group, option.name, option.type, option.metadata["help"] + shown_default(option.default),
+                     option.metadata.get("choices"), several=True)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes. Returns the exit status; raises UsageError for what is no address."""
     check_extra("serve", "starlette", "uvicorn", "httptools")
-    from jaxpaged.entrypoints.http.transport.listener import MAX_CONNECTIONS, Listener, bind, url_of
+    from jaxpaged.entrypoints.http.options import ServerOptions
+    from jaxpaged.entrypoints.http.server import api_keys
+    from jaxpaged.entrypoints.http.transport.listener import Listener, bind, url_of
+    from jaxpaged.entrypoints.http.transport.tls import tls_settings
     from jaxpaged.entrypoints.proxy.app import Proxy, create_app
-    from jaxpaged.entrypoints.proxy.backends import Backends
 
-    prefill, decode = Backends(args.prefill), Backends(args.decode)
-    proxy = Proxy(prefill, decode, least=args.min_prefill_tokens, timeout=args.timeout)
-    bound = bind(args.host, args.port)
+    options = ServerOptions.from_options({name: getattr(args, name) for name in SERVER_OPTIONS if hasattr(args, name)})
+    keys, tls = api_keys(options), tls_settings(options)
+    prefill, decode = engines(args)
+    bound = bind(options.host, options.port)
 
     async def serve() -> None:
-        listener = Listener(create_app(proxy), bound, max_header_bytes=1 << 16, max_connections=MAX_CONNECTIONS)
+        proxy = Proxy(
+            prefill, decode, least=args.min_prefill_tokens, timeout=args.timeout,
+            has_key=args.engine_key_file is not None, max_body_bytes=options.max_body_bytes,
+        )  # fmt: skip
+        listener = Listener(
+            create_app(proxy, keys), bound, max_header_bytes=1 << 16, max_connections=options.max_connections, tls=tls
+        )
         await listener.listen()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, lambda: setattr(listener, "should_exit", True))
         names = f"{len(prefill.all)} prefill and {len(decode.all)} decode engines"
-        print(f"{names} are served at {url_of(bound)}", file=sys.stderr, flush=True)
+        print(f"{names} are served at {url_of(bound, 'https' if tls else 'http')}", file=sys.stderr, flush=True)
         await listener.run_until_stopped()
         await prefill.close()
         await decode.close()
 
     asyncio.run(serve())
     return 0
+
+
+def engines(args: argparse.Namespace) -> tuple["Backends", "Backends"]:
+    """Those that compute prompts, and those that generate. Raises UsageError for files that do not serve."""
+    from jaxpaged.entrypoints.http.server import keys_in
+    from jaxpaged.entrypoints.proxy.backends import Backends
+
+    headers, tls = {}, {"ca_certificate": args.engine_ca_certs, "certificate": None}
+    if args.engine_key_file is not None:
+        headers["Authorization"] = f"Bearer {keys_in(args.engine_key_file, '--engine-key-file')[0]}"
+    if args.engine_certfile is not None:
+        tls["certificate"] = (args.engine_certfile, args.engine_keyfile)
+    elif args.engine_keyfile is not None:
+        raise UsageError("--engine-keyfile is given without a certificate. Add --engine-certfile, or leave it out.")
+    if not any(url.startswith("https:") for url in (*args.prefill, *args.decode)) and any(tls.values()):
+        raise UsageError("certificates are given for engines, but none is at https://. Leave them out.")
+    return Backends(args.prefill, headers, tls), Backends(args.decode, headers, tls)

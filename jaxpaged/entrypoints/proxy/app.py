@@ -7,23 +7,34 @@ of its answer was given to the client. Without a prefill engine that answers, de
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 
+from msgspec import Raw
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from jaxpaged.entrypoints.http.body import read_body
+from jaxpaged.entrypoints.http.body import LONG_BODY, REST_SECONDS_A_BYTE, read_body
 from jaxpaged.entrypoints.http.errors import HttpError, as_http_error, error_body, error_response
+from jaxpaged.entrypoints.http.health import OPEN_PATHS
+from jaxpaged.entrypoints.http.transport.auth import ApiKeys
 from jaxpaged.entrypoints.http.transport.sse import event
+from jaxpaged.entrypoints.http_client import Flow
 from jaxpaged.entrypoints.proxy.backends import Backend, Backends, beginnings_of
 from jaxpaged.entrypoints.proxy.handing_over import PROMPTS, Asked, for_decode, for_prefill, params_in, read
 
-MAX_BODY_BYTES = 16 << 20
-PASSED_ON = ("authorization", "traceparent", "tracestate", "x-request-id")
-"""Headers that engines get as the client sent them."""
+PASSED_ON = ("traceparent", "tracestate", "x-request-id")
+KEYS = ("authorization", "x-api-key")
+"""Headers that engines get as the client sent them, keys unless the proxy has one of its own for them."""
+MOST_WAITING = 1 << 20
+"""Bytes of an answer that wait here for a client; what it does not take waits in the engine."""
+MOST_WHOLE = 4 << 20
+"""Bytes up to which an answer that is no stream is only passed on when all of it is there, so that one that breaks off
+is an error; longer ones break off too."""
 ELSEWHERE = (429, 500, 502, 503, 504)
 """Answers after which another engine is asked."""
 PROBE_SECONDS = 5.0
@@ -41,21 +52,34 @@ class Answer:
 
     def __init__(self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str], timeout: float):
         self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._num_waiting, self._flow = 0, Flow()
         self._first: bytes | None = None
         self._backend = backend
         backend.num_under_way += 1
         backend.num_requests += 1
-        sink = lambda data, now: self._pieces.put_nowait(data)
-        self._asking = asyncio.create_task(backend.client.post(path, body, sink, headers, timeout))
+        self._asking = asyncio.create_task(backend.client.post(path, body, self._take, headers, timeout, self._flow))
         self._asking.add_done_callback(self._ended)
+
+    def _take(self, data: bytes, now: float) -> None:
+        self._pieces.put_nowait(data)
+        self._num_waiting += len(data)
+        if self._num_waiting > MOST_WAITING:
+            self._flow.hold()
 
     def _ended(self, task: asyncio.Task) -> None:
         self._backend.num_under_way -= 1  # also where a client left before anybody looked at the answer
         self._pieces.put_nowait(None)
 
+    async def _next(self) -> bytes | None:
+        piece = await self._pieces.get()
+        self._num_waiting -= len(piece or b"")
+        if self._num_waiting <= MOST_WAITING // 2:
+            self._flow.go_on()
+        return piece
+
     async def begun(self) -> tuple[int, bytes]:
         """(200, nothing) once a good answer begins, otherwise the status and what a bad one says. Raises OSError."""
-        self._first = await self._pieces.get()
+        self._first = await self._next()
         if self._first is not None:
             return 200, b""
         return await self._asking
@@ -65,44 +89,107 @@ class Answer:
         piece = self._first
         while piece is not None:
             yield piece
-            piece = await self._pieces.get()
+            piece = await self._next()
         await self._asking
+
+    async def some(self, most: int) -> tuple[bytes, AsyncIterator[bytes] | None]:
+        """The answer, and nothing where that is all; of one longer than `most` its beginning, and how it goes on."""
+        pieces, found, size = self.pieces(), [], 0
+        async for piece in pieces:
+            found.append(piece)
+            size += len(piece)
+            if size > most:
+                return b"".join(found), pieces
+        return b"".join(found), None
 
     def close(self) -> None:
         """Nothing more of it is wanted."""
         self._asking.cancel()
 
 
-class Proxy:
-    """`least` tokens of a prompt, about, are worth a prefill engine. An answer may take `timeout` seconds."""
+class Streamed(StreamingResponse):
+    """An answer that is passed on as it comes. Its engine is left when the client is gone, even before it begins."""
 
-    def __init__(self, prefill: Backends, decode: Backends, *, least: int, timeout: float):
+    def __init__(self, answer: Answer, pieces: AsyncIterator[bytes], media_type: str):
+        super().__init__(pieces, media_type=media_type)
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except OSError:
+            return  # in the middle of an answer: the server cuts the client's connection, and logs a line
+        finally:
+            self._answer.close()
+
+
+class Proxy:
+    """`least` tokens of a prompt, about, are worth a prefill engine. An answer may take `timeout` seconds. `has_key`:
+    engines get a key of the proxy's, and none of the client's."""
+
+    def __init__(
+        self, prefill: Backends, decode: Backends, *, least: int, timeout: float, has_key: bool = False,
+        max_body_bytes: int = 16 << 20,
+    ):  # fmt: skip
         self.prefill, self.decode, self._least, self._timeout = prefill, decode, least, timeout
+        self._passed_on = PASSED_ON if has_key else (*KEYS, *PASSED_ON)
+        self._max_body_bytes, self._long_bodies = max_body_bytes, asyncio.Lock()
         self.counts: Counter[str] = Counter()
 
     async def generate(self, request: Request) -> Response:
         """A completion or chat."""
-        asked = read(request.url.path, bytes(await read_body(request, MAX_BODY_BYTES)))
-        headers = {name: value for name in PASSED_ON if (value := request.headers.get(name)) is not None}
-        headers.setdefault("x-request-id", uuid.uuid4().hex)
+        asked = await self._read(request)
+        headers = self._headers(request)
         self.counts["requests"] += 1
-        beginnings, params = beginnings_of(asked.prompt), None
+        beginnings, params = beginnings_of(asked.beginning), None
         if asked.may_be_split and asked.num_tokens >= self._least:
             params = await self._computed(asked, beginnings, headers)
         answer = await self._decoded(asked, beginnings, for_decode(asked, params), headers)
         if isinstance(answer, Response):
             return answer
         if asked.is_stream:
-            return StreamingResponse(self._stream(answer), media_type="text/event-stream")
+            return Streamed(answer, self._stream(answer), media_type="text/event-stream")
+        return await self._whole(answer)
+
+    async def _read(self, request: Request) -> Asked:
+        """What is asked. Long bodies are looked at one at a time: each holds everybody up for some milliseconds."""
+        body = bytes(await read_body(request, self._max_body_bytes))
+        if len(body) <= LONG_BODY:
+            return read(request.url.path, body)
+        async with self._long_bodies:
+            await asyncio.sleep(REST_SECONDS_A_BYTE * len(body))
+            return read(request.url.path, body)
+
+    def _headers(self, request: Request) -> dict[str, str]:
+        headers = {name: value for name in self._passed_on if (value := request.headers.get(name)) is not None}
+        return {"x-request-id": uuid.uuid4().hex, **headers}
+
+    async def _whole(self, answer: Answer) -> Response:
+        """An answer that is no stream."""
+        rest = None
         try:
-            return Response(b"".join([piece async for piece in answer.pieces()]), media_type="application/json")
+            content, rest = await answer.some(MOST_WHOLE)
         except OSError as error:
             self.counts["failures"] += 1
             raise HttpError(502, f"The engine's answer broke off: {error or type(error).__name__}.") from None
         finally:
-            answer.close()
+            if rest is None:
+                answer.close()
+        if rest is None:
+            return Response(content, media_type="application/json")
+        return Streamed(answer, self._long(content, rest), media_type="application/json")
 
-    async def _computed(self, asked: Asked, beginnings: list[bytes], headers: Mapping[str, str]) -> dict | None:
+    async def _long(self, begun: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Raises OSError where the answer breaks off, upon which the client's connection is cut."""
+        try:
+            yield begun
+            async for piece in rest:
+                yield piece
+        except OSError:
+            self.counts["failures"] += 1
+            raise
+
+    async def _computed(self, asked: Asked, beginnings: list[bytes], headers: Mapping[str, str]) -> Raw | None:
         """Have a prefill engine compute the prompt: what it says of that, None where none did."""
         tried: list[Backend] = []
         while (backend := self.prefill.choose(beginnings, tried)) is not None:
@@ -110,7 +197,9 @@ class Proxy:
             answer = Answer(backend, asked.path, for_prefill(asked), headers, self._timeout)
             try:
                 status, _ = await answer.begun()
-                content = b"".join([piece async for piece in answer.pieces()]) if status == 200 else b""
+                content, rest = await answer.some(MOST_WHOLE) if status == 200 else (b"", None)
+                if rest is not None:
+                    raise OSError(f"it says more than {MOST_WHOLE} bytes of one token")
                 backend.breaker.succeeded()
             except OSError as error:
                 self._failed(backend, error)
@@ -171,19 +260,17 @@ class Proxy:
             self.counts["failures"] += 1
             said = HttpError(502, f"The engine's answer broke off: {error or type(error).__name__}.")
             yield event(error_body(said)) + event(b"[DONE]")
-        finally:
-            answer.close()
 
     async def ask_any(self, request: Request) -> Response:
         """What any decode engine says at this path."""
         for backend in self.decode.all:
             try:
-                status, content = await backend.client.get(request.url.path, PROBE_SECONDS)
+                status, content = await backend.client.get(request.url.path, PROBE_SECONDS, self._headers(request))
             except OSError:
                 continue
-            if status == 200:
+            if status not in ELSEWHERE:
                 kind = "application/json" if content[:1] in (b"{", b"[") else "text/plain"
-                return Response(content, media_type=kind)
+                return Response(content, status, media_type=kind)
         raise HttpError(503, "No decode engine answers. Try again later.")
 
     async def metrics(self, request: Request) -> Response:
@@ -209,10 +296,11 @@ async def answer_with_error(request: Request, error: Exception) -> Response:
     return error_response(as_http_error(error))
 
 
-def create_app(proxy: Proxy) -> Starlette:
-    """The application."""
+def create_app(proxy: Proxy, keys: Sequence[str] = ()) -> Starlette:
+    """The application. Clients must show one of `keys`, if there are any."""
     routes = [Route(path, proxy.generate, methods=["POST"]) for path in PROMPTS]
     routes += [Route(path, proxy.ask_any) for path in ("/v1/models", "/health", "/ready", "/version")]
     routes.append(Route("/metrics", proxy.metrics))
     kinds = (HttpError, HTTPException, Exception)
-    return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, answer_with_error))
+    guarded = Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)
+    return Starlette(routes=routes, middleware=[guarded], exception_handlers=dict.fromkeys(kinds, answer_with_error))

@@ -6,9 +6,9 @@ This module knows no HTTP but the client, and nothing of what is asked.
 import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from jaxpaged.entrypoints.cli.bench.http_client import HttpClient
-from jaxpaged.errors import UsageError
+from jaxpaged.entrypoints.http_client import HttpClient
 from jaxpaged.kv_store.breaker import CircuitBreaker
 
 CHUNK_BYTES, MOST_CHUNKS = 1024, 64
@@ -22,24 +22,21 @@ RETRY_SECONDS = 2.0
 class Backend:
     """One engine. `is_up` turns false when it does not answer, and one request in `RETRY_SECONDS` tries it again."""
 
-    def __init__(self, url: str, headers: Mapping[str, str]):
-        """Raises UsageError for what is no URL."""
-        try:
-            self.client = HttpClient(url, {"User-Agent": "jaxpaged-proxy", **headers})
-        except UsageError:
-            raise UsageError(
-                f"the engine's address {url!r} is none; it must look like http://127.0.0.1:8100."
-            ) from None
+    def __init__(self, url: str, headers: Mapping[str, str], tls: Mapping[str, Any]):
+        """Raises UsageError for what is no URL, and for certificates that are none."""
+        self.client = HttpClient(url, {"User-Agent": "jaxpaged-proxy", **headers}, **tls)
         self.url = self.client.base_url
         self.breaker = CircuitBreaker(f"The engine at {self.url}", RETRY_SECONDS)
         self.num_under_way = self.num_requests = self.num_failures = 0
 
 
 class Backends:
-    """Engines of one kind."""
+    """Engines of one kind. All get these headers; `tls`: how they are reached, as `HttpClient` takes it."""
 
-    def __init__(self, urls: Sequence[str], headers: Mapping[str, str] | None = None):
-        self.all = [Backend(url, headers or {}) for url in urls]
+    def __init__(
+        self, urls: Sequence[str], headers: Mapping[str, str] | None = None, tls: Mapping[str, Any] | None = None
+    ):
+        self.all = [Backend(url, headers or {}, tls or {}) for url in urls]
         self._known: OrderedDict[bytes, Backend] = OrderedDict()  # beginnings, and who had them last
 
     def choose(self, beginnings: Sequence[bytes], tried: Collection[Backend] = ()) -> Backend | None:

@@ -6,7 +6,6 @@
 This module knows requests, and no engines.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -26,56 +25,77 @@ ONLY_DECODE = (
 )  # fmt: skip
 """Fields that say nothing of how a prompt is computed."""
 BYTES_PER_TOKEN = 4
+MOST_BEGINNING = 1 << 16
+"""Bytes of a prompt that say which engine knows it."""
+NOTHING = (b"null", b"false", b"0", b"{}", b"[]", b'""')
+Body = dict[str, msgspec.Raw]
+"""A request's fields as they came: no objects are made of what they hold, so that a long prompt holds nobody up."""
+DECODER = msgspec.json.Decoder(Body)
+
+
+class PrefillAnswer(msgspec.Struct):
+    """What is read of a prefill engine's answer."""
+
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A request: where to, what, and its prompt as bytes that begin alike where prompts do."""
+    """A request: where to, what, and its prompt's beginning as bytes that begin alike where prompts do."""
 
     path: str
-    body: dict[str, Any]
-    prompt: bytes
+    body: Body
+    beginning: bytes
     num_tokens: int  # about
     may_be_split: bool
 
     @property
     def is_stream(self) -> bool:
-        return self.body.get("stream") is True
+        return field(self.body, "stream") == b"true"
+
+
+def field(body: Body, name: str) -> memoryview:
+    """A field's JSON; null where there is none."""
+    return memoryview(body.get(name, b"null"))
 
 
 def read(path: str, content: bytes) -> Asked:
     """Raises HttpError 400 for what is no request at all; whatever else is wrong with it an engine says."""
     try:
-        body = msgspec.json.decode(content, type=dict[str, Any])
+        body = DECODER.decode(content)
     except (msgspec.DecodeError, RecursionError) as error:
         raise HttpError(400, f"The body is no JSON object: {error}.") from None
-    if body.get(PARAMS):
+    if field(body, PARAMS) not in NOTHING:
         raise HttpError(400, f"{PARAMS} is given, but the proxy makes them. Leave it out.", PARAMS)
-    prompt = body.get(PROMPTS[path])
-    is_ids = isinstance(prompt, list) and bool(prompt) and type(prompt[0]) is int
-    is_one = path != "/v1/completions" or isinstance(prompt, str) or is_ids
-    text = msgspec.json.encode([body.get("model"), body.get("tools"), prompt])
-    num_tokens = len(prompt) if is_ids else len(text) // BYTES_PER_TOKEN
-    reads_cache = body.get("prompt_logprobs") is None and not (body.get("echo") and body.get("logprobs") is not None)
-    return Asked(path, body, text, num_tokens, is_one and reads_cache and not body.get("use_beam_search"))
+    prompt = field(body, PROMPTS[path])
+    is_ids = prompt[:1] == b"[" and bytes(prompt[1:64]).lstrip()[:1].isdigit()
+    is_one = path != "/v1/completions" or prompt[:1] == b'"' or is_ids
+    before = [field(body, name) for name in ("model", "tools")]
+    beginning = b"".join(bytes(each[:MOST_BEGINNING]) + b"," for each in (*before, prompt))[:MOST_BEGINNING]
+    num_bytes = sum(map(len, before)) + len(prompt)
+    num_tokens = bytes(prompt).count(b",") + 1 if is_ids else num_bytes // BYTES_PER_TOKEN
+    is_given = lambda name: field(body, name) not in NOTHING
+    reads_cache = field(body, "prompt_logprobs") == b"null"
+    reads_cache = reads_cache and not (is_given("echo") and field(body, "logprobs") != b"null")
+    return Asked(path, body, beginning, num_tokens, is_one and reads_cache and not is_given("use_beam_search"))
 
 
 def for_prefill(asked: Asked) -> bytes:
     """The same prompt, of which one token is to be generated."""
-    body = {name: value for name, value in asked.body.items() if name not in ONLY_DECODE}
+    body: dict[str, Any] = {name: value for name, value in asked.body.items() if name not in ONLY_DECODE}
     if "max_completion_tokens" in body:
         body["max_completion_tokens"] = 1
     return msgspec.json.encode({**body, "stream": False, "max_tokens": 1, PARAMS: ASK_PREFILL})
 
 
-def for_decode(asked: Asked, params: Mapping[str, Any] | None) -> bytes:
+def for_decode(asked: Asked, params: msgspec.Raw | None) -> bytes:
     """The request as it came, and where its prompt's keys and values are, if anywhere."""
-    return msgspec.json.encode({**asked.body, PARAMS: params} if params else asked.body)
+    return msgspec.json.encode({**asked.body, PARAMS: params} if params is not None else asked.body)
 
 
-def params_in(answer: bytes) -> dict[str, Any] | None:
-    """What a prefill engine says of where they are; None: nowhere."""
+def params_in(answer: bytes) -> msgspec.Raw | None:
+    """What a prefill engine says of where they are, as it says it; None: nowhere."""
     try:
-        params = msgspec.json.decode(answer, type=dict[str, Any]).get(PARAMS)
-    except msgspec.DecodeError:
+        params = msgspec.json.decode(answer, type=PrefillAnswer).kv_transfer_params
+    except (msgspec.DecodeError, RecursionError):
         return None
-    return params if isinstance(params, dict) else None
+    return params.copy() if memoryview(params)[:1] == b"{" else None

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from jaxpaged.entrypoints.cli.bench.http_client import HttpClient
 from jaxpaged.entrypoints.cli.bench.requests import AnswerStream, BenchRequest, Outcome
 from jaxpaged.entrypoints.cli.server_answers import ServerError, error_text
+from jaxpaged.entrypoints.http_client import HttpClient
 from jaxpaged.errors import UsageError
 
 if TYPE_CHECKING:

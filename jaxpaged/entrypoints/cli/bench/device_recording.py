@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from jaxpaged.entrypoints.cli.bench.backends import in_words, unreachable
-from jaxpaged.entrypoints.cli.bench.http_client import HttpClient
 from jaxpaged.entrypoints.cli.server_answers import ServerError, error_text
 from jaxpaged.entrypoints.cli.terminal import complain
+from jaxpaged.entrypoints.http_client import HttpClient
 
 STOP_SECONDS = 600.0
 """Longest wait for the files of a recording to be written."""

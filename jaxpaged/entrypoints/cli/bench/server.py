@@ -17,11 +17,11 @@ from jaxpaged.entrypoints.cli.bench import report
 from jaxpaged.entrypoints.cli.bench.backends import Asked, Backend, GrpcBackend, HttpBackend
 from jaxpaged.entrypoints.cli.bench.client_text import ClientText, load_client_text
 from jaxpaged.entrypoints.cli.bench.dataset_flags import MADE_UP
-from jaxpaged.entrypoints.cli.bench.http_client import HttpClient
 from jaxpaged.entrypoints.cli.bench.requests import BenchRequest, Outcome
 from jaxpaged.entrypoints.cli.bench.serve import HTTP_ENDPOINTS, SAMPLING
 from jaxpaged.entrypoints.cli.server_answers import ServerError
 from jaxpaged.entrypoints.cli.terminal import complain
+from jaxpaged.entrypoints.http_client import HttpClient
 from jaxpaged.errors import UsageError
 
 COMMAND = "jaxpaged bench"

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from jaxpaged.entrypoints.cli.bench.http_client import IDLE_SECONDS, HttpClient
+from jaxpaged.entrypoints.http_client import IDLE_SECONDS, Flow, HttpClient
 from jaxpaged.errors import UsageError
 
 
@@ -109,7 +109,7 @@ def test_headers_and_the_path_of_the_base_url_are_sent(scripted):
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://x?y=1"])
 def test_a_url_that_is_none_is_refused(url):
-    with pytest.raises(UsageError, match="--base-url"):
+    with pytest.raises(UsageError, match="must look like"):
         HttpClient(url, {})
 
 
@@ -119,6 +119,36 @@ def test_a_header_cannot_end_the_line(headers):
         HttpClient("http://127.0.0.1", headers)
 
 
+def test_an_answer_waits_in_the_server_while_its_taker_has_enough(scripted):
+    piece, sent = b"x" * (1 << 20), []
+
+    def script(path, body, headers):
+        return 200, (sent.append(1) or piece for _ in range(32))
+
+    async def scenario(client):
+        flow, size = Flow(), 0
+
+        def take(data, now):
+            nonlocal size
+            size += len(data)
+            if size == len(data):
+                flow.hold()
+
+        asking = asyncio.ensure_future(client.post("/x", b"{}", take, {}, 20.0, flow))
+        while not size:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        held, num_sent = size, len(sent)
+        flow.go_on()
+        await asking
+        return held, num_sent, size, await posted(client)  # on the same connection
+
+    held, num_sent, size, (status, _, _) = asking(scripted(script).url, scenario)
+    assert held < 1 << 20 and num_sent < 32 and size == 32 << 20 and status == 200
+
+
 def test_certificates_that_cannot_be_read_are_named():
     with pytest.raises(UsageError, match="/nowhere"):
         HttpClient("https://127.0.0.1", {}, ca_certificate="/nowhere")
+    with pytest.raises(UsageError, match="/nowhere"):
+        HttpClient("https://127.0.0.1", {}, certificate=("/nowhere", None))

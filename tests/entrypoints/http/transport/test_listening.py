@@ -8,7 +8,6 @@ import shutil
 import socket
 import ssl
 import stat
-import subprocess
 import threading
 
 import pytest
@@ -22,19 +21,6 @@ from jaxpaged.errors import ConfigError, UsageError
 from tests.entrypoints.http.live_server import make_service
 
 openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-
-
-@pytest.fixture(scope="module")
-def pem(tmp_path_factory):
-    """(certificate, key) of the server and of a client, each signed by itself."""
-    folder = tmp_path_factory.mktemp("tls")
-    for name in ("server", "client"):
-        subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
-             "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / f"{name}.key",
-             "-out", folder / f"{name}.crt"], check=True, capture_output=True,
-        )  # fmt: skip
-    return lambda name: (str(folder / f"{name}.crt"), str(folder / f"{name}.key"))
 
 
 @contextlib.contextmanager

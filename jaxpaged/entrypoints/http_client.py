@@ -1,7 +1,7 @@
 """An HTTP/1.1 client that costs little and says when every byte came: connections that are kept, and httptools' parser.
 
-It follows no redirects, uses no proxy and tries nothing twice, since all of that would be measured. This module knows
-nothing of what is asked.
+Benchmarks and the proxy ask with it. It follows no redirects, uses no proxy and tries nothing twice, since all of that
+would be measured. This module knows nothing of what is asked.
 """
 
 import asyncio
@@ -13,13 +13,40 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from jaxpaged.entrypoints.cli.server_answers import MAX_ERROR_BYTES
 from jaxpaged.errors import UsageError
 
+MAX_REFUSAL_BYTES = 4096
 IDLE_SECONDS = 2.0
 """A kept connection is not used again after this time: servers close idle ones, uvicorn after 5 seconds."""
 Sink = Callable[[bytes, float], None]
 """Takes bytes of an answer, and when they came."""
+
+
+class Flow:
+    """Holds an answer up while its taker has enough of it, so that it waits in the server."""
+
+    def __init__(self) -> None:
+        self._transport: Any = None
+        self._is_held = False
+
+    def hold(self) -> None:
+        if self._transport is not None and not self._is_held:
+            self._is_held = True
+            self._transport.pause_reading()
+
+    def go_on(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._transport.resume_reading()
+
+    def begin(self, transport: Any) -> None:
+        """The answer comes from here."""
+        self._transport = transport
+
+    def end(self) -> None:
+        """There is no more of it: the connection may bring other answers."""
+        self.go_on()
+        self._transport = None
 
 
 class Connection(asyncio.Protocol):
@@ -37,17 +64,20 @@ class Connection(asyncio.Protocol):
         self.is_usable = True
         self.last_used = 0.0
 
-    async def ask(self, request: bytes, sink: Sink) -> int:
+    async def ask(self, request: bytes, sink: Sink, flow: Flow) -> int:
         """Send a request and read its answer to the end. Returns the status; raises OSError."""
         self._answered = asyncio.get_running_loop().create_future()
         self._parser, self._sink = httptools.HttpResponseParser(self), sink
         self.status, self.refusal = 0, bytearray()
+        flow.begin(self._transport)
         self._transport.write(request)
         try:
             await self._answered
         except BaseException:
             self.close()
             raise
+        finally:
+            flow.end()
         self.last_used = self._clock()
         return self.status
 
@@ -86,8 +116,8 @@ class Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         if self.status == 200:
             self._sink(body, self._now)
-        elif len(self.refusal) < MAX_ERROR_BYTES:
-            self.refusal += body[: MAX_ERROR_BYTES - len(self.refusal)]
+        elif len(self.refusal) < MAX_REFUSAL_BYTES:
+            self.refusal += body[: MAX_REFUSAL_BYTES - len(self.refusal)]
 
     def on_message_complete(self) -> None:
         self.is_usable = self.is_usable and self._parser.should_keep_alive()
@@ -100,40 +130,41 @@ class HttpClient:
 
     def __init__(
         self, base_url: str, headers: Mapping[str, str], *, insecure: bool = False, ca_certificate: str | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        certificate: tuple[str, str | None] | None = None, clock: Callable[[], float] = time.perf_counter,
     ):  # fmt: skip
-        """Raises UsageError for a URL or a header that is none."""
+        """`certificate`: files with our own one and its key. Raises UsageError for a URL or a header that is none."""
         self.base_url = base_url.rstrip("/")
         self._host, self._port, self._tls = server_of(self.base_url)
         self._path = urlsplit(self.base_url).path
         self._clock = clock
         place = self.base_url.partition("://")[2].partition("/")[0]
         self._headers = header_lines({"Host": place, "User-Agent": "jaxpaged-bench", **headers})
-        self._context = tls_context(insecure, ca_certificate) if self._tls else None
+        self._context = tls_context(insecure, ca_certificate, certificate) if self._tls else None
         self._idle: list[Connection] = []
 
-    async def get(self, path: str, timeout: float) -> tuple[int, bytes]:
+    async def get(self, path: str, timeout: float, more: Mapping[str, str] | None = None) -> tuple[int, bytes]:
         """The status and the content at a path. Raises OSError, also when it takes longer than `timeout` seconds."""
         parts: list[bytes] = []
+        request = f"GET {self._path}{path} HTTP/1.1\r\n{self._headers}{header_lines(more or {})}\r\n"
         async with asyncio.timeout(timeout):
-            status, refusal = await self._ask(f"GET {self._path}{path} HTTP/1.1\r\n{self._headers}\r\n".encode(),
-                                              lambda data, now: parts.append(data))  # fmt: skip
+            status, refusal = await self._ask(request.encode(), lambda data, now: parts.append(data), Flow())
         return status, b"".join(parts) if status == 200 else refusal
 
     async def post(
-        self, path: str, body: bytes, sink: Sink, more: Mapping[str, str], timeout: float
+        self, path: str, body: bytes, sink: Sink, more: Mapping[str, str], timeout: float, flow: Flow | None = None
     ) -> tuple[int, bytes]:
-        """Post JSON; a good answer goes to `sink`. Returns the status and what a bad answer says. Raises OSError."""
+        """Post JSON; a good answer goes to `sink`, as fast as `flow` lets it. Returns the status and what a bad answer
+        says. Raises OSError."""
         headers = (
             f"POST {self._path}{path} HTTP/1.1\r\n{self._headers}{header_lines(more)}Content-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
         async with asyncio.timeout(timeout):
-            return await self._ask(headers.encode() + body, sink)
+            return await self._ask(headers.encode() + body, sink, flow or Flow())
 
-    async def _ask(self, request: bytes, sink: Sink) -> tuple[int, bytes]:
+    async def _ask(self, request: bytes, sink: Sink, flow: Flow) -> tuple[int, bytes]:
         connection = self._kept() or await self._connect()
-        status = await connection.ask(request, sink)
+        status = await connection.ask(request, sink, flow)
         if connection.is_usable:
             self._idle.append(connection)
         else:
@@ -171,7 +202,9 @@ def server_of(url: str) -> tuple[str, int, bool]:
             return parts.hostname, parts.port or (443 if tls else 80), tls
     except ValueError:  # a port that is no number
         pass
-    raise UsageError(f"--base-url is {url!r}; it must look like http://127.0.0.1:8000 or https://host/path.")
+    raise UsageError(
+        f"the address {url!r} is none of a server; it must look like http://127.0.0.1:8000 or https://host/path."
+    )
 
 
 def header_lines(headers: Mapping[str, str]) -> str:
@@ -184,12 +217,19 @@ def header_lines(headers: Mapping[str, str]) -> str:
     return "".join(f"{name}: {value}\r\n" for name, value in headers.items())
 
 
-def tls_context(insecure: bool, ca_certificate: str | None) -> ssl.SSLContext:
+def tls_context(
+    insecure: bool, ca_certificate: str | None, certificate: tuple[str, str | None] | None = None
+) -> ssl.SSLContext:
     """Certificates are checked, by the system's authorities or a file of one's own, unless `insecure`."""
     try:
         context = ssl.create_default_context(cafile=ca_certificate)
     except OSError as error:
-        raise UsageError(f"cannot read --ca-certificate {ca_certificate}: {error}.") from None
+        raise UsageError(f"cannot read the authorities' certificates in {ca_certificate}: {error}.") from None
     if insecure:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if certificate is not None:
+        try:
+            context.load_cert_chain(*certificate, password=lambda: b"")  # nobody is there to be asked
+        except OSError as error:
+            raise UsageError(f"{certificate[0]} and its key serve for no connection: {error}.") from None
     return context
