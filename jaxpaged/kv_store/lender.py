@@ -4,9 +4,7 @@ What is lent is held in host memory, whatever tiers evict, until it is given bac
 pages when it is granted; those that are still on their way to a tier are held once they are there.
 """
 
-import contextlib
 import dataclasses
-import logging
 import os
 import socket
 import threading
@@ -19,10 +17,8 @@ from jaxpaged.errors import ConfigError, PageError
 from jaxpaged.kv_store.channel import Channel, Get, Gone, Message, Page, Release, Released, Renew, Renewed
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.tier import Tier
+from jaxpaged.kv_store.visitors import Visitors
 
-logger = logging.getLogger(__name__)
-
-MAX_CONNECTIONS = 128
 IDLE_SECONDS = 60.0
 LONGEST = 20
 """How many times as long as it was granted for a lease may last, however often it is renewed."""
@@ -54,10 +50,10 @@ class Lender:
         self._changed = threading.Condition()  # for everything below; never held during input and output
         self._leases: dict[str, Lease] = {}
         self._wanted: dict[PageKey, set[str]] = {}
-        self._connections: set[socket.socket] = set()
+        self._visitors = Visitors()
         self._held_bytes, self._closing = 0, False
         self.num_granted = self.num_expired = self.num_released = self.num_pages = self.num_bytes = 0
-        self.num_refused = 0  # messages of borrowers, and pages for want of room
+        self.num_refused = 0  # pages for want of room
         try:
             self._socket = socket.create_server(address, family=family_of(address[0]))
         except OSError as error:
@@ -140,37 +136,33 @@ class Lender:
     def _listen(self) -> None:
         while not self._closing:
             self.expire()
+            self._visitors.expire()
             try:
                 connection, _ = self._socket.accept()
             except TimeoutError:
                 continue
             except OSError:
                 return
-            with self._changed:
-                is_full = len(self._connections) >= MAX_CONNECTIONS
-                if not is_full:
-                    self._connections.add(connection)
-            if is_full:
-                connection.close()
-            else:
+            if self._visitors.admit(connection):
                 threading.Thread(target=self._serve, args=(connection,), name="kv-lend", daemon=True).start()
+            else:
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             connection.settimeout(IDLE_SECONDS)
             channel = Channel(connection, self._namespace, self._secret, is_server=True, most=0)
             while not self._closing:
-                channel.send(self._answer(channel.receive()))
+                message = channel.receive()
+                self._visitors.known(connection)
+                channel.send(self._answer(message))
         except PageError as error:
-            logger.warning("A borrower of keys and values is refused: %s", error)
-            with self._changed:
-                self.num_refused += 1
+            self._visitors.refused(error)
         except OSError:
             pass
         finally:
+            self._visitors.left(connection)
             connection.close()
-            with self._changed:
-                self._connections.discard(connection)
 
     def _answer(self, message: Message) -> Message:
         self.expire()
@@ -214,7 +206,7 @@ class Lender:
                 "kv_leases": len(self._leases), "kv_lease_bytes": self._held_bytes,
                 "kv_leases_granted": self.num_granted, "kv_leases_released": self.num_released,
                 "kv_leases_expired": self.num_expired, "kv_lent_pages": self.num_pages,
-                "kv_lent_bytes": self.num_bytes, "kv_lent_refused": self.num_refused,
+                "kv_lent_bytes": self.num_bytes, "kv_lent_refused": self.num_refused + self._visitors.num_refused,
             }  # fmt: skip
 
     def close(self) -> None:
@@ -223,11 +215,8 @@ class Lender:
             self._closing = True
             for name in list(self._leases):
                 self._end(name)
-            connections = list(self._connections)
         self._socket.close()
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        self._visitors.close()
 
 
 def family_of(host: str) -> socket.AddressFamily:

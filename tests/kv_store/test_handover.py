@@ -25,6 +25,7 @@ from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.lender import Lender
 from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode, namespace
 from jaxpaged.kv_store.tier import Lookup
+from jaxpaged.kv_store.visitors import Visitors
 
 SPACE, OTHER = namespace(weights="a"), namespace(weights="b")
 SECRET = b"sixteen letters."
@@ -211,6 +212,51 @@ def test_strangers_are_hung_up_on(said):
                 assert connection.recv(100) == b""
         eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
         assert borrower.get(KEYS[0]) is not None, "others are served"
+
+
+def hangs_up(connection):
+    connection.settimeout(5)
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
+
+
+def test_a_flood_of_strangers_keeps_no_borrower_out_and_costs_one_line(monkeypatch, caplog):
+    monkeypatch.setattr("jaxpaged.kv_store.visitors.MAX_STRANGERS", 4)
+    with lending() as (lender, _), borrowing(lender) as (borrower, _), contextlib.ExitStack() as stack:
+        assert borrower.get(KEYS[0]) is not None
+        connect = lambda: stack.enter_context(socket.create_connection((lender.host, lender.port), 5))
+        strangers = [connect() for _ in range(40)]
+        assert all(hangs_up(each) for each in strangers[:36])
+        assert borrower.get(KEYS[1]) is not None, "on the connection that it has"
+        borrower._idle.clear()
+        assert borrower.get(KEYS[2]) is not None, "on a new one"
+        assert lender.stats()["kv_lent_refused"] >= 36 and caplog.text.count("is refused") == 1
+        monkeypatch.setattr("jaxpaged.kv_store.visitors.ASK_SECONDS", 0.05)
+        strangers[-1].sendall(wire.HEAD.pack(wire.MAGIC, 100, 0))  # as slow as it likes to be
+        assert hangs_up(strangers[-1])
+        assert borrower.get(KEYS[0]) is not None
+
+
+def test_who_comes_when_all_places_are_taken_is_refused(monkeypatch, caplog):
+    monkeypatch.setattr("jaxpaged.kv_store.visitors.MAX_CONNECTIONS", 2)
+    now, visitors = [100.0], Visitors(lambda: now[0])
+    pairs = [socket.socketpair() for _ in range(4)]
+    (first, _), (second, _), (third, theirs), (fourth, _) = pairs
+    assert visitors.admit(first) and visitors.admit(second)
+    visitors.known(first)
+    assert visitors.admit(third) and hangs_up(pairs[1][1]), "a stranger leaves for another one"
+    visitors.known(third)
+    assert not visitors.admit(fourth) and visitors.num_refused == 2, "a borrower does not"
+    now[0] += 61
+    visitors.expire()  # borrowers may be silent
+    visitors.refused("It is none of ours.")
+    assert caplog.text.count("is refused") == 2 and "none of ours. So were 1 more" in caplog.text
+    visitors.left(first)
+    visitors.close()
+    assert visitors.admit(fourth) and hangs_up(theirs)
+    for each in (end for pair in pairs for end in pair):
+        each.close()
 
 
 def test_a_signed_message_cannot_be_repeated():
