@@ -32,7 +32,8 @@ LENT = {"do_remote_prefill": True, "remote_host": "h", "anything": [1, {"else": 
 class Engine:
     """Answers over a socket, and keeps what it was asked."""
 
-    def __init__(self, status=200, breaks=False, num_more=0, tls=None):
+    def __init__(self, status=200, breaks=False, num_more=0, tls=None, never=False):
+        self.never, self.num_left = never, 0  # whether it never answers, and how many did not wait for that
         self.status, self.breaks, self.asked, self.headers = status, breaks, [], []
         self.num_more, self.num_sent, self.tls = num_more, 0, tls  # more bytes, and how many of them went out
 
@@ -50,6 +51,11 @@ class Engine:
         body = json.loads(await reader.readexactly(length[0])) if length else {}
         self.asked.append(body)
         self.headers.append(head)
+        if self.never:
+            await reader.read()
+            self.num_left += 1
+            writer.close()
+            return
         lends = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
         said = (
             b'data: {"x": 1}\n\n' if body.get("stream") else json.dumps({"kv_transfer_params": LENT if lends else None})
@@ -200,6 +206,29 @@ def test_what_a_slow_client_does_not_take_waits_in_the_engine(stream):
     assert 0 < held[0] < 48 << 20 and size > 64 << 20 and proxy.counts["failures"] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_a_client_that_leaves_ends_its_request_wherever_it_is(where, stream):
+    engine, others = Engine(never=True), Engine()
+
+    async def leave(port, path, body):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body))
+        async with asyncio.timeout(10):
+            while not engine.asked:
+                await asyncio.sleep(0.01)
+            writer.close()
+            while not engine.num_left:
+                await asyncio.sleep(0.01)
+        return 0, None
+
+    kinds = {"prefill": [others], "decode": [others], where: [engine]}
+    _, proxy, _ = ask_all({"prompt": LONG, "stream": stream}, **kinds, ask=leave)
+    assert proxy.counts["left"] == 1 and proxy.counts["failures"] == 0
+    assert all(each.num_under_way == 0 for each in (*proxy.prefill.all, *proxy.decode.all))
+    assert where == "decode" or not others.asked, "nobody goes on with it"
+
+
 def test_a_long_answer_that_breaks_off_does_so_for_the_client_too(caplog):
     answers, proxy, _ = ask_all({"prompt": "Hi"}, decode=[Engine(breaks=True, num_more=8 << 20)])
     assert answers[0][0] == 200 and not answers[0][1].endswith(b"0\r\n\r\n") and proxy.counts["failures"] == 1
@@ -243,7 +272,8 @@ def test_the_command_serves_over_tls_and_asks_for_keys(pem):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [(["--engine-keyfile", "/x"], "--engine-certfile"), (["--engine-ca-certs", "/x"], "none is at https"),
-     (["--engine-key-file", "/no/file"], "cannot read /no/file"), (["--ssl-keyfile", "/x"], "without a certificate")],
+     (["--engine-key-file", "/no/file"], "cannot read /no/file"), (["--ssl-keyfile", "/x"], "without a certificate"),
+     (["--api-key", ""], "api_key is empty")],
 )  # fmt: skip
 def test_flags_that_do_not_serve_are_refused(flags, words, capsys):
     assert main(["proxy", "--decode", "http://127.0.0.1:1", "--port", "0", *flags]) == 2

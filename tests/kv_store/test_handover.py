@@ -229,7 +229,8 @@ def test_a_flood_of_strangers_keeps_no_borrower_out_and_costs_one_line(monkeypat
         strangers = [connect() for _ in range(40)]
         assert all(hangs_up(each) for each in strangers[:36])
         assert borrower.get(KEYS[1]) is not None, "on the connection that it has"
-        borrower._idle.clear()
+        for _, channel in borrower._idle:
+            channel.close()
         assert borrower.get(KEYS[2]) is not None, "on a new one"
         assert lender.stats()["kv_lent_refused"] >= 36 and caplog.text.count("is refused") == 1
         monkeypatch.setattr("jaxpaged.kv_store.visitors.ASK_SECONDS", 0.05)

@@ -50,7 +50,7 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = option(
         (), "web pages that may ask from browsers, such as https://my.site; *: all"
     )
-    api_key: tuple[str, ...] = option((), "keys that clients must show")
+    api_key: tuple[str, ...] = option((), "keys that clients must show", not_empty=True)
     api_key_file: str | None = option(None, "file with a key a line: unlike --api-key, not in the list of processes")
     max_body_bytes: int = option(16 * 2**20, "longest request body", minimum=1)
     max_header_bytes: int = option(64 * 2**10, "longest request headers, with the request line", minimum=1024)

@@ -37,12 +37,15 @@ MOST_WHOLE = 4 << 20
 is an error; longer ones break off too."""
 ELSEWHERE = (429, 500, 502, 503, 504)
 """Answers after which another engine is asked."""
+CLIENT_LEFT = 499
+"""What is answered to nobody."""
 PROBE_SECONDS = 5.0
 COUNTERS = {
     "requests": "Completions and chats that came.",
     "handed_over": "Requests whose prompt a prefill engine computed.",
     "prefill_failures": "Times that a prefill engine did not compute a prompt.",
     "decode_retries": "Times that another decode engine was asked.",
+    "left": "Requests whose client left before the answer began.",
     "failures": "Requests that no decode engine answered, or whose stream broke off.",
 }
 
@@ -139,8 +142,20 @@ class Proxy:
     async def generate(self, request: Request) -> Response:
         """A completion or chat."""
         asked = await self._read(request)
-        headers = self._headers(request)
         self.counts["requests"] += 1
+        answering = asyncio.ensure_future(self._answer(asked, self._headers(request)))
+        leaving = asyncio.ensure_future(gone(request))
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                return answering.result()
+            self.counts["left"] += 1
+            return Response(status_code=CLIENT_LEFT)
+        finally:
+            for each in (answering, leaving):
+                each.cancel()
+
+    async def _answer(self, asked: Asked, headers: Mapping[str, str]) -> Response:
         beginnings, params = beginnings_of(asked.beginning), None
         if asked.may_be_split and asked.num_tokens >= self._least:
             params = await self._computed(asked, beginnings, headers)
@@ -290,6 +305,12 @@ class Proxy:
                 for each in backends.all:
                     lines.append(f'{full}{{role="{role}",url="{each.url}"}} {getattr(each, field)}')
         return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+
+async def gone(request: Request) -> None:
+    """Returns when the client has left. Its body was read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def answer_with_error(request: Request, error: Exception) -> Response:

@@ -194,7 +194,9 @@ def test_keys_come_from_flags_and_from_a_file(tmp_path):
         server.api_keys(ServerOptions(api_key=("",)))
 
 
-@pytest.mark.parametrize("options", [{"port": 70000}, {"shutdown_timeout": -1.0}, {"max_body_bytes": 0}, {"host": ""}])
+@pytest.mark.parametrize(
+    "options", [{"port": 70000}, {"shutdown_timeout": -1.0}, {"max_body_bytes": 0}, {"host": ""}, {"api_key": ()}]
+)
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         ServerOptions.from_options(options)
