@@ -306,12 +306,13 @@ class KVCacheConfig:
         return tuple(caches[layer] for layer in range(len(caches)))
 
 
-def group_layers(specs: Sequence[CacheSpec]) -> tuple[KVCacheGroup, ...]:
+def group_layers(specs: Sequence[CacheSpec], is_staged: bool = False) -> tuple[KVCacheGroup, ...]:
     """Put layers into groups, one kind of cache each, of equal size where they share a pool.
 
     The size is the smallest number of layers of one kind, so that little is padded. When the kinds are nearly
     even (largest < 1.25 x smallest) the largest is taken: fewer groups, hence fewer tables, for a little padding.
     Groups that read everything come first: what they find in the prefix cache bounds what others look for.
+    `is_staged`: stages of a pipeline have neighbouring layers, of which each group should have as many as others.
     """
     pools: dict[CacheSpec, dict[CacheSpec, list[int]]] = {}
     for layer_idx, spec in enumerate(specs):
@@ -321,9 +322,19 @@ def group_layers(specs: Sequence[CacheSpec]) -> tuple[KVCacheGroup, ...]:
         counts = [len(layers) for layers in kinds.values()]
         size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
         for spec, layers in kinds.items():
-            groups += [KVCacheGroup(spec, tuple(layers[i : i + size])) for i in range(0, len(layers), size)]
+            num_groups = -(-len(layers) // size)
+            cuts = [slice(i * size, (i + 1) * size) for i in range(num_groups)]
+            if is_staged:
+                cuts = [slice(i, None, num_groups) for i in range(num_groups)]
+            groups += [KVCacheGroup(spec, tuple(layers[cut])) for cut in cuts]
     rank = lambda spec: 2 if isinstance(spec, StateSpec) else int(spec.num_read_blocks is not None)
     return tuple(sorted(groups, key=lambda group: (rank(group.spec), group.layer_idxs)))
+
+
+def groups_of_layers(groups: Sequence[KVCacheGroup], layers: range) -> tuple[KVCacheGroup, ...]:
+    """The same groups, for whoever has these layers only and counts them from 0. Some may be empty."""
+    own = lambda group: tuple(i - layers.start for i in group.layer_idxs if i in layers)
+    return tuple(KVCacheGroup(group.spec, own(group)) for group in groups)
 
 
 def blocks_for_tokens(num_tokens: int, block_size: int) -> int:

@@ -108,7 +108,6 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
     pointless("disable_mm_preprocessor_cache", False, bool),
     pointless("mm_processor_cache_gb", 4, (int, float)),
     # ---- many devices
-    absent("pipeline_parallel_size", 1, why="layers are not split over devices"),
     absent("data_parallel_size_local", None, why="all of data_parallel_size engine cores are on this host"),
     absent("data_parallel_rank", None, 0, why="one server has all cores, and a request may name one"),
     absent("data_parallel_backend", "mp", why="cores are processes of this host"),

@@ -209,6 +209,26 @@ def test_deterministic_is_refused_where_nobody_has_shown_it(platform, options, r
         EngineConfig.from_options(deterministic=True).resolve(dataclasses.replace(FACTS, has_experts=True), "cpu")
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"num_scheduler_steps": 4}, "num_scheduler_steps is 4"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "drafts 3 tokens"),
+        ({"kv_offload": "host=1G"}, "kv_offload"),
+        ({"data_parallel_size": 2}, "data_parallel_size is 2"),
+        ({"distributed_executor_backend": "mp"}, "distributed_executor_backend is 'mp'"),
+        ({"tensor_parallel_size": 2, "nnodes": 2}, "nnodes 2"),
+        ({"bundle": "b"}, "bundle is b"),
+        ({"deterministic": True}, "deterministic"),
+        ({"load_format": "orbax"}, "load_format is 'orbax'"),
+    ],
+)
+def test_what_stages_do_not_go_with_is_refused_by_name(options, reason):
+    with pytest.raises(ConfigError, match=f"^pipeline_parallel_size is 2, but .*{reason}.*Leave one of them"):
+        resolved(pipeline_parallel_size=2, **options)
+    assert resolved(**options) and resolved(pipeline_parallel_size=2)
+
+
 def test_experts_are_spread_only_where_there_are_some():
     config = EngineConfig.from_options(enable_expert_parallel=True, tensor_parallel_size=2)
     assert config.resolve(dataclasses.replace(FACTS, has_experts=True), "cpu").parallel.devices == (2, True)

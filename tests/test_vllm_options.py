@@ -53,7 +53,7 @@ def test_what_cannot_be_neutral_is_refused_by_name_with_a_reason(name):
     ("name", "value"),
     [
         ("trust_remote_code", True), ("trust_remote_code", 1), ("tokenizer_mode", "mistral"), ("cpu_offload_gb", 10),
-        ("pipeline_parallel_size", 2), ("pipeline_parallel_size", True), ("hf_overrides", {"rope_theta": 1}),
+        ("prefill_context_parallel_size", 2), ("data_parallel_rank", True), ("hf_overrides", {"rope_theta": 1}),
         ("enable_lora", True), ("limit_mm_per_prompt", {"image": 1}),
         ("structured_outputs_config", {"backend": "outlines"}), ("compilation_config", 3), ("enforce_eager", "yes"),
         ("enable_kv_cache_events", True), ("distributed_executor_backend", "external_launcher"),

@@ -12,6 +12,7 @@ from jaxpaged.config.resolution import (
     check_offload,
     check_processes,
     check_sizes,
+    check_stages,
     for_pooling,
     resolved_cache,
     resolved_model,
@@ -84,6 +85,8 @@ class EngineConfig:
         check_experts(self.parallel, facts)
         check_deterministic(self.compile, self.parallel, facts, platform)
         check_offload(model, cache, self.parallel)
+        sections = cache, self.parallel, scheduler, self.compile
+        check_stages(*sections, self.load.load_format, speculative.num_drafts)
         if model.runner == "pooling":
             cache, scheduler = for_pooling(model, cache, scheduler, self.compile)
         return dataclasses.replace(self, model=model, cache=cache, scheduler=scheduler, speculative=speculative)

@@ -155,6 +155,34 @@ def check_deterministic(compile: CompileConfig, parallel: ParallelConfig, facts:
         )
 
 
+def check_stages(
+    cache: CacheConfig, parallel: ParallelConfig, scheduler: SchedulerConfig,
+    compile: CompileConfig, load_format: str, num_drafts: int,
+) -> None:  # fmt: skip
+    """Raise ConfigError for what stages of a pipeline cannot do."""
+    if parallel.pipeline_parallel_size == 1:
+        return
+    reasons = {
+        f"num_scheduler_steps is {scheduler.num_scheduler_steps}, and a step of several is one program on one stage":
+            scheduler.num_scheduler_steps not in (None, 1),
+        f"speculative_config drafts {num_drafts} tokens": num_drafts > 0,
+        "kv_offload (or kv_role) keeps keys and values besides the device": cache.offload is not None,
+        "enable_eplb moves experts": parallel.enable_eplb,
+        f"data_parallel_size is {parallel.data_parallel_size}": parallel.data_parallel_size > 1,
+        f"distributed_executor_backend is {parallel.distributed_executor_backend!r}, with nnodes {parallel.nnodes}":
+            parallel.distributed_executor_backend != "uni" or parallel.nnodes > 1,
+        f"bundle is {compile.bundle}, which has programs of one stage": compile.bundle is not None,
+        "deterministic has not been shown to keep its bits there": compile.deterministic,
+        f"load_format is {load_format!r}, which is read as a whole": load_format == "orbax",
+    }  # fmt: skip
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(
+                f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, but {reason}: stages of a pipeline do "
+                "not go with it. Leave one of them out."
+            )
+
+
 def check_experts(parallel: ParallelConfig, facts: ModelFacts) -> None:
     """Raise ConfigError where experts are to be spread and there are none."""
     if parallel.enable_expert_parallel and not facts.has_experts:

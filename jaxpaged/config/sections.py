@@ -151,6 +151,10 @@ class ParallelConfig:
     """How many devices share the work: those of one engine core, and several cores behind one server."""
 
     tensor_parallel_size: int = option(1, "devices over which heads and feed-forward are split", minimum=1)
+    pipeline_parallel_size: int = option(
+        1, "stages into which layers are dealt, each with tensor_parallel_size devices. Guide: distributed/README.md",
+        minimum=1,
+    )  # fmt: skip
     decode_context_parallel_size: int = option(
         1, "of these devices, so many that would have the same keys and values hold different tokens of each context: "
         "the KV cache holds so many times as many tokens. Divides the copies that there are of each key-value head. "

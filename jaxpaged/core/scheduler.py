@@ -25,6 +25,7 @@ from jaxpaged.core.prompt_grants import PromptGrants
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.request_queue import QUEUES, priority_order
 from jaxpaged.core.steps import Grant, NewStep, StepsInFlight
+from jaxpaged.core.turns import Turns
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import (
@@ -51,14 +52,12 @@ class Scheduler:
         *,
         max_model_len: int,
         enable_prefix_caching: bool,
-        enable_kv_cache_events: bool = False,
-        grammars: Grammars | None = None,
+        enable_kv_cache_events: bool = False, grammars: Grammars | None = None,
         can_run: Callable[[Extra], bool] = lambda extra: True,
-        num_drafts: int = 0,
-        token_buckets: Sequence[int] = (),
-    ):
+        num_drafts: int = 0, token_buckets: Sequence[int] = (), num_stages: int = 1,
+    ):  # fmt: skip
         """`scheduler_config` is resolved. `can_run`: see `Executor`. `num_drafts`: of a request and step, at most.
-        Raises ConfigError when options contradict."""
+        `num_stages`: steps that are computed at a time, see `turns.py`. Raises ConfigError when options contradict."""
         if scheduler_config.long_prefill_token_threshold and not scheduler_config.enable_chunked_prefill:
             raise ConfigError(
                 f"long_prefill_token_threshold is {scheduler_config.long_prefill_token_threshold}, but chunked "
@@ -88,6 +87,7 @@ class Scheduler:
         self._num_scheduled_tokens = 0  # of the last step
         self._counters = Counters()
         self.draft_lengths = DraftLengths(num_drafts, self._counters, token_buckets)
+        self._turns = Turns(num_stages)
 
     # ---- intake and questions ------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class Scheduler:
         """Running requests that lack nothing but their newest token; returns the others. Both may be preempted."""
         lacking = []
         budget, append = step.budget, step.requests.append
-        for request in tuple(self.running):
+        for request in self._turns.of_step(self.running):
             computed, num_known = request.num_computed_tokens, request.num_tokens_with_placeholders
             if num_known > computed + 1:
                 lacking.append(request)

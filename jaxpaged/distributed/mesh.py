@@ -47,6 +47,27 @@ def make_mesh(
     return Mesh(line.devices.reshape(shape), MODEL_AXES, axis_types=(AxisType.Auto,) * len(MODEL_AXES))
 
 
+def stage_meshes(
+    tensor_parallel_size: int, num_stages: int, num_processes: int = 1, *, spreads_experts: bool = False
+) -> tuple[Mesh, ...]:
+    """A mesh for each stage of a pipeline, of neighbouring devices; one mesh unless there are several stages.
+
+    Raises ConfigError when there are too few devices, or those of a stage form no mesh.
+    """
+    if num_stages == 1:
+        return (make_mesh(tensor_parallel_size, num_processes=num_processes, spreads_experts=spreads_experts),)
+    devices = start_backend()
+    check_processes(num_processes, jax.process_count(), f"{len(devices)} {devices[0].platform} devices")
+    if (wanted := tensor_parallel_size * num_stages) > len(devices):
+        raise ConfigError(
+            f"pipeline_parallel_size {num_stages} times tensor_parallel_size {tensor_parallel_size} is {wanted}, but "
+            f"there are only {len(devices)} {devices[0].platform} devices. Lower one of them; or, to try it on a CPU, "
+            f"set the environment variable XLA_FLAGS=--xla_force_host_platform_device_count={wanted}."
+        )
+    parts = [devices[i : i + tensor_parallel_size] for i in range(0, wanted, tensor_parallel_size)]
+    return tuple(make_mesh(tensor_parallel_size, part, spreads_experts=spreads_experts) for part in parts)
+
+
 def mesh_shape(size: int, spreads_experts: bool) -> tuple[int, int]:
     """(devices over which whole experts are spread, devices over which each of them is split)."""
     return (size, 1) if spreads_experts else (1, size)

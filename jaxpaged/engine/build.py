@@ -49,6 +49,8 @@ def compile_bundle(config: EngineConfig, output: Path, progress: Progress | None
     """
     make_output_folder(output)
     check_one_process(config)
+    if (num_stages := config.parallel.pipeline_parallel_size) > 1:
+        raise ConfigError(f"pipeline_parallel_size is {num_stages}, but a bundle has programs of one stage only.")
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, compilation_cache_dir="off"))
     folder, model, decoder, config = resolve_model(config)
     executor = UniProcExecutor(config, model, decoder, folder, progress)

@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STEPS_IN_FLIGHT = 2
-"""With asynchronous scheduling: one that is computed, and one that waits for the device. Nothing depends on this number
-but how late a new request begins and how much is computed in vain behind a request's end."""
 COMPILE_WAIT = 0.05
 """Seconds that a step sleeps at most with nothing to do but to wait for a grammar or a program."""
 
@@ -83,9 +80,12 @@ class EngineCore(EngineCoreClient):
             can_run=executor.can_run,
             num_drafts=config.speculative.num_drafts,
             token_buckets=executor.token_buckets if config.speculative.num_drafts else (),
+            num_stages=config.parallel.pipeline_parallel_size,
         )
         self.transfer = KVTransferDriver(self._scheduler, transfer, config.cache.load_failure_policy)
-        self._depth = STEPS_IN_FLIGHT if config.scheduler.async_scheduling else 1
+        # Steps in flight: one is computed on each stage, and one waits for a device. Nothing depends on this number but
+        # how late a new request begins, and how much is computed in vain behind a request's end.
+        self._depth = config.parallel.pipeline_parallel_size + 1 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[Step] = deque()
         self._outbox = Outbox()  # what `step` has not returned yet
         self._death: BaseException | None = None

@@ -22,6 +22,10 @@ def plan_on_target(
     With `output` every program is compiled and written there as a bundle, if the engine fits. Raises ConfigError for
     an unknown target and for options that contradict each other.
     """
+    if (num_stages := config.parallel.pipeline_parallel_size) > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size is {num_stages}, but plans are made for one stage only. Leave it out."
+        )
     target = parse_target(target_name, compile=compile)
     num_cores, num_devices = config.parallel.data_parallel_size, min(target.num_devices, max(target.host_sizes))
     if config.parallel.tensor_parallel_size == 1:

@@ -55,11 +55,12 @@ class Layer:
 
 @struct.dataclass
 class Decoder:
-    """All parameters. `lm_head` is None when the embedding table serves for both."""
+    """All parameters. `lm_head` is None when the embedding table serves for both. A stage of a pipeline has those of
+    its layers, and without the last ones no `norm` (`stages.py`)."""
 
-    embed_tokens: jax.Array  # [V, D]
+    embed_tokens: jax.Array | None  # [V, D]
     layers: list[Layer]
-    norm: Norm
+    norm: Norm | None
     lm_head: jax.Array | None  # [V, D]
 
 
@@ -142,8 +143,11 @@ def tapped_forward(
     """
     streams: dict[int, jax.Array] = {}
     loads: list[jax.Array] = []
-    x_TD, kv = embed(batch.tokens_T, params.embed_tokens, config.embed_scale), list(kv)
-    x_TD, cos_sin = kept_apart(config, x_TD), rotations(config, batch.positions_T)
+    x_TD, kv = batch.stream_TD, list(kv)
+    if x_TD is None:
+        assert params.embed_tokens is not None, "the first layers need embeddings"
+        x_TD = kept_apart(config, embed(batch.tokens_T, params.embed_tokens, config.embed_scale))
+    cos_sin = rotations(config, batch.positions_T)
     growth_T = None if config.query_growth is None else query_growth(config.query_growth, batch.positions_T)
     for i, (p, layer, (group, tensor)) in enumerate(zip(params.layers, config.layers, batch.caches, strict=True)):
         streams[i] = x_TD
@@ -153,7 +157,7 @@ def tapped_forward(
     if loads:
         kv[-1] = kv[-1] + jnp.stack(loads)
     streams[config.num_layers] = x_TD
-    return rms_norm(x_TD, params.norm, config.norm), tuple(streams[i] for i in taps), kv
+    return norm_if_any(x_TD, params.norm, config), tuple(streams[i] for i in taps), kv
 
 
 def rotations(config: DecoderConfig, positions_T: jax.Array) -> dict[RopeConfig | None, CosSin]:
@@ -176,8 +180,8 @@ def kept_apart(config: DecoderConfig, x_TD: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x_TD) if config.deterministic else x_TD
 
 
-def head(params: Decoder) -> jax.Array:
-    """The table [V, D] that turns hidden states into logits."""
+def head(params: Decoder) -> jax.Array | None:
+    """The table [V, D] that turns hidden states into logits; None where another stage has it."""
     return params.embed_tokens if params.lm_head is None else params.lm_head
 
 

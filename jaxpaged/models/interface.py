@@ -32,12 +32,14 @@ class Batch:
 
     `tokens_T` and `positions_T` are int32: which token, and where in its request; padding is token 0 at position 0.
     `attention` has an entry per KV group. `caches` has one per layer: the index of its group, and of its KV tensor.
+    `stream_TD`: what the layers of earlier stages made of the tokens, where these are not the first layers.
     """
 
     tokens_T: jax.Array
     positions_T: jax.Array
     attention: tuple[AttentionBatch, ...]
     caches: tuple[tuple[int, int], ...] = struct.field(pytree_node=False)
+    stream_TD: jax.Array | None = None
 
 
 @struct.dataclass

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpaged.errors import CheckpointError, did_you_mean
+from jaxpaged.errors import CheckpointError, ConfigError, did_you_mean
 from jaxpaged.params import orbax_format
-from jaxpaged.params.block_scaled import scaled, without_scales
+from jaxpaged.params.block_scaled import SCALES, scaled, without_scales
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
 from jaxpaged.params.placing import place, stored_shapes
 from jaxpaged.params.quantized import QuantizedArray, is_quantized, rounded_rows
@@ -85,13 +85,7 @@ def load_params(
     folder, progress = Path(folder), progress or (lambda done, total: None)
     if load_format == "orbax" or (load_format == "auto" and orbax_format.is_orbax(folder)):
         return orbax_format.load_orbax(specs, config, folder, mesh, dtype, progress)
-    entries = entries_of_folder(folder)
-    if not is_whole:
-        wanted = tensors_of(jax.tree.leaves(specs), config.dim_sizes())
-        entries = {name: entry for name, entry in entries.items() if name in wanted}
-    entries = without_further_layers(entries, config)
-    entries, scales = without_scales(entries, config.weight_block)
-    check_entries(jax.tree.leaves(specs), entries, config.dim_sizes(), folder)
+    entries, scales = checked_entries(specs, config, folder, is_whole)
     total, done, sizes = num_bytes(param_shapes(specs, config, mesh, dtype)), 0, config.dim_sizes()
 
     def load(spec: Spec) -> jax.Array | QuantizedArray:
@@ -109,6 +103,31 @@ def load_params(
         return array
 
     return jax.tree.map(load, specs)
+
+
+def checked_entries(
+    specs: Any, config: Any, folder: Path, is_whole: bool
+) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
+    """(tensor name -> where it lies, and the same of scales), of what `specs` name. Raises what `load_params` does."""
+    entries = entries_of_folder(folder)
+    if not is_whole:
+        wanted = tensors_of(jax.tree.leaves(specs), config.dim_sizes())
+        entries = {name: entry for name, entry in entries.items() if name.removesuffix(SCALES) in wanted}
+    entries = without_further_layers(entries, config)
+    entries, scales = without_scales(entries, config.weight_block)
+    check_entries(jax.tree.leaves(specs), entries, config.dim_sizes(), folder)
+    return entries, scales
+
+
+def check_folder(specs: Any, config: Any, folder: Path) -> None:
+    """Raise what loading the whole of `specs` would, so that parts of it can be loaded. ConfigError for a folder of the
+    format that is only read as a whole."""
+    if orbax_format.is_orbax(folder):
+        raise ConfigError(
+            f"{folder} was written by `jaxpaged convert`, which is read as a whole, but pipeline_parallel_size asks "
+            "for stages. Use the folder that it was made of, or leave the option out."
+        )
+    checked_entries(specs, config, folder, is_whole=True)
 
 
 def dtypes_of(spec: Spec) -> Mapping[str, np.dtype]:
@@ -224,10 +243,11 @@ class DummyParams:
     """Random parameters, made on their devices from the seed; the same on any mesh unless axes are padded. An expert is
     the same in all of its places.
 
-    Vectors are ones, matrices uniform in [-0.035, 0.035], a deviation of about 0.02.
+    Vectors are ones, matrices uniform in [-0.035, 0.035], a deviation of about 0.02. `whole`: specs of a model of which
+    these are a part; each parameter is as it is in all of it.
     """
 
-    def __init__(self, specs: Any, config: Any, mesh: Mesh, dtype: Any, seed: int = 0):
+    def __init__(self, specs: Any, config: Any, mesh: Mesh, dtype: Any, seed: int = 0, whole: Any = None):
         shapes = param_shapes(specs, config, mesh, dtype)
         self._leaves, self._tree = jax.tree.flatten(shapes, is_leaf=is_quantized)
         self._programs: dict[Any, Callable[[jax.Array], Any]] = {}
@@ -237,7 +257,9 @@ class DummyParams:
             num_first = sizes["E"] if spec.dims.startswith("e") else leaf.shape[0]
             make = partial(random_param, like=leaf, num_first=num_first)
             self._programs.setdefault(leaf, jax.jit(make, out_shardings=shardings))
-        self._keys = list(jax.random.split(jax.random.key(seed), len(self._leaves)))
+        all_specs, own = jax.tree.leaves(specs if whole is None else whole), jax.tree.leaves(specs)
+        keys = dict(zip(all_specs, jax.random.split(jax.random.key(seed), len(all_specs)), strict=True))
+        self._keys = [keys[spec] for spec in own]
 
     def make(self) -> Any:
         """The parameters; only the first time compiles what makes them."""

@@ -1,10 +1,12 @@
 """What an engine keeps free on each device before it counts KV blocks: the same for an engine and for a plan of one."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
-from jaxpaged.params.sharding import bytes_on_device
+from jaxpaged.params.sharding import EXPERT_AXIS, bytes_on_device
+from jaxpaged.worker.context_split import merging_bytes
 from jaxpaged.worker.programs.blueprint import Blueprint
 from jaxpaged.worker.step.pooling import programs_for
 
@@ -25,7 +27,7 @@ class Reserve:
 def reserve_of(blueprint: Blueprint) -> Reserve:
     """What the engine of a blueprint needs besides its KV blocks."""
     rows = (blueprint.demand.max_num_seqs + 1) * blueprint.division.row_bytes
-    return Reserve(blueprint.weight_bytes, state_bytes(blueprint) + rows, blueprint.temporary_bytes)
+    return Reserve(blueprint.weight_bytes, state_bytes(blueprint) + rows, temporary_bytes(blueprint))
 
 
 def state_bytes(blueprint: Blueprint) -> int:
@@ -33,3 +35,28 @@ def state_bytes(blueprint: Blueprint) -> int:
     pooling has added up, and the hidden states of the last step. It does not depend on the number of KV blocks."""
     _, *state = programs_for(blueprint, blueprint.division.kv_cache(1)).shapes.state
     return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(state))
+
+
+def temporary_bytes(blueprint: Blueprint) -> int:
+    """Bytes of temporaries on each device, from shapes alone: an upper estimate.
+
+    The largest step holds a few [T, F] and [T, D] arrays at a time, and the sampler a few float32 [S, V] ones.
+    """
+    scheduler, shards = blueprint.config.scheduler, blueprint.num_shards
+    share = 2 if blueprint.mesh.shape[EXPERT_AXIS] > 1 else 1  # see `experts.pairs_at_once`
+    per_token = max(3 * share * each.columns_per_token // shards + 8 * each.hidden_size for each in blueprint.decoders)
+    merging = merging_bytes(blueprint.decoders, blueprint.attention)
+    activations = scheduler.max_num_batched_tokens * (per_token * blueprint.dtype.itemsize + merging)
+    return activations + (6 + blueprint.num_drafts) * scheduler.max_num_seqs * blueprint.decoder.vocab_size * 4
+
+
+def looked_up(blueprint: Blueprint) -> list[Any]:
+    """Parameters of which a pass over tokens reads single rows, or none: embeddings that are not the head too, and
+    both tables of a model that drafts."""
+    params: Any = blueprint.param_shapes
+    pools = blueprint.config.model.runner == "pooling"
+    decoder = params.decoder if pools or blueprint.draft is not None else params
+    tables = [decoder.embed_tokens] if pools or not blueprint.decoder.tie_embeddings else []
+    if blueprint.draft is not None:
+        tables += [params.draft.embed_tokens, params.draft.lm_head]
+    return jax.tree.leaves(tables)

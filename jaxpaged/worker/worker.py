@@ -6,27 +6,29 @@ the weights load; the engine is ready when the weights are, and a step waits for
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.distributed.mesh import check_slice, make_mesh
+from jaxpaged.distributed.mesh import check_slice, stage_meshes
 from jaxpaged.errors import ConflictError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.drafted import DraftedParams
 from jaxpaged.models.interface import Model
-from jaxpaged.params.checkpoint import DummyParams, checkpoint_version, load_params
+from jaxpaged.models.stages import deal_layers
+from jaxpaged.params.checkpoint import DummyParams, check_folder, checkpoint_version, load_params
 from jaxpaged.worker.device import Device, DeviceState
 from jaxpaged.worker.drafters.lookup import LookupDrafter
 from jaxpaged.worker.drafters.model import ModelDrafter
 from jaxpaged.worker.expert_balancer import ExpertBalancer
-from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
+from jaxpaged.worker.kv_blocks import Division, compiled_kv_cache, memory_for, size_kv_cache
 from jaxpaged.worker.kv_transfer.opening import check_offload, open_transfer
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
 from jaxpaged.worker.memory import reserve_of
@@ -35,6 +37,7 @@ from jaxpaged.worker.profiler import Profiler
 from jaxpaged.worker.programs.blueprint import DECODE_KINDS, NUM_FIRST, Blueprint
 from jaxpaged.worker.programs.bundles import Bundle, save_bundle
 from jaxpaged.worker.programs.compile_turns import CacheHits, CompileTurns
+from jaxpaged.worker.programs.pipeline import Pipeline
 from jaxpaged.worker.programs.table import THREAD_NAME, CompileCounter, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.shared_blocks import SharedBlocks
@@ -63,19 +66,21 @@ class Worker:
         self.progress = progress or (lambda stage, done, total: None)
         enable_compilation_cache(config.compile.compilation_cache_dir)
         parallel = config.parallel
-        mesh = make_mesh(
-            parallel.tensor_parallel_size, num_processes=parallel.num_processes,
+        meshes = stage_meshes(
+            parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.num_processes,
             spreads_experts=parallel.enable_expert_parallel,
         )  # fmt: skip
-        self.blueprint = Blueprint(config, model, decoder, mesh)
+        self.stages = stage_blueprints(config, model, decoder, meshes)
+        self.blueprint = self.stages[-1]
         check_slice(parallel.data_parallel_size, self.blueprint.mesh)
         self.bundle = self._open_bundle()
-        num_blocks = settle_blocks(self._size_kv_cache().num_blocks[0])
-        self.kv_cache_config = self.blueprint.division.kv_cache(num_blocks)
+        num_blocks = settle_blocks(min(self._size_kv_cache(stage).num_blocks[0] for stage in self.stages))
+        self.kv_cache_config = whole_kv_cache(self.blueprint, num_blocks)
         if config.cache.offload is not None:
             check_offload(config.cache.offload, self.kv_cache_config)
         self.pools = config.model.runner == "pooling"
-        self.step_programs = programs_for(self.blueprint, self.kv_cache_config)
+        self._of_stages = [programs_for(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages]
+        self.step_programs = self._of_stages[-1]
         self.cache_hits = CacheHits(THREAD_NAME)
         self.programs = self._make_programs()
         self.programs.start()
@@ -88,7 +93,7 @@ class Worker:
             with memory_for("weights", "Split the model over more devices (tensor_parallel_size), or quantize it."):
                 params = self.weights.bring_back()
             with memory_for("KV cache", "Lower gpu_memory_utilization, or whatever option sets its size."):
-                self.device = Device(self.programs, params, self.blueprint.model.head(params), self.new_state())
+                self.device = Device(self.programs, params, self._head(params), self.new_state())
             self.balancer = self._make_balancer()
             self.runner = self._make_runner()
             seconds = time.monotonic() - begin
@@ -100,11 +105,15 @@ class Worker:
         self.kv_transfer = self._open_transfer()
         self.programs.activity.end_all()  # the first request may come now
         self.counter = CompileCounter()
-        self.memory = planned_memory(self.blueprint, self.kv_cache_config)
-        log_start(self.blueprint, self.kv_cache_config, seconds)
+        self.memory = planned_memory(self.stages, num_blocks)
+        log_start(self.stages, self.kv_cache_config, seconds)
 
-    def _size_kv_cache(self) -> KVCacheConfig:
-        blueprint, cache = self.blueprint, self.config.cache
+    def _head(self, params: Any) -> Any:
+        """What turns hidden states into logits, or into what an engine that pools gives."""
+        return self.blueprint.model.head(params if len(self.stages) == 1 else params[-1])
+
+    def _size_kv_cache(self, blueprint: Blueprint) -> KVCacheConfig:
+        cache = self.config.cache
         place = (reserve_of(blueprint).total, blueprint.mesh.local_devices[0])
         if self.bundle:
             return compiled_kv_cache(self.bundle.num_blocks, cache, blueprint.division, *place)
@@ -120,7 +129,8 @@ class Worker:
 
     def _make_programs(self) -> Programs:
         """The table, compiled here or taken from the bundle."""
-        builders = self.step_programs.builders()
+        of_stages = self._of_stages
+        builders = Pipeline(of_stages).builders() if len(of_stages) > 1 else self.step_programs.builders()
         stored = self.bundle.loaders(list(builders), self.blueprint.mesh, RESULT_TYPES) if self.bundle else {}
         # Whether runs of decode steps gain anything is known when the engine has run, and whether anybody asks for more
         # than ordinary tokens when the first one does: compiling can wait for that.
@@ -149,6 +159,8 @@ class Worker:
     def _loader(self, folder: Path | None) -> Callable[[], Any]:
         """What makes the parameters, again and again the same ones unless the checkpoint is another by then."""
         blueprint = self.blueprint
+        if len(self.stages) > 1:
+            return self._stage_loader(folder)
         load = self._loader_of(blueprint.specs, blueprint.decoder, folder)
         if self.config.parallel.expert_balance is not None:
             load = partial(loaded_with_tables, load, blueprint.mesh)
@@ -158,13 +170,29 @@ class Worker:
         load_draft = self._loader_of(blueprint.draft_specs, blueprint.draft.config, place, is_whole=place != folder)
         return lambda: DraftedParams(load(), load_draft())
 
+    def _stage_loader(self, folder: Path | None) -> Callable[[], Any]:
+        """The same for stages: a tuple of what each has. Files are checked as a whole first."""
+        first, is_dummy = self.stages[0], self.config.load.load_format == "dummy"
+        loads = [self._loader_of(s.specs, s.whole, folder, is_whole=False, stage=s) for s in self.stages]
+
+        def load() -> tuple[Any, ...]:
+            if not is_dummy:
+                assert folder is not None, "weights that are loaded have a folder"
+                check_folder(first.whole_specs, first.whole, folder)
+            return tuple(each() for each in loads)
+
+        return load
+
     def _loader_of(
-        self, specs: Any, decoder: DecoderConfig, folder: Path | None, is_whole: bool = True
-    ) -> Callable[[], Any]:
+        self, specs: Any, decoder: DecoderConfig, folder: Path | None, is_whole: bool = True,
+        stage: Blueprint | None = None,
+    ) -> Callable[[], Any]:  # fmt: skip
         """The same for one model, or for a part of it."""
-        target, load = (self.blueprint.mesh, self.blueprint.dtype), self.config.load
+        blueprint = stage or self.blueprint
+        target, load = (blueprint.mesh, blueprint.dtype), self.config.load
         if load.load_format == "dummy":
-            return DummyParams(specs, decoder, *target, seed=self.config.model.seed).make
+            whole = None if stage is None else stage.whole_specs
+            return DummyParams(specs, decoder, *target, seed=self.config.model.seed, whole=whole).make
         return partial(
             load_params, specs, decoder, folder, *target, partial(self.progress, "weights"), load.load_format,
             is_whole,
@@ -240,7 +268,7 @@ class Worker:
             if part == "weights":
                 free((device.params, device.head))  # there only if falling asleep failed half way
                 device.params = self.weights.bring_back()
-                device.head = self.blueprint.model.head(device.params)
+                device.head = self._head(device.params)
             else:
                 free_state(device)
                 self._renew_state()
@@ -306,38 +334,55 @@ def free_state(device: Device) -> None:
     device.state = None
 
 
-def planned_memory(blueprint: Blueprint, kv_cache: KVCacheConfig) -> dict[str, int]:
-    """Bytes of each device that an engine which is awake takes, by what for, and how many devices there are."""
-    reserve = reserve_of(blueprint)
+def stage_blueprints(
+    config: EngineConfig, model: Model, decoder: DecoderConfig, meshes: Sequence[Mesh]
+) -> list[Blueprint]:
+    """One for each stage; of an engine without stages one for all layers. Raises ConfigError."""
+    stages = deal_layers(decoder.num_layers, len(meshes)) if len(meshes) > 1 else (None,)
+    return [Blueprint(config, model, decoder, *each) for each in zip(meshes, stages, strict=True)]
+
+
+def whole_kv_cache(blueprint: Blueprint, num_blocks: int) -> KVCacheConfig:
+    """The cache of all stages as one, whose first pool has `num_blocks`: a block id is a block on each of them."""
+    return Division(blueprint.whole_groups, blueprint.demand, blueprint.num_shards).kv_cache(num_blocks)
+
+
+def planned_memory(stages: Sequence[Blueprint], num_blocks: int) -> dict[str, int]:
+    """Bytes of the device that has most to keep in an engine which is awake, by what for, and how many devices."""
+    reserves = [reserve_of(stage) for stage in stages]
     return {
-        "weight_bytes": reserve.weights,
-        "state_bytes": reserve.state,
-        "kv_cache_bytes": kv_cache.num_bytes(blueprint.num_shards),
-        "num_devices": blueprint.mesh.devices.size,
+        "weight_bytes": max(reserve.weights for reserve in reserves),
+        "state_bytes": max(reserve.state for reserve in reserves),
+        "kv_cache_bytes": max(stage.division.num_bytes(num_blocks) for stage in stages),
+        "num_devices": sum(stage.mesh.size for stage in stages),
     }
 
 
-def log_start(blueprint: Blueprint, kv_cache: KVCacheConfig, seconds: float) -> None:
+def log_start(stages: Sequence[Blueprint], kv_cache: KVCacheConfig, seconds: float) -> None:
     """Say what was loaded where, within `seconds`, and how many requests of full length the KV cache holds."""
+    blueprint, memory = stages[-1], planned_memory(stages, kv_cache.num_blocks[0])
     model, cache, demand = blueprint.config.model, blueprint.config.cache, blueprint.demand
-    devices = blueprint.mesh.devices.flatten().tolist()
+    devices = [device for stage in stages for device in stage.mesh.devices.flat]
     concurrency = kv_cache.concurrency(demand.max_model_len, demand.max_num_batched_tokens)
-    kv_bytes = kv_cache.num_bytes(blueprint.num_shards)
+    kv_bytes, weight_bytes = memory["kv_cache_bytes"], memory["weight_bytes"]
     shards = blueprint.config.parallel.decode_context_parallel_size
     split = f", each context over {shards} devices" if shards > 1 else ""
+    if len(stages) > 1:
+        dealt = ", ".join(str(stage.decoder.num_layers) for stage in stages)
+        split += f"; {len(stages)} stages of {dealt} layers, bytes are those of the largest"
     dtype = f"{model.dtype}, weights in {model.quantization}" if model.quantization else model.dtype
     kv_tokens = int(concurrency * demand.max_model_len)
     logger.info(
         "%s on %d x %s (%s), %s: weights of %.1f MiB a device in %.1f s, KV cache of %.1f MiB a device in %s for %d "
         "tokens, which is %.1f requests of %d tokens at a time%s",
-        model.model, len(devices), devices[0].device_kind, devices[0].platform, dtype, blueprint.weight_bytes / 2**20,
+        model.model, len(devices), devices[0].device_kind, devices[0].platform, dtype, weight_bytes / 2**20,
         seconds, kv_bytes / 2**20, cache.kv_cache_dtype, kv_tokens, concurrency, demand.max_model_len, split,
         extra={
             "model": model.model, "num_devices": len(devices), "device_kind": devices[0].device_kind,
             "platform": devices[0].platform, "dtype": model.dtype, "quantization": model.quantization,
-            "weight_bytes": blueprint.weight_bytes, "weight_seconds": round(seconds, 3), "kv_cache_bytes": kv_bytes,
+            "weight_bytes": weight_bytes, "weight_seconds": round(seconds, 3), "kv_cache_bytes": kv_bytes,
             "kv_cache_dtype": cache.kv_cache_dtype, "kv_cache_tokens": kv_tokens,
-            "decode_context_parallel_size": shards,
+            "decode_context_parallel_size": shards, "pipeline_parallel_size": len(stages),
             "max_model_len": demand.max_model_len, "max_concurrency": round(concurrency, 2),
         },
     )  # fmt: skip

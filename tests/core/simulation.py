@@ -344,6 +344,7 @@ class Engine:
         max_steps: int = 1,
         stingy: random.Random | None = None,
         most_drafts: int = 0,
+        num_stages: int = 1,
         **scheduler_options,
     ):
         """`most_drafts`: how many tokens a request may draft; how many it does is left to chance."""
@@ -361,6 +362,7 @@ class Engine:
             enable_prefix_caching=enable_prefix_caching,
             enable_kv_cache_events=enable_kv_cache_events,
             num_drafts=most_drafts,
+            num_stages=num_stages,
         )
         if most_drafts:
             self.scheduler.draft_lengths = any_length(most_drafts)

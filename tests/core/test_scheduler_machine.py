@@ -35,8 +35,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_steps=st.sampled_from([1, 2, 7]),
         stingy=st.sampled_from([None, 1]),
         drafts=st.sampled_from([0, 0, 1, 6]),
+        stages=st.sampled_from([1, 1, 2, 3]),
     )
-    def start(self, windows, spare_blocks, budget, depth, policy, threshold, prefix_caching, max_steps, stingy, drafts):
+    def start(
+        self, windows, spare_blocks, budget, depth, policy, threshold, prefix_caching, max_steps, stingy, drafts, stages
+    ):
         self.engine = Engine(
             num_blocks=tuple(1 + most // 2 + spare_blocks for most in needs_of(windows, MAX_MODEL_LEN, budget)),
             windows=windows,
@@ -48,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_steps=max_steps,
             stingy=stingy and random.Random(stingy),
             most_drafts=drafts,
+            num_stages=stages,
             scheduling_policy=policy,
             long_prefill_token_threshold=threshold,
         )

@@ -18,6 +18,7 @@ from jaxpaged.kv_cache_spec import (
     StateArray,
     StateSpec,
     group_layers,
+    groups_of_layers,
     max_blocks_per_request,
 )
 from jaxpaged.layers.attention import AttentionContext
@@ -65,6 +66,16 @@ def test_layers_of_one_kind_share_a_group_and_unequal_kinds_get_groups_of_the_sm
     ]  # fmt: skip
     caches = KVCacheConfig((10,), groups).layer_caches()
     assert dict(enumerate(caches)) == {2: (0, 0), 5: (0, 1), 0: (1, 0), 1: (1, 1), 3: (2, 0), 4: (2, 1)}
+
+
+def test_stages_have_layers_of_each_group_and_memory_for_no_others():
+    groups = group_layers([WINDOW, WINDOW, FULL, WINDOW, WINDOW, FULL], is_staged=True)
+    assert [group.layer_idxs for group in groups] == [(2, 5), (0, 3), (1, 4)]
+    whole, stage = KVCacheConfig((10,), groups), KVCacheConfig((10,), groups_of_layers(groups, range(3, 6)))
+    assert [group.layer_idxs for group in stage.groups] == [(2,), (0,), (1,)]
+    assert stage.layer_caches() == ((1, 0), (2, 0), (0, 0)) and len(stage.tensors) == 1
+    assert 2 * stage.num_bytes(1) == whole.num_bytes(1)
+    assert [group.layer_idxs for group in groups_of_layers(groups, range(1))] == [(), (0,), ()]
 
 
 def test_kinds_in_nearly_equal_numbers_share_few_groups_with_a_little_padding():

@@ -27,7 +27,7 @@ from jaxpaged.params.sharding import bytes_on_device, elements_on_device
 from jaxpaged.plan import Plan, PlannedProgram, Speed, worst_bytes
 from jaxpaged.worker.context_split import exchanged_bytes
 from jaxpaged.worker.kv_transfer.programs import token_bytes
-from jaxpaged.worker.memory import reserve_of
+from jaxpaged.worker.memory import looked_up, reserve_of
 from jaxpaged.worker.planning.program_text import ProgramText
 from jaxpaged.worker.planning.roofline import (
     DISPATCH_SECONDS,
@@ -218,15 +218,15 @@ class Planner:
     def work(self, programs: Sequence[PlannedProgram] = ()) -> Work:
         """What a token costs on one device. Unless programs say otherwise, collectives are waited for."""
         blueprint, decoder = self.blueprint, self.blueprint.decoder
-        params, shards, looked_up = blueprint.param_shapes, blueprint.num_shards, blueprint.looked_up
+        params, shards, table_rows = blueprint.param_shapes, blueprint.num_shards, looked_up(blueprint)
         head = blueprint.model.head(params)
-        read = [leaf for leaf in jax.tree.leaves(params) if not any(leaf is other for other in looked_up)]
+        read = [leaf for leaf in jax.tree.leaves(params) if not any(leaf is other for other in table_rows)]
         experts, share = expert_weights(params), decoder.share_of_experts
         waited = sum(program.waited_bytes for program in programs if program.kind == "forward")
         hidden = sum(program.hidden_bytes for program in programs if program.kind == "forward")
         return Work(
             num_shards=shards,
-            weight_bytes=blueprint.weight_bytes - sum(bytes_on_device(leaf) for leaf in looked_up),
+            weight_bytes=blueprint.weight_bytes - sum(bytes_on_device(leaf) for leaf in table_rows),
             params=sum(map(elements_on_device, read)) - round(sum(map(elements_on_device, experts)) * (1 - share)),
             expert_bytes=sum(map(bytes_on_device, experts)),
             expert_share=share,

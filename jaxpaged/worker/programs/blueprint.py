@@ -8,7 +8,6 @@ are kept or called.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +15,29 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig, KVCacheGroup, blocks_for_tokens, group_layers
+from jaxpaged.kv_cache_spec import (
+    CacheSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    blocks_for_tokens,
+    group_layers,
+    groups_of_layers,
+)
 from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.layers.few_rows import XLA, choose_few_rows
 from jaxpaged.models.config import DecoderConfig, with_redundant
 from jaxpaged.models.drafted import DraftedParams, drafted_model, drafting_model
 from jaxpaged.models.interface import DraftModel, Model
+from jaxpaged.models.stages import Stage, decoder_of, params_of
 from jaxpaged.params.quantized import quantized_specs
-from jaxpaged.params.sharding import EXPERT_AXIS, bytes_on_device, param_shapes
+from jaxpaged.params.sharding import bytes_on_device, param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.limits import LimitsMethod, choose_method
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
 from jaxpaged.sampling_features import features_of
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.speculation import Speculation, speculation_of
-from jaxpaged.worker.context_split import merging_bytes, split_contexts
+from jaxpaged.worker.context_split import split_contexts
 from jaxpaged.worker.drafters.lookup import lookup_builders
 from jaxpaged.worker.drafters.model import draft_builders
 from jaxpaged.worker.kv_blocks import Demand, Division, as_stored, check_heads_of, is_attended, tensor_struct
@@ -71,16 +78,23 @@ NUM_FIRST = 4
 
 
 class Blueprint:
-    """One engine on the devices of `mesh`. `config` is resolved; `decoder` describes the model as its files do."""
+    """One engine, or a stage of it, on the devices of `mesh`. `config` is resolved; `decoder` describes the whole model
+    as its files do."""
 
-    def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, mesh: Mesh | AbstractMesh):
-        self.config, self.model, self.mesh = config, model, mesh
+    def __init__(
+        self, config: EngineConfig, model: Model, decoder: DecoderConfig, mesh: Mesh | AbstractMesh,
+        stage: Stage | None = None,
+    ):  # fmt: skip
+        """`stage`: the layers that there are on these devices; None: all. `whole` describes all of them."""
+        self.config, self.model, self.mesh, self.stage = config, model, mesh, stage
         balance = config.parallel.expert_balance
-        self.decoder = self._settled(with_redundant(decoder, balance.num_redundant_experts if balance else 0))
+        self.whole = self._settled(with_redundant(decoder, balance.num_redundant_experts if balance else 0))
+        self.decoder = self.whole if stage is None else decoder_of(stage, self.whole)
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)
         self.kv_dtype = jnp.dtype(config.cache.kv_cache_dtype)
-        self.specs = quantized_specs(model.param_specs(self.decoder, self.num_shards), config.model.quantization)
+        self.whole_specs = quantized_specs(model.param_specs(self.whole, self.num_shards), config.model.quantization)
+        self.specs = self.whole_specs if stage is None else params_of(stage, self.whole_specs)
         self.param_shapes = param_shapes(self.specs, self.decoder, mesh, self.dtype)
         if balance is not None:
             self.param_shapes = with_tables(self.param_shapes, mesh, shapes_only=True)
@@ -120,18 +134,6 @@ class Blueprint:
         return (self.decoder,) if self.draft is None else (self.decoder, self.draft.config)
 
     @property
-    def looked_up(self) -> list[Any]:
-        """Parameters of which a pass over tokens reads single rows, or none: embeddings that are not the head too, and
-        both tables of a model that drafts."""
-        params: Any = self.param_shapes
-        pools = self.config.model.runner == "pooling"
-        decoder = params.decoder if pools or self.draft is not None else params
-        tables = [decoder.embed_tokens] if pools or not self.decoder.tie_embeddings else []
-        if self.draft is not None:
-            tables += [params.draft.embed_tokens, params.draft.lm_head]
-        return jax.tree.leaves(tables)
-
-    @property
     def platform(self) -> str:
         if isinstance(self.mesh, AbstractMesh):
             return self.mesh.abstract_device.platform
@@ -168,7 +170,7 @@ class Blueprint:
         try:
             backend = choose_backend(name, self.platform)
             context = AttentionContext(self.mesh, backend, self.config.parallel.decode_context_parallel_size)
-            num_heads = [decoder.num_heads for decoder in self.decoders for _ in decoder.layers]
+            num_heads = [decoder.num_heads for decoder in (self.whole, *self.decoders[1:]) for _ in decoder.layers]
             for heads, spec in zip(num_heads, specs, strict=True):
                 check_heads_of(context, heads, spec, self.dtype, self.kv_dtype)
         except ValueError as error:
@@ -177,10 +179,11 @@ class Blueprint:
 
     @property
     def _cache_specs(self) -> Sequence[CacheSpec]:
+        """Of all layers, those of other stages included."""
         block_size, itemsize = self.config.cache.block_size, self.kv_dtype.itemsize
-        specs = self.model.attention_specs(self.decoder, block_size, itemsize, self.num_shards)
+        specs = self.model.attention_specs(self.whole, block_size, itemsize, self.num_shards)
         shards = self.config.parallel.decode_context_parallel_size
-        return split_contexts(specs, shards, self.num_shards, self.decoders)
+        return split_contexts(specs, shards, self.num_shards, (self.whole, *self.decoders[1:]))
 
     @cached_property
     def sampling_layout(self) -> StateLayout:
@@ -197,9 +200,15 @@ class Blueprint:
         return choose_method(self.platform, self.mesh, self.sampling_layout.vocab_size, simulated=simulated)
 
     @cached_property
+    def whole_groups(self) -> tuple[KVCacheGroup, ...]:
+        """Layers of all stages that cache alike, with the bytes that the kernel's layout takes."""
+        specs = [as_stored(spec, self.attention.backend) for spec in self._cache_specs]
+        return group_layers(specs, is_staged=self.stage is not None)
+
+    @cached_property
     def kv_groups(self) -> tuple[KVCacheGroup, ...]:
-        """Layers that cache alike, with the bytes that the kernel's layout takes."""
-        return group_layers([as_stored(spec, self.attention.backend) for spec in self._cache_specs])
+        """The same, of the layers that are here."""
+        return self.whole_groups if self.stage is None else groups_of_layers(self.whole_groups, self.stage.layers)
 
     @property
     def demand(self) -> Demand:
@@ -216,19 +225,6 @@ class Blueprint:
     def weight_bytes(self) -> int:
         """Bytes of weights on each device."""
         return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(self.param_shapes))
-
-    @property
-    def temporary_bytes(self) -> int:
-        """Bytes of temporaries on each device, from shapes alone: an upper estimate.
-
-        The largest step holds a few [T, F] and [T, D] arrays at a time, and the sampler a few float32 [S, V] ones.
-        """
-        scheduler, shards = self.config.scheduler, self.num_shards
-        share = 2 if self.mesh.shape[EXPERT_AXIS] > 1 else 1  # see `experts.pairs_at_once`
-        per_token = max(3 * share * each.columns_per_token // shards + 8 * each.hidden_size for each in self.decoders)
-        merging = merging_bytes(self.decoders, self.attention)
-        activations = scheduler.max_num_batched_tokens * (per_token * self.dtype.itemsize + merging)
-        return activations + (6 + self.num_drafts) * scheduler.max_num_seqs * self.decoder.vocab_size * 4
 
     @property
     def speculation(self) -> Speculation | None:
@@ -277,7 +273,7 @@ class StepPrograms:
         a token is computed in the same shapes either way."""
         blueprint, scheduler = self.blueprint, self.blueprint.config.scheduler
         max_steps = scheduler.num_scheduler_steps or MAX_STEPS
-        if max_steps == 1:
+        if max_steps == 1 or blueprint.stage is not None:
             return {}
         largest = next(size for size in blueprint.token_buckets if size >= scheduler.max_num_seqs)
         num_lines = lambda layout: next(size for size in blueprint.sample_buckets if size >= layout.num_rows)
@@ -314,6 +310,7 @@ class StepPrograms:
             max_logprobs=min(config.model.max_logprobs, blueprint.decoder.vocab_size),
             custom=blueprint.custom,
             limits=blueprint.limits,
+            is_first=blueprint.stage is None or blueprint.stage.is_first,
         )
 
     @property

@@ -88,6 +88,7 @@ class StepFunctions:
     """The step of one engine. `num_hidden` rows of hidden states go from forward to sample, whatever the bucket.
 
     `first_layer`: where the layers of `model` begin among those that cache. Another model's may come before.
+    `is_first`: there is no stage before; of any other, what the one before made of the tokens is the last argument.
     """
 
     model: Model
@@ -101,13 +102,15 @@ class StepFunctions:
     custom: CustomProcessors
     limits: LimitsMethod
     first_layer: int = 0
+    is_first: bool = True
 
     @property
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.attention.mesh, PartitionSpec())
 
     def forward(
-        self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, hidden_LD: Any, packed: Any
+        self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, hidden_LD: Any, packed: Any,
+        stream_TD: Any = None,
     ):  # fmt: skip
         """One pass over the tokens of a step -> (kv, tables_GRM, rows, hidden_LD, hidden_SD of the tokens that sample).
 
@@ -115,14 +118,14 @@ class StepFunctions:
         """
         parts = layout.split(packed)
         tables_GRM = write_tables(tables_GRM, parts.table_place_U, parts.table_idx_U, parts.table_block_U)
-        hidden_TD, kv, rows = self.hidden_states(layout, params, kv, tables_GRM, rows, parts)
+        hidden_TD, kv, rows = self.hidden_states(layout, params, kv, tables_GRM, rows, parts, stream_TD=stream_TD)
         sampled_RD = hidden_TD[parts.sample_idxs_R]
         hidden_SD = jnp.pad(sampled_RD, ((0, self.num_hidden - layout.num_rows), (0, 0)))
         return kv, tables_GRM, rows, jax.lax.dynamic_update_slice(hidden_LD, hidden_TD, (0, 0)), hidden_SD
 
     def hidden_states(
         self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, parts: StepParts,
-        decodes_only: bool = False,
+        decodes_only: bool = False, stream_TD: Any = None,
     ) -> tuple[Any, Any, RowTokens]:  # fmt: skip
         """The model on the tokens of a step -> (hidden_TD, kv, rows with these tokens computed).
 
@@ -131,7 +134,8 @@ class StepFunctions:
         parts, rows = place_rows(parts, rows)
         tokens_T, positions_T = locate_tokens(layout, parts, rows)
         attention = self.attention_batches(layout, parts, tables_GRM, decodes_only)
-        batch = Batch(tokens_T, positions_T, attention, self.kv_cache.layer_caches()[self.first_layer :])
+        caches = self.kv_cache.layer_caches()[self.first_layer :]
+        batch = Batch(tokens_T, positions_T, attention, caches, stream_TD)
         hidden_TD, kv = self.model.forward(params, self.config, batch, kv)
         return hidden_TD, kv, rows
 
@@ -304,8 +308,8 @@ class Shapes:
         f, whole = self.functions, self.functions.replicated
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.kv)
 
-        def forward(params, kv, tables, rows, hidden, packed):
-            return f.forward(layout, params, kv, tables, rows, hidden, packed)
+        def forward(params, kv, tables, rows, hidden, packed, stream=None):
+            return f.forward(layout, params, kv, tables, rows, hidden, packed, stream)
 
         donated = ("kv", "tables", "rows", "hidden")
         step = jax.jit(
@@ -313,7 +317,8 @@ class Shapes:
             compiler_options=self.options.get("forward"),
         )  # fmt: skip
         state = (self.kv, self.tables, self.rows, self.all_hidden)
-        return step.lower(self.params, *state, self.packed(layout.size))
+        stream = () if f.is_first else (self.hidden(layout.num_tokens),)
+        return step.lower(self.params, *state, self.packed(layout.size), *stream)
 
     def lower_sample(self, size: int, full: bool, masked: bool = False) -> jax.stages.Lowered:
         """`full`: with everything that a request can ask for; `masked`: grammars too."""

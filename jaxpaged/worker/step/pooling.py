@@ -21,6 +21,7 @@ from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.model_runner import PendingStep, Step
 from jaxpaged.worker.programs.blueprint import SMALL_PROMPT, Blueprint, Builders, StepPrograms
+from jaxpaged.worker.programs.pipeline import EarlierPrograms
 from jaxpaged.worker.step.expert_moves import move_builders
 from jaxpaged.worker.step.functions import Shapes, locate_places
 from jaxpaged.worker.step.packed import RunLayout, StepLayout
@@ -88,7 +89,9 @@ class PoolingShapes(Shapes):
 
 
 def programs_for(blueprint: Blueprint, kv_cache: KVCacheConfig) -> StepPrograms:
-    """The programs of the engine that a blueprint describes, whether it generates or pools."""
+    """The programs of the engine that a blueprint describes, whether it generates or pools, or of a stage of it."""
+    if blueprint.stage is not None and not blueprint.stage.is_last:
+        return EarlierPrograms(blueprint, kv_cache)
     pools = blueprint.config.model.runner == "pooling"
     return (PoolingPrograms if pools else StepPrograms)(blueprint, kv_cache)
 

@@ -1,0 +1,140 @@
+"""Stages of a pipeline, through whole engines: transformers' tokens, whatever stage a layer is on."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxpaged import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
+from jaxpaged.errors import ConfigError
+from jaxpaged.worker.programs import pipeline
+from tests.models import pooling_checkpoints
+from tests.models.checkpoints import CONFIGS, prompt_of, write_checkpoint
+from tests.models.paged import GOLDEN, golden_of
+
+# Prompts of 40 tokens come in chunks.
+OPTIONS = {
+    "skip_tokenizer_init": True, "max_model_len": 64, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 16,
+    "token_buckets": (16,), "compilation_cache_dir": "off",
+}  # fmt: skip
+
+
+def answers(llm, *prompts, **params):
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, **params)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs], outputs[0].num_cached_tokens
+
+
+def test_stages_give_the_tokens_of_whole_models(tmp_path):
+    """Chunks, a cached beginning, so few blocks that requests are preempted; log probabilities; and after sleeping."""
+    golden, prompt, folder = golden_of("llama")["greedy"], prompt_of("llama"), write_checkpoint("llama", tmp_path)
+    with LLM(**OPTIONS, model=str(folder), pipeline_parallel_size=2, num_gpu_blocks_override=14) as llm:
+        assert answers(llm, prompt) == ([golden], 0)
+        assert answers(llm, *[prompt] * 4) == ([golden] * 4, 32)
+        assert llm.stats().number("num_preemptions") > 0
+        assert answers(llm, prompt, prompt[:9], logprobs=1, prompt_logprobs=1)[0][0] == golden
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            assert answers(llm, prompt) == ([golden], 0)
+        assert llm.stats().number("recompiles") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gemma2", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+        ("deepseek_v3", {"pipeline_parallel_size": 3, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ],
+)
+def test_stages_go_with_windows_experts_and_several_devices_each(name, options, tmp_path):
+    golden, prompt, folder = golden_of(name)["greedy"], prompt_of(name), write_checkpoint(name, tmp_path)
+    with LLM(**OPTIONS, **options, model=str(folder), num_gpu_blocks_override=64) as llm:
+        (first, beside, last), _ = answers(llm, prompt, prompt[5:17], prompt)
+        assert first == last == golden
+        assert answers(llm, prompt[5:17]) == ([beside], 8)
+        assert llm.stats().number("recompiles") == 0
+
+
+ASKED = [
+    SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=2),
+    SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True, presence_penalty=0.5, logprobs=2),
+    SamplingParams(temperature=1.0, seed=8, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[ab]{9}")),
+]
+
+
+def told(llm):
+    """(texts' tokens, all log probabilities) of what requests may ask for, two of each at a time."""
+    prompts = [{"prompt_token_ids": [3 + (7 * i + j) % 200 for j in range(5 + 9 * i)]} for i in range(6)]
+    outputs = llm.generate(prompts, ASKED * 2, use_tqdm=False)
+    lines = [line for output in outputs for line in (output.prompt_logprobs or []) + (output.outputs[0].logprobs or [])]
+    logprobs = [sorted((token, entry.logprob) for token, entry in line.items()) for line in lines if line]
+    return [output.outputs[0].token_ids for output in outputs], np.array(logprobs[:80])
+
+
+@pytest.mark.slow
+def test_stages_give_whatever_a_request_asks_for_and_sleep(tmp_path):
+    write_checkpoint("qwen3", tmp_path)
+    pooling_checkpoints.write_tokenizer(tmp_path, CONFIGS["qwen3"]["vocab_size"])
+    options = {**OPTIONS, "skip_tokenizer_init": False, "model": str(tmp_path), "num_gpu_blocks_override": 64}
+    with LLM(**options, num_scheduler_steps=1) as llm:
+        tokens, logprobs = told(llm)
+    with LLM(**options, pipeline_parallel_size=2) as llm:
+        found, close = told(llm)
+        assert found == tokens
+        np.testing.assert_allclose(close, logprobs, atol=1e-4)
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            assert told(llm)[0] == tokens
+        assert llm.stats().number("recompiles") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling_type"), [("llama_embed", "MEAN"), pytest.param("qwen3_embed", "LAST", marks=pytest.mark.slow)]
+)
+def test_stages_pool(name, pooling_type, tmp_path):
+    golden = [each[pooling_type] for each in json.loads((GOLDEN / "pooling.json").read_text())[name]]
+    options = {"pipeline_parallel_size": 2, "pooler_config": {"pooling_type": pooling_type}}
+    options |= {"num_gpu_blocks_override": 64, "skip_tokenizer_init": False}
+    with LLM(str(pooling_checkpoints.write(name, tmp_path)), **{**OPTIONS, **options}) as llm:
+        outputs = llm.encode(pooling_checkpoints.prompts(name), PoolingParams(use_activation=False), use_tqdm=False)
+        np.testing.assert_allclose([output.outputs.data for output in outputs], golden, rtol=2e-4, atol=2e-4)
+
+
+def test_what_stages_need_is_said_with_the_numbers(tmp_path):
+    folder = str(write_checkpoint("llama", tmp_path))
+    for options, words in [
+        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size is 3, but the model has 2 layers"),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 8}, "is 16, but there are only 8 cpu devices"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            LLM(**OPTIONS, model=folder, **options)
+
+
+@pytest.mark.slow
+def test_dummy_weights_are_those_of_one_device(tmp_path):
+    options = {**OPTIONS, "model": str(write_checkpoint("llama", tmp_path)), "load_format": "dummy"}
+    prompt = prompt_of("llama")
+    with LLM(**options, num_scheduler_steps=1) as one, LLM(**options, pipeline_parallel_size=2) as staged:
+        assert answers(one, prompt) == answers(staged, prompt)
+
+
+@pytest.mark.parametrize("num_requests", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_first_stage_needs_nothing_of_the_step_before_if_that_has_other_requests(
+    num_requests, tmp_path, monkeypatch
+):
+    """Whether tokens that the last stage draws in one step go into the next one, in the middle of an answer."""
+    find, needs = pipeline.StagedRows.tokens_for, []
+
+    def tokens_for(rows, whose):
+        needs.append((found := find(rows, whose)) is rows.drawn[-1])
+        return found
+
+    monkeypatch.setattr(pipeline.StagedRows, "tokens_for", tokens_for)
+    prompts = [prompt_of("llama")[: 4 + i] for i in range(num_requests)]
+    folder = str(write_checkpoint("llama", tmp_path))
+    with LLM(**OPTIONS, model=folder, pipeline_parallel_size=2, num_gpu_blocks_override=64) as llm:
+        answers(llm, *prompts)
+    assert needs[4:9] == [num_requests == 1] * 5
