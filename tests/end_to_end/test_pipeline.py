@@ -1,6 +1,7 @@
 """Stages of a pipeline, through whole engines: transformers' tokens, whatever stage a layer is on."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from jaxpaged import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
 from jaxpaged.errors import ConfigError
 from jaxpaged.worker.programs import pipeline
+from tests.engine.small_tokenizer import make_backend
 from tests.models import pooling_checkpoints
 from tests.models.checkpoints import CONFIGS, prompt_of, write_checkpoint
 from tests.models.paged import GOLDEN, golden_of
@@ -57,43 +59,22 @@ def test_stages_go_with_windows_experts_and_several_devices_each(name, options, 
         assert llm.stats().number("recompiles") == 0
 
 
-ASKED = [
-    SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=2),
-    SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True, presence_penalty=0.5, logprobs=2),
-    SamplingParams(temperature=1.0, seed=8, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[ab]{9}")),
-]
-
-
-def told(llm):
-    """(texts' tokens, all log probabilities) of what requests may ask for, two of each at a time."""
-    prompts = [{"prompt_token_ids": [3 + (7 * i + j) % 200 for j in range(5 + 9 * i)]} for i in range(6)]
-    outputs = llm.generate(prompts, ASKED * 2, use_tqdm=False)
-    lines = [line for output in outputs for line in (output.prompt_logprobs or []) + (output.outputs[0].logprobs or [])]
-    logprobs = [sorted((token, entry.logprob) for token, entry in line.items()) for line in lines if line]
-    return [output.outputs[0].token_ids for output in outputs], np.array(logprobs[:80])
-
-
-@pytest.mark.slow
-def test_stages_give_whatever_a_request_asks_for_and_sleep(tmp_path):
-    write_checkpoint("qwen3", tmp_path)
-    pooling_checkpoints.write_tokenizer(tmp_path, CONFIGS["qwen3"]["vocab_size"])
-    options = {**OPTIONS, "skip_tokenizer_init": False, "model": str(tmp_path), "num_gpu_blocks_override": 64}
-    with LLM(**options, num_scheduler_steps=1) as llm:
-        tokens, logprobs = told(llm)
-    with LLM(**options, pipeline_parallel_size=2) as llm:
-        found, close = told(llm)
-        assert found == tokens
-        np.testing.assert_allclose(close, logprobs, atol=1e-4)
-        for level in (1, 2):
-            llm.sleep(level)
-            llm.wake_up()
-            assert told(llm)[0] == tokens
+def test_a_grammar_binds_a_request_and_no_other(tmp_path):
+    """Its masks come between the two programs of a step, from all tokens before."""
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["llama"], "vocab_size": 300}))
+    make_backend().save(str(tmp_path / "tokenizer.json"))
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True)
+    bound = SamplingParams(temperature=0.0, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[ab]{9}"))
+    options = {**OPTIONS, "skip_tokenizer_init": False, "load_format": "dummy", "num_gpu_blocks_override": 64}
+    with LLM(str(tmp_path), **options, pipeline_parallel_size=2) as llm:
+        (alone,) = llm.generate(["the cat"], params, use_tqdm=False)
+        free, kept = llm.generate(["the cat", "the dog"], [params, bound], use_tqdm=False)
+        assert free.outputs[0].token_ids == alone.outputs[0].token_ids
+        assert kept.error is None and re.fullmatch("[ab]{9}", kept.outputs[0].text)
         assert llm.stats().number("recompiles") == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "pooling_type"), [("llama_embed", "MEAN"), pytest.param("qwen3_embed", "LAST", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "pooling_type"), [("llama_embed", "MEAN"), ("qwen3_embed", "LAST")])
 def test_stages_pool(name, pooling_type, tmp_path):
     golden = [each[pooling_type] for each in json.loads((GOLDEN / "pooling.json").read_text())[name]]
     options = {"pipeline_parallel_size": 2, "pooler_config": {"pooling_type": pooling_type}}
@@ -113,15 +94,7 @@ def test_what_stages_need_is_said_with_the_numbers(tmp_path):
             LLM(**OPTIONS, model=folder, **options)
 
 
-@pytest.mark.slow
-def test_dummy_weights_are_those_of_one_device(tmp_path):
-    options = {**OPTIONS, "model": str(write_checkpoint("llama", tmp_path)), "load_format": "dummy"}
-    prompt = prompt_of("llama")
-    with LLM(**options, num_scheduler_steps=1) as one, LLM(**options, pipeline_parallel_size=2) as staged:
-        assert answers(one, prompt) == answers(staged, prompt)
-
-
-@pytest.mark.parametrize("num_requests", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [2, 1])
 def test_the_first_stage_needs_nothing_of_the_step_before_if_that_has_other_requests(
     num_requests, tmp_path, monkeypatch
 ):

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import CheckpointError
 from jaxpaged.models.registry import model_for
+from jaxpaged.models.stages import deal_layers, params_of
 from jaxpaged.params.checkpoint import DummyParams, load_params, tensors_of
 from jaxpaged.params.sharding import param_shapes
 from tests.models.checkpoints import CONFIGS, make_tensors, write_checkpoint
@@ -233,6 +234,14 @@ def test_dummy_weights_depend_on_the_seed_alone():
     jax.tree.map(np.testing.assert_array_equal, a, b)
     assert np.any(np.asarray(a.lm_head) != np.asarray(c.lm_head))
     np.testing.assert_array_equal(a.norm.weight, 1)
+
+
+def test_dummy_weights_of_a_stage_are_those_of_the_whole_model():
+    specs, config = describe("llama")
+    whole = DummyParams(specs, config, make_mesh(1), jnp.bfloat16, seed=1).make()
+    for stage in deal_layers(config.num_layers, 2):
+        own = DummyParams(params_of(stage, specs), config, make_mesh(1), jnp.bfloat16, seed=1, whole=specs).make()
+        jax.tree.map(np.testing.assert_array_equal, own, params_of(stage, whole))
 
 
 PEAK = """

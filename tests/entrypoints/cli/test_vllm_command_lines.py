@@ -36,12 +36,13 @@ LINES = [
     """serve MODEL --runner pooling --pooler-config '{"pooling_type": "MEAN"}'""",
     """serve MODEL --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'""",
     "serve MODEL --data-parallel-size 4 -tp 2 -ep",
+    "serve MODEL --tensor-parallel-size 4 --pipeline-parallel-size 2",
     "serve MODEL -O 2 --long-prefill-token-threshold 512 --prefix-caching-hash-algo sha256",
 ]
 REFUSED = {
     "serve MODEL --trust-remote-code": "trust_remote_code",
     "serve MODEL --enable-lora --max-loras 4": "enable_lora",
-    "serve MODEL --pipeline-parallel-size 2": "pipeline_parallel_size",
+    "serve MODEL --prefill-context-parallel-size 2": "prefill_context_parallel_size",
     "serve MODEL -dp 4 --data-parallel-size-local 2": "data_parallel_size_local",
     """serve MODEL --kv-transfer-config '{"kv_connector": "NixlConnector"}'""": "kv_transfer_config",
     "serve MODEL --quantization awq": "--quantization",
