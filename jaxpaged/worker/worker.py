@@ -274,7 +274,8 @@ class Worker:
                 self._renew_state()
 
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
-        """What a function makes of the parameters. Raises ConflictError while they sleep."""
+        """What a function makes of the parameters, of which each stage's are an entry of a tuple where layers are dealt
+        to stages. Raises ConflictError while they sleep."""
         if self.device.params is None:
             raise ConflictError("the weights sleep. Call wake_up() first.")
         return func(self.device.params)
