@@ -47,6 +47,14 @@ def test_an_option_that_the_compiler_does_not_know_is_a_warning_and_left_out(mon
     assert compiler_options.compiler_options(shapes_mesh(2)) == {}
 
 
+def test_what_the_environment_says_of_an_option_goes_before_ours(monkeypatch):
+    mesh, level = make_mesh(1), "xla_backend_optimization_level"
+    monkeypatch.setenv("XLA_FLAGS", f"--{level}=0")
+    assert compiler_options.compiler_options(mesh) == {}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    assert compiler_options.compiler_options(mesh) == {kind: {level: 2} for kind in LAYER_KINDS}
+
+
 def test_options_go_to_programs_with_layers_and_into_the_fingerprint(folder, monkeypatch):
     before = blueprint(folder, make_mesh(1)).fingerprint()
     monkeypatch.setitem(LAYER_OPTIONS, jax.devices()[0].device_kind, {OF_THIS_CPU: False})
