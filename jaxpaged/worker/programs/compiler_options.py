@@ -28,7 +28,7 @@ LAYER_OPTIONS: Mapping[str, Options] = {
     "TPU v6 lite": {"xla_tpu_dot_dot_fusion": False},
     # LLVM's third level, XLA's default, takes twice the CPU time of its second for the programs of a 110M Llama of 12
     # layers (7.2 s and 3.9 for 64 tokens, 8.6 and 6.2 for a run of decodes), and as much for those of the embedded
-    # model. Steps are as fast or faster: 0.97 of the time for a prompt of 1,024, 0.91 to 0.97 for decodes of 1, 8 and 32
+    # model. Steps are as fast or faster: 0.97 of the time for a prompt of 1,024, 0.91 to 0.97 for decodes of 1 to 32
     # rows (medians of 7, two engines in one process in turns). The first level saves nothing more.
     "cpu": {"xla_backend_optimization_level": 2},
 }
