@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.channel import FollowerEnd
 from jaxpaged.distributed.group import join
-from jaxpaged.errors import EngineDeadError, JaxpagedError
+from jaxpaged.errors import EngineDeadError, EngineError, JaxpagedError
 from jaxpaged.executor.group import (
     JOIN_SECONDS,
     Alive,
@@ -26,6 +26,7 @@ from jaxpaged.executor.group import (
     Stop,
     Want,
     Welcome,
+    end_process,
 )  # fmt: skip
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.frames import FrameDecoder, FrameEncoder
@@ -151,14 +152,22 @@ class Follower:
         return Reply(self._post.rank, ask.call_id)
 
 
+def leave_late(post: Post, error: EngineError) -> None:
+    """Tell the driver, and end this process, which waits for others that do not come, and cannot be interrupted."""
+    logger.error("rank %d ends: %s", post.rank, error)
+    post.say(Broken(post.rank, type(error).__name__, str(error)))
+    post.close()
+    end_process()
+
+
 def follow(post: Post, where: str, given: dict[str, str], resolve: Resolve) -> None:
     """Arrive, join, load, and do what is heard until the driver says that it is over. `resolve` finds the model of a
     configuration. Raises whatever stops it; the driver has been told."""
+    post.say(Hello(post.rank, where, given))
+    signs = SignsOfLife(post)  # from now on: the driver may wait for others for long
     try:
-        post.say(Hello(post.rank, where, given))
         welcome = post.expect(Welcome, JOIN_SECONDS)
-        signs = SignsOfLife(post)
-        join(welcome.member, JOIN_SECONDS)
+        join(welcome.member, JOIN_SECONDS, late=lambda error: leave_late(post, error))
         folder, model, decoder, config = resolve(EngineConfig.from_options(**welcome.options))
         settle = lambda num_blocks: post.settle_blocks(num_blocks, LOADING_SECONDS)
         executor = UniProcExecutor(config, model, decoder, folder, settle_blocks=settle)
@@ -167,3 +176,5 @@ def follow(post: Post, where: str, given: dict[str, str], resolve: Resolve) -> N
     except BaseException as error:
         post.say(Broken(post.rank, type(error).__name__, str(error) or repr(error)))
         raise
+    finally:
+        signs.stop()

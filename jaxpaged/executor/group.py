@@ -192,7 +192,7 @@ class Group:
             if rank:
                 self._send(rank, Welcome(options, member))
             else:
-                join(member, JOIN_SECONDS)
+                join(member, JOIN_SECONDS, late=self.fail)
 
     def settle_blocks(self, num_blocks: int) -> int:
         """How many KV blocks fit everywhere, if it is `num_blocks` here."""

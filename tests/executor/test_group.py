@@ -1,13 +1,18 @@
 """What processes of one engine say to each other, and what becomes of a group that loses one; nobody computes here."""
 
+import socket
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
 
+from jaxpaged.engine.process.follower_process import free_port
 from jaxpaged.errors import CapacityError, ConfigError, EngineDeadError
+from jaxpaged.executor import follower as follower_module
 from jaxpaged.executor import group as group_module
-from jaxpaged.executor.follower import Post
+from jaxpaged.executor.follower import Post, follow
 from jaxpaged.executor.group import Alive, Ask, Broken, Draw, Group, Hello, Reply, Stop, Want
 from jaxpaged.executor.multiproc import ReadyEverywhere
 from jaxpaged.messages import ProgramKey
@@ -166,6 +171,57 @@ def test_who_is_silent_is_lost(members, monkeypatch):
         EngineDeadError, match=r"rank [12] \(process [12] of here\) has given no sign of life for 0\.1 "
     ):
         members.group.settle_blocks(40)
+
+
+def test_who_waits_for_a_late_host_is_not_silent(members, monkeypatch):
+    monkeypatch.setattr(group_module, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(follower_module, "ALIVE_SECONDS", 0.1)
+    early, late = members.posts
+    nothing = lambda config: pytest.fail("it was not welcomed")
+    following = in_thread(follow, early, "process 1 of here", GIVEN, nothing)
+    threading.Timer(2.0, late.say, [Hello(2, "process 2 of here", GIVEN)]).start()
+    members.group.gather(GIVEN, 20)
+    members.group.check()
+    members.group.close()
+    with pytest.raises(EngineDeadError, match="rank 1 waited .* and Stop came"):
+        following()
+
+
+JOINING = """
+import sys
+from jaxpaged.executor import follower, group
+follower.JOIN_SECONDS = group.JOIN_SECONDS = 2.0
+secret, given = b"of these tests", {"jax": "1"}
+if sys.argv[1] == "driver":
+    made = group.Group(2, "127.0.0.1", None, secret, print)
+    post = follower.Post(1, made.addresses, secret)
+    post.say(group.Hello(1, "process 1 of here", given))
+    signs = follower.SignsOfLife(post)
+    group.GRACE_SECONDS = 0.1
+    made.gather(given, 20)
+    made.join({}, "127.0.0.1:" + sys.argv[2], one_device=True)
+else:
+    from jaxpaged.distributed.group import Membership
+    made = group.Group(2, "127.0.0.1", None, secret, print, last_resort=lambda: None)
+    post = follower.Post(1, made.addresses, secret)
+    import threading
+    threading.Thread(target=follower.follow, args=(post, "process 1 of here", given, None), daemon=True).start()
+    made.gather(given, 20)
+    made._send(1, group.Welcome({}, Membership("127.0.0.1:" + sys.argv[2], 2, 1, True)))
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("role", ["driver", "follower"])
+def test_who_waits_in_vain_for_others_to_join_says_so_and_ends(role):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody answers there
+        port = str(unused.getsockname()[1] if role == "follower" else free_port())
+        command = [sys.executable, "-c", JOINING, role, port]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    rank = 0 if role == "driver" else 1
+    assert f"process {rank} of 2 waited 2 s for all others to join at 127.0.0.1:{port}" in ended.stderr
+    assert ended.returncode == 1, "it was not jax that ended it"
 
 
 class Own:
