@@ -127,6 +127,11 @@ class DecoderConfig:
         return max(of_experts, 0 if len(self.sparse_layers) == self.num_layers else self.intermediate_size)
 
     @property
+    def pairs_per_token(self) -> int:
+        """How many experts a token goes to in a layer that has some; 0 if none has."""
+        return self.experts.router.experts_per_token if self.experts else 0
+
+    @property
     def share_of_experts(self) -> float:
         """How many of the places of experts of a layer a token goes to; 1 where there are none."""
         return self.experts.router.experts_per_token / self.experts.num_places if self.experts else 1.0

@@ -7,7 +7,10 @@ import pytest
 
 from jaxpaged.params.sharding import kv_heads_on_devices
 from jaxpaged.plan import PlannedProgram
+from jaxpaged.worker.memory import forward_bytes
 from jaxpaged.worker.planning.targets import parse_target
+from jaxpaged.worker.programs.table import ProgramKey
+from jaxpaged.worker.step.pooling import programs_for
 from pallas_kernels import tpu_targets
 
 AOT_TPU = [
@@ -27,7 +30,8 @@ def script():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_model_fits_its_slice_with_requests_of_8192_tokens(script, name):
     case = script.CASES[name]
-    planner = script.planner_of(case, parse_target(case.target, compile=False), case.hf["num_hidden_layers"])
+    target, num_layers = parse_target(case.target, compile=False), case.hf["num_hidden_layers"]
+    planner = script.planner_of(case, target, num_layers, (64, 1024))
     assert planner.obstacles() == [] and planner.concurrency(script.CONTEXT) >= 1
     assert len(script.CASES) == len(NAMES) + len(SPLIT)
 
@@ -117,3 +121,20 @@ def test_the_other_models_compile_for_their_slices(script, name):
     forward, sample = compiled(script, name)
     assert forward.error is None and sample.error is None
     assert forward.collectives.keys() == {"all-reduce"} and sample.waited_bytes < 64 * 201088 * 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3-v6e", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gpt-oss-v6e", "deepseek-v6e"))],
+)
+@pytest.mark.aot_tpu
+@pytest.mark.skipif(tpu_targets.why_not() is not None, reason=str(tpu_targets.why_not()))
+def test_what_is_reserved_for_a_prompt_among_experts_is_what_the_compiler_takes_for_it(script, name):
+    case = script.CASES[name]
+    planner = script.planner_of(
+        case, parse_target(case.target), case.depths[0], (64, 2048), num_gpu_blocks_override=200
+    )
+    key = ProgramKey("forward", 2048)
+    forward = planner.compile_program(key, programs_for(planner.blueprint, planner.kv_cache).builders()[key])
+    assert forward.error is None
+    assert 0.7 < forward.temporary_bytes / forward_bytes(planner.blueprint) < 1
