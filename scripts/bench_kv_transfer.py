@@ -1,8 +1,8 @@
 """What keeping keys and values besides the device costs and brings, with the embedded model.
 
 For prefixes of some lengths, the milliseconds until the first token where the prefix is computed, found in the prefix
-cache, and loaded from host memory or a disk; decoding with and without saving; and the first answer of an engine that
-was started anew on the same folder. All in one run on one machine: compare the ratios. Run beside nothing else:
+cache, and loaded from host memory or a disk; decoding with and without saving; the host's time in a step in which
+nothing is saved or loaded; and the first answer of an engine that was started anew on the same folder. All in one run on one machine: compare the ratios. Run beside nothing else:
 
     python scripts/bench_kv_transfer.py [--lengths 512 2048] [--repeats 5]
 """
@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 from jaxpaged import LLM, SamplingParams
 
@@ -65,6 +66,22 @@ def decode_rate(llm: LLM, first_number: int) -> float:
     return 8 * 128 / (time.perf_counter() - begin)
 
 
+def idle_microseconds(llm: LLM, count: int = 20_000) -> float:
+    """CPU time of a step's calls to what saves and loads, where it has nothing to do."""
+    core: Any = llm.llm_engine._core
+    [record], _ = core.step_log.read(most=1)
+    assert core.transfer.deliver() == []
+    begin = time.thread_time()
+    for step_id in range(count):
+        core.transfer.deliver()
+        core.transfer.before_step(step_id)
+        core.transfer.save()
+        core.transfer.hand_over([])
+        core.transfer.observe(record)
+        core.transfer.settle(step_id)
+    return 1e6 * (time.thread_time() - begin) / count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048], help="tokens of the prefixes")
@@ -76,6 +93,7 @@ def main() -> None:
             llm = LLM(kv_offload=offload, **OPTIONS)
             rates = [decode_rate(llm, 10_000 + 8 * i) for i in range(3)]
             print(f"{name}: {max(rates):.0f} tokens/s decoded by 8 requests, the best of 3")
+            print(f"{name}: {idle_microseconds(llm):.1f} us of the host in a step that saves and loads nothing")
             for length in args.lengths:
                 took = first_tokens(llm, length, args.repeats, length)
                 if offload is None:

@@ -107,7 +107,7 @@ class KVTransferDriver:
         """A step is done."""
         if self._half is not None:
             record.pages_saved, record.pages_loaded = self._worker.take_copied()
-            begin = record.dispatch_end
+            begin = record.schedule_end + record.program_wait  # a CPU may compute while it is dispatched
             self._half.rates.observe_step(record.num_tokens, record.num_sampled, begin, record.result_ready)
 
     def wait(self, seconds: float) -> bool:

@@ -16,7 +16,7 @@ from jaxpaged.engine.core_calls import LoadPrefix, SavePrefix
 from jaxpaged.errors import UsageError
 from jaxpaged.kv_store.changes import MEMORY, Change
 from jaxpaged.kv_store.tier import Lookup
-from jaxpaged.messages import EngineCoreRequest
+from jaxpaged.messages import EngineCoreRequest, StepRecord
 from jaxpaged.worker.kv_transfer.transfer import Fetched
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
 
@@ -377,6 +377,29 @@ def test_what_is_slower_is_tried_again_now_and_then():
     for _ in range(20):
         rates.observe_load(100, 0.001, tier)
     assert rates.pays(tier)
+
+
+def test_pieces_of_a_prompt_count_when_its_first_token_is_there():
+    rates = Rates()
+    rates.observe_step(8, 8, 0.0, 4.0)
+    for begin in (4.001, 4.003, 4.005):  # nobody waits for these
+        rates.observe_step(512, 0, begin, begin + 0.001)
+    rates.observe_step(1, 1, 4.007, 4.001 + 1537e-4)
+    assert rates.prefill_seconds == pytest.approx(1e-4)
+    rates.observe_step(512, 0, 5.0, 5.001)  # it is aborted
+    rates.observe_step(100, 1, 900.0, 900.01)
+    assert rates.prefill_seconds == pytest.approx(1e-4)
+
+
+def test_a_step_that_computes_while_it_is_dispatched_takes_that_time_but_not_that_of_compiling():
+    core, _ = make(num_blocks=24)
+    times = {"schedule_begin": 1.0, "schedule_end": 1.5, "dispatch_end": 3.0, "wait_begin": 3.0, "result_ready": 3.0}
+    sizes = {"num_tokens": 100, "token_bucket": 128, "num_requests": 1, "num_sampled": 1, "sample_bucket": 8}
+    record = StepRecord(
+        step_id=1, full_sampler=False, num_unfinished=1, update_end=3.0, program_wait=1.0, **times, **sizes
+    )  # fmt: skip
+    core.transfer.observe(record)
+    assert core.transfer._half.rates.prefill_seconds == pytest.approx(0.5 / 100)
 
 
 def test_each_tier_is_judged_by_its_own_loads():

@@ -6,6 +6,9 @@ WEIGHT = 0.2
 TRY_AGAIN = 16
 """After so many beginnings that were computed since loading is slower, one is loaded: times change."""
 
+PAUSE = 0.1
+"""Seconds after which a step does not belong to the ones before: who drew no token was aborted."""
+
 
 class Rates:
     """Moving averages of seconds per token: of computing, None before anything was measured, and of loading, for each
@@ -15,7 +18,8 @@ class Rates:
         self.load_seconds: dict[str, float] = {}
         self.prefill_seconds: float | None = None
         self._num_refused = 0
-        self._last_result = 0.0
+        self._num_pieces = 0  # tokens of steps whose end is not known, and since when they are computed
+        self._begin = self._last_result = 0.0
 
     def observe_load(self, num_tokens: int, seconds: float, sources: Sequence[str]) -> None:
         """A load whose pages came from `sources`. Where these are several, what it took more or less than expected
@@ -27,10 +31,18 @@ class Rates:
             self.load_seconds[source] = averaged(self.load_seconds.get(source), ratio * before)
 
     def observe_step(self, num_tokens: int, num_sampled: int, begin: float, end: float) -> None:
-        """A step that was dispatched and whose result was there at these times. Those that decode tell nothing."""
-        begin, self._last_result = max(begin, self._last_result), end
-        if num_tokens > 2 * num_sampled:
-            self.prefill_seconds = averaged(self.prefill_seconds, (end - begin) / num_tokens)
+        """A step that was begun and whose result was there at these times. Those that decode tell nothing.
+
+        A piece of a prompt behind which no token is drawn has no result to wait for, so it is over long before the device
+        has computed it. It counts with the steps after it, up to one that draws."""
+        if not self._num_pieces or begin > self._last_result + PAUSE:
+            self._num_pieces, self._begin = 0, max(begin, self._last_result)
+        self._num_pieces, self._last_result = self._num_pieces + num_tokens, end
+        if not num_sampled:
+            return
+        if self._num_pieces > 2 * num_sampled:
+            self.prefill_seconds = averaged(self.prefill_seconds, (end - self._begin) / self._num_pieces)
+        self._num_pieces = 0
 
     def pays(self, sources: Sequence[str]) -> bool:
         """Whether to load what could be computed instead; `sources`: the tiers that its pages would come from."""
