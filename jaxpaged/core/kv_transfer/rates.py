@@ -33,8 +33,9 @@ class Rates:
     def observe_step(self, num_tokens: int, num_sampled: int, begin: float, end: float) -> None:
         """A step that was begun and whose result was there at these times. Those that decode tell nothing.
 
-        A piece of a prompt behind which no token is drawn has no result to wait for, so it is over long before the device
-        has computed it. It counts with the steps after it, up to one that draws."""
+        A piece of a prompt behind which no token is drawn has no result to wait for, so it is over long before the
+        device has computed it. It counts with the steps after it, up to one that draws.
+        """
         if not self._num_pieces or begin > self._last_result + PAUSE:
             self._num_pieces, self._begin = 0, max(begin, self._last_result)
         self._num_pieces, self._last_result = self._num_pieces + num_tokens, end
