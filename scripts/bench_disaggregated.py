@@ -2,11 +2,11 @@
 
     python scripts/bench_disaggregated.py [--streams 4] [--seconds 20] [--prompt-tokens 1500] [--every 1.0]
 
-The embedded model is served in two ways, one after the other, on the same two processors: by one engine that has both,
-and by an engine that computes prompts and one that generates, with a processor each, behind `jaxpaged proxy`. In both
-`--streams` clients read streams of tokens behind short prompts, one answer after the other, while every `--every` seconds
-somebody sends a long prompt and wants one token. Printed are the milliseconds between two chunks of the streams, the
-time to the long prompts' token, and the tokens a second of the streams. Each is measured `--rounds` times, in turns.
+The embedded model is served in two ways on the same two processors: by one engine that has both, and by an engine that
+computes prompts and one that generates, with a processor each, behind `jaxpaged proxy`. In both `--streams` clients read
+streams of tokens behind short prompts, one answer after the other, while every `--every` seconds somebody sends a long
+prompt and wants one token. Printed are the milliseconds between two chunks of the streams, the time to the long
+prompts' token, and the tokens a second of the streams. Each is measured `--rounds` times, in turns.
 
 Client, proxy and front ends need processors too: with no more than two this says what waiting becomes even, and not how
 much two machines do.
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from server_process import LOOPBACK, Server, server, serve_command
+from server_process import LOOPBACK, Server, serve_command, server
 from serving_clients import ASKED, prompt_ids
 
 from jaxpaged.entrypoints.cli.bench.backends import HttpBackend
@@ -62,12 +62,14 @@ def one_engine(processors: list[int]) -> Iterator[str]:
 def two_engines(processors: list[int]) -> Iterator[str]:
     """An engine on each of two processors, and the proxy, which may use both."""
     first, second = processors
-    with pinned([first], [*OPTIONS, "--kv-role", "kv_producer"]) as prefill:
-        with pinned([second], [*OPTIONS, "--kv-role", "kv_consumer"]) as decode:
-            proxy = [sys.executable, "-m", "jaxpaged", "proxy", "--host", LOOPBACK, "--port", "0"]
-            places = ["--prefill", prefill.url, "--decode", decode.url, "--min-prefill-tokens", str(MIN_PREFILL)]
-            with server([*proxy, *places]) as started:
-                yield started.url
+    proxy = [sys.executable, "-m", "jaxpaged", "proxy", "--host", LOOPBACK, "--port", "0"]
+    proxy += ["--min-prefill-tokens", str(MIN_PREFILL)]
+    with (
+        pinned([first], [*OPTIONS, "--kv-role", "kv_producer"]) as prefill,
+        pinned([second], [*OPTIONS, "--kv-role", "kv_consumer"]) as decode,
+        server([*proxy, "--prefill", prefill.url, "--decode", decode.url]) as started,
+    ):
+        yield started.url
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 For prefixes of some lengths, the milliseconds until the first token where the prefix is computed, found in the prefix
 cache, and loaded from host memory or a disk; decoding with and without saving; the host's time in a step in which
-nothing is saved or loaded; and the first answer of an engine that was started anew on the same folder. All in one run on
-one machine: compare the ratios. Run beside nothing else:
+nothing is saved or loaded; and the first answer of an engine that was started anew on the same folder. All in one run
+on one machine: compare the ratios. Run beside nothing else:
 
     python scripts/bench_kv_transfer.py [--lengths 512 2048] [--repeats 5]
 """
