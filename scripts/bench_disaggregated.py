@@ -3,7 +3,7 @@
     python scripts/bench_disaggregated.py [--streams 4] [--seconds 20] [--prompt-tokens 1500] [--every 1.0]
 
 The embedded model is served in two ways on the same two processors: by one engine that has both, and by an engine that
-computes prompts and one that generates, with a processor each, behind `jaxpaged proxy`. In both `--streams` clients read
+computes prompts and one that generates, a processor each, behind `jaxpaged proxy`. In both `--streams` clients read
 streams of tokens behind short prompts, one answer after the other, while every `--every` seconds somebody sends a long
 prompt and wants one token. Printed are the milliseconds between two chunks of the streams, the time to the long
 prompts' token, and the tokens a second of the streams. Each is measured `--rounds` times, in turns.
