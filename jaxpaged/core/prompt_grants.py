@@ -101,7 +101,8 @@ class PromptGrants:
         for claim in running:
             manager.reserve_rest(claim.request, reserved)
             promised.update(manager.hashes_filled(claim.request, claim.num_tokens))
-        for request in islice(queue, LOOKAHEAD):
+        looked_at = islice(queue, LOOKAHEAD)
+        for request in looked_at:
             hit = manager.get_computed_blocks(request)
             claim = claim_of(request, hit.num_tokens, limit)
             has_room = not request.num_output_placeholders and manager.fits_whole(request, hit, reserved)
@@ -122,6 +123,8 @@ class PromptGrants:
                 break
             manager.reserve_whole(request, hit, reserved)
             promised.update(manager.hashes_filled(request, request.num_tokens))
+        if transfers is not None:
+            transfers.pass_over(looked_at)
         return claims
 
 

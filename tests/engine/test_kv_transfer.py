@@ -196,6 +196,22 @@ def test_what_else_a_request_waits_for_does_not_use_up_its_patience_with_a_store
     assert not half.is_loading(waiting, hit, may_begin=True) and not half.is_asking
 
 
+def test_behind_one_for_which_there_is_no_room_nobody_uses_up_patience():
+    core, transfer = make(num_blocks=24, scheduling_policy="priority")
+    core.add_request(request("running", range(40), max_tokens=8))
+    step(core, {})
+    transfer.num_unsure = 10**9
+    core.add_request(request("asks", PROMPT))
+    step(core, {})
+    assert core.stats().num_kv_fetches == [1, 0, 0]
+    core.add_request(request("large", range(99, 44, -1), priority=-1))
+    step(core, {})
+    assert [each.request_id for each in core._scheduler.waiting] == ["large", "asks"]
+    assert core.stats().num_kv_fetches == [0, 0, 0]
+    transfer.num_unsure = 0
+    assert len(tokens(run(core)["asks"])) == 5
+
+
 def test_a_poll_looks_up_only_what_the_store_has_not_answered():
     core, _ = make()
     half, looked_up, num_known = core.transfer._half, [], 3

@@ -16,7 +16,7 @@ This module knows neither bytes nor devices.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -177,6 +177,13 @@ class KVTransfers:
         self.loading[request.request_id] = load
         self._begun.append(load)
         return True
+
+    def pass_over(self, requests: Iterable[Request]) -> None:
+        """Requests that wait behind one for which there is no room: what they asked a store for is asked anew once there
+        is, since waiting for something else is not to use up their patience."""
+        if self._asking:
+            for request in requests:
+                self._asking.pop(request.arrival_order, None)
 
     def _pays(self, load: Load) -> bool:
         """Whether to load rather than to compute. What another engine has computed for the request always is."""
