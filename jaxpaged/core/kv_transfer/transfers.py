@@ -179,8 +179,8 @@ class KVTransfers:
         return True
 
     def pass_over(self, requests: Iterable[Request]) -> None:
-        """Requests that wait behind one for which there is no room: what they asked a store for is asked anew once there
-        is, since waiting for something else is not to use up their patience."""
+        """Requests wait behind one for which there is no room: what they asked a store for is asked anew once there is,
+        since waiting for something else is not to use up their patience."""
         if self._asking:
             for request in requests:
                 self._asking.pop(request.arrival_order, None)
