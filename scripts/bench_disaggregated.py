@@ -8,8 +8,8 @@ streams of tokens behind short prompts, one answer after the other, while every 
 prompt and wants one token. Printed are the milliseconds between two chunks of the streams, the time to the long
 prompts' token, and the tokens a second of the streams. Each is measured `--rounds` times, in turns.
 
-Client, proxy and front ends need processors too: with no more than two this says what waiting becomes even, and not how
-much two machines do.
+Clients, proxy and front ends need processors too, so on a machine with two this says little of what two machines would
+do.
 """
 
 import argparse

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.front_end import front_end
 from jaxpaged.engine.llm_engine import LLMEngine
-from jaxpaged.engine.process.wire import CoreFacts
+from jaxpaged.engine.process.wire import CoreFacts, Reports
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
-from jaxpaged.messages import ModelRunnerOutput, Progress, SchedulerOutput
+from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 DEMO = Path(jaxpaged.__file__).parent / "assets" / "demo"
@@ -92,11 +91,11 @@ class CountingExecutor:
         pass
 
 
-def build(config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress) -> EngineCore:
+def build(config: EngineConfig, reports: Reports) -> EngineCore:
     """A `core_process.Factory`. The length of a step is on its way in an option that nothing else here reads."""
     facts = ModelFacts(max_position_embeddings=MAX_MODEL_LEN, dtype="float32", num_heads=1, vocab_size=VOCAB_SIZE)
     config = config.resolve(facts, "cpu")
-    announce(CoreFacts(config.options(), VOCAB_SIZE, str(DEMO), str(DEMO)))
+    reports.announce(CoreFacts(config.options(), VOCAB_SIZE, str(DEMO), str(DEMO)))
     return EngineCore(config, CountingExecutor(config.model.seed / 1e6, config.scheduler.max_num_seqs))
 
 

@@ -7,7 +7,7 @@ any weight is read.
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.observability.tracing import check_tracing
 from jaxpaged.engine.pooling.pooler import load_pooler_defaults
-from jaxpaged.engine.process.wire import CoreFacts
+from jaxpaged.engine.process.wire import CoreFacts, Reports
 from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.executor.base import Executor
 from jaxpaged.executor.uniproc import UniProcExecutor, platform
@@ -163,31 +163,29 @@ def build_grammars(input_processor: InputProcessor, decoder: DecoderConfig) -> G
     return Grammars(tokenizer_json, decoder.vocab_size, input_processor.eos_token_ids)
 
 
-def build_core(
-    config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress | None = None
-) -> EngineCore:
+def build_core(config: EngineConfig, reports: Reports) -> EngineCore:
     """Load what `config` names, for front ends in other processes: they are told the facts before any weight is read.
 
     Raises ConfigError, CheckpointError or CapacityError.
     """
-    group = open_group(config, progress)
+    group = open_group(config, reports)
     folder, model, decoder, config = resolve_model(config)
     tokenizer_folder = find_tokenizer_folder(config, folder)
-    announce(CoreFacts(config.options(), decoder.vocab_size, str(folder), str(tokenizer_folder)))
+    reports.announce(CoreFacts(config.options(), decoder.vocab_size, str(folder), str(tokenizer_folder)))
     with event_publisher(config) as publisher:
-        executor = make_executor(config, model, decoder, folder, group, progress)
+        executor = make_executor(config, model, decoder, folder, group, reports.progress)
         input_processor = load_input_processor(config, decoder.vocab_size, folder, tokenizer_folder)
         transfer = executor.kv_transfer if isinstance(executor, UniProcExecutor) else None
         return EngineCore(config, executor, build_grammars(input_processor, decoder), publisher, transfer)
 
 
-def open_group(config: EngineConfig, progress: Progress | None) -> "Group | None":
+def open_group(config: EngineConfig, reports: Reports) -> "Group | None":
     """The processes that compute with this one, once they have joined; None if it computes alone."""
     if config.parallel.num_processes == 1:
         return None
     from jaxpaged.engine.process.follower_process import gather_group  # with sockets and their keys
 
-    return gather_group(config, progress or (lambda stage, done, total: None))
+    return gather_group(config, reports.progress, reports.fail)
 
 
 def make_executor(

@@ -132,8 +132,8 @@ def end_process() -> None:
 
 class Group:
     """`size` processes, this one included, which has rank 0. The others find it at `host`, at two ports from `port` on,
-    or at free ones. `last_resort` ends this process if it does not end itself. `release` gives back what was borrowed
-    for the others, after they were told to end.
+    or at free ones. `last_resort` says why, and ends this process, if it does not end itself. `release` gives back what
+    was borrowed for the others, after they were told to end.
 
     A thread hears the others; everything else is for the thread that drives. Raises ConfigError when the address cannot
     be used.
@@ -141,7 +141,7 @@ class Group:
 
     def __init__(
         self, size: int, host: str, port: int | None, secret: bytes, progress: Progress,
-        last_resort: Callable[[], None] = end_process, release: Callable[[], None] = lambda: None,
+        last_resort: Callable[[JaxpagedError], None], release: Callable[[], None] = lambda: None,
     ):  # fmt: skip
         try:
             self._end = DriverEnd(host, port, secret)
@@ -266,8 +266,8 @@ class Group:
 
     def _end_late(self) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._closed, GRACE_SECONDS):
-                self._last_resort()
+            if not self._changed.wait_for(lambda: self._closed, GRACE_SECONDS) and self.failure is not None:
+                self._last_resort(self.failure)
 
     def _send(self, rank: int, command: Command) -> None:
         self._end.send((rank,), self._encoder.encode(command))

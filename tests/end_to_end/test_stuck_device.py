@@ -22,7 +22,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def build_with_stuck_device(config, announce, progress):
+def build_with_stuck_device(config, reports):
     """A `core_process.Factory`: what programs of these kinds compute never comes."""
     call = Device.call
 
@@ -31,7 +31,7 @@ def build_with_stuck_device(config, announce, progress):
         return jax.tree.map(never_done, results) if key.kind in ("pool", "prompt_logprobs") else results
 
     Device.call = called
-    return build_core(config, announce, progress)
+    return build_core(config, reports)
 
 
 @jax.jit

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.process.core_server import CoreServer
 from jaxpaged.engine.process.heartbeat import Heartbeat
-from jaxpaged.engine.process.wire import CoreFacts
+from jaxpaged.engine.process.wire import CoreFacts, Reports
 from jaxpaged.errors import CapacityError, ConflictError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import ModelRunnerOutput, Progress, SchedulerOutput
@@ -152,29 +152,29 @@ def make_core(config: EngineConfig) -> EngineCore:
     return EngineCore(config, CountingExecutor(config.cache.num_gpu_blocks_override or 4096))
 
 
-def build(config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress) -> EngineCore:
+def build(config: EngineConfig, reports: Reports) -> EngineCore:
     """A `core_process.Factory`."""
     config, facts = resolved(config)
-    announce(facts)
-    progress("weights", 1, 2)
-    progress("weights", 2, 2)
+    reports.announce(facts)
+    reports.progress("weights", 1, 2)
+    reports.progress("weights", 2, 2)
     core = make_core(config)
-    core.executor.progress = progress
+    core.executor.progress = reports.progress
     return core
 
 
-def build_nothing(config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress) -> EngineCore:
+def build_nothing(config: EngineConfig, reports: Reports) -> EngineCore:
     """A factory that finds too little memory once the options are known."""
-    announce(resolved(config)[1])
+    reports.announce(resolved(config)[1])
     raise CapacityError("the weights need 3 GiB, but 2 GiB are free. Use a smaller model.")
 
 
-def build_and_die(config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress) -> EngineCore:
+def build_and_die(config: EngineConfig, reports: Reports) -> EngineCore:
     """A factory that the system kills."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def build_and_stop(config: EngineConfig, announce: Callable[[CoreFacts], None], progress: Progress) -> EngineCore:
+def build_and_stop(config: EngineConfig, reports: Reports) -> EngineCore:
     """A factory in which nothing goes on, not even the interpreter."""
     os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -28,7 +28,7 @@ class Members:
         self.ended = threading.Event()
         self.heard = []
         tell = lambda *progress: self.heard.append(progress)
-        self.group = Group(3, "127.0.0.1", None, SECRET, tell, last_resort=self.ended.set)
+        self.group = Group(3, "127.0.0.1", None, SECRET, tell, last_resort=lambda error: self.ended.set())
         self.posts = [Post(rank, self.group.addresses, SECRET) for rank in (1, 2)]
 
     def arrive(self, **others):
@@ -193,7 +193,7 @@ from jaxpaged.executor import follower, group
 follower.JOIN_SECONDS = group.JOIN_SECONDS = 2.0
 secret, given = b"of these tests", {"jax": "1"}
 if sys.argv[1] == "driver":
-    made = group.Group(2, "127.0.0.1", None, secret, print)
+    made = group.Group(2, "127.0.0.1", None, secret, print, last_resort=lambda error: group.end_process())
     post = follower.Post(1, made.addresses, secret)
     post.say(group.Hello(1, "process 1 of here", given))
     signs = follower.SignsOfLife(post)
@@ -202,7 +202,7 @@ if sys.argv[1] == "driver":
     made.join({}, "127.0.0.1:" + sys.argv[2], one_device=True)
 else:
     from jaxpaged.distributed.group import Membership
-    made = group.Group(2, "127.0.0.1", None, secret, print, last_resort=lambda: None)
+    made = group.Group(2, "127.0.0.1", None, secret, print, last_resort=lambda error: None)
     post = follower.Post(1, made.addresses, secret)
     import threading
     threading.Thread(target=follower.follow, args=(post, "process 1 of here", given, None), daemon=True).start()

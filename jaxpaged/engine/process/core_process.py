@@ -27,12 +27,11 @@ from jaxpaged.engine.process.core_server import CoreServer
 from jaxpaged.engine.process.heartbeat import Heartbeat
 from jaxpaged.engine.process.program import framed, read_start, wait_for_end_of_input
 from jaxpaged.errors import EngineDeadError, JaxpagedError
-from jaxpaged.messages import Progress
 
 logger = logging.getLogger(__name__)
 
-Factory = Callable[[EngineConfig, Callable[[wire.CoreFacts], None], Progress], EngineCore]
-"""Makes a core from options. It tells the facts as soon as it knows them, then how far loading is."""
+Factory = Callable[[EngineConfig, wire.Reports], EngineCore]
+"""Makes a core from options, and reports of it."""
 
 SOCKET, HEARTBEAT, STACKS = "core.sock", "heartbeat", "stacks.txt"
 """Files in the directory that a core shares with its front ends."""
@@ -119,11 +118,14 @@ def serve(start: wire.Start, directory: Path, status: StatusPipe, lifeline: Life
     def progress(what: str, done: int, total: int) -> None:
         status.write(wire.Loading(what, done, total))
 
+    def fail(error: JaxpagedError) -> None:
+        status.write(wire.Failed(type(error).__name__, str(error)))
+
     heartbeat = Heartbeat(directory / HEARTBEAT)
     with heartbeat.ticking():  # what the file says may be of a process before this one
         module, _, function = start.factory.partition(":")
         make_core: Factory = getattr(importlib.import_module(module), function)
-        core = make_core(EngineConfig.from_options(**start.options), announce, progress)
+        core = make_core(EngineConfig.from_options(**start.options), wire.Reports(announce, progress, fail))
     # What was loaded stays. The garbage collector would look at all of it again and again, for 80 ms and more in which
     # nobody gets a token.
     gc.collect()

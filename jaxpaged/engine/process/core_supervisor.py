@@ -192,7 +192,7 @@ class CoreSupervisor:
         end = child.wait()
         if stacks := child.stacks():
             logger.error("%s's process %s. Where its threads were:\n%s", self._name, end, stacks)
-        return str(self._failure) if self._failure else f"{self._name}'s process {end}"
+        return str(self._failure).rstrip(".") if self._failure else f"{self._name}'s process {end}"
 
     def _end_hung(self, child: CoreChild, patience: Patience) -> str:
         """Write to the log where a process hangs, and kill it."""

@@ -24,9 +24,9 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.config.sections import LEAST_SECRET, ParallelConfig
 from jaxpaged.engine.observability.log_setup import format_in_use, set_up_logging
 from jaxpaged.engine.process import program
-from jaxpaged.errors import ConfigError, EngineDeadError
+from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError
 from jaxpaged.executor.follower import Post, Resolve, follow
-from jaxpaged.executor.group import JOIN_SECONDS, Group, addresses_of
+from jaxpaged.executor.group import JOIN_SECONDS, Group, addresses_of, end_process
 from jaxpaged.messages import Progress
 
 if TYPE_CHECKING:
@@ -86,10 +86,11 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def gather_group(config: EngineConfig, progress: Progress) -> Group:
+def gather_group(config: EngineConfig, progress: Progress, fail: Callable[[JaxpagedError], None]) -> Group:
     """The processes that `config` wants besides this one, which drives them, once all have joined. Those of this host
-    are started here, and all of them where Ray is asked to. Raises ConfigError, and EngineDeadError when one
-    does not arrive."""
+    are started here, and all of them where Ray is asked to. `fail` is told why this process ends where nobody can raise
+    that. Raises ConfigError, and EngineDeadError when one does not arrive.
+    """
     parallel = config.parallel
     across, seats = parallel.nnodes > 1, seats_of(parallel)
     host, port = (parallel.master_addr, parallel.master_port) if across else ("127.0.0.1", None)
@@ -97,7 +98,12 @@ def gather_group(config: EngineConfig, progress: Progress) -> Group:
         host = seats.address
     secret = shared_secret(parallel) if across and seats is None else secrets.token_bytes(32)
     release = (lambda: None) if seats is None else seats.release
-    group = Group(parallel.num_processes, host, port and port + 1, secret, progress, release=release)
+
+    def end(error: JaxpagedError) -> None:
+        fail(error)
+        end_process()
+
+    group = Group(parallel.num_processes, host, port and port + 1, secret, progress, end, release)
     try:
         given = given_here(config)
         for rank in () if across and seats is None else group.ranks:

@@ -4,11 +4,13 @@ A message is a frame with its kind, followed by the frames of a value (`jaxpaged
 sockets.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxpaged.messages import SchedulerStats
+from jaxpaged.errors import JaxpagedError
+from jaxpaged.messages import Progress, SchedulerStats
 
 # Kinds that a front end sends: its arrival, then requests, ids of requests to stop, and questions.
 HELLO, ADD, ABORT, CALL = b"hello", b"add", b"abort", b"call"
@@ -95,3 +97,12 @@ class Failed(msgspec.Struct, array_like=True, tag=True):
 
 
 Status = Loading | Announced | Serving | Failed
+
+
+class Reports(NamedTuple):
+    """How whoever makes a core reports of it: the facts as soon as they are known, how far loading is, and why the
+    process is about to end, where nobody can raise that."""
+
+    announce: Callable[[CoreFacts], None]
+    progress: Progress
+    fail: Callable[[JaxpagedError], None]

@@ -9,8 +9,8 @@ from jaxpaged.engine.process import core_process, wire
 LOADED = [[number] for number in range(1000)]
 
 
-def make_core(config, announce, progress):
-    announce(wire.CoreFacts(config.options(), 8, "", ""))
+def make_core(config, reports):
+    reports.announce(wire.CoreFacts(config.options(), 8, "", ""))
     return SimpleNamespace(shutdown=lambda: None)
 
 
