@@ -51,7 +51,7 @@ class Followers:
     """Processes that hear of steps; a context."""
 
     def __init__(self, count: int):
-        self.group = Group(count + 1, "127.0.0.1", None, SECRET, lambda *progress: None)
+        self.group = Group(count + 1, "127.0.0.1", None, SECRET, lambda *progress: None, print)
         command = [sys.executable, str(Path(__file__)), "--follow"]
         arguments = [json.dumps([rank, *self.group.addresses]) for rank in self.group.ranks]
         self.children = [subprocess.Popen([*command, argument]) for argument in arguments]

@@ -111,7 +111,7 @@ def counting_config(num_streams: int, step_ms: float, num_cores: int = 1) -> Eng
 def counting_engine(config: EngineConfig) -> LLMEngine:
     """An engine over such a core, in this process."""
     facts: list[CoreFacts] = []
-    core = build(config, facts.append, lambda *_: None)
+    core = build(config, Reports(facts.append, lambda *_: None, print))
     return LLMEngine(*front_end(facts[0]), core)
 
 
