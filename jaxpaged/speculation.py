@@ -36,7 +36,7 @@ OTHER_NAMES = {"mimo_mtp": "mtp"}
 """Older names of methods."""
 LATER_METHODS = ("eagle", "medusa", "mlp_speculator")
 """vLLM's methods that are not there yet."""
-QUANTIZATIONS = (None, "int8")
+QUANTIZATIONS = (None, "int8", "int4")
 SHORTEST_SUFFIX = 2
 NUM_ANSWER_TOKENS = 16_384
 """Tokens of earlier answers in which suffixes are looked for."""
@@ -96,7 +96,7 @@ def check_value(name: str, value: Any) -> None:
         allowed = f"a whole number from 1 to {NUMBERS[name]}"
         is_allowed = type(value) is int and 1 <= value <= NUMBERS[name]
     elif name == "quantization":
-        allowed, is_allowed = "'int8' or null", value in QUANTIZATIONS
+        allowed, is_allowed = "'int8', 'int4' or null", value in QUANTIZATIONS
     else:
         allowed, is_allowed = "a text", (isinstance(value, str) and value != "") or (name, value) == ("revision", None)
     if not is_allowed:

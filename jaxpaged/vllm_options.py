@@ -94,7 +94,7 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
     absent("served_model_name", None, why="names for requests are an option of `jaxpaged serve`"),
     absent("enable_prompt_embeds", False, why="prompts are text or token ids"),
     absent("enable_return_routed_experts", False, why="experts are not reported"),
-    absent("quantization_config", {}, why="quantization 'int8' is what there is"),
+    absent("quantization_config", {}, why="quantization 'int8' and 'int4' are what there is"),
     # ---- media
     ForeignOption("limit_mm_per_prompt", {}, asks_for_no_media, NO_MEDIA),
     absent("mm_processor_kwargs", {}, why=NO_MEDIA),

@@ -7,8 +7,8 @@ Which form of a product XLA:CPU runs fastest decides how weights are kept (jaxpa
 turns with the others over weights that come from memory, in milliseconds of CPU time of all threads together, and the
 smallest of several is kept: on a machine that others use too, that is steadier than the wall clock. `x` is the time
 of "bfloat16", the form of unquantized models, over the form's own. With the extra `cpu`, "our kernel" is what decoding
-takes for up to 8 rows. GB/s and GFLOP/s are those of all cores when
-each does its share of that CPU time.
+takes for up to 8 rows, and with 4-bit weights for any number. GB/s and GFLOP/s are those of all cores when each does
+its share of that CPU time.
 """
 
 import argparse
@@ -26,8 +26,8 @@ import numpy as np
 
 from jaxpaged.layers.few_rows import XLA, choose_few_rows
 from jaxpaged.layers.int8 import int8_product
-from jaxpaged.layers.linear import matrix_product
-from jaxpaged.params.quantized import QuantizedArray
+from jaxpaged.layers.linear import int4_product, matrix_product
+from jaxpaged.params.quantized import PackedArray, QuantizedArray, pack
 
 CORES = os.cpu_count() or 1
 STREAMED_BYTES = 96 * 2**20  # more than the caches hold
@@ -58,25 +58,29 @@ FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
     "int8, one plane": ("int8", one_plane_product),
     "int8 -> bfloat16": ("int8", lambda x, w: converted_weight(x, w, "bfloat16")),
     "int8 -> float32": ("int8", lambda x, w: converted_weight(x, w, "float32")),
+    "int4 -> bfloat16": ("int4", lambda x, w: int4_product(x, w, jnp.bfloat16)),
 }
 KERNEL = choose_few_rows("cpu", 1, deterministic=False)
-KERNEL_FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
+FEW_ROWS_FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
     "bfloat16, our kernel": ("bfloat16", lambda x, w: matrix_product(x, w, jnp.bfloat16, KERNEL)),
     "int8, two planes, our kernel": ("int8", lambda x, w: int8_product(x, w, jnp.bfloat16, KERNEL)),
 }
+KERNEL_FORMS = {"int4, our kernel": ("int4", lambda x, w: int4_product(x, w, jnp.bfloat16, KERNEL))}
 MOST_KERNEL_ROWS = 8
 
 
 def forms_for(rows: int) -> dict[str, tuple[str, Callable[..., jax.Array]]]:
-    """Those that there are for so many rows: kernels for few, with the extra `cpu`."""
-    return FORMS | (KERNEL_FORMS if rows <= MOST_KERNEL_ROWS and KERNEL != XLA else {})
+    """Those that there are for so many rows: kernels with the extra `cpu`, most of them for few."""
+    if KERNEL == XLA:
+        return FORMS
+    return FORMS | KERNEL_FORMS | (FEW_ROWS_FORMS if rows <= MOST_KERNEL_ROWS else {})
 
 
-def make_weights(kind: str, num_out: int, num_in: int) -> list[jax.Array | QuantizedArray]:
+def make_weights(kind: str, num_out: int, num_in: int) -> list[jax.Array | QuantizedArray | PackedArray]:
     """As many random weights as do not fit the caches."""
     draw = np.random.default_rng(0)
-    itemsize = {"int8": 1, "float32": 4}.get(kind, 2)
-    count = max(2, STREAMED_BYTES // (num_out * num_in * itemsize))
+    itemsize = {"int4": 0.5, "int8": 1, "float32": 4}.get(kind, 2)
+    count = max(2, int(STREAMED_BYTES / (num_out * num_in * itemsize)))
     shape = (num_in, num_out) if kind == "transposed" else (num_out, num_in)
     if kind == "int8":
         scales = jnp.full(num_out, 0.01, jnp.float32)
@@ -84,6 +88,9 @@ def make_weights(kind: str, num_out: int, num_in: int) -> list[jax.Array | Quant
             QuantizedArray(jnp.asarray(draw.integers(-127, 128, shape), jnp.int8), scales, "bfloat16")
             for _ in range(count)
         ]
+    if kind == "int4":
+        packed, scales = map(jnp.asarray, pack(draw.standard_normal(shape, np.float32)))
+        return [PackedArray(packed.copy(), scales.copy(), "bfloat16") for _ in range(count)]
     dtype = "float32" if kind == "float32" else "bfloat16"
     return [jnp.asarray(draw.standard_normal(shape, np.float32), dtype) for _ in range(count)]
 

@@ -2,7 +2,7 @@
 """Where the time of a decode step goes: every operation of its programs, from jax's own profile, no viewer needed.
 
     python scripts/profile_step.py [--model demo] [--rows 1,8,32] [--context 128] [--steps 20] [--ops 12]
-        [--quantization int8]
+        [--quantization int8|int4]
 
 For each number of rows first the parts of jaxpaged from which operations come, then the dearest operations themselves,
 in microseconds of a step and as shares of all: the time of the threads that profile an operation, what it calls apart,
@@ -34,10 +34,10 @@ from jaxpaged import LLM, SamplingParams
 
 XLA_ITSELF = "XLA's copies and conversions"
 PARTS = {
-    "few_rows": "products", "layers/linear": "products", "layers/int8": "products", "attention": "attention",
-    "layers/norm": "norms", "layers/rope": "rotations", "layers/mlp": "activation of the feed-forward",
-    "layers/embedding": "embeddings and logits", "sampling/": "sampling", "worker/": "rows and tables",
-    "models/": "the model's own sums",
+    "few_rows": "products", "layers/linear": "products", "layers/int8": "products", "int4_matmul": "products",
+    "attention": "attention", "layers/norm": "norms", "layers/rope": "rotations",
+    "layers/mlp": "activation of the feed-forward", "layers/embedding": "embeddings and logits",
+    "sampling/": "sampling", "worker/": "rows and tables", "models/": "the model's own sums",
 }  # fmt: skip
 """Piece of a source file's path -> what it computes, the first that fits."""
 
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128, help="tokens before the first step")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ops", type=int, default=12, help="operations to print")
-    parser.add_argument("--quantization", choices=["int8"])
+    parser.add_argument("--quantization", choices=["int8", "int4"])
     options = parser.parse_args()
     all_rows = [int(word) for word in options.rows.split(",")]
     buckets = {2, 8, 512, *(rows for rows in all_rows if rows > 1)}

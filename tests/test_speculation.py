@@ -60,7 +60,7 @@ def test_what_is_settled_is_what_is_looked_for():
         ({**SUFFIX, "model": "small"}, "unknown key 'model'"),
         ({**MODEL, "max_model_len": 64}, "unknown key 'max_model_len'"),
         ({**MODEL, "model": None}, "speculative_config.model is None; it must be a text"),
-        ({**MODEL, "quantization": "awq"}, "quantization is 'awq'; it must be 'int8' or null"),
+        ({**MODEL, "quantization": "awq"}, "quantization is 'awq'; it must be 'int8', 'int4' or null"),
         ({**MODEL, "revision": 7}, "revision is 7; it must be a text"),
     ],
 )

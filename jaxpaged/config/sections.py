@@ -33,8 +33,9 @@ class ModelConfig:
         aliases={"half": "float16", "float": "float32"},
     )  # fmt: skip
     quantization: str | None = option(
-        None, "round the weights when they are loaded: 'int8' halves 16-bit ones", choices=("int8",)
-    )
+        None, "round the weights when they are loaded: 'int8' halves 16-bit ones, 'int4' makes most of them 4.5 bits",
+        choices=("int8", "int4"),
+    )  # fmt: skip
     max_model_len: int | None = option(
         None, "longest prompt plus output in tokens; 'auto', the default, is the model's own limit", minimum=1,
         aliases={"auto": None, -1: None},

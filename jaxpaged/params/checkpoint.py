@@ -27,7 +27,7 @@ from jaxpaged.params import orbax_format
 from jaxpaged.params.block_scaled import SCALES, scaled, without_scales
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
 from jaxpaged.params.placing import place, stored_shapes
-from jaxpaged.params.quantized import QuantizedArray, is_quantized, rounded_rows
+from jaxpaged.params.quantized import PackedArray, QuantizedArray, is_quantized, packed_rows, rounded_rows
 from jaxpaged.params.safetensors_reader import BYTE_DTYPES, DTYPES, WHOLE_DTYPES, TensorEntry, mapped, read_header
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.params.spec import Spec
@@ -88,7 +88,7 @@ def load_params(
     entries, scales = checked_entries(specs, config, folder, is_whole)
     total, done, sizes = num_bytes(param_shapes(specs, config, mesh, dtype)), 0, config.dim_sizes()
 
-    def load(spec: Spec) -> jax.Array | QuantizedArray:
+    def load(spec: Spec) -> jax.Array | QuantizedArray | PackedArray:
         nonlocal done
         with ExitStack() as maps:
             stored = [
@@ -278,6 +278,10 @@ def random_param(key: jax.Array, like: Any, num_first: int) -> Any:
         weight = weight[jnp.arange(like.shape[0]) % num_first]
     if not is_quantized(like):
         return weight
+    if isinstance(like, PackedArray):
+        packed, scales = packed_rows(weight.reshape(-1, weight.shape[-1]).astype(jnp.float32), jnp)
+        scales = scales.astype(jnp.bfloat16).reshape(like.scales.shape)
+        return PackedArray(packed.reshape(like.packed.shape), scales, like.dtype)
     out_shape = like.scales.shape
     values, scales = rounded_rows(weight.reshape(math.prod(out_shape), -1).astype(jnp.float32), jnp)
     return QuantizedArray(values.astype(jnp.int8).reshape(like.shape), scales.reshape(out_shape), like.dtype)

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxpaged.params import mxfp4
-from jaxpaged.params.quantized import QuantizedArray, quantize, scales_spec
+from jaxpaged.params.quantized import PackedArray, QuantizedArray, pack, packed_sizes, quantize, scales_spec
 from jaxpaged.params.sharding import sharding_of, sizes_on
 from jaxpaged.params.spec import Spec
 
@@ -73,6 +74,10 @@ def place_part(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dty
     """Like `place`, for an array that has the parameter's axes already, in the checkpoint's sizes."""
     if not spec.quantized:
         return place_array(spec, part, sizes, mesh, spec.dtype or dtype)
+    if spec.quantized == "int4":
+        assert isinstance(part, np.ndarray), f"{spec} is a stack, of experts: these have 8 bits"
+        parts = zip(pack(part), packed_sizes(spec, sizes), (np.uint8, jnp.bfloat16), strict=True)
+        return PackedArray(*(place_array(spec, *one, mesh, kind) for *one, kind in parts), np.dtype(dtype).name)
     scales = scales_spec(spec)
     rounded = quantize(part, len(scales.dims)) if isinstance(part, np.ndarray) else quantized_stack(part)
     return QuantizedArray(

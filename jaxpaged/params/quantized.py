@@ -1,21 +1,41 @@
-"""Weights in 8 bits: what they are, which parameters become so, and how they are made from the checkpoint's.
+"""Weights in 8 and 4 bits: what they are, which parameters become so, and how they are made from the checkpoint's.
 
-`--quantization int8` is a transformation of the tree of specs (`quantized_specs`); shapes and loading follow from the
-spec. A weight is rounded to 127 steps on either side of zero, with one float32 scale per output (per row of the
-checkpoint's matrix): scale = largest |weight| of the row / 127, so |weight - value * scale| <= scale / 2. Vectors
-(norms, biases) stay as they are. This module does not know how products with such weights are computed.
+`--quantization` is a transformation of the tree of specs (`quantized_specs`); shapes and loading follow from the spec.
+Vectors (norms, biases) stay as they are.
+
+`int8`: a weight is rounded to 127 steps on either side of zero, with one float32 scale per output (per row of the
+checkpoint's matrix): scale = largest |weight| of the row / 127, so |weight - value * scale| <= scale / 2.
+
+`int4`: every 32 inputs of an output share a bfloat16 scale, as `pallas_kernels.int4_matmul` defines it: 4.5 bits a
+weight. It is for what a product with all of it reads, which is most of a dense model. Tables of the vocabulary,
+experts, classifiers, and what queries absorb of latents are read in other ways and get 8 bits, and so do matrices whose
+last axis is no multiple of 64.
+
+This module does not know how products with such weights are computed.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxpaged.errors import ConfigError
 from jaxpaged.params.spec import Spec
+
+IN_8_BITS = frozenset("eVXY")
+"""Letters of what is not read by a product with all of it: experts, tables, and classifiers."""
+
+GROUP, LAST_AXIS = 32, 64
+"""Inputs that share a scale in 4 bits, and what the last axis of such a matrix is a multiple of."""
+
+ZERO = 8
+"""The value in 4 bits that stands for zero."""
 
 LARGEST = 127
 """Values are in [-LARGEST, LARGEST]: -128 is left out, so that the range is symmetric."""
@@ -44,18 +64,66 @@ class QuantizedArray:
         return self.values.nbytes + self.scales.nbytes
 
 
-def quantized_specs(specs: Any, method: str | None) -> Any:
-    """The specs with every matrix marked to be quantized that has no type of its own; `method` is "int8", or None to
-    change nothing."""
+@struct.dataclass
+class PackedArray:
+    """A matrix [out..., in...]: `packed` (uint8, the last axis halved) and `scales` (bfloat16, a 32nd of it), as
+    `pallas_kernels.int4_matmul` reads them.
+
+    `dtype` is the name of the type of the weights that it stands for.
+    """
+
+    packed: jax.Array
+    scales: jax.Array
+    dtype: str = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.packed.shape[:-1], 2 * self.packed.shape[-1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + self.scales.nbytes
+
+
+def quantized_specs(specs: Any, method: str | None, sizes: Mapping[str, int]) -> Any:
+    """The specs with every matrix marked to be quantized that has no type of its own; `method` is "int8", "int4", or
+    None to change nothing. `sizes`: letter -> size in the checkpoint.
+
+    Raises ConfigError where 4 bits are asked for and no matrix can have them.
+    """
     if method is None:
         return specs
-    assert method == "int8", f"unknown quantization {method}: config.py lets pass what is not implemented"
-    return jax.tree.map(lambda spec: replace(spec, quantized=is_matrix(spec) and spec.dtype is None), specs)
+
+    def marked(spec: Spec) -> Spec:
+        if not is_matrix(spec) or spec.dtype is not None:
+            return spec
+        return replace(spec, quantized="int4" if method == "int4" and can_be_packed(spec, sizes) else "int8")
+
+    result = jax.tree.map(marked, specs)
+    if method == "int4" and not any(spec.quantized == "int4" for spec in jax.tree.leaves(result)):
+        raise ConfigError(
+            "quantization is 'int4', but no matrix of this model has a last axis that is a multiple of "
+            f"{LAST_AXIS}. Choose 'int8'."
+        )
+    return result
+
+
+def can_be_packed(spec: Spec, sizes: Mapping[str, int]) -> bool:
+    """Whether a matrix can have 4 bits; see the beginning."""
+    last = spec.dims[-1]
+    is_read_whole = not IN_8_BITS & set(spec.dims) and not spec.within and spec.dims.count(last) == 1
+    return is_read_whole and sizes[last] % LAST_AXIS == 0
+
+
+def packed_sizes(spec: Spec, sizes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Sizes with which `spec` is the spec of a packed matrix's bytes, and of its scales."""
+    last = spec.dims[-1]
+    return {**sizes, last: sizes[last] // 2}, {**sizes, last: sizes[last] // GROUP}
 
 
 def is_quantized(leaf: Any) -> bool:
     """For `is_leaf`, where a pytree of parameters goes by parameters and not by arrays."""
-    return isinstance(leaf, QuantizedArray)
+    return isinstance(leaf, QuantizedArray | PackedArray)
 
 
 def is_matrix(spec: Spec) -> bool:
@@ -81,7 +149,37 @@ def quantize(weight: np.ndarray, num_out_axes: int) -> tuple[np.ndarray, np.ndar
     return values.reshape(weight.shape), scales.reshape(out_shape)
 
 
+def pack(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes, bfloat16 scales) of [..., in], on the host and a few rows at a time."""
+    width = weight.shape[-1]
+    rows = weight.reshape(-1, width)
+    packed = np.empty((len(rows), width // 2), np.uint8)
+    scales = np.empty((len(rows), width // GROUP), jnp.bfloat16)
+    step = max(1, ROUNDED_AT_ONCE // width)
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        packed[part], scales[part] = packed_rows(rows[part].astype(np.float32), np)
+    return packed.reshape(*weight.shape[:-1], -1), scales.reshape(*weight.shape[:-1], -1)
+
+
 def rounded_rows(weight: Any, xp: ModuleType) -> tuple[Any, Any]:
     """(whole numbers, scales) of [rows, in], all float32; a row of zeros has scale 0. `xp` is numpy or jax.numpy."""
     scales = xp.abs(weight).max(axis=1) / np.float32(LARGEST)
     return xp.rint(weight / xp.where(scales > 0, scales, np.float32(1))[:, None]), scales
+
+
+def packed_rows(weight: Any, xp: ModuleType) -> tuple[Any, Any]:
+    """(bytes, float32 scales that bfloat16 has) of [rows, in], all float32. `xp` is numpy or jax.numpy.
+
+    The largest magnitude of a group becomes value 0, which is -8 scales, so scales may be negative; others are rounded
+    to nearest. A weight is off by half a scale at most, and by a whole one where it is as large, with the other sign.
+    The lower four bits of a byte are a value of the group's first half, the upper four the value 16 inputs later.
+    """
+    num_rows, width = weight.shape
+    groups = weight.reshape(num_rows, width // GROUP, GROUP)
+    low, high = groups.min(axis=-1), groups.max(axis=-1)
+    scales = (xp.where(-low > high, low, high) / -ZERO).astype(jnp.bfloat16).astype(xp.float32)
+    steps = groups / xp.where(scales == 0, xp.float32(1), scales)[..., None]
+    values = xp.clip(xp.rint(steps) + ZERO, 0, 15).astype(xp.uint8)
+    packed = values[..., : GROUP // 2] | (values[..., GROUP // 2 :] << 4)
+    return packed.reshape(num_rows, width // 2), scales

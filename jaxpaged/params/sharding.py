@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.params.quantized import QuantizedArray, scales_spec
+from jaxpaged.params.quantized import GROUP, PackedArray, QuantizedArray, packed_sizes, scales_spec
 from jaxpaged.params.spec import Spec
 
 EXPERT_AXIS, TENSOR_AXIS = MODEL_AXES = ("expert", "tensor")
@@ -115,17 +115,35 @@ def param_shapes(specs: Any, config: Any, mesh: Mesh, dtype: Any) -> Any:
     Enough to compile a program ahead of time without any weights. `config.dim_sizes()` gives letter -> size
     in the checkpoint. A quantized parameter is a `QuantizedArray` of two of them.
     """
-    sizes = sizes_on(mesh, config.dim_sizes())
+    stored = config.dim_sizes()
+    on_devices = sizes_on(mesh, stored)
 
-    def array(spec: Spec, dtype: Any) -> jax.ShapeDtypeStruct:
+    def array(spec: Spec, dtype: Any, sizes: Mapping[str, int] = on_devices) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(sizes[d] for d in spec.dims), dtype, sharding=sharding_of(spec, mesh))
 
-    def shape(spec: Spec) -> jax.ShapeDtypeStruct | QuantizedArray:
+    def shape(spec: Spec) -> jax.ShapeDtypeStruct | QuantizedArray | PackedArray:
         if not spec.quantized:
             return array(spec, spec.dtype or dtype)
-        return QuantizedArray(array(spec, jnp.int8), array(scales_spec(spec), jnp.float32), jnp.dtype(dtype).name)
+        name = jnp.dtype(dtype).name
+        if spec.quantized == "int8":
+            return QuantizedArray(array(spec, jnp.int8), array(scales_spec(spec), jnp.float32), name)
+        bytes_of, scales_of = packed_sizes(spec, on_devices)
+        packed = PackedArray(array(spec, jnp.uint8, bytes_of), array(spec, jnp.bfloat16, scales_of), name)
+        check_groups(packed.scales, spec.hf_name, num_model_shards(mesh))
+        return packed
 
     return jax.tree.map(shape, specs)
+
+
+def check_groups(scales: jax.ShapeDtypeStruct, name: str, num_shards: int) -> None:
+    """ConfigError where devices would have parts of groups of inputs."""
+    try:
+        scales.sharding.shard_shape(scales.shape)
+    except ValueError:
+        raise ConfigError(
+            f"quantization is 'int4', which has groups of {GROUP} inputs; {name} has {scales.shape[-1]} of them for "
+            f"each output, which {num_shards} devices cannot share evenly. Choose fewer devices, or 'int8'."
+        ) from None
 
 
 def elements_on_device(leaf: jax.ShapeDtypeStruct) -> int:

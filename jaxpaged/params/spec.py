@@ -46,7 +46,8 @@ class Spec:
         gate_proj = Spec("eQD", "E Q D", "....experts.{}.gate_proj.weight")
         shared_expert_gate = Spec("D", "1 D", "....shared_expert_gate.weight", dtype="float32")
 
-    `quantized`: the model uses a `QuantizedArray` (quantized.py) instead of an array. `dtype` is that of numbers which
+    `quantized`: "int8" or "int4", the model uses a `QuantizedArray` or `PackedArray` (quantized.py) instead of an
+    array; None: it does not. `dtype` is that of numbers which
     are no weights, such as "int32", and of weights that are never rounded; None: that of the others.
     """
 
@@ -56,7 +57,7 @@ class Spec:
     fused: tuple[str, ...] = ()
     part: int = 0
     within: str = ""
-    quantized: bool = False
+    quantized: str | None = None
     dtype: str | None = None
     fused_axis: int = 0
     alternating: bool = False

@@ -56,7 +56,7 @@ class PagedModel:
         self.config = dataclasses.replace(config, max_model_len=max_model_len or config.max_model_len)
         self.mesh = make_mesh(num_shards, spreads_experts=spreads_experts)
         self.context = AttentionContext(self.mesh, "reference")
-        specs = quantized_specs(self.model.param_specs(self.config, num_shards), quantization)
+        specs = quantized_specs(self.model.param_specs(self.config, num_shards), quantization, self.config.dim_sizes())
         self.params = load_params(specs, self.config, folder, self.mesh, jnp.float32)
         attention = self.model.attention_specs(self.config, BLOCK_SIZE, 4, num_shards)
         structs = [tensor_struct(self.context, spec, NUM_BLOCKS, jnp.float32) for spec in attention]

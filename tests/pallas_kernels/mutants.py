@@ -200,6 +200,15 @@ MUTANTS = (
         ),
     ),
     *_of(
+        "int4_matmul/cpu/tiles.py",
+        "kernels_of_every_machine",
+        ("a tile's outputs go beyond the last", "b.smaller(b.add(output, whole(r)), last)", "b.add(output, whole(r))"),
+        ("all rows of x are the first", "b.at(whole(row), self.num_inputs,", "b.at(whole(0), self.num_inputs,"),
+        ("both groups have the first one's scale", "[16] * half + [0] * half", "[16] * (2 * half)"),
+        ("values are off by one", "value % 16 - ZERO", "value % 16 - ZERO + 1"),
+        ("converted values keep their zero", "b.sub(value, splat(whole_numbers, ZERO))", "value"),
+    ),
+    *_of(
         "few_rows_matmul/cpu/tiles.py",
         "kernels_of_every_machine",
         ("inputs beyond the last register are left out", "self._add_last_inputs(columns, totals)", "pass"),

@@ -1,4 +1,4 @@
-"""8-bit weights: how they are rounded, and that every way to load them gives the same ones."""
+"""Weights in 8 and 4 bits: how they are rounded, and that every way to load them gives the same ones."""
 
 import jax
 import jax.numpy as jnp
@@ -6,20 +6,35 @@ import numpy as np
 import pytest
 
 from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.errors import ConfigError
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import DummyParams, load_params, num_bytes
 from jaxpaged.params.orbax_format import save_orbax
-from jaxpaged.params.quantized import QuantizedArray, is_quantized, quantize, quantized_specs
+from jaxpaged.params.quantized import (
+    GROUP,
+    LAST_AXIS,
+    ZERO,
+    PackedArray,
+    QuantizedArray,
+    is_quantized,
+    pack,
+    packed_rows,
+    quantize,
+    quantized_specs,
+)  # fmt: skip
 from jaxpaged.params.sharding import param_shapes
+from pallas_kernels import int4_matmul
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 
+WIDE = {**CONFIGS["llama"], "hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+"""Every projection of it can have 4 bits, on eight devices too."""
 NAMES = ("llama_mqa_bias_tied", "gemma3", "phi3_partial")  # one key head; offsets as norms; fused tensors
 
 
 def describe(name, num_shards=1, method="int8"):
     model = model_for(CONFIGS[name])
     config = model.config_from_hf(CONFIGS[name])
-    return quantized_specs(model.param_specs(config, num_shards), method), config
+    return quantized_specs(model.param_specs(config, num_shards), method, config.dim_sizes()), config
 
 
 def load(name, folder, num_shards=1, method="int8", dtype=jnp.float32):
@@ -31,6 +46,9 @@ def numbers(param):
     """The numpy float32 array that a parameter stands for."""
     if not is_quantized(param):
         return np.asarray(param, np.float32)
+    if isinstance(param, PackedArray):
+        rows = (part.reshape(-1, part.shape[-1]) for part in (param.packed, param.scales))
+        return np.asarray(int4_matmul.unpack(*rows)).reshape(param.shape)
     values, scales = np.asarray(param.values, np.float32), np.asarray(param.scales)
     return values * np.expand_dims(scales, tuple(range(scales.ndim, values.ndim)))
 
@@ -65,11 +83,11 @@ def test_blocks_of_rows_are_rounded_as_one(monkeypatch):
 def test_matrices_are_quantized_and_vectors_are_not():
     specs, _ = describe("llama_mqa_bias_tied")
     assert {spec.hf_name: spec.quantized for spec in jax.tree.leaves(specs)}.items() >= {
-        "model.embed_tokens.weight": True,
-        "model.layers.0.self_attn.k_proj.weight": True,
-        "model.layers.0.self_attn.k_proj.bias": False,
-        "model.layers.0.input_layernorm.weight": False,
-        "model.norm.weight": False,
+        "model.embed_tokens.weight": "int8",
+        "model.layers.0.self_attn.k_proj.weight": "int8",
+        "model.layers.0.self_attn.k_proj.bias": None,
+        "model.layers.0.input_layernorm.weight": None,
+        "model.norm.weight": None,
     }.items()
     assert not any(spec.quantized for spec in jax.tree.leaves(describe("gemma3", method=None)[0]))
 
@@ -113,3 +131,95 @@ def test_dummy_weights_are_the_quantized_dummy_weights():
     for expected, found in zip(quantize(np.asarray(plain.lm_head), 1), (head.values, head.scales), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1)  # a tie may round to either side
     np.testing.assert_array_equal(quantized.norm.weight, plain.norm.weight)
+
+
+@pytest.fixture
+def wide(monkeypatch, tmp_path):
+    """The folder of a checkpoint, which `CONFIGS` has under the name "wide"."""
+    monkeypatch.setitem(CONFIGS, "wide", WIDE)
+    return write_checkpoint("wide", tmp_path / "wide")
+
+
+def test_four_bits_are_for_what_is_read_by_a_product_and_divides(wide):
+    of = lambda name: {spec.hf_name: spec.quantized for spec in jax.tree.leaves(describe(name, method="int4")[0])}
+    assert (
+        of("wide").items()
+        >= {
+            "model.embed_tokens.weight": "int8",
+            "lm_head.weight": "int8",
+            "model.layers.0.self_attn.k_proj.weight": "int4",
+            "model.layers.0.self_attn.o_proj.weight": "int4",
+            "model.layers.1.mlp.down_proj.weight": "int4",
+            "model.norm.weight": None,
+        }.items()
+    )
+    experts = of("qwen2_moe")  # its width divides, its heads and experts do not
+    assert experts["model.layers.0.self_attn.q_proj.weight"] == "int4"
+    assert experts["model.layers.0.self_attn.o_proj.weight"] == "int8"
+    assert {found for name, found in experts.items() if ".experts." in name} == {"int8"}
+
+
+def test_packed_weights_are_the_same_on_one_device_and_on_eight_and_as_the_host_rounds_them(wide):
+    exact, one, eight = (load("wide", wide, shards, method) for shards, method in ((1, None), (1, "int4"), (8, "int4")))
+    num_packed = 0
+    for weight, param, sharded in zip(jax.tree.leaves(exact), params_of(one), params_of(eight), strict=True):
+        np.testing.assert_array_equal(numbers(sharded)[once_each(sharded.shape, weight.shape)], numbers(param))
+        if isinstance(param, PackedArray):
+            num_packed += 1
+            jax.tree.map(np.testing.assert_array_equal, (param.packed, param.scales), pack(np.asarray(weight)))
+            assert param.nbytes * 8 == 4.5 * weight.size and param.dtype == "float32"
+    assert num_packed == 7 * WIDE["num_hidden_layers"]
+
+
+def test_packed_shapes_announce_what_loading_gives(wide):
+    specs, config = describe("wide", 8, "int4")
+    shapes, params = param_shapes(specs, config, make_mesh(8), jnp.float32), load("wide", wide, 8, "int4")
+    assert jax.tree.structure(shapes) == jax.tree.structure(params)
+    for shape, array in zip(jax.tree.leaves(shapes), jax.tree.leaves(params), strict=True):
+        assert (shape.shape, shape.dtype, shape.sharding) == (array.shape, array.dtype, array.sharding)
+
+
+def test_packed_weights_come_from_orbax_and_from_nothing_alike(wide, tmp_path):
+    exact, config = describe("wide", method=None)
+    save_orbax(exact, config, load("wide", wide, method=None), wide, tmp_path / "orbax")
+    stored = load("wide", tmp_path / "orbax", method="int4")
+    jax.tree.map(np.testing.assert_array_equal, stored, load("wide", wide, method="int4"))
+    plain = DummyParams(exact, config, make_mesh(1), jnp.float32, seed=3).make()
+    made = DummyParams(describe("wide", method="int4")[0], config, make_mesh(1), jnp.float32, seed=3).make()
+    weight, packed = (params.layers[0].mlp.down_proj.weight for params in (plain, made))
+    error = np.abs(numbers(packed) - np.asarray(weight))
+    assert 0 < error.max() <= 1.04 * np.abs(np.asarray(packed.scales, np.float32)).max()
+    assert np.median(error) < 0.04 * np.abs(np.asarray(weight)).max()  # half a step, an eighth of the largest, is 0.06
+
+
+def test_what_cannot_have_four_bits_is_refused(monkeypatch):
+    with pytest.raises(
+        ConfigError, match="no matrix of this model has a last axis that is a multiple of 64. Choose 'int8'"
+    ):
+        describe("llama", method="int4")
+    monkeypatch.setitem(CONFIGS, "uneven", {**WIDE, "intermediate_size": 320})
+    specs, config = describe("uneven", 8, "int4")
+    message = "model.layers.0.mlp.down_proj.weight has 10 of them for each output, which 8 devices cannot share"
+    with pytest.raises(ConfigError, match=message):
+        param_shapes(specs, config, make_mesh(8), jnp.float32)
+
+
+@pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
+def test_packing_is_off_by_half_a_scale_and_by_a_whole_one_at_the_other_end(xp):
+    weight_FD = np.random.default_rng(0).normal(size=(7, 192)).astype(np.float32)
+    weight_FD[2, 32:64] = 0
+    weight_FD[3, 0], weight_FD[3, 1] = 9, -9  # the first is eight scales away from zero, the other can be seven
+    packed_FB, scale_FC = (np.asarray(part) for part in packed_rows(xp.asarray(weight_FD), xp))
+    assert packed_FB.dtype == np.uint8 and np.array_equal(scale_FC, scale_FC.astype(jnp.bfloat16).astype(np.float32))
+    found = np.asarray(int4_matmul.unpack(jnp.asarray(packed_FB), jnp.asarray(scale_FC)))
+    step_FD = np.repeat(np.abs(scale_FC), GROUP, axis=1)
+    steps_FD = np.abs(weight_FD) / np.where(step_FD == 0, 1, step_FD)
+    # A scale of bfloat16 is off by a 256th at most, which is a 32nd of a step at eight of them.
+    bound_FD = np.where(steps_FD > 7, 1, 0.5) + 0.04
+    assert np.all(np.abs(found - weight_FD) <= bound_FD * step_FD) and not found[2, 32:64].any()
+    error_of_extremes = np.abs(found - weight_FD)[steps_FD > 7.9]
+    assert np.median(error_of_extremes) < 0.05 * np.median(step_FD)
+
+
+def test_the_kernels_read_what_is_packed():
+    assert (GROUP, LAST_AXIS, ZERO) == (int4_matmul.GROUP, int4_matmul.INPUTS, int4_matmul.ZERO)

@@ -93,7 +93,8 @@ class Blueprint:
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)
         self.kv_dtype = jnp.dtype(config.cache.kv_cache_dtype)
-        self.whole_specs = quantized_specs(model.param_specs(self.whole, self.num_shards), config.model.quantization)
+        specs, sizes = model.param_specs(self.whole, self.num_shards), self.whole.dim_sizes()
+        self.whole_specs = quantized_specs(specs, config.model.quantization, sizes)
         self.specs = self.whole_specs if stage is None else params_of(stage, self.whole_specs)
         self.param_shapes = param_shapes(self.specs, self.decoder, mesh, self.dtype)
         if balance is not None:
@@ -124,7 +125,7 @@ class Blueprint:
         self.drafting = drafting_model(self.model, self.draft)
         self.model = drafted_model(self.model, self.draft)
         specs = draft.model.param_specs(self.draft.config, self.num_shards)
-        self.draft_specs = quantized_specs(specs, draft.quantization)
+        self.draft_specs = quantized_specs(specs, draft.quantization, self.draft.config.dim_sizes())
         shapes = param_shapes(self.draft_specs, self.draft.config, self.mesh, self.dtype)
         self.param_shapes = DraftedParams(self.param_shapes, shapes)
 

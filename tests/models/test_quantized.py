@@ -1,19 +1,25 @@
-"""Models with 8-bit weights, on one device and on eight, against the same models with those weights written out."""
+"""Models with weights in 8 and 4 bits, on one device and on several, against the same models with those weights written
+out."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.params.quantized import is_quantized
-from tests.models.checkpoints import prompt_of, write_checkpoint
+from jaxpaged.params.quantized import PackedArray, is_quantized
+from pallas_kernels.int4_matmul import unpack
+from tests.models.checkpoints import CONFIGS, prompt_of, write_checkpoint
 from tests.models.paged import PagedModel
+from tests.params.test_quantized import WIDE
 
 
 def written_out(param):
     """The float32 weights that a quantized parameter stands for."""
     if not is_quantized(param):
         return param
+    if isinstance(param, PackedArray):
+        rows = (part.reshape(-1, part.shape[-1]) for part in (param.packed, param.scales))
+        return unpack(*rows).reshape(param.shape)
     scales = param.scales.reshape(param.scales.shape + (1,) * (param.values.ndim - param.scales.ndim))
     return param.values.astype(jnp.float32) * scales
 
@@ -32,3 +38,16 @@ def test_logits_are_those_of_the_rounded_weights(name, num_shards, spreads_exper
     # Activations have 16 bits: an error of 1e-5 of the largest in each product, a few products deep.
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
     assert rounded.continue_greedily(logits[-1], 2) == exact.continue_greedily(expected[-1], 2)
+
+
+@pytest.mark.parametrize(("name", "num_shards"), [("wide", 1), ("wide", 8), ("qwen2_moe", 1), ("gpt_oss", 4)])
+def test_logits_are_those_of_the_packed_weights(name, num_shards, tmp_path, monkeypatch):
+    monkeypatch.setitem(CONFIGS, "wide", WIDE)
+    write_checkpoint(name, tmp_path)
+    packed = PagedModel(tmp_path, num_shards, quantization="int4")
+    exact = PagedModel(tmp_path)
+    exact.params = jax.tree.map(written_out, PagedModel(tmp_path, quantization="int4").params, is_leaf=is_quantized)
+    assert isinstance(packed.params.layers[0].self_attn.q_proj.weight, PackedArray)
+    expected, logits = exact.logits(prompt_of(name)), packed.logits(prompt_of(name))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
+    assert packed.continue_greedily(logits[-1], 2) == exact.continue_greedily(expected[-1], 2)

@@ -1,0 +1,78 @@
+"""Products with weights in 4 bits on a CPU, in machine code of our own (`pallas_kernels/llvm`).
+
+Layout: x and the weight as they are; an output's bytes and scales are read along memory.
+
+Grid: chunks of 32 outputs, handed to XLA's threads one after the other.
+
+Skipping: none.
+
+Requires: AVX2 and FMA, better AVX512 with its bfloat16.
+
+Padding: none, since inputs are whole registers; beyond the last output nothing is read or written.
+
+Numerics: products of a group are summed in float32 and then scaled, which is closer than weights rounded to bfloat16,
+with which more than 32 rows are multiplied. An output is summed by one thread, lane by lane and then over lanes, so its
+bits depend on its own row and column only. AVX512-BF16 adds pairs of products at once, and takes denormal numbers for
+zero.
+
+Cost: reads 4.5 bits a weight once; eight rows at a time meet a chunk, whose weights stay in the nearest cache. For more
+than 32 rows it only writes the weight in the type of x, and XLA multiplies: that is bound by arithmetic, and writing is
+a small part of it; XLA itself takes 7 times as long to write it (`scripts/bench_products.py`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.int4_matmul import reference
+from pallas_kernels.llvm.code import register
+from pallas_kernels.llvm.machine import Machine, has_pairs, this_machine
+
+OP = "int4_matmul"
+MOST_ROWS = 32
+"""With more it is faster to write the weight and to let XLA multiply."""
+_TYPES = ("bfloat16", "float32")
+
+
+def cannot_take(x_TD: Any, packed_FB: Any, scale_FC: Any) -> str | None:
+    """It takes any number of rows."""
+    dtype = str(x_TD.dtype)
+    return None if dtype in _TYPES else f"x_TD is {dtype}; accepted are {' and '.join(_TYPES)}"
+
+
+def int4_matmul(
+    x_TD: jax.Array, packed_FB: jax.Array, scale_FC: jax.Array, machine: Machine | None = None
+) -> jax.Array:
+    """See `int4_matmul.int4_matmul`. `machine`: a CPU with less than this one has, in tests."""
+    (T, D), F, machine = x_TD.shape, packed_FB.shape[0], machine or this_machine()
+    if not 0 < T <= MOST_ROWS:
+        unpack = jax.ffi.ffi_call(kernel(str(x_TD.dtype), machine=machine), jax.ShapeDtypeStruct((F, D), x_TD.dtype))
+        # It reads nothing of x. Without x XLA would write the weights of all layers before the first product.
+        return reference.product(x_TD, unpack(packed_FB, scale_FC, x_TD))
+    if not has_pairs(machine):
+        x_TD = x_TD.astype(jnp.float32)  # what the kernel makes of the weights
+    call = jax.ffi.ffi_call(kernel(str(x_TD.dtype), T, machine=machine), jax.ShapeDtypeStruct((T, F), jnp.float32))
+    return call(x_TD, packed_FB, scale_FC)
+
+
+def kernel(dtype: str, num_rows: int | str | None = None, *, machine: Machine) -> str:
+    """What XLA calls the kernel for so many rows of a type, or without rows the one that writes the weight; from now on
+    it is known. Raises ValueError where there is none."""
+    if dtype not in _TYPES or not (num_rows is None or 0 < int(num_rows) <= MOST_ROWS):
+        raise ValueError(f"there is no kernel for {num_rows} rows of {dtype}; there are for 1 to {MOST_ROWS}.")
+    if num_rows is None:
+        return register(OP, _emit_unpacking, dtype, machine=machine)
+    return register(OP, _emit, dtype, int(num_rows), machine=machine)
+
+
+def _emit(dtype: str, num_rows: int, machine: Machine) -> Any:
+    from pallas_kernels.int4_matmul.cpu import tiles  # needs llvmlite
+
+    return tiles.kernel(dtype, num_rows, machine)
+
+
+def _emit_unpacking(dtype: str, machine: Machine) -> Any:
+    from pallas_kernels.int4_matmul.cpu import tiles  # needs llvmlite
+
+    return tiles.unpacking(dtype, machine)

@@ -1,0 +1,225 @@
+"""The instructions of a product with a weight in 4 bits, as LLVM IR: one kernel for each type and number of rows, and
+for each type one that writes the weight in it.
+
+A tile is R outputs and up to 8 rows of x, and goes through the inputs 64 at a time, which are two groups: 32 bytes and
+two scales of each output. What differs between types and CPUs is a `Step`.
+"""
+
+import struct
+from typing import Protocol
+
+from llvmlite import ir
+
+from pallas_kernels.int4_matmul import GROUP, INPUTS, ZERO
+from pallas_kernels.llvm.builder import F32, I16, I32, PTR, VOID, BFloat16, Builder, declare, splat, whole
+from pallas_kernels.llvm.functions import add_pair_products, float32s, multiply_add, spread
+from pallas_kernels.llvm.machine import Machine, has_pairs
+from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
+
+CHUNK = 32
+"""Outputs that a thread takes at a time."""
+TILE_ROWS = 8
+"""Rows of x that meet an output's weights at once."""
+TILE_OUTPUTS = (4, 2, 1)
+BYTES = INPUTS // 2
+SCALE_BYTES = 2
+I8 = ir.IntType(8)
+
+
+class Step(Protocol):
+    """How 64 inputs are multiplied. `x_size`: bytes of an input of x. `sums`: the type of a register of sums."""
+
+    x_size: int
+    sums: ir.VectorType
+
+    def weights(self, b: Builder, byte: ir.Value) -> list[ir.Value]:
+        """The unscaled weights of 32 bytes, in registers."""
+        ...
+
+    def x(self, b: Builder, base: ir.Value, offset: ir.Value) -> list[ir.Value]:
+        """The inputs that these registers meet."""
+        ...
+
+    def scales(self, b: Builder, both: ir.Value) -> list[ir.Value]:
+        """For every register of a group's sums what they are multiplied with; `both` has the two scales."""
+        ...
+
+    def groups(self, b: Builder, weights: list[ir.Value], x: list[ir.Value]) -> list[ir.Value]:
+        """The groups' sums, as many registers as there are of `scales`."""
+        ...
+
+
+class PairStep:
+    """bfloat16 with AVX512-BF16. One register of sums has both groups, eight lanes of each: a register of weights has
+    a half of each group."""
+
+    x_size = 2
+
+    def __init__(self, machine: Machine):
+        self.sums = float32s(machine.lanes)
+        self._halves, self._values = ir.VectorType(I16, GROUP), ir.VectorType(BFloat16(), GROUP)
+        # The instruction that looks numbers up takes five bits, of which the upper one belongs to the next value.
+        self._table = ir.Constant(self._halves, [bits_of(value % 16 - ZERO) >> 16 for value in range(GROUP)])
+
+    def weights(self, b: Builder, byte: ir.Value) -> list[ir.Value]:
+        look_up = declare(b.module, "llvm.x86.avx512.permvar.hi.512", self._halves, self._halves, self._halves)
+        low = b.zext(byte, self._halves)
+        high = b.lshr(low, splat(self._halves, 4))
+        return [b.bitcast(b.call(look_up, [self._table, each]), self._values) for each in (low, high)]
+
+    def x(self, b: Builder, base: ir.Value, offset: ir.Value) -> list[ir.Value]:
+        half = ir.VectorType(I16, GROUP // 2)
+        both = ir.Constant(ir.VectorType(I32, GROUP), list(range(GROUP)))
+        found = []
+        for start in (0, GROUP // 2):
+            of_groups = [b.read(half, base, b.add(offset, whole(2 * (start + g))), align=2) for g in (0, GROUP)]
+            found.append(b.bitcast(b.shuffle_vector(*of_groups, both), self._values))
+        return found
+
+    def scales(self, b: Builder, both: ir.Value) -> list[ir.Value]:
+        bits, half = ir.VectorType(I32, self.sums.count), self.sums.count // 2
+        moved = b.shl(spread(b, both, self.sums.count), ir.Constant(bits, [16] * half + [0] * half))
+        return [b.bitcast(b.and_(moved, splat(bits, -(1 << 16))), self.sums)]
+
+    def groups(self, b: Builder, weights: list[ir.Value], x: list[ir.Value]) -> list[ir.Value]:
+        first = add_pair_products(b, ir.Constant(self.sums, None), weights[0], x[0])
+        return [add_pair_products(b, first, weights[1], x[1])]
+
+
+class ConvertedStep:
+    """Weights made float32, as x is already; registers in the order of the inputs."""
+
+    x_size = 4
+
+    def __init__(self, machine: Machine):
+        self.sums = float32s(machine.lanes)
+
+    def weights(self, b: Builder, byte: ir.Value) -> list[ir.Value]:
+        lanes, found = self.sums.count, []
+        whole_numbers = ir.VectorType(I32, lanes)
+        for start in range(0, INPUTS, lanes):
+            group, within = divmod(start, GROUP)
+            first = group * GROUP // 2 + within % (GROUP // 2)
+            mask = ir.Constant(ir.VectorType(I32, lanes), list(range(first, first + lanes)))
+            value = b.zext(b.shuffle_vector(byte, byte, mask), whole_numbers)
+            is_low = within < GROUP // 2
+            value = b.and_(value, splat(whole_numbers, 15)) if is_low else b.lshr(value, splat(whole_numbers, 4))
+            found.append(b.sitofp(b.sub(value, splat(whole_numbers, ZERO)), self.sums))
+        return found
+
+    def x(self, b: Builder, base: ir.Value, offset: ir.Value) -> list[ir.Value]:
+        starts = range(0, INPUTS, self.sums.count)
+        return [b.read(self.sums, base, b.add(offset, whole(4 * start)), align=4) for start in starts]
+
+    def scales(self, b: Builder, both: ir.Value) -> list[ir.Value]:
+        bits = (b.shl(both, ir.Constant(I32, 16)), b.and_(both, ir.Constant(I32, -(1 << 16))))
+        return [spread(b, b.bitcast(each, F32), self.sums.count) for each in bits]
+
+    def groups(self, b: Builder, weights: list[ir.Value], x: list[ir.Value]) -> list[ir.Value]:
+        half, found = len(weights) // 2, []
+        for own in (slice(half), slice(half, None)):
+            first, *others = zip(weights[own], x[own])
+            total = b.fmul(*first)
+            for each in others:
+                total = multiply_add(b, *each, total)
+            found.append(total)
+        return found
+
+
+def bits_of(number: float) -> int:
+    """Those of a float32."""
+    return struct.unpack("<I", struct.pack("<f", number))[0]
+
+
+def unpacking(dtype: str, machine: Machine) -> ir.Module:
+    """The kernel that writes the weight in a type, from its bytes and scales; further operands are not read."""
+    step = ConvertedStep(machine)
+    lanes, size = machine.lanes, 2 if dtype == "bfloat16" else 4
+
+    def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
+        first, num_bytes = b.mul(i, whole(CHUNK)), frame.extent(0, 1)
+        last = b.smaller(b.add(first, whole(CHUNK)), frame.extent(0, 0))
+        packed, scale, out = frame.operand(0), frame.operand(1), frame.result(0)
+        with b.counting(b.mul(first, num_bytes), b.mul(last, num_bytes), whole(BYTES)) as (place, _):
+            weights, scales = read_inputs(b, step, packed, scale, place)
+            for k, weight in enumerate(weights):
+                weight = b.fmul(weight, scales[k * lanes // GROUP])
+                weight = rounded_to_bfloat16(b, weight) if dtype == "bfloat16" else weight
+                b.write(weight, out, b.mul(b.add(b.mul(place, whole(2)), whole(k * lanes)), whole(size)), align=size)
+
+    return kernel_module(lambda b, frame: chunks_of(b, frame.extent(0, 0)), chunk)
+
+
+def rounded_to_bfloat16(b: Builder, number: ir.Value) -> ir.Value:
+    """The bits of float32 numbers, rounded to nearest, ties to even."""
+    kind = ir.VectorType(I32, number.type.count)
+    bits, sixteen = b.bitcast(number, kind), splat(kind, 16)
+    odd = b.and_(b.lshr(bits, sixteen), splat(kind, 1))
+    up = b.add(bits, b.add(odd, splat(kind, 0x7FFF)))
+    return b.trunc(b.lshr(up, sixteen), ir.VectorType(I16, kind.count))
+
+
+def chunks_of(b: Builder, num_outputs: ir.Value) -> ir.Value:
+    return b.sdiv(b.add(num_outputs, whole(CHUNK - 1)), whole(CHUNK))
+
+
+def read_inputs(
+    b: Builder, step: Step, packed: ir.Value, scale: ir.Value, place: ir.Value
+) -> tuple[list[ir.Value], list[ir.Value]]:
+    """(weights, scales) of 64 inputs, whose bytes begin at `place`."""
+    byte = b.read(ir.VectorType(I8, BYTES), packed, place, align=1)
+    both = b.read(I32, scale, b.sdiv(place, whole(GROUP // 2 // SCALE_BYTES)), align=2)
+    return step.weights(b, byte), step.scales(b, both)
+
+
+def kernel(dtype: str, num_rows: int, machine: Machine) -> ir.Module:
+    """The kernel of `int4_matmul` for `num_rows` rows of a type."""
+    step: Step = PairStep(machine) if dtype == "bfloat16" else ConvertedStep(machine)
+    assert dtype == "float32" or has_pairs(machine), f"{machine} has no products of bfloat16"
+
+    def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
+        first = b.mul(i, whole(CHUNK))
+        last = b.smaller(b.add(first, whole(CHUNK)), frame.extent(1, 0))
+        for first_row in range(0, num_rows, TILE_ROWS):
+            tile = Tile(b, frame, step, range(first_row, min(first_row + TILE_ROWS, num_rows)), machine.num_registers)
+            with b.counting(first, last, whole(tile.R)) as (output, _):
+                tile.emit(output)
+
+    return kernel_module(lambda b, frame: chunks_of(b, frame.extent(1, 0)), chunk)
+
+
+class Tile:
+    """Sums of some rows of x with R outputs, in the function that `b` writes."""
+
+    def __init__(self, b: Builder, frame: Frame, step: Step, rows: range, num_registers: int):
+        self.b, self.step, self.rows = b, step, rows
+        self.R = next((R for R in TILE_OUTPUTS if len(rows) * R + 3 * R + 4 <= num_registers), 1)
+        self.x, self.packed, self.scale, self.out = *(frame.operand(i) for i in range(3)), frame.result(0)
+        self.num_outputs, self.num_inputs = frame.extent(1, 0), frame.extent(0, 1)
+
+    def emit(self, output: ir.Value) -> None:
+        """The tile that begins at an output. Outputs beyond the last do its work once more."""
+        b, step, R = self.b, self.step, self.R
+        last = b.sub(self.num_outputs, whole(1))
+        columns = [b.smaller(b.add(output, whole(r)), last) for r in range(R)]
+        zeros = [ir.Constant(step.sums, None)] * (len(self.rows) * R)
+        with b.counting(whole(0), self.num_inputs, whole(INPUTS), zeros) as (d, sums):
+            weights, scales = zip(*[self._read(column, d) for column in columns])
+            for t, row in enumerate(self.rows):
+                x = step.x(b, self.x, b.at(whole(row), self.num_inputs, d, step.x_size))
+                for r in range(R):
+                    for scale, group in zip(scales[r], step.groups(b, weights[r], x)):
+                        sums[t * R + r] = multiply_add(b, group, scale, sums[t * R + r])
+        for i, vector in enumerate(sums):
+            place = b.at(whole(self.rows[i // R]), self.num_outputs, columns[i % R], 4)
+            b.write(b.lane_sum(vector), self.out, place, align=4)
+
+    def _read(self, column: ir.Value, d: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
+        """(weights, scales) of 64 inputs of an output. The same of the outputs after this tile are asked for; beyond
+        the end nothing happens."""
+        b = self.b
+        place = b.sdiv(b.at(column, self.num_inputs, d, 1), whole(2))
+        ahead = b.add(place, b.sdiv(b.mul(self.num_inputs, whole(self.R)), whole(2)))
+        prefetch = declare(b.module, "llvm.prefetch.p0", VOID, PTR, I32, I32, I32)
+        b.call(prefetch, [b.address(self.packed, ahead), *(ir.Constant(I32, flag) for flag in (0, 3, 1))])
+        return read_inputs(b, self.step, self.packed, self.scale, place)
