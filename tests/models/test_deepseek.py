@@ -19,7 +19,7 @@ from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.quantized import is_quantized
 from tests.models.checkpoints import DEEPSEEK_V2, DEEPSEEK_V3, prompt_of, write_checkpoint
 from tests.models.paged import PagedModel
-from tests.models.test_int8 import written_out
+from tests.models.test_quantized import written_out
 
 YARN = {
     "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
