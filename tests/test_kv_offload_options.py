@@ -5,6 +5,7 @@ import pytest
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.options import KVOffload, TierWish, offload_of
+from jaxpaged.kv_store.peering import Peering
 from jaxpaged.kv_store.secrets import read_secrets
 
 CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
@@ -125,9 +126,8 @@ def test_what_is_not_there_is_refused_by_name(tiers, transfer, words):
 def test_roles():
     cache = lambda **options: EngineConfig.from_options(**options).cache
     assert cache(kv_role="kv_both").offload.tiers == (TierWish("host", capacity=1 << 30),)
-    wanted = KVOffload(
-        (TierWish("host", capacity=1 << 20),), role="kv_producer", address=("h", 5600), lease_seconds=5.0
-    )
+    peering = Peering("kv_producer", address=("h", 5600), lease_seconds=5.0)
+    wanted = KVOffload((TierWish("host", capacity=1 << 20),), peering=peering)
     options = {"kv_offload": "host=1M", "kv_address": "h:5600", "kv_lease_seconds": 5.0}
     assert cache(**options, kv_role="kv_producer").offload == wanted
     of_json = cache(kv_transfer_config={"kv_role": "kv_consumer", "kv_load_failure_policy": "fail"})

@@ -118,6 +118,13 @@ class CacheConfig:
         DEFAULT_LEASE_SECONDS, "how long keys and values of a prompt wait in host memory to be fetched", above=0.0,
         maximum=86400.0,
     )  # fmt: skip
+    kv_ssl_certfile: str | None = option(
+        None, "file with the certificate that other engines are shown (PEM): TLS between engines", not_empty=True
+    )
+    kv_ssl_keyfile: str | None = option(None, "file with its key, if it is not in the same one", not_empty=True)
+    kv_ssl_ca_certs: str | None = option(
+        None, "file with the certificates of who signs those of other engines, which must have one then", not_empty=True
+    )
     kv_transfer_config: dict[str, Any] = option(
         {}, "the same as vLLM's JSON: kv_connector OffloadingConnector, MultiConnector or one's own, kv_role kv_both, "
         "kv_load_failure_policy recompute or fail, kv_connector_extra_config with cpu_bytes_to_use, ...; without a "
@@ -135,7 +142,8 @@ class CacheConfig:
     @property
     def role(self) -> str | None:
         """What the engine does for others, or has others do for it."""
-        return self.offload.role if self.offload is not None else None
+        offload = self.offload
+        return offload.peering.role if offload is not None and offload.peering is not None else None
 
     @property
     def load_failure_policy(self) -> str:

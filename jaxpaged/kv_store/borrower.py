@@ -7,6 +7,7 @@ then a miss. A peer that the operator did not name is never connected to, whoeve
 import contextlib
 import dataclasses
 import socket
+import ssl
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from jaxpaged.kv_store.channel import Channel, Get, Message, Page, Release, Rene
 from jaxpaged.kv_store.handover import RemoteSource, is_allowed
 from jaxpaged.kv_store.page import PageKey, decode
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
+from jaxpaged.kv_store.tls import TlsFiles, hung_up, shake_hands
 
 MAX_KEYS = 1 << 16
 MAX_PEERS = 256
@@ -35,8 +37,10 @@ class Borrower:
 
     name = "p2p"
 
-    def __init__(self, namespace: str, most: int, secret: bytes | None = None, *, peers: str):
-        self._peers = peers
+    def __init__(
+        self, namespace: str, most: int, secret: bytes | None = None, *, peers: str, tls: TlsFiles | None = None
+    ):
+        self._peers, self._tls = peers, None if tls is None else tls.borrowing()
         self._namespace, self._most, self._secret = namespace, most, secret
         self._lock = threading.Lock()  # for everything below; never held during input and output
         self._sources: OrderedDict[PageKey, RemoteSource] = OrderedDict()
@@ -122,9 +126,16 @@ class Borrower:
 
     def _connect(self, address: tuple[str, int]) -> Channel:
         connection = socket.create_connection(address, CONNECT_SECONDS)
+        if self._tls is not None:
+            connection = self._tls.wrap_socket(connection, server_hostname=address[0], do_handshake_on_connect=False)
         try:
             connection.settimeout(ANSWER_SECONDS)
+            if isinstance(connection, ssl.SSLSocket):
+                shake_hands(connection)
             return Channel(connection, self._namespace, self._secret, is_server=False, most=self._most)
+        except (ConnectionError, ssl.SSLEOFError) as error:
+            connection.close()
+            raise error if self._tls is None else hung_up(error) from None
         except BaseException:
             connection.close()
             raise

@@ -2,13 +2,14 @@
 
 A message is two lengths, a msgpack frame, its signature where there is a secret, and a second frame with a page's bytes
 (`frames.py`). It begins with both sides' `Hello`; signatures cover both nonces, who speaks, and the number of the
-message, so that none can be repeated. A page has its own signature, which covers its bytes. Nothing is encrypted.
+message, so that none can be repeated. A page has its own signature, which covers its bytes. TLS encrypts (`tls.py`).
 """
 
 import hashlib
 import hmac
 import os
 import socket
+import ssl
 import struct
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from jaxpaged.errors import PageError
 from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.kv_store.buffers import aligned_empty
+from jaxpaged.kv_store.tls import FIRST_BYTES, SPEAKS_TLS, refusal
 
 VERSION = 2
 MAGIC = b"JPKV"
@@ -122,6 +124,8 @@ class Channel:
     def receive(self) -> Message:
         head = self._read(HEAD.size)
         magic, num_message, num_page = HEAD.unpack(head)
+        if magic[:2] in FIRST_BYTES:
+            raise PageError(SPEAKS_TLS)
         if magic != MAGIC or num_message > MAX_MESSAGE or num_page > self._most:
             raise PageError(
                 f"The peer sent a message that begins with {magic!r} and has {num_message} + {num_page} bytes; at most "
@@ -148,7 +152,12 @@ class Channel:
         content = aligned_empty(size)
         view, done = memoryview(content), 0
         while done < size:
-            count = self._socket.recv_into(view[done:])
+            try:
+                count = self._socket.recv_into(view[done:])
+            except ssl.SSLError as error:
+                raise refusal(error) from None
+            if not count and bytes(view[:2]) in FIRST_BYTES and done >= 2:
+                raise PageError(SPEAKS_TLS)
             if not count:
                 raise ConnectionError("the peer closed the connection")
             done += count

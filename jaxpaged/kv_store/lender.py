@@ -7,6 +7,7 @@ pages when it is granted; those that are still on their way to a tier are held o
 import dataclasses
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from jaxpaged.errors import ConfigError, PageError
 from jaxpaged.kv_store.channel import Channel, Get, Gone, Message, Page, Release, Released, Renew, Renewed
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.tier import Tier
+from jaxpaged.kv_store.tls import TlsFiles, shake_hands
 from jaxpaged.kv_store.visitors import Visitors
 
 IDLE_SECONDS = 60.0
@@ -43,8 +45,9 @@ class Lender:
 
     def __init__(
         self, store: Tier, address: tuple[str, int], namespace: str, *, lease_s: float, capacity: int,
-        secret: bytes | None = None,
+        secret: bytes | None = None, tls: TlsFiles | None = None,
     ):  # fmt: skip
+        self._tls = None if tls is None else tls.lending()
         self._store, self._namespace, self._secret = store, namespace, secret
         self._lease_s, self._capacity = lease_s, capacity
         self._changed = threading.Condition()  # for everything below; never held during input and output
@@ -143,6 +146,8 @@ class Lender:
                 continue
             except OSError:
                 return
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
             if self._visitors.admit(connection):
                 threading.Thread(target=self._serve, args=(connection,), name="kv-lend", daemon=True).start()
             else:
@@ -151,6 +156,8 @@ class Lender:
     def _serve(self, connection: socket.socket) -> None:
         try:
             connection.settimeout(IDLE_SECONDS)
+            if isinstance(connection, ssl.SSLSocket):
+                shake_hands(connection)
             channel = Channel(connection, self._namespace, self._secret, is_server=True, most=0)
             while not self._closing:
                 message = channel.receive()

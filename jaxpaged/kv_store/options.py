@@ -15,13 +15,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.kv_store.connectors import check_connector
-from jaxpaged.kv_store.handover import (
-    DEFAULT_ADDRESS,
-    DEFAULT_LEASE_SECONDS,
-    DEFAULT_PEERS,
-    ROLES,
-    checked_address,
-)
+from jaxpaged.kv_store.handover import ROLES
+from jaxpaged.kv_store.peering import Peering, PeeringOptions, peering_of
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 POLICIES = ("recompute", "fail")
@@ -68,15 +63,11 @@ class KVOffload:
     tiers: tuple[TierWish, ...]
     failure_policy: str = "recompute"
     secrets_file: str | None = None
-    role: str | None = None
-    """kv_producer, kv_consumer or kv_both; None: it has nothing to do with other engines."""
-    address: tuple[str, int] = checked_address(DEFAULT_ADDRESS)
-    lease_seconds: float = DEFAULT_LEASE_SECONDS
-    peers: str = DEFAULT_PEERS
-    """The only engines that it fetches from."""
+    peering: Peering | None = None
+    """None: it has nothing to do with other engines."""
 
 
-class OffloadOptions(Protocol):
+class OffloadOptions(PeeringOptions, Protocol):
     """What has the options."""
 
     @property
@@ -91,21 +82,13 @@ class OffloadOptions(Protocol):
     @property
     def kv_role(self) -> str | None: ...
 
-    @property
-    def kv_address(self) -> str: ...
-
-    @property
-    def kv_lease_seconds(self) -> float: ...
-
-    @property
-    def kv_peers(self) -> str: ...
-
 
 def offload_of(options: OffloadOptions) -> KVOffload | None:
     """What the options ask for together; None: nothing leaves the device. Raises ConfigError."""
-    tiers, transfer, role = options.kv_offload, options.kv_transfer_config, role_of(options)
+    tiers, transfer = options.kv_offload, options.kv_transfer_config
+    peering = peering_of(options, role_of(options))
     has_connector = bool(transfer) and not says_role(transfer)
-    if role is not None and not has_connector:
+    if peering is not None and not has_connector:
         tiers = tiers or DEFAULT_TIER
     named = tuple(map(tier_wish, tiers.split(","))) if tiers else ()
     wishes = connector_tiers(transfer, named) if has_connector else named
@@ -117,10 +100,8 @@ def offload_of(options: OffloadOptions) -> KVOffload | None:
                 "kv_offload_secrets is given, but no tier that needs it. Add kv_offload, or leave it out."
             )
         return None
-    policy, address = transfer.get("kv_load_failure_policy", "recompute"), checked_address(options.kv_address)
-    return KVOffload(
-        wishes, policy, options.kv_offload_secrets, role, address, options.kv_lease_seconds, options.kv_peers
-    )
+    policy = transfer.get("kv_load_failure_policy", "recompute")
+    return KVOffload(wishes, policy, options.kv_offload_secrets, peering)
 
 
 def says_role(transfer: Mapping[str, Any]) -> bool:
@@ -151,12 +132,6 @@ def role_of(options: OffloadOptions) -> str | None:
         if role not in (None, transfer["kv_role"]):
             raise ConfigError(f"kv_role is {role}, and kv_transfer_config has another one. Give one of them.")
         role = transfer["kv_role"]
-    given = options.kv_address, options.kv_lease_seconds, options.kv_peers
-    if role is None and given != (DEFAULT_ADDRESS, DEFAULT_LEASE_SECONDS, DEFAULT_PEERS):
-        raise ConfigError(
-            f"kv_address is {given[0]}, kv_lease_seconds {given[1]:g} and kv_peers {given[2]}, but the engine has "
-            "nothing to do with other engines. Give it a kv_role, or leave them out."
-        )
     return role
 
 

@@ -92,4 +92,4 @@ class Visitors:
 def hang_up(connection: socket.socket) -> None:
     """The thread that serves it sees the end, and closes it."""
     with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS's own would let that thread read what is no TLS

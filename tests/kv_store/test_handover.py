@@ -39,9 +39,9 @@ def put(store, key, secret=None):
 
 
 @contextlib.contextmanager
-def lending(secret=None, lease_s=30.0, capacity=1 << 20, keys=KEYS):
+def lending(secret=None, lease_s=30.0, capacity=1 << 20, keys=KEYS, tls=None):
     store = HostTier(1 << 20)
-    lender = Lender(store, ("127.0.0.1", 0), SPACE, lease_s=lease_s, capacity=capacity, secret=secret)
+    lender = Lender(store, ("127.0.0.1", 0), SPACE, lease_s=lease_s, capacity=capacity, secret=secret, tls=tls)
     for key in keys:
         put(store, key, secret)
     try:
@@ -51,11 +51,12 @@ def lending(secret=None, lease_s=30.0, capacity=1 << 20, keys=KEYS):
 
 
 @contextlib.contextmanager
-def borrowing(lender, space=SPACE, secret=None, most=MOST, peers="127.0.0.1"):
+def borrowing(lender, space=SPACE, secret=None, most=MOST, peers="127.0.0.1", tls=None):
     """A borrower, and a source whose lease names all keys."""
     lease, _ = lender.grant(KEYS)
     lender.hold(KEYS)
-    borrower, source = Borrower(space, most, secret, peers=peers), RemoteSource(lender.host, lender.port, lease, 12)
+    borrower = Borrower(space, most, secret, peers=peers, tls=tls)
+    source = RemoteSource(lender.host, lender.port, lease, 12)
     borrower.expect(KEYS, source)
     try:
         yield borrower, source

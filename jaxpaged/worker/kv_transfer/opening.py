@@ -7,7 +7,6 @@ from jaxpaged.installed import is_installed
 from jaxpaged.kv_cache_spec import KVCacheConfig, StateSpec
 from jaxpaged.kv_store.borrower import Borrower
 from jaxpaged.kv_store.disk import DiskTier
-from jaxpaged.kv_store.handover import BORROWS, LENDS
 from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.lender import Lender
 from jaxpaged.kv_store.options import KVOffload, TierWish
@@ -38,7 +37,7 @@ STORE_READERS = 8
 
 def check_offload(offload: KVOffload, kv_cache: KVCacheConfig) -> None:
     """Raise ConfigError, before any weight is read, for a cache whose blocks cannot leave the device, for stores whose
-    packages are missing, and for a file of secrets that is none."""
+    packages are missing, and for files of secrets and certificates that are none."""
     if any(isinstance(group.spec, StateSpec) for group in kv_cache.groups):
         raise ConfigError("kv_offload: recurrent states cannot be kept outside of the device yet. Leave it out.")
     for wish in offload.tiers:
@@ -48,6 +47,8 @@ def check_offload(offload: KVOffload, kv_cache: KVCacheConfig) -> None:
                 f"pip install 'jaxpaged[{wish.kind}]'."
             )
     read_secrets(offload.secrets_file)
+    if offload.peering is not None and (tls := offload.peering.tls) is not None:
+        tls.check(lends=offload.peering.lends)
 
 
 def open_transfer(
@@ -57,17 +58,21 @@ def open_transfer(
     space, secrets = namespace_of(blueprint, kv_cache, weights_version), read_secrets(offload.secrets_file)
     tiers = [open_tier(wish, space, secrets, blueprint.config.model.model) for wish in offload.tiers]
     store, peers = Tiers(tiers), None
-    is_far = offload.role in BORROWS or any(isinstance(tier, RemoteTier) for tier in tiers)
-    if offload.role is not None:
+    peering = offload.peering
+    is_far = any(isinstance(tier, RemoteTier) for tier in tiers)
+    if peering is not None:
         lender = borrower = None
-        if offload.role in LENDS:
+        if peering.lends:
             capacity = max(wish.capacity for wish in offload.tiers) or LEAST_TO_LEND
             lender = Lender(
-                store, offload.address, space, lease_s=offload.lease_seconds, capacity=capacity, secret=secrets.signing
+                store, peering.address, space, lease_s=peering.lease_seconds, capacity=capacity,
+                secret=secrets.signing, tls=peering.tls,
+            )  # fmt: skip
+        if peering.borrows:
+            largest, is_far = max(len(group.layer_idxs) * page_bytes(group.spec) for group in kv_cache.groups), True
+            borrower = Borrower(
+                space, largest + MAX_HEADER_BYTES, secrets.signing, peers=peering.peers, tls=peering.tls
             )
-        if offload.role in BORROWS:
-            largest = max(len(group.layer_idxs) * page_bytes(group.spec) for group in kv_cache.groups)
-            borrower = Borrower(space, largest + MAX_HEADER_BYTES, secrets.signing, peers=offload.peers)
         peers = Peers(lender, borrower)
     return KVTransferWorker(
         device, kv_cache, store, space, blueprint.kv_dtype, secret=secrets.signing,

@@ -1,0 +1,95 @@
+"""What an engine has to do with other engines: the options `kv_role`, `kv_address`, `kv_peers`, `kv_ssl_*`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxpaged.errors import ConfigError
+from jaxpaged.kv_store.handover import (
+    BORROWS,
+    DEFAULT_ADDRESS,
+    DEFAULT_LEASE_SECONDS,
+    DEFAULT_PEERS,
+    LENDS,
+    checked_address,
+)
+from jaxpaged.kv_store.tls import TlsFiles
+
+
+@dataclass(frozen=True)
+class Peering:
+    """kv_producer, kv_consumer or kv_both, where and for how long it lends, and the only engines that it asks."""
+
+    role: str
+    address: tuple[str, int] = checked_address(DEFAULT_ADDRESS)
+    lease_seconds: float = DEFAULT_LEASE_SECONDS
+    peers: str = DEFAULT_PEERS
+    tls: TlsFiles | None = None
+
+    @property
+    def lends(self) -> bool:
+        return self.role in LENDS
+
+    @property
+    def borrows(self) -> bool:
+        return self.role in BORROWS
+
+
+class PeeringOptions(Protocol):
+    """What has the options."""
+
+    @property
+    def kv_address(self) -> str: ...
+
+    @property
+    def kv_lease_seconds(self) -> float: ...
+
+    @property
+    def kv_peers(self) -> str: ...
+
+    @property
+    def kv_ssl_certfile(self) -> str | None: ...
+
+    @property
+    def kv_ssl_keyfile(self) -> str | None: ...
+
+    @property
+    def kv_ssl_ca_certs(self) -> str | None: ...
+
+
+DEFAULTS: Mapping[str, Any] = {
+    "kv_address": DEFAULT_ADDRESS, "kv_lease_seconds": DEFAULT_LEASE_SECONDS, "kv_peers": DEFAULT_PEERS,
+    "kv_ssl_certfile": None, "kv_ssl_keyfile": None, "kv_ssl_ca_certs": None,
+}  # fmt: skip
+
+
+def peering_of(options: PeeringOptions, role: str | None) -> Peering | None:
+    """What the options ask of an engine of this role. Raises ConfigError."""
+    if role is None:
+        given = [f"{name} {getattr(options, name)}" for name in DEFAULTS if getattr(options, name) != DEFAULTS[name]]
+        if given:
+            raise ConfigError(
+                f"given are {', '.join(given)}, but the engine has nothing to do with other engines. Give it a "
+                "kv_role, or leave them out."
+            )
+        return None
+    address = checked_address(options.kv_address)
+    return Peering(role, address, options.kv_lease_seconds, options.kv_peers, tls_of(options, role))
+
+
+def tls_of(options: PeeringOptions, role: str) -> TlsFiles | None:
+    """The files of TLS; None: nothing is encrypted. Raises ConfigError for some without the others."""
+    files = TlsFiles(options.kv_ssl_certfile, options.kv_ssl_keyfile, options.kv_ssl_ca_certs)
+    if files == TlsFiles():
+        return None
+    if files.certificate is None and (files.key is not None or role in LENDS):
+        raise ConfigError(
+            f"kv_ssl_keyfile is {files.key} and kv_ssl_ca_certs {files.authorities}, without a certificate for an "
+            f"engine whose kv_role is {role}. Add kv_ssl_certfile, or leave them out."
+        )
+    if files.authorities is None and role in BORROWS:
+        raise ConfigError(
+            f"kv_ssl_certfile is {files.certificate}, but an engine whose kv_role is {role} must know who signs those "
+            "of other engines. Add kv_ssl_ca_certs, which may be that certificate itself."
+        )
+    return files
