@@ -22,7 +22,10 @@ class DeviceFacts(msgspec.Struct, frozen=True):
 
 
 class PlannedProgram(msgspec.Struct):
-    """One compiled program, as the compiler describes it for one device. `error` says why it could not be compiled."""
+    """One compiled program, as the compiler describes it for one device. `error` says why it could not be compiled.
+
+    `stage`: whose it is, from 1, where layers are dealt to stages, which send each of their devices' results on.
+    """
 
     kind: str
     size: int
@@ -36,10 +39,13 @@ class PlannedProgram(msgspec.Struct):
     waited_bytes: int = 0  # of results of collectives during which nothing else runs
     hidden_bytes: int = 0  # of the others
     error: str | None = None
+    stage: int = 0
+    sent_bytes: int = 0  # that each device of another stage gets
 
     @property
     def name(self) -> str:
-        return f"{self.kind}[{self.size}]" if self.size else self.kind
+        name = f"{self.kind}[{self.size}]" if self.size else self.kind
+        return f"{name} of stage {self.stage}" if self.stage else name
 
 
 class Speed(msgspec.Struct):
@@ -51,15 +57,32 @@ class Speed(msgspec.Struct):
     limit: str
 
 
+class StagePlan(msgspec.Struct):
+    """What a device of a stage has, or of an engine without stages: `Plan` says what each number is."""
+
+    num_layers: int
+    weight_bytes: int
+    state_bytes: int
+    kv_bytes: int
+    temporary_bytes: int
+    reserved_bytes: int
+    code_bytes: int
+    block_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.weight_bytes + self.state_bytes + self.kv_bytes + self.temporary_bytes + self.code_bytes
+
+
 class Plan(msgspec.Struct):
-    """An engine on a target. Byte counts are per device."""
+    """An engine on a target. Byte counts are per device: of that stage whose devices need most, if there are stages."""
 
     model: str
     target: str
     device: DeviceFacts
     num_devices: int  # of the target
     num_hosts: int  # over which they are spread
-    tensor_parallel_size: int  # that one engine uses
+    tensor_parallel_size: int  # that one engine uses, for each of its stages
     options: dict[str, str | int | float]
     usable_bytes: int
     weight_bytes: int
@@ -79,6 +102,11 @@ class Plan(msgspec.Struct):
     advice: list[str]
     page_token_bytes: float = 0.0  # of one token's keys and values in all layers, outside of the devices
     further_kv_bytes: int = 0  # of other pools, which have as many blocks as go with those of the first
+    stages: list[StagePlan] = []  # in their order, if layers are dealt to several
+
+    @property
+    def devices_per_engine(self) -> int:
+        return self.tensor_parallel_size * max(len(self.stages), 1)
 
     @property
     def kv_bytes(self) -> int:
@@ -106,5 +134,5 @@ class Plan(msgspec.Struct):
 def worst_bytes(programs: Sequence[PlannedProgram]) -> int:
     """What programs may take besides their arguments: the temporaries of the greediest, since they run one after
     another, and what a step hands over, twice, since the next step is dispatched meanwhile."""
-    temporaries = max(program.temporary_bytes for program in programs)
+    temporaries = max((program.temporary_bytes for program in programs), default=0)
     return temporaries + 2 * max((program.output_bytes for program in programs if program.kind != "zeros"), default=0)

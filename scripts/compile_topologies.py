@@ -29,7 +29,6 @@ from jaxpaged.plan import PlannedProgram
 from jaxpaged.worker.planning.planner import Planner
 from jaxpaged.worker.planning.targets import Target, parse_target
 from jaxpaged.worker.programs.table import ProgramKey
-from jaxpaged.worker.step.pooling import programs_for
 from pallas_kernels.tpu_targets import why_not
 
 TOKENS = (64, 2048)
@@ -80,7 +79,8 @@ DEEPSEEK_V3 = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model on all devices of a target. `depths`: two numbers of layers, between which lie layers as the others."""
+    """A model on all devices of a target. `depths`: two numbers of layers of a stage, between which lie layers as the
+    others."""
 
     model: str
     hf: dict[str, Any]
@@ -100,29 +100,34 @@ CASES = {
     "deepseek-v6e-dcp": Case(
         "DeepSeek-V3", DEEPSEEK_V3, "v6e:8x8", (4, 5), SPREAD | {"decode_context_parallel_size": 8}
     ),
+    "llama-v6e-pp": Case("Llama-3.1-70B", LLAMA_70B, "v6e:2x4", options={"pipeline_parallel_size": 2}),
     "deepseek-tpu7x": Case("DeepSeek-V3", DEEPSEEK_V3, "tpu7x:2x2x4", (4, 5), SPREAD),
 }
 
 
 def planner_of(case: Case, target: Target, num_layers: int, tokens: Sequence[int] = TOKENS, **options: Any) -> Planner:
-    """The engine of a case with so many of its layers, whose steps have so many tokens."""
+    """The engine of a case with so many layers, over all its stages, whose steps have so many tokens."""
+    size = target.num_devices // num_stages(case)
     hf = case.hf | {"num_hidden_layers": num_layers}
     model = model_for(hf)
     decoder = model.config_from_hf(hf)
     given = {
         "model": case.model, "max_model_len": CONTEXT, "max_num_seqs": min(tokens), "token_buckets": tuple(tokens),
-        "max_num_batched_tokens": max(tokens), "num_scheduler_steps": 1, "tensor_parallel_size": target.num_devices,
+        "max_num_batched_tokens": max(tokens), "num_scheduler_steps": 1, "tensor_parallel_size": size,
     }  # fmt: skip
     config = EngineConfig.from_options(**given | case.options | options)
     return Planner(config.resolve(facts_of(decoder), target.platform), model, decoder, target)
 
 
+def num_stages(case: Case) -> int:
+    return case.options.get("pipeline_parallel_size", 1)
+
+
 def programs_at(planner: Planner) -> Iterator[PlannedProgram]:
-    """All forward programs and the plain sampler of the most rows, compiled one after another."""
-    builders = programs_for(planner.blueprint, planner.kv_cache).builders()
+    """All forward programs, of every stage, and the plain sampler of the most rows, compiled one after another."""
     keys = [ProgramKey("forward", size) for size in planner.blueprint.token_buckets]
     for key in [*keys, ProgramKey("sample", planner.config.scheduler.max_num_seqs)]:
-        yield planner.compile_program(key, builders[key])
+        yield from planner.compiler.compile_program(key)
 
 
 def grown(few: PlannedProgram, more: PlannedProgram, factor: float) -> dict[str, Any]:
@@ -141,21 +146,25 @@ def grown(few: PlannedProgram, more: PlannedProgram, factor: float) -> dict[str,
         "collectives": {kind: line(few.collectives.get(kind, 0), more.collectives.get(kind, 0)) for kind in kinds},
         "waited_bytes": line(few.waited_bytes, more.waited_bytes),
         "hidden_bytes": line(few.hidden_bytes, more.hidden_bytes),
+        "sent_bytes": more.sent_bytes,
+        "stage": more.stage,
         "compile_seconds": [round(each.compile_seconds, 1) for each in (few, more)],
     }
 
 
 def measure(case: Case, depths: tuple[int, int], tokens: Sequence[int] = TOKENS) -> dict[str, Any]:
     """All that is known of a case. Equal depths: the programs of so many layers as they are."""
-    target = parse_target(case.target)
+    target, stages = parse_target(case.target), num_stages(case)
     whole = planner_of(case, target, num_layers := case.hf["num_hidden_layers"], tokens)
     num_blocks = max(whole.num_blocks, whole.blocks_per_request + 1)
     compiled = {
-        depth: list(programs_at(planner_of(case, target, depth, tokens, num_gpu_blocks_override=num_blocks)))
+        depth: list(programs_at(planner_of(case, target, stages * depth, tokens, num_gpu_blocks_override=num_blocks)))
         for depth in sorted(set(depths))
     }
     few, more = (compiled[depth] for depth in depths)
-    factor = (num_layers - depths[0]) / (depths[1] - depths[0]) if len(compiled) > 1 else 0.0
+    of_stages = whole.stage_plans()
+    factors = [(each.num_layers - depths[0]) / (depths[1] - depths[0] or 1) for each in of_stages]
+    fullest = max(of_stages, key=lambda each: each.needed_bytes)
     return {
         "model": case.model,
         "target": case.target,
@@ -165,12 +174,13 @@ def measure(case: Case, depths: tuple[int, int], tokens: Sequence[int] = TOKENS)
         "compiled_layers": list(depths),
         "options": case.options,
         "device_bytes": target.device.memory,
-        "weight_bytes": whole.reserve.weights,
-        "state_bytes": whole.reserve.state,
-        "reserved_bytes": whole.reserve.temporaries,
-        "kv_bytes": whole.kv_cache.num_bytes(whole.blueprint.num_shards),
+        "stages": [(each.num_layers, each.weight_bytes) for each in of_stages],
+        "weight_bytes": fullest.weight_bytes,
+        "state_bytes": fullest.state_bytes,
+        "reserved_bytes": fullest.reserved_bytes,
+        "kv_bytes": fullest.kv_bytes,
         "requests": whole.concurrency(CONTEXT),
-        "programs": [grown(a, b, factor) for a, b in zip(few, more, strict=True)],
+        "programs": [grown(a, b, factors[max(a.stage - 1, 0)]) for a, b in zip(few, more, strict=True)],
     }
 
 
@@ -178,7 +188,8 @@ def case_line(found: dict[str, Any]) -> str:
     """Memory of one device."""
     gib = lambda size: f"{size / 2**30:.2f}"
     sizes = [found["weight_bytes"], found["kv_bytes"], max(each["temporary_bytes"] for each in found["programs"])]
-    sizes.append(sum(each["code_bytes"] for each in found["programs"]))
+    of_code = [(each["stage"], each["code_bytes"]) for each in found["programs"]]
+    sizes.append(max(sum(size for stage, size in of_code if stage == one) for one, _ in of_code))
     options = " ".join(f"{name}={value}" for name, value in found["options"].items()) or "-"
     whole = f"{gib(sum(sizes) + found['state_bytes'])} of {gib(found['device_bytes'])}"
     numbers = [str(found["devices"]), *map(gib, sizes), whole, str(found["requests"])]
@@ -198,7 +209,8 @@ def exchanged(program: dict[str, Any]) -> str:
         return f"does not compile: {program['error']}"
     counts = ", ".join(f"{count} {kind}" for kind, count in program["collectives"].items()) or "none"
     size, hidden = program["waited_bytes"] + program["hidden_bytes"], program["hidden_bytes"]
-    return f"{counts}; {size / 1e6:,.0f} MB, {hidden / max(size, 1):.0%} hidden"
+    sent = f"; {program['sent_bytes'] / 1e6:,.1f} MB to another stage" if program["sent_bytes"] else ""
+    return f"{counts}; {size / 1e6:,.0f} MB, {hidden / max(size, 1):.0%} hidden{sent}"
 
 
 HEADINGS = (
@@ -211,7 +223,9 @@ HEADINGS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all by default")
-    parser.add_argument("--depths", nargs=2, type=int, metavar=("FEW", "MORE"), help="layers of the two compilations")
+    parser.add_argument(
+        "--depths", nargs=2, type=int, metavar=("FEW", "MORE"), help="layers of a stage in the two compilations"
+    )
     parser.add_argument("--whole", action="store_true", help="compile all layers, once")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="of the steps (default: 64 2048)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there too, a line for each case")
@@ -228,7 +242,8 @@ def main() -> None:
     for case in map(CASES.__getitem__, options.cases or CASES):
         print(f"{case.model} on {case.target} ...", file=sys.stderr)
         layers = case.hf["num_hidden_layers"]
-        depths = (layers, layers) if options.whole else tuple(options.depths or case.depths)
+        whole = layers // num_stages(case)
+        depths = (whole, whole) if options.whole else tuple(options.depths or case.depths)
         lines.append(measure(case, depths, options.tokens))
         if options.json:
             options.json.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")

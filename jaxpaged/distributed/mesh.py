@@ -58,14 +58,27 @@ def stage_meshes(
         return (make_mesh(tensor_parallel_size, num_processes=num_processes, spreads_experts=spreads_experts),)
     devices = start_backend()
     check_processes(num_processes, jax.process_count(), f"{len(devices)} {devices[0].platform} devices")
-    if (wanted := tensor_parallel_size * num_stages) > len(devices):
+    check_num_stages(tensor_parallel_size, num_stages, len(devices), f"{devices[0].platform} devices")
+    return meshes_in_line(tensor_parallel_size, num_stages, devices, spreads_experts)
+
+
+def meshes_in_line(
+    tensor_parallel_size: int, num_stages: int, devices: Sequence[jax.Device], spreads_experts: bool
+) -> tuple[Mesh, ...]:
+    """Meshes of neighbouring devices, the first of them first. Raises ConfigError when some form no mesh."""
+    firsts = range(0, tensor_parallel_size * num_stages, tensor_parallel_size)
+    parts = [devices[i : i + tensor_parallel_size] for i in firsts]
+    return tuple(make_mesh(tensor_parallel_size, part, spreads_experts=spreads_experts) for part in parts)
+
+
+def check_num_stages(tensor_parallel_size: int, num_stages: int, num_devices: int, devices: str) -> None:
+    """Raise ConfigError where there are too few devices. `devices` says what they are."""
+    if (wanted := tensor_parallel_size * num_stages) > num_devices:
         raise ConfigError(
             f"pipeline_parallel_size {num_stages} times tensor_parallel_size {tensor_parallel_size} is {wanted}, but "
-            f"there are only {len(devices)} {devices[0].platform} devices. Lower one of them; or, to try it on a CPU, "
+            f"there are only {num_devices} {devices}. Lower one of them; or, to try it on a CPU, "
             f"set the environment variable XLA_FLAGS=--xla_force_host_platform_device_count={wanted}."
         )
-    parts = [devices[i : i + tensor_parallel_size] for i in range(0, wanted, tensor_parallel_size)]
-    return tuple(make_mesh(tensor_parallel_size, part, spreads_experts=spreads_experts) for part in parts)
 
 
 def mesh_shape(size: int, spreads_experts: bool) -> tuple[int, int]:

@@ -22,15 +22,13 @@ def plan_on_target(
     With `output` every program is compiled and written there as a bundle, if the engine fits. Raises ConfigError for
     an unknown target and for options that contradict each other.
     """
-    if (num_stages := config.parallel.pipeline_parallel_size) > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size is {num_stages}, but plans are made for one stage only. Leave it out."
-        )
+    if (num_stages := config.parallel.pipeline_parallel_size) > 1 and output is not None:
+        raise ConfigError(f"pipeline_parallel_size is {num_stages}, but a bundle has programs of one stage only.")
     target = parse_target(target_name, compile=compile)
     num_cores, num_devices = config.parallel.data_parallel_size, min(target.num_devices, max(target.host_sizes))
     if config.parallel.tensor_parallel_size == 1:
         settled = config.resolve(facts, target.platform)
-        shards = largest_split(settled, model, decoder, target, num_devices // num_cores)
+        shards = largest_split(settled, model, decoder, target, num_devices // (num_cores * num_stages))
         config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=shards))
     if num_cores > 1 and (needed := num_cores * config.parallel.tensor_parallel_size) > num_devices:
         raise ConfigError(

@@ -43,8 +43,10 @@ def state_bytes(blueprint: Blueprint) -> int:
 def temporary_bytes(blueprint: Blueprint) -> int:
     """Bytes of temporaries on each device, from shapes alone: an upper estimate. See `forward_bytes`.
 
-    The sampler holds a few float32 [S, V] arrays at a time.
+    The sampler holds a few float32 [S, V] arrays at a time; stages before the last one have none.
     """
+    if not has_head(blueprint):
+        return forward_bytes(blueprint)
     num_seqs, vocab_size = blueprint.config.scheduler.max_num_seqs, blueprint.decoder.vocab_size
     return forward_bytes(blueprint) + (6 + blueprint.num_drafts) * num_seqs * vocab_size * 4
 
@@ -61,13 +63,18 @@ def forward_bytes(blueprint: Blueprint) -> int:
     return tokens * (per_token * blueprint.dtype.itemsize + pairs + merging)
 
 
+def has_head(blueprint: Blueprint) -> bool:
+    """Whether tokens are drawn here: on a stage that is the last one, or where there are none."""
+    return blueprint.stage is None or blueprint.stage.is_last
+
+
 def looked_up(blueprint: Blueprint) -> list[Any]:
     """Parameters of which a pass over tokens reads single rows, or none: embeddings that are not the head too, and
     both tables of a model that drafts."""
     params: Any = blueprint.param_shapes
     pools = blueprint.config.model.runner == "pooling"
     decoder = params.decoder if pools or blueprint.draft is not None else params
-    tables = [decoder.embed_tokens] if pools or not blueprint.decoder.tie_embeddings else []
+    tables = [decoder.embed_tokens] if pools or not (blueprint.decoder.tie_embeddings and has_head(blueprint)) else []
     if blueprint.draft is not None:
         tables += [params.draft.embed_tokens, params.draft.lm_head]
     return jax.tree.leaves(tables)

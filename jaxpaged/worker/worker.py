@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import check_slice, stage_meshes
@@ -22,13 +21,12 @@ from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.drafted import DraftedParams
 from jaxpaged.models.interface import Model
-from jaxpaged.models.stages import deal_layers
 from jaxpaged.params.checkpoint import DummyParams, check_folder, checkpoint_version, load_params
 from jaxpaged.worker.device import Device, DeviceState
 from jaxpaged.worker.drafters.lookup import LookupDrafter
 from jaxpaged.worker.drafters.model import ModelDrafter
 from jaxpaged.worker.expert_balancer import ExpertBalancer
-from jaxpaged.worker.kv_blocks import Division, compiled_kv_cache, memory_for, size_kv_cache
+from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
 from jaxpaged.worker.kv_transfer.opening import check_offload, open_transfer
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
 from jaxpaged.worker.memory import reserve_of
@@ -37,10 +35,11 @@ from jaxpaged.worker.profiler import Profiler
 from jaxpaged.worker.programs.blueprint import DECODE_KINDS, NUM_FIRST, Blueprint
 from jaxpaged.worker.programs.bundles import Bundle, save_bundle
 from jaxpaged.worker.programs.compile_turns import CacheHits, CompileTurns
-from jaxpaged.worker.programs.pipeline import Pipeline
+from jaxpaged.worker.programs.pipeline import builders_of
 from jaxpaged.worker.programs.table import THREAD_NAME, CompileCounter, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.shared_blocks import SharedBlocks
+from jaxpaged.worker.stages import stage_blueprints, whole_kv_cache
 from jaxpaged.worker.step.expert_moves import loaded_with_tables
 from jaxpaged.worker.step.finishers import PromptScorer, Sampler
 from jaxpaged.worker.step.functions import RESULT_TYPES
@@ -129,8 +128,7 @@ class Worker:
 
     def _make_programs(self) -> Programs:
         """The table, compiled here or taken from the bundle."""
-        of_stages = self._of_stages
-        builders = Pipeline(of_stages).builders() if len(of_stages) > 1 else self.step_programs.builders()
+        builders = builders_of(self._of_stages)
         stored = self.bundle.loaders(list(builders), self.blueprint.mesh, RESULT_TYPES) if self.bundle else {}
         # Whether runs of decode steps gain anything is known when the engine has run, and whether anybody asks for more
         # than ordinary tokens when the first one does: compiling can wait for that.
@@ -333,19 +331,6 @@ def free_state(device: Device) -> None:
     """Free KV cache and sampling state before new ones are made, or none."""
     free(vars(device.state) if device.state else None)
     device.state = None
-
-
-def stage_blueprints(
-    config: EngineConfig, model: Model, decoder: DecoderConfig, meshes: Sequence[Mesh]
-) -> list[Blueprint]:
-    """One for each stage; of an engine without stages one for all layers. Raises ConfigError."""
-    stages = deal_layers(decoder.num_layers, len(meshes)) if len(meshes) > 1 else (None,)
-    return [Blueprint(config, model, decoder, *each) for each in zip(meshes, stages, strict=True)]
-
-
-def whole_kv_cache(blueprint: Blueprint, num_blocks: int) -> KVCacheConfig:
-    """The cache of all stages as one, whose first pool has `num_blocks`: a block id is a block on each of them."""
-    return Division(blueprint.whole_groups, blueprint.demand, blueprint.num_shards).kv_cache(num_blocks)
 
 
 def planned_memory(stages: Sequence[Blueprint], num_blocks: int) -> dict[str, int]:

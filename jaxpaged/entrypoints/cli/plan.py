@@ -29,6 +29,7 @@ exit status: 0 the engine fits; 1 it does not fit or run, and the plan says what
 
 examples:
   jaxpaged plan meta-llama/Llama-3.1-8B --target v6e:2x4 --max-model-len 32K
+  jaxpaged plan meta-llama/Llama-3.1-70B --target v6e:2x4 -tp 4 -pp 2 --max-model-len 8K
   jaxpaged plan Qwen/Qwen3-8B --target h100 --json
   jaxpaged plan Qwen/Qwen3-8B --target h100 --kv-trace mooncake.jsonl --kv-sizes 64G,512G --kv-chart tiers.png
   jaxpaged plan ./model --target v5e:2x2 --save ./bundle && scp -r ./bundle tpu-host:

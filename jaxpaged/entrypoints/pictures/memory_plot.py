@@ -33,7 +33,7 @@ def draw_memory(plan: Plan) -> "Figure":
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(labelsize=9, colors=canvas.INK)
     verdict = "" if plan.fits else ": does not fit"
-    title = f"{plan.model} on {plan.target}, {plan.tensor_parallel_size} x {plan.device.name}{verdict}"
+    title = f"{plan.model} on {plan.target}, {plan.devices_per_engine} x {plan.device.name}{verdict}"
     axes.set_title(title, fontsize=12, color=canvas.INK)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=4, frameon=False, fontsize=9)
     return figure

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from jaxpaged.entrypoints.pictures.tables import Line, text_table
-from jaxpaged.plan import Plan, PlannedProgram, Speed
+from jaxpaged.plan import Plan, PlannedProgram, Speed, StagePlan
 
 BAR = 48
 """Characters of the memory bar."""
@@ -20,7 +20,9 @@ def json_report(plan: Plan, more: Mapping[str, Any] | None = None) -> str:
 
 def text_report(plan: Plan) -> str:
     """The plan for people: what fits, the programs, the bounds of speed, what was assumed, what to change."""
-    split = f", the model split over {plan.tensor_parallel_size} of them" if plan.num_devices > 1 else ""
+    split = f", the model split over {plan.devices_per_engine} of them" if plan.num_devices > 1 else ""
+    if plan.stages:
+        split += f", {len(plan.stages)} stages of {plan.tensor_parallel_size}"
     parts = [
         f"{plan.model} on {plan.target}: {count(plan.num_devices, 'device')} ({plan.device.name}){split}",
         "  ".join(f"{name}={value}" for name, value in plan.options.items()),
@@ -58,7 +60,18 @@ def memory_report(plan: Plan) -> str:
     if plan.programs:
         lines.append(("code", f"{gib(plan.code_bytes)} in {count(len(plan.programs), 'program')}"))
     lines.append(("usable", f"{gib(plan.usable_bytes)} of {gib(plan.device.memory)}"))
-    return "\n".join(["memory per device", memory_bar(plan), indented(text_table(lines))])
+    heading = "memory per device of the stage that needs most" if plan.stages else "memory per device"
+    report = "\n".join([heading, memory_bar(plan), indented(text_table(lines))])
+    return f"{report}\n\n{stages_report(plan.stages)}" if plan.stages else report
+
+
+def stages_report(stages: Sequence[StagePlan]) -> str:
+    """What a device of each stage has. All have as many KV blocks."""
+    rows = [("stage", "layers", "weights", "KV blocks", "state", "temporaries", "code")]
+    for i, each in enumerate(stages, start=1):
+        sizes = (each.weight_bytes, each.kv_bytes, each.state_bytes, each.temporary_bytes, each.code_bytes)
+        rows.append((str(i), str(each.num_layers), *map(gib, sizes)))
+    return "\n".join(["memory per device, by stage", *columns(rows)])
 
 
 def memory_bar(plan: Plan) -> str:
@@ -84,6 +97,8 @@ def programs_report(programs: Sequence[PlannedProgram]) -> str:
         if program.hidden_bytes:
             share = program.waited_bytes / (program.waited_bytes + program.hidden_bytes)
             collectives += f" ({share:.0%} waited for)"
+        if program.sent_bytes:
+            collectives += f", {mib(program.sent_bytes)} to another stage"
         sizes = (mib(program.temporary_bytes), mib(program.code_bytes), mib(program.memory_bytes))
         rows.append((program.name, f"{program.compile_seconds:.1f} s", *sizes, collectives))
     return "\n".join(["programs", *columns(rows)])

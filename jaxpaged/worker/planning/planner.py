@@ -4,31 +4,24 @@ Nothing is read but the model's description. The programs are the very ones that
 compile, so their temporaries, code and collectives are facts; speed is a bound (`roofline.py`).
 """
 
-import itertools
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import across_hosts
 from jaxpaged.errors import ConfigError, UsageError
-from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, StateSpec
-from jaxpaged.layers.experts import expert_weights
+from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
-from jaxpaged.params.sharding import bytes_on_device, elements_on_device
-from jaxpaged.plan import Plan, PlannedProgram, Speed, worst_bytes
-from jaxpaged.worker.context_split import exchanged_bytes
+from jaxpaged.plan import Plan, PlannedProgram, Speed, StagePlan, worst_bytes
 from jaxpaged.worker.kv_transfer.programs import token_bytes
-from jaxpaged.worker.memory import looked_up, reserve_of
-from jaxpaged.worker.planning.program_text import ProgramText
+from jaxpaged.worker.memory import reserve_of
+from jaxpaged.worker.planning.compiling import Compiler
+from jaxpaged.worker.planning.costs import steps_per_program, work_of
 from jaxpaged.worker.planning.roofline import (
     DISPATCH_SECONDS,
     KERNEL_SECONDS,
@@ -39,9 +32,9 @@ from jaxpaged.worker.planning.roofline import (
     prefill_speed,
 )
 from jaxpaged.worker.planning.targets import Target, shapes_mesh
-from jaxpaged.worker.programs.blueprint import MAX_STEPS, Blueprint, Builders
+from jaxpaged.worker.programs.blueprint import Blueprint
 from jaxpaged.worker.programs.bundles import save_bundle
-from jaxpaged.worker.programs.table import ProgramKey
+from jaxpaged.worker.stages import stage_blueprints, whole_kv_cache
 from jaxpaged.worker.step.functions import RESULT_TYPES
 from jaxpaged.worker.step.pooling import programs_for
 
@@ -55,37 +48,38 @@ class Planner:
 
     def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, target: Target):
         self.config, self.model, self.decoder, self.target = config, model, decoder, target
-        self.blueprint = Blueprint(config, model, decoder, target.mesh(*config.parallel.devices))
+        (size, spreads_experts), num_stages = config.parallel.devices, config.parallel.pipeline_parallel_size
+        self.stages = stage_blueprints(config, model, decoder, target.stage_meshes(size, num_stages, spreads_experts))
+        self.blueprint = self.stages[-1]
         self.pools = config.model.runner == "pooling"
-        self.reserve = reserve_of(self.blueprint)
-        self.compiled: dict[ProgramKey, jax.stages.Compiled] = {}
+        self.reserves = [reserve_of(stage) for stage in self.stages]
 
     def plan(self, *, all_programs: bool = False, progress: Progress | None = None) -> Plan:
         """Compile, if the target can, and put everything together. A program that does not compile is in the plan."""
-        blueprint, num_blocks = self.blueprint, self.num_blocks
         programs: list[PlannedProgram] = []
-        if self.target.compiles and num_blocks > self.blocks_per_request and not self.obstacles():
-            builders = programs_for(blueprint, self.kv_cache).builders()
-            keys = list(builders) if all_programs else self.representative(builders)
-            programs = self._compile(keys, builders, progress or (lambda stage, done, total: None))
+        if self.target.compiles and self.num_blocks > self.blocks_per_request and not self.obstacles():
+            keys = list(self.compiler.builders) if all_programs else self.compiler.representative
+            programs = self.compiler.compile(keys, progress or (lambda stage, done, total: None))
+        stages = self.stage_plans(programs)
+        fullest = max(stages, key=lambda stage: stage.needed_bytes)
         plan = Plan(
             model=self.config.model.model,
             target=self.target.name,
             device=self.target.device,
             num_devices=self.target.num_devices,
             num_hosts=self.target.num_hosts,
-            tensor_parallel_size=blueprint.num_shards,
+            tensor_parallel_size=self.blueprint.num_shards,
             options=self.options(),
             usable_bytes=self.usable_bytes,
-            weight_bytes=self.reserve.weights,
-            state_bytes=self.reserve.state,
-            temporary_bytes=worst_bytes(programs) if programs else self.reserve.temporaries,
-            reserved_bytes=self.reserve.temporaries,
-            code_bytes=sum(program.code_bytes for program in programs),
-            block_bytes=self.block_bytes,
+            weight_bytes=fullest.weight_bytes,
+            state_bytes=fullest.state_bytes,
+            temporary_bytes=fullest.temporary_bytes,
+            reserved_bytes=fullest.reserved_bytes,
+            code_bytes=fullest.code_bytes,
+            block_bytes=fullest.block_bytes,
             page_token_bytes=token_bytes(self.kv_cache),
-            further_kv_bytes=self.kv_cache.num_bytes(blueprint.num_shards) - num_blocks * self.block_bytes,
-            num_blocks=num_blocks,
+            further_kv_bytes=fullest.kv_bytes - self.num_blocks * fullest.block_bytes,
+            num_blocks=self.num_blocks,
             blocks_per_request=self.blocks_per_request,
             concurrency={context: self.concurrency(context) for context in self.contexts(CONTEXTS)},
             programs=programs,
@@ -94,15 +88,23 @@ class Planner:
             assumptions=self.assumptions(programs),
             obstacles=self.obstacles(),
             advice=[],
+            stages=stages if len(stages) > 1 else [],
         )
         plan.advice = self.advice(plan)
         return plan
 
     def save(self, folder: Path, progress: Progress) -> None:
         """Write the programs of a plan made with `all_programs` as a bundle. Raises UsageError."""
-        if not self.compiled:
+        compiled = self.compiler.compiled
+        if not compiled:
             raise UsageError(f"nothing was compiled for {self.target.name}, so there is nothing to save. Drop --save.")
-        save_bundle(folder, self.compiled, self.blueprint.fingerprint(), self.num_blocks, RESULT_TYPES, progress)
+        save_bundle(folder, compiled, self.blueprint.fingerprint(), self.num_blocks, RESULT_TYPES, progress)
+
+    @cached_property
+    def compiler(self) -> Compiler:
+        """Of the programs of all stages."""
+        num_blocks = self.num_blocks
+        return Compiler([programs_for(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages])
 
     # ---- memory --------------------------------------------------------------------------------
 
@@ -111,27 +113,39 @@ class Planner:
         return int(self.target.device.memory * self.config.cache.gpu_memory_utilization)
 
     @property
-    def block_bytes(self) -> int:
-        return self.blueprint.division.block_bytes
-
-    @property
-    def kv_tensor_bytes(self) -> set[int]:
-        """Bytes of the arrays that hold the KV cache, each as long as all blocks of a layer."""
-        shapes = programs_for(self.blueprint, self.kv_cache).shapes
-        return {bytes_on_device(leaf) for leaf in jax.tree.leaves(shapes.kv)}
-
-    @property
     def kv_cache(self) -> KVCacheConfig:
-        return self.blueprint.division.kv_cache(self.num_blocks)
+        return whole_kv_cache(self.blueprint, self.num_blocks)
 
     @property
     def num_blocks(self) -> int:
-        """As many as the engine itself would take on the target, of the first pool."""
+        """As many as the engine itself would take on the target, of the first pool: what the stage with the least room
+        has room for."""
         cache = self.config.cache
         if cache.num_gpu_blocks_override:
             return cache.num_gpu_blocks_override
-        free = self.usable_bytes - self.reserve.total
-        return self.blueprint.division.num_blocks_in(max(cache.kv_cache_memory_bytes or free, 0))
+        return min(self._num_blocks_of(i) for i in range(len(self.stages)))
+
+    def _num_blocks_of(self, stage: int) -> int:
+        """As many as a device of a stage has room for."""
+        free = self.config.cache.kv_cache_memory_bytes or self.usable_bytes - self.reserves[stage].total
+        return self.stages[stage].division.num_blocks_in(max(free, 0))
+
+    def stage_plans(self, programs: Sequence[PlannedProgram] = ()) -> list[StagePlan]:
+        """What a device of each stage has; of an engine without stages there is one."""
+        return [self._stage_plan(i, programs_of(programs, i, len(self.stages))) for i in range(len(self.stages))]
+
+    def _stage_plan(self, i: int, programs: Sequence[PlannedProgram]) -> StagePlan:
+        stage, reserve = self.stages[i], self.reserves[i]
+        return StagePlan(
+            num_layers=stage.decoder.num_layers,
+            weight_bytes=reserve.weights,
+            state_bytes=reserve.state,
+            kv_bytes=stage.division.num_bytes(self.num_blocks),
+            temporary_bytes=worst_bytes(programs) if programs else reserve.temporaries,
+            reserved_bytes=reserve.temporaries,
+            code_bytes=sum(program.code_bytes for program in programs),
+            block_bytes=stage.division.block_bytes,
+        )
 
     @property
     def blocks_per_request(self) -> int:
@@ -167,106 +181,41 @@ class Planner:
             | attention
         )
 
-    # ---- programs ------------------------------------------------------------------------------
-
-    @staticmethod
-    def representative(builders: Builders) -> list[ProgramKey]:
-        """All forward programs, and of every other kind the largest, which has the most temporaries."""
-        largest: dict[str, int] = {}
-        for key in builders:
-            largest[key.kind] = max(key.size, largest.get(key.kind, 0))
-        return [key for key in builders if key.kind == "forward" or key.size == largest[key.kind]]
-
-    def _compile(self, keys: list[ProgramKey], builders: Builders, progress: Progress) -> list[PlannedProgram]:
-        progress("programs", 0, len(keys))
-        done = itertools.count(1)
-
-        def compile_one(key: ProgramKey) -> PlannedProgram:
-            program = self.compile_program(key, builders[key])
-            progress("programs", next(done), len(keys))
-            return program
-
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-            return list(threads.map(compile_one, keys))
-
-    def compile_program(self, key: ProgramKey, build: Callable[[], jax.stages.Lowered]) -> PlannedProgram:
-        """What the compiler says of one program, or why it cannot compile it."""
-        begin = time.perf_counter()
-        try:
-            with jax.sharding.use_abstract_mesh(self.blueprint.mesh.abstract_mesh):
-                compiled = self.compiled[key] = build().compile()
-        except Exception as error:  # what a compiler refuses is a finding, whatever its type
-            return PlannedProgram(*key, time.perf_counter() - begin, error=first_line(error))
-        seconds, memory, cost = time.perf_counter() - begin, compiled.memory_analysis(), compiled.cost_analysis() or {}
-        text = ProgramText(compiled.as_text(), self.kv_tensor_bytes)
-        collectives = text.collectives()
-        return PlannedProgram(
-            *key,
-            seconds,
-            temporary_bytes=memory.temp_size_in_bytes,
-            output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-            code_bytes=memory.generated_code_size_in_bytes,
-            flops=cost.get("flops", 0.0),
-            memory_bytes=text.memory_bytes(),
-            collectives=collectives.counts,
-            waited_bytes=collectives.waited_bytes,
-            hidden_bytes=collectives.hidden_bytes,
-        )
-
     # ---- speed ---------------------------------------------------------------------------------
 
-    def work(self, programs: Sequence[PlannedProgram] = ()) -> Work:
-        """What a token costs on one device. Unless programs say otherwise, collectives are waited for."""
-        blueprint, decoder = self.blueprint, self.blueprint.decoder
-        params, shards, table_rows = blueprint.param_shapes, blueprint.num_shards, looked_up(blueprint)
-        head = blueprint.model.head(params)
-        read = [leaf for leaf in jax.tree.leaves(params) if not any(leaf is other for other in table_rows)]
-        experts, share = expert_weights(params), decoder.share_of_experts
-        waited = sum(program.waited_bytes for program in programs if program.kind == "forward")
-        hidden = sum(program.hidden_bytes for program in programs if program.kind == "forward")
-        return Work(
-            num_shards=shards,
-            weight_bytes=blueprint.weight_bytes - sum(bytes_on_device(leaf) for leaf in table_rows),
-            params=sum(map(elements_on_device, read)) - round(sum(map(elements_on_device, experts)) * (1 - share)),
-            expert_bytes=sum(map(bytes_on_device, experts)),
-            expert_share=share,
-            head_params=sum(elements_on_device(leaf) for leaf in jax.tree.leaves(head)),
-            attention_layers=tuple(attention_layers(blueprint.kv_groups, shards)),
-            heads=round(decoder.num_heads * decoder.attended_dim / shards),
-            merged_bytes=exchanged_bytes(blueprint.decoders, blueprint.kv_groups, blueprint.attention, blueprint.dtype),
-            reduced_bytes=2 * sum(e.num_layers * e.hidden_size for e in blueprint.decoders) * blueprint.dtype.itemsize,
-            waited_share=waited / (waited + hidden) if waited + hidden else 1.0,
-            steps_per_program=self.steps_per_program,
-        )
-
-    @property
-    def steps_per_program(self) -> int:
-        return self.config.scheduler.num_scheduler_steps or MAX_STEPS
+    def works(self, programs: Sequence[PlannedProgram] = ()) -> list[Work]:
+        """What a token costs on a device of each stage."""
+        count = len(self.stages)
+        return [work_of(stage, programs_of(programs, i, count)) for i, stage in enumerate(self.stages)]
 
     def decode(self, programs: Sequence[PlannedProgram] = ()) -> list[Speed]:
         """Decode bounds for numbers of requests and contexts that fit the KV cache."""
-        device, most, work = self.target.device, self.config.scheduler.max_num_seqs, self.work(programs)
-        head_leaves = jax.tree.leaves(self.blueprint.model.head(self.blueprint.param_shapes))
-        head = sum(map(bytes_on_device, head_leaves))
+        device, most, works = self.target.device, self.config.scheduler.max_num_seqs, self.works(programs)
+        count = len(self.stages)
+        moved = lambda n: [
+            forward_bytes(programs_of(programs, i, count), -(-n // count)) + work.head_bytes
+            for i, work in enumerate(works)
+        ]
         counts = sorted({min(n, most) for n in DECODE_REQUESTS})
         return [
-            decode_speed(work, device, n, context, forward_bytes(programs, n) + head)
+            decode_speed(works, device, n, context, moved(n))
             for context in self.contexts(SPEED_CONTEXTS) for n in counts if n <= self.concurrency(context)
         ]  # fmt: skip
 
     def prefill(self, programs: Sequence[PlannedProgram] = ()) -> list[Speed]:
         """Bounds for one prompt, in as few steps as the engine can compute it."""
-        work, step_tokens = self.work(programs), self.config.scheduler.max_num_batched_tokens
-        return [prefill_speed(work, self.target.device, n, -(-n // step_tokens)) for n in self.contexts(SPEED_CONTEXTS)]
+        works, step_tokens = self.works(programs), self.config.scheduler.max_num_batched_tokens
+        contexts = self.contexts(SPEED_CONTEXTS)
+        return [prefill_speed(works, self.target.device, n, -(-n // step_tokens)) for n in contexts]
 
     # ---- words ---------------------------------------------------------------------------------
 
     def assumptions(self, programs: Sequence[PlannedProgram]) -> list[str]:
-        device, shards = self.target.device, self.blueprint.num_shards
+        device, shards, most_steps = self.target.device, self.blueprint.num_shards, steps_per_program(self.blueprint)
         lines = [
             f"speed is a bound: {device.bandwidth / 1e9:,.0f} GB/s of memory and {device.matmul_bf16 / 1e12:,.0f} "
             "TFLOP/s of bf16 per device (data sheet); good kernels reach 60 to 90 % of it",
-            f"the host takes {1e6 * DISPATCH_SECONDS:.0f} us for a program, of up to {self.steps_per_program} decode "
+            f"the host takes {1e6 * DISPATCH_SECONDS:.0f} us for a program, of up to {most_steps} decode "
             f"steps, and {1e6 * REQUEST_SECONDS:.1f} us for each request in a step (scripts/bench_host.py), while "
             f"devices compute; {KERNELS_PER_LAYER} kernels of a layer wait for each other, {1e6 * KERNEL_SECONDS:.0f} "
             "us each",
@@ -278,8 +227,13 @@ class Planner:
         if shards > 1:
             lines.append(
                 f"devices exchange {device.links / 1e9:,.0f} GB/s each, and latency is left out; "
-                f"{self.work(programs).waited_share:.0%} of what they exchange is waited for"
+                f"{max(work.waited_share for work in self.works(programs)):.0%} of what they exchange is waited for"
                 + ("" if programs else ", as nothing was compiled that would say otherwise")
+            )
+        if len(self.stages) > 1:
+            lines.append(
+                f"requests take turns on {len(self.stages)} stages, which are all busy where there are as many; hidden "
+                f"states are sent on, {self.works()[0].sent_bytes:,} bytes of each token to each device of a stage"
             )
         if self.config.parallel.enable_expert_parallel:
             lines.append("tokens go to the experts of all devices alike; the most loaded device makes a step longer")
@@ -289,9 +243,17 @@ class Planner:
 
     def obstacles(self) -> list[str]:
         """Why the engine would not run on the target, were there memory enough."""
-        target, split = self.target, self.blueprint.num_shards
+        target, split = self.target, self.blueprint.num_shards * len(self.stages)
         on_one_host = target.platform == "gpu" and split <= max(target.host_sizes)
-        if target.num_hosts == 1 or on_one_host or split == target.num_devices:
+        if target.num_hosts == 1 or on_one_host:
+            return []
+        if len(self.stages) > 1:
+            return [
+                f"the {target.num_devices} devices of {target.name} are spread over {target.num_hosts} hosts, and one "
+                f"process computes all stages of a pipeline. Plan for the {max(target.host_sizes)} devices of "
+                f"{target.host_name}, or for fewer"
+            ]
+        if split == target.num_devices:
             return []
         spread = across_hosts(target.num_hosts, f"the {target.num_devices} devices of {target.name}")
         return [f"{spread} Plan for the {max(target.host_sizes)} devices of {target.host_name}, or for fewer"]
@@ -300,25 +262,26 @@ class Planner:
         """What to change when it does not fit or run, or when devices are left over."""
         lines = [f"{each.name} does not compile: {each.error}" for each in plan.programs if each.error] + plan.obstacles
         if plan.num_blocks <= plan.blocks_per_request:
-            lines += self._how_to_fit(plan)
+            lines += self._how_to_fit()
         elif plan.missing_bytes:
             lines.append(self._how_to_shrink(plan))
-        if plan.num_hosts > 1 and plan.tensor_parallel_size == plan.num_devices:
+        if plan.num_hosts > 1 and plan.tensor_parallel_size == plan.num_devices and not plan.stages:
             lines.append(f"one engine across {plan.num_hosts} hosts: start it on each, --nnodes {plan.num_hosts}")
-        replicas = plan.num_hosts * (plan.num_devices // plan.num_hosts // plan.tensor_parallel_size)
+        replicas = plan.num_hosts * (plan.num_devices // plan.num_hosts // plan.devices_per_engine)
         if replicas > self.config.parallel.data_parallel_size and not lines:
-            option = "" if plan.num_hosts > 1 else f": --data-parallel-size {replicas}"
-            where = f"{plan.target}, each on {plan.tensor_parallel_size} of its {plan.num_devices} devices"
+            option = "" if plan.num_hosts > 1 or plan.stages else f": --data-parallel-size {replicas}"
+            where = f"{plan.target}, each on {plan.devices_per_engine} of its {plan.num_devices} devices"
             lines.append(f"{replicas} engines fit side by side on {where}{option}")
         return lines
 
-    def _how_to_fit(self, plan: Plan) -> list[str]:
+    def _how_to_fit(self) -> list[str]:
         gib = 2**30
-        needed = self.blueprint.division.least_bytes
+        tight = min(range(len(self.stages)), key=self._num_blocks_of)
+        needed, stage = self.stages[tight].division.least_bytes, self.stage_plans()[tight]
         lines = [
             f"a request of {self.config.model.max_model_len} tokens needs {needed / gib:.2f} GiB of KV blocks, and "
-            f"{max(plan.kv_bytes, 0) / gib:.2f} GiB are left beside {plan.weight_bytes / gib:.2f} GiB of weights "
-            f"and {(plan.state_bytes + plan.reserved_bytes) / gib:.2f} GiB of requests' state and temporaries"
+            f"{max(stage.kv_bytes, 0) / gib:.2f} GiB are left beside {stage.weight_bytes / gib:.2f} GiB of weights "
+            f"and {(stage.state_bytes + stage.reserved_bytes) / gib:.2f} GiB of requests' state and temporaries"
         ]
         if (longest := self._longest_fit()) >= self.config.cache.block_size:
             lines.append(f"--max-model-len {longest} would fit")
@@ -352,7 +315,8 @@ class Planner:
         host = replace(self.target, devices=(), sizes=host_sizes, num_devices=max(host_sizes), num_hosts=1)
         for shards in host_sizes:
             config = replace(self.config, parallel=replace(self.config.parallel, tensor_parallel_size=shards))
-            if shards > self.blueprint.num_shards and can_split(config, self.model, self.decoder):
+            enough = shards * len(self.stages) <= host.num_devices
+            if enough and shards > self.blueprint.num_shards and can_split(config, self.model, self.decoder):
                 planner = Planner(config, self.model, self.decoder, host)
                 if planner.num_blocks > planner.blocks_per_request:
                     return shards
@@ -380,21 +344,12 @@ def can_split(config: EngineConfig, model: Model, decoder: DecoderConfig) -> boo
     return True
 
 
+def programs_of(programs: Sequence[PlannedProgram], stage: int, num_stages: int) -> list[PlannedProgram]:
+    """Those of a stage, which are numbered from 1 where there are several."""
+    return [program for program in programs if num_stages == 1 or program.stage == stage + 1]
+
+
 def forward_bytes(programs: Sequence[PlannedProgram], num_tokens: int) -> int:
     """What the smallest compiled forward program for so many tokens moves; 0 if there is none."""
     sizes = {program.size: program.memory_bytes for program in programs if program.kind == "forward"}
     return next((sizes[size] for size in sorted(sizes) if size >= num_tokens), 0)
-
-
-def attention_layers(groups: Sequence[KVCacheGroup], num_shards: int) -> Iterator[tuple[int | None, int, int]]:
-    """(window, layers, bytes that a device keeps of a token in one of them) of every group. A recurrent state is no
-    attention: it is not as long as the context, and small beside the weights."""
-    for group in groups:
-        spec = group.spec
-        if not isinstance(spec, StateSpec):
-            token_bytes = spec.block_bytes // spec.block_size // (num_shards if spec.is_split else 1)
-            yield getattr(spec, "most_seen", None), len(group.layer_idxs), token_bytes
-
-
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

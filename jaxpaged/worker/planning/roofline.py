@@ -3,9 +3,11 @@
 A step takes at least as long as its slowest part (Williams, Waterman and Patterson, "Roofline", 2009): reading the
 weights and the KV cache once, multiplying, what the host does for it, or one kernel after another. Collectives during
 which nothing else runs add to that; the others overlap, as all other parts are taken to do, perfectly, so real engines
-stay below. This module knows numbers only.
+stay below. Of several stages the slowest computes one step after the other, and no step ends before it has been on all
+of them. This module knows numbers only.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpaged.plan import DeviceFacts, Speed
@@ -31,7 +33,7 @@ class Work:
     reduced_bytes: summed over the devices per token in all layers, `waited_share` of it while nothing else runs.
     steps_per_program: decode steps that are dispatched at once, at most. expert_bytes: those of `weight_bytes` that
     are experts', of which a token goes to `expert_share`, as if by chance. merged_bytes: sent by a device per
-    token where contexts lie on several.
+    token where contexts lie on several; sent_bytes: to the next stage.
     """
 
     num_shards: int
@@ -46,6 +48,8 @@ class Work:
     expert_bytes: int = 0
     expert_share: float = 1.0
     merged_bytes: int = 0
+    head_bytes: int = 0
+    sent_bytes: int = 0
 
     def bytes_read(self, num_tokens: int) -> float:
         """The weights that a step of so many tokens needs: experts to which none of them goes are left alone."""
@@ -57,41 +61,67 @@ class Work:
 
 
 def decode_speed(
-    work: Work, device: DeviceFacts, num_requests: int, context: int, step_bytes: int | None = None
+    stages: Sequence[Work], device: DeviceFacts, num_requests: int, context: int, step_bytes: Sequence[int] = ()
 ) -> Speed:
-    """A step in which `num_requests` requests of `context` tokens get one token each.
+    """A step in which `num_requests` requests of `context` tokens get one token each, on one stage or several.
 
-    `step_bytes` is what its programs move besides the KV cache, if that is known; never less than the weights.
+    `step_bytes` is what the programs of each stage move besides the KV cache, if that is known; never less than the
+    weights. Requests take turns on stages: each step has a share of them.
     """
-    moved = max(step_bytes or 0, work.bytes_read(num_requests))
+    in_step = -(-num_requests // len(stages))
+    parts_of = [
+        decode_parts(work, device, in_step, context, moved)
+        for work, moved in zip(stages, step_bytes or [0] * len(stages), strict=True)
+    ]
+    seconds, sent = stage_seconds(stages, device, in_step, parts_of)
+    num_steps = -(-num_requests // in_step)  # until all have a token: those of a step need it for their next one
+    slowest = max(range(len(stages)), key=seconds.__getitem__)
+    parts, host = parts_of[slowest], num_steps * parts_of[slowest]["host"]
+    whole = max(num_steps * seconds[slowest], sum(seconds) + sent, host)
+    return Speed(num_requests, context, num_requests / whole, limit_of(stages[slowest], device, in_step, parts))
+
+
+def decode_parts(work: Work, device: DeviceFacts, num_requests: int, context: int, step_bytes: int) -> dict[str, float]:
+    """Seconds of the parts of a step on one stage."""
+    moved = max(step_bytes, work.bytes_read(num_requests))
     in_layers = [(min(window or context, context) * n, token_bytes) for window, n, token_bytes in work.attention_layers]
     seen, read = sum(n for n, _ in in_layers), sum(n * token_bytes for n, token_bytes in in_layers)
-    parts = {
+    return {
         "memory": (moved + num_requests * read) / device.bandwidth,
         "matmul": num_requests * (2 * work.params + 4 * seen * work.heads) / device.matmul_bf16,
         "host": DISPATCH_SECONDS / work.steps_per_program + num_requests * REQUEST_SECONDS,
         "kernels": work.kernels * KERNEL_SECONDS,
     }
-    return speed(work, device, num_requests, context, num_requests, parts)
 
 
-def prefill_speed(work: Work, device: DeviceFacts, num_tokens: int, num_steps: int = 1) -> Speed:
-    """One prompt of `num_tokens` tokens, computed in `num_steps` steps; only its last token has logits."""
+def prefill_speed(stages: Sequence[Work], device: DeviceFacts, num_tokens: int, num_steps: int = 1) -> Speed:
+    """One prompt of `num_tokens` tokens, computed in `num_steps` steps of about as much each; only its last token has
+    logits."""
+    parts_of = [prefill_parts(work, device, num_tokens, num_steps) for work in stages]
+    seconds, sent = stage_seconds(stages, device, num_tokens / num_steps, parts_of)
+    slowest = max(range(len(stages)), key=seconds.__getitem__)
+    parts, host = parts_of[slowest], num_steps * parts_of[slowest]["host"]
+    whole = max(sum(seconds) + sent + (num_steps - 1) * seconds[slowest], host)
+    limit = limit_of(stages[slowest], device, num_tokens / num_steps, parts)
+    return Speed(1, num_tokens, num_tokens / whole, limit)
+
+
+def prefill_parts(work: Work, device: DeviceFacts, num_tokens: int, num_steps: int) -> dict[str, float]:
+    """Seconds of the parts of one of these steps on one stage."""
     pairs = 0.0
     for window, layers, _ in work.attention_layers:
         width = min(window or num_tokens, num_tokens)
         pairs += layers * (width * (width + 1) / 2 + (num_tokens - width) * width)
     flops = 2 * (work.params - work.head_params) * num_tokens + 4 * pairs * work.heads + 2 * work.head_params
-    parts = {
-        "memory": num_steps * work.bytes_read(num_tokens // num_steps) / device.bandwidth,
-        "matmul": flops / device.matmul_bf16,
-        "host": num_steps * DISPATCH_SECONDS,
-        "kernels": num_steps * work.kernels * KERNEL_SECONDS,
+    return {
+        "memory": work.bytes_read(num_tokens // num_steps) / device.bandwidth,
+        "matmul": flops / device.matmul_bf16 / num_steps,
+        "host": DISPATCH_SECONDS,
+        "kernels": work.kernels * KERNEL_SECONDS,
     }
-    return speed(work, device, 1, num_tokens, num_tokens, parts)
 
 
-def link_seconds(work: Work, device: DeviceFacts, num_tokens: int) -> float:
+def link_seconds(work: Work, device: DeviceFacts, num_tokens: float) -> float:
     """A ring all-reduce sends every byte 2 (n - 1) / n times; what merges parts of contexts comes on top."""
     if work.num_shards == 1 or not device.links:
         return 0.0
@@ -99,13 +129,23 @@ def link_seconds(work: Work, device: DeviceFacts, num_tokens: int) -> float:
     return num_tokens * (reduced + work.merged_bytes) / device.links
 
 
-def speed(
-    work: Work, device: DeviceFacts, num_requests: int, context: int, num_tokens: int, parts: dict[str, float]
-) -> Speed:
-    """Parts of devices and host overlap. Collectives that are waited for do not: they add to the devices' time."""
-    links = link_seconds(work, device, num_tokens)
-    waited = work.waited_share * links
-    on_device = max(seconds for name, seconds in parts.items() if name != "host")
-    whole = max(on_device + waited, parts["host"], links)
-    limit = max(parts | {"links": links}, key=(parts | {"links": links}).__getitem__)
-    return Speed(num_requests, context, num_tokens / whole, limit)
+def stage_seconds(
+    stages: Sequence[Work], device: DeviceFacts, step_tokens: float, parts_of: Sequence[dict[str, float]]
+) -> tuple[list[float], float]:
+    """(The seconds that a step takes each stage, those in which hidden states go from stage to stage.)
+
+    Parts of a device overlap. Collectives that are waited for do not: they add to its time.
+    """
+    links = [link_seconds(work, device, step_tokens) for work in stages]
+    seconds = [
+        max(max(seconds for name, seconds in parts.items() if name != "host") + work.waited_share * link, link)
+        for work, parts, link in zip(stages, parts_of, links, strict=True)
+    ]
+    sent = sum(work.sent_bytes for work in stages) * step_tokens / device.links if device.links else 0.0
+    return seconds, sent
+
+
+def limit_of(work: Work, device: DeviceFacts, step_tokens: float, parts: dict[str, float]) -> str:
+    """The longest part of a step."""
+    parts = parts | {"links": link_seconds(work, device, step_tokens)}
+    return max(parts, key=parts.__getitem__)

@@ -16,7 +16,16 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-from jaxpaged.distributed.mesh import Coordinates, check_mesh_size, make_mesh, mesh_shape, sizes_of, torus_sizes
+from jaxpaged.distributed.mesh import (
+    Coordinates,
+    check_mesh_size,
+    check_num_stages,
+    make_mesh,
+    mesh_shape,
+    meshes_in_line,
+    sizes_of,
+    torus_sizes,
+)
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.installed import is_installed
 from jaxpaged.params.sharding import MODEL_AXES
@@ -86,6 +95,16 @@ class Target:
             return make_mesh(size, self.devices, spreads_experts=spreads_experts)
         check_mesh_size(size, self.sizes, self.num_devices, f"devices of {self.name}")
         return shapes_mesh(size, spreads_experts, AbstractDevice(self.device.name, None, self.platform))
+
+    def stage_meshes(
+        self, size: int, num_stages: int, spreads_experts: bool = False
+    ) -> tuple[Mesh, ...] | tuple[AbstractMesh, ...]:
+        """A mesh for each stage of a pipeline, of the devices that an engine would give it. Raises ConfigError."""
+        if num_stages > 1:
+            check_num_stages(size, num_stages, self.num_devices, f"devices of {self.name}")
+            if self.compiles:
+                return meshes_in_line(size, num_stages, self.devices, spreads_experts)
+        return (self.mesh(size, spreads_experts),) * num_stages
 
 
 def shapes_mesh(size: int, spreads_experts: bool = False, device: AbstractDevice | None = None) -> AbstractMesh:

@@ -111,6 +111,19 @@ class LoweredStages:
         return self.join([each.compile() for each in self.stages])
 
 
+def builders_of(stages: Sequence[StepPrograms]) -> Builders:
+    """The builders of an engine, whether it has stages or one part."""
+    return Pipeline(stages).builders() if len(stages) > 1 else stages[0].builders()
+
+
+def lowered_stages(
+    lowered: LoweredStages | jax.stages.Lowered, num_stages: int
+) -> Sequence[tuple[int, jax.stages.Lowered]]:
+    """What a builder of these made, by stage: of a program that one stage alone has, the last one's."""
+    parts = lowered.stages if isinstance(lowered, LoweredStages) else [lowered]
+    return list(enumerate(parts, start=num_stages - len(parts)))
+
+
 class Pipeline:
     """The builders of an engine, from the programs of its stages, the last one's behind the others'."""
 

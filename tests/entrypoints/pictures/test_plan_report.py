@@ -7,7 +7,7 @@ import pytest
 
 from jaxpaged.entrypoints.pictures.memory_plot import draw_memory
 from jaxpaged.entrypoints.pictures.plan_report import BAR, json_report, memory_bar, memory_parts, text_report
-from jaxpaged.plan import DeviceFacts, Plan, PlannedProgram, Speed
+from jaxpaged.plan import DeviceFacts, Plan, PlannedProgram, Speed, StagePlan
 
 GIB = 2**30
 
@@ -49,6 +49,16 @@ def test_what_would_fit_but_cannot_run_is_said():
 def test_a_program_that_does_not_compile_stands_in_its_row():
     broken = plan(programs=[PlannedProgram("forward", 8, 1.5, error="out of vmem")])
     assert not broken.fits and "does not compile" in text_report(broken)
+
+
+def test_stages_are_told_apart_and_what_they_send():
+    first, last = (StagePlan(n, n * GIB, 0, GIB, GIB, GIB, 0, 2**20) for n in (3, 4))
+    sending = PlannedProgram("forward", 8, 1.5, stage=1, sent_bytes=3 * 2**20)
+    text = text_report(plan(stages=[first, last], tensor_parallel_size=4, programs=[sending]))
+    assert "the model split over 8 of them, 2 stages of 4" in text and "the stage that needs most" in text
+    assert "2      4       4.00 GiB  1.00 GiB" in text and "forward[8] of stage 1" in text
+    assert "none, 3.0 MiB to another stage" in text
+    assert json.loads(json_report(plan(stages=[first, last])))["stages"][1]["num_layers"] == 4
 
 
 def test_json_is_the_whole_plan():

@@ -16,6 +16,7 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.models.pooling import pooling_model
 from jaxpaged.plan import DeviceFacts, PlannedProgram, worst_bytes
+from jaxpaged.worker.planning.compiling import Compiler
 from jaxpaged.worker.planning.planner import Planner, largest_split
 from jaxpaged.worker.planning.targets import GPUS, Target, parse_target
 from jaxpaged.worker.programs.blueprint import StepPrograms
@@ -99,7 +100,7 @@ def test_a_head_that_drafts_is_part_of_the_plan(folder, tmp_path):
 
 def test_a_model_that_does_not_fit_is_told_what_would(folder):
     small = planner(folder, toy(8 * MIB))
-    need = small.reserve.total + 5 * small.block_bytes
+    need = small.reserves[0].total + 5 * small.blueprint.division.block_bytes
     plan = planner(folder, toy(need), gpu_memory_utilization=1.0).plan()
     assert not plan.fits and not plan.programs
     text = " ".join(plan.advice)
@@ -195,6 +196,66 @@ def test_an_engine_on_all_devices_of_several_hosts_runs(folder):
     assert plan.num_hosts == 3 and plan.fits and "--nnodes 3" in plan.advice[0]
 
 
+def test_stages_have_the_blocks_that_the_one_with_the_least_room_has_room_for(tmp_path):
+    """The last one has the head: it has less room, though all have a layer."""
+    tensors = {"vocab_size": 4096, "tie_word_embeddings": True}
+    folder = write_checkpoint("llama", tmp_path)
+    hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(hf | tensors), encoding="utf-8")
+    own = planner(folder, toy(8 * MIB, num_devices=2), pipeline_parallel_size=2)
+    plan = own.plan()
+    assert plan.fits and plan.devices_per_engine == 2 and [each.num_layers for each in plan.stages] == [1, 1]
+    first, last = plan.stages
+    assert plan.num_blocks == own.plan().num_blocks == min(map(own._num_blocks_of, range(2)))
+    used = last.weight_bytes + last.state_bytes + last.reserved_bytes + last.kv_bytes
+    assert used <= plan.usable_bytes < used + last.block_bytes and plan.weight_bytes == last.weight_bytes
+    assert first.kv_bytes == last.kv_bytes and first.reserved_bytes < last.reserved_bytes
+    whole = planner(folder, toy(8 * MIB)).plan()
+    table = 4096 * own.decoder.hidden_size * 4
+    norm = own.decoder.hidden_size * 4
+    assert first.weight_bytes + last.weight_bytes == whole.weight_bytes + table, "each has a copy of the tied table"
+    assert last.weight_bytes - first.weight_bytes == norm
+    assert plan.num_blocks > whole.num_blocks and plan.page_token_bytes == whole.page_token_bytes
+    on_first, on_last = own.works()
+    assert on_first.weight_bytes == first.weight_bytes - table and on_last.weight_bytes == last.weight_bytes
+    assert (on_first.head_params, on_last.head_params) == (0, 4096 * own.decoder.hidden_size)
+    assert (on_first.sent_bytes, on_last.sent_bytes) == (own.decoder.hidden_size * 4, 0)
+
+
+def test_every_stage_is_compiled_for_its_own_devices_and_what_it_sends_is_counted(folder):
+    cpu = toy(64 * MIB, "cpu", tuple(jax.devices()[:4]), num_devices=4)
+    own = planner(folder, cpu, num_gpu_blocks_override=16, pipeline_parallel_size=2, tensor_parallel_size=2)
+    assert [list(stage.mesh.devices.flat) for stage in own.stages] == [jax.devices()[:2], jax.devices()[2:4]]
+    plan = own.plan(all_programs=True)
+    assert plan.fits and [program.error for program in plan.programs if program.error] == []
+    of_kind = lambda kind: [each for each in plan.programs if (each.kind, each.size) == (kind, 8)]
+    first, last = of_kind("forward")
+    assert (first.stage, last.stage) == (1, 2) and first.name == "forward[8] of stage 1"
+    assert first.sent_bytes == 8 * own.decoder.hidden_size * 4 and last.sent_bytes == 0
+    assert first.collectives["all-reduce"] == 3 and last.collectives["all-reduce"] == 2  # the embeddings, two a layer
+    drawing = [each for each in plan.programs if each.kind == "sample"]
+    assert {each.stage for each in drawing} == {2} and {each.sent_bytes for each in drawing} == {4 * (4 + 1)}
+    temporaries = [max(each.temporary_bytes for each in plan.programs if each.stage == n) for n in (1, 2)]
+    assert [each.temporary_bytes >= most for each, most in zip(plan.stages, temporaries)] == [True, True]
+    assert {program.stage for program in plan.programs} == {1, 2} and plan.decode[0].tokens_per_second > 0
+
+
+def test_stages_that_a_target_cannot_have_are_refused_or_do_not_run(folder):
+    with pytest.raises(ConfigError, match="3 times tensor_parallel_size 4 is 12, but .* 8 devices of h100:8"):
+        plan_of(phi4(folder), "h100:8", pipeline_parallel_size=3, tensor_parallel_size=4)
+    with pytest.raises(ConfigError, match="the model has 2 layers"):
+        plan_of(phi4(folder), "h100:8", pipeline_parallel_size=3, tensor_parallel_size=2)
+    plan = plan_of(phi4(folder), "h100:8", pipeline_parallel_size=2)
+    assert plan.fits and plan.tensor_parallel_size == 2, "4 devices for each stage, of which 2 divide the heads"
+    assert "2 engines fit side by side" in plan.advice[0] and "--data-parallel-size" not in plan.advice[0]
+    plan = plan_of(phi4(folder), "v6e:4x4", pipeline_parallel_size=2, tensor_parallel_size=2)
+    assert not plan.fits and "one process computes all stages" in plan.advice[0]
+    config, *rest = phi4(folder)
+    config = replace(config, parallel=replace(config.parallel, pipeline_parallel_size=2))
+    with pytest.raises(ConfigError, match="a bundle has programs of one stage only"):
+        plan_on_target(config, *rest, "h100:8", compile=True, output=Path("bundle"), progress=lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def compiled(folder):
     cpu = toy(64 * MIB, "cpu", tuple(jax.devices()[:1]))
@@ -210,7 +271,7 @@ def test_a_plan_compiles_the_programs_that_the_engine_would(compiled):
     assert plan.fits and not any(program.error for program in plan.programs)
     forward = next(program for program in plan.programs if program.kind == "forward")
     assert forward.flops > 0 and forward.temporary_bytes > 0 and forward.compile_seconds > 0
-    assert own.work().weight_bytes < forward.memory_bytes
+    assert own.works()[0].weight_bytes < forward.memory_bytes
     most = max(program.temporary_bytes for program in plan.programs)
     outputs = max(program.output_bytes for program in plan.programs if program.kind != "zeros")
     assert most < plan.temporary_bytes == most + 2 * outputs
@@ -221,7 +282,7 @@ def test_a_plan_compiles_the_programs_that_the_engine_would(compiled):
 def test_the_programs_of_a_quick_plan_take_as_much_as_all_of_them(compiled):
     own, plan, _ = compiled
     builders = StepPrograms(own.blueprint, own.kv_cache).builders()
-    quick = {tuple(key) for key in own.representative(builders)}
+    quick = {tuple(key) for key in own.compiler.representative}
     assert {kind for kind, _ in quick} == {key.kind for key in builders} and len(quick) < len(builders)
     some = [program for program in plan.programs if (program.kind, program.size) in quick]
     assert worst_bytes(some) == worst_bytes(plan.programs)
@@ -266,7 +327,7 @@ def test_a_program_that_does_not_compile_is_a_finding(folder, monkeypatch):
 
     monkeypatch.setattr(StepPrograms, "builders", lambda self: dict.fromkeys(
         [("forward", 8), ("sample", 8), ("sample_full", 8)], explode))  # fmt: skip
-    monkeypatch.setattr(Planner, "representative", staticmethod(lambda builders: [next(iter(builders))]))
+    monkeypatch.setattr(Compiler, "representative", property(lambda self: [next(iter(self.builders))]))
     plan = own.plan()
     assert not plan.fits and plan.programs[0].error == "out of vmem"
     assert plan.advice == ["forward[8] does not compile: out of vmem"]
@@ -288,12 +349,14 @@ def test_a_pooling_model_is_planned_with_the_programs_that_pool_and_without_a_de
     assert [program.error for program in compiled.programs if program.error] == []
     whole = own.blueprint.weight_bytes
     table = own.decoder.vocab_size * own.decoder.hidden_size * 4
-    assert own.work().weight_bytes == whole - table and own.work().head_params == 0  # the table is only looked up
+    assert (
+        own.works()[0].weight_bytes == whole - table and own.works()[0].head_params == 0
+    )  # the table is only looked up
 
 
 def test_of_a_model_with_experts_all_are_in_memory_and_a_token_meets_few(tmp_path):
     parts = planner(write_checkpoint("mixtral", tmp_path), toy(64 * MIB))
-    work, one_expert = parts.work(), 2 * 3 * 40 * 48  # in two layers
+    work, one_expert = parts.works()[0], 2 * 3 * 40 * 48  # in two layers
     assert work.expert_bytes == 5 * one_expert * 4 and work.expert_share == 2 / 5
     assert work.params == (work.weight_bytes - work.expert_bytes) // 4 + 2 * one_expert
 
@@ -302,7 +365,7 @@ def test_experts_that_are_spread_are_counted_where_they_are(tmp_path):
     """Five of them on two devices take three places on each."""
     folder, options = write_checkpoint("mixtral", tmp_path), {"tensor_parallel_size": 2}
     split, spread = (
-        planner(folder, toy(64 * MIB, num_devices=2), enable_expert_parallel=each, **options).work()
+        planner(folder, toy(64 * MIB, num_devices=2), enable_expert_parallel=each, **options).works()[0]
         for each in (False, True)
     )
     one_expert = 2 * 3 * 40 * 48 * 4
@@ -325,7 +388,7 @@ def test_collectives_of_what_was_not_compiled_are_waited_for(folder):
     assert any("100% of what they exchange is waited for" in line for line in plan.assumptions)
     work = planner(folder, toy(8 * MIB, num_devices=2), tensor_parallel_size=2)
     forward = PlannedProgram("forward", 8, 1.0, waited_bytes=30, hidden_bytes=10)
-    assert work.work().waited_share == 1.0 and work.work([forward]).waited_share == 0.75
+    assert work.works()[0].waited_share == 1.0 and work.works([forward])[0].waited_share == 0.75
 
 
 def test_targets_without_a_compiler_are_planned_from_shapes(folder):
@@ -349,8 +412,8 @@ def test_on_a_tpu_heads_are_split_and_no_program_copies_the_cache(folder, target
     assert {"sample", "sample_full", "sample_masked", "prompt_logprobs", "decode", "decode_full"} <= by_kind.keys()
     assert all(program.memory_bytes > 0 for kind, program in by_kind.items() if kind != "zeros")
     assert plan.temporary_bytes > max(program.temporary_bytes for program in plan.programs)
-    drawing = [key for key in own.compiled if key.kind.startswith(("sample", "decode"))]
-    assert all("top_k_top_p" in own.compiled[key].as_text() for key in drawing)  # the kernel, on both devices
+    drawing = [key for key in own.compiler.compiled if key.kind.startswith(("sample", "decode"))]
+    assert all("top_k_top_p" in own.compiler.compiled[key].as_text() for key in drawing)  # the kernel, on both devices
 
 
 @pytest.mark.aot_tpu

@@ -1,0 +1,60 @@
+"""What a token costs on a device of an engine, or of a stage of it, from the shapes of its weights and its cache."""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from jaxpaged.kv_cache_spec import KVCacheGroup, StateSpec
+from jaxpaged.layers.experts import expert_weights
+from jaxpaged.params.sharding import bytes_on_device, elements_on_device
+from jaxpaged.plan import PlannedProgram
+from jaxpaged.worker.context_split import exchanged_bytes
+from jaxpaged.worker.memory import has_head, looked_up
+from jaxpaged.worker.planning.roofline import Work
+from jaxpaged.worker.programs.blueprint import MAX_STEPS, Blueprint
+
+
+def work_of(blueprint: Blueprint, programs: Sequence[PlannedProgram] = ()) -> Work:
+    """What a token costs on one device. Unless programs say otherwise, collectives are waited for."""
+    decoder, params, shards = blueprint.decoder, blueprint.param_shapes, blueprint.num_shards
+    table_rows, head = looked_up(blueprint), head_leaves(blueprint)
+    read = [leaf for leaf in jax.tree.leaves(params) if not any(leaf is other for other in table_rows)]
+    experts, share = expert_weights(params), decoder.share_of_experts
+    waited = sum(program.waited_bytes for program in programs if program.kind == "forward")
+    hidden = sum(program.hidden_bytes for program in programs if program.kind == "forward")
+    return Work(
+        num_shards=shards,
+        weight_bytes=blueprint.weight_bytes - sum(bytes_on_device(leaf) for leaf in table_rows),
+        params=sum(map(elements_on_device, read)) - round(sum(map(elements_on_device, experts)) * (1 - share)),
+        expert_bytes=sum(map(bytes_on_device, experts)),
+        expert_share=share,
+        head_params=sum(map(elements_on_device, head)),
+        head_bytes=sum(map(bytes_on_device, head)),
+        attention_layers=tuple(attention_layers(blueprint.kv_groups, shards)),
+        heads=round(decoder.num_heads * decoder.attended_dim / shards),
+        merged_bytes=exchanged_bytes(blueprint.decoders, blueprint.kv_groups, blueprint.attention, blueprint.dtype),
+        reduced_bytes=2 * sum(e.num_layers * e.hidden_size for e in blueprint.decoders) * blueprint.dtype.itemsize,
+        sent_bytes=0 if has_head(blueprint) else decoder.hidden_size * blueprint.dtype.itemsize,
+        waited_share=waited / (waited + hidden) if waited + hidden else 1.0,
+        steps_per_program=steps_per_program(blueprint),
+    )
+
+
+def steps_per_program(blueprint: Blueprint) -> int:
+    """Decode steps that are dispatched at once, at most. Stages take them one by one."""
+    return 1 if blueprint.stage is not None else blueprint.config.scheduler.num_scheduler_steps or MAX_STEPS
+
+
+def head_leaves(blueprint: Blueprint) -> list[jax.ShapeDtypeStruct]:
+    """What turns hidden states into logits, where that is done."""
+    return jax.tree.leaves(blueprint.model.head(blueprint.param_shapes)) if has_head(blueprint) else []
+
+
+def attention_layers(groups: Sequence[KVCacheGroup], num_shards: int) -> Iterator[tuple[int | None, int, int]]:
+    """(window, layers, bytes that a device keeps of a token in one of them) of every group. A recurrent state is no
+    attention: it is not as long as the context, and small beside the weights."""
+    for group in groups:
+        spec = group.spec
+        if not isinstance(spec, StateSpec):
+            token_bytes = spec.block_bytes // spec.block_size // (num_shards if spec.is_split else 1)
+            yield getattr(spec, "most_seen", None), len(group.layer_idxs), token_bytes
