@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import grouped_matmul as gm
-from pallas_kernels import kv_copy, top_k_top_p
+from pallas_kernels import kv_copy, top_k, top_k_top_p
 from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels import quantized_matmul as qm
 from pallas_kernels.grouped_matmul import cases as grouped_cases
@@ -20,6 +20,7 @@ from pallas_kernels.kv_copy import cases as copy_cases
 from pallas_kernels.mla_paged_attention import cases as latent_cases
 from pallas_kernels.quantized_matmul import cases as quantized_cases
 from pallas_kernels.shapes import ceil_div
+from pallas_kernels.top_k import cases as largest_cases
 from pallas_kernels.top_k_top_p import cases as mask_cases
 
 
@@ -59,6 +60,14 @@ def _masks(case: Any, backend: str) -> Program | None:
     if top_k_top_p.backends(backend, logits_SV)[backend] is not None:
         return None
     return Program(lambda *operands: top_k_top_p.least_logits(*operands, backend=backend), (logits_SV, *limits))
+
+
+def _largest(case: Any, backend: str) -> Program | None:
+    x_SV = _struct((case.num_rows, case.num_columns), "float32")
+    known = top_k.backends(backend, x_SV, case.count)
+    if backend not in known or known[backend] is not None:
+        return None  # TPUs and GPUs have no kernel
+    return Program(lambda x_SV: top_k.top_k(x_SV, case.count, backend=backend)[0], (x_SV,))
 
 
 def _quantized(case: Any, backend: str) -> Program | None:
@@ -117,6 +126,7 @@ class Op:
 OPS = {
     "kv_copy": Op(_copies, copy_cases),
     "top_k_top_p": Op(_masks, mask_cases),
+    "top_k": Op(_largest, largest_cases),
     "quantized_matmul": Op(_quantized, quantized_cases),
     "grouped_matmul": Op(_grouped, grouped_cases),
     "mla_paged_attention": Op(_latent, latent_cases),

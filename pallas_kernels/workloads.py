@@ -80,6 +80,10 @@ def _masks(case: Any, structs: tuple[Any, ...]) -> tuple[Any, ...]:
     return logits_SV, *limits
 
 
+def _largest(case: Any, structs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (4 * jax.random.normal(jax.random.key(0), structs[0].shape),)
+
+
 def _quantized(case: Any, structs: tuple[Any, ...]) -> tuple[Any, ...]:
     return filled_arrays(structs)
 
@@ -97,6 +101,7 @@ def _latent(case: Any, structs: tuple[Any, ...]) -> tuple[Any, ...]:
 _FILL = {
     "kv_copy": _copies,
     "top_k_top_p": _masks,
+    "top_k": _largest,
     "quantized_matmul": _quantized,
     "grouped_matmul": _grouped,
     "mla_paged_attention": _latent,

@@ -1,8 +1,8 @@
 """top_k, top_p and min_p as one number a row: the least logit that may still be drawn.
 
-Most rows are settled by their C largest logits (`lax.top_k`); a search over thresholds, which reads the whole
-vocabulary 16 times, runs only when a row is not. Neither sorts the vocabulary. Measured on one CPU core, per row of
-262,144 logits: top_k of 256 0.7 ms, threshold search 1.6 ms, sort 80 ms.
+Most rows are settled by their C largest logits; a search over thresholds, which reads the whole vocabulary 16 times,
+runs only when a row is not. Neither sorts the vocabulary. Measured on one CPU core, per row of 262,144 logits: the
+largest 256 0.6 ms by `lax.top_k` and 0.1 ms by the kernel of the extra `cpu`, threshold search 1.6 ms, sort 80 ms.
 
 On a TPU there are no candidates: a kernel finds the limits, since `lax.top_k` looks there for one candidate after the
 other. What the compiler for a v6e makes of the plain sampler, 256 rows of 128,256 logits, all with a top_p, in millions
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpaged.sampling.rows import RowParams
-from pallas_kernels import top_k_top_p
+from pallas_kernels import top_k, top_k_top_p
 from pallas_kernels.top_k_top_p.xla import largest_threshold
 
 NUM_CANDIDATES = 256
@@ -30,19 +30,25 @@ NUM_CANDIDATES = 256
 class LimitsMethod:
     """How limits are found: by candidates, or, if `kernel` names one, by a kernel on the devices of `mesh`.
 
-    `kernel`: "" for none, "tpu", or "tpu-interpret", which simulates it.
+    `kernel`: "" for none, "tpu", or "tpu-interpret", which simulates it. `largest`: the backend of `top_k`, which finds
+    candidates, and the tokens whose log probabilities are asked for.
     """
 
     kernel: str = ""
     mesh: Mesh | None = None
     num_candidates: int = NUM_CANDIDATES
+    largest: str = "reference"
+
+
+BY_CANDIDATES = LimitsMethod()
 
 
 def choose_method(platform: str, mesh: Mesh, vocabulary: int, *, simulated: bool = False) -> LimitsMethod:
     """The best for a platform. `simulated`: as on a TPU, in JAX's simulator of one."""
     logits_SV = jax.ShapeDtypeStruct((1, vocabulary), jnp.float32)
     if top_k_top_p.choose_backend("auto", "tpu" if simulated else platform, logits_SV) != "tpu":
-        return LimitsMethod()
+        # XLA would not split a kernel's rows over devices.
+        return LimitsMethod(largest=top_k.choose_backend("auto", platform) if mesh.size == 1 else "reference")
     return LimitsMethod("tpu-interpret" if simulated else "tpu", mesh)
 
 
@@ -91,7 +97,7 @@ def interpret_mode(kernel: str) -> object:
     return pltpu.InterpretParams()
 
 
-def sampling_limits(logits_SV: jax.Array, rows: RowParams, num_candidates: int) -> Limits:
+def sampling_limits(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod) -> Limits:
     """Limits for logits that were divided by the temperature, by candidates.
 
     min_p goes first, by probability relative to the largest; then top_k, where tokens that tie with the k-th stay;
@@ -99,8 +105,8 @@ def sampling_limits(logits_SV: jax.Array, rows: RowParams, num_candidates: int) 
     less than top_p together. So one always stays, and tokens of equal probability stay or go together.
     """
     num_tokens = logits_SV.shape[1]
-    num_candidates = min(num_candidates, num_tokens)
-    candidates_SC, ids_SC = top_k(logits_SV, num_candidates)
+    num_candidates = min(method.num_candidates, num_tokens)
+    candidates_SC, ids_SC = largest(logits_SV, num_candidates, method)
     first_S, last_S = candidates_SC[:, 0], candidates_SC[:, -1]
     weights_SV = jnp.exp(logits_SV - first_S[:, None])
 
@@ -132,16 +138,10 @@ def row_sums(x_SV: jax.Array) -> jax.Array:
     return jnp.einsum("SV,OV->SO", x_SV, ones_2V, precision=jax.lax.Precision.HIGHEST)[:, 0]
 
 
-def top_k(logits_SV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The largest logits, best first, and their token ids.
-
-    Behind barriers: XLA would merge later slices with the one inside `lax.top_k`, no longer recognise it on a CPU,
-    and sort the whole vocabulary (measured: 100 times slower). One for each, since one for both becomes a barrier
-    around the pair, on which jax 0.11's XLA aborts where the program is split over devices.
-    """
-    values_SC, ids_SC = jax.lax.top_k(logits_SV, count)
-    values_SC, ids_SC = jax.lax.optimization_barrier(values_SC), jax.lax.optimization_barrier(ids_SC)
-    return values_SC, ids_SC
+def largest(logits_SV: jax.Array, count: int, method: LimitsMethod) -> tuple[jax.Array, jax.Array]:
+    """The largest logits, best first, and their token ids."""
+    refusal = top_k.backends(method.largest, logits_SV, count)[method.largest]
+    return top_k.top_k(logits_SV, count, backend="reference" if refusal else method.largest)
 
 
 def kth_largest(candidates_SC: jax.Array, top_k_S: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:

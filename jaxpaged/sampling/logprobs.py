@@ -7,7 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.sampling.limits import row_sums, top_k
+from jaxpaged.sampling.limits import BY_CANDIDATES, LimitsMethod, largest, row_sums
 from jaxpaged.sampling.rows import RowParams
 from jaxpaged.sampling.state import SamplingState
 from jaxpaged.sampling_features import Feature
@@ -33,6 +33,7 @@ def row_logprobs(
     rows: RowParams,
     max_logprobs: int,
     logprobs_mode: str,
+    method: LimitsMethod,
 ) -> LogprobOutput:
     """Log probabilities of the rows that asked for them; no work when none did."""
     num_rows = len(tokens_S)
@@ -43,7 +44,7 @@ def row_logprobs(
     )
 
     def wanted() -> LogprobOutput:
-        top_ids_SK = top_k(logits_SV, max_logprobs)[1]
+        top_ids_SK = largest(logits_SV, max_logprobs, method)[1]
         chosen_SK = state.logprob_ids_RK[rows.row_S][:, :max_logprobs]
         chosen_SK = jnp.pad(chosen_SK, ((0, 0), (0, max_logprobs - chosen_SK.shape[1])))
         ids_SK = jnp.where(rows.has(Feature.LOGPROB_IDS)[:, None], chosen_SK, top_ids_SK)
@@ -57,12 +58,13 @@ def prompt_logprobs(
     target_ids_C: jax.Array,
     max_logprobs: int,
     logprobs_mode: str = "raw_logprobs",
+    method: LimitsMethod = BY_CANDIDATES,
 ) -> LogprobOutput:
     """Log probabilities of prompt tokens: line i of the logits predicts `target_ids_C[i]`.
 
     A prompt is not sampled, so nothing is processed: of the mode only "logprobs" or "logits" matters.
     """
-    top_ids_CK = top_k(logits_CV, max_logprobs)[1]
+    top_ids_CK = largest(logits_CV, max_logprobs, method)[1]
     return values_of(logits_CV, target_ids_C, top_ids_CK, logprobs_mode)
 
 

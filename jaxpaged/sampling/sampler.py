@@ -14,14 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged.sampling.custom import NO_PROCESSORS, CustomProcessors
-from jaxpaged.sampling.limits import Limits, LimitsMethod, least_by_kernel, sampling_limits
+from jaxpaged.sampling.limits import BY_CANDIDATES, Limits, LimitsMethod, least_by_kernel, sampling_limits
 from jaxpaged.sampling.logits import apply_bitmask, change_logits
 from jaxpaged.sampling.logprobs import LogprobOutput, row_logprobs
 from jaxpaged.sampling.noise import exponential_noise, position_keys
 from jaxpaged.sampling.rows import RowParams, unpack_rows
 from jaxpaged.sampling.state import SamplingState, record_tokens
-
-BY_CANDIDATES = LimitsMethod()
 
 
 @flax.struct.dataclass
@@ -76,7 +74,7 @@ def sample_full(
     if logprobs_mode.startswith("processed"):
         scaled_SV = by_temperature(processed_SV, rows)
         shown_SV = jnp.where(scaled_SV >= least_S[:, None], scaled_SV, -jnp.inf)
-    logprobs = row_logprobs(shown_SV, tokens_S, state, rows, max_logprobs, logprobs_mode)
+    logprobs = row_logprobs(shown_SV, tokens_S, state, rows, max_logprobs, logprobs_mode, method)
     return record_tokens(state, rows, tokens_S), SampleOutput(tokens_S, bad_S, corrupted_S, logprobs)
 
 
@@ -93,7 +91,7 @@ def draw(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod) -> tuple[j
     def find_limits() -> tuple[jax.Array, jax.Array, jax.Array]:
         if method.kernel:
             return greedy_S, least_by_kernel(by_temperature(logits_SV, rows), rows, method), nothing_S
-        limits = sampling_limits(by_temperature(logits_SV, rows), rows, method.num_candidates)
+        limits = sampling_limits(by_temperature(logits_SV, rows), rows, method)
         least_S = jnp.where(rows.limited_S, limits.least_S, -jnp.inf)
         return draw_narrow(limits, key_S2), least_S, limits.narrow_S & rows.limited_S
 

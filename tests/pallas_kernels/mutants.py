@@ -225,6 +225,19 @@ MUTANTS = (
         ),
     ),
     *_of(
+        "top_k/cpu/selection.py",
+        "kernels_of_every_machine",
+        (
+            "of equal ones the last stay",
+            'b.icmp_signed("<", places, own_place)',
+            'b.icmp_signed(">", places, own_place)',
+        ),
+        ("columns beyond the last register are left out", "self._keep_rest(bound)", "pass"),
+        ("negative numbers are in reverse", "b.xor(bits, b.and_(b.ashr(bits, number(31)), number(2**31 - 1)))", "bits"),
+        ("what equals the bound is not let in", "b.sub(bound_key, ir.Constant(I32, 1))", "bound_key"),
+        ("all equal ones stay", 'b.icmp_signed(">", equal_left, zero)', 'b.icmp_signed(">", whole(1), zero)'),
+    ),
+    *_of(
         "ragged_paged_attention/cpu/instructions.py",
         "test_cpu",
         (

@@ -64,11 +64,12 @@ def test_each_block_of_the_cache_belongs_to_one_context(case, no_arrays):
 
 
 def test_costs_count_what_must_move_and_multiply():
-    copies, masks, quantized, grouped, latent = (OPS[op].cases.CASES[0] for op in OPS)
+    copies, masks, largest, quantized, grouped, latent = (OPS[op].cases.CASES[0] for op in OPS)
     assert (copies.num_bytes, copies.flops) == (2 * 2 * 2 * 16 * 8 * 4, 0)
     padded = OPS["kv_copy"].cases.CASES[2]  # two real pairs of nine
     assert padded.num_bytes == 2 * copies.num_bytes
     assert masks.num_bytes == 3 * 300 * 4
+    assert (largest.num_bytes, largest.flops) == (3 * 32_000 * 4 + 3 * 256 * 8, 0)
     assert quantized.num_bytes == 96 * 256 + 96 * 4 + 5 * (256 + 96) * 2
     assert quantized.flops == 2 * 5 * 96 * 256
     zeros = dataclasses.replace(quantized, weights="int4", group=128, zeros=True)

@@ -14,10 +14,11 @@ from jaxpaged.sampling.rows import SamplingRows
 from jaxpaged.sampling.sampler import SampleOutput, sample_full, sample_plain
 from jaxpaged.sampling.state import SamplingState, StateLayout, load_row, load_tokens, pack_row, pack_tokens
 from jaxpaged.sampling_params import SamplingParams
+from pallas_kernels.top_k import choose_backend
 
 NUM_CANDIDATES = 8  # less than the vocabularies here, so that both ways to draw are taken
 
-BY_CANDIDATES = LimitsMethod(num_candidates=NUM_CANDIDATES)
+BY_CANDIDATES = LimitsMethod(num_candidates=NUM_CANDIDATES, largest=choose_backend("auto", "cpu"))
 
 plain = jax.jit(functools.partial(sample_plain, method=BY_CANDIDATES))
 full = jax.jit(

@@ -11,6 +11,7 @@ from jaxpaged.sampling.limits import LimitsMethod, choose_method
 from jaxpaged.sampling.rows import SamplingRows
 from jaxpaged.sampling.sampler import sample_plain
 from jaxpaged.sampling_params import SamplingParams
+from pallas_kernels.top_k import choose_backend
 from tests.sampling.programs import Request, pack, padded, sample_plainly
 
 V = 37
@@ -63,5 +64,10 @@ def test_a_row_without_a_distribution_is_reported_and_harms_no_other():
 def test_only_a_tpu_has_the_kernel_and_only_for_vocabularies_that_it_takes():
     mesh = make_mesh(1)
     assert choose_method("tpu", mesh, 128_256) == LimitsMethod("tpu", mesh)
-    assert choose_method("tpu", mesh, 2**20) == choose_method("cpu", mesh, V) == choose_method("gpu", mesh, V)
-    assert choose_method("gpu", mesh, V).kernel == ""
+    assert choose_method("tpu", mesh, 2**20) == choose_method("gpu", mesh, V) == LimitsMethod()
+
+
+def test_a_cpu_finds_candidates_with_its_own_kernel_where_there_is_one_device():
+    largest = choose_backend("auto", "cpu")
+    assert choose_method("cpu", make_mesh(1), V) == LimitsMethod(largest=largest)
+    assert choose_method("cpu", make_mesh(2), V) == LimitsMethod()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.sampling.limits import sampling_limits
+from jaxpaged.sampling.limits import LimitsMethod, sampling_limits
 from jaxpaged.sampling.rows import SamplingRows, unpack_rows
 from jaxpaged.sampling_params import SamplingParams
 
@@ -18,7 +18,8 @@ TIED = np.append(np.log(np.array([16, 8, 4, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.25, 0.
 
 @functools.cache
 def program(num_candidates: int):
-    return jax.jit(lambda logits_SV, packed_SF: sampling_limits(logits_SV, unpack_rows(packed_SF), num_candidates))
+    method = LimitsMethod(num_candidates=num_candidates)
+    return jax.jit(lambda logits_SV, packed_SF: sampling_limits(logits_SV, unpack_rows(packed_SF), method))
 
 
 def limits_of(logits_V: np.ndarray, num_candidates: int = V, **values):

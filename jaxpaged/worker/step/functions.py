@@ -199,9 +199,7 @@ class StepFunctions:
     def prompt_logprobs(self, head: Any, hidden_LD: Any, packed_2C: Any):
         """Log probabilities of prompt tokens. `packed_2C` holds places in the step, and the tokens that followed."""
         logits_CV = self.logits(head, hidden_LD[packed_2C[0]])
-        return prompt_logprobs(
-            logits_CV, packed_2C[1], max_logprobs=self.max_logprobs, logprobs_mode=self.logprobs_mode
-        )
+        return prompt_logprobs(logits_CV, packed_2C[1], self.max_logprobs, self.logprobs_mode, self.limits)
 
 
 def record_sample(rows: RowTokens, lines_SF: Any, output: SampleOutput) -> tuple[RowTokens, Any]:
