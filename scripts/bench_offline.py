@@ -9,8 +9,9 @@
 
 Models have random weights, which the script writes to the user's cache folder. Every engine runs each round in a fresh
 process, one at a time, on the same cores; rounds alternate their order. The first round starts with an empty
-compilation cache. A peer that is missing, fails or hangs is reported and stops nothing. --out gets results.json (all
-that was measured), report.md, chart.png (extra `plots`) and every engine's log.
+compilation cache, and measures a minute of small batches before it waits for anything to be compiled. A peer that is
+missing, fails or hangs is reported and stops nothing. --out gets results.json (all that was measured), report.md,
+chart.png (extra `plots`) and every engine's log.
 
 What drafts give (--speculative-config) depends on the text: scripts/bench_speculation.py measures that.
 """
@@ -100,6 +101,7 @@ def run_engine(
         "model": str(folder),
         "threads": settings.threads,
         "flags": list(engine.flags),
+        "gguf": engine.gguf,
         "max_model_len": max_model_len(shape, list(requests.values())),
         "compile_cache": str(settings.caches / model / safe_name),
         "warm_up": [dataclasses.asdict(request) for request in workloads.warm_up_requests(shape.vocab_size)],
@@ -112,6 +114,8 @@ def run_engine(
             for name in names
         ],
     }
+    if round_index == 0:  # when the compilation cache is empty
+        job["first_minute"] = workloads.first_minute(shape.vocab_size, settings.scale)
     log = settings.out / "logs" / f"{model}-{safe_name}-{round_index + 1}.log"
     try:
         prepare_gguf(engine, folder)
@@ -129,8 +133,8 @@ def max_model_len(shape: checkpoints.ModelShape, batches: list[list[workloads.Re
 
 def prepare_gguf(engine: plan.EngineSetting, folder: Path) -> None:
     """Write the checkpoint as llama.cpp reads it, if that was not done. Raises CalledProcessError."""
-    if engine.gguf_python and not (folder / "model-bf16.gguf").exists():
-        command = [engine.gguf_python, str(plan.ENGINES / "write_gguf.py"), str(folder)]
+    if engine.gguf and not (folder / f"model-{engine.gguf}.gguf").exists():
+        command = [engine.command[0], str(plan.ENGINES / "write_gguf.py"), str(folder), engine.gguf]
         subprocess.run(command, check=True, capture_output=True, text=True)
 
 

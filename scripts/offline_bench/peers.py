@@ -39,13 +39,16 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """An engine to compare with: its name, the program in `engines/` that runs it, and where that runs."""
+    """An engine to compare with: its name, the program in `engines/` that runs it, and where that runs.
+
+    `gguf`: the type of weights in the file that it reads, if it reads such files.
+    """
 
     name: str
     title: str
     script: str
     environment: str
-    needs_gguf: bool = False
+    gguf: str = ""
 
 
 TORCH_PYTHONS = ("3.11", "3.12", "3.13", "3.10")
@@ -66,7 +69,9 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("vllm-cpu", "vLLM on the CPU", "run_vllm.py", "vllm-cpu"),
-        Peer("llama-cpp", "llama.cpp, bf16", "run_llama_cpp.py", "llama-cpp", needs_gguf=True),
+        Peer("llama-cpp", "llama.cpp, bf16", "run_llama_cpp.py", "llama-cpp", gguf="bf16"),
+        Peer("llama-cpp-q8", "llama.cpp, q8_0", "run_llama_cpp.py", "llama-cpp", gguf="q8_0"),
+        Peer("llama-cpp-q4", "llama.cpp, q4_0", "run_llama_cpp.py", "llama-cpp", gguf="q4_0"),
         Peer("transformers", "transformers generate", "run_transformers.py", "transformers"),
         Peer("transformers-cb", "transformers continuous batching", "run_transformers_continuous.py", "transformers"),
         Peer("vllm", "vLLM on the GPU", "run_vllm.py", "vllm"),

@@ -32,7 +32,7 @@ class EngineSetting:
     command: tuple[str, ...]
     flags: tuple[str, ...] = ()
     missing: str | None = None
-    gguf_python: str | None = None
+    gguf: str = ""
     variables: tuple[tuple[str, str], ...] = ()
 
 
@@ -93,7 +93,7 @@ def peer_setting(name: str, peers_dir: Path) -> EngineSetting:
     if not peers.is_installed(peers_dir, peer.environment):
         missing = f"not installed. Run with --setup-peers {name}."
     return EngineSetting(
-        name, (python, str(ENGINES / peer.script)), missing=missing, gguf_python=python if peer.needs_gguf else None,
+        name, (python, str(ENGINES / peer.script)), missing=missing, gguf=peer.gguf,
         variables=tuple(peers.variables_of(peers_dir, peer.environment).items()),
     )  # fmt: skip
 

@@ -83,19 +83,29 @@ def ratio(results: Results, model: str, engine: str, workload: str) -> str:
 
 def start_table(results: Results, model: str) -> str:
     batches = [name for name in ("single", "mixed", "long") if name in results.models[model]]
-    header = ["engine", "cold start, s", "warm start, s", *(f"first token of {name}, s" for name in batches)]
+    header = [
+        "engine",
+        "cold start, s",
+        "first minute, tokens/s",
+        "of later",
+        "warm start, s",
+        *(f"first token of {name}, s" for name in batches),
+    ]
     rows = []
     for engine in results.engines:
         same, total = results.same_first_tokens(model, engine)
         peak = results.peak_bytes(model, engine)
+        early, later = results.first_minute(model, engine) or (None, None)
         rows.append([
-            engine, *(seconds(results.start_seconds(model, engine, cold)) for cold in (True, False)),
+            engine, seconds(results.start_seconds(model, engine, True)), number(early),
+            percent(early / later if later else None), seconds(results.start_seconds(model, engine, False)),
             *(seconds(results.first_token_seconds(model, engine, name)) for name in batches),
             f"{peak / 2**30:.2f}" if peak else NOTHING, f"{same} of {total}" if total else NOTHING,
         ])  # fmt: skip
     about = (
         "A start lasts from the process's own to the first token of a small request, cold with an empty compilation "
-        "cache; first tokens are medians over requests. Same first tokens: requests that begin as the first engine's:"
+        "cache; the first minute after that one has 4 requests at a time of 256 tokens that answer 32 each, and is "
+        "compared with the same work later; first tokens are medians over requests. Same first tokens: requests that begin as the first engine's:"
     )
     return f"{about}\n\n" + table([*header, "peak memory, GiB", "same first tokens"], rows)
 

@@ -62,6 +62,11 @@ class Results:
         found = self.events(model, engine, "first_token")
         return min((event["seconds"] for index, event in found if (index == 0) == cold), default=None)
 
+    def first_minute(self, model: str, engine: str) -> tuple[float, float] | None:
+        """Output tokens per second right after the first start, and of the same work once nothing is compiled."""
+        found = [event for _, event in self.events(model, engine, "first_minute")]
+        return (found[0]["per_second"], found[0]["later_per_second"]) if found else None
+
     def first_token_seconds(self, model: str, engine: str, workload: str) -> float | None:
         """Median over the requests, in the best round."""
         found = [run for _, run in self.events(model, engine, "run") if run["workload"] == workload]

@@ -14,7 +14,6 @@ from session import Session, Watch
 
 MOST_SEQUENCES = 32
 BATCH = 512
-GGUF = "model-bf16.gguf"
 
 
 class Sequence:
@@ -35,7 +34,7 @@ class LlamaCppEngine:
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = -1
-        path = Path(job["model"]) / GGUF
+        path = Path(job["model"]) / f"model-{job['gguf']}.gguf"
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {path}. Its reason is in the log.")

@@ -1,8 +1,8 @@
 """One engine's side of the protocol: a job as JSON on standard input, one JSON object a line on standard output.
 
 The events, in order: `ready` (the model is loaded), `first_token` (of a small request), `settled` (nothing is left to
-compile), then for every workload `run` or `failed`, and `end`. Whatever else a library prints goes to standard error.
-This module knows no engine. It runs with every peer's Python, 3.11 at the oldest.
+compile), `first_minute` if the job asks for it, then for every workload `run` or `failed`, and `end`. Whatever else a
+library prints goes to standard error. This module knows no engine. It runs with every peer's Python, 3.11 at the oldest.
 """
 
 import json
@@ -74,9 +74,14 @@ class Session:
         warm_up = self.job["warm_up"]
         engine.complete(warm_up[:1], Watch(1), 0)
         self.emit("first_token")
+        minute = self.job.get("first_minute")
+        early, left = output_rate(engine, minute["batches"], minute["seconds"]) if minute else (0.0, [])
         engine.settle()
         engine.complete(warm_up, Watch(len(warm_up)), 0)
         self.emit("settled")
+        if minute:
+            later, _ = output_rate(engine, left, minute["seconds"] / 4)
+            self.emit("first_minute", per_second=early, later_per_second=later)
         for workload in self.job["workloads"]:
             try:
                 self.emit("run", **timed(engine, workload))
@@ -84,6 +89,17 @@ class Session:
                 traceback.print_exc()
                 self.emit("failed", workload=workload["name"], error=one_line(error))
         self.emit("end", peak_bytes=peak_memory())
+
+
+def output_rate(engine: Engine, batches: list[list[dict]], seconds: float) -> tuple[float, list[list[dict]]]:
+    """(output tokens per second, batches that are left) of one batch after the other, for so many seconds."""
+    begin, num_tokens, num_done = time.perf_counter(), 0, 0
+    for batch in batches:
+        engine.complete(batch, Watch(len(batch)), 0)
+        num_tokens, num_done = num_tokens + sum(request["max_tokens"] for request in batch), num_done + 1
+        if time.perf_counter() - begin >= seconds:
+            break
+    return num_tokens / (time.perf_counter() - begin), batches[num_done:]
 
 
 def timed(engine: Engine, workload: dict) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""A checkpoint of ours as GGUF, for llama.cpp: `write_gguf.py FOLDER` writes FOLDER/model-bf16.gguf.
+"""A checkpoint of ours as GGUF, for llama.cpp: `write_gguf.py FOLDER TYPE` writes FOLDER/model-TYPE.gguf.
 
 It runs with the Python of the llama.cpp environment, which has the `gguf` package. The file has no vocabulary: prompts
-are token ids. Norms are float32, as llama.cpp wants them. Names and keys: gguf's own constants.
+are token ids. TYPE is bf16, q8_0 or q4_0; with q4_0 tables of the vocabulary have 8 bits, as with our own 4-bit
+weights. Norms are float32, as llama.cpp wants them. Names and keys: gguf's own constants.
 """
 
 import json
@@ -12,7 +13,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-FILE_NAME = "model-bf16.gguf"
+TYPES = {
+    "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
+}
+TABLES = ("token_embd.weight", "output.weight")
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -54,7 +60,7 @@ def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
 
-def add_config(writer: gguf.GGUFWriter, config: dict) -> None:
+def add_config(writer: gguf.GGUFWriter, config: dict, file_type: gguf.LlamaFileType) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -67,23 +73,37 @@ def add_config(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(file_type)
     writer.add_tokenizer_model("no_vocab")
 
 
-def write(folder: Path, target: Path) -> None:
+def add_matrix(writer: gguf.GGUFWriter, name: str, bits: np.ndarray, kind: gguf.GGMLQuantizationType) -> None:
+    """A matrix of bfloat16 bits, as such or rounded."""
+    if kind == gguf.GGMLQuantizationType.BF16:
+        return writer.add_tensor(name, bits.view(np.uint8), raw_dtype=kind)
+    if kind == gguf.GGMLQuantizationType.Q4_0 and name in TABLES:
+        kind = gguf.GGMLQuantizationType.Q8_0
+    writer.add_tensor(name, gguf.quants.quantize(floats(bits), kind), raw_dtype=kind)
+
+
+def floats(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def write(folder: Path, target: Path, kind: str) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     writer = gguf.GGUFWriter(target, config["model_type"], use_temp_file=False)
-    add_config(writer, config)
+    tensor_type, file_type = TYPES[kind]
+    add_config(writer, config, file_type)
     for name, bits in read_tensors(folder / "model.safetensors"):
         part = name.split(".")[-2]
         if config["model_type"] == "llama" and part in heads:
             bits = interleaved(bits, heads[part])
         if bits.ndim == 1:
-            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+            writer.add_tensor(gguf_name(name), floats(bits))
         else:
-            writer.add_tensor(gguf_name(name), bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+            add_matrix(writer, gguf_name(name), bits, tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -91,10 +111,11 @@ def write(folder: Path, target: Path) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    partial = folder / f"{FILE_NAME}.partial"
-    write(folder, partial)
-    partial.rename(folder / FILE_NAME)
+    folder, kind = Path(sys.argv[1]), sys.argv[2]
+    target = folder / f"model-{kind}.gguf"
+    partial = target.with_suffix(".partial")
+    write(folder, partial, kind)
+    partial.rename(target)
 
 
 if __name__ == "__main__":

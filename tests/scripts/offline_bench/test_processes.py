@@ -33,11 +33,11 @@ JOB = {
 }
 
 
-def run_fake(tmp_path, body="pass", farewell="", timeout=60.0):
+def run_fake(tmp_path, body="pass", farewell="", timeout=60.0, **more):
     program = tmp_path / "engine.py"
     folder = str(Path(session.__file__).parent)
     program.write_text(textwrap.dedent(ENGINE.format(folder=folder, body=body, farewell=farewell)))
-    return run_process([sys.executable, str(program)], JOB, tmp_path / "log", timeout, {})
+    return run_process([sys.executable, str(program)], JOB | more, tmp_path / "log", timeout, {})
 
 
 def test_an_engine_says_when_it_is_ready_and_what_each_workload_took(tmp_path):
@@ -50,6 +50,17 @@ def test_an_engine_says_when_it_is_ready_and_what_each_workload_took(tmp_path):
     assert run["first_token_ids"] == [7]
     assert outcome.events[-1]["peak_bytes"] > 1 << 20
     assert "noise" in (tmp_path / "log").read_text()
+
+
+def test_the_first_minute_comes_before_anything_is_waited_for_and_other_batches_after_it(tmp_path):
+    batches = [[{"prompt_token_ids": [10 + index], "max_tokens": 2}] for index in range(400)]
+    body = "assert request['prompt_token_ids'][0] not in seen and (time.sleep(0.01), seen.add(request['prompt_token_ids'][0]))"
+    body = f"import time; seen = self.__dict__.setdefault('seen', {{1}}); seen.discard(1); {body}"
+    outcome = run_fake(tmp_path, body=body, first_minute={"seconds": 0.4, "batches": batches})
+    assert outcome.error is None
+    assert [event["event"] for event in outcome.events][1:4] == ["first_token", "settled", "first_minute"]
+    minute = outcome.events[3]
+    assert 10 < minute["per_second"] < 200 and 10 < minute["later_per_second"] < 200
 
 
 def test_a_workload_that_fails_does_not_stop_the_next(tmp_path):

@@ -9,6 +9,8 @@ from offline_bench.results import Results
 def fake_run(engine, index, *, seconds, token=5, error=None):
     """A process that took `seconds` for each workload, its first token after a tenth of that."""
     events = [{"event": "first_token", "seconds": 10.0 - 5 * index}]
+    if index == 0:
+        events.append({"event": "first_minute", "per_second": 30 / seconds, "later_per_second": 20.0})
     for name in ("single", "prefill-1k", "mixed"):
         events.append({
             "event": "run", "workload": name, "total_seconds": seconds, "first_seconds": [0.1 * seconds],
@@ -50,6 +52,12 @@ def test_starts_are_cold_in_the_first_round_and_warm_afterwards(fake_results):
     assert fake_results.start_seconds("llama-110m", "jaxpaged", cold=True) == 10.0
     assert fake_results.start_seconds("llama-110m", "jaxpaged", cold=False) == 5.0
     assert fake_results.start_seconds("llama-110m", "absent", cold=True) is None
+
+
+def test_the_first_minute_is_that_of_the_first_round_beside_the_same_work_later(fake_results):
+    assert fake_results.first_minute("llama-110m", "jaxpaged") == (15.0, 20.0)
+    assert fake_results.first_minute("llama-110m", "absent") is None
+    assert "| jaxpaged | 10.00 | 15.0 | 75 % | 5.00 |" in report.start_table(fake_results, "llama-110m")
 
 
 def test_first_tokens_are_compared_within_a_round(fake_results):
