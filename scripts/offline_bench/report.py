@@ -83,14 +83,8 @@ def ratio(results: Results, model: str, engine: str, workload: str) -> str:
 
 def start_table(results: Results, model: str) -> str:
     batches = [name for name in ("single", "mixed", "long") if name in results.models[model]]
-    header = [
-        "engine",
-        "cold start, s",
-        "first minute, tokens/s",
-        "of later",
-        "warm start, s",
-        *(f"first token of {name}, s" for name in batches),
-    ]
+    starts = ("cold start, s", "first minute, tokens/s", "of later", "warm start, s")
+    header = ["engine", *starts, *(f"first token of {name}, s" for name in batches)]
     rows = []
     for engine in results.engines:
         same, total = results.same_first_tokens(model, engine)
@@ -104,8 +98,9 @@ def start_table(results: Results, model: str) -> str:
         ])  # fmt: skip
     about = (
         "A start lasts from the process's own to the first token of a small request, cold with an empty compilation "
-        "cache; the first minute after that one has 4 requests at a time of 256 tokens that answer 32 each, and is "
-        "compared with the same work later; first tokens are medians over requests. Same first tokens: requests that begin as the first engine's:"
+        "cache. In the minute after that one there are 4 requests at a time, of 256 tokens with answers of 32; the same "
+        "work is done again later. First tokens are medians over requests. Same first tokens: requests that begin as "
+        "the first engine's:"
     )
     return f"{about}\n\n" + table([*header, "peak memory, GiB", "same first tokens"], rows)
 
