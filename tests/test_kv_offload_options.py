@@ -84,6 +84,25 @@ def test_vllms_json_means_the_same():
     assert offload("host=4K", transfer) == KVOffload((TierWish("host", capacity=4096),), "fail")
 
 
+def test_pages_are_rounded_only_where_that_is_asked_for():
+    host = (TierWish("host", capacity=1 << 30),)
+    extra = lambda **more: {**CONNECTOR, "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30, **more}}
+    assert offload("host=1G", {}).pages == offload(None, extra()).pages == offload("pages=exact,host=1G", {}).pages
+    assert offload("host=1G, pages=int8", {}) == KVOffload(host, pages="int8")
+    assert offload(None, extra(pages="fp8")) == KVOffload(host, pages="fp8")
+    assert offload("pages=fp8", extra()) == KVOffload(host, pages="fp8")
+    assert offload(None, several(extra(pages="int8"), OWN)).pages == "int8"
+    of_role = EngineConfig.from_options(kv_offload="pages=int8", kv_role="kv_both").cache.offload
+    assert of_role.tiers == host and of_role.pages == "int8"
+    for words, tiers, transfer in (
+        ("pages='int4'.*exact, int8, fp8", "host=1G,pages=int4", {}), ("pages=8", None, extra(pages=8)),
+        ("Say it once", "pages=int8", extra(pages="int8")), ("Say it once", "host=1G,pages=int8,pages=fp8", {}),
+        ("no tier to keep pages in", "pages=int8", {}),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            offload(tiers, transfer)
+
+
 @pytest.mark.parametrize(
     ("tiers", "transfer", "words"),
     [

@@ -84,7 +84,7 @@ class EngineConfig:
         check_processes(self.compile, self.parallel, platform)
         check_experts(self.parallel, facts)
         check_deterministic(self.compile, self.parallel, facts, platform)
-        check_offload(model, cache, self.parallel)
+        check_offload(model, cache, self.parallel, self.compile)
         sections = cache, self.parallel, scheduler, self.compile
         check_stages(*sections, self.load.load_format, speculative.num_drafts)
         if model.runner == "pooling":

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxpaged.config.sections import CacheConfig, CompileConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from jaxpaged.errors import ConfigError
+from jaxpaged.kv_store.options import EXACT
 from jaxpaged.pooling import resolved_pooling
 
 # What suits a platform: (block_size, max_num_batched_tokens, max_num_seqs). On a CPU prefill chunks of about 512
@@ -89,8 +90,8 @@ def resolved_scheduler(
     return dataclasses.replace(given, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
 
-def check_offload(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError where keys and values are to leave the device and cannot."""
+def check_offload(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, compile: CompileConfig) -> None:
+    """Raise ConfigError where keys and values are to leave the device and cannot, or may not be rounded."""
     if cache.offload is None:
         return
     reasons = {
@@ -104,6 +105,11 @@ def check_offload(model: ModelConfig, cache: CacheConfig, parallel: ParallelConf
             raise ConfigError(
                 f"kv_offload (or kv_role) keeps keys and values besides the device, but {reason}. Leave one of them."
             )
+    if compile.deterministic and cache.offload.pages != EXACT:
+        raise ConfigError(
+            f"kv_offload has pages={cache.offload.pages}, which rounds, so that texts depend on what was loaded; "
+            "deterministic promises that they do not. Leave one of them."
+        )
 
 
 def for_pooling(

@@ -96,8 +96,8 @@ class CacheConfig:
     )  # fmt: skip
     kv_offload: str | None = option(
         None, "keep computed keys and values besides the device, fastest tier first: 'host=8G,disk=PATH:200G', also "
-        "redis=redis://HOST:PORT and s3=s3://BUCKET/PREFIX. All but the host's outlive the engine. Guide: "
-        "kv_store/README.md", not_empty=True,
+        "redis=redis://HOST:PORT and s3=s3://BUCKET/PREFIX. All but the host's outlive the engine. pages=int8 or "
+        "pages=fp8 keeps half the bytes, rounded. Guide: kv_store/README.md", not_empty=True,
     )  # fmt: skip
     kv_offload_secrets: str | None = option(
         None, "JSON file with redis_username, redis_password, and page_secret to sign pages with; credentials of S3 "

@@ -1,6 +1,7 @@
 """Where keys and values are kept besides the device: the options `kv_offload` and `kv_transfer_config`.
 
-`kv_offload` is a list such as "host=8G,disk=PATH:200G,redis=redis://HOST:6379", the fastest tier first.
+`kv_offload` is a list such as "host=8G,disk=PATH:200G,redis=redis://HOST:6379", the fastest tier first; "pages=int8" or
+"pages=fp8" in it rounds what leaves the device to 8 bits.
 `kv_transfer_config` takes vLLM's JSON for the same: its OffloadingConnector, which keeps `cpu_bytes_to_use` bytes in
 host memory, or stands for the tiers of `kv_offload`; one's own connectors (`own.py`), which come behind those tiers;
 and MultiConnector, which names several in the order in which they are asked, and saves to all. `kv_offload_secrets` is
@@ -18,6 +19,9 @@ from jaxpaged.kv_store.connectors import check_connector
 from jaxpaged.kv_store.handover import ROLES
 from jaxpaged.kv_store.peering import Peering, PeeringOptions, peering_of
 
+EXACT = "exact"
+PAGES = (EXACT, "int8", "fp8")
+"""In which form keys and values are kept: as they are cached, or in 8 bits with a scale for each token and head."""
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 POLICIES = ("recompute", "fail")
 CONNECTOR, MULTI = "OffloadingConnector", "MultiConnector"
@@ -65,6 +69,8 @@ class KVOffload:
     secrets_file: str | None = None
     peering: Peering | None = None
     """None: it has nothing to do with other engines."""
+    pages: str = EXACT
+    """One of PAGES."""
 
 
 class OffloadOptions(PeeringOptions, Protocol):
@@ -85,23 +91,47 @@ class OffloadOptions(PeeringOptions, Protocol):
 
 def offload_of(options: OffloadOptions) -> KVOffload | None:
     """What the options ask for together; None: nothing leaves the device. Raises ConfigError."""
-    tiers, transfer = options.kv_offload, options.kv_transfer_config
-    peering = peering_of(options, role_of(options))
+    transfer, peering = options.kv_transfer_config, peering_of(options, role_of(options))
+    items = [item.strip() for item in options.kv_offload.split(",")] if options.kv_offload else []
+    given = [item.removeprefix("pages=") for item in items if item.startswith("pages=")]
     has_connector = bool(transfer) and not says_role(transfer)
+    tiers = [item for item in items if not item.startswith("pages=")]
     if peering is not None and not has_connector:
-        tiers = tiers or DEFAULT_TIER
-    named = tuple(map(tier_wish, tiers.split(","))) if tiers else ()
+        tiers = tiers or [DEFAULT_TIER]
+    named = tuple(map(tier_wish, tiers))
     wishes = connector_tiers(transfer, named) if has_connector else named
     if len({(wish.kind, wish.place) for wish in wishes}) < len(wishes):
-        raise ConfigError(f"kv_offload is {tiers!r}; it names a tier twice. Name each once.")
+        raise ConfigError(f"kv_offload is {options.kv_offload!r}; it names a tier twice. Name each once.")
+    pages = pages_of(given + (said_pages(transfer) if has_connector else []))
     if not wishes:
+        if given:
+            raise ConfigError(f"kv_offload has pages={pages} and no tier to keep pages in. Add one, such as host=8G.")
         if options.kv_offload_secrets is not None:
             raise ConfigError(
                 "kv_offload_secrets is given, but no tier that needs it. Add kv_offload, or leave it out."
             )
         return None
     policy = transfer.get("kv_load_failure_policy", "recompute")
-    return KVOffload(wishes, policy, options.kv_offload_secrets, peering)
+    return KVOffload(wishes, policy, options.kv_offload_secrets, peering, pages)
+
+
+def said_pages(transfer: Mapping[str, Any]) -> list[Any]:
+    """What vLLM's JSON, whose connectors were checked, says of the form of pages."""
+    connectors = several_connectors(transfer) if transfer.get("kv_connector") == MULTI else [transfer]
+    extras = [each.get("kv_connector_extra_config", {}) for each in connectors if each["kv_connector"] == CONNECTOR]
+    return [extra["pages"] for extra in extras if "pages" in extra]
+
+
+def pages_of(said: list[Any]) -> str:
+    """The form of pages that is asked for, whoever does. Raises ConfigError."""
+    for each in said:
+        if each not in PAGES:
+            raise ConfigError(
+                f"kv_offload (or kv_transfer_config) has pages={each!r:.40}; it must be one of {', '.join(PAGES)}."
+            )
+    if len(said) > 1:
+        raise ConfigError(f"pages are said to be {' and '.join(said)}. Say it once, in kv_offload or elsewhere.")
+    return said[0] if said else EXACT
 
 
 def says_role(transfer: Mapping[str, Any]) -> bool:
@@ -200,10 +230,11 @@ def check_transfer(transfer: Mapping[str, Any]) -> None:
         if not isinstance(extra, Mapping):
             raise ConfigError(f"kv_transfer_config has kv_connector_extra_config {extra!r}; it must be an object.")
         return
-    if not isinstance(extra, Mapping) or set(extra) - {"cpu_bytes_to_use"} or module is not None:
+    if not isinstance(extra, Mapping) or set(extra) - {"cpu_bytes_to_use", "pages"} or module is not None:
         raise ConfigError(
             f"kv_transfer_config has kv_connector_extra_config {extra!r} and kv_connector_module_path {module!r}; for "
-            f"the {CONNECTOR} it can hold cpu_bytes_to_use only. Other tiers are named by the option kv_offload."
+            f"the {CONNECTOR} it can hold cpu_bytes_to_use and pages only. Other tiers are named by the option "
+            "kv_offload."
         )
     size = extra.get("cpu_bytes_to_use")
     if size is not None and (type(size) is not int or size <= 0):

@@ -1,17 +1,20 @@
 """A page: the keys and values of one block of tokens in one KV group, as any framework can read them.
 
-A page is a safetensors buffer. Its only tensor, `kv`, has the axes [layers of the group, 2, tokens, KV heads, head dim]
-(1 in place of 2 for latents), little-endian, without the padding of a backend's layout. `__metadata__` says whose:
+A page is a safetensors buffer. Its tensor `kv` has the axes [layers of the group, 2, tokens, KV heads, head dim]
+(1 in place of 2 for latents), little-endian, without the padding of a backend's layout. Keys and values that were
+rounded to 8 bits have a tensor `scales` before it, float32, with all its axes but the last: a number times its scale is
+what is meant. `__metadata__` says whose they are:
 
     check      SHA-256 of the header with this field's digits as zeros; HMAC-SHA256 where there is a secret
-    page       the version of this format
+    page       the version of this format: 1, or 2 where there are scales, so that who knows none refuses them
     namespace  digest of everything besides tokens that keys and values depend on (`namespace`)
     hash       content hash of the block, which covers all tokens before it too
     group      index of the KV group
     parent     content hash of the block before; empty for the first
     tokens     the block's token ids
     checksum   of what kind `layers` are: crc32, or sha256 where there is a secret
-    layers     a checksum for each layer, so that layers can be used as they come
+    layers     a checksum for each layer of `kv`, so that layers can be used as they come
+    scales     the checksum of `scales`, where there are any
 
 `check` comes first, at a fixed place, so nothing is parsed before the header is known to be whole. The header has
 one spelling only: what is parsed must give the same bytes again. It ends at a multiple of 64, where the tensor begins.
@@ -36,7 +39,9 @@ from jaxpaged.cbor import Plain, encode_cbor
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store.buffers import ALIGNMENT, Buffer, bytes_of
 
-VERSION = 1
+VERSION, SCALED = 1, 2
+"""Without and with scales."""
+SCALE_BYTES = 4
 MAX_HEADER_BYTES = 1 << 20
 MAX_PAGE_BYTES = 1 << 32
 MAX_TOKENS = 1 << 16
@@ -53,6 +58,8 @@ DTYPES = {
 }
 """What keys and values may be, by the names of safetensors."""
 SAFETENSORS_NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
+EIGHT_BITS = frozenset(dtype.name for dtype in DTYPES.values() if dtype.itemsize == 1)
+"""What can have scales."""
 
 LENGTH_BYTES = 8
 PREFIX = b'{"__metadata__":{"check":"'
@@ -74,7 +81,7 @@ class PageKey(NamedTuple):
 
 @dataclass(frozen=True)
 class PageHeader:
-    """What a page says about itself. `encode` fills in `dtype` (numpy's name), `shape` and `checksums`."""
+    """What a page says about itself. `encode` fills in the fields from `dtype` (numpy's name of that of `kv`) on."""
 
     namespace: str
     key: PageKey
@@ -84,6 +91,8 @@ class PageHeader:
     shape: tuple[int, ...] = ()
     checksums: tuple[str, ...] = ()
     version: int = VERSION
+    scales: str = ""
+    """The checksum of the scales; empty: there are none."""
 
 
 def namespace(**facts: Plain) -> str:
@@ -95,19 +104,27 @@ def namespace(**facts: Plain) -> str:
     return hashlib.sha256(encode_cbor(facts)).hexdigest()
 
 
-def encode(header: PageHeader, array: np.ndarray, secret: bytes | None = None) -> list[Buffer]:
+def encode(
+    header: PageHeader, array: np.ndarray, secret: bytes | None = None, scales: np.ndarray | None = None
+) -> list[Buffer]:
     """The page in pieces, to be written one behind the other. The later ones are views of `array` where it allows.
 
-    Raises PageError for what no reader would accept.
+    `scales`, float32, are those of an array of 8 bits. Raises PageError for what no reader would accept.
     """
-    layers = [np.ascontiguousarray(layer).reshape(-1).view(np.uint8) for layer in array]
-    checksums = tuple(checksum(layer, secret) for layer in layers)
-    header = replace(header, dtype=array.dtype.name, shape=array.shape, checksums=checksums, version=VERSION)
+    layers = [flat(layer) for layer in array]
+    header = replace(
+        header, dtype=array.dtype.name, shape=array.shape, checksums=tuple(checksum(each, secret) for each in layers),
+        version=VERSION if scales is None else SCALED, scales="" if scales is None else checksum(flat(scales), secret),
+    )  # fmt: skip
     check_header(header)
-    head = header_bytes(header, secret)
+    if scales is not None and (scales.dtype != np.float32 or scales.shape != array.shape[:-1]):
+        raise PageError(f"A page of shape {array.shape} cannot have scales {scales.dtype} {scales.shape}.")
+    pieces: list[Buffer] = [header_bytes(header, secret)]
+    if scales is not None:
+        pieces.append(bytes_of(flat(scales)))
     if array.flags.c_contiguous:
-        return [head, bytes_of(array.reshape(-1).view(np.uint8))]
-    return [head, *map(bytes_of, layers)]
+        return [*pieces, bytes_of(flat(array))]
+    return [*pieces, *map(bytes_of, layers)]
 
 
 def decode(
@@ -118,13 +135,16 @@ def decode(
     token_ids: Sequence[int] | None = None,
     dtype: str | None = None,
     shape: tuple[int, ...] | None = None,
+    version: int | None = None,
     secret: bytes | None = None,
     verify: bool = True,
 ) -> tuple[PageHeader, np.ndarray]:
-    """The header and a read-only view of the keys and values. Raises PageError saying what is wrong with the page.
+    """The header and a read-only view of `kv`, whose `scales_of` belong to it where the version is SCALED. Raises
+    PageError saying what is wrong with the page.
 
-    What is None is not compared; an engine always has a namespace. `verify=False` leaves the checksums of layers
-    out, for bytes that were checked before (`Tier.get`) or that are checked as they come (`check_layer`).
+    What is None is not compared; an engine always has a namespace, and expects a version. `verify=False` leaves the
+    checksums of scales and layers out, for bytes that were checked before (`Tier.get`) or that are checked as they come
+    (`check_scales`, `check_layer`).
     """
     view = bytes_of(buffer)
     header, start = decode_header(view, secret)
@@ -134,6 +154,7 @@ def decode(
         "token_ids": None if token_ids is None else tuple(token_ids),
         "dtype": dtype,
         "shape": None if shape is None else tuple(shape),
+        "version": version,
     }
     for name, value in expected.items():
         found = getattr(header, name)
@@ -141,16 +162,35 @@ def decode(
             raise PageError(f"The page is another's: its {name} is {shown(found)}, not {shown(value)}. Do not use it.")
     if view.nbytes != start + payload_bytes(header):
         raise PageError(f"The page has {view.nbytes} bytes; its header says {start + payload_bytes(header)}.")
-    array = np.frombuffer(view, dtype_named(header.dtype), offset=start).reshape(header.shape)
+    array = np.frombuffer(view, dtype_named(header.dtype), offset=start + scale_bytes(header)).reshape(header.shape)
     array.flags.writeable = False
+    if verify and (scales := scales_of(view, header)) is not None:
+        check_scales(header, scales, secret)
     for layer in range(len(array) if verify else 0):
         check_layer(header, layer, array[layer], secret)
     return header, array
 
 
+def scales_of(buffer: Buffer, header: PageHeader) -> np.ndarray | None:
+    """A read-only view of the scales of a page that was decoded: [layers, 2, tokens, KV heads]; None: it has none."""
+    if not header.scales:
+        return None
+    count, start = math.prod(header.shape[:-1]), header_end(buffer)
+    scales = np.frombuffer(bytes_of(buffer), "<f4", count, start).reshape(header.shape[:-1])
+    scales.flags.writeable = False
+    return scales
+
+
+def check_scales(header: PageHeader, scales: np.ndarray, secret: bytes | None = None) -> None:
+    """Raise PageError unless these contiguous scales are those that were written."""
+    found = checksum(flat(scales), secret)
+    if found != header.scales:
+        raise PageError(f"The scales of the page are damaged: checksum {found}, not {header.scales}.")
+
+
 def check_layer(header: PageHeader, layer: int, values: np.ndarray, secret: bytes | None = None) -> None:
     """Raise PageError unless the contiguous values of one layer are those that were written."""
-    found = checksum(values.reshape(-1).view(np.uint8), secret)
+    found = checksum(flat(values), secret)
     if found != header.checksums[layer]:
         raise PageError(f"Layer {layer} of the page is damaged: checksum {found}, not {header.checksums[layer]}.")
 
@@ -193,8 +233,8 @@ def header_end(beginning: Buffer) -> int:
 def parsed(fields: dict[str, Any]) -> PageHeader:
     """The header that a JSON object says. ValueError, KeyError or TypeError for what it cannot be."""
     said, tensor = fields["__metadata__"], fields["kv"]
-    if said["page"] != str(VERSION):
-        raise ValueError(f"it has version {said['page']!r:.20}, and this program reads version {VERSION}")
+    if said["page"] not in (str(VERSION), str(SCALED)):
+        raise ValueError(f"it has version {said['page']!r:.20}, and this program reads {VERSION} and {SCALED}")
     if said["tokens"].count(",") >= MAX_TOKENS:
         raise ValueError(f"it has more than {MAX_TOKENS} tokens")
     return PageHeader(
@@ -205,6 +245,8 @@ def parsed(fields: dict[str, Any]) -> PageHeader:
         dtype=DTYPES[tensor["dtype"]].name,
         shape=tuple(tensor["shape"]),
         checksums=tuple(said["layers"].split(",")),
+        version=int(said["page"]),
+        scales=said.get("scales", ""),
     )
 
 
@@ -220,6 +262,9 @@ def check_header(header: PageHeader) -> None:
         "token ids outside of 32 bits": not all(0 <= token < 1 << 32 for token in tokens),
         f"the type {shown(header.dtype)}": header.dtype not in SAFETENSORS_NAMES,
         f"the shape {shown(shape)}": not is_shape(shape, len(tokens)),
+        f"version {header.version} and the scales {shown(header.scales)}": (header.version == SCALED)
+        is not bool(header.scales),
+        f"scales of {header.dtype}": bool(header.scales) and header.dtype not in EIGHT_BITS,
         f"{len(header.checksums)} checksums": len(header.checksums) != (shape[0] if shape else 0),
     }
     wrong = [name for name, is_wrong in problems.items() if is_wrong]
@@ -248,12 +293,9 @@ def header_bytes(header: PageHeader, secret: bytes | None) -> bytes:
         "checksum": "sha256" if secret else "crc32",
         "layers": ",".join(header.checksums),
     }
-    tensor = {
-        "dtype": SAFETENSORS_NAMES[header.dtype],
-        "shape": list(header.shape),
-        "data_offsets": [0, payload_bytes(header)],
-    }
-    text = json.dumps({"__metadata__": said, "kv": tensor}, separators=(",", ":")).encode()
+    said |= {"scales": header.scales} if header.scales else {}
+    tensors = {"__metadata__": said, **tensors_of("kv", "scales", header.dtype, header.shape, 0, bool(header.scales))}
+    text = json.dumps(tensors, separators=(",", ":")).encode()
     length = len(text) + -(LENGTH_BYTES + len(text)) % ALIGNMENT
     if length > MAX_HEADER_BYTES:
         raise PageError(f"The header of a page would have {length} bytes, more than {MAX_HEADER_BYTES}.")
@@ -273,8 +315,28 @@ def checksum(values: np.ndarray, secret: bytes | None) -> str:
     return hashlib.sha256(values).hexdigest() if secret else f"{zlib.crc32(values):08x}"
 
 
+def tensors_of(
+    name: str, scales_name: str, dtype: str, shape: Sequence[int], start: int, is_scaled: bool
+) -> dict[str, dict[str, Any]]:
+    """What the header of a safetensors file says of a page's tensors, whose first byte is number `start`."""
+    middle = start + SCALE_BYTES * math.prod(shape[:-1]) * is_scaled
+    end = middle + math.prod(shape) * dtype_named(dtype).itemsize
+    scales = {"dtype": "F32", "shape": list(shape[:-1]), "data_offsets": [start, middle]}
+    values = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [middle, end]}
+    return {scales_name: scales, name: values} if is_scaled else {name: values}
+
+
 def payload_bytes(header: PageHeader) -> int:
-    return math.prod(header.shape) * dtype_named(header.dtype).itemsize
+    return scale_bytes(header) + math.prod(header.shape) * dtype_named(header.dtype).itemsize
+
+
+def scale_bytes(header: PageHeader) -> int:
+    return SCALE_BYTES * math.prod(header.shape[:-1]) if header.scales else 0
+
+
+def flat(array: np.ndarray) -> np.ndarray:
+    """The bytes of an array, a view where it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def dtype_named(name: str) -> np.dtype:

@@ -16,6 +16,14 @@ def values_of(number, layers=2, dtype=ml_dtypes.bfloat16, head_dim=8):
     return np.random.default_rng(number).normal(size=(layers, 2, 4, 2, head_dim)).astype(dtype)
 
 
+def scaled_page_of(number, secret=None):
+    """Values of 8 bits with scales: (key, values, scales, the bytes of the page)."""
+    values = np.random.default_rng(number).integers(-127, 128, (2, 2, 4, 2, 8), np.int8)
+    scales = np.random.default_rng(number).random(values.shape[:-1], np.float32)
+    header = PageHeader(SPACE, key_of(number), None, (number, 7, 8, 9))
+    return header.key, values, scales, b"".join(map(bytes, encode(header, values, secret, scales)))
+
+
 def page_of(number, secret=None, space=SPACE, group=0, **shape):
     """(key, pieces of the page, its bytes)."""
     key = key_of(number, group)

@@ -14,7 +14,7 @@ from jaxpaged.errors import PageError
 from jaxpaged.kv_store import page
 from jaxpaged.kv_store.buffers import aligned_empty, joined
 from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode, namespace
-from tests.kv_store.pages import SPACE, key_of, page_of, values_of
+from tests.kv_store.pages import SPACE, key_of, page_of, scaled_page_of, values_of
 
 SECRET = b"a shared secret"
 
@@ -63,6 +63,58 @@ def test_no_bit_can_be_flipped(secret):
             decode(damaged, expect_namespace=SPACE, key=key, secret=secret)
         damaged[position] ^= 1 << position % 8
     decode(damaged, expect_namespace=SPACE, key=key, secret=secret)
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_values_of_8_bits_have_scales(secret):
+    key, values, scales, whole = scaled_page_of(4, secret)
+    header, found = decode(whole, expect_namespace=SPACE, key=key, version=page.SCALED, dtype="int8", secret=secret)
+    assert np.array_equal(found, values) and np.array_equal(page.scales_of(whole, header), scales)
+    tensors = dict(safetensors.deserialize(whole))
+    assert [tensors[name]["dtype"] for name in ("scales", "kv")] == ["F32", "I8"]
+    assert bytes(tensors["scales"]["data"]) == scales.tobytes() and tensors["scales"]["shape"] == [2, 2, 4, 2]
+    with pytest.raises(PageError, match="version is 2, not 1"):
+        decode(whole, expect_namespace=SPACE, key=key, version=page.VERSION, secret=secret)
+    exact = joined(encode(PageHeader(SPACE, key, None, (4, 7, 8, 9)), values, secret))
+    assert page.scales_of(exact, decode(exact, expect_namespace=SPACE, key=key, secret=secret)[0]) is None
+    with pytest.raises(PageError, match="version is 1, not 2"):
+        decode(exact, expect_namespace=SPACE, key=key, version=page.SCALED, secret=secret)
+    damaged = bytearray(whole)
+    for position in range(len(damaged)):
+        damaged[position] ^= 1 << position % 8
+        with pytest.raises(PageError):
+            decode(damaged, expect_namespace=SPACE, key=key, secret=secret)
+        damaged[position] ^= 1 << position % 8
+
+
+def test_a_reader_of_exact_pages_refuses_scales_by_the_version(monkeypatch):
+    whole = scaled_page_of(4)[3]
+    monkeypatch.setattr(page, "SCALED", page.VERSION)  # as programs were before there were any
+    with pytest.raises(PageError, match="version '2'"):
+        decode(whole, expect_namespace=SPACE, key=key_of(4))
+
+
+def test_scales_that_cannot_be():
+    header, values = PageHeader(SPACE, key_of(1), None, (1, 2, 3, 4)), values_of(1)
+    with pytest.raises(PageError, match="scales of bfloat16"):
+        encode(header, values, None, np.ones(values.shape[:-1], np.float32))
+    eight = values.astype(np.int8)
+    for scales in (np.ones(values.shape[:-1]), np.ones(values.shape, np.float32)):
+        with pytest.raises(PageError, match="cannot have scales"):
+            encode(header, eight, None, scales)
+    whole = scaled_page_of(4)[3]
+    changes = [
+        set_field("page", "1"),
+        set_field("scales", ""),
+        set_field("scales", "x" * 8),
+        set_tensor("dtype", "F16"),
+    ]
+    changes += [lambda fields: fields["__metadata__"].pop("scales"), lambda fields: fields.pop("scales")]
+    changes += [lambda fields: fields["scales"].__setitem__("dtype", "I32")]
+    assert forged(whole, lambda fields: None) == whole
+    for change in changes:
+        with pytest.raises(PageError):
+            decode(forged(whole, change), expect_namespace=SPACE, key=key_of(4))
 
 
 def test_nothing_can_be_cut_off_or_added():
@@ -136,7 +188,7 @@ def set_tensor(name, value):
 @pytest.mark.parametrize(
     "change",
     [
-        *(set_field("page", value) for value in ("2", "01", None, 1)),
+        *(set_field("page", value) for value in ("2", "3", "01", None, 1)),
         *(set_field("group", value) for value in ("-1", "99999", "x", "9" * 5000, " 0")),
         *(set_field("tokens", value) for value in ("", "1,2", "1,2,3,-4", "1,2,3,4294967296", "1," * 70000 + "1")),
         *(set_field("hash", value) for value in ("", "zz", "00" * 65, "\u00e9", [1])),

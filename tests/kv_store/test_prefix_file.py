@@ -1,11 +1,14 @@
 """A beginning as one file: what is written is read, by safetensors too, and nothing else is."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jaxpaged.errors import PageError, UsageError
 from jaxpaged.kv_store.content import PageContent
-from jaxpaged.kv_store.page import PageKey, decode
+from jaxpaged.kv_store.page import SCALED, PageKey, decode, scales_of
 from jaxpaged.kv_store.prefix_file import PlacedPage, PrefixFile, PrefixHeader, write_prefix
 from tests.kv_store.pages import SPACE
 
@@ -21,8 +24,34 @@ def placed(number, group, first):
 
 def written(path, secret=None, tokens=TOKENS):
     pages = (placed(1, 0, 0), placed(2, 0, 4), placed(2, 1, 4))
-    header = PrefixHeader(SPACE, "demo", tokens, "float32", pages, SHAPES, ())
-    return write_prefix(path, header, iter(VALUES), secret)
+    header = PrefixHeader(SPACE, "demo", tokens, "float32", pages, SHAPES)
+    return write_prefix(path, header, ([each] for each in VALUES), secret)
+
+
+def test_pages_of_8_bits_keep_their_scales(tmp_path):
+    path, pages = tmp_path / "x.safetensors", (placed(1, 0, 0), placed(2, 1, 4))
+    arrays = [
+        (np.full(shape, number, np.int8), np.full(shape[:-1], number / 10, np.float32))
+        for number, shape in enumerate(SHAPES[1:], 1)
+    ]
+    header = PrefixHeader(SPACE, "demo", TOKENS, "int8", pages, SHAPES[1:], is_scaled=True)
+    info = write_prefix(path, header, arrays, None)
+    assert info.num_bytes == sum(values.nbytes + scales.nbytes for values, scales in arrays)
+    for (key, buffers), (values, scales) in zip(PrefixFile(path).pages(), arrays, strict=True):
+        whole = b"".join(map(bytes, buffers))
+        said, found = decode(whole, expect_namespace=SPACE, key=key, version=SCALED)
+        assert np.array_equal(found, values) and np.array_equal(scales_of(whole, said), scales)
+    tensors = safetensors.numpy.load_file(path)
+    assert np.array_equal(tensors["g1.t4.scales"], arrays[1][1]) and len(tensors) == 4
+    whole = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(whole[:8], "little")
+    whole[start + 1] ^= 1  # in the first scale
+    path.write_bytes(whole)
+    with pytest.raises(PageError, match="page at token 0"):
+        list(PrefixFile(path).pages())
+    write_prefix(path, dataclasses.replace(header, dtype="float32"), arrays, None)
+    with pytest.raises(PageError, match="another shape or type"):
+        PrefixFile(path)
 
 
 @pytest.mark.parametrize("secret", [None, b"sixteen letters."])
@@ -39,7 +68,7 @@ def test_what_is_written_is_read(tmp_path, secret):
             whole, expect_namespace=SPACE, key=content.key, token_ids=content.token_ids, secret=secret
         )
         assert key == content.key and header.parent == content.parent and np.array_equal(values, expected)
-    tensors = pytest.importorskip("safetensors.numpy").load_file(path)
+    tensors = safetensors.numpy.load_file(path)
     assert np.array_equal(tensors["g1.t4"], VALUES[2]) and len(tensors) == 3
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
 
@@ -87,13 +116,13 @@ def test_a_failure_leaves_no_file(tmp_path):
         yield
 
     with pytest.raises(RuntimeError):
-        write_prefix(path, PrefixHeader(SPACE, "demo", TOKENS[:4], "float32", pages, SHAPES[:1], ()), values(), None)
+        write_prefix(path, PrefixHeader(SPACE, "demo", TOKENS[:4], "float32", pages, SHAPES[:1]), values(), None)
     assert not list(tmp_path.iterdir())
 
 
 def test_another_version_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxpaged.kv_store.prefix_file.VERSION", 2)
+    monkeypatch.setattr("jaxpaged.kv_store.prefix_file.VERSION", 3)
     written(tmp_path / "x")
     monkeypatch.undo()
-    with pytest.raises(PageError, match="version '2'"):
+    with pytest.raises(PageError, match="version '3'"):
         PrefixFile(tmp_path / "x")

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.installed import is_installed
-from jaxpaged.kv_cache_spec import KVCacheConfig, StateSpec
+from jaxpaged.kv_cache_spec import KVCacheConfig, LatentSpec, StateSpec
 from jaxpaged.kv_store.borrower import Borrower
 from jaxpaged.kv_store.disk import DiskTier
 from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.lender import Lender
-from jaxpaged.kv_store.options import KVOffload, TierWish
+from jaxpaged.kv_store.options import EXACT, KVOffload, TierWish
 from jaxpaged.kv_store.own import OwnTier, open_store
 from jaxpaged.kv_store.page import MAX_HEADER_BYTES, namespace
 from jaxpaged.kv_store.redis_tier import RedisTier
@@ -20,7 +20,7 @@ from jaxpaged.kv_store.tier import Tier
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.kv_transfer.peers import Peers
-from jaxpaged.worker.kv_transfer.programs import page_bytes
+from jaxpaged.worker.kv_transfer.programs import page_shape
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
 from jaxpaged.worker.programs.blueprint import Blueprint
 
@@ -40,6 +40,11 @@ def check_offload(offload: KVOffload, kv_cache: KVCacheConfig) -> None:
     packages are missing, and for files of secrets and certificates that are none."""
     if any(isinstance(group.spec, StateSpec) for group in kv_cache.groups):
         raise ConfigError("kv_offload: recurrent states cannot be kept outside of the device yet. Leave it out.")
+    if offload.pages != EXACT and any(isinstance(group.spec, LatentSpec) for group in kv_cache.groups):
+        raise ConfigError(
+            f"kv_offload has pages={offload.pages}, but this model caches latents, whose parts differ too much in size "
+            f"for one scale. Leave it out: pages={EXACT}."
+        )
     for wish in offload.tiers:
         if wish.kind in PACKAGES and not is_installed(PACKAGES[wish.kind]):
             raise ConfigError(
@@ -56,7 +61,9 @@ def open_transfer(
 ) -> KVTransferWorker:
     """The worker's half. Raises ConfigError for a folder that can hold no pages, or an address that is none."""
     space, secrets = namespace_of(blueprint, kv_cache, weights_version), read_secrets(offload.secrets_file)
-    tiers = [open_tier(wish, space, secrets, blueprint.config.model.model) for wish in offload.tiers]
+    form = blueprint.page_form
+    facts = {"model": blueprint.config.model.model, **form.facts}
+    tiers = [open_tier(wish, space, secrets, facts) for wish in offload.tiers]
     store, peers = Tiers(tiers), None
     peering = offload.peering
     is_far = any(isinstance(tier, RemoteTier) for tier in tiers)
@@ -69,19 +76,20 @@ def open_transfer(
                 secret=secrets.signing, tls=peering.tls,
             )  # fmt: skip
         if peering.borrows:
-            largest, is_far = max(len(group.layer_idxs) * page_bytes(group.spec) for group in kv_cache.groups), True
+            shapes = [(len(group.layer_idxs), *page_shape(group.spec)) for group in kv_cache.groups]
+            largest, is_far = max(map(form.num_bytes, shapes)), True
             borrower = Borrower(
                 space, largest + MAX_HEADER_BYTES, secrets.signing, peers=peering.peers, tls=peering.tls
             )
         peers = Peers(lender, borrower)
     return KVTransferWorker(
-        device, kv_cache, store, space, blueprint.kv_dtype, secret=secrets.signing,
+        device, kv_cache, store, space, form, secret=secrets.signing,
         num_readers=STORE_READERS if is_far else 1, model=blueprint.config.model.model, peers=peers,
     )  # fmt: skip
 
 
-def open_tier(wish: TierWish, space: str, secrets: Secrets, model: str) -> Tier:
-    """One tier of pages of the namespace `space`."""
+def open_tier(wish: TierWish, space: str, secrets: Secrets, facts: dict[str, str]) -> Tier:
+    """One tier of pages of the namespace `space`, of which people are told `facts`."""
     secret = secrets.signing
     if wish.kind == "host":
         return HostTier(wish.capacity)
@@ -92,14 +100,14 @@ def open_tier(wish: TierWish, space: str, secrets: Secrets, model: str) -> Tier:
         return OwnTier(wish.place, open_store(wish.place, wish.module, wish.config, space), space, secret)
     if wish.kind == "s3":
         return S3Tier(wish.place, space, secret=secret, endpoint=wish.endpoint)
-    disk = DiskTier(wish.place, wish.capacity, space, facts={"model": model}, secret=secret)
+    disk = DiskTier(wish.place, wish.capacity, space, facts=facts, secret=secret)
     disk.wait_ready(SCAN_SECONDS)
     return disk
 
 
 def namespace_of(blueprint: Blueprint, kv_cache: KVCacheConfig, weights_version: str) -> str:
     """Of all that keys and values depend on besides tokens. `few_rows` says how sums are computed on one machine, not
-    what they are; it does count where an engine promises bits."""
+    what they are; it does count where an engine promises bits. Exact pages have no fact about their form."""
     config = blueprint.config
     bits = config.compile.deterministic
     return namespace(
@@ -110,4 +118,5 @@ def namespace_of(blueprint: Blueprint, kv_cache: KVCacheConfig, weights_version:
                           g.layer_idxs)) for g in kv_cache.groups),
         dtype=blueprint.kv_dtype.name,
         speculation=str(blueprint.speculation),
+        **blueprint.page_form.facts,
     )  # fmt: skip

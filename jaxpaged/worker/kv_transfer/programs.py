@@ -1,7 +1,8 @@
 """The programs that copy blocks out of the KV cache and into it, in the form that pages have.
 
 What leaves the device is `[blocks, layers, 2, tokens, KV heads, head dim]` (1 in place of 2 for latents), whatever the
-layout of the attention backend, and whole on every device. Block ids outside of the pool are padding.
+layout of the attention backend, and whole on every device, in the form that pages have (`forms.py`). Block ids
+outside of the pool are padding.
 
 Letters: P blocks of a copy, L layers, S slots of a block.
 """
@@ -15,6 +16,7 @@ import numpy as np
 
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, LatentSpec, PoolLayout, StateSpec
 from jaxpaged.messages import ProgramKey
+from jaxpaged.worker.kv_transfer.forms import PageForm
 from pallas_kernels import kv_copy
 from pallas_kernels.ragged_paged_attention import KVTensor, kv_layout
 
@@ -44,16 +46,16 @@ def page_shape(spec: Any) -> tuple[int, ...]:
 
 
 def page_bytes(spec: Any) -> int:
-    """Of one layer of a page."""
+    """Of one layer of a page, as it is cached."""
     return int(np.prod(page_shape(spec))) * spec.dtype_bytes
 
 
-def token_bytes(kv_cache: KVCacheConfig) -> float:
+def token_bytes(kv_cache: KVCacheConfig, form: PageForm) -> float:
     """Of a token in all layers, as pages have them; 0 where there are recurrent states, which have no pages."""
     specs = [(group.spec, len(group.layer_idxs)) for group in kv_cache.groups]
     if any(isinstance(spec, StateSpec) for spec, _ in specs):
         return 0.0
-    return sum(num_layers * page_bytes(spec) / spec.block_size for spec, num_layers in specs)
+    return sum(num_layers * form.num_bytes(page_shape(spec)) / spec.block_size for spec, num_layers in specs)
 
 
 def first_tensor(kv_cache: KVCacheConfig, pool_idx: int) -> int:
@@ -61,38 +63,42 @@ def first_tensor(kv_cache: KVCacheConfig, pool_idx: int) -> int:
     return sum(pool.num_tensors for pool in kv_cache.pools[:pool_idx])
 
 
-def copy_builders(kv_cache: KVCacheConfig, kv: list[Any], backend: str, replicated: Any) -> dict[ProgramKey, Any]:
+def copy_builders(
+    kv_cache: KVCacheConfig, kv: list[Any], backend: str, replicated: Any, form: PageForm
+) -> dict[ProgramKey, Any]:
     """How to lower the copies of every pool. `kv` are the shapes of the KV tensors."""
     builders = {}
     for pool_idx, pool in enumerate(kv_cache.pools):
         first = first_tensor(kv_cache, pool_idx)
         tensors = kv[first : first + pool.num_tensors]
         for size in copy_sizes(pool):
-            builders[copy_key(GATHER, pool_idx, size)] = partial(
-                lower_gather, tensors, pool.storage, backend, replicated, size
-            )
-            builders[copy_key(SCATTER, pool_idx, size)] = partial(
-                lower_scatter, tensors, pool.storage, backend, replicated, size
-            )
+            args = tensors, pool.storage, backend, replicated, size, form
+            builders[copy_key(GATHER, pool_idx, size)] = partial(lower_gather, *args)
+            builders[copy_key(SCATTER, pool_idx, size)] = partial(lower_scatter, *args)
     return builders
 
 
-def lower_gather(tensors: list[Any], spec: Any, backend: str, replicated: Any, size: int) -> jax.stages.Lowered:
+def lower_gather(
+    tensors: list[Any], spec: Any, backend: str, replicated: Any, size: int, form: PageForm
+) -> jax.stages.Lowered:
     def kv_gather(tensors, id_P):
-        return jnp.stack([pages_of(tensor, id_P, spec, backend) for tensor in tensors], axis=1)
+        return form.leaving(jnp.stack([pages_of(tensor, id_P, spec, backend) for tensor in tensors], axis=1))
 
     ids = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=replicated)
     return jax.jit(kv_gather, out_shardings=replicated).lower(tensors, ids)
 
 
-def lower_scatter(tensors: list[Any], spec: Any, backend: str, replicated: Any, size: int) -> jax.stages.Lowered:
+def lower_scatter(
+    tensors: list[Any], spec: Any, backend: str, replicated: Any, size: int, form: PageForm
+) -> jax.stages.Lowered:
     def kv_scatter(tensors, id_P, pages):
-        return [with_pages(tensor, id_P, pages[:, i], backend) for i, tensor in enumerate(tensors)]
+        layers = [form.coming([array[:, i] for array in pages]) for i in range(len(tensors))]
+        return [with_pages(tensor, id_P, values, backend) for tensor, values in zip(tensors, layers)]
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, tensors)
     ids = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=replicated)
-    dtype = jax.tree.leaves(tensors)[0].dtype
-    pages = jax.ShapeDtypeStruct((size, len(tensors), *page_shape(spec)), dtype, sharding=replicated)
+    whole = (size, len(tensors), *page_shape(spec))
+    pages = tuple(jax.ShapeDtypeStruct(*each, sharding=replicated) for each in form.layout(whole))
     return jax.jit(kv_scatter, donate_argnums=(0,), out_shardings=shardings).lower(tensors, ids, pages)
 
 

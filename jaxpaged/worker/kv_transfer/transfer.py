@@ -4,8 +4,6 @@ Steps and copies are links of one chain of arrays, each of which takes what the 
 given out again once its gather is dispatched, and read by the step after its scatter; there is no other fence. What was
 gathered is handed to a tier only when the step that computed it is confirmed. The number of gathers whose bytes are not
 stored yet is limited; blocks beyond it are not saved. This module does not decide what travels.
-
-Letters: P blocks of a copy, with padding.
 """
 
 import logging
@@ -22,25 +20,17 @@ import numpy as np
 
 from jaxpaged.errors import PageError, UsageError
 from jaxpaged.kv_cache_spec import KVCacheConfig
-from jaxpaged.kv_store.buffers import aligned_empty
 from jaxpaged.kv_store.changes import Change, ChangeLog
 from jaxpaged.kv_store.content import PageContent
 from jaxpaged.kv_store.handover import RemoteSource
-from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode
+from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode, scales_of
 from jaxpaged.kv_store.prefix_file import PlacedPage, PrefixFile, PrefixHeader, PrefixInfo, info_of, write_prefix
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.device import Device, start_copy
+from jaxpaged.worker.kv_transfer.copies import Copies
+from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.peers import Peers
-from jaxpaged.worker.kv_transfer.programs import (
-    GATHER,
-    NOWHERE,
-    SCATTER,
-    copy_key,
-    copy_sizes,
-    first_tensor,
-    page_shape,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -57,20 +47,19 @@ class Gathered(NamedTuple):
     """Blocks on their way off the device, computed by the steps up to `step_id`."""
 
     step_id: int
-    pool_idx: int
     contents: Sequence[PageContent]
-    pages: Any
+    pages: tuple[Any, ...]
     discarded: set[PageKey]
 
 
 class Fetched(NamedTuple):
-    """Pages of a load in host memory: for each of its copies the pool, places in the load, and the array. `sources`
+    """Pages of a load in host memory: for each of its copies the pool, places in the load, and the arrays. `sources`
     are the names of the tiers that had the pages, empty for those that did not come."""
 
     load: Any
     came: list[bool]
     sources: list[str]
-    copies: list[tuple[int, list[int], np.ndarray]]
+    copies: list[tuple[int, list[int], tuple[np.ndarray, ...]]]
     seconds: float
 
 
@@ -92,20 +81,20 @@ class Moved:
 class KVTransferWorker:
     """What carries out transfers over the KV cache of `device`. It owns the store.
 
-    Pages are signed with `secret`, if there is one. `num_readers` pages of a load are fetched at a time. `model` is
-    a name for people.
+    Pages have the form `form`, and are signed with `secret`, if there is one. `num_readers` pages of a load are fetched
+    at a time. `model` is a name for people.
     """
 
     def __init__(
-        self, device: Device, kv_cache: KVCacheConfig, store: Tiers, namespace: str, dtype: np.dtype,
+        self, device: Device, kv_cache: KVCacheConfig, store: Tiers, namespace: str, form: PageForm,
         *, secret: bytes | None = None, num_readers: int = 1, model: str = "", peers: Peers | None = None,
     ):  # fmt: skip
         """`peers`: other engines, to lend to or to borrow from."""
         self._peers = peers or Peers()
-        self._device, self._kv_cache, self._store, self._namespace = device, kv_cache, store, namespace
-        self._dtype, self._secret, self._model = dtype, secret, model
+        self._copies, self._form, self._store, self._namespace = Copies(device, kv_cache, form), form, store, namespace
+        self._num_groups, self._num_pools = len(kv_cache.groups), len(kv_cache.pools)
+        self._secret, self._model = secret, model
         self._readers = ThreadPoolExecutor(num_readers, "kv-read") if num_readers > 1 else None
-        self._pool_of = {g: p for p, pool in enumerate(kv_cache.pools) for g in pool.group_idxs}
         self._unconfirmed: deque[Gathered] = deque()
         self._fetched: deque[Fetched] = deque()
         self._news = threading.Event()
@@ -143,7 +132,7 @@ class KVTransferWorker:
     def lend(self, num_tokens: int, pages: Sequence[tuple[PageContent, int]]) -> dict[str, Any] | None:
         """Lend pages (content, id of its block now) of a prompt, which are saved next. What an answer says of it."""
         keys = [content.key for content, _ in pages]
-        block_ids: list[list[int]] = [[] for _ in self._kv_cache.groups]
+        block_ids: list[list[int]] = [[] for _ in range(self._num_groups)]
         for content, block_id in pages:
             block_ids[content.key.group].append(block_id)
         said = self._peers.grant(keys, num_tokens, block_ids)
@@ -159,26 +148,24 @@ class KVTransferWorker:
         by_pool: dict[int, list[tuple[int, PageContent, int]]] = {}
         for each, state in zip(saves, states):
             if state is not Lookup.HIT and each[1].key not in self._under_way:
-                by_pool.setdefault(self._pool_of[each[1].key.group], []).append(each)
+                by_pool.setdefault(self._copies.pool_of[each[1].key.group], []).append(each)
         for pool_idx, missing in by_pool.items():
-            largest = copy_sizes(self._kv_cache.pools[pool_idx])[-1]
-            for start in range(0, len(missing), largest):
-                self._gather(pool_idx, missing[start : start + largest])
+            for some in batched(missing, self._copies.most(pool_idx)):
+                self._gather(pool_idx, some)
 
     def _gather(self, pool_idx: int, saves: Sequence[tuple[int, PageContent, int]]) -> None:
         if not self._slots.acquire(blocking=False):
             self.num_dropped += len(saves)
             return
         try:
-            id_P = self._padded_ids(pool_idx, [block_id for _, _, block_id in saves])
-            pages = self._device.call(copy_key(GATHER, pool_idx, len(id_P)), self._tensors(pool_idx), id_P)
+            pages = self._copies.gather(pool_idx, [block_id for _, _, block_id in saves])
         except BaseException:
             self._slots.release()
             raise
         step_id = max(step_id for step_id, _, _ in saves)
         self._copied[0] += len(saves)
         self._under_way.update(content.key for _, content, _ in saves)
-        self._unconfirmed.append(Gathered(step_id, pool_idx, [each[1] for each in saves], start_copy(pages), set()))
+        self._unconfirmed.append(Gathered(step_id, [each[1] for each in saves], start_copy(pages), set()))
 
     def confirm(self, before: int | None) -> None:
         """The steps before number `before` are done, None: all are. What they computed may be stored."""
@@ -203,15 +190,15 @@ class KVTransferWorker:
         """In a thread: wait for the bytes, and put a page for each block into the store."""
         begin, num_bytes = time.monotonic(), 0
         try:
-            pages = np.asarray(gathered.pages)
-            for page, content in zip(pages, gathered.contents):
+            pages = [np.asarray(array) for array in gathered.pages]
+            for content, *page in zip(gathered.contents, *pages):
                 if content.key in gathered.discarded:
                     continue
-                values = page[: len(self._kv_cache.groups[content.key.group].layer_idxs)]
+                values, *scales = (array[: self._copies.shape(content.key.group)[0]] for array in page)
                 header = PageHeader(self._namespace, content.key, content.parent, content.token_ids)
-                if self._store.put(content.key, encode(header, values, self._secret)):
+                if self._store.put(content.key, encode(header, values, self._secret, *scales)):
                     self.num_saved += 1
-                    num_bytes += values.nbytes
+                    num_bytes += self._copies.page_bytes(content.key.group)
         except Exception:
             logger.exception("%d blocks of keys and values were not saved", len(gathered.contents))
             self.num_dropped += len(gathered.contents)
@@ -231,45 +218,48 @@ class KVTransferWorker:
         """In a thread: bring pages together in the arrays that the copies to the device take."""
         came, sources, copies, started = [False] * len(load.pages), [""] * len(load.pages), [], time.monotonic()
         try:
-            for pool_idx, pool in enumerate(self._kv_cache.pools):
-                places = [i for i, page in enumerate(load.pages) if self._pool_of[page.key.group] == pool_idx]
-                largest = copy_sizes(pool)[-1]
-                for start in range(0, len(places), largest):
-                    some = places[start : start + largest]
-                    pages = self._empty_pages(pool_idx, self._bucket(pool_idx, len(some)))
+            for pool_idx in range(self._num_pools):
+                places = [i for i, page in enumerate(load.pages) if self._copies.pool_of[page.key.group] == pool_idx]
+                for some in map(list, batched(places, self._copies.most(pool_idx))):
+                    pages = self._copies.empty(pool_idx, len(some))
                     contents = [load.pages[i] for i in some]
                     each = self._readers.map if self._readers is not None else map
-                    for i, source in zip(some, each(self._fetch_page, contents, pages)):
+                    for i, source in zip(some, each(self._fetch_page, contents, *pages)):
                         came[i], sources[i] = bool(source), source
                     copies.append((pool_idx, some, pages))
         except Exception:
             logger.exception("loading %d blocks of keys and values failed", len(load.pages))
             came, sources, copies = [False] * len(load.pages), [""] * len(load.pages), []
-        num_bytes = sum(self._page_bytes(page.key.group) for page, ok in zip(load.pages, came) if ok)
+        num_bytes = sum(self._copies.page_bytes(page.key.group) for page, ok in zip(load.pages, came) if ok)
         self._moved["load"].add(num_bytes, time.monotonic() - started)
         self.num_loaded += sum(came)
         self.num_lost += len(came) - sum(came)
         self._fetched.append(Fetched(load, came, sources, copies, time.monotonic() - begin))
         self._news.set()
 
-    def _fetch_page(self, content: PageContent, target: np.ndarray) -> str:
-        """Copy a page's layers to `target`. The name of the tier that had it, "" where none has it as it must be."""
+    def _fetch_page(self, content: PageContent, target: np.ndarray, target_scales: np.ndarray | None = None) -> str:
+        """Copy a page's layers to `target`, and their scales where there are any. The name of the tier that had it, ""
+        where none has it as it must be."""
         buffer, source = self._store.get_from(content.key)
         if buffer is None:
             buffer, source = self._peers.get(content.key)
         if buffer is None:
             return ""
-        shape = self._shape(content.key.group)
-        wanted: dict[str, Any] = {"token_ids": content.token_ids, "dtype": self._dtype.name, "shape": shape}
-        wanted |= {"expect_namespace": self._namespace, "key": content.key, "secret": self._secret}
+        wanted: dict[str, Any] = {
+            "expect_namespace": self._namespace, "key": content.key, "secret": self._secret,
+            "token_ids": content.token_ids, "dtype": self._form.page_dtype.name,
+            "shape": self._copies.shape(content.key.group), "version": self._form.version,
+        }  # fmt: skip
         try:
-            _, values = decode(buffer, verify=False, **wanted)
+            header, values = decode(buffer, verify=False, **wanted)
         except PageError as error:
             logger.warning("a page of keys and values is not used: %s", error)
             self._store.delete([content.key])
             self._peers.forget([content.key])
             return ""
         target[: len(values)] = values
+        if target_scales is not None:
+            target_scales[: len(values)] = scales_of(buffer, header)
         return source
 
     def take_fetched(self) -> list[Fetched]:
@@ -285,10 +275,7 @@ class KVTransferWorker:
         """Dispatch the copies of a load to blocks, an id for each of its pages, 0 for none: before the next step."""
         for pool_idx, places, pages in fetched.copies:
             self._copied[1] += sum(block_ids[i] > 0 for i in places)
-            id_P = self._padded_ids(pool_idx, [block_ids[i] or NOWHERE for i in places])
-            first, tensors = first_tensor(self._kv_cache, pool_idx), self._tensors(pool_idx)
-            written = self._device.call(copy_key(SCATTER, pool_idx, len(id_P)), tensors, id_P, pages)
-            self._device.state.kv[first : first + len(written)] = written
+            self._copies.scatter(pool_idx, [block_ids[i] for i in places], pages)
 
     def take_changes(self) -> list[Change]:
         """What came into the tiers and left them since the last call; of the first call, all that is there."""
@@ -308,21 +295,21 @@ class KVTransferWorker:
         self, path: Path, token_ids: Sequence[int], pages: Sequence[PlacedPage], block_ids: Sequence[int]
     ) -> PrefixInfo:
         """Write blocks, which nobody overwrites meanwhile, to a file. Raises UsageError."""
-        shapes = [self._shape(page.content.key.group) for page in pages]
+        shapes = [self._copies.shape(page.content.key.group) for page in pages]
         header = PrefixHeader(
-            self._namespace, self._model, tuple(token_ids), self._dtype.name, tuple(pages), tuple(shapes), ()
-        )
+            self._namespace, self._model, tuple(token_ids), self._form.page_dtype.name, tuple(pages), tuple(shapes),
+            is_scaled=self._form.is_scaled,
+        )  # fmt: skip
         return write_prefix(path, header, self._read_blocks(pages, block_ids), self._secret)
 
-    def _read_blocks(self, pages: Sequence[PlacedPage], block_ids: Sequence[int]) -> Iterator[np.ndarray]:
-        """The values of blocks, as in their pages, one copy after the other."""
+    def _read_blocks(self, pages: Sequence[PlacedPage], block_ids: Sequence[int]) -> Iterator[list[np.ndarray]]:
+        """The values of blocks, as in their pages, and their scales where there are any, one copy after the other."""
         each = zip(pages, block_ids, strict=True)
-        for pool_idx, members in groupby(each, lambda pair: self._pool_of[pair[0].content.key.group]):
-            for some in batched(members, copy_sizes(self._kv_cache.pools[pool_idx])[-1]):
-                id_P = self._padded_ids(pool_idx, [block_id for _, block_id in some])
-                gathered = self._device.call(copy_key(GATHER, pool_idx, len(id_P)), self._tensors(pool_idx), id_P)
-                for (page, _), values in zip(some, np.asarray(gathered)):
-                    yield values[: self._shape(page.content.key.group)[0]]
+        for pool_idx, members in groupby(each, lambda pair: self._copies.pool_of[pair[0].content.key.group]):
+            for some in batched(members, self._copies.most(pool_idx)):
+                gathered = self._copies.gather(pool_idx, [block_id for _, block_id in some])
+                for (page, _), *arrays in zip(some, *map(np.asarray, gathered)):
+                    yield [array[: self._copies.shape(page.content.key.group)[0]] for array in arrays]
 
     def read_file(self, path: Path) -> PrefixInfo:
         """Put a file's pages into the store. Raises UsageError, and PageError for one that must not be used."""
@@ -331,7 +318,7 @@ class KVTransferWorker:
             raise PageError(
                 f"{path} is not used: it holds keys and values of {file.header.model!r}, namespace "
                 f"{file.header.namespace[:12]}; this engine has {self._model!r}, namespace {self._namespace[:12]}. "
-                "Weights, configuration, cache type and block size must be the same."
+                "Weights, configuration, cache type, block size and form of pages must be the same."
             )
         num_kept = sum(self._store.put(key, buffers) for key, buffers in file.pages())
         if num_kept < len(file.header.pages):
@@ -341,33 +328,7 @@ class KVTransferWorker:
             )
         return info_of(file.header)
 
-    # ---- parts ---------------------------------------------------------------------------------
-
-    def _tensors(self, pool_idx: int) -> list[Any]:
-        first = first_tensor(self._kv_cache, pool_idx)
-        return self._device.state.kv[first : first + self._kv_cache.pools[pool_idx].num_tensors]
-
-    def _shape(self, g: int) -> tuple[int, ...]:
-        """Of a page of group `g`."""
-        group = self._kv_cache.groups[g]
-        return len(group.layer_idxs), *page_shape(group.spec)
-
-    def _page_bytes(self, g: int) -> int:
-        return int(np.prod(self._shape(g))) * self._dtype.itemsize
-
-    def _bucket(self, pool_idx: int, num_blocks: int) -> int:
-        return next(size for size in copy_sizes(self._kv_cache.pools[pool_idx]) if size >= num_blocks)
-
-    def _padded_ids(self, pool_idx: int, block_ids: list[int]) -> np.ndarray:
-        padding = self._bucket(pool_idx, len(block_ids)) - len(block_ids)
-        return np.array(block_ids + [NOWHERE] * padding, np.int32)
-
-    def _empty_pages(self, pool_idx: int, size: int) -> np.ndarray:
-        pool = self._kv_cache.pools[pool_idx]
-        shape = (size, pool.num_tensors, *page_shape(pool.storage))
-        pages = aligned_empty(int(np.prod(shape)) * self._dtype.itemsize).view(self._dtype).reshape(shape)
-        pages[...] = 0  # padding of groups with fewer layers must be numbers
-        return pages
+    # ---- what it tells, and the end -------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and what the tiers hold."""

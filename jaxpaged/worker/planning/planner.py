@@ -77,7 +77,7 @@ class Planner:
             reserved_bytes=fullest.reserved_bytes,
             code_bytes=fullest.code_bytes,
             block_bytes=fullest.block_bytes,
-            page_token_bytes=token_bytes(self.kv_cache),
+            page_token_bytes=token_bytes(self.kv_cache, self.blueprint.page_form),
             further_kv_bytes=fullest.kv_bytes - self.num_blocks * fullest.block_bytes,
             num_blocks=self.num_blocks,
             blocks_per_request=self.blocks_per_request,

@@ -41,6 +41,7 @@ from jaxpaged.worker.context_split import split_contexts
 from jaxpaged.worker.drafters.lookup import lookup_builders
 from jaxpaged.worker.drafters.model import draft_builders
 from jaxpaged.worker.kv_blocks import Demand, Division, as_stored, check_heads_of, is_attended, tensor_struct
+from jaxpaged.worker.kv_transfer.forms import form_of
 from jaxpaged.worker.kv_transfer.programs import copy_builders
 from jaxpaged.worker.programs.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
 from jaxpaged.worker.programs.compiler_options import Options, compiler_options
@@ -93,6 +94,7 @@ class Blueprint:
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)
         self.kv_dtype = jnp.dtype(config.cache.kv_cache_dtype)
+        self.page_form = form_of(config.cache.offload, self.kv_dtype)
         specs, sizes = model.param_specs(self.whole, self.num_shards), self.whole.dim_sizes()
         self.whole_specs = quantized_specs(specs, config.model.quantization, sizes)
         self.specs = self.whole_specs if stage is None else params_of(stage, self.whole_specs)
@@ -246,7 +248,7 @@ class Blueprint:
             "compiler_options": str(self.compiler_options),
             "speculation": str(self.speculation),
             "draft_model": str(self.draft and self.draft.config),
-            "kv_offload": self.config.cache.offload is not None,
+            "kv_offload": str(self.config.cache.offload and self.page_form),
         }
         return fingerprint(self.config, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)
 
@@ -366,9 +368,9 @@ class StepPrograms:
 
     def _copy_builders(self) -> Builders:
         """Copies of blocks off the devices and back, where the options want them."""
-        if self.blueprint.config.cache.offload is None:
-            return {}
-        return copy_builders(self.kv_cache, self.shapes.kv, self.blueprint.attention.backend, self.functions.replicated)
+        offload, backend = self.blueprint.config.cache.offload, self.blueprint.attention.backend
+        args = self.kv_cache, self.shapes.kv, backend, self.functions.replicated, self.blueprint.page_form
+        return {} if offload is None else copy_builders(*args)
 
     def _draft_builders(self) -> Builders:
         """What drafts and what verifies, if anything does."""

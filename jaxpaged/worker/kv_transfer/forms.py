@@ -1,0 +1,78 @@
+"""In which form keys and values are in pages: as they are cached, or rounded to 8 bits with scales.
+
+They are rounded on the devices, by the copies that take blocks out and bring them back: half the bytes leave the
+device, and even on a CPU that takes no more time than in the threads that move pages (int8; half of it for fp8). A
+vector of `head_dim` numbers, of one token and head, has one scale: its largest number becomes the largest of the type.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.kv_store.options import EXACT, KVOffload
+from jaxpaged.kv_store.page import SCALE_BYTES, SCALED, VERSION
+from pallas_kernels.ragged_paged_attention.quantized import quantize, token_scales
+
+DTYPES = {"int8": np.dtype(jnp.int8), "fp8": np.dtype(jnp.float8_e4m3fn)}
+"""Of the forms of 8 bits, by their names in options."""
+
+
+@dataclass(frozen=True)
+class PageForm:
+    """The form called `name`, of a cache of `dtype`. Its pages are arrays: the values, and behind them their scales
+    where there are any."""
+
+    name: str
+    dtype: np.dtype
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.name in DTYPES
+
+    @property
+    def page_dtype(self) -> np.dtype:
+        """Of the values in a page."""
+        return DTYPES.get(self.name, self.dtype)
+
+    @property
+    def version(self) -> int:
+        """That pages have, as `kv_store/page.py` counts."""
+        return SCALED if self.is_scaled else VERSION
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What namespaces and people are told of it; nothing where pages are exact."""
+        return {"pages": self.name} if self.is_scaled else {}
+
+    def layout(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """(shape, dtype) of the arrays of pages whose values have this shape."""
+        scales = [(tuple(shape[:-1]), np.dtype(np.float32))] if self.is_scaled else []
+        return [(tuple(shape), self.page_dtype), *scales]
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        """Of pages whose values have this shape, without headers."""
+        numbers = int(np.prod(shape))
+        return numbers * self.page_dtype.itemsize + (numbers // shape[-1] * SCALE_BYTES if self.is_scaled else 0)
+
+    def leaving(self, values: jax.Array) -> tuple[jax.Array, ...]:
+        """Pages of cached values [..., head dim]."""
+        if not self.is_scaled:
+            return (values,)
+        scales = token_scales(values, self.page_dtype)
+        return quantize(values, scales, self.page_dtype), scales
+
+    def coming(self, pages: Sequence[Any]) -> jax.Array:
+        """The values of pages, as they are cached."""
+        if not self.is_scaled:
+            return pages[0]
+        values, scales = pages
+        return (values.astype(jnp.float32) * scales[..., None]).astype(self.dtype)
+
+
+def form_of(offload: KVOffload | None, dtype: np.dtype) -> PageForm:
+    """That the options name, for a cache of `dtype`."""
+    return PageForm(offload.pages if offload is not None else EXACT, dtype)
