@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Make deliberate mistakes in the kernels, one at a time, and see whether the tests of their op notice.
+"""Make deliberate mistakes in the source, one at a time, and see whether tests notice.
 
-    python scripts/mutate_kernels.py [--op OP] [--list]
+    python scripts/mutate.py [--only PATH] [--list]
 
-Each mutant lives in a copy of `pallas_kernels/` and its tests, in a temporary folder. It is killed if a test fails:
-first the tests that are expected to notice, then all of the op. Prints "killed", "SURVIVED", or "HANGS" where tests did
-not end in time; the exit status is 1 if one survived, or if one no longer applies to the source.
+The mistakes are in lists beside the tests: those in kernels, and those in pages, tiers, and what travels between them
+and the device. Each mutant lives in a copy of the repository in a temporary folder. It is killed if a test fails: first
+the tests that are expected to notice, then all of its part, slow ones left out. Prints "killed", "SURVIVED", or "HANGS"
+where tests did not end in time; the exit status is 1 if one survived, or if one no longer applies to the source.
 """
 
 import argparse
@@ -19,9 +20,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.pallas_kernels.mutants import MUTANTS, Mutant
+from tests.kv_store.mutants import MUTANTS as OF_PAGES
+from tests.mutants import Mutant
+from tests.pallas_kernels.mutants import MUTANTS as OF_KERNELS
 
 ROOT = Path(__file__).resolve().parent.parent
+MUTANTS = (*OF_KERNELS, *OF_PAGES)
 OWN_MUTANTS = "not mutant"  # tests of mutants compare with the source, and would notice any change of it
 TIME_LIMIT = 900  # seconds for one run of tests
 TIMED_OUT = -1
@@ -30,12 +34,12 @@ PASSED, FAILED, NONE_SELECTED = 0, 1, 5  # pytest's exit statuses
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", help="a folder of pallas_kernels; all by default")
+    parser.add_argument("--only", default="", metavar="PATH", help="a folder or file, such as pallas_kernels/kv_copy")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     options = parser.parse_args()
-    wanted = [mutant for mutant in MUTANTS if options.op in (None, mutant.op)]
+    wanted = [mutant for mutant in MUTANTS if mutant.module.startswith(options.only)]
     if not wanted:
-        sys.exit(f"no mutants of {options.op!r}; there are some of {', '.join(sorted({m.op for m in MUTANTS}))}.")
+        sys.exit(f"no mutants in {options.only!r}; some are in {', '.join(sorted({m.module for m in MUTANTS}))}.")
     survivors = 0
     for mutant in wanted:
         outcome = "" if options.list else verdict(mutant, run_tests)
@@ -47,7 +51,7 @@ def main() -> None:
 
 
 def verdict(mutant: Mutant, run: Callable[[Mutant, str], int]) -> str:
-    """What became of a mutant; "STALE" if it is none. `run` gives pytest's status for some of its op's tests."""
+    """What became of a mutant; "STALE" if it is none. `run` gives pytest's status for some of its tests."""
     if mutated(mutant) is None:
         return "STALE"
     for selection in (mutant.noticed_by, ""):
@@ -63,39 +67,36 @@ def verdict(mutant: Mutant, run: Callable[[Mutant, str], int]) -> str:
 
 def mutated(mutant: Mutant) -> str | None:
     """The module's text with the mistake, or None if its text has changed so that it does not apply."""
-    text = (ROOT / "pallas_kernels" / mutant.module).read_text(encoding="utf-8")
+    text = (ROOT / mutant.module).read_text(encoding="utf-8")
     return text.replace(mutant.original, mutant.wrong) if text.count(mutant.original) == 1 else None
 
 
 def run_tests(mutant: Mutant, selection: str) -> int:
-    """pytest's exit status for the selected tests of the mutant's op, or of all ("")."""
+    """pytest's exit status for the selected ones of the mutant's tests, or for all ("")."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_copy(folder)
-        (folder / "pallas_kernels" / mutant.module).write_text(str(mutated(mutant)), encoding="utf-8")
+        make_copy(folder, mutant)
+        (folder / mutant.module).write_text(str(mutated(mutant)), encoding="utf-8")
         chosen = f"({selection}) and {OWN_MUTANTS}" if selection else OWN_MUTANTS
         marks = "not slow and not exhaustive and not aot_tpu and not aot_gpu"
-        command = [sys.executable, "-m", "pytest", f"tests/pallas_kernels/{mutant.op}", "-x", "-q", "-k", chosen]
+        command = [sys.executable, "-m", "pytest", *mutant.tests, "-x", "-q", "-k", chosen, "-m", marks]
+        environment = {**os.environ, "PYTHONPATH": name, "JAX_ENABLE_COMPILATION_CACHE": "0"}  # not worth keeping
         try:
             return subprocess.run(
-                [*command, "-m", marks], cwd=folder, env=environment(folder), capture_output=True, timeout=TIME_LIMIT
+                command, cwd=folder, env=environment, capture_output=True, timeout=TIME_LIMIT
             ).returncode
         except subprocess.TimeoutExpired:
             return TIMED_OUT
 
 
-def make_copy(folder: Path) -> None:
-    """What the tests of a kernel need, so that the mutant is found before the original."""
-    for part in ("pallas_kernels", "tests/pallas_kernels"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for part in ("pyproject.toml", "tests/conftest.py"):
-        shutil.copy(ROOT / part, folder / part)
-    (folder / "jaxpaged").symlink_to(ROOT / "jaxpaged")
-
-
-def environment(folder: Path) -> dict[str, str]:
-    """Where the interpreter looks first; and what the copies compile is not worth keeping."""
-    return os.environ | {"PYTHONPATH": str(folder), "JAX_ENABLE_COMPILATION_CACHE": "0"}
+def make_copy(folder: Path, mutant: Mutant) -> None:
+    """The package with the mutant and the tests, as copies, so that they are found before the originals. The rest lies
+    where it was."""
+    package = mutant.module.split("/")[0]
+    for part in (package, "tests"):
+        shutil.copytree(ROOT / part, folder / part)
+    for part in ("pyproject.toml", "scripts", *{"jaxpaged", "pallas_kernels"} - {package}):
+        (folder / part).symlink_to(ROOT / part)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,15 @@
-"""Deliberate mistakes in the kernels, which the tests of their op must notice. `scripts/mutate_kernels.py` tries them.
+"""Deliberate mistakes in the kernels, which the tests of their op must notice. `scripts/mutate.py` tries them.
 
 Mistakes in attention's reference and in its TPU kernels are listed with their tests, which try them themselves.
 """
 
-import dataclasses
+from tests.mutants import mutants_of
 
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """`original`, which occurs once in `module` (a path below pallas_kernels), is replaced by `wrong`.
-
-    `noticed_by` selects the tests that should notice, as pytest's -k does; all tests of the op have a say.
-    """
-
-    what: str
-    module: str
-    original: str
-    wrong: str
-    noticed_by: str = ""
-
-    @property
-    def op(self) -> str:
-        return self.module.split("/")[0]
-
-
-def _of(module: str, noticed_by: str, *mistakes: tuple[str, str, str]) -> list[Mutant]:
-    """Mutants of one module from (what, original, wrong)."""
-    return [Mutant(what, module, original, wrong, noticed_by) for what, original, wrong in mistakes]
-
+_of = mutants_of(lambda module: (f"tests/pallas_kernels/{module.split('/')[1]}",))
 
 MUTANTS = (
     *_of(
-        "kv_copy/reference.py",
+        "pallas_kernels/kv_copy/reference.py",
         "reference or gathered",
         (
             "padding as a source clears its target",
@@ -42,7 +20,7 @@ MUTANTS = (
         ("padding gathers something", "fill_value=0", "fill_value=1"),
     ),
     *_of(
-        "kv_copy/tpu.py",
+        "pallas_kernels/kv_copy/tpu.py",
         "tpu",
         ("sources and targets are exchanged", "x_B.at[source], x_B.at[target]", "x_B.at[target], x_B.at[source]"),
         ("only the first array is copied", "for x_B in pool:", "for x_B in pool[:1]:"),
@@ -51,7 +29,7 @@ MUTANTS = (
         ("the id after the last block is one", "(target < num_blocks)", "(target <= num_blocks)"),
     ),
     *_of(
-        "kv_copy/gpu.py",
+        "pallas_kernels/kv_copy/gpu.py",
         "gpu",
         (
             "the last element of a block stays",
@@ -62,20 +40,20 @@ MUTANTS = (
         ("only the first piece is copied", "pl.ds(first, piece)", "pl.ds(0, piece)"),
     ),
     *_of(
-        "top_k_top_p/search.py",
+        "pallas_kernels/top_k_top_p/search.py",
         "kth_largest",
         ("the search ends two bits early", "NUM_PASSES = 16", "NUM_PASSES = 15"),
         ("the search wants more than enough", "weight >= need", "weight > need"),
     ),
     *_of(
-        "top_k_top_p/xla.py",
+        "pallas_kernels/top_k_top_p/xla.py",
         "xla",
         ("top_p near 1 is ignored", "threshold_if(top_p_S < 1.0,", "threshold_if(top_p_S < 0.95,"),
         ("top_p counts what top_k cut", "jnp.where(logits_SV >= floor_S[:, None], weights_SV, 0.0)", "weights_SV"),
         ("min_p is forgotten", "top_S + jnp.log(min_p_S)", "jnp.log(0 * min_p_S)"),
     ),
     *_of(
-        "top_k_top_p/tpu.py",
+        "pallas_kernels/top_k_top_p/tpu.py",
         "tpu",
         ("the rest of a vocabulary is not read", "if V % LANES:", "if not V:"),
         ("registers beyond the loop are not read", "* UNROLL, num_whole):", "* UNROLL, 0):"),
@@ -84,32 +62,32 @@ MUTANTS = (
         ("the nucleus forgets the floor", "jnp.maximum(floor_S1, nucleus_S1)", "nucleus_S1"),
     ),
     *_of(
-        "top_k_top_p/gpu.py",
+        "pallas_kernels/top_k_top_p/gpu.py",
         "gpu",
         ("columns beyond the vocabulary count", "other=-jnp.inf", "other=0.0"),
         ("top_p counts what top_k cut", "total([floor])", "total([floor - 1e30])"),
     ),
     *_of(
-        "top_k_top_p/reference.py",
+        "pallas_kernels/top_k_top_p/reference.py",
         "reference",
         ("the k-th stays out", "top_k_S - 1, 0,", "top_k_S - 2, 0,"),
         ("a token counts itself", "axis=1) - weight_SV", "axis=1)"),
     ),
     *_of(
-        "quantized_matmul/reference.py",
+        "pallas_kernels/quantized_matmul/reference.py",
         "reference",
         ("zeros are added", "values_FC - weight.zero_CF", "values_FC + weight.zero_CF"),
         ("tokens' own scales are forgotten", "out_TF * scale_T[:, None] * scale_CF", "out_TF * scale_CF"),
     ),
     *_of(
-        "quantized_matmul/tpu.py",
+        "pallas_kernels/quantized_matmul/tpu.py",
         "tpu",
         ("every tile of inputs starts from nothing", "pl.when(tile == 0)", "pl.when(tile >= 0)"),
         ("scales are those of the first tile", "pl.ds(tile * groups_per_tile + i, 1)", "pl.ds(i, 1)"),
         ("zeros are added", "part_TF -= ", "part_TF += "),
     ),
     *_of(
-        "quantized_matmul/gpu.py",
+        "pallas_kernels/quantized_matmul/gpu.py",
         "gpu",
         (
             "even and odd inputs are exchanged",
@@ -120,20 +98,20 @@ MUTANTS = (
         ("scales are those of the piece", "i * inputs // group", "0 * i"),
     ),
     *_of(
-        "grouped_matmul/items.py",
+        "pallas_kernels/grouped_matmul/items.py",
         "item",
         ("an item begins one group late", "last_G <= item_I[:, None]", "last_G < item_I[:, None]"),
         ("what fills the list works too", "jnp.where(real_I, end_G[group_I], 0)", "end_G[group_I]"),
         ("tiles begin where groups do", "start_G // tile * tile if aligned else start_G", "start_G"),
     ),
     *_of(
-        "grouped_matmul/reference.py",
+        "pallas_kernels/grouped_matmul/reference.py",
         "reference",
         ("padding is multiplied by the last expert", "jnp.sum(items.expert_I < E)", "len(items.expert_I)"),
         ("scales are the first expert's", "out_tF * scale_1F", "out_tF * scale_1F[..., :1]"),
     ),
     *_of(
-        "grouped_matmul/tpu.py",
+        "pallas_kernels/grouped_matmul/tpu.py",
         "tpu",
         (
             "a tile's other experts are overwritten",
@@ -145,14 +123,14 @@ MUTANTS = (
         ("scales are those of the first group", "pl.ds(which, 1)", "pl.ds(0, 1)"),
     ),
     *_of(
-        "grouped_matmul/gpu.py",
+        "pallas_kernels/grouped_matmul/gpu.py",
         "gpu",
         ("a token too many is taken", "jnp.arange(tokens) < end_I", "jnp.arange(tokens) <= end_I"),
         ("scales are those of the first group", "i * inputs // group", "0 * i"),
         ("padding is multiplied by the last expert", "columns * real.astype(jnp.int32)", "columns"),
     ),
     *_of(
-        "ragged_paged_attention/gpu/kernels.py",
+        "pallas_kernels/ragged_paged_attention/gpu/kernels.py",
         "gpu",
         (
             "queries see one position ahead",
@@ -163,19 +141,19 @@ MUTANTS = (
         ("a sink is forgotten", "if not layer.has_sinks:", "if layer.queries:"),
     ),
     *_of(
-        "mla_paged_attention/reference.py",
+        "pallas_kernels/mla_paged_attention/reference.py",
         "reference",
         ("tokens see one position ahead", "position_s <= metadata", "position_s - 1 <= metadata"),
         ("older chunks keep their weight", "out_NC * fade_N[:, None] + added_NC", "out_NC + added_NC"),
         ("unseen slots only get a weight of zero", "jnp.where(visible_s[:, None], x_sW, 0)", "x_sW"),
     ),
     *_of(
-        "mla_paged_attention/__init__.py",
+        "pallas_kernels/mla_paged_attention/__init__.py",
         "reference",
         ("padding tokens write to the last block", "jnp.where(held_T, block_T, _NOWHERE)", "block_T"),
     ),
     *_of(
-        "mla_paged_attention/tpu.py",
+        "pallas_kernels/mla_paged_attention/tpu.py",
         "tpu",
         (
             "heads of a decode are those of the tile's first",
@@ -188,7 +166,7 @@ MUTANTS = (
         ("the last request of a tile is forgotten", "< start_J1 + tokens, axis=1)", "< start_J1 + tokens - 1, axis=1)"),
     ),
     *_of(
-        "mla_paged_attention/gpu.py",
+        "pallas_kernels/mla_paged_attention/gpu.py",
         "gpu",
         ("the last part is forgotten", "ceil_div(num_steps, parts)", "lax.div(num_steps, parts)"),
         ("rope keys are not looked at", " + plgpu.dot(q_xP, rope_sP, trans_b=True)", ""),
@@ -200,7 +178,7 @@ MUTANTS = (
         ),
     ),
     *_of(
-        "int4_matmul/cpu/tiles.py",
+        "pallas_kernels/int4_matmul/cpu/tiles.py",
         "every_machine",
         ("ties are rounded up", "b.add(odd, splat(kind, 0x7FFF))", "splat(kind, 0x8000)"),
         ("all rows of x are the first", "b.at(whole(row), self.num_inputs,", "b.at(whole(0), self.num_inputs,"),
@@ -209,7 +187,7 @@ MUTANTS = (
         ("converted values keep their zero", "b.sub(value, splat(whole_numbers, ZERO))", "value"),
     ),
     *_of(
-        "few_rows_matmul/cpu/tiles.py",
+        "pallas_kernels/few_rows_matmul/cpu/tiles.py",
         "kernels_of_every_machine",
         ("inputs beyond the last register are left out", "self._add_last_inputs(columns, totals)", "pass"),
         (
@@ -225,7 +203,7 @@ MUTANTS = (
         ),
     ),
     *_of(
-        "top_k/cpu/selection.py",
+        "pallas_kernels/top_k/cpu/selection.py",
         "kernels_of_every_machine",
         (
             "of equal ones the last stay",
@@ -238,7 +216,7 @@ MUTANTS = (
         ("all equal ones stay", 'b.icmp_signed(">", equal_left, zero)', 'b.icmp_signed(">", whole(1), zero)'),
     ),
     *_of(
-        "ragged_paged_attention/cpu/instructions.py",
+        "pallas_kernels/ragged_paged_attention/cpu/instructions.py",
         "test_cpu",
         (
             "slots before the range are counted",

@@ -1,20 +1,23 @@
-"""Deliberate mistakes in kernels: that the list fits the source, and that the script tells killed from survived."""
+"""Deliberate mistakes: that the lists fit the source, and that the script tells killed from survived."""
 
 import dataclasses
 
 import pytest
 
-from scripts import mutate_kernels
-from scripts.mutate_kernels import FAILED, PASSED, TIMED_OUT, verdict
-from tests.pallas_kernels.mutants import MUTANTS, Mutant
+from scripts import mutate
+from scripts.mutate import FAILED, MUTANTS, PASSED, TIMED_OUT, verdict
+from tests.mutants import Mutant
 
 SELECTED, ALL = "reference", ""
-MUTANT = Mutant("a test", "kv_copy/reference.py", "fill_value=0", "fill_value=1", SELECTED)
+MUTANT = Mutant(
+    "a test", "pallas_kernels/kv_copy/reference.py", "fill_value=0", "fill_value=1", ("tests/pallas_kernels/kv_copy",),
+    SELECTED,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[f"{mutant.module}: {mutant.what}" for mutant in MUTANTS])
 def test_a_mutant_applies_to_the_source_and_is_python(mutant):
-    text = mutate_kernels.mutated(mutant)
+    text = mutate.mutated(mutant)
     assert text is not None, f"{mutant.original!r} is not once in {mutant.module}; update the mutant."
     compile(text, mutant.module, "exec")
 
@@ -30,7 +33,7 @@ def test_a_mutant_applies_to_the_source_and_is_python(mutant):
         ({SELECTED: TIMED_OUT}, "HANGS"),
     ],
 )
-def test_a_mutant_is_killed_if_any_test_of_its_op_fails(statuses, expected):
+def test_a_mutant_is_killed_if_any_of_its_tests_fails(statuses, expected):
     asked = []
     assert verdict(MUTANT, lambda _, selection: asked.append(selection) or statuses[selection]) == expected
     assert asked == list(statuses)
@@ -43,4 +46,4 @@ def test_a_mutant_that_no_longer_applies_is_stale():
 @pytest.mark.parametrize(("wrong", "status"), [("fill_value=1", FAILED), ("fill_value=-0", PASSED)])
 def test_tests_run_against_the_mutant_and_not_against_the_original(wrong, status):
     mutant = dataclasses.replace(MUTANT, wrong=wrong)
-    assert mutate_kernels.run_tests(mutant, "gathered and padding") == status
+    assert mutate.run_tests(mutant, "gathered and padding") == status

@@ -43,6 +43,7 @@ OF_THE_ENGINE = {
     "jaxpaged:kv_offload_pages_loaded": "Blocks that were loaded from tiers.",
     "jaxpaged:kv_offload_pages_dropped": "Blocks that were not stored, since too many were on their way.",
     "jaxpaged:kv_offload_pages_lost": "Blocks that a tier was said to have, and did not give.",
+    "jaxpaged:kv_offload_copies_under_way": "Copies off the device whose blocks are not stored yet.",
     "jaxpaged:kv_offload_tier_bytes": "Bytes of pages in a tier; 0 where its store counts them.",
     "jaxpaged:kv_offload_tier_capacity": "What a tier may hold, in bytes; 0 where its store decides.",
     "jaxpaged:kv_offload_tier_pages": "Pages in a tier, as far as this engine knows.",

@@ -78,6 +78,24 @@ class Moved:
             self.sizes[bound] += bool(num_bytes)
 
 
+class Slots:
+    """How many gathers are under way, at most `most`."""
+
+    def __init__(self, most: int):
+        self._most, self._lock, self.num_taken = most, threading.Lock(), 0
+
+    def take(self) -> bool:
+        """Whether there was one."""
+        with self._lock:
+            is_free = self.num_taken < self._most
+            self.num_taken += is_free
+            return is_free
+
+    def give_back(self) -> None:
+        with self._lock:
+            self.num_taken -= 1
+
+
 class KVTransferWorker:
     """What carries out transfers over the KV cache of `device`. It owns the store.
 
@@ -98,7 +116,7 @@ class KVTransferWorker:
         self._unconfirmed: deque[Gathered] = deque()
         self._fetched: deque[Fetched] = deque()
         self._news = threading.Event()
-        self._slots = threading.Semaphore(SLOTS_TO_LEND if self._peers.lends else NUM_SLOTS)
+        self._slots = Slots(SLOTS_TO_LEND if self._peers.lends else NUM_SLOTS)
         self._under_way: set[PageKey] = set()  # gathered and not stored yet
         self._savers = ThreadPoolExecutor(NUM_THREADS, "kv-save")
         self._loaders = ThreadPoolExecutor(NUM_THREADS, "kv-load")
@@ -154,13 +172,13 @@ class KVTransferWorker:
                 self._gather(pool_idx, some)
 
     def _gather(self, pool_idx: int, saves: Sequence[tuple[int, PageContent, int]]) -> None:
-        if not self._slots.acquire(blocking=False):
+        if not self._slots.take():
             self.num_dropped += len(saves)
             return
         try:
             pages = self._copies.gather(pool_idx, [block_id for _, _, block_id in saves])
         except BaseException:
-            self._slots.release()
+            self._slots.give_back()
             raise
         step_id = max(step_id for step_id, _, _ in saves)
         self._copied[0] += len(saves)
@@ -176,7 +194,7 @@ class KVTransferWorker:
         """A step has failed: what is not confirmed is never stored."""
         for gathered in self._unconfirmed:
             self._under_way.difference_update(content.key for content in gathered.contents)
-            self._slots.release()
+            self._slots.give_back()
         self._unconfirmed.clear()
 
     def discard(self, keys: Sequence[PageKey]) -> None:
@@ -205,7 +223,7 @@ class KVTransferWorker:
         finally:
             self._moved["store"].add(num_bytes, time.monotonic() - begin)
             self._under_way.difference_update(content.key for content in gathered.contents)
-            self._slots.release()
+            self._slots.give_back()
             self._peers.hold([content.key for content in gathered.contents])
 
     # ---- loading -------------------------------------------------------------------------------
@@ -345,6 +363,7 @@ class KVTransferWorker:
             "kv_offload_pages_loaded": self.num_loaded,
             "kv_offload_pages_dropped": self.num_dropped,
             "kv_offload_pages_lost": self.num_lost,
+            "kv_offload_copies_under_way": self._slots.num_taken,
             **tiers,
             **self._peers.stats(),
         }

@@ -1,0 +1,277 @@
+"""Deliberate mistakes in pages, leases, and what travels when, which quick tests must notice. `scripts/mutate.py` tries
+them."""
+
+from tests.mutants import mutants_of
+
+_TESTS = {
+    "page": ("tests/kv_store/test_page.py",),
+    "prefix_file": ("tests/kv_store/test_prefix_file.py",),
+    "channel": ("tests/kv_store/test_handover.py",),
+    "lender": ("tests/kv_store/test_handover.py",),
+    "borrower": ("tests/kv_store/test_handover.py",),
+    "handover": ("tests/kv_store/test_handover.py",),
+    "folder": ("tests/kv_store/test_disk.py",),
+    "remote": ("tests/kv_store/test_remote.py",),
+    "mover": ("tests/kv_store/test_tiers.py",),
+    "host": ("tests/kv_store/test_host.py", "tests/kv_store/test_model.py"),
+    "copies": ("tests/worker/test_kv_transfer.py",),
+    "transfer": ("tests/worker/test_kv_transfer.py",),
+    "forms": ("tests/worker/test_kv_copies.py", "tests/worker/test_kv_transfer.py"),
+}
+_CORE = ("tests/engine/test_kv_transfer.py",)
+_of = mutants_of(lambda module: _TESTS.get(module.rpartition("/")[2].removesuffix(".py"), _CORE))
+
+MUTANTS = (
+    # ---- checksums
+    *_of(
+        "jaxpaged/kv_store/page.py",
+        "page or bit or layers or signed or scales",
+        ("layers are not checked", "if found != header.checksums[layer]:", "if found == b'':"),
+        ("scales are not checked", "if found != header.scales:", "if found == b'':"),
+        ("scales of a page are not looked at", "if verify and (scales :=", "if not verify and (scales :="),
+        (
+            "the header's digest is not looked at",
+            "if not hmac.compare_digest(head[CHECK_START:CHECK_END], check_of(head, secret)):",
+            "if False:",
+        ),
+        (
+            "a header is not signed",
+            "found = hmac.new(secret, covered, hashlib.sha256) if secret else hashlib.sha256(covered)",
+            "found = hashlib.sha256(covered)",
+        ),
+        (
+            "layers of a signed page have a CRC",
+            'return hashlib.sha256(values).hexdigest() if secret else f"{zlib.crc32(values):08x}"',
+            'return f"{zlib.crc32(values):08x}"',
+        ),
+        ("one page has several spellings", "if canonical != head:", "if not canonical:"),
+        ("what is behind a page is not looked at", "if view.nbytes != start +", "if view.nbytes < start +"),
+        ("layers begin with the scales", "offset=start + scale_bytes(header)", "offset=start"),
+    ),
+    *_of(
+        "jaxpaged/kv_store/prefix_file.py",
+        "",
+        ("pages are not checked", "self._secret) != wanted:", "self._secret) == b'':"),
+        ("the header is not checked", "if not hmac.compare_digest(", "if hmac.compare_digest(b'', b'x') and ("),
+        ("scales have no checksum", "flat(each) for each in reversed(arrays)]), self", "flat(arrays[0])]), self"),
+    ),
+    *_of(
+        "jaxpaged/kv_store/remote.py",
+        "",
+        (
+            "what a store gives is not checked",
+            "decode(page, expect_namespace=self.namespace, key=key, secret=self._secret)",
+            "pass",
+        ),
+        ("damaged pages stay in the store", "            self.remove([key])\n", ""),
+    ),
+    # ---- namespaces and keys
+    *_of(
+        "jaxpaged/kv_store/page.py",
+        "another or namespace or scales",
+        ("namespaces are not compared", '"namespace": expect_namespace,', '"namespace": None,'),
+        ("keys are not compared", '"key": key,', '"key": None,'),
+        (
+            "tokens are not compared",
+            '"token_ids": None if token_ids is None else tuple(token_ids),',
+            '"token_ids": None,',
+        ),
+        ("types are not compared", '"dtype": dtype,', '"dtype": None,'),
+        ("rounded pages pass for exact ones", '"version": version,', '"version": None,'),
+        ("values of facts make no other namespace", "encode_cbor(facts)", "encode_cbor(sorted(facts))"),
+        ("the group is not in the header", '"group": str(header.key.group),', '"group": "0",'),
+    ),
+    *_of(
+        "jaxpaged/kv_store/channel.py",
+        "",
+        ("peers of another namespace are served", "if other.namespace != own.namespace:", "if other.namespace == '':"),
+        ("peers of another version are served", "if other.version != own.version:", "if other.version == 0:"),
+        ("peers without a secret are served", "if other.is_signed != own.is_signed:", "if other.is_signed is None:"),
+        ("a message may be repeated", 'self._counts[direction].to_bytes(8, "big")', '(1).to_bytes(8, "big")'),
+        ("a session's messages may be used in another", "self._session + self._sides", "self._sides"),
+        ("signatures are not looked at", "if tag and not hmac.compare_digest(", "if tag and not len("),
+        ("pages of any size are read", "or num_page > self._most:", "or num_page > 1 << 40:"),
+    ),
+    # ---- leases
+    *_of(
+        "jaxpaged/kv_store/lender.py",
+        "lease or lent or fetched or patience or renew",
+        ("leases never end", "if lease.until < now]:", "if lease.until < 0]:"),
+        ("leases may be renewed for ever", "min(now + self._lease_s, lease.latest)", "now + self._lease_s"),
+        ("renewing does nothing", "lease.until = min(", "_ = min("),
+        (
+            "what was lent counts for ever",
+            "self._held_bytes -= page.nbytes if page is not None else 0",
+            "self._held_bytes -= 0",
+        ),
+        (
+            "a lease that was given back goes on",
+            "lease = self._leases.pop(name, None)",
+            "lease = self._leases.get(name)",
+        ),
+        ("any page may be had under a lease", "if key not in lease.pages:", "if key.group > 99:"),
+        ("more is lent than there is room for", "> self._capacity:", "> self._capacity << 9:"),
+        ("one lease's end is that of others too", "self._wanted[key].discard(name)", "self._wanted[key].clear()"),
+        (
+            "pages that come later are not told of",
+            "                self._changed.notify_all()\n\n    def _keep",
+            "\n    def _keep",
+        ),
+        ("who waits, waits for each page anew", "if lease.waits_until is None:", "if True:"),
+    ),
+    *_of(
+        "jaxpaged/kv_store/borrower.py",
+        "",
+        ("pages are not checked", "decode(answer.content, expect_namespace", "dict(expect_namespace"),
+        ("a lease that failed is asked for again", "self._failed[source.lease] = None", "pass"),
+        ("leases are not given back", "self._releasing.submit(self._send_release, source)", "pass"),
+        ("what was given back is still expected", "                del self._sources[key]\n", "                pass\n"),
+        ("leases are not renewed", "self._kept[source.lease] = source", "pass"),
+    ),
+    *_of(
+        "jaxpaged/kv_store/handover.py",
+        "",
+        (
+            "every port of an allowed host's name is one",
+            'return source.host in names or f"{source.host}:{source.port}" in names',
+            "return any(name.startswith(source.host) for name in names)",
+        ),
+    ),
+    *_of(
+        "jaxpaged/core/kv_transfer/handovers.py",
+        "lent or lease or borrower",
+        ("leases are not given back at the end", "        self.give_back(request)\n        lender", "        lender"),
+        ("a lease is given back twice", "self._sources.pop(request", "self._sources.get(request"),
+        ("who waits does not say so", "self._needed.append(source)", "pass"),
+        ("a prompt is lent twice", "ended, self._ended = self._ended, {}", "ended = self._ended"),
+    ),
+    # ---- the order of the chain
+    *_of(
+        "jaxpaged/core/kv_transfer/transfers.py",
+        "",
+        ("blocks are copied before they are computed", "save.step_id < before]", "save.step_id <= before]"),
+        ("what a failed step computed is kept", "if save.content.key not in lost]", "if save.content.key]"),
+        (
+            "parents are the blocks themselves",
+            "hashes[block_idx * units - 1] if block_idx",
+            "hashes[block_idx] if block_idx",
+        ),
+        (
+            "loads for weights that were replaced are used",
+            "if any(self._content(request, p.key.group, i) != p for p, i in zip(load.pages, load.block_idxs)):",
+            "if False:",
+        ),
+        ("a load is used by whoever has the name", "if self.loading.get(request.request_id) is not load:", "if False:"),
+        (
+            "pages that did not come are written",
+            "for page, idx, ok in zip(load.pages, load.block_idxs, came) if ok]",
+            "for page, idx, ok in zip(load.pages, load.block_idxs, came)]",
+        ),
+        (
+            "loads take more blocks than are free",
+            "if all(n <= pool.num_free_blocks",
+            "if all(n <= pool.num_free_blocks + 9",
+        ),
+        ("loaded blocks stay held", "                groups[g].pool.free_blocks([block])\n", "                pass\n"),
+        ("nobody's patience ends", "if time.monotonic() < load.begin + self.patience:", "if load.begin:"),
+        ("a request loads what it has", "if end <= hit.num_tokens:", "if end < 0:"),
+    ),
+    *_of(
+        "jaxpaged/engine/kv_transfer.py",
+        "",
+        (
+            "blocks are copied after they are overwritten",
+            "        self.save(step_id)\n        for load",
+            "        for load",
+        ),
+        ("what is not done yet is stored", "self._worker.confirm(oldest)", "self._worker.confirm(None)"),
+        ("what a failed step computed is stored", "            self._worker.revoke()\n", "            pass\n"),
+        (
+            "pages are entered and not written",
+            "                self._worker.write(fetched, block_ids)\n",
+            "                pass\n",
+        ),
+        ("an aborted prompt is lent", 'if output.finish_reason in ("stop", "length") and', "if"),
+    ),
+    *_of(
+        "jaxpaged/worker/kv_transfer/transfer.py",
+        "",
+        (
+            "what the next step computes is stored",
+            "self._unconfirmed[0].step_id < before",
+            "self._unconfirmed[0].step_id <= before",
+        ),
+        ("a revoked copy is stored later", "        self._unconfirmed.clear()\n", ""),
+        (
+            "slots of revoked copies are lost",
+            "            self._slots.give_back()\n        self._unconfirmed",
+            "        self._unconfirmed",
+        ),
+        (
+            "slots of stored copies are lost",
+            "            self._slots.give_back()\n            self._peers",
+            "            self._peers",
+        ),
+        (
+            "what is discarded is stored",
+            "                if content.key in gathered.discarded:\n                    continue\n",
+            "",
+        ),
+        ("a page that is on its way is copied again", " and each[1].key not in self._under_way:", ":"),
+        ("pages of other tokens are loaded", '"token_ids": content.token_ids,', '"token_ids": None,'),
+        ("pages of another form are loaded", '"version": self._form.version,', '"version": None,'),
+        ("pages of other models are loaded", '"expect_namespace": self._namespace,', '"expect_namespace": None,'),
+        (
+            "pages that did not come count as come",
+            "came[i], sources[i] = bool(source), source",
+            "came[i], sources[i] = True, source",
+        ),
+        ("scales stay behind", "target_scales[: len(values)] = scales_of(buffer, header)", "pass"),
+        (
+            "a copy is stored when its first block is",
+            "max(step_id for step_id, _, _ in saves)",
+            "min(step_id for step_id, _, _ in saves)",
+        ),
+    ),
+    *_of(
+        "jaxpaged/worker/kv_transfer/copies.py",
+        "",
+        (
+            "pages that did not come are written to block 0",
+            "[block_id or NOWHERE for block_id in block_ids]",
+            "block_ids",
+        ),
+        ("what was written is forgotten", "self._device.state.kv[first : first + len(written)] = written", "pass"),
+        (
+            "rows of a copy's padding hold anything",
+            "            array[...] = 0  # padding",
+            "            array[...] = 1  # padding",
+        ),
+    ),
+    *_of(
+        "jaxpaged/worker/kv_transfer/forms.py",
+        "",
+        ("scales are forgotten", "values.astype(jnp.float32) * scales[..., None]", "values.astype(jnp.float32)"),
+        ("rounded pages have no fact", 'return {"pages": self.name} if self.is_scaled else {}', "return {}"),
+    ),
+    *_of(
+        "jaxpaged/kv_store/mover.py",
+        "",
+        ("what was deleted while it was written stays", "is_unwanted = key in self._deleted", "is_unwanted = False"),
+    ),
+    *_of(
+        "jaxpaged/kv_store/folder.py",
+        "",
+        (
+            "a page appears before it is complete",
+            "    unfinished = root / name.partition",
+            "    unfinished = path or root / name.partition",
+        ),
+        ("what killed writers left stays", "os.unlink(entry.path)", "pass"),
+        (
+            "what others write is removed",
+            "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Blocking",
+            "pass  # Blocking",
+        ),
+    ),
+)

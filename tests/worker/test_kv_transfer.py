@@ -1,0 +1,219 @@
+"""The worker's half of KV transfer over a device of numpy arrays: what is stored and when, and what is loaded."""
+
+import threading
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxpaged.kv_store.content import PageContent
+from jaxpaged.kv_store.host import HostTier
+from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode, namespace, scales_of
+from jaxpaged.kv_store.tier import Lookup
+from jaxpaged.kv_store.tiers import Tiers
+from jaxpaged.worker.kv_transfer.forms import PageForm
+from jaxpaged.worker.kv_transfer.transfer import NUM_SLOTS, KVTransferWorker, Slots
+
+SPACE, OTHER = namespace(weights="a"), namespace(weights="b")
+SPEC = AttentionSpec(4, 2, 8, 4)
+GROUPS = (KVCacheGroup(SPEC, (0, 1)), KVCacheGroup(SPEC, (2,)))  # the second one's pages have one layer
+CACHE = KVCacheConfig((16,), GROUPS)
+
+
+class Pages(np.ndarray):
+    """Arrays of a device: these are on the host already."""
+
+    def copy_to_host_async(self):
+        pass
+
+
+class NumpyDevice:
+    """Blocks `[16, 2, 4, 2, 8]` of two KV tensors, and the two copies, in either form."""
+
+    def __init__(self, form):
+        self.form, self.state = form, SimpleNamespace(kv=[np.zeros((16, 2, 4, 2, 8), np.float32) for _ in range(2)])
+
+    def call(self, key, tensors, id_P, *pages):
+        valid = [i for i, block_id in enumerate(id_P) if block_id >= 0]
+        if key.kind == "kv_gather":
+            found = np.zeros((len(id_P), 2, 2, 4, 2, 8), np.float32)
+            found[valid] = np.stack([tensor[id_P[valid]] for tensor in tensors], axis=1)
+            arrays = (found,) if not self.form.is_scaled else (found.round().astype(np.int8), found[..., 0] / 10)
+            return tuple(array.copy().view(Pages) for array in arrays)
+        (arrays,) = pages
+        values = arrays[0] if len(arrays) == 1 else arrays[0].astype(np.float32) * arrays[1][..., None]
+        assert np.isfinite(values).all()
+        made = [tensor.copy() for tensor in tensors]
+        for layer, tensor in enumerate(made):
+            tensor[id_P[valid]] = values[valid, layer]
+        return made
+
+    def fill(self, block_id, value):
+        for tensor in self.state.kv:
+            tensor[block_id] = value
+
+    def holds(self, block_id):
+        return [float(tensor[block_id].max()) for tensor in self.state.kv]
+
+
+def content(number, group=0):
+    return PageContent(PageKey(bytes([number]) * 32, group), None, (number, 2, 3, 4))
+
+
+class Made:
+    """A worker with its device and store."""
+
+    def __init__(self, name="exact", **options):
+        form = PageForm(name, np.dtype(np.float32))
+        self.device, self.tier = NumpyDevice(form), HostTier(1 << 20)
+        self.worker = KVTransferWorker(self.device, CACHE, Tiers([self.tier]), SPACE, form, **options)
+
+    def save(self, *saves):
+        """Of (step, content, block)."""
+        self.worker.save(saves)
+
+    def settled(self):
+        """The pages in the tier once threads have done all that they were given."""
+        for _ in range(2):
+            self.worker._savers.submit(lambda: None).result()
+        gate = threading.Barrier(3)
+        for _ in range(2):
+            self.worker._savers.submit(gate.wait)
+        gate.wait(5)
+        return {key: decode(page, expect_namespace=SPACE, key=key)[1] for key, page in self.tier._pages.items()}
+
+    def load(self, *contents):
+        """Fetch pages: what came of them."""
+        self.worker.load(SimpleNamespace(pages=contents))
+        self.worker.wait(5)
+        (fetched,) = self.worker.take_fetched()
+        return fetched
+
+
+@pytest.fixture
+def made():
+    made = Made()
+    yield made
+    made.worker.close()
+
+
+def test_a_block_is_copied_as_it_was_and_stored_once_its_step_is_confirmed(made):
+    made.device.fill(3, 1.0)
+    made.save((7, content(1), 3))
+    made.device.fill(3, 2.0)  # the block is another's at once
+    made.worker.confirm(7)
+    assert not made.settled()
+    made.worker.confirm(8)
+    assert [float(page.max()) for page in made.settled().values()] == [1.0]
+    made.save((9, content(2), 3), (12, content(3), 4))
+    made.worker.confirm(12)
+    assert len(made.settled()) == 1, "the later step is not done"
+    made.worker.confirm(None)
+    assert len(made.settled()) == 3
+
+
+def test_what_a_failed_step_computed_is_dropped_and_its_slots_are_free_again(made):
+    for number in range(3 * NUM_SLOTS):
+        made.save((7, content(number), 3))
+        made.worker.revoke()
+    made.worker.confirm(None)
+    assert not made.settled() and not made.worker.num_dropped
+    assert made.worker.stats()["kv_offload_copies_under_way"] == 0
+    made.save((8, content(0), 3))
+    made.worker.confirm(None)
+    assert list(made.settled()) == [content(0).key], "it may be saved later"
+
+
+def test_slots_are_few_and_come_back(made):
+    for number in range(NUM_SLOTS + 2):
+        made.save((7, content(number), 3))
+    assert made.worker.num_dropped == 2 and made.worker.stats()["kv_offload_copies_under_way"] == NUM_SLOTS
+    made.worker.confirm(None)
+    assert len(made.settled()) == NUM_SLOTS and made.worker.stats()["kv_offload_copies_under_way"] == 0
+    slots = Slots(1)
+    assert slots.take() and not slots.take()
+    slots.give_back()
+    assert slots.take() and slots.num_taken == 1
+
+
+def test_a_page_is_copied_once(made):
+    made.save((7, content(1), 3))
+    made.save((8, content(1), 4))
+    assert made.worker.take_copied() == (1, 0)
+    made.worker.confirm(None)
+    made.settled()
+    made.save((9, content(1), 5))
+    assert made.worker.take_copied() == (0, 0)
+
+
+def test_what_is_discarded_is_kept_neither_before_nor_after_it_is_stored(made):
+    made.save((7, content(1), 3), (7, content(2), 4))
+    made.worker.discard([content(1).key])
+    made.worker.confirm(None)
+    assert list(made.settled()) == [content(2).key]
+    made.worker.discard([content(2).key])
+    assert not made.settled()
+
+
+def test_what_was_saved_is_written_to_other_blocks_and_what_did_not_come_to_none(made):
+    pages = content(1), content(2), content(1, group=1)
+    for number, page in enumerate(pages):
+        made.device.fill(3 + number, number + 1.0)
+        made.save((7, page, 3 + number))
+    made.worker.confirm(None)
+    assert [page.shape[0] for page in made.settled().values()] == [2, 2, 1]
+    assert made.worker.lookup([pages[0].key, content(9).key]) == [Lookup.HIT, Lookup.MISS]
+    fetched = made.load(content(9), *pages)
+    assert fetched.came == [False, True, True, True] and fetched.sources == ["", "host", "host", "host"]
+    assert made.worker.num_lost == 1 and made.worker.num_loaded == 3
+    made.device.fill(0, 5.0)
+    made.worker.write(fetched, [0, 10, 11, 12])
+    assert [made.device.holds(block) for block in (0, 10, 11, 12)] == [[5.0] * 2, [1.0] * 2, [2.0] * 2, [3.0, 0.0]]
+
+
+def kept(tier, page, header_content, space=SPACE, scales=None):
+    """Put a page that says to be `header_content` under the key of `page`."""
+    values = np.ones((2, 2, 4, 2, 8), np.float32 if scales is None else np.int8)
+    header = PageHeader(space, header_content.key, None, header_content.token_ids)
+    tier.put(page.key, encode(header, values, None, scales))
+
+
+def test_pages_of_others_are_not_loaded_and_are_removed(made):
+    other_tokens = PageContent(content(2).key, None, (9, 9, 9, 9))
+    cases = {
+        content(1): {"header_content": content(1), "space": OTHER},
+        content(2): {"header_content": other_tokens},
+        content(3): {"header_content": content(4)},
+        content(5): {"header_content": content(5), "scales": np.ones((2, 2, 4, 2), np.float32)},
+    }
+    for page, said in cases.items():
+        kept(made.tier, page, **said)
+        assert made.load(page).came == [False] and made.worker.lookup([page.key]) == [Lookup.MISS]
+    kept(made.tier, content(6), content(6))
+    assert made.load(content(6)).came == [True]
+
+
+def test_rounded_pages_come_back_with_their_scales_and_exact_ones_are_none():
+    made = Made("int8")
+    made.device.fill(3, 20.0)
+    made.save((7, content(1), 3), (7, content(1, group=1), 3))
+    made.worker.confirm(None)
+    pages = made.settled()
+    assert [page.dtype for page in pages.values()] == [np.int8] * 2
+    header, _ = decode(made.tier.get(content(1).key), expect_namespace=SPACE, key=content(1).key)
+    assert (scales_of(made.tier.get(content(1).key), header) == 2.0).all()
+    made.worker.write(made.load(content(1), content(1, group=1)), [10, 11])
+    assert [made.device.holds(block) for block in (10, 11)] == [[40.0] * 2, [40.0, 0.0]]
+    kept(made.tier, content(2), content(2))
+    eight = PageHeader(SPACE, content(4).key, None, content(4).token_ids)
+    made.tier.put(content(4).key, encode(eight, np.ones((2, 2, 4, 2, 8), np.int8)))
+    assert made.load(content(2)).came == made.load(content(4)).came == [False], "they have no scales"
+    made.worker.close()
+
+
+def test_forms_tell_namespaces_apart():
+    bfloat = np.dtype(ml_dtypes.bfloat16)
+    facts = [PageForm(name, bfloat).facts for name in ("exact", "int8", "fp8")]
+    assert len({namespace(weights="a", **each) for each in facts}) == 3 and facts[0] == {}
