@@ -230,7 +230,12 @@ MUTANTS = (
             "b.read(self.kind, self.acc, at, align=4), fade)",
             "b.read(self.kind, self.acc, at, align=4), splat(self.kind, 1.0))",
         ),
-        ("all queries of a group are the first", "b.add(self.q_row, g)", "self.q_row"),
+        ("all queries of a group are the first", "b.add(b.add(self.first_q, self._query), g)", "self.first_q"),
+        (
+            "the last heads are left out",
+            "b.add(frame.extent(KEYS, 1), whole(heads.of_chunk - 1))",
+            "frame.extent(KEYS, 1)",
+        ),
         ("scores are never capped", "if self.heads.capped:", "if False:"),
     ),
 )

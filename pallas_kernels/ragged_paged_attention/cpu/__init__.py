@@ -4,8 +4,9 @@ Tiles of queries, and all that the kernel does not know, are XLA's, as in the re
 
 Layout: the reference's.
 
-Grid: a chunk of work for each token, kv head and part of the context, handed to XLA's threads one after the other. A
-context has one part in steps of 16 tokens and more, and more of them in smaller steps, for the threads' sake.
+Grid: a chunk of work for each token, some neighbouring kv heads and a part of the context, handed to XLA's threads one
+after the other: 16 KiB of a block's keys at a time, since memory is slow where every page is another. A context has one
+part in steps of 16 tokens and more, and more of them in smaller steps, for the threads' sake.
 
 Skipping: what the reference skips, at the grain of a slot. Tokens of tiles are chunks of nothing.
 

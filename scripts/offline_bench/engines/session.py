@@ -2,7 +2,7 @@
 
 The events, in order: `ready` (the model is loaded), `first_token` (of a small request), `settled` (nothing is left to
 compile), `first_minute` if the job asks for it, then for every workload `run` or `failed`, and `end`. Whatever else a
-library prints goes to standard error. This module knows no engine. It runs with every peer's Python, 3.11 at the oldest.
+library prints goes to standard error. This module knows no engine, and runs with every peer's Python: 3.11 and newer.
 """
 
 import json

@@ -18,13 +18,16 @@ ALL_SETTINGS = CASE["window, soft cap and sinks"]
 HEADS_128 = CASE["head_dim 128"]
 LONG = Case("one long decode, in parts", ((1000, 1),), padding=1, empty_rows=1, window=900, sinks=True)
 GROUP_OF_8 = Case("group of 8, head_dim 64", ((100, 1), (37, 1)), num_kv_heads=1, group_size=8, head_dim=64)
+TEAMS = Case(
+    "chunks of four, four and one head", ((300, 1), (47, 1), (16, 1)), num_kv_heads=9, head_dim=128, window=150
+)
 AVX2 = Machine("haswell", "+avx2,+fma", lanes=8, num_registers=16)
 
 QUICK = (
     (ALL_SETTINGS, jnp.float32), (LONG, jnp.float32), (GROUP_OF_8, jnp.bfloat16),
     (CASE["head_dim 256, multi-query"], jnp.bfloat16), (CASE["rows with no new token"], jnp.float32),
     (CASE["rows that share beginnings, window, soft cap and sinks"], jnp.float32),
-    (CASE["block_size 48, which divides no tile"], jnp.float32),
+    (CASE["block_size 48, which divides no tile"], jnp.float32), (TEAMS, jnp.bfloat16),
 )  # fmt: skip
 OTHERS = [(case, dtype) for dtype in (jnp.bfloat16, jnp.float32) for case in CASE.values()]
 OTHERS = [pair for pair in OTHERS if pair not in QUICK]
