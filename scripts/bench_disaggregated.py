@@ -2,8 +2,9 @@
 
     python scripts/bench_disaggregated.py [--streams 4] [--seconds 20] [--prompt-tokens 1500] [--every 1.0]
 
-The embedded model is served in two ways on the same two processors: by one engine that has both, and by an engine that
-computes prompts and one that generates, a processor each, behind `jaxpaged proxy`. In both `--streams` clients read
+The embedded model is served in several ways on the same two processors: by one engine that has both, and by an engine
+that computes prompts and one that generates, a processor each, behind `jaxpaged proxy`: one that has the second engine
+fetch a prompt while it is computed, and one that waits for all of it. In all ways `--streams` clients read
 streams of tokens behind short prompts, one answer after the other, while every `--every` seconds somebody sends a long
 prompt and wants one token. Printed are the milliseconds between two chunks of the streams, the time to the long
 prompts' token, and the tokens a second of the streams. Each is measured `--rounds` times, in turns.
@@ -59,17 +60,19 @@ def one_engine(processors: list[int]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def two_engines(processors: list[int]) -> Iterator[str]:
-    """An engine on each of two processors, and the proxy, which may use both."""
+def two_engines(processors: list[int]) -> Iterator[tuple[str, str]]:
+    """An engine on each of two processors, and two proxies, which may use both: one that does not wait for prompts to
+    be computed, and one that does."""
     first, second = processors
     proxy = [sys.executable, "-m", "jaxpaged", "proxy", "--host", LOOPBACK, "--port", "0"]
     proxy += ["--min-prefill-tokens", str(MIN_PREFILL)]
     with (
         pinned([first], [*OPTIONS, "--kv-role", "kv_producer"]) as prefill,
         pinned([second], [*OPTIONS, "--kv-role", "kv_consumer"]) as decode,
-        server([*proxy, "--prefill", prefill.url, "--decode", decode.url]) as started,
+        server([*proxy, "--prefill", prefill.url, "--decode", decode.url]) as early,
+        server([*proxy, "--prefill", prefill.url, "--decode", decode.url, "--wait-for-prefill"]) as late,
     ):
-        yield started.url
+        yield early.url, late.url
 
 
 @contextlib.contextmanager
@@ -127,11 +130,13 @@ def main() -> None:
         parser.error("this takes two processors, and there is one.")
     print("| | gap, ms: median | p99 | longest | first token of a long prompt, ms | tokens/s of the streams |")
     print("|---|---|---|---|---|---|")
-    with one_engine(processors) as one, two_engines(processors) as two:
+    with one_engine(processors) as one, two_engines(processors) as (early, late):
+        ways = ("one engine", one), ("two, fetched while computed", early), ("two, fetched once computed", late)
         for number in range(args.rounds):
-            for name, url in (("one engine", one), ("a prefill and a decode engine", two)):
-                asyncio.run(measure(url, args, 400 + 100 * number, min(WARM_UP_SECONDS, args.seconds)))
-                seen = asyncio.run(measure(url, args, 100 * number, args.seconds))
+            for place, (name, url) in enumerate(ways):
+                prompts = 300 * number + 100 * place
+                asyncio.run(measure(url, args, 7000 + prompts, min(WARM_UP_SECONDS, args.seconds)))
+                seen = asyncio.run(measure(url, args, prompts, args.seconds))
                 print(seen.line(name, args.seconds), flush=True)
 
 

@@ -149,6 +149,7 @@ def test_roles():
     wanted = KVOffload((TierWish("host", capacity=1 << 20),), peering=peering)
     options = {"kv_offload": "host=1M", "kv_address": "h:5600", "kv_lease_seconds": 5.0}
     assert cache(**options, kv_role="kv_producer").offload == wanted
+    assert not cache(kv_role="kv_both", kv_transport="tcp").offload.peering.shares
     of_json = cache(kv_transfer_config={"kv_role": "kv_consumer", "kv_load_failure_policy": "fail"})
     assert of_json.role == "kv_consumer" and of_json.load_failure_policy == "fail"
     for words, options in {
@@ -159,6 +160,9 @@ def test_roles():
         "kv_lease_seconds": {"kv_lease_seconds": 0.0},
         "has nothing to do with other engines": {"kv_address": "127.0.0.1:1"},
         "kv_peers 10.0.0.1": {"kv_peers": "10.0.0.1"},
+        "kv_transport tcp": {"kv_transport": "tcp"},
+        "gets what is offered there": {"kv_transport": "jax", "kv_role": "kv_both"},
+        "auto, tcp": {"kv_transport": "shm", "kv_role": "kv_both"},
     }.items():
         with pytest.raises(ConfigError, match=words):
             cache(**options)

@@ -12,6 +12,7 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.expert_balance import ExpertBalance, expert_balance_of
 from jaxpaged.kv_store.handover import DEFAULT_ADDRESS, DEFAULT_LEASE_SECONDS, DEFAULT_PEERS, ROLES
 from jaxpaged.kv_store.options import KVOffload, offload_of
+from jaxpaged.kv_store.peering import DEFAULT_TRANSPORT, TRANSPORTS
 from jaxpaged.option_checks import option
 from jaxpaged.pooling import CONVERSIONS, RUNNERS
 from jaxpaged.speculation import checked_speculation
@@ -117,6 +118,10 @@ class CacheConfig:
     kv_lease_seconds: float = option(
         DEFAULT_LEASE_SECONDS, "how long keys and values of a prompt wait in host memory to be fetched", above=0.0,
         maximum=86400.0,
+    )  # fmt: skip
+    kv_transport: str = option(
+        DEFAULT_TRANSPORT, "how pages come from other engines: through memory from those on this host and else over "
+        "TCP (auto), or over TCP only", choices=TRANSPORTS,
     )  # fmt: skip
     kv_ssl_certfile: str | None = option(
         None, "file with the certificate that other engines are shown (PEM): TLS between engines", not_empty=True

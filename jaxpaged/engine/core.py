@@ -177,7 +177,7 @@ class EngineCore(EngineCoreClient):
             self._await_all()
             if mode == "abort":
                 with self._changing_books():
-                    self._outbox.add(self._scheduler.abort_requests(self.unfinished()))
+                    self._outbox.add(self.transfer.hand_over(self._scheduler.abort_requests(self.unfinished())))
         if level > 0:
             with self._changing_books():
                 self._scheduler.preempt_all()
@@ -375,7 +375,7 @@ class EngineCore(EngineCoreClient):
                 self._outbox.add(self._scheduler.fail_requests(scheduled, reason))
             left = [request.request_id for request in self._scheduler.running]
             reason = f"its cached keys and values were lost when {reason}"
-            self._outbox.add(self._scheduler.fail_requests(left, reason))
+            self._outbox.add(self.transfer.hand_over(self._scheduler.fail_requests(left, reason)))
             self._scheduler.forget_steps()
             self._scheduler.kv_cache_manager.lose_content()
             self.executor.recover()

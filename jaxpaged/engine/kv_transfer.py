@@ -14,7 +14,7 @@ from jaxpaged.errors import UsageError
 from jaxpaged.executor.base import KVTransferWorker
 from jaxpaged.kv_store.prefix_file import PrefixInfo
 from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, SchedulerStats, StepRecord
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 ASK_SECONDS = 0.002
 """How often an engine that has nothing else to do looks whether a store elsewhere has answered."""
@@ -27,6 +27,7 @@ class KVTransferDriver:
     def __init__(self, scheduler: Scheduler, worker: KVTransferWorker | None, failure_policy: str):
         self._scheduler, self._fails = scheduler, failure_policy == "fail"
         self._half = None
+        self._told: list[EngineCoreOutput] = []  # of prompts that are lent
         if worker is not None:
             self._half = KVTransfers(scheduler.kv_cache_manager, worker.lookup, worker.where, worker.expect)
         self._worker: Any = worker
@@ -43,29 +44,52 @@ class KVTransferDriver:
             self._worker.save(saves)
 
     def before_step(self, step_id: int) -> None:
-        """Step `step_id` is scheduled and not dispatched: save what it overwrites, and send for what it waits for."""
+        """Step `step_id` is scheduled and not dispatched: lend the prompts that it begins, save what it overwrites, and
+        send for what it waits for."""
         if self._half is None:
             return
+        for request in self._half.handovers.take_begun():
+            self._lend(self._half, request, step_id)
         self.save(step_id)
         for load in self._half.take_begun():
             self._worker.load(load)
 
+    def _lend(self, half: KVTransfers, request: Request, step_id: int) -> None:
+        """Lend a prompt from its first step on, and say so at once to who reads a stream."""
+        num_tokens, pages = half.lent_pages(request)
+        said = self._worker.lend(num_tokens, pages)
+        if said is None:
+            return
+        half.handovers.lent(request, said)
+        half.saves[:0] = [Save(step_id - 1, *page) for page in pages if page[1]]  # the prefix cache had them
+        if request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            told = EngineCoreOutput(request.request_id, [], max(request.num_cached_tokens, 0), request.num_preemptions)
+            told.kv_transfer_params = said
+            self._told.append(told)
+
     def settle(self, oldest: int | None) -> list[EngineCoreOutput]:
-        """All that is scheduled is dispatched, and steps before number `oldest` are done, None: all are."""
-        if self._half is not None:
-            self.save()
-            self._worker.confirm(oldest)
-        return []
+        """All that is scheduled is dispatched, and steps before number `oldest` are done, None: all are. Returns what
+        there is to say of prompts that are lent."""
+        if self._half is None:
+            return []
+        self.save()
+        self._worker.confirm(oldest)
+        told, self._told = self._told, []
+        return [output for output in told if output.request_id in self._scheduler.requests]
 
     def hand_over(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
-        """Lend the prompts of those that ended for another engine to go on, and say so in their outputs."""
-        ended = {} if self._half is None else self._half.handovers.take_ended()
-        if self._half is not None and ended:
-            for output in outputs:
-                if output.finish_reason in ("stop", "length") and output.request_id in ended:
-                    num_tokens, pages = self._half.lent_pages(ended[output.request_id])
-                    output.kv_transfer_params = self._worker.lend(num_tokens, pages)
-                    self._half.saves += [Save(-1, *page) for page in pages]
+        """Let other engines go on from the prompts of those that ended, and say so in their outputs."""
+        if self._half is None:
+            return outputs
+        ended = self._half.handovers.take_ended()
+        for output in outputs if ended else ():
+            if output.finish_reason in ("stop", "length") and output.request_id in ended:
+                request, said = ended.pop(output.request_id)
+                _, pages = self._half.lent_pages(request)
+                output.kv_transfer_params = self._worker.finish_lending(said, pages)
+                self._half.saves += [Save(-1, *page) for page in pages if page[1]]
+        for _, said in ended.values():
+            self._worker.take_back(said)
         return outputs
 
     def revoke(self) -> None:
@@ -96,8 +120,11 @@ class KVTransferDriver:
         return outputs
 
     def tell_peers(self) -> None:
-        """Say which leases requests wait for, and which are not needed any more."""
+        """Say which leases requests wait for, and which are not needed any more; those of requests that were aborted
+        or have failed end."""
         if self._half is not None:
+            for _, said in self._half.handovers.take_ended().values():
+                self._worker.take_back(said)
             for source in self._half.handovers.take_needed():
                 self._worker.keep_lease(source)
             for source in self._half.handovers.take_released():

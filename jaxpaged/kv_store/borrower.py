@@ -6,21 +6,25 @@ then a miss. A peer that the operator did not name is never connected to, whoeve
 
 import contextlib
 import dataclasses
+import logging
 import socket
 import ssl
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxpaged.errors import PageError
+from jaxpaged.kv_store import shared_memory
 from jaxpaged.kv_store.breaker import CircuitBreaker
 from jaxpaged.kv_store.buffers import Buffer, read_only
-from jaxpaged.kv_store.channel import Channel, Get, Message, Page, Release, Renew, Renewed
+from jaxpaged.kv_store.channel import MAX_PAGES, Channel, Get, Message, Pages, Release, Renew, Renewed
 from jaxpaged.kv_store.handover import RemoteSource, is_allowed
 from jaxpaged.kv_store.page import PageKey, decode
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
 from jaxpaged.kv_store.tls import TlsFiles, hung_up, shake_hands
+
+logger = logging.getLogger(__name__)
 
 MAX_KEYS = 1 << 16
 MAX_PEERS = 256
@@ -28,6 +32,10 @@ MAX_IDLE = 16
 """Connections that are kept open without being used."""
 CONNECT_SECONDS, ANSWER_SECONDS = 2.0, 6.0
 RETRY_SECONDS = 5.0
+NUM_STRANDS = 4
+"""Connections over which the pages of prompts that are computed come."""
+MOST_SILENT = 2
+"""Answers without a page, each of which takes a lender's `PAGE_PATIENCE`, before no more are waited for."""
 RENEW_SECONDS = 5.0
 """How often leases are renewed for which requests wait."""
 
@@ -38,17 +46,22 @@ class Borrower:
     name = "p2p"
 
     def __init__(
-        self, namespace: str, most: int, secret: bytes | None = None, *, peers: str, tls: TlsFiles | None = None
-    ):
+        self, namespace: str, most: int, secret: bytes | None = None, *, peers: str, tls: TlsFiles | None = None,
+        shares: bool = True,
+    ):  # fmt: skip
+        """`shares`: pages of engines on this host come through memory, unless all is to go by TLS."""
+        self._shares = shares and tls is None
         self._peers, self._tls = peers, None if tls is None else tls.borrowing()
         self._namespace, self._most, self._secret = namespace, most, secret
         self._lock = threading.Lock()  # for everything below; never held during input and output
         self._sources: OrderedDict[PageKey, RemoteSource] = OrderedDict()
-        self._failed: OrderedDict[str, None] = OrderedDict()  # leases
+        self._ended: OrderedDict[str, None] = OrderedDict()  # leases that failed, or were given back
         self._kept: dict[str, RemoteSource] = {}  # by lease, those for which requests wait
         self._idle: list[tuple[tuple[str, int], Channel]] = []
+        self._busy: set[Channel] = set()
         self._breakers: OrderedDict[tuple[str, int], CircuitBreaker] = OrderedDict()
         self._releasing = ThreadPoolExecutor(1, "kv-release")
+        self._strands = ThreadPoolExecutor(NUM_STRANDS, "kv-pull")
         self._closing = threading.Event()
         self.counters = Counters()
         threading.Thread(target=self._renew_leases, name="kv-renew", daemon=True).start()
@@ -68,41 +81,79 @@ class Borrower:
         with self._lock:
             return [Lookup.HIT if key in self._sources else Lookup.MISS for key in keys]
 
-    def get(self, key: PageKey) -> Buffer | None:
-        """The page, checked; None where it did not come as it must be. Blocks."""
+    def pull(self, keys: Sequence[PageKey], take: Callable[[PageKey, Buffer], None]) -> None:
+        """Ask for pages, and give those that come, checked, to `take`, in any thread and order. Blocks for as long as
+        they are being computed, if they come one after the other in the order of `keys`."""
+        by_source: dict[RemoteSource, list[PageKey]] = {}
         with self._lock:
-            source = self._sources.get(key)
-            may_ask = source is not None and source.lease not in self._failed and not self._closing.is_set()
-        page = None
-        if source is not None and may_ask:
-            address = source.host, source.port
-            breaker = self._breaker(address)
-            try:
-                if breaker.allows():
-                    page = self._checked(key, self._ask(address, Get(source.lease, key.block_hash, key.group)))
-                    breaker.succeeded()
-            except (OSError, PageError) as error:
-                breaker.failed(error)
-                self._fail(source, is_page=isinstance(error, PageError))
-        with self._lock:
-            self.counters.hits += page is not None
-            self.counters.misses += page is None
-            self.counters.loaded_bytes += memoryview(page).nbytes if page is not None else 0
-        return page
+            for key in keys:
+                if (source := self._sources.get(key)) is not None:
+                    by_source.setdefault(source, []).append(key)
+        num_hits, num_bytes = 0, 0
 
-    def _checked(self, key: PageKey, answer: Message) -> Buffer | None:
-        if not isinstance(answer, Page):
+        def count(key: PageKey, page: Buffer) -> None:
+            nonlocal num_hits, num_bytes
+            take(key, page)
+            with self._lock:
+                num_hits += 1
+                num_bytes += memoryview(page).nbytes
+
+        for source, some in by_source.items():
+            self._pull(source, some, count)
+        with self._lock:
+            self.counters.hits += num_hits
+            self.counters.misses += len(keys) - num_hits
+            self.counters.loaded_bytes += num_bytes
+
+    def _pull(self, source: RemoteSource, keys: list[PageKey], take: Callable[[PageKey, Buffer], None]) -> None:
+        """Follow a prompt that is being computed; once it is, ask for the rest over several connections."""
+        num_silent = 0
+        while keys and num_silent < MOST_SILENT:
+            answer = self._some(source, keys[:MAX_PAGES], take)
+            if answer is None:
+                return
+            done = {*answer.there, *answer.gone}
+            num_silent = 0 if done else num_silent + 1
+            keys = [key for place, key in enumerate(keys) if place not in done]
+            if not answer.is_open and len(keys) > MAX_PAGES:
+                parts = [keys[start : start + MAX_PAGES] for start in range(0, len(keys), MAX_PAGES)]
+                list(self._strands.map(lambda part: self._pull(source, part, take), parts))
+                return
+
+    def _some(self, source: RemoteSource, keys: list[PageKey], take: Callable[[PageKey, Buffer], None]) -> Pages | None:
+        """What a lender says to a question, of which `take` has the pages. None: nothing more comes from there."""
+        address, breaker = (source.host, source.port), self._breaker((source.host, source.port))
+        with self._lock:
+            may_ask = source.lease not in self._ended and not self._closing.is_set()
+        if not may_ask or not breaker.allows():
             return None
-        decode(answer.content, expect_namespace=self._namespace, key=key, secret=self._secret)
-        return read_only(answer.content)
+        try:
+            answer = self._ask(address, Get(source.lease, [(key.block_hash, key.group) for key in keys]))
+            if not isinstance(answer, Pages):
+                return None
+            places = range(len(keys))
+            if len(answer.there) != len(answer.contents) or not {*answer.there, *answer.gone} <= set(places):
+                raise PageError(f"The peer answers {answer.there} and {answer.gone} to {len(keys)} questions.")
+            for place, page in zip(answer.there, answer.contents):
+                decode(page, expect_namespace=self._namespace, key=keys[place], secret=self._secret)
+                take(keys[place], read_only(page))
+        except (OSError, PageError) as error:
+            breaker.failed(error)
+            self._fail(source, is_page=isinstance(error, PageError))
+            return None
+        breaker.succeeded()
+        return answer
 
     def _fail(self, source: RemoteSource, is_page: bool) -> None:
         with self._lock:
             self.counters.corrupt += is_page
             self.counters.errors += not is_page
-            self._failed[source.lease] = None
-            if len(self._failed) > MAX_KEYS:
-                self._failed.popitem(last=False)
+            self._end(source.lease)
+
+    def _end(self, lease: str) -> None:
+        self._ended[lease] = None
+        if len(self._ended) > MAX_KEYS:
+            self._ended.popitem(last=False)
 
     def _breaker(self, address: tuple[str, int]) -> CircuitBreaker:
         with self._lock:
@@ -125,28 +176,46 @@ class Borrower:
         return self._exchange(address, self._connect(address), question)
 
     def _connect(self, address: tuple[str, int]) -> Channel:
+        """Through memory if the peer is on this host and lets us, else by TCP."""
+        near = shared_memory.connect(*address, CONNECT_SECONDS) if self._shares else None
+        if near is not None:
+            try:
+                return self._greeted(near)
+            except TimeoutError:
+                raise
+            except OSError as error:  # it has no memory for us
+                logger.info("No memory is shared with the engine at %s:%d: %s", *address, error)
         connection = socket.create_connection(address, CONNECT_SECONDS)
-        if self._tls is not None:
-            connection = self._tls.wrap_socket(connection, server_hostname=address[0], do_handshake_on_connect=False)
+        if self._tls is None:
+            return self._greeted(connection)
+        try:
+            return self._greeted(self._tls.wrap_socket(connection, server_hostname=address[0],
+                                                       do_handshake_on_connect=False))  # fmt: skip
+        except (ConnectionError, ssl.SSLEOFError) as error:
+            raise hung_up(error) from None
+
+    def _greeted(self, connection: socket.socket) -> Channel:
         try:
             connection.settimeout(ANSWER_SECONDS)
             if isinstance(connection, ssl.SSLSocket):
                 shake_hands(connection)
             return Channel(connection, self._namespace, self._secret, is_server=False, most=self._most)
-        except (ConnectionError, ssl.SSLEOFError) as error:
-            connection.close()
-            raise error if self._tls is None else hung_up(error) from None
         except BaseException:
             connection.close()
             raise
 
     def _exchange(self, address: tuple[str, int], channel: Channel, question: Message) -> Message:
+        with self._lock:
+            self._busy.add(channel)
         try:
             channel.send(question)
             answer = channel.receive()
         except BaseException:
             channel.close()
             raise
+        finally:
+            with self._lock:
+                self._busy.discard(channel)
         with self._lock:
             is_kept = len(self._idle) < MAX_IDLE and not self._closing.is_set()
             if is_kept:
@@ -166,7 +235,7 @@ class Borrower:
     def _renew_leases(self) -> None:
         while not self._closing.wait(RENEW_SECONDS):
             with self._lock:
-                kept = [source for lease, source in self._kept.items() if lease not in self._failed]
+                kept = [source for lease, source in self._kept.items() if lease not in self._ended]
             for source in kept:
                 self._renew(source)
 
@@ -191,19 +260,14 @@ class Borrower:
             self._kept.pop(source.lease, None)
             for key in [key for key, each in self._sources.items() if each.lease == source.lease]:
                 del self._sources[key]
-            if source.lease in self._failed or self._closing.is_set():
+            if source.lease in self._ended or self._closing.is_set():
                 return
+            self._end(source.lease)
         self._releasing.submit(self._send_release, source)
 
     def _send_release(self, source: RemoteSource) -> None:
         with contextlib.suppress(OSError, PageError):  # the lease ends by itself
             self._ask((source.host, source.port), Release(source.lease))
-
-    def delete(self, keys: Iterable[PageKey]) -> None:
-        """Do not ask for these any more."""
-        with self._lock:
-            for key in keys:
-                self._sources.pop(key, None)
 
     def usage(self) -> TierUsage:
         with self._lock:
@@ -213,6 +277,9 @@ class Borrower:
         with self._lock:
             self._closing.set()
             idle, self._idle = self._idle, []
-        self._releasing.shutdown(cancel_futures=True)
+            for channel in self._busy:
+                channel.hang_up()
+        for threads in (self._releasing, self._strands):
+            threads.shutdown(cancel_futures=True)
         for _, channel in idle:
             channel.close()

@@ -1,8 +1,10 @@
 """Messages of engines that lend pages to each other, over a socket: typed, limited in size, and signed with a secret.
 
-A message is two lengths, a msgpack frame, its signature where there is a secret, and a second frame with a page's bytes
-(`frames.py`). It begins with both sides' `Hello`; signatures cover both nonces, who speaks, and the number of the
-message, so that none can be repeated. A page has its own signature, which covers its bytes. TLS encrypts (`tls.py`).
+A message is the lengths of a msgpack frame and of the pages behind it, the frame, its signature where there is a
+secret, and the bytes of the pages (`frames.py`). It begins with both sides' `Hello`; signatures cover both nonces, who
+speaks, and the number of the message, so that none can be repeated. A page has its own signature, which covers its
+bytes. TLS encrypts (`tls.py`). Between engines on one host pages lie in shared memory, where there is room, and only
+the rest comes over the (Unix) socket (`shared_memory.py`).
 """
 
 import hashlib
@@ -11,6 +13,7 @@ import os
 import socket
 import ssl
 import struct
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -18,13 +21,19 @@ import numpy as np
 
 from jaxpaged.errors import PageError
 from jaxpaged.frames import FrameDecoder, FrameEncoder
+from jaxpaged.kv_store import shared_memory
 from jaxpaged.kv_store.buffers import aligned_empty
 from jaxpaged.kv_store.tls import FIRST_BYTES, SPEAKS_TLS, refusal
+from jaxpaged.kv_store.visitors import hang_up
 
-VERSION = 2
+VERSION = 3
 MAGIC = b"JPKV"
-HEAD = struct.Struct("!4sIQ")
+HEAD = struct.Struct("!4sIH")
 MAX_MESSAGE = 1 << 14
+MAX_PAGES = 64
+"""Of one message."""
+SHARED = 1 << 63
+"""Marks the length of a page that lies in shared memory."""
 TAG_BYTES, NONCE_BYTES = 32, 16
 
 
@@ -38,21 +47,24 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Get(msgspec.Struct, tag=True, frozen=True):
-    """Asks for a page under a lease."""
+    """Asks for pages under a lease, by block hash and group. Where none is there yet, one is waited for."""
 
     lease: str
-    block_hash: bytes
-    group: int
+    keys: list[tuple[bytes, int]]
 
 
-class Page(msgspec.Struct, tag=True, frozen=True):
-    """A page, as `page.py` describes it."""
+class Pages(msgspec.Struct, tag=True, frozen=True):
+    """Pages that were asked for, as `page.py` describes them, and which of the question they are; which will never
+    come; and whether the prompt is still being computed, so that others may."""
 
-    content: np.ndarray
+    contents: list[np.ndarray]
+    there: list[int]
+    gone: list[int]
+    is_open: bool
 
 
 class Gone(msgspec.Struct, tag=True, frozen=True):
-    """There is no such page under the lease, and why."""
+    """There is no such lease, or nothing at all for this peer, and why."""
 
     reason: str
 
@@ -81,7 +93,7 @@ class Renewed(msgspec.Struct, tag=True, frozen=True):
     seconds: float
 
 
-Message = Hello | Get | Page | Gone | Release | Released | Renew | Renewed
+Message = Hello | Get | Pages | Gone | Release | Released | Renew | Renewed
 
 
 class Channel:
@@ -89,14 +101,18 @@ class Channel:
     either it must be closed."""
 
     def __init__(self, connection: socket.socket, namespace: str, secret: bytes | None, *, is_server: bool, most: int):
-        """`most`: bytes of a page that may come, 0: none does."""
+        """`most`: bytes of each page that may come, 0: none does."""
         self._socket, self._most, self._secret = connection, most, secret
         self._sides = (b"server", b"client") if is_server else (b"client", b"server")
         self._counts, self._session = [0, 0], b""
         self._encoder, self._decoder = FrameEncoder(), FrameDecoder(Message)
-        if connection.family != socket.AF_UNIX:
+        is_near = connection.family == socket.AF_UNIX
+        if not is_near:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._arena: shared_memory.Arena | None = None
         self._greet(Hello(namespace, os.urandom(NONCE_BYTES), secret is not None), is_server)
+        if is_near:
+            self._arena = shared_memory.offer(connection) if is_server else shared_memory.accept(connection)
 
     def _greet(self, own: Hello, is_server: bool) -> None:
         key, self._secret = self._secret, None
@@ -115,30 +131,50 @@ class Channel:
 
     def send(self, message: Message) -> None:
         frame, *pages = self._encoder.encode(message)
-        page = pages[0] if pages else b""
-        head = HEAD.pack(MAGIC, len(frame), len(page))
+        if self._arena is not None and pages:
+            self._arena.begin()
+        is_shared = [self._arena is not None and self._arena.put(page) for page in pages]
+        sizes = [len(page) | (SHARED if shared else 0) for page, shared in zip(pages, is_shared)]
+        head = HEAD.pack(MAGIC, len(frame), len(pages)) + struct.pack(f"!{len(sizes)}Q", *sizes)
         self._socket.sendall(head + frame + self._tag(0, head + frame))
-        if page:
-            self._socket.sendall(page)
+        for page, shared in zip(pages, is_shared):
+            if not shared:
+                self._socket.sendall(page)
 
     def receive(self) -> Message:
-        head = self._read(HEAD.size)
-        magic, num_message, num_page = HEAD.unpack(head)
+        head = bytes(self._read(HEAD.size))
+        magic, num_message, num_pages = HEAD.unpack(head)
         if magic[:2] in FIRST_BYTES:
             raise PageError(SPEAKS_TLS)
-        if magic != MAGIC or num_message > MAX_MESSAGE or num_page > self._most:
+        if magic != MAGIC or num_message > MAX_MESSAGE or num_pages > (MAX_PAGES if self._most else 0):
             raise PageError(
-                f"The peer sent a message that begins with {magic!r} and has {num_message} + {num_page} bytes; at most "
-                f"{MAX_MESSAGE} + {self._most} are taken. Is it an engine of this version and model?"
+                f"The peer sent a message that begins with {magic!r} and has {num_message} bytes and {num_pages} "
+                f"pages; at most {MAX_MESSAGE} and {MAX_PAGES} are taken. Is it an engine of this version and model?"
             )
-        frame = self._read(num_message)
-        tag = self._tag(1, bytes(head) + bytes(frame))
+        head += bytes(self._read(8 * num_pages))
+        sizes = struct.unpack_from(f"!{num_pages}Q", head, HEAD.size)
+        largest = max((size & ~SHARED for size in sizes), default=0)
+        if largest > self._most:
+            raise PageError(f"The peer sent a page of {largest} bytes; at most {self._most} are taken.")
+        frame = bytes(self._read(num_message))
+        tag = self._tag(1, head + frame)
         if tag and not hmac.compare_digest(bytes(self._read(TAG_BYTES)), tag):
             raise PageError("The peer's message is not signed with our page_secret.")
         try:
-            return self._decoder.decode([bytes(frame), self._read(num_page)] if num_page else [bytes(frame)])
+            return self._decoder.decode([frame, *self._pages(sizes)])
         except ValueError as error:
             raise PageError(f"The peer's message is none: {error}") from None
+
+    def _pages(self, sizes: Sequence[int]) -> Iterator[Any]:
+        if self._arena is not None and sizes:
+            self._arena.begin()
+        for size in sizes:
+            if not size & SHARED:
+                yield self._read(size)
+            elif self._arena is not None:
+                yield self._arena.take(size & ~SHARED)
+            else:
+                raise PageError("The peer says that a page is in shared memory, and there is none.")
 
     def _tag(self, direction: int, content: bytes) -> bytes:
         """The signature of the next message that we send (0) or get (1), empty without a secret."""
@@ -163,7 +199,17 @@ class Channel:
             done += count
         return content
 
+    def hang_up(self) -> None:
+        """Let the thread that waits here see the end."""
+        hang_up(self._socket)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether pages come through memory."""
+        return self._arena is not None
+
     def close(self) -> None:
+        self._arena = None
         self._socket.close()
 
 

@@ -15,6 +15,14 @@ from jaxpaged.kv_store.handover import (
 )
 from jaxpaged.kv_store.tls import TlsFiles
 
+DEFAULT_TRANSPORT = "auto"
+TRANSPORTS = (DEFAULT_TRANSPORT, "tcp", "jax")
+REFUSED = {
+    "jax": "jax.experimental.transfer knows no keys, certificates or leases: whoever reaches its port gets what is "
+    "offered there, and who asks for what is not, or asks who hangs, waits without end. Use auto or tcp."
+}
+"""Transports that there might be, and why there are not."""
+
 
 @dataclass(frozen=True)
 class Peering:
@@ -25,6 +33,8 @@ class Peering:
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     peers: str = DEFAULT_PEERS
     tls: TlsFiles | None = None
+    shares: bool = True
+    """Whether engines on one host give each other pages through memory."""
 
     @property
     def lends(self) -> bool:
@@ -48,6 +58,9 @@ class PeeringOptions(Protocol):
     def kv_peers(self) -> str: ...
 
     @property
+    def kv_transport(self) -> str: ...
+
+    @property
     def kv_ssl_certfile(self) -> str | None: ...
 
     @property
@@ -59,7 +72,7 @@ class PeeringOptions(Protocol):
 
 DEFAULTS: Mapping[str, Any] = {
     "kv_address": DEFAULT_ADDRESS, "kv_lease_seconds": DEFAULT_LEASE_SECONDS, "kv_peers": DEFAULT_PEERS,
-    "kv_ssl_certfile": None, "kv_ssl_keyfile": None, "kv_ssl_ca_certs": None,
+    "kv_transport": DEFAULT_TRANSPORT, "kv_ssl_certfile": None, "kv_ssl_keyfile": None, "kv_ssl_ca_certs": None,
 }  # fmt: skip
 
 
@@ -73,8 +86,10 @@ def peering_of(options: PeeringOptions, role: str | None) -> Peering | None:
                 "kv_role, or leave them out."
             )
         return None
-    address = checked_address(options.kv_address)
-    return Peering(role, address, options.kv_lease_seconds, options.kv_peers, tls_of(options, role))
+    if options.kv_transport in REFUSED:
+        raise ConfigError(f"kv_transport is {options.kv_transport}: {REFUSED[options.kv_transport]}")
+    address, shares = checked_address(options.kv_address), options.kv_transport != "tcp"
+    return Peering(role, address, options.kv_lease_seconds, options.kv_peers, tls_of(options, role), shares)
 
 
 def tls_of(options: PeeringOptions, role: str) -> TlsFiles | None:

@@ -1,5 +1,6 @@
 """One engine computes a prompt and another goes on: the same text, whatever happens to the first one."""
 
+import http.client
 import json
 import os
 import re
@@ -65,6 +66,16 @@ def post(url, body, path="completions"):
         return answer.read().decode()
 
 
+def begin(url, body):
+    """A stream that says where its prompt is lent: the connection, and that."""
+    connection = http.client.HTTPConnection(*url.removeprefix("http://").split(":"), timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    first = json.loads(answer.readline()[6:])
+    assert first["choices"] == []
+    return connection, answer, first["kv_transfer_params"]
+
+
 def sample(url, name):
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
         found = re.search(rf"^{re.escape(name)}\S* (\S+)$", answer.read().decode(), re.MULTILINE)
@@ -87,7 +98,7 @@ def servers():
 
 def test_two_servers_and_the_proxy_and_what_they_do_when_the_first_stops_and_dies(servers):
     (producer, _), (prefill, decode), proxy = servers
-    prompts = [f"{number}. {PROMPTS[0]}" for number in range(4)]
+    prompts = [f"{number}. {PROMPTS[0]}" for number in range(7)]
     bodies = [{"prompt": each, "max_tokens": 8, "temperature": 0, "ignore_eos": True} for each in prompts]
     expected = [json.loads(post(prefill, body))["choices"][0]["text"] for body in bodies]
     text = lambda answer: json.loads(answer)["choices"][0]["text"]
@@ -111,7 +122,20 @@ def test_two_servers_and_the_proxy_and_what_they_do_when_the_first_stops_and_die
     first = json.loads(post(prefill, {**question, "max_output_tokens": 1, "kv_transfer_params": ask}, "responses"))
     again = post(decode, {**question, "kv_transfer_params": first["kv_transfer_params"]}, "responses")
     assert said(again) == said(post(prefill, question, "responses")) and sample(decode, cached) > before + 60
+    asked = [{**body, "max_tokens": 1, "stream": True, "kv_transfer_params": ask} for body in bodies]
+    connection, answer, early = begin(prefill, asked[4])
+    before = sample(decode, cached)
+    assert text(post(decode, {**bodies[4], "kv_transfer_params": early})) == expected[4]
+    assert sample(decode, cached) > before + 60 and b"[DONE]" in answer.read()
+    connection.close()
+    connection, answer, early = begin(prefill, asked[5])
+    answer.close()
+    connection.close()  # which aborts it, if it is not computed yet
+    assert text(post(decode, {**bodies[5], "kv_transfer_params": early})) == expected[5]
+    connection, _, early = begin(prefill, asked[6])
     producer.send_signal(signal.SIGSTOP)  # what it lends never comes
+    assert text(post(decode, {**bodies[6], "kv_transfer_params": early})) == expected[6]
+    connection.close()
     assert text(post(decode, {**bodies[2], "kv_transfer_params": lent[2]})) == expected[2]
     producer.kill()
     producer.wait()

@@ -17,6 +17,7 @@ from jaxpaged.errors import UsageError
 from jaxpaged.kv_store.changes import MEMORY, Change
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.messages import EngineCoreRequest, StepRecord
+from jaxpaged.sampling_params import RequestOutputKind
 from jaxpaged.worker.kv_transfer.transfer import Fetched
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
 
@@ -30,6 +31,7 @@ class FakeTransfer:
         self.stored, self.unconfirmed, self.loads, self.fetched = {}, [], [], []
         self.num_written, self.answer = 0, [True]
         self.lent, self.sources, self.kept, self.released = {}, [], [], []
+        self.leases, self.taken_back = [], []
         self.told = set()
         self.tier, self.seconds = "host", 0.001  # where all pages are, and what a load takes
         self.num_unsure = 0  # look-ups that a store elsewhere has not answered yet
@@ -54,7 +56,15 @@ class FakeTransfer:
         self.released.append(source)
 
     def lend(self, num_tokens, pages):
-        return {"remote_num_tokens": num_tokens, "pages": [content for content, _ in pages]}
+        self.leases.append([content for content, _ in pages])
+        return {"remote_num_tokens": num_tokens, "lease": len(self.leases)}
+
+    def finish_lending(self, said, pages):
+        assert all(block_id for _, block_id in pages)
+        return {**said, "pages": [content for content, _ in pages]}
+
+    def take_back(self, said):
+        self.taken_back.append(said["lease"])
 
     def save(self, saves):
         self.unconfirmed += saves
@@ -460,21 +470,60 @@ def handed_over(extra_args, max_tokens=3, prompt=PROMPT, name="a"):
     return EngineCoreRequest(name, list(prompt), params, arrival_time=0.0)
 
 
-def test_a_prompt_is_lent_when_it_ends_and_not_when_it_is_aborted():
+def test_a_prompt_is_lent_from_its_first_step_on_and_not_once_it_is_aborted():
     core, transfer = make()
     core.add_request(handed_over(LENDS, 1))
-    (output,) = run(core)["a"]
-    lent = output.kv_transfer_params
-    assert lent["remote_num_tokens"] == 40 // 4 * 4 and lent["pages"]
+    early, last = run(core)["a"]
+    assert not early.new_token_ids and early.finish_reason is None and early.kv_transfer_params["lease"] == 1
+    lent = last.kv_transfer_params
+    assert lent["lease"] == 1 and lent["remote_num_tokens"] == 40 // 4 * 4 and lent["pages"] == transfer.leases[0]
     assert {page.key for page in lent["pages"]} <= set(transfer.stored)
     core.add_request(handed_over(LENDS, 50, name="b"))
     heard = {}
     step(core, heard)
+    assert heard["b"][0].kv_transfer_params["lease"] == 2
     core.abort_requests(["b"])
+    assert transfer.taken_back == [2]
     run(core, heard)
     core.add_request(request("c", PROMPT))
     assert all(each.kv_transfer_params is None for each in run(core, heard)["c"])
-    assert not core.transfer._half.handovers.take_ended()
+    assert not core.transfer._half.handovers.take_ended() and transfer.taken_back == [2]
+
+
+def test_who_wants_only_the_end_hears_of_the_lease_then():
+    core, _ = make()
+    asked = handed_over(LENDS, 1)
+    asked.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
+    core.add_request(asked)
+    (output,) = run(core)["a"]
+    assert output.kv_transfer_params["lease"] == 1 and output.new_token_ids
+
+
+def test_a_lease_outlives_preemption_and_ends_with_a_step_that_fails():
+    core, transfer = make()
+    core.add_request(handed_over(LENDS, 20))
+    heard = {}
+    step(core, heard)
+    core.sleep(1, "keep")
+    core.wake_up()
+    outputs = run(core, heard)["a"]
+    assert outputs[-1].kv_transfer_params["lease"] == 1 and len(transfer.leases) == 1 and outputs[-1].num_preemptions
+    core.add_request(handed_over(LENDS, 20, name="b"))
+    step(core, heard)
+    core.executor.execute = fail
+    assert run(core, heard)["b"][-1].finish_reason == "error" and transfer.taken_back == [2]
+
+
+def test_a_lease_ends_when_the_engine_falls_asleep():
+    core, transfer = make()
+    core.add_request(handed_over(LENDS, 20))
+    step(core, {})
+    core.sleep(1, "abort")
+    assert transfer.taken_back == [1]
+
+
+def fail(*args):
+    raise RuntimeError("no device")
 
 
 def lender_of(prompt=PROMPT):

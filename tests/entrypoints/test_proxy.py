@@ -32,7 +32,8 @@ LENT = {"do_remote_prefill": True, "remote_host": "h", "anything": [1, {"else": 
 class Engine:
     """Answers over a socket, and keeps what it was asked."""
 
-    def __init__(self, status=200, breaks=False, num_more=0, tls=None, never=False):
+    def __init__(self, status=200, breaks=False, num_more=0, tls=None, never=False, early=True, goes_on=None):
+        self.early, self.goes_on = early, goes_on  # whether streams say where a prompt is lent; then what they wait for
         self.never, self.num_left = never, 0  # whether it never answers, and how many did not wait for that
         self.status, self.breaks, self.asked, self.headers = status, breaks, [], []
         self.num_more, self.num_sent, self.tls = num_more, 0, tls  # more bytes, and how many of them went out
@@ -57,13 +58,15 @@ class Engine:
             writer.close()
             return
         lends = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
-        said = (
-            b'data: {"x": 1}\n\n' if body.get("stream") else json.dumps({"kv_transfer_params": LENT if lends else None})
-        )
-        said = said if isinstance(said, bytes) else said.encode()
+        said = json.dumps({"kv_transfer_params": LENT if lends else None}).encode()
+        if body.get("stream"):
+            said = b"data: %b\n\n" % (said if lends and self.early else b'{"x": 1}')
         promised = len(said) + self.num_more + 10 * self.breaks
         writer.write(f"HTTP/1.1 {self.status} X\r\nContent-Length: {promised}\r\n\r\n".encode() + said)
         await writer.drain()
+        if lends and self.goes_on is not None:
+            await self.goes_on(reader)
+            self.num_left += 1
         while self.num_sent < self.num_more:
             writer.write(b" " * (1 << 16))
             await writer.drain()
@@ -71,7 +74,8 @@ class Engine:
         writer.close()
 
 
-def ask_all(*bodies, prefill=(), decode=(), path="/v1/completions", raw=None, keys=(), key=None, tls=None, ask=None):
+def ask_all(*bodies, prefill=(), decode=(), path="/v1/completions", raw=None, keys=(), key=None, tls=None, ask=None,
+            **options):  # fmt: skip
     """Start engines and the proxy, ask one after the other -> [(status, answer)], the proxy."""
 
     async def main():
@@ -82,7 +86,7 @@ def ask_all(*bodies, prefill=(), decode=(), path="/v1/completions", raw=None, ke
             ]
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
             groups = [Backends(each, headers, tls) for each in urls]
-            proxy = Proxy(*groups, least=100, timeout=10.0, has_key=key is not None)
+            proxy = Proxy(*groups, least=100, timeout=10.0, has_key=key is not None, **options)
             bound = bind("127.0.0.1", 0)
             listener = Listener(create_app(proxy, keys), bound, max_header_bytes=1 << 16, max_connections=10)
             await listener.listen()
@@ -119,7 +123,7 @@ def test_a_long_prompt_is_handed_over_and_a_short_one_is_not():
     answers, proxy, metrics = ask_all(body, {"prompt": "Hi"}, prefill=[prefill], decode=[decode])
     assert answers[0][0] == 200 and b'data: {"x": 1}\n\n' in answers[0][1]
     (first,) = prefill.asked
-    assert first["max_tokens"] == 1 and first["stream"] is False and first["prompt"] == LONG
+    assert first["max_tokens"] == 1 and first["stream"] is True and first["prompt"] == LONG
     assert first["kv_transfer_params"]["do_remote_decode"] and not {"n", "stream_options"} & set(first)
     assert decode.asked == [{**body, "kv_transfer_params": LENT}, {"prompt": "Hi"}]
     assert "authorization: bearer k" in prefill.headers[0] and "authorization: bearer k" in decode.headers[0]
@@ -128,6 +132,41 @@ def test_a_long_prompt_is_handed_over_and_a_short_one_is_not():
     ]
     assert len(ids) == 2 and len(set(ids)) == 1
     assert b"jaxpaged:proxy_handed_over_total 1" in metrics and proxy.counts["requests"] == 2
+
+
+def test_a_decode_engine_is_asked_while_the_prompt_is_computed():
+    decode = Engine()
+
+    async def until_decode_was_asked(reader):
+        async with asyncio.timeout(10):
+            while not decode.asked:
+                await asyncio.sleep(0.01)
+
+    prefill = Engine(num_more=100, goes_on=until_decode_was_asked)
+    answers, proxy, _ = ask_all({"prompt": LONG}, prefill=[prefill], decode=[decode])
+    assert answers[0][0] == 200 and decode.asked[0]["kv_transfer_params"] == LENT and prefill.num_left == 1
+    assert proxy.counts["handed_over"] == 1 and proxy.prefill.all[0].num_failures == 0
+
+
+def test_a_prompt_is_not_computed_on_where_no_decode_engine_answers():
+    prefill = Engine(num_more=100, goes_on=lambda reader: reader.read())
+    answers, proxy, _ = ask_all({"prompt": LONG}, prefill=[prefill], decode=[gone()])
+    assert answers[0][0] == 503 and prefill.num_left == 1 and proxy.prefill.all[0].num_under_way == 0
+
+
+def test_a_prefill_engine_that_breaks_off_later_does_not_matter_to_the_proxy():
+    answers, proxy, _ = ask_all({"prompt": LONG}, prefill=[Engine(breaks=True)], decode=[Engine()])
+    assert answers[0][0] == 200 and proxy.counts["handed_over"] == 1 and proxy.counts["failures"] == 0
+
+
+def test_an_engine_that_says_nothing_in_streams_is_asked_for_whole_answers():
+    prefill, decode = Engine(early=False), Engine()
+    _, proxy, _ = ask_all({"prompt": LONG}, {"prompt": LONG}, prefill=[prefill], decode=[decode])
+    assert [each["stream"] for each in prefill.asked] == [True, False, False]
+    assert [each["kv_transfer_params"] for each in decode.asked] == [LENT] * 2 and proxy.counts["handed_over"] == 2
+    prefill = Engine()
+    ask_all({"prompt": LONG}, prefill=[prefill], decode=[decode], waits=True)
+    assert [each["stream"] for each in prefill.asked] == [False]
 
 
 def test_chats_are_handed_over_too():
@@ -307,7 +346,7 @@ def test_who_is_chosen():
 def test_what_is_handed_over(path, body, splits):
     asked = read(path, json.dumps(body).encode())
     assert asked.may_be_split is splits
-    assert "echo" not in json.loads(for_prefill(asked))
+    assert "echo" not in json.loads(for_prefill(asked, is_stream=False))
 
 
 def test_a_prompt_is_looked_at_as_it_came():

@@ -46,7 +46,9 @@ class FaultyEngine:
         body = json.loads(await reader.readexactly(length))
         asks = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
         pieces = [json.dumps({"id": body["user"], "kv_transfer_params": LENT if asks else None}).encode()]
-        if body.get("stream"):
+        if body.get("stream") and asks:
+            pieces = [b"data: %b\n\n" % pieces[0], b"data: [DONE]\n\n"]
+        elif body.get("stream"):
             pieces = [b'data: {"id": "%b"}\n\n' % body["user"].encode()] * 3 + [b"data: [DONE]\n\n"]
         fault = self._draw()
         if fault == "hangs up":

@@ -39,9 +39,10 @@ def put(store, key, secret=None):
 
 
 @contextlib.contextmanager
-def lending(secret=None, lease_s=30.0, capacity=1 << 20, keys=KEYS, tls=None):
+def lending(secret=None, lease_s=30.0, capacity=1 << 20, keys=KEYS, tls=None, shares=True):
     store = HostTier(1 << 20)
-    lender = Lender(store, ("127.0.0.1", 0), SPACE, lease_s=lease_s, capacity=capacity, secret=secret, tls=tls)
+    lender = Lender(store, ("127.0.0.1", 0), SPACE, lease_s=lease_s, capacity=capacity, secret=secret, tls=tls,
+                    shares=shares)  # fmt: skip
     for key in keys:
         put(store, key, secret)
     try:
@@ -51,17 +52,24 @@ def lending(secret=None, lease_s=30.0, capacity=1 << 20, keys=KEYS, tls=None):
 
 
 @contextlib.contextmanager
-def borrowing(lender, space=SPACE, secret=None, most=MOST, peers="127.0.0.1", tls=None):
-    """A borrower, and a source whose lease names all keys."""
+def borrowing(lender, space=SPACE, secret=None, most=MOST, peers="127.0.0.1", tls=None, shares=True):
+    """A borrower, and a source whose lease names all keys, of a prompt that is computed."""
     lease, _ = lender.grant(KEYS)
+    lender.finish(lease, KEYS)
     lender.hold(KEYS)
-    borrower = Borrower(space, most, secret, peers=peers, tls=tls)
+    borrower = Borrower(space, most, secret, peers=peers, tls=tls, shares=shares)
     source = RemoteSource(lender.host, lender.port, lease, 12)
     borrower.expect(KEYS, source)
     try:
         yield borrower, source
     finally:
         borrower.close()
+
+
+def got(borrower, key):
+    pages = {}
+    borrower.pull([key], pages.__setitem__)
+    return pages.get(key)
 
 
 def eventually(condition):
@@ -77,7 +85,7 @@ def test_pages_are_fetched_under_a_lease_and_given_back(secret):
         store.delete(KEYS)  # what is lent stays, whatever tiers forget
         assert borrower.lookup([*KEYS, PageKey(b"x" * 32, 0)]) == [Lookup.HIT] * 3 + [Lookup.MISS]
         for key in KEYS:
-            _, values = decode(borrower.get(key), expect_namespace=SPACE, key=key, secret=secret)
+            _, values = decode(got(borrower, key), expect_namespace=SPACE, key=key, secret=secret)
             np.testing.assert_array_equal(values, VALUES + key.block_hash[0])
         stats = lender.stats()
         assert stats["kv_lent_pages"] == 3 and stats["kv_lease_bytes"] == stats["kv_lent_bytes"] > 0
@@ -85,39 +93,39 @@ def test_pages_are_fetched_under_a_lease_and_given_back(secret):
         eventually(lambda: lender.stats()["kv_leases_released"] == 1)
         assert lender.stats()["kv_lease_bytes"] == lender.stats()["kv_leases"] == 0
         borrower.expect(KEYS, source)
-        assert borrower.get(KEYS[0]) is None, "the lease has ended"
+        assert got(borrower, KEYS[0]) is None, "the lease has ended"
         assert borrower.usage().counters.hits == 3
 
 
 def test_a_page_that_is_still_on_its_way_is_waited_for():
     with lending(keys=KEYS[:2]) as (lender, store), borrowing(lender) as (borrower, _):
-        got = []
-        thread = threading.Thread(target=lambda: got.append(borrower.get(KEYS[2])))
+        came = []
+        thread = threading.Thread(target=lambda: came.append(got(borrower, KEYS[2])))
         thread.start()
         put(store, KEYS[2])
         lender.hold([KEYS[2]])
         thread.join(5)
-        assert got[0] is not None
+        assert came[0] is not None
 
 
 def test_what_never_comes_is_waited_for_once(monkeypatch):
     monkeypatch.setattr("jaxpaged.kv_store.lender.PAGE_PATIENCE", 0.3)
     with lending(keys=KEYS[:1]) as (lender, _), borrowing(lender) as (borrower, _):
         begin = time.monotonic()
-        assert [borrower.get(key) is None for key in KEYS] == [False, True, True]
+        assert [got(borrower, key) is None for key in KEYS] == [False, True, True]
         assert 0.2 < time.monotonic() - begin < 0.55
 
 
 def test_a_peer_that_nobody_allowed_is_never_asked():
     with lending() as (lender, _), borrowing(lender, peers="10.0.0.1, 127.0.0.1:1") as (borrower, _):
-        assert borrower.lookup(KEYS) == [Lookup.MISS] * 3 and borrower.get(KEYS[0]) is None
+        assert borrower.lookup(KEYS) == [Lookup.MISS] * 3 and got(borrower, KEYS[0]) is None
         assert lender.stats()["kv_lent_pages"] == 0
 
 
 def test_a_lease_ends_with_its_time_and_memory_is_bounded():
     with lending(lease_s=0.05) as (lender, _), borrowing(lender) as (borrower, _):
         time.sleep(0.1)
-        assert borrower.get(KEYS[0]) is None
+        assert got(borrower, KEYS[0]) is None
         assert lender.stats()["kv_leases_expired"] == 1 and lender.stats()["kv_lease_bytes"] == 0
     with lending(capacity=1500) as (lender, _), borrowing(lender):
         assert 0 < lender.stats()["kv_lease_bytes"] <= 1500 and lender.stats()["kv_lent_refused"] == 2
@@ -126,21 +134,21 @@ def test_a_lease_ends_with_its_time_and_memory_is_bounded():
 def test_two_leases_of_one_page_end_apart():
     with lending() as (lender, _), borrowing(lender) as (_, first), borrowing(lender) as (borrower, _):
         assert lender.release(first.lease) and not lender.release(first.lease)
-        assert borrower.get(KEYS[0]) is not None
+        assert got(borrower, KEYS[0]) is not None
         borrower.expect(KEYS, RemoteSource(lender.host, lender.port, "unknown", 12))
-        assert borrower.get(KEYS[0]) is None
+        assert got(borrower, KEYS[0]) is None
 
 
 @pytest.mark.parametrize(("space", "secret", "most"), [(OTHER, None, MOST), (SPACE, SECRET, MOST), (SPACE, None, 100)])
 def test_peers_that_differ_refuse_each_other_and_nothing_is_used(space, secret, most, caplog):
     with lending() as (lender, _), borrowing(lender, space, secret, most) as (borrower, _):
-        assert borrower.get(KEYS[0]) is None and borrower.get(KEYS[1]) is None
+        assert got(borrower, KEYS[0]) is None and got(borrower, KEYS[1]) is None
         assert borrower.usage().counters.corrupt == 1 and "left alone" in caplog.text
 
 
 def test_another_version_and_another_secret_are_refused(monkeypatch, caplog):
     with lending(SECRET) as (lender, _), borrowing(lender, secret=b"another of sixteen") as (borrower, _):
-        assert borrower.get(KEYS[0]) is None
+        assert got(borrower, KEYS[0]) is None
         eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
         assert "not signed with our page_secret" in caplog.text
     with lending() as (lender, _):
@@ -156,12 +164,13 @@ def test_a_lease_lasts_as_long_as_somebody_waits_for_it_but_not_for_ever(monkeyp
     with lending(lease_s=0.3) as (lender, _), borrowing(lender) as (borrower, source):
         borrower.keep_lease(source)
         time.sleep(0.9)
-        assert borrower.get(KEYS[0]) is not None and lender.stats()["kv_leases_expired"] == 0
+        assert got(borrower, KEYS[0]) is not None and lender.stats()["kv_leases_expired"] == 0
         borrower.release(source)
         eventually(lambda: lender.stats()["kv_leases_released"] == 1)
         assert not borrower._kept
         monkeypatch.setattr("jaxpaged.kv_store.lender.LONGEST", 2)
         lease, _ = lender.grant(KEYS)
+        lender.finish(lease, KEYS)
         borrower.keep_lease(RemoteSource(lender.host, lender.port, lease, 12))
         eventually(lambda: not borrower._kept)  # it hears that there is none
         assert lender.stats()["kv_leases_expired"] == 1 and lender.renew(lease) == 0
@@ -189,21 +198,21 @@ def test_a_flipped_bit_is_found_and_the_rest_of_the_lease_is_not_asked_for():
         damaged = lease.pages[KEYS[0]].copy()
         damaged[-3] ^= 1
         lease.pages[KEYS[0]] = damaged
-        assert borrower.get(KEYS[0]) is None and borrower.get(KEYS[1]) is None
+        assert got(borrower, KEYS[0]) is None and got(borrower, KEYS[1]) is None
         assert borrower.usage().counters.corrupt == 1 and lender.stats()["kv_lent_pages"] == 1
 
 
 def test_a_peer_that_is_gone_costs_little():
     with lending() as (lender, _), borrowing(lender) as (borrower, _):
-        assert borrower.get(KEYS[0]) is not None
+        assert got(borrower, KEYS[0]) is not None
         lender.close()
         begin = time.monotonic()
-        assert [borrower.get(key) for key in KEYS] == [None] * 3
+        assert [got(borrower, key) for key in KEYS] == [None] * 3
         assert time.monotonic() - begin < 2 and borrower.usage().counters.errors == 1
 
 
 @pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n\r\n" + b" " * 64, wire.HEAD.pack(b"JPKV", 1 << 30, 0), wire.HEAD.pack(b"JPKV", 4, 9)]
+    "said", [b"GET / HTTP/1.1\r\n\r\n" + b" " * 64, wire.HEAD.pack(b"JPKV", 1 << 30, 0), wire.HEAD.pack(b"JPKV", 4, 1)]
 )
 def test_strangers_are_hung_up_on(said):
     with lending() as (lender, _), borrowing(lender) as (borrower, _):
@@ -212,7 +221,7 @@ def test_strangers_are_hung_up_on(said):
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(100) == b""
         eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
-        assert borrower.get(KEYS[0]) is not None, "others are served"
+        assert got(borrower, KEYS[0]) is not None, "others are served"
 
 
 def hangs_up(connection):
@@ -225,19 +234,19 @@ def hangs_up(connection):
 def test_a_flood_of_strangers_keeps_no_borrower_out_and_costs_one_line(monkeypatch, caplog):
     monkeypatch.setattr("jaxpaged.kv_store.visitors.MAX_STRANGERS", 4)
     with lending() as (lender, _), borrowing(lender) as (borrower, _), contextlib.ExitStack() as stack:
-        assert borrower.get(KEYS[0]) is not None
+        assert got(borrower, KEYS[0]) is not None
         connect = lambda: stack.enter_context(socket.create_connection((lender.host, lender.port), 5))
         strangers = [connect() for _ in range(40)]
         assert all(hangs_up(each) for each in strangers[:36])
-        assert borrower.get(KEYS[1]) is not None, "on the connection that it has"
+        assert got(borrower, KEYS[1]) is not None, "on the connection that it has"
         for _, channel in borrower._idle:
             channel.close()
-        assert borrower.get(KEYS[2]) is not None, "on a new one"
+        assert got(borrower, KEYS[2]) is not None, "on a new one"
         assert lender.stats()["kv_lent_refused"] >= 36 and caplog.text.count("is refused") == 1
         monkeypatch.setattr("jaxpaged.kv_store.visitors.ASK_SECONDS", 0.05)
         strangers[-1].sendall(wire.HEAD.pack(wire.MAGIC, 100, 0))  # as slow as it likes to be
         assert hangs_up(strangers[-1])
-        assert borrower.get(KEYS[0]) is not None
+        assert got(borrower, KEYS[0]) is not None
 
 
 def test_who_comes_when_all_places_are_taken_is_refused(monkeypatch, caplog):
@@ -269,11 +278,11 @@ def test_a_signed_message_cannot_be_repeated():
     client = Channel(b, SPACE, SECRET, is_server=False, most=0)
     thread.join()
     (server,) = ready
-    frame = client._encoder.encode(Get("l", b"h", 0))[0]
+    frame = client._encoder.encode(Get("l", [(b"h", 0)]))[0]
     head = wire.HEAD.pack(wire.MAGIC, len(frame), 0)
     twice = head + frame + client._tag(0, head + frame)
     b.sendall(twice * 2)
-    assert server.receive() == Get("l", b"h", 0)
+    assert server.receive() == Get("l", [(b"h", 0)])
     with pytest.raises(PageError, match="not signed"):
         server.receive()
     a.close()

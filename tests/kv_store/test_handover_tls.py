@@ -10,7 +10,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.peering import Peering
 from jaxpaged.kv_store.tls import TlsFiles
-from tests.kv_store.test_handover import KEYS, SECRET, borrowing, eventually, hangs_up, lending
+from tests.kv_store.test_handover import KEYS, SECRET, borrowing, eventually, got, hangs_up, lending
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 
@@ -68,8 +68,11 @@ def files(folder):
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_pages_are_encrypted_and_both_sides_know_each_other(files, secret):
     tls = files("here", "ca")
-    with lending(secret, tls=tls) as (lender, _), borrowing(lender, secret=secret, tls=tls) as (borrower, source):
-        assert all(borrower.get(key) is not None for key in KEYS)
+    with (
+        lending(secret, tls=tls) as (lender, _),
+        borrowing(lender, secret=secret, tls=tls) as (borrower, source),
+    ):
+        assert all(got(borrower, key) is not None for key in KEYS)
         assert len(borrower._idle) == 1 and borrower._idle[0][1]._socket.version() == "TLSv1.3"
         borrower.release(source)
         eventually(lambda: lender.stats()["kv_leases_released"] == 1)
@@ -78,7 +81,7 @@ def test_pages_are_encrypted_and_both_sides_know_each_other(files, secret):
 def test_a_self_signed_certificate_is_its_own_authority(files):
     theirs, ours = files("stranger"), files(authority="stranger")
     with lending(tls=theirs) as (lender, _), borrowing(lender, tls=ours) as (borrower, _):
-        assert borrower.get(KEYS[0]) is not None
+        assert got(borrower, KEYS[0]) is not None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,7 @@ def test_a_self_signed_certificate_is_its_own_authority(files):
 def test_wrong_certificates_are_refused_by_name(files, caplog, shown, asked, own, trusted, words):
     theirs, ours = files(shown, asked), files(own, trusted)
     with lending(tls=theirs) as (lender, _), borrowing(lender, tls=ours) as (borrower, _):
-        assert borrower.get(KEYS[0]) is None and borrower.get(KEYS[1]) is None
+        assert got(borrower, KEYS[0]) is None and got(borrower, KEYS[1]) is None
         eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
         assert lender.stats()["kv_lent_pages"] == 0 and borrower.usage().counters.corrupt == 1
     assert "kv_ssl_ca_certs" in caplog.text
@@ -108,12 +111,15 @@ def test_wrong_certificates_are_refused_by_name(files, caplog, shown, asked, own
 
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_who_speaks_no_tls_and_who_does_alone(files, caplog, secret):
-    with lending(secret, tls=files("here")) as (lender, _), borrowing(lender, secret=secret) as (borrower, _):
-        assert borrower.get(KEYS[0]) is None
+    with (
+        lending(secret, tls=files("here")) as (lender, _),
+        borrowing(lender, secret=secret) as (borrower, _),
+    ):
+        assert got(borrower, KEYS[0]) is None
         eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
     tls = files(authority="ca")
     with lending(secret) as (lender, _), borrowing(lender, secret=secret, tls=tls) as (borrower, _):
-        assert borrower.get(KEYS[0]) is None
+        assert got(borrower, KEYS[0]) is None
         eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
     assert (
         "The peer speaks TLS, and this engine does not" in caplog.text
@@ -128,7 +134,7 @@ def test_who_says_nothing_in_place_of_a_greeting_is_hung_up_on(files, monkeypatc
             assert hangs_up(connection)
         eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
         with borrowing(lender, tls=files(authority="ca")) as (borrower, _):
-            assert borrower.get(KEYS[0]) is not None
+            assert got(borrower, KEYS[0]) is not None
 
 
 def test_options_and_files(folder, files):

@@ -25,7 +25,7 @@ SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
         (["bench_process.py", "--streams", "4", "--tokens", "8", "--rounds", "1"], "two processes give"),
         (["bench_serving.py", "--free", "--streams", "2", *SMALL], "tokens/CPU-s"),
         (["bench_serving.py", "--device-ms", "1", "--streams", "2", *SMALL], "overhead"),
-        (["bench_disaggregated.py", "--seconds", "1", "--prompt-tokens", "300", "--rounds", "1"], "| a prefill and a"),
+        (["bench_disaggregated.py", "--seconds", "1", "--prompt-tokens", "300", "--rounds", "1"], "once computed |"),
         pytest.param(PARALLEL, "64 of 64 alike", marks=pytest.mark.exhaustive),  # five engines
         pytest.param(PRODUCTS, "GB/s", marks=pytest.mark.exhaustive),  # weights that no cache holds, in every form
     ],

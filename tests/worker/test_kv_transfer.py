@@ -163,7 +163,7 @@ def test_what_was_saved_is_written_to_other_blocks_and_what_did_not_come_to_none
         made.device.fill(3 + number, number + 1.0)
         made.save((7, page, 3 + number))
     made.worker.confirm(None)
-    assert [page.shape[0] for page in made.settled().values()] == [2, 2, 1]
+    assert sorted(page.shape[0] for page in made.settled().values()) == [1, 2, 2]
     assert made.worker.lookup([pages[0].key, content(9).key]) == [Lookup.HIT, Lookup.MISS]
     fetched = made.load(content(9), *pages)
     assert fetched.came == [False, True, True, True] and fetched.sources == ["", "host", "host", "host"]

@@ -17,6 +17,7 @@ This module knows neither bytes nor devices.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -46,14 +47,17 @@ class Save(NamedTuple):
     block_id: int
 
 
-class Load(NamedTuple):
-    """Pages that are on their way for a request, which has `num_tokens` more of its beginning with them."""
+@dataclass(eq=False)
+class Load:
+    """Pages that are on their way for a request, which has `num_tokens` more of its beginning with them. `ends`: of the
+    page's tokens in the request; `news`: when one came last, which whoever fetches them says; monotonic."""
 
     request: Request
     num_tokens: int
     pages: tuple[PageContent, ...]
     block_idxs: tuple[int, ...]
-    begin: float  # monotonic
+    ends: tuple[int, ...]
+    news: float
 
 
 class Question(NamedTuple):
@@ -66,7 +70,7 @@ class Question(NamedTuple):
 
 
 PATIENCE = 10.0
-"""Seconds that a request waits for pages before it is computed without them."""
+"""Seconds that a request waits for pages, of which none comes, before it is computed without them."""
 MOST_REMEMBERED = 4096
 
 
@@ -130,16 +134,19 @@ class KVTransfers:
     # ---- other engines -------------------------------------------------------------------------
 
     def lent_pages(self, request: Request) -> tuple[int, list[tuple[PageContent, int]]]:
-        """What to lend of a request that has just ended: how many tokens, and the pages that whoever goes on behind
-        its prompt needs, each with the id of its block."""
-        pages, num_prompt = [], request.num_prompt_tokens
-        num_tokens = min(self._manager.get_computed_blocks(request).num_tokens, self._groups.align(num_prompt))
-        first_end = min(num_tokens, self._groups.align(num_prompt - 1))  # the last token is always computed
+        """What to lend of a request that begins, or has ended: how many tokens, and the pages that whoever goes on
+        behind its prompt needs, each with the id of the block that has it, 0 where none does yet."""
+        pages: list[tuple[PageContent, int]] = []
+        if not request.reads_prefix_cache:
+            return 0, pages
+        self._manager.get_computed_blocks(request)  # its hashes are those of the weights as they are now
+        num_prompt = request.num_prompt_tokens
+        num_tokens = self._groups.align(num_prompt)
+        first_end = self._groups.align(num_prompt - 1)  # the last token is always computed
         for g, group in enumerate(self._groups.groups):
             for idx in range(read_range(group, first_end)[0], num_tokens // group.block_size):
                 block = group.cached_block(request.block_hashes, idx)
-                if block is not None:
-                    pages.append((self._content(request, g, idx), block.block_id))
+                pages.append((self._content(request, g, idx), 0 if block is None else block.block_id))
         return num_tokens, pages
 
     # ---- loading -------------------------------------------------------------------------------
@@ -149,7 +156,7 @@ class KVTransfers:
         sent for, where that pays, once since it began to wait."""
         load, number = self.loading.get(request.request_id), request.arrival_order
         if load is not None and load.request is request:
-            if time.monotonic() < load.begin + self.patience:
+            if time.monotonic() < load.news + self.patience:
                 return True
             del self.loading[request.request_id]
             self.handovers.give_back(request)
@@ -246,8 +253,9 @@ class KVTransfers:
             (g, idx) for g, group in enumerate(groups) for idx in range(*read_range(group, end)) if (g, idx) in found
         ]
         pages = tuple(self._content(request, g, idx) for g, idx in needed)
-        load = Load(request, end - hit.num_tokens, pages, tuple(idx for _, idx in needed), time.monotonic())
-        return load, open_keys
+        idxs = tuple(idx for _, idx in needed)
+        page_ends = tuple((idx + 1) * groups[g].block_size for g, idx in needed)
+        return Load(request, end - hit.num_tokens, pages, idxs, page_ends, time.monotonic()), open_keys
 
     def _reach(self, most: int, lost: set[tuple[int, int]]) -> int:
         """Tokens of the longest beginning that needs no lost block, of `most` at most."""

@@ -43,6 +43,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--timeout", type=float, default=3600.0, metavar="S", help="seconds an answer may take (default: 3600)"
     )
+    parser.add_argument(
+        "--wait-for-prefill", action="store_true",
+        help="ask a decode engine once a prompt is computed; by default it fetches what there is of it meanwhile",
+    )  # fmt: skip
     add_server_flags(parser)
     group = parser.add_argument_group("engines at https://")
     group.add_argument(
@@ -86,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         proxy = Proxy(
             prefill, decode, least=args.min_prefill_tokens, timeout=args.timeout,
             has_key=args.engine_key_file is not None, max_body_bytes=options.max_body_bytes,
+            waits=args.wait_for_prefill,
         )  # fmt: skip
         listener = Listener(
             create_app(proxy, keys), bound, max_header_bytes=1 << 16, max_connections=options.max_connections, tls=tls

@@ -9,7 +9,6 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from msgspec import Raw
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -23,20 +22,14 @@ from jaxpaged.entrypoints.http.errors import HttpError, as_http_error, error_bod
 from jaxpaged.entrypoints.http.health import OPEN_PATHS
 from jaxpaged.entrypoints.http.transport.auth import ApiKeys
 from jaxpaged.entrypoints.http.transport.sse import event
-from jaxpaged.entrypoints.http_client import Flow
+from jaxpaged.entrypoints.proxy.answer import ELSEWHERE, MOST_WHOLE, Answer
 from jaxpaged.entrypoints.proxy.backends import Backend, Backends, beginnings_of
-from jaxpaged.entrypoints.proxy.handing_over import PROMPTS, Asked, for_decode, for_prefill, params_in, read
+from jaxpaged.entrypoints.proxy.handing_over import PROMPTS, Asked, for_decode, read
+from jaxpaged.entrypoints.proxy.prompts import Prompt, Prompts
 
 PASSED_ON = ("traceparent", "tracestate", "x-request-id")
 KEYS = ("authorization", "x-api-key")
 """Headers that engines get as the client sent them, keys unless the proxy has one of its own for them."""
-MOST_WAITING = 1 << 20
-"""Bytes of an answer that wait here for a client; what it does not take waits in the engine."""
-MOST_WHOLE = 4 << 20
-"""Bytes up to which an answer that is no stream is only passed on when all of it is there, so that one that breaks off
-is an error; longer ones break off too."""
-ELSEWHERE = (429, 500, 502, 503, 504)
-"""Answers after which another engine is asked."""
 CLIENT_LEFT = 499
 """What is answered to nobody."""
 PROBE_SECONDS = 5.0
@@ -48,66 +41,6 @@ COUNTERS = {
     "left": "Requests whose client left before the answer began.",
     "failures": "Requests that no decode engine answered, or whose stream broke off.",
 }
-
-
-class Answer:
-    """What an engine says, as it comes: `begun` tells whether it is a good one."""
-
-    def __init__(self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str], timeout: float):
-        self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._num_waiting, self._flow = 0, Flow()
-        self._first: bytes | None = None
-        self._backend = backend
-        backend.num_under_way += 1
-        backend.num_requests += 1
-        self._asking = asyncio.create_task(backend.client.post(path, body, self._take, headers, timeout, self._flow))
-        self._asking.add_done_callback(self._ended)
-
-    def _take(self, data: bytes, now: float) -> None:
-        self._pieces.put_nowait(data)
-        self._num_waiting += len(data)
-        if self._num_waiting > MOST_WAITING:
-            self._flow.hold()
-
-    def _ended(self, task: asyncio.Task) -> None:
-        self._backend.num_under_way -= 1  # also where a client left before anybody looked at the answer
-        self._pieces.put_nowait(None)
-
-    async def _next(self) -> bytes | None:
-        piece = await self._pieces.get()
-        self._num_waiting -= len(piece or b"")
-        if self._num_waiting <= MOST_WAITING // 2:
-            self._flow.go_on()
-        return piece
-
-    async def begun(self) -> tuple[int, bytes]:
-        """(200, nothing) once a good answer begins, otherwise the status and what a bad one says. Raises OSError."""
-        self._first = await self._next()
-        if self._first is not None:
-            return 200, b""
-        return await self._asking
-
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The answer. Raises OSError where it breaks off."""
-        piece = self._first
-        while piece is not None:
-            yield piece
-            piece = await self._next()
-        await self._asking
-
-    async def some(self, most: int) -> tuple[bytes, AsyncIterator[bytes] | None]:
-        """The answer, and nothing where that is all; of one longer than `most` its beginning, and how it goes on."""
-        pieces, found, size = self.pieces(), [], 0
-        async for piece in pieces:
-            found.append(piece)
-            size += len(piece)
-            if size > most:
-                return b"".join(found), pieces
-        return b"".join(found), None
-
-    def close(self) -> None:
-        """Nothing more of it is wanted."""
-        self._asking.cancel()
 
 
 class Streamed(StreamingResponse):
@@ -128,16 +61,18 @@ class Streamed(StreamingResponse):
 
 class Proxy:
     """`least` tokens of a prompt, about, are worth a prefill engine. An answer may take `timeout` seconds. `has_key`:
-    engines get a key of the proxy's, and none of the client's."""
+    engines get a key of the proxy's, and none of the client's. `waits`: a decode engine is asked once a prompt is
+    computed, and not while it is."""
 
     def __init__(
         self, prefill: Backends, decode: Backends, *, least: int, timeout: float, has_key: bool = False,
-        max_body_bytes: int = 16 << 20,
+        max_body_bytes: int = 16 << 20, waits: bool = False,
     ):  # fmt: skip
         self.prefill, self.decode, self._least, self._timeout = prefill, decode, least, timeout
         self._passed_on = PASSED_ON if has_key else (*KEYS, *PASSED_ON)
         self._max_body_bytes, self._long_bodies = max_body_bytes, asyncio.Lock()
         self.counts: Counter[str] = Counter()
+        self._prompts = Prompts(prefill, self.counts, timeout, waits=waits)
 
     async def generate(self, request: Request) -> Response:
         """A completion or chat."""
@@ -156,10 +91,15 @@ class Proxy:
                 each.cancel()
 
     async def _answer(self, asked: Asked, headers: Mapping[str, str]) -> Response:
-        beginnings, params = beginnings_of(asked.beginning), None
+        beginnings, prompt = beginnings_of(asked.beginning), Prompt()
         if asked.may_be_split and asked.num_tokens >= self._least:
-            params = await self._computed(asked, beginnings, headers)
-        answer = await self._decoded(asked, beginnings, for_decode(asked, params), headers)
+            prompt = await self._prompts.computed(asked, beginnings, headers)
+        answer: Answer | Response | None = None
+        try:
+            answer = await self._decoded(asked, beginnings, for_decode(asked, prompt.params), headers)
+        finally:
+            if not isinstance(answer, Answer):
+                prompt.leave()
         if isinstance(answer, Response):
             return answer
         if asked.is_stream:
@@ -204,33 +144,6 @@ class Proxy:
             self.counts["failures"] += 1
             raise
 
-    async def _computed(self, asked: Asked, beginnings: list[bytes], headers: Mapping[str, str]) -> Raw | None:
-        """Have a prefill engine compute the prompt: what it says of that, None where none did."""
-        tried: list[Backend] = []
-        while (backend := self.prefill.choose(beginnings, tried)) is not None:
-            tried.append(backend)
-            answer = Answer(backend, asked.path, for_prefill(asked), headers, self._timeout)
-            try:
-                status, _ = await answer.begun()
-                content, rest = await answer.some(MOST_WHOLE) if status == 200 else (b"", None)
-                if rest is not None:
-                    raise OSError(f"it says more than {MOST_WHOLE} bytes of one token")
-                backend.breaker.succeeded()
-            except OSError as error:
-                self._failed(backend, error)
-                status, content = 0, b""
-            finally:
-                answer.close()
-            if status == 200:
-                self.prefill.remember(beginnings, backend)
-                params = params_in(content)
-                self.counts["handed_over"] += params is not None
-                return params
-            self.counts["prefill_failures"] += 1
-            if status and status not in ELSEWHERE:
-                return None  # a decode engine says what is wrong with it
-        return None
-
     async def _decoded(
         self, asked: Asked, beginnings: list[bytes], body: bytes, headers: Mapping[str, str]
     ) -> Answer | Response:
@@ -245,7 +158,7 @@ class Proxy:
                 status, said = await answer.begun()
             except OSError as error:
                 answer.close()
-                self._failed(backend, error)
+                backend.failed(error)
                 continue
             except BaseException:
                 answer.close()
@@ -262,10 +175,6 @@ class Proxy:
         if refusal is not None:
             return refusal
         raise HttpError(503, "No decode engine answers. Try again later.", headers={"Retry-After": "2"})
-
-    def _failed(self, backend: Backend, error: OSError) -> None:
-        backend.num_failures += 1
-        backend.breaker.failed(str(error) or type(error).__name__)
 
     async def _stream(self, answer: Answer) -> AsyncIterator[bytes]:
         try:

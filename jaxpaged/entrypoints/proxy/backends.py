@@ -28,6 +28,12 @@ class Backend:
         self.url = self.client.base_url
         self.breaker = CircuitBreaker(f"The engine at {self.url}", RETRY_SECONDS)
         self.num_under_way = self.num_requests = self.num_failures = 0
+        self.says_early = True  # where a prompt is lent, in a stream while it is computed, as far as we know
+
+    def failed(self, error: OSError) -> None:
+        """It could not be reached, or its answer broke off."""
+        self.num_failures += 1
+        self.breaker.failed(str(error) or type(error).__name__)
 
 
 class Backends:

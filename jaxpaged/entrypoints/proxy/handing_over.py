@@ -3,9 +3,13 @@
     client -> prefill: the same request, one token, kv_transfer_params {do_remote_decode: true, ...}
     prefill -> decode: the request as it came, with the kv_transfer_params of the answer, whatever is in them
 
+Beyond what those do, the first may be a stream, of which one event has the kv_transfer_params before the prompt is
+computed.
+
 This module knows requests, and no engines.
 """
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -27,6 +31,7 @@ ONLY_DECODE = (
 BYTES_PER_TOKEN = 4
 MOST_BEGINNING = 1 << 16
 """Bytes of a prompt that say which engine knows it."""
+DATA, EVENT_END = b"data: ", b"\n\n"
 NOTHING = (b"null", b"false", b"0", b"{}", b"[]", b'""')
 Body = dict[str, msgspec.Raw]
 """A request's fields as they came: no objects are made of what they hold, so that a long prompt holds nobody up."""
@@ -79,12 +84,12 @@ def read(path: str, content: bytes) -> Asked:
     return Asked(path, body, beginning, num_tokens, is_one and reads_cache and not is_given("use_beam_search"))
 
 
-def for_prefill(asked: Asked) -> bytes:
+def for_prefill(asked: Asked, *, is_stream: bool) -> bytes:
     """The same prompt, of which one token is to be generated."""
     body: dict[str, Any] = {name: value for name, value in asked.body.items() if name not in ONLY_DECODE}
     if "max_completion_tokens" in body:
         body["max_completion_tokens"] = 1
-    return msgspec.json.encode({**body, "stream": False, "max_tokens": 1, PARAMS: ASK_PREFILL})
+    return msgspec.json.encode({**body, "stream": is_stream, "max_tokens": 1, PARAMS: ASK_PREFILL})
 
 
 def for_decode(asked: Asked, params: msgspec.Raw | None) -> bytes:
@@ -99,3 +104,18 @@ def params_in(answer: bytes) -> msgspec.Raw | None:
     except (msgspec.DecodeError, RecursionError):
         return None
     return params.copy() if memoryview(params)[:1] == b"{" else None
+
+
+async def first_params(pieces: AsyncIterator[bytes], most: int) -> msgspec.Raw | None:
+    """The same of a stream, once an event of it says so; None where it ends without. Raises OSError, also for one of
+    more than `most` bytes."""
+    rest, size = b"", 0
+    async for piece in pieces:
+        rest, size = rest + piece, size + len(piece)
+        if size > most:
+            raise OSError(f"it says more than {most} bytes of one token")
+        *events, rest = rest.split(EVENT_END)
+        for event in events:
+            if event.startswith(DATA) and (params := params_in(event[len(DATA) :])) is not None:
+                return params
+    return None

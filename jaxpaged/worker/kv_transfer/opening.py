@@ -73,14 +73,15 @@ def open_transfer(
             capacity = max(wish.capacity for wish in offload.tiers) or LEAST_TO_LEND
             lender = Lender(
                 store, peering.address, space, lease_s=peering.lease_seconds, capacity=capacity,
-                secret=secrets.signing, tls=peering.tls,
+                secret=secrets.signing, tls=peering.tls, shares=peering.shares,
             )  # fmt: skip
         if peering.borrows:
             shapes = [(len(group.layer_idxs), *page_shape(group.spec)) for group in kv_cache.groups]
             largest, is_far = max(map(form.num_bytes, shapes)), True
             borrower = Borrower(
-                space, largest + MAX_HEADER_BYTES, secrets.signing, peers=peering.peers, tls=peering.tls
-            )
+                space, largest + MAX_HEADER_BYTES, secrets.signing, peers=peering.peers, tls=peering.tls,
+                shares=peering.shares,
+            )  # fmt: skip
         peers = Peers(lender, borrower)
     return KVTransferWorker(
         device, kv_cache, store, space, form, secret=secrets.signing,

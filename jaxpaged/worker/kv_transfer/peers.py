@@ -1,7 +1,7 @@
 """Other engines, as the worker's half of KV transfer sees them: to whom it lends pages, and from whom it borrows."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxpaged.kv_store.borrower import Borrower
@@ -23,15 +23,30 @@ class Peers:
     def lends(self) -> bool:
         return self._lender is not None
 
-    def grant(
-        self, keys: Sequence[PageKey], num_tokens: int, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
-        """Lend pages: what the answer says. None where there are none."""
+    @property
+    def borrows(self) -> bool:
+        return self._borrower is not None
+
+    def grant(self, keys: Sequence[PageKey], num_tokens: int) -> dict[str, Any] | None:
+        """Lend pages of a prompt that begins to be computed: what an answer says. None where there are none."""
         if self._lender is None or not keys:
             return None
         lease, expiry = self._lender.grant(keys)
         source = RemoteSource(self._lender.host, self._lender.port, lease, num_tokens)
-        return answer_params(source, self._engine_id, block_ids, expiry)
+        return answer_params(source, self._engine_id, (), expiry)
+
+    def finish(
+        self, said: dict[str, Any], keys: Sequence[PageKey], block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any]:
+        """The prompt is computed, these pages of it: what an answer says now."""
+        assert self._lender is not None
+        expiry = self._lender.finish(said["remote_request_id"], keys)
+        return {**said, "remote_block_ids": [list(ids) for ids in block_ids], "remote_blocks_expiry_time": expiry}
+
+    def take_back(self, said: dict[str, Any]) -> None:
+        """The prompt will not be computed after all."""
+        if self._lender is not None:
+            self._lender.release(said["remote_request_id"])
 
     def hold(self, keys: Sequence[PageKey]) -> None:
         """These may be in the store now. For threads."""
@@ -57,13 +72,12 @@ class Peers:
         lent = self._borrower.lookup(keys)
         return [there if here is Lookup.MISS else here for here, there in zip(states, lent)]
 
-    def get(self, key: PageKey) -> tuple[Buffer | None, str]:
-        """A page that another engine lends, and the name of this tier."""
-        return (None, "") if self._borrower is None else (self._borrower.get(key), self._borrower.name)
-
-    def forget(self, keys: Sequence[PageKey]) -> None:
-        if self._borrower is not None:
-            self._borrower.delete(keys)
+    def pull(self, keys: Sequence[PageKey], take: Callable[[PageKey, Buffer], None]) -> str:
+        """See `Borrower.pull`. The name of this tier."""
+        if self._borrower is None:
+            return ""
+        self._borrower.pull(keys, take)
+        return self._borrower.name
 
     def usage(self) -> list[TierUsage]:
         return [] if self._borrower is None else [self._borrower.usage()]

@@ -23,12 +23,13 @@ from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.changes import Change, ChangeLog
 from jaxpaged.kv_store.content import PageContent
 from jaxpaged.kv_store.handover import RemoteSource
-from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode, scales_of
+from jaxpaged.kv_store.page import PageHeader, PageKey, encode
 from jaxpaged.kv_store.prefix_file import PlacedPage, PrefixFile, PrefixHeader, PrefixInfo, info_of, write_prefix
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.kv_transfer.copies import Copies
+from jaxpaged.worker.kv_transfer.fetcher import CopyPages, PageFetcher
 from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.peers import Peers
 
@@ -39,6 +40,8 @@ NUM_SLOTS = 8
 SLOTS_TO_LEND = 64
 """The same where others wait for what is gathered: what is not saved they must compute."""
 NUM_THREADS = 2
+THREADS_TO_BORROW = 64
+"""Loads at a time where other engines lend: most of them wait for prompts that are being computed."""
 SIZES = tuple(1 << power for power in range(14, 37, 2))
 """Bounds of the sizes that are counted, 16 KiB to 64 GiB."""
 
@@ -59,7 +62,7 @@ class Fetched(NamedTuple):
     load: Any
     came: list[bool]
     sources: list[str]
-    copies: list[tuple[int, list[int], tuple[np.ndarray, ...]]]
+    copies: CopyPages
     seconds: float
 
 
@@ -110,16 +113,17 @@ class KVTransferWorker:
         """`peers`: other engines, to lend to or to borrow from."""
         self._peers = peers or Peers()
         self._copies, self._form, self._store, self._namespace = Copies(device, kv_cache, form), form, store, namespace
-        self._num_groups, self._num_pools = len(kv_cache.groups), len(kv_cache.pools)
+        self._num_groups = len(kv_cache.groups)
         self._secret, self._model = secret, model
-        self._readers = ThreadPoolExecutor(num_readers, "kv-read") if num_readers > 1 else None
+        num_pools = len(kv_cache.pools)
+        self._fetcher = PageFetcher(self._copies, num_pools, store, self._peers, namespace, secret, num_readers)
         self._unconfirmed: deque[Gathered] = deque()
         self._fetched: deque[Fetched] = deque()
         self._news = threading.Event()
         self._slots = Slots(SLOTS_TO_LEND if self._peers.lends else NUM_SLOTS)
         self._under_way: set[PageKey] = set()  # gathered and not stored yet
         self._savers = ThreadPoolExecutor(NUM_THREADS, "kv-save")
-        self._loaders = ThreadPoolExecutor(NUM_THREADS, "kv-load")
+        self._loaders = ThreadPoolExecutor(THREADS_TO_BORROW if self._peers.borrows else NUM_THREADS, "kv-load")
         self.num_saved = self.num_loaded = self.num_dropped = self.num_lost = 0  # pages
         self._changes: ChangeLog | None = None  # nobody wants to hear of any
         self._copied = [0, 0]  # since it was asked for: off the devices, and to them
@@ -148,15 +152,28 @@ class KVTransferWorker:
         self._peers.release(source)
 
     def lend(self, num_tokens: int, pages: Sequence[tuple[PageContent, int]]) -> dict[str, Any] | None:
-        """Lend pages (content, id of its block now) of a prompt, which are saved next. What an answer says of it."""
+        """Lend pages (content, id of its block, 0 where none has it yet) of a prompt that begins to be computed. What
+        an answer says of it; None where there is nothing to lend."""
         keys = [content.key for content, _ in pages]
-        block_ids: list[list[int]] = [[] for _ in range(self._num_groups)]
-        for content, block_id in pages:
-            block_ids[content.key.group].append(block_id)
-        said = self._peers.grant(keys, num_tokens, block_ids)
+        said = self._peers.grant(keys, num_tokens)
         if said is not None:
             self._savers.submit(self._peers.hold, keys)
         return said
+
+    def finish_lending(self, said: dict[str, Any], pages: Sequence[tuple[PageContent, int]]) -> dict[str, Any]:
+        """The prompt is computed; those of the pages with a block are saved next. What an answer says now."""
+        keys = [content.key for content, block_id in pages if block_id]
+        block_ids: list[list[int]] = [[] for _ in range(self._num_groups)]
+        for content, block_id in pages:
+            if block_id:
+                block_ids[content.key.group].append(block_id)
+        said = self._peers.finish(said, keys, block_ids)
+        self._savers.submit(self._peers.hold, keys)
+        return said
+
+    def take_back(self, said: dict[str, Any]) -> None:
+        """The prompt will not be computed after all."""
+        self._peers.take_back(said)
 
     # ---- saving --------------------------------------------------------------------------------
 
@@ -233,52 +250,15 @@ class KVTransferWorker:
         self._loaders.submit(self._fetch, load, time.monotonic())
 
     def _fetch(self, load: Any, begin: float) -> None:
-        """In a thread: bring pages together in the arrays that the copies to the device take."""
-        came, sources, copies, started = [False] * len(load.pages), [""] * len(load.pages), [], time.monotonic()
-        try:
-            for pool_idx in range(self._num_pools):
-                places = [i for i, page in enumerate(load.pages) if self._copies.pool_of[page.key.group] == pool_idx]
-                for some in map(list, batched(places, self._copies.most(pool_idx))):
-                    pages = self._copies.empty(pool_idx, len(some))
-                    contents = [load.pages[i] for i in some]
-                    each = self._readers.map if self._readers is not None else map
-                    for i, source in zip(some, each(self._fetch_page, contents, *pages)):
-                        came[i], sources[i] = bool(source), source
-                    copies.append((pool_idx, some, pages))
-        except Exception:
-            logger.exception("loading %d blocks of keys and values failed", len(load.pages))
-            came, sources, copies = [False] * len(load.pages), [""] * len(load.pages), []
+        started = time.monotonic()
+        sources, copies = self._fetcher.fetch(load)
+        came = list(map(bool, sources))
         num_bytes = sum(self._copies.page_bytes(page.key.group) for page, ok in zip(load.pages, came) if ok)
         self._moved["load"].add(num_bytes, time.monotonic() - started)
         self.num_loaded += sum(came)
         self.num_lost += len(came) - sum(came)
         self._fetched.append(Fetched(load, came, sources, copies, time.monotonic() - begin))
         self._news.set()
-
-    def _fetch_page(self, content: PageContent, target: np.ndarray, target_scales: np.ndarray | None = None) -> str:
-        """Copy a page's layers to `target`, and their scales where there are any. The name of the tier that had it, ""
-        where none has it as it must be."""
-        buffer, source = self._store.get_from(content.key)
-        if buffer is None:
-            buffer, source = self._peers.get(content.key)
-        if buffer is None:
-            return ""
-        wanted: dict[str, Any] = {
-            "expect_namespace": self._namespace, "key": content.key, "secret": self._secret,
-            "token_ids": content.token_ids, "dtype": self._form.page_dtype.name,
-            "shape": self._copies.shape(content.key.group), "version": self._form.version,
-        }  # fmt: skip
-        try:
-            header, values = decode(buffer, verify=False, **wanted)
-        except PageError as error:
-            logger.warning("a page of keys and values is not used: %s", error)
-            self._store.delete([content.key])
-            self._peers.forget([content.key])
-            return ""
-        target[: len(values)] = values
-        if target_scales is not None:
-            target_scales[: len(values)] = scales_of(buffer, header)
-        return source
 
     def take_fetched(self) -> list[Fetched]:
         """The loads whose bytes are there, or will never be."""
@@ -372,7 +352,6 @@ class KVTransferWorker:
         """Store what is confirmed, and let go of threads and tiers."""
         self._peers.close()
         self._loaders.shutdown(cancel_futures=True)
-        if self._readers is not None:
-            self._readers.shutdown()
+        self._fetcher.close()
         self._savers.shutdown()
         self._store.close()

@@ -80,7 +80,6 @@ COMPLETION = {"prompt": "the cat", "max_tokens": 2}
         ({"prompt": "a", "structured_outputs": "a"}, "structured_outputs"),
         ({"prompt": "a", "kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         ({"prompt": "a", "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
-        ({"prompt": "a", "stream": True, "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
         ({"prompt": ["a", "b"], "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
         ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"prompt": "a", "response_format": {"type": "yaml"}}, "response_format.type"),

@@ -108,6 +108,7 @@ class ChatStream(OpenAIStream):
             self._begun = True
             events = b"".join(self._opening(output))
         self._counter.add(number, output)
+        events += self.lent(output)
         for completion in output.outputs:
             if not self._is_text(completion):
                 events += b"".join(map(self._chunks.chunk, self._choices(completion)))

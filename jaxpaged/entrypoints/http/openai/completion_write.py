@@ -123,7 +123,7 @@ class CompletionStream(OpenAIStream):
     def of(self, number: int, output: RequestOutput) -> bytes:
         """Events of a new result of prompt `number`: one for every sequence that has something new."""
         self._counter.add(number, output, self._style.num_dropped(output) if self._style.only_echo else 0)
-        events = b""
+        events = self.lent(output)
         for completion in output.outputs:
             index = number * self._n + completion.index
             if self._only_text and completion.finish_reason is None:

@@ -16,6 +16,7 @@ from jaxpaged.entrypoints.http.openai.protocol import Chunk
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT, Service
 from jaxpaged.entrypoints.http.transport.sse import event
+from jaxpaged.messages import RequestOutput
 
 DONE = event(b"[DONE]")
 ENCODER = msgspec.json.Encoder()
@@ -46,6 +47,10 @@ class ChunkWriter:
             )
         )
 
+    def lent(self, params: dict[str, Any]) -> bytes:
+        """The chunk that says where another engine finds the prompt's keys and values."""
+        return written(self._new(choices=(), kv_transfer_params=params))
+
     def last(self, num_thinking: int | None = None) -> bytes:
         """The chunk with the usage of the whole request, and how many of its tokens were thinking if that is known."""
         usage = self._counter.read(in_stream=True, num_thinking=num_thinking)
@@ -73,8 +78,16 @@ class OpenAIStream:
     def __init__(self, service: Service, parsed: Parsed, kind: type[Chunk], name: str):
         options = service.options
         self._usage = usage_options(parsed.body, options.enable_force_include_usage)
+        self._is_lent = len(parsed.generation.prompts) > 1  # of several nobody could say which one
         self._counter = UsageCounter(options.enable_prompt_tokens_details)
         self._chunks = ChunkWriter(kind, name, parsed.generation.request_id, parsed.model, self._usage, self._counter)
+
+    def lent(self, output: RequestOutput) -> bytes:
+        """News of where the prompt is lent, from its first step on; told once."""
+        if output.kv_transfer_params is None or self._is_lent:
+            return b""
+        self._is_lent = True
+        return self._chunks.lent(output.kv_transfer_params)
 
     def end(self) -> bytes:
         """The usage of the whole request where it is asked for, and the end."""

@@ -122,11 +122,6 @@ def check_fields(body: GenerationFields) -> None:
             400, f"prompt_logprobs is {body.prompt_logprobs}, but a stream has none. Set stream to false.",
             "prompt_logprobs",
         )  # fmt: skip
-    if body.stream and (body.kv_transfer_params or {}).get("do_remote_decode"):
-        raise HttpError(
-            400, "kv_transfer_params has do_remote_decode, and stream is true, but only a whole answer says where the "
-            "prompt's keys and values are. Set stream to false.", "kv_transfer_params",
-        )  # fmt: skip
     check_stop("stop", body.stop)
     check_beams(body)
 

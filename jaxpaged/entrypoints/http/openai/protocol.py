@@ -16,7 +16,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class Chunk(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One event of a stream. The one with the usage has no choices."""
+    """One event of a stream. Those with the usage, and with where a prompt is lent, have no choices."""
 
     id: str
     object: str
@@ -25,6 +25,7 @@ class Chunk(msgspec.Struct, kw_only=True, omit_defaults=True):
     choices: Sequence[msgspec.Struct]
     usage: Usage | None = None
     system_fingerprint: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 # ---- completions

@@ -1,0 +1,157 @@
+"""Prompts that are lent while they are computed: pages come as they are there, and whatever happens ends in a miss."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+from jaxpaged.kv_store.borrower import Borrower
+from jaxpaged.kv_store.channel import MAX_PAGES
+from jaxpaged.kv_store.handover import RemoteSource
+from jaxpaged.kv_store.page import PageKey
+from tests.kv_store.test_handover import MOST, SPACE, eventually, lending, put
+
+KEYS = [PageKey(bytes([i]) * 32, 0) for i in range(6)]
+
+
+class Following:
+    """A borrower that pulls the pages of a lease in a thread."""
+
+    def __init__(self, lender, keys=KEYS):
+        self.lease, _ = lender.grant(keys)
+        self.borrower = Borrower(SPACE, MOST, peers="127.0.0.1")
+        self.source, self.came = RemoteSource(lender.host, lender.port, self.lease, 4 * len(keys)), []
+        self.borrower.expect(keys, self.source)
+        self._thread = threading.Thread(target=self.borrower.pull, args=(keys, lambda key, page: self.came.append(key)))
+        self._thread.start()
+
+    def ended(self, seconds=5.0):
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+
+@contextlib.contextmanager
+def following(keys=KEYS, **options):
+    with lending(keys=(), **options) as (lender, store):
+        follower = Following(lender, keys)
+        try:
+            yield lender, store, follower
+        finally:
+            follower.borrower.close()
+            assert follower.ended()
+
+
+def compute(lender, store, *keys):
+    for key in keys:
+        put(store, key)
+    lender.hold(keys)
+
+
+def test_pages_come_while_the_prompt_is_computed():
+    with following() as (lender, store, follower):
+        for i, key in enumerate(KEYS):
+            assert not follower.ended(0)
+            compute(lender, store, key)
+            eventually(lambda: len(follower.came) == i + 1)  # noqa: B023
+        assert follower.ended() and follower.came == KEYS
+        assert lender.renew(follower.lease) == 30.0, "the prompt is still being computed, and its lease has no end"
+        follower.borrower.release(follower.source)
+        eventually(lambda: lender.stats()["kv_lease_bytes"] == lender.stats()["kv_leases"] == 0)
+        lender.finish(follower.lease, KEYS)
+        assert lender.stats()["kv_leases"] == 0, "it was given back before"
+
+
+def abort(lender, follower):
+    lender.release(follower.lease)
+
+
+def die(lender, follower):
+    for listener in lender._sockets:
+        listener.close()
+    lender._visitors.close()
+
+
+def expire(lender, follower):
+    lender._lease_s = 0.01
+    lender.finish(follower.lease, ())
+
+
+def give_up(lender, follower):
+    follower.borrower.release(follower.source)
+
+
+def miss(lender, follower):
+    lender.finish(follower.lease, ())
+
+
+def say_nothing(lender, follower):
+    pass
+
+
+@pytest.mark.parametrize("event", [abort, die, expire, give_up, miss, say_nothing])
+def test_what_ends_in_the_middle_leaves_what_came(event, monkeypatch):
+    patience = 0.2 if event in (miss, say_nothing) else 4.0
+    monkeypatch.setattr("jaxpaged.kv_store.lender.PAGE_PATIENCE", patience)
+    with following() as (lender, store, follower):
+        compute(lender, store, *KEYS[:2])
+        eventually(lambda: len(follower.came) == 2)
+        begin = time.monotonic()
+        event(lender, follower)
+        assert follower.ended() and follower.came == KEYS[:2]
+        assert time.monotonic() - begin < 3
+        counters = follower.borrower.usage().counters
+        assert (counters.hits, counters.misses, counters.errors) == (2, 4, event is die)
+        if event in (abort, expire, give_up):
+            eventually(lambda: lender.stats()["kv_leases"] == lender.stats()["kv_lease_bytes"] == 0)
+
+
+def test_a_lender_that_hangs_costs_one_time_out(monkeypatch):
+    monkeypatch.setattr("jaxpaged.kv_store.borrower.ANSWER_SECONDS", 0.3)
+    with following() as (lender, store, follower):
+        compute(lender, store, KEYS[0])
+        assert follower.ended() and follower.came == KEYS[:1]
+        assert follower.borrower.usage().counters.errors == 1
+
+
+def test_a_page_that_finds_no_room_is_not_waited_for():
+    with following(capacity=1500) as (lender, store, follower):
+        compute(lender, store, *KEYS)
+        assert follower.ended(2) and len(follower.came) == 1
+        assert lender.stats()["kv_lent_refused"] == 5
+
+
+def test_a_long_prompt_comes_over_several_connections_once_it_is_computed():
+    keys = [PageKey(i.to_bytes(32, "big"), 0) for i in range(5 * MAX_PAGES)]
+    with lending(keys=(), capacity=1 << 26) as (lender, store):
+        store.capacity = 1 << 26
+        lease, _ = lender.grant(keys)
+        borrower, came, names = Borrower(SPACE, MOST, peers="127.0.0.1"), [], set()
+        borrower.expect(keys, RemoteSource(lender.host, lender.port, lease, 4 * len(keys)))
+        compute(lender, store, *keys)
+        lender.finish(lease, keys)
+
+        def take(key, page):
+            came.append(key)
+            names.add(threading.current_thread().name[:7])
+
+        borrower.pull(keys, take)
+        assert sorted(key.block_hash for key in came) == [key.block_hash for key in keys] and "kv-pull" in names
+        assert borrower.usage().counters.hits == len(keys) and lender.stats()["kv_lent_pages"] == len(keys)
+        borrower.close()
+
+
+def test_a_peer_that_answers_nonsense_is_not_believed(monkeypatch):
+    import jaxpaged.kv_store.lender as lending_side
+
+    right = lending_side.answer_of
+
+    def answer(*args, **more):
+        answer = right(*args, **more)
+        answer.there[:] = [place + 60 for place in answer.there]
+        return answer
+
+    monkeypatch.setattr(lending_side, "answer_of", answer)
+    with following() as (lender, store, follower):
+        compute(lender, store, KEYS[0])
+        assert follower.ended() and not follower.came and follower.borrower.usage().counters.corrupt == 1

@@ -1,0 +1,194 @@
+"""Pages between engines on one host come through memory that the kernel frees, whoever is killed, and else by TCP."""
+
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+
+from jaxpaged.errors import PageError
+from jaxpaged.kv_store import shared_memory
+from jaxpaged.kv_store.borrower import Borrower
+from jaxpaged.kv_store.buffers import aligned_empty
+from jaxpaged.kv_store.channel import Channel, Pages
+from jaxpaged.kv_store.handover import RemoteSource
+from jaxpaged.kv_store.page import decode
+from tests.kv_store.test_handover import KEYS, SECRET, SPACE, VALUES, borrowing, eventually, got, lending
+
+pytestmark = pytest.mark.skipif(not shared_memory.IS_HERE, reason="it is Linux's")
+
+
+def is_near(borrower):
+    return [channel.is_near for _, channel in borrower._idle]
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_pages_of_an_engine_on_this_host_come_through_memory(secret):
+    with lending(secret) as (lender, _), borrowing(lender, secret=secret) as (borrower, source):
+        for key in KEYS:
+            _, values = decode(got(borrower, key), expect_namespace=SPACE, key=key, secret=secret)
+            np.testing.assert_array_equal(values, VALUES + key.block_hash[0])
+        assert is_near(borrower) == [True]
+        borrower.release(source)
+        eventually(lambda: lender.stats()["kv_leases"] == 0)
+
+
+@pytest.mark.parametrize("side", ["lender", "borrower"])
+def test_either_side_may_keep_to_tcp(side):
+    lends, borrows = side != "lender", side != "borrower"
+    with lending(shares=lends) as (lender, _), borrowing(lender, shares=borrows) as (borrower, _):
+        assert got(borrower, KEYS[0]) is not None and is_near(borrower) == [False]
+
+
+def test_what_the_kernel_does_not_allow_goes_by_tcp(monkeypatch):
+    def refuse(*args):
+        raise PermissionError("not allowed")
+
+    with lending() as (lender, _), borrowing(lender) as (borrower, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "memfd_create", refuse)
+            assert got(borrower, KEYS[0]) is not None and is_near(borrower) == [False]
+        assert lender.stats()["kv_lent_refused"] == 0
+
+
+def test_another_user_is_refused_on_both_sides(monkeypatch):
+    with lending() as (lender, _), borrowing(lender) as (borrower, _):
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        assert shared_memory.connect(lender.host, lender.port, 1.0) is None
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(shared_memory.name_of(lender.host, lender.port))
+            stranger.settimeout(5)
+            assert stranger.recv(1) == b""
+        assert lender.stats()["kv_lent_refused"] >= 1
+        assert got(borrower, KEYS[0]) is not None and is_near(borrower) == [False]
+
+
+def channels(most=1 << 22):
+    """The two ends of a connection."""
+    a, b = socket.socketpair()
+    ready = []
+    thread = threading.Thread(target=lambda: ready.append(Channel(a, SPACE, None, is_server=True, most=0)))
+    thread.start()
+    client = Channel(b, SPACE, None, is_server=False, most=most)
+    thread.join()
+    return ready[0], client
+
+
+def test_what_does_not_fit_comes_over_the_socket(monkeypatch):
+    monkeypatch.setattr(shared_memory, "ARENA_BYTES", 1 << 16)
+    server, client = channels()
+    pages = [np.full(size, size % 251, np.uint8) for size in (40_000, 30_000, 20_000, 1, 70_000)]
+    for _ in range(3):
+        thread = threading.Thread(target=server.send, args=(Pages(pages, list(range(5)), [], False),))
+        thread.start()
+        contents = client.receive().contents
+        thread.join()
+        assert all(np.array_equal(page, content) for page, content in zip(pages, contents, strict=True))
+        assert all(content.ctypes.data % 64 == 0 for content in contents)
+    server.close()
+    client.close()
+
+
+def test_a_copy_is_handed_out_and_not_the_memory_itself():
+    server, client = channels()
+    server.send(Pages([np.full(1000, 1, np.uint8)], [0], [], False))
+    (first,) = client.receive().contents
+    server.send(Pages([np.full(1000, 2, np.uint8)], [0], [], False))
+    (second,) = client.receive().contents
+    assert (first == 1).all() and (second == 2).all()
+    with pytest.raises(ValueError, match="read-only"):
+        client._arena._bytes[:] = 0
+
+
+def test_memory_that_is_not_there_or_too_small_is_no_page():
+    server, client = channels()
+    server._arena.put = lambda page: True
+    server.send(Pages([aligned_empty(shared_memory.ARENA_BYTES // 4)] * 5, list(range(5)), [], False))
+    with pytest.raises(PageError, match="in memory that has"):
+        client.receive()
+    for each in (server, client):
+        each.close()
+    server, client = channels()
+    client._arena = None
+    server.send(Pages([aligned_empty(10)], [0], [], False))
+    with pytest.raises(PageError, match="there is none"):
+        client.receive()
+    for each in (server, client):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "words"),
+    [(os.MFD_ALLOW_SEALING, 4096, "keeps its size"), (None, 0, "keeps its size"), ("sealed", 1 << 40, "at most")],
+)
+def test_memory_that_might_shrink_or_is_too_large_is_not_read(flags, size, words):
+    a, b = socket.socketpair()
+    if flags is None:
+        a.sendall(b"m")
+    else:
+        descriptor = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, size)
+        if flags == "sealed":
+            import fcntl
+
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, shared_memory.SEALS)
+        socket.send_fds(a, [b"m"], [descriptor])
+        os.close(descriptor)
+    with pytest.raises(PageError, match=words):
+        shared_memory.accept(b)
+    a.close()
+    b.close()
+
+
+def test_memory_is_sealed():
+    a, b = socket.socketpair()
+    shared_memory.offer(a)
+    _, (descriptor,), _, _ = socket.recv_fds(b, 1, 1)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 0)
+    with mmap.mmap(descriptor, 4096) as there:
+        assert there[:1] == b"\0"
+    for each in (a, b):
+        each.close()
+    os.close(descriptor)
+
+
+LENDER = """
+    import sys, time
+    from tests.kv_store.test_handover import KEYS, lending
+    with lending() as (lender, store):
+        lease, _ = lender.grant(KEYS)
+        lender.hold(KEYS[:2])
+        print(lender.port, lease, flush=True)
+        time.sleep(60)
+"""
+
+
+def test_a_killed_lender_leaves_nothing_and_what_came_is_whole():
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(LENDER)], stdout=subprocess.PIPE, text=True)
+    try:
+        port, lease = process.stdout.readline().split()
+        borrower, before = Borrower(SPACE, 1 << 20, peers="127.0.0.1"), set(os.listdir("/dev/shm"))
+        borrower.expect(KEYS, RemoteSource("127.0.0.1", int(port), lease, 12))
+        came = {}
+        thread = threading.Thread(target=borrower.pull, args=(KEYS, came.__setitem__))
+        thread.start()
+        eventually(lambda: len(came) == 2)
+        assert [channel.is_near for channel in borrower._busy] == [True]
+        process.send_signal(signal.SIGKILL)
+        thread.join(5)
+        assert not thread.is_alive() and set(came) == set(KEYS[:2])
+        for key, page in came.items():
+            np.testing.assert_array_equal(decode(page, expect_namespace=SPACE, key=key)[1], VALUES + key.block_hash[0])
+        assert set(os.listdir("/dev/shm")) == before
+        assert shared_memory.connect("127.0.0.1", int(port), 1.0) is None
+        borrower.close()
+    finally:
+        process.kill()
+        process.communicate()
