@@ -29,7 +29,8 @@ class KVTransferDriver:
         self._half = None
         self._told: list[EngineCoreOutput] = []  # of prompts that are lent
         if worker is not None:
-            self._half = KVTransfers(scheduler.kv_cache_manager, worker.lookup, worker.where, worker.expect)
+            manager, tiers = scheduler.kv_cache_manager, worker.chunk_tiers
+            self._half = KVTransfers(manager, worker.lookup, worker.where, worker.expect, tiers)
         self._worker: Any = worker
         scheduler.kv_cache_manager.transfers = self._half
         self._manager, self._groups = scheduler.kv_cache_manager, scheduler.kv_cache_manager.groups

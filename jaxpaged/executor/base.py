@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.changes import Change
-from jaxpaged.kv_store.content import PageContent
+from jaxpaged.kv_store.content import ChunkTiers, PageContent
 from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.tier import Lookup
@@ -105,6 +105,9 @@ class KVTransferWorker(Protocol):
     def where(self, keys: Sequence[PageKey]) -> list[str]:
         """The names of the tiers that pages would come from, at once."""
         ...
+
+    chunk_tiers: ChunkTiers
+    """What is told of texts, where a tier needs it."""
 
     def expect(self, keys: Sequence[PageKey], source: RemoteSource) -> None:
         """Another engine lends these pages."""

@@ -3,20 +3,22 @@
 `kv_offload` is a list such as "host=8G,disk=PATH:200G,redis=redis://HOST:6379", the fastest tier first; "pages=int8" or
 "pages=fp8" in it rounds what leaves the device to 8 bits.
 `kv_transfer_config` takes vLLM's JSON for the same: its OffloadingConnector, which keeps `cpu_bytes_to_use` bytes in
-host memory, or stands for the tiers of `kv_offload`; one's own connectors (`own.py`), which come behind those tiers;
-and MultiConnector, which names several in the order in which they are asked, and saves to all. `kv_offload_secrets` is
-a file with what no command line should hold (`secrets.py`).
+host memory, or stands for the tiers of `kv_offload`; LMCacheConnectorV1 (`lmcache/settings.py`) and one's own
+connectors (`own.py`), which come behind those tiers; and MultiConnector, which names several in the order in which
+they are asked, and saves to all. `kv_offload_secrets` is a file with what no command line should hold (`secrets.py`).
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.kv_store.connectors import check_connector
 from jaxpaged.kv_store.handover import ROLES
+from jaxpaged.kv_store.lmcache import settings as lmcache
+from jaxpaged.kv_store.lmcache.settings import ChunkSettings, address_of, lmcache_config, settings_of_url
 from jaxpaged.kv_store.peering import Peering, PeeringOptions, peering_of
 
 EXACT = "exact"
@@ -36,15 +38,16 @@ FORMS = {
     "disk": "disk=PATH:SIZE",
     "redis": "redis=redis://HOST:PORT",
     "s3": "s3=s3://BUCKET/PREFIX",
+    "lmcache": "lmcache=lm://HOST:PORT",
 }
-SCHEMES = {"redis": ("redis", "rediss", "unix"), "s3": ("s3",)}
-SETTINGS = {"redis": ("ttl",), "s3": ("endpoint",)}
+SCHEMES = {"redis": ("redis", "rediss", "unix"), "s3": ("s3",), "lmcache": ("lm", "redis", "rediss", "unix")}
+SETTINGS = {"redis": ("ttl",), "s3": ("endpoint",), "lmcache": ("ttl", *lmcache.URL_SETTINGS)}
 """What may stand behind the `?` of a store's address."""
 
 
 @dataclass(frozen=True)
 class TierWish:
-    """One tier: "host" or "disk" of so many bytes, or "redis", "s3" or "own", whose stores decide that themselves."""
+    """One tier: "host" or "disk" of so many bytes, or "redis", "s3", "lmcache" or "own", whose stores decide that."""
 
     kind: str
     place: str = ""
@@ -54,6 +57,8 @@ class TierWish:
     """Of pages in Redis."""
     endpoint: str | None = None
     """Of a store that speaks like S3 and is not Amazon's."""
+    chunks: ChunkSettings | None = None
+    """Of a store that is shared with LMCache."""
     module: str | None = None
     """That has the class of one's own connector; None: an entry point has it."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -177,6 +182,8 @@ def connector_tiers(transfer: Mapping[str, Any], named: tuple[TierWish, ...]) ->
         if each["kv_connector"] == CONNECTOR:
             size = extra.get("cpu_bytes_to_use")
             wishes.append(TierWish("host", capacity=size) if size is not None else None)
+        elif each["kv_connector"] == lmcache.CONNECTOR:
+            wishes += lmcache_wishes(extra, named)
         else:
             wishes.append(own_wish(each))
     if named and None not in wishes:
@@ -226,7 +233,8 @@ def check_transfer(transfer: Mapping[str, Any]) -> None:
             raise ConfigError(f"kv_transfer_config has {key} {given[key]!r}; it must be one of {', '.join(values)}.")
     extra = given.get("kv_connector_extra_config", {})
     if name != CONNECTOR:
-        check_connector(name, module, (CONNECTOR, MULTI))
+        if name != lmcache.CONNECTOR:
+            check_connector(name, module, (CONNECTOR, MULTI, lmcache.CONNECTOR))
         if not isinstance(extra, Mapping):
             raise ConfigError(f"kv_transfer_config has kv_connector_extra_config {extra!r}; it must be an object.")
         return
@@ -244,6 +252,24 @@ def check_transfer(transfer: Mapping[str, Any]) -> None:
 def own_wish(transfer: Mapping[str, Any]) -> TierWish:
     name, module = transfer["kv_connector"], transfer.get("kv_connector_module_path")
     return TierWish("own", name, module=module, config=dict(transfer.get("kv_connector_extra_config", {})))
+
+
+def lmcache_wishes(extra: Mapping[str, Any], named: tuple[TierWish, ...]) -> list[TierWish | None]:
+    """What LMCache is told to keep, and where; its host memory gives way to tiers that kv_offload has `named`."""
+    config = lmcache_config(extra)
+    if named and config.says_host and config.host_bytes:
+        raise ConfigError("kv_offload and LMCache's max_local_cpu_size both name tiers. Give one of them.")
+    wishes: list[TierWish | None] = []
+    if not named and config.host_bytes:
+        wishes.append(TierWish("host", capacity=config.host_bytes))
+    if config.remote_url is not None:
+        wish = store_wish("lmcache", config.remote_url)
+        if "?" in config.remote_url:
+            raise ConfigError(f"LMCache's remote_url is {config.remote_url!r}; it is an address without settings.")
+        wishes.append(replace(wish, chunks=config.settings))
+    if not wishes and not named:
+        raise ConfigError("LMCache's configuration names no place: local_cpu is false, and there is no remote_url.")
+    return wishes
 
 
 def tier_wish(text: str) -> TierWish:
@@ -272,6 +298,10 @@ def store_wish(kind: str, url: str) -> TierWish:
             "machine can read it. Put that of Redis into the file that kv_offload_secrets names, that of S3 into "
             "the environment as for every program that uses AWS."
         )
+    if kind == "lmcache" and address.scheme not in SCHEMES[kind]:
+        raise ConfigError(
+            f"kv_offload has {f'{kind}={url}'!r}; of LMCache's stores there are {', '.join(SCHEMES[kind])}."
+        )
     if address.scheme not in SCHEMES[kind] or not (address.netloc or address.scheme == "unix") or address.fragment:
         raise ConfigError(f"kv_offload has {f'{kind}={url}'!r}; such a tier is {FORMS[kind]}.")
     for name in settings:
@@ -284,4 +314,9 @@ def store_wish(kind: str, url: str) -> TierWish:
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"kv_offload has endpoint={endpoint!r}; it must be an address with http:// or https://.")
     place = url.partition("?")[0]
-    return TierWish(kind, place, ttl_s=int(ttl) if ttl else None, endpoint=endpoint)
+    if kind == "lmcache" and address.scheme == "lm":
+        address_of(place, "lm")
+        if ttl is not None:
+            raise ConfigError("kv_offload has ttl for an lm:// server, which keeps all. Leave it out.")
+    chunks = settings_of_url(settings) if kind == "lmcache" else None
+    return TierWish(kind, place, ttl_s=int(ttl) if ttl else None, endpoint=endpoint, chunks=chunks)

@@ -1,249 +1,39 @@
-"""What tiers in other processes have in common: keys are asked for in the background, and pages are checked.
-
-Whether a page is there only the store knows, which others write to as well. So a key that was never asked for is
-PENDING while a thread asks, at most for `patience_s`; the answer yes holds until a `get` finds nothing, the answer no
-for `ask_again_s`. A store that does not answer is left alone for a while (`breaker.py`), and all is a miss.
-Knows no protocol; a store's capacity and what it evicts are its own affair.
-"""
+"""What tiers of pages in other processes have in common: they are asked in the background, and pages are checked."""
 
 import abc
-import dataclasses
-import logging
-import threading
-import time
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any
 
-from jaxpaged.errors import PageError
-from jaxpaged.kv_store.breaker import CircuitBreaker
+from jaxpaged.kv_store.asked import AskedStore
 from jaxpaged.kv_store.buffers import Buffer, joined, read_only
 from jaxpaged.kv_store.changes import STORAGE, ChangeLog
 from jaxpaged.kv_store.page import PageKey, decode
-from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
-
-logger = logging.getLogger(__name__)
-
-MAX_ASKED = 4096
-"""Keys that wait to be asked for; further ones are misses."""
-BATCH = 256
-MAX_KNOWN = 1 << 20
-"""Answers that are remembered, the latest."""
 
 
-@dataclasses.dataclass
-class Answer:
-    """Whether the store has a key, None while it is being asked, and until when (monotonic) that holds."""
-
-    is_there: bool | None
-    until: float
-
-
-class RemoteTier(abc.ABC):
+class RemoteTier(AskedStore[PageKey, Buffer], abc.ABC):
     """A tier whose store is reached by a connection. Subclasses say how, and what errors that may end in."""
 
-    name: str
-    failures: tuple[type[Exception], ...] = (OSError,)
-    """What calls of the store raise when it cannot be reached, or refuses."""
-    refusals: tuple[type[Exception], ...] = ()
-    """Those among them that a store says itself, which is alive then: it is full, or may not be written to."""
-
-    def __init__(
-        self,
-        where: str,
-        namespace: str,
-        *,
-        secret: bytes | None = None,
-        retry_after_s: float = 30.0,
-        patience_s: float = 2.0,
-        ask_again_s: float = 30.0,
-    ):
+    def __init__(self, where: str, namespace: str, *, secret: bytes | None = None, **waits: Any):
+        """`waits`: how long what is waited for (`AskedStore`)."""
         self.namespace, self._secret = namespace, secret
-        self._patience_s, self._ask_again_s = patience_s, ask_again_s
-        self.counters = Counters()
-        self._breaker = CircuitBreaker(f"The store of pages at {where}", retry_after_s)
-        self._writes = CircuitBreaker(f"Writing pages to {where}", retry_after_s)
-        self._changed = threading.Condition()  # for everything below; never held during input and output
-        self._known: OrderedDict[PageKey, Answer] = OrderedDict()
-        self._to_ask: OrderedDict[PageKey, None] = OrderedDict()
-        self._to_remove: OrderedDict[PageKey, None] = OrderedDict()
-        self._being_written: set[PageKey] = set()
         self._log: ChangeLog | None = None
-        self._closing = self._found_damaged = False
-        self._thread = threading.Thread(target=self._keep_asking, name=f"kv-{self.name}", daemon=True)
-        self._thread.start()
+        super().__init__(where, **waits)
 
-    # ---- what a store is asked; each may raise one of `failures` -------------------------------------------
-
-    @abc.abstractmethod
-    def exist(self, keys: Sequence[PageKey]) -> list[bool]: ...
-
-    @abc.abstractmethod
-    def fetch(self, key: PageKey) -> Buffer | None: ...
-
-    @abc.abstractmethod
-    def store(self, key: PageKey, buffers: Sequence[Buffer]) -> None: ...
-
-    @abc.abstractmethod
-    def remove(self, keys: Sequence[PageKey]) -> None: ...
-
-    @abc.abstractmethod
-    def disconnect(self) -> None:
-        """Release connections. They are not used any more."""
-
-    # ---- the tier ------------------------------------------------------------------------------------------
-
-    def lookup(self, keys: Sequence[PageKey]) -> list[Lookup]:
-        now = time.monotonic()
-        with self._changed:
-            return [self._state(key, now) for key in keys]
-
-    def _state(self, key: PageKey, now: float) -> Lookup:
-        if key in self._being_written:
-            return Lookup.PENDING
-        answer = self._known.get(key)
-        if answer is not None and answer.is_there:
-            return Lookup.HIT
-        if answer is not None and answer.is_there is None:
-            if now < answer.until:
-                return Lookup.PENDING
-            self._learn(key, False)  # it takes too long: whoever asked must get on
-        elif answer is not None and now < answer.until:
-            return Lookup.MISS
-        elif len(self._to_ask) < MAX_ASKED and not self._closing and self._breaker.allows():
-            self._known[key] = Answer(None, now + self._patience_s)
-            self._to_ask[key] = None
-            self._changed.notify_all()
-            return Lookup.PENDING
-        return Lookup.MISS
-
-    def _learn(self, key: PageKey, is_there: bool) -> None:
-        before = self._known.get(key)
-        if self._log is not None and bool(before and before.is_there) is not is_there:
-            self._log.note(STORAGE, key, is_there)
-        self._known[key] = Answer(is_there, time.monotonic() + self._ask_again_s)
-        self._known.move_to_end(key)
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
-
-    def get(self, key: PageKey) -> Buffer | None:
-        page = None
-        if self._breaker.allows() and not self._closing:
-            try:
-                page = self._checked(key, self.fetch(key))
-                self._breaker.succeeded()
-            except self.failures as error:
-                self._failed(error)
-        with self._changed:
-            self._learn(key, page is not None)
-            self.counters.hits += page is not None
-            self.counters.misses += page is None
-            self.counters.loaded_bytes += memoryview(page).nbytes if page is not None else 0
-        return page
-
-    def _checked(self, key: PageKey, content: Buffer | None) -> Buffer | None:
-        """The page in aligned memory; None where there is none, or one that is damaged, which is removed."""
-        if content is None:
-            return None
+    def checked(self, key: PageKey, content: Buffer) -> Buffer:
+        """The page in aligned memory."""
         page = read_only(joined([content]))
-        try:
-            decode(page, expect_namespace=self.namespace, key=key, secret=self._secret)
-        except PageError as error:
-            with self._changed:
-                self.counters.corrupt += 1
-                is_news, self._found_damaged = not self._found_damaged, True
-            if is_news:
-                logger.warning("A page in the tier %s is removed: %s Further ones are counted only.", self.name, error)
-            self.remove([key])
-            return None
+        decode(page, expect_namespace=self.namespace, key=key, secret=self._secret)
         return page
 
-    def put(self, key: PageKey, buffers: Sequence[Buffer]) -> bool:
-        with self._changed:
-            answer = self._known.get(key)
-            if (answer is not None and answer.is_there) or key in self._being_written:
-                return True
-            begins = not self._closing and self._breaker.allows() and self._writes.allows()
-            if begins:
-                self._being_written.add(key)
-                self._to_remove.pop(key, None)
-        written = False
-        try:
-            if begins:
-                self.store(key, buffers)
-                written = True
-                self._breaker.succeeded()
-                self._writes.succeeded()
-        except self.failures as error:
-            self._failed(error)
-        finally:
-            with self._changed:
-                if begins:
-                    self._being_written.discard(key)
-                if written:
-                    self._learn(key, True)
-                    self.counters.stored += 1
-                    self.counters.stored_bytes += sum(memoryview(buffer).nbytes for buffer in buffers)
-                else:
-                    self.counters.dropped += 1
-        return written
-
-    def _failed(self, error: Exception) -> None:
-        breaker = self._writes if isinstance(error, self.refusals) else self._breaker
-        breaker.failed(error)
-        with self._changed:
-            self.counters.errors += 1
+    def noted(self, key: PageKey, is_there: bool) -> None:
+        if self._log is not None:
+            self._log.note(STORAGE, key, is_there)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         """What the store evicts follows from what is read."""
         return
 
-    def delete(self, keys: Iterable[PageKey]) -> None:
-        with self._changed:
-            for key in keys:
-                self._to_ask.pop(key, None)
-                self._learn(key, False)
-                if len(self._to_remove) < MAX_ASKED:
-                    self._to_remove[key] = None
-            self._changed.notify_all()
-
     def watch(self, log: ChangeLog) -> None:
         """What the store evicts is not heard of before it is missed."""
         with self._changed:
             self._log = log
-
-    def usage(self) -> list[TierUsage]:
-        """Pages are those that we know of; bytes are the store's to count."""
-        with self._changed:
-            num_pages = sum(bool(answer.is_there) for answer in self._known.values())
-            return [TierUsage(self.name, 0, 0, num_pages, dataclasses.replace(self.counters))]
-
-    def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(self._patience_s + 1.0)
-        self.disconnect()
-
-    # ---- the thread that asks --------------------------------------------------------------------------------
-
-    def _keep_asking(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._to_ask or self._to_remove)
-                if self._closing and not self._to_remove:
-                    return
-                removed = [self._to_remove.popitem(last=False)[0] for _ in range(min(BATCH, len(self._to_remove)))]
-                asked = [self._to_ask.popitem(last=False)[0] for _ in range(min(BATCH, len(self._to_ask)))]
-            try:
-                if removed and not self._breaker.is_open:
-                    self.remove(removed)
-                found = self.exist(asked) if asked else []
-                self._breaker.succeeded()
-            except self.failures as error:
-                self._failed(error)
-                found = [False] * len(asked)
-            with self._changed:
-                for key, is_there in zip(asked, found):
-                    answer = self._known.get(key)
-                    if key not in self._to_remove and (answer is None or not answer.is_there):
-                        self._learn(key, is_there)

@@ -7,7 +7,7 @@ first tier evicts it (spilling). A page that is found further down is copied to 
 
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.buffers import Buffer, joined, read_only
 from jaxpaged.kv_store.changes import ChangeLog
 from jaxpaged.kv_store.host import HostTier
+from jaxpaged.kv_store.lmcache.tier import LMCacheTier
 from jaxpaged.kv_store.mover import Mover
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.tier import Lookup, Tier, TierUsage
@@ -43,6 +44,11 @@ class Tiers:
         self.tiers = list(tiers)
         self.close_patience_s = close_patience_s
         self._movers = [Mover(tier, queue_bytes, num_threads) for tier in self.tiers]
+        self._chunked = [tier for tier in self.tiers if isinstance(tier, LMCacheTier)]
+        if len(sizes := {tier.chunk_tokens for tier in self._chunked}) > 1:
+            raise ConfigError(f"There are tiers with chunks of {sorted(sizes)} tokens. Give all the same chunk_size.")
+        self.chunk_tokens = next(iter(sizes), None)
+        """Tokens of a chunk where a tier has such (`introduce`, `collect`)."""
         for tier in self.tiers[:-1]:
             if isinstance(tier, HostTier):
                 tier.on_evict = self._spill
@@ -58,6 +64,27 @@ class Tiers:
             if state is not Lookup.HIT and self._on_its_way(key) is not None:
                 states[key] = Lookup.HIT
         return [states[key] for key in keys]
+
+    def lacks(self, keys: Sequence[PageKey], under_way: Set[PageKey] = frozenset()) -> list[bool]:
+        """Whether each page is to be brought: no tier has it, nor is it `under_way`, or it is part of a chunk that one
+        lacks."""
+        lacking = [False] * len(keys)
+        if len(self._chunked) < len(self.tiers):
+            states = zip(keys, self.lookup(keys))
+            lacking = [state is not Lookup.HIT and key not in under_way for key, state in states]
+        for tier in self._chunked:
+            lacking = [before or wanted for before, wanted in zip(lacking, tier.lacks(keys))]
+        return lacking
+
+    def introduce(self, token_ids: Sequence[int], hashes: Sequence[bytes], end: int) -> None:
+        """Full chunks of a text's first `end` tokens may be asked for; `hashes` are those of its units."""
+        for tier in self._chunked:
+            tier.introduce(token_ids, hashes, end)
+
+    def collect(self, token_ids: Sequence[int], hashes: Sequence[bytes], end: int) -> bool:
+        """The chunk that ends there is computed. Whether a tier wants all of its pages."""
+        wanted = [tier.collect(token_ids, hashes, end) for tier in self._chunked]  # all of them collect
+        return any(wanted)
 
     def where(self, keys: Sequence[PageKey]) -> list[str]:
         """The name of the first tier that has each page, as far as that is known at once: where `get` would find it."""
@@ -94,6 +121,9 @@ class Tiers:
         """Have a page written to the tiers below the first that lack it. Whether it is, or soon will be, in one."""
         is_kept = False
         for mover in self._movers[1:]:
+            if isinstance(mover.tier, LMCacheTier):
+                is_kept = (mover.tier.lacks([key]) == [True] and mover.submit(key, page)) or is_kept
+                continue
             here = mover.tier.lookup([key]) == [Lookup.HIT]  # a store elsewhere that is still asked does not have it
             is_kept = here or mover.submit(key, page) or is_kept
         return is_kept

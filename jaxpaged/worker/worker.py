@@ -76,7 +76,7 @@ class Worker:
         num_blocks = settle_blocks(min(self._size_kv_cache(stage).num_blocks[0] for stage in self.stages))
         self.kv_cache_config = whole_kv_cache(self.blueprint, num_blocks)
         if config.cache.offload is not None:
-            check_offload(config.cache.offload, self.kv_cache_config)
+            check_offload(config.cache.offload, self.blueprint, self.kv_cache_config)
         self.pools = config.model.runner == "pooling"
         self._of_stages = [programs_for(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages]
         self.step_programs = self._of_stages[-1]

@@ -28,6 +28,7 @@ class FakeTransfer:
     """A store and a device whose blocks hold keys. Loads come when the test says so."""
 
     def __init__(self):
+        self.chunk_tiers = None
         self.stored, self.unconfirmed, self.loads, self.fetched = {}, [], [], []
         self.num_written, self.answer = 0, [True]
         self.lent, self.sources, self.kept, self.released = {}, [], [], []

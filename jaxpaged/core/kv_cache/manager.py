@@ -358,6 +358,11 @@ class KVCacheManager:
             hold.is_intact = False
         self._unconfirmed.clear()
 
+    @property
+    def root(self) -> bytes:
+        """The parent of first blocks: NONE_HASH as long as the weights are those that the engine began with."""
+        return self._hasher.root
+
     def change_root(self, weights_version: str, requests: Iterable[Request]) -> None:
         """Other weights compute from now on: what was computed is lost, and never found again. `requests` are all that
         there are; none holds blocks, and no step is in flight."""

@@ -24,11 +24,12 @@ from typing import NamedTuple
 from jaxpaged.core.kv_cache.events import BlockRemoved, BlockStored, KVCacheEvent
 from jaxpaged.core.kv_cache.groups import CacheGroup
 from jaxpaged.core.kv_cache.manager import CacheHit, KVCacheManager
+from jaxpaged.core.kv_transfer.chunks import Chunks
 from jaxpaged.core.kv_transfer.handovers import Handovers
 from jaxpaged.core.kv_transfer.rates import Rates
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.kv_store.changes import Change
-from jaxpaged.kv_store.content import PageContent
+from jaxpaged.kv_store.content import ChunkTiers, PageContent
 from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.prefix_file import PlacedPage
@@ -76,10 +77,16 @@ MOST_REMEMBERED = 4096
 
 class KVTransfers:
     """What travels. `lookup` answers at once whether pages are in a tier, `where` in which; `expect` is told which ones
-    another engine lends."""
+    another engine lends, `chunk_tiers` of texts."""
 
-    def __init__(self, manager: KVCacheManager, lookup: LookUp, where: Where, expect: Expect | None = None):
+    def __init__(
+        self, manager: KVCacheManager, lookup: LookUp, where: Where, expect: Expect | None = None,
+        chunk_tiers: ChunkTiers | None = None,
+    ):  # fmt: skip
         self._manager, self._lookup, self._where, self._expect = manager, lookup, where, expect
+        self._chunks = None
+        if chunk_tiers is not None and chunk_tiers.chunk_tokens is not None:
+            self._chunks = Chunks(manager, chunk_tiers, chunk_tiers.chunk_tokens)
         self.handovers = Handovers()
         self._groups = manager.groups
         self.rates, self.patience = Rates(), PATIENCE
@@ -97,6 +104,8 @@ class KVTransfers:
     def note_stored(self, request: Request, g: int, block_idxs: Sequence[int], step_id: int) -> None:
         """Blocks of a request have entered the prefix cache, computed by the steps up to `step_id`."""
         table = request.blocks[g]
+        if self._chunks is not None:
+            block_idxs = self._chunks.with_whole(request, g, block_idxs)
         for idx in block_idxs:
             self.saves.append(Save(step_id, self._content(request, g, idx), table[idx].block_id))
 
@@ -236,6 +245,8 @@ class KVTransfers:
         if not missing:
             return None, ()
         keys = [PageKey(hashes[(idx + 1) * groups[g].units - 1], g) for g, idx in missing]
+        if self._chunks is not None:
+            self._chunks.introduce(request, most)
         source = self.handovers.source(request)
         if source is not None and self._expect is not None:
             ends = [(idx + 1) * groups[g].block_size for g, idx in missing]

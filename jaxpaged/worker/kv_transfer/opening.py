@@ -9,6 +9,7 @@ from jaxpaged.kv_store.borrower import Borrower
 from jaxpaged.kv_store.disk import DiskTier
 from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.lender import Lender
+from jaxpaged.kv_store.lmcache.tier import LMCacheTier
 from jaxpaged.kv_store.options import EXACT, KVOffload, TierWish
 from jaxpaged.kv_store.own import OwnTier, open_store
 from jaxpaged.kv_store.page import MAX_HEADER_BYTES, namespace
@@ -19,6 +20,7 @@ from jaxpaged.kv_store.secrets import Secrets, read_secrets
 from jaxpaged.kv_store.tier import Tier
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.device import Device
+from jaxpaged.worker.kv_transfer.lmcache import check_lmcache, open_lmcache
 from jaxpaged.worker.kv_transfer.peers import Peers
 from jaxpaged.worker.kv_transfer.programs import page_shape
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
@@ -28,14 +30,13 @@ SCAN_SECONDS = 5.0
 """How long the start waits for the disk tier to find its pages; those that it finds later are there later."""
 PACKAGES = {"redis": "redis", "s3": "obstore"}
 
-
 LEAST_TO_LEND = 1 << 30
 """Bytes that may be lent at a time where no tier says how much there is."""
 STORE_READERS = 8
 """Pages of one load that are fetched at a time where one may come from another process: each takes a round trip."""
 
 
-def check_offload(offload: KVOffload, kv_cache: KVCacheConfig) -> None:
+def check_offload(offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheConfig) -> None:
     """Raise ConfigError, before any weight is read, for a cache whose blocks cannot leave the device, for stores whose
     packages are missing, and for files of secrets and certificates that are none."""
     if any(isinstance(group.spec, StateSpec) for group in kv_cache.groups):
@@ -46,12 +47,17 @@ def check_offload(offload: KVOffload, kv_cache: KVCacheConfig) -> None:
             f"for one scale. Leave it out: pages={EXACT}."
         )
     for wish in offload.tiers:
-        if wish.kind in PACKAGES and not is_installed(PACKAGES[wish.kind]):
+        store = wish.place.partition(":")[0] if wish.kind == "lmcache" else wish.kind
+        extra = {"rediss": "redis", "unix": "redis"}.get(store, store)
+        if extra in PACKAGES and not is_installed(PACKAGES[extra]):
             raise ConfigError(
-                f"kv_offload names a {wish.kind} tier, which needs the package {PACKAGES[wish.kind]}: "
-                f"pip install 'jaxpaged[{wish.kind}]'."
+                f"kv_offload names a {wish.kind} tier, which needs the package {PACKAGES[extra]}: "
+                f"pip install 'jaxpaged[{extra}]'."
             )
-    read_secrets(offload.secrets_file)
+    secrets = read_secrets(offload.secrets_file)
+    for wish in offload.tiers:
+        if wish.chunks is not None:
+            check_lmcache(wish.chunks, blueprint, kv_cache, secrets)
     if offload.peering is not None and (tls := offload.peering.tls) is not None:
         tls.check(lends=offload.peering.lends)
 
@@ -63,10 +69,15 @@ def open_transfer(
     space, secrets = namespace_of(blueprint, kv_cache, weights_version), read_secrets(offload.secrets_file)
     form = blueprint.page_form
     facts = {"model": blueprint.config.model.model, **form.facts}
-    tiers = [open_tier(wish, space, secrets, facts) for wish in offload.tiers]
+    tiers = [
+        open_tier(wish, space, secrets, facts)
+        if wish.chunks is None
+        else open_lmcache(wish, space, secrets, blueprint, kv_cache)
+        for wish in offload.tiers
+    ]
     store, peers = Tiers(tiers), None
     peering = offload.peering
-    is_far = any(isinstance(tier, RemoteTier) for tier in tiers)
+    is_far = any(isinstance(tier, RemoteTier | LMCacheTier) for tier in tiers)
     if peering is not None:
         lender = borrower = None
         if peering.lends:

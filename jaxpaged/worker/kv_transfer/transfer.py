@@ -21,7 +21,7 @@ import numpy as np
 from jaxpaged.errors import PageError, UsageError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.changes import Change, ChangeLog
-from jaxpaged.kv_store.content import PageContent
+from jaxpaged.kv_store.content import ChunkTiers, PageContent
 from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageHeader, PageKey, encode
 from jaxpaged.kv_store.prefix_file import PlacedPage, PrefixFile, PrefixHeader, PrefixInfo, info_of, write_prefix
@@ -112,6 +112,7 @@ class KVTransferWorker:
     ):  # fmt: skip
         """`peers`: other engines, to lend to or to borrow from."""
         self._peers = peers or Peers()
+        self.chunk_tiers: ChunkTiers = store
         self._copies, self._form, self._store, self._namespace = Copies(device, kv_cache, form), form, store, namespace
         self._num_groups = len(kv_cache.groups)
         self._secret, self._model = secret, model
@@ -179,10 +180,10 @@ class KVTransferWorker:
 
     def save(self, saves: Sequence[tuple[int, PageContent, int]]) -> None:
         """Dispatch copies of blocks (step that computes it, content, id): before the next step, behind those steps."""
-        states = self._store.lookup([content.key for _, content, _ in saves])
+        lacking = self._store.lacks([content.key for _, content, _ in saves], self._under_way)
         by_pool: dict[int, list[tuple[int, PageContent, int]]] = {}
-        for each, state in zip(saves, states):
-            if state is not Lookup.HIT and each[1].key not in self._under_way:
+        for each, is_lacking in zip(saves, lacking):
+            if is_lacking:
                 by_pool.setdefault(self._copies.pool_of[each[1].key.group], []).append(each)
         for pool_idx, missing in by_pool.items():
             for some in batched(missing, self._copies.most(pool_idx)):

@@ -1,0 +1,115 @@
+"""How LMCache lays out the keys and values of a chunk, and where the pages of its blocks are in it.
+
+A chunk is `[2, layers, tokens, heads * head dim]` (LMCache's KV_2LTD): keys then values, after rotation, all layers in
+their order, heads in theirs. Where vLLM runs on several devices each stores its own heads, so that a chunk is in as
+many parts. A page is `[layers of a group, 2, tokens of a block, heads, head dim]`, so a chunk is made of the pages of
+all groups.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxpaged.errors import ConfigError
+from jaxpaged.kv_store.buffers import aligned_empty
+from jaxpaged.kv_store.lmcache.keys import DTYPE_NAMES
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """A KV group: which layers of the model it has, in the order of its pages, and how many tokens a block."""
+
+    layer_idxs: tuple[int, ...]
+    block_size: int
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Raises ConfigError for what does not fit into one."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    dtype: np.dtype
+    chunk_tokens: int
+    groups: tuple[GroupPlace, ...]
+    unit: int
+    """Tokens that a block's hash goes on by: the smallest block is one unit."""
+    num_parts: int = 1
+    """Devices of those who share the store: `world_size` in LMCache's names."""
+
+    def __post_init__(self) -> None:
+        sizes = sorted({group.block_size for group in self.groups} | {self.unit})
+        if self.chunk_tokens <= 0 or any(self.chunk_tokens % size for size in sizes):
+            raise ConfigError(
+                f"LMCache's chunk_size is {self.chunk_tokens} tokens, and blocks have {', '.join(map(str, sizes))}: "
+                "it must be a multiple. Give another block_size."
+            )
+        if sorted(layer for group in self.groups for layer in group.layer_idxs) != list(range(self.num_layers)):
+            raise ConfigError("LMCache's chunks hold every layer once, and some layers of this model share theirs.")
+        if self.dtype.name not in DTYPE_NAMES:
+            raise ConfigError(
+                f"LMCache's chunks are shared as {', '.join(DTYPE_NAMES)}, and the KV cache has {self.dtype.name}. "
+                "Give another kv_cache_dtype."
+            )
+        if self.num_parts <= 0 or self.num_heads % self.num_parts:
+            raise ConfigError(
+                f"LMCache's world_size is {self.num_parts}, and the model has {self.num_heads} KV heads: it must "
+                "divide them (tensor parallelism; stages of a pipeline are not read)."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return 2, self.num_layers, self.chunk_tokens, self.num_heads * self.head_dim
+
+    @property
+    def part_shape(self) -> tuple[int, int, int, int]:
+        """Of what one device has of a chunk."""
+        return *self.shape[:3], self.shape[3] // self.num_parts
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    @property
+    def part_bytes(self) -> int:
+        return self.num_bytes // self.num_parts
+
+    def empty(self) -> np.ndarray:
+        """A chunk of any content."""
+        return aligned_empty(self.num_bytes).view(self.dtype).reshape(self.shape)
+
+    def page_shape(self, g: int) -> tuple[int, ...]:
+        group = self.groups[g]
+        return len(group.layer_idxs), 2, group.block_size, self.num_heads, self.head_dim
+
+    def write_page(self, chunk: np.ndarray, g: int, start: int, values: np.ndarray) -> None:
+        """Put the page of group `g` whose block begins at token `start` of the chunk where it belongs."""
+        place = self._by_head(chunk)[:, :, start : start + self.groups[g].block_size]
+        for layer, page in zip(self.groups[g].layer_idxs, values, strict=True):
+            place[:, layer] = page
+
+    def read_page(self, chunk: np.ndarray, g: int, start: int) -> np.ndarray:
+        """A copy of such a page."""
+        place = self._by_head(chunk)[:, :, start : start + self.groups[g].block_size]
+        page = np.empty(self.page_shape(g), self.dtype)
+        for i, layer in enumerate(self.groups[g].layer_idxs):
+            page[i] = place[:, layer]
+        return page
+
+    def _by_head(self, chunk: np.ndarray) -> np.ndarray:
+        return chunk.reshape(*self.shape[:3], self.num_heads, self.head_dim)
+
+    def parts(self, chunk: np.ndarray) -> list[np.ndarray]:
+        """What each device of those who share the store has of a chunk: contiguous, copies where it is cut."""
+        return [np.ascontiguousarray(part) for part in np.split(chunk, self.num_parts, axis=3)]
+
+    def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """The chunk that these are the parts of."""
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts, axis=3, out=self.empty())
+
+    def empty_part(self) -> np.ndarray:
+        return aligned_empty(self.part_bytes).view(self.dtype).reshape(self.part_shape)

@@ -1,0 +1,76 @@
+"""Opens stores that are shared with LMCache, for models whose keys and values it lays out as this engine does."""
+
+import math
+
+import numpy as np
+
+from jaxpaged.errors import ConfigError
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig
+from jaxpaged.kv_store.lmcache.keys import check_model_name
+from jaxpaged.kv_store.lmcache.layout import ChunkLayout, GroupPlace
+from jaxpaged.kv_store.lmcache.lm import LMStore
+from jaxpaged.kv_store.lmcache.redis_store import RedisChunkStore
+from jaxpaged.kv_store.lmcache.settings import ChunkSettings
+from jaxpaged.kv_store.lmcache.store import ChunkStore
+from jaxpaged.kv_store.lmcache.tier import LMCacheTier
+from jaxpaged.kv_store.options import EXACT, TierWish
+from jaxpaged.kv_store.secrets import Secrets
+from jaxpaged.worker.programs.blueprint import Blueprint
+
+
+def check_lmcache(settings: ChunkSettings, blueprint: Blueprint, kv_cache: KVCacheConfig, secrets: Secrets) -> None:
+    """Raise ConfigError, before any weight is read, where nothing can be shared with LMCache."""
+    if secrets.page_secret is not None:
+        raise ConfigError(
+            "kv_offload_secrets has a page_secret, and LMCache's chunks cannot be signed: whoever can write to the "
+            "store writes answers. Leave one of them out."
+        )
+    if blueprint.config.cache.offload is not None and blueprint.config.cache.offload.pages != EXACT:
+        raise ConfigError(
+            f"kv_offload has pages={blueprint.config.cache.offload.pages}, and LMCache's chunks hold keys and values as "
+            f"they are cached. Leave one of them out."
+        )
+    if blueprint.draft is not None:
+        raise ConfigError("LMCache's chunks have no place for the keys and values of what drafts tokens.")
+    layout = layout_of(settings, kv_cache, blueprint.kv_dtype)
+    check_model_name(model_of(settings, blueprint), settings.world_size, layout.dtype.name)
+
+
+def model_of(settings: ChunkSettings, blueprint: Blueprint) -> str:
+    """The model's name in LMCache's names."""
+    return settings.model if settings.model is not None else blueprint.config.model.model
+
+
+def layout_of(settings: ChunkSettings, kv_cache: KVCacheConfig, dtype: np.dtype) -> ChunkLayout:
+    """Raises ConfigError for what LMCache lays out otherwise, or not at all."""
+    specs = [group.spec for group in kv_cache.groups]
+    attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+    heads = {(spec.num_kv_heads, spec.head_dim) for spec in attention}
+    if len(attention) < len(specs) or len(heads) != 1:
+        raise ConfigError(
+            "LMCache's chunks are shared for models whose layers all have keys and values of as many heads of one "
+            f"size; this one has {', '.join(sorted({type(spec).__name__ for spec in specs}))} with {sorted(heads)}."
+        )
+    ((num_heads, head_dim),) = heads
+    groups = tuple(GroupPlace(tuple(group.layer_idxs), group.spec.block_size) for group in kv_cache.groups)
+    return ChunkLayout(
+        num_layers=sum(len(group.layer_idxs) for group in groups), num_heads=num_heads, head_dim=head_dim,
+        dtype=dtype, chunk_tokens=settings.chunk_size, groups=groups, unit=math.gcd(*kv_cache.block_sizes),
+        num_parts=settings.world_size,
+    )  # fmt: skip
+
+
+def open_lmcache(
+    wish: TierWish, space: str, secrets: Secrets, blueprint: Blueprint, kv_cache: KVCacheConfig
+) -> LMCacheTier:
+    """A tier of pages of the namespace `space` that are shared as LMCache's chunks."""
+    settings = wish.chunks
+    assert settings is not None
+    layout, model = layout_of(settings, kv_cache, blueprint.kv_dtype), model_of(settings, blueprint)
+    store: ChunkStore
+    if wish.place.startswith("lm:"):
+        store = LMStore(wish.place, layout, model)
+    else:
+        login = secrets.redis_username, secrets.redis_password
+        store = RedisChunkStore(wish.place, layout, model, ttl_s=wish.ttl_s, login=login)
+    return LMCacheTier(store, settings.hasher(), space)
