@@ -75,6 +75,7 @@ def test_salted_prompts_are_neither_written_nor_read(server):
         ("?chunk_size=40", {}, "chunk_size is 40 tokens, and blocks have 16"),
         ("?world_size=3", {}, "world_size is 3"),
         ("?model=a@b", {}, "the setting model"),
+        (",pages=int8", {}, "as they are cached"),
         ("", {"kv_cache_dtype": "fp8"}, "LMCache's chunks are shared as bfloat16"),
     ],
 )

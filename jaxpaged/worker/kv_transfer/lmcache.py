@@ -18,17 +18,19 @@ from jaxpaged.kv_store.secrets import Secrets
 from jaxpaged.worker.programs.blueprint import Blueprint
 
 
-def check_lmcache(settings: ChunkSettings, blueprint: Blueprint, kv_cache: KVCacheConfig, secrets: Secrets) -> None:
+def check_lmcache(
+    settings: ChunkSettings, pages: str, blueprint: Blueprint, kv_cache: KVCacheConfig, secrets: Secrets
+) -> None:
     """Raise ConfigError, before any weight is read, where nothing can be shared with LMCache."""
     if secrets.page_secret is not None:
         raise ConfigError(
             "kv_offload_secrets has a page_secret, and LMCache's chunks cannot be signed: whoever can write to the "
             "store writes answers. Leave one of them out."
         )
-    if blueprint.config.cache.offload is not None and blueprint.config.cache.offload.pages != EXACT:
+    if pages != EXACT:
         raise ConfigError(
-            f"kv_offload has pages={blueprint.config.cache.offload.pages}, and LMCache's chunks hold keys and values as "
-            f"they are cached. Leave one of them out."
+            f"kv_offload has pages={pages}, and LMCache's chunks hold keys and values as they are cached. Leave one of "
+            "them out."
         )
     if blueprint.draft is not None:
         raise ConfigError("LMCache's chunks have no place for the keys and values of what drafts tokens.")

@@ -57,7 +57,7 @@ def check_offload(offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheCon
     secrets = read_secrets(offload.secrets_file)
     for wish in offload.tiers:
         if wish.chunks is not None:
-            check_lmcache(wish.chunks, blueprint, kv_cache, secrets)
+            check_lmcache(wish.chunks, offload.pages, blueprint, kv_cache, secrets)
     if offload.peering is not None and (tls := offload.peering.tls) is not None:
         tls.check(lends=offload.peering.lends)
 
