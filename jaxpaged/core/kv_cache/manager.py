@@ -94,7 +94,7 @@ class KVCacheManager:
         self._needing_groups = [(pool, needing(pool)) for pool in self.pools]
         self._enable_prefix_caching = enable_prefix_caching
         self.records_events = enable_kv_cache_events
-        self._hasher = BlockHasher(self.groups.unit)
+        self.hasher = BlockHasher(self.groups.unit)
         self._no_hit = CacheHit(tuple([] for _ in range(self.num_groups)), 0, 0)
         self._unconfirmed: deque[tuple[int, BlockPool, KVCacheBlock, bytes]] = deque()  # (step, block, its key)
         self.holds: list[Hold] = []
@@ -113,7 +113,7 @@ class KVCacheManager:
         """The longest cached beginning; the last known token is never part of it, since it must be computed."""
         if not self._enable_prefix_caching or not request.reads_prefix_cache:
             return self._no_hit
-        self._hasher.extend(request)
+        self.hasher.extend(request)
         tables, branch = self.groups.find_longest_hit(request.block_hashes, request.num_tokens - 1)
         return CacheHit(tables, len(tables[0]) * self.groups.groups[0].block_size, branch)
 
@@ -121,7 +121,7 @@ class KVCacheManager:
         """Of the blocks that a request fills with its next, known tokens, and that others may find one step later."""
         if not self._enable_prefix_caching or num_new_tokens < 2:
             return []
-        self._hasher.extend(request)
+        self.hasher.extend(request)
         first, end = request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
         return request.block_hashes[first // self.groups.unit : end // self.groups.unit]
 
@@ -268,7 +268,7 @@ class KVCacheManager:
         first, end = request.num_entered_tokens, request.num_cacheable_tokens
         if end - first < self.groups.unit:
             return
-        self._hasher.extend(request)
+        self.hasher.extend(request)
         for g, table in enumerate(request.blocks):
             stored = self._cache_group_blocks(request, self._group_list[g], table, first, end, step_id)
             self.record_stored(request, g, stored)
@@ -358,18 +358,13 @@ class KVCacheManager:
             hold.is_intact = False
         self._unconfirmed.clear()
 
-    @property
-    def root(self) -> bytes:
-        """The parent of first blocks: NONE_HASH as long as the weights are those that the engine began with."""
-        return self._hasher.root
-
     def change_root(self, weights_version: str, requests: Iterable[Request]) -> None:
         """Other weights compute from now on: what was computed is lost, and never found again. `requests` are all that
         there are; none holds blocks, and no step is in flight."""
         self.lose_content()
         for request in requests:
             request.block_hashes.clear()
-        self._hasher.root = root_of(weights_version)
+        self.hasher.root = root_of(weights_version)
 
     def add_events(self, events: Sequence[KVCacheEvent]) -> None:
         self._events += events

@@ -52,4 +52,4 @@ class Chunks:
     def _is_plain(self, request: Request) -> bool:
         """Whether keys and values follow from the tokens and the first weights alone: names say nothing else."""
         only_tokens = request.lora_name is None and request.cache_salt is None and not request.mm_hashes
-        return only_tokens and self._manager.root == NONE_HASH
+        return only_tokens and self._manager.hasher.root == NONE_HASH
