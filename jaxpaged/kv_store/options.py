@@ -233,6 +233,11 @@ def check_transfer(transfer: Mapping[str, Any]) -> None:
             raise ConfigError(f"kv_transfer_config has {key} {given[key]!r}; it must be one of {', '.join(values)}.")
     extra = given.get("kv_connector_extra_config", {})
     if name != CONNECTOR:
+        if name == lmcache.MULTIPROCESS:
+            raise ConfigError(
+                f"kv_transfer_config has the kv_connector {name!r}: LMCache's multi-process server is not spoken here. "
+                f"The {lmcache.CONNECTOR} reads and writes its lm:// servers, and Redis as LMCache does."
+            )
         if name != lmcache.CONNECTOR:
             check_connector(name, module, (CONNECTOR, MULTI, lmcache.CONNECTOR))
         if not isinstance(extra, Mapping):

@@ -16,7 +16,7 @@ from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.kv_store.lmcache.keys import ChunkHasher
 
 SEED_VARIABLE, FILE_VARIABLE, PREFIX = "PYTHONHASHSEED", "LMCACHE_CONFIG_FILE", "LMCACHE_"
-CONNECTOR = "LMCacheConnectorV1"
+CONNECTOR, MULTIPROCESS = "LMCacheConnectorV1", "LMCacheMPConnector"
 DEFAULTS = {
     "chunk_size": 256, "local_cpu": True, "max_local_cpu_size": 5.0, "remote_url": None, "remote_serde": "naive",
     "pre_caching_hash_algorithm": "builtin", "save_decode_cache": True, "save_unfull_chunk": False,

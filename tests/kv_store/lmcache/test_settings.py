@@ -121,6 +121,11 @@ def test_files_and_variables_that_are_none(monkeypatch, tmp_path):
         tiers_of(extra={})
 
 
+def test_the_multi_process_server_is_refused_by_name():
+    with pytest.raises(ConfigError, match="LMCacheMPConnector.*multi-process server is not spoken here"):
+        tiers_of(kv_connector="LMCacheMPConnector", kv_connector_extra_config={"lmcache.mp.port": 1})
+
+
 def test_host_memory_is_named_once():
     with pytest.raises(ConfigError, match="both name tiers"):
         tiers_of("host=1G", extra={"lmcache.max_local_cpu_size": 1.0})
