@@ -116,6 +116,8 @@ def offload_of(options: OffloadOptions) -> KVOffload | None:
                 "kv_offload_secrets is given, but no tier that needs it. Add kv_offload, or leave it out."
             )
         return None
+    if peering is not None and peering.lends and all(wish.kind == "lmcache" for wish in wishes):
+        raise ConfigError("the engine lends pages, and LMCache's stores hold chunks only. Add a tier, such as host=8G.")
     policy = transfer.get("kv_load_failure_policy", "recompute")
     return KVOffload(wishes, policy, options.kv_offload_secrets, peering, pages)
 

@@ -126,6 +126,12 @@ def test_the_multi_process_server_is_refused_by_name():
         tiers_of(kv_connector="LMCacheMPConnector", kv_connector_extra_config={"lmcache.mp.port": 1})
 
 
+def test_who_lends_needs_a_tier_of_pages():
+    with pytest.raises(ConfigError, match="Add a tier, such as host=8G"):
+        offload_of(CacheConfig(kv_offload="lmcache=lm://h:1", kv_role="kv_producer"))
+    assert offload_of(CacheConfig(kv_offload="host=1G,lmcache=lm://h:1", kv_role="kv_producer"))
+
+
 def test_host_memory_is_named_once():
     with pytest.raises(ConfigError, match="both name tiers"):
         tiers_of("host=1G", extra={"lmcache.max_local_cpu_size": 1.0})
