@@ -32,7 +32,7 @@ from jaxpaged.params.sharding import MODEL_AXES
 from pallas_kernels.ragged_paged_attention import kv_layout
 
 # Where the device reports no memory of its own (CPU), KV blocks take at most this share of the host's memory, unless
-# one request needs more. Filling a gigabyte with zeros takes half a second of every start.
+# one request needs more.
 HOST_MEMORY_SHARE = 0.125
 # Of what is free they take no more than this.
 FREE_HOST_SHARE = 0.5

@@ -41,6 +41,7 @@ from jaxpaged.sampling.state import SamplingState, StateLayout, load_row, load_t
 from jaxpaged.speculation import Speculation
 from jaxpaged.worker.programs.compiler_options import Options
 from jaxpaged.worker.step.packed import StepLayout, StepParts
+from jaxpaged.worker.step.zero_pages import zeros_on
 from pallas_kernels.ragged_paged_attention import KVTensor
 
 TABLE_CHUNK = 1024
@@ -282,6 +283,7 @@ class Shapes:
                 self.rows = self.rows._replace(answers=Answers(*kept))
         self.sampling = jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), sampling.abstract())
         self.head = functions.model.head(params)
+        self.zeros = zeros_on(functions.attention.mesh)
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -343,9 +345,10 @@ class Shapes:
 
     def lower_zeros(self) -> jax.stages.Lowered:
         """The device state of an engine that has computed nothing."""
+        leaves, tree = jax.tree.flatten(self.state)
         step = jax.jit(
-            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.state),
-            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.state),
+            lambda: tree.unflatten(self.zeros(leaves)),
+            out_shardings=tree.unflatten(leaf.sharding for leaf in leaves),
         )
         return step.lower()
 
