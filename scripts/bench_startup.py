@@ -7,8 +7,8 @@ bundle, which is made first. Prints a waterfall of each and what they take again
 startup.json, and as startup.png where matplotlib is installed (extra `plots`).
 
 Seconds are wall clock since the process was started. Programs are prepared by threads beside the other stages; a
-program's line has its tracing and lowering, then its compiling, or, from a bundle, its loading. The files of Python and
-of the model may be in the system's cache in all three: the disk is not measured.
+program's line has its tracing and lowering, then its compiling, or, if it was compiled before, its loading. The files
+of Python and of the model may be in the system's cache in all three: the disk is not measured.
 """
 
 import argparse
@@ -118,10 +118,13 @@ def watch_programs(recorder: Recorder) -> None:
         return f"{key.kind} {key.size or ''}".strip()
 
     class TimedPrograms(worker.Programs):
-        def __init__(self, builders: Any, *, stored: Any, **settings: Any):
+        def __init__(self, builders: Any, *, stored: Any, index: Any = None, **settings: Any):
+            if index is not None:
+                load, known = index.load, index.known(builders)
+                index.load = lambda key: loaded(name(key), lambda: load(key)) if key in known else None
             builders = {key: lambda key=key, build=build: Timed(name(key), build) for key, build in builders.items()}
             stored = {key: lambda key=key, load=load: loaded(name(key), load) for key, load in stored.items()}
-            super().__init__(builders, stored=stored, **settings)
+            super().__init__(builders, stored=stored, index=index, **settings)
 
         def __getitem__(self, key: Any) -> Any:
             if key not in self._done:

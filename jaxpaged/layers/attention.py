@@ -8,12 +8,12 @@ models nor steps; kernels (`pallas_kernels`) know nothing of meshes.
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.layers.context_parallel import heads_of_group, merged, share_here
@@ -56,7 +56,8 @@ class AttentionContext:
         return MODEL_AXES if self.context_shards == 1 else CONTEXT_AXES
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class AttentionBatch:
     """What attention knows of a step, for layers that share block tables and a window.
 
@@ -64,8 +65,8 @@ class AttentionBatch:
     """
 
     metadata: AttentionMetadata
-    context: AttentionContext = struct.field(pytree_node=False)
-    window: int | None = struct.field(pytree_node=False)
+    context: AttentionContext = field(metadata={"static": True})
+    window: int | None = field(metadata={"static": True})
 
 
 def step_metadata(

@@ -6,7 +6,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,8 @@ class NormConfig:
     deterministic: bool = False
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Norm:
     """`weight` has the width of the normalised axis."""
 

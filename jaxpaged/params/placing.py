@@ -23,6 +23,9 @@ from jaxpaged.params.spec import Spec
 Part = np.ndarray | Sequence[np.ndarray]
 """A parameter on the host, in the checkpoint's sizes; or what it has at each place of its first axis."""
 
+ALIGNMENT = 64
+"""Bytes; that of XLA:CPU's own buffers."""
+
 
 def stored_shape(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape that each of its tensors must have in the checkpoint; `sizes` are those of the checkpoint."""
@@ -110,13 +113,24 @@ def place_array(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dt
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         if isinstance(part, np.ndarray):
-            return np.array(cut_all(part, 0, index), dtype=dtype, order="C")
+            piece = cut_all(part, 0, index)
+            np.copyto(room := aligned_room(piece.shape, dtype), piece, casting="unsafe")
+            return room
         places = range(*index[0].indices(shape[0]))
         own = [cut_all(part[place % len(part)], 1, index) for place in places]
-        return np.stack(own, dtype=dtype, casting="unsafe")
+        return np.stack(own, out=aligned_room((len(own), *own[0].shape), dtype), casting="unsafe")
 
     # Waiting keeps the promise of one tensor at a time: transfers would otherwise queue up.
     return jax.make_array_from_callback(shape, sharding_of(spec, mesh), shard).block_until_ready()
+
+
+def aligned_room(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """An array that is not filled yet, where XLA:CPU takes it for its own: other addresses have it make a copy."""
+    dtype = np.dtype(dtype)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
+    return memory[begin : begin + num_bytes].view(dtype).reshape(shape)
 
 
 def cut(piece: np.ndarray, axis: int, letter: str, wanted: range, full: int, stored: int) -> np.ndarray:

@@ -16,14 +16,13 @@ This module does not know how products with such weights are computed.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.params.spec import Spec
@@ -44,7 +43,8 @@ ROUNDED_AT_ONCE = 2**20
 """Weights that the host rounds at a time: their float32 copies stay in its caches."""
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class QuantizedArray:
     """A matrix [out..., in...]: `values` (int8, in its shape) times `scales` (float32, [out...]).
 
@@ -53,7 +53,7 @@ class QuantizedArray:
 
     values: jax.Array
     scales: jax.Array
-    dtype: str = struct.field(pytree_node=False)
+    dtype: str = field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,7 +64,8 @@ class QuantizedArray:
         return self.values.nbytes + self.scales.nbytes
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class PackedArray:
     """A matrix [out..., in...]: `packed` (uint8, the last axis halved) and `scales` (bfloat16, a 32nd of it), as
     `pallas_kernels.int4_matmul` reads them.
@@ -74,7 +75,7 @@ class PackedArray:
 
     packed: jax.Array
     scales: jax.Array
-    dtype: str = struct.field(pytree_node=False)
+    dtype: str = field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ soon as one row needs the search; 5.5 with the kernel, of which it has 2.1 itsel
 import functools
 from dataclasses import dataclass
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
@@ -52,7 +51,8 @@ def choose_method(platform: str, mesh: Mesh, vocabulary: int, *, simulated: bool
     return LimitsMethod("tpu-interpret" if simulated else "tpu", mesh)
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Limits:
     """Row s may draw tokens with logit >= `least_S[s]`.
 

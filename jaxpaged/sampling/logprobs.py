@@ -3,7 +3,8 @@
 This module does not know how the token was drawn.
 """
 
-import flax.struct
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
@@ -13,7 +14,8 @@ from jaxpaged.sampling.state import SamplingState
 from jaxpaged.sampling_features import Feature
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class LogprobOutput:
     """J = 1 + max_logprobs columns: the token itself first, then the most likely ones, best first.
 

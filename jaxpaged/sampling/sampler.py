@@ -9,7 +9,8 @@ Nothing here knows which program a step needs; `executor/program_choice.py` does
 Letters: P parameters of custom logits processors.
 """
 
-import flax.struct
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
@@ -22,7 +23,8 @@ from jaxpaged.sampling.rows import RowParams, unpack_rows
 from jaxpaged.sampling.state import SamplingState, record_tokens
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class SampleOutput:
     """What a step drew. Where `bad_S` is set the logits were not a distribution (NaN, +inf, or all -inf): the token
     is 0 and means nothing. Where `corrupted_S` is set too, they were none as they came from the model. `logprobs` comes

@@ -36,6 +36,7 @@ from jaxpaged.worker.programs.blueprint import DECODE_KINDS, NUM_FIRST, Blueprin
 from jaxpaged.worker.programs.bundles import Bundle, save_bundle
 from jaxpaged.worker.programs.compile_turns import CacheHits, CompileTurns
 from jaxpaged.worker.programs.pipeline import builders_of
+from jaxpaged.worker.programs.program_index import open_index
 from jaxpaged.worker.programs.table import THREAD_NAME, CompileCounter, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.shared_blocks import SharedBlocks
@@ -135,13 +136,13 @@ class Worker:
         unsure = self.config.scheduler.num_scheduler_steps is None
         rare = {key for key in builders if key.kind in self.step_programs.rare_kinds}
         late = rare.union(key for key in builders if unsure and key.kind in DECODE_KINDS)
-        folder, turns = jax.config.jax_compilation_cache_dir, {}
+        folder, num_blocks, turns = jax.config.jax_compilation_cache_dir, self.kv_cache_config.num_blocks, {}
         if self.config.parallel.data_parallel_size > 1 and folder is not None:
-            purpose = (self.blueprint.fingerprint(), self.kv_cache_config.num_blocks)
-            turns = {"turn": CompileTurns(folder, purpose).turn}
+            turns = {"turn": CompileTurns(folder, (self.blueprint.fingerprint(), num_blocks)).turn}
+        index = None if stored else open_index(self.blueprint, num_blocks, RESULT_TYPES)
         return Programs(
             builders, progress=self.progress, stored=stored, on_demand=() if stored else late, rare=rare,
-            first=NUM_FIRST, shares_cores=self.blueprint.platform == "cpu", **turns,
+            first=NUM_FIRST, shares_cores=self.blueprint.platform == "cpu", index=index, **turns,
         )  # fmt: skip
 
     def save_bundle(self, folder: Path) -> None:

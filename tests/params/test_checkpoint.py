@@ -16,6 +16,7 @@ from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import CheckpointError
 from jaxpaged.models.registry import model_for
 from jaxpaged.models.stages import deal_layers, params_of
+from jaxpaged.params import placing
 from jaxpaged.params.checkpoint import DummyParams, load_params, tensors_of
 from jaxpaged.params.sharding import param_shapes
 from tests.models.checkpoints import CONFIGS, make_tensors, write_checkpoint
@@ -119,6 +120,16 @@ def test_half_precision_is_read_and_cast_at_load(stored, tmp_path):
         loaded = load("llama", folder, dtype=dtype).lm_head
         assert loaded.dtype == dtype
         np.testing.assert_array_equal(loaded, tensors["lm_head.weight"].astype(dtype))
+
+
+def test_a_cpu_takes_weights_where_they_were_read_to(tmp_path, monkeypatch):
+    rooms, make_room = [], placing.aligned_room
+    monkeypatch.setattr(placing, "aligned_room", lambda *args: rooms.append(make_room(*args)) or rooms[-1])
+    for name in ("llama", "qwen3_moe"):  # experts are stacks
+        params = load(name, write_checkpoint(name, tmp_path / name), dtype=jnp.bfloat16)
+        places = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)}
+        assert places == {room.ctypes.data for room in rooms}
+        rooms.clear()
 
 
 def test_progress_ends_at_the_bytes_of_the_model(tmp_path):

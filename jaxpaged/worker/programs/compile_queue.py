@@ -9,7 +9,7 @@ This module knows neither threads nor programs. Whoever shares a queue between t
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from jaxpaged.messages import ProgramKey
 
@@ -19,7 +19,9 @@ asks one after the other, there is less."""
 MISSED_TOKENS = 5000
 """A program is missed once steps were padded by so many tokens without need: about what preparing it costs."""
 REST_SHARE = 19
-"""How much longer than it took to prepare a program that nobody missed the next one waits, while steps are computed."""
+"""How much longer than it took to compile a program that nobody missed the next one waits, while steps are computed."""
+LOAD_REST_SHARE = 1
+"""The same of a program that was loaded, which takes a tenth of the time, and no threads but one."""
 
 
 class Activity:
@@ -53,12 +55,17 @@ class Activity:
 class CompileQueue:
     """Keys in the order in which they are prepared; `first` of them are waited for from the beginning.
 
-    At most `most_unhurried` that nobody waits for are in preparation at a time.
+    At most `most_unhurried` that nobody waits for are in preparation at a time. Those in `loaded` need not be compiled.
     """
 
-    def __init__(self, keys: Iterable[ProgramKey], first: int, most_unhurried: int, activity: Activity):
+    def __init__(
+        self, keys: Iterable[ProgramKey], first: int, most_unhurried: int, activity: Activity,
+        loaded: Collection[ProgramKey] = (),
+    ):  # fmt: skip
         self._waiting = list(keys)
-        self._hurried = set(self._waiting[:first])
+        self._loaded = frozenset(loaded)
+        self._first = set(self._waiting[:first])
+        self._hurried = set(self._first)
         self._missed_tokens: dict[ProgramKey, int] = {}
         self._most_unhurried, self._activity = most_unhurried, activity
         self._begun: dict[ProgramKey, float] = {}  # when, of those in preparation
@@ -78,6 +85,7 @@ class CompileQueue:
             self._waiting.remove(key)
             self._waiting.insert(0, key)
             self._hurried.add(key)
+            self._first.discard(key)
 
     def miss(self, key: ProgramKey, num_tokens: int) -> None:
         """A step was padded by so many tokens more than with this program."""
@@ -96,13 +104,20 @@ class CompileQueue:
 
     def done(self, key: ProgramKey) -> None:
         """A program is prepared, or cannot be."""
-        now = self._activity.now()
-        self._rests_until = now + REST_SHARE * (now - self._begun.pop(key))
+        now, share = self._activity.now(), LOAD_REST_SHARE if key in self._loaded else REST_SHARE
+        self._rests_until = now + share * (now - self._begun.pop(key))
+
+    def _is_urgent(self, key: ProgramKey) -> bool:
+        """Whether a program is waited for. Of the first of a kind, if these share the cores, a step takes whichever is
+        there: so the second waits for the first."""
+        if key in self._first and self._activity.shares_cores and any(key.kind == other.kind for other in self._begun):
+            return False
+        return key in self._hurried
 
     def _next(self) -> ProgramKey | None:
         if not self._waiting:
             return None
-        if (key := next(filter(self._hurried.__contains__, self._waiting), None)) is not None:
+        if (key := next(filter(self._is_urgent, self._waiting), None)) is not None:
             return key
         unhurried = self._begun.keys() - self._hurried
         if self._activity.shares_cores and unhurried != self._begun.keys():

@@ -5,14 +5,17 @@ know to call it (shapes, shardings, which arguments XLA kept, the tree of the re
 jax has no public function to put these together, so this is the one module that uses jax's internals, in the two
 versions that we support. A payload is machine code: load it from a place that you trust like a program.
 
-This module does not know what programs compute, nor where the bytes are kept.
+This module does not know what programs compute, nor where the bytes are kept, but for those that jax keeps itself: the
+entries of its compilation cache, which a program can be loaded from by their keys.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import msgspec
+from jax._src import compilation_cache
 from jax._src.core import ShapedArray
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
@@ -63,6 +66,17 @@ def store(compiled: jax.stages.Compiled, node_types: Sequence[type]) -> tuple[by
 
     Raises Unstorable.
     """
+    record, parts = record_of(compiled, node_types), compiled._executable._unloaded_executable
+    if isinstance(parts.xla_executable, xla_client.LoadedExecutable):
+        try:
+            return parts.backend.serialize_executable(parts.xla_executable), record
+        except jax.errors.JaxRuntimeError as error:  # on a CPU, what sorts: experts of tokens
+            raise Unstorable(f"XLA cannot write program {parts.name}: {error}") from None
+    return parts.xla_executable.serialize(), record  # compiled for devices that are not here
+
+
+def record_of(compiled: jax.stages.Compiled, node_types: Sequence[type]) -> ProgramRecord:
+    """The record alone. Raises Unstorable."""
     parts = compiled._executable._unloaded_executable
     if parts.unordered_effects or parts.ordered_effects or parts.host_callbacks or parts.mut:
         raise Unstorable(f"program {parts.name} has side effects")
@@ -83,12 +97,7 @@ def store(compiled: jax.stages.Compiled, node_types: Sequence[type]) -> tuple[by
     )
     if tree_of(record, node_types) != compiled.out_tree:
         raise Unstorable(f"results of program {parts.name} are a tree that cannot be made again: {compiled.out_tree}")
-    if isinstance(parts.xla_executable, xla_client.LoadedExecutable):
-        try:
-            return parts.backend.serialize_executable(parts.xla_executable), record
-        except jax.errors.JaxRuntimeError as error:  # on a CPU, what sorts: experts of tokens
-            raise Unstorable(f"XLA cannot write program {parts.name}: {error}") from None
-    return parts.xla_executable.serialize(), record  # compiled for devices that are not here
+    return record
 
 
 def array_record(array: Any, sharding: Any) -> ArrayRecord:
@@ -127,6 +136,10 @@ class LoadedProgram:
         if self._compiled is None:
             self._compiled = self._bind(args)
         return self._compiled(*args)
+
+    def as_text(self) -> str:
+        """Its optimised HLO."""
+        return self.executable.as_text()
 
     def _bind(self, args: tuple[Any, ...]) -> jax.stages.Compiled:
         in_tree = tree_structure((args, {}))
@@ -184,3 +197,50 @@ def tree_example(record: Any, types: dict[str, type]) -> Any:
 
 def types_by_name(node_types: Sequence[type]) -> dict[str, type]:
     return {cls.__name__: cls for cls in (tuple, list, *node_types)}
+
+
+# ---- what jax's compilation cache keeps ----------------------------------------------------------
+
+
+class CacheEntries:
+    """The entries of jax's compilation cache, by their keys, and which one a program was."""
+
+    def __init__(self, client: Any):
+        """`client`: that of the devices for which programs are compiled."""
+        cache = compilation_cache._get_cache(client)
+        if cache is not None and not isinstance(cache, WatchedCache):
+            cache = compilation_cache._cache = WatchedCache(cache)
+        self._cache = cache
+
+    def compile(self, lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str | None]:
+        """A program and the key of its entry; None if it has none."""
+        if self._cache is None:
+            return lowered.compile(), None
+        self._cache.asked.key = None
+        compiled = lowered.compile()
+        return compiled, self._cache.asked.key
+
+    def payload(self, key: str) -> bytes | None:
+        """What `load` takes, of an entry that is there. Raises what decompressing raises."""
+        found = None if self._cache is None else self._cache.whole.get(key)
+        if found is None:
+            return None
+        payload, _ = compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(found))
+        return payload
+
+
+class WatchedCache:
+    """A cache of jax's, which remembers for each thread the key that it was asked for last."""
+
+    def __init__(self, whole: Any):
+        self.whole, self.asked = whole, threading.local()
+
+    def get(self, key: str) -> bytes | None:
+        self.asked.key = key
+        return self.whole.get(key)
+
+    def put(self, key: str, value: bytes) -> None:
+        self.whole.put(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)

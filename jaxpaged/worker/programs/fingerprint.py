@@ -10,6 +10,8 @@ import inspect
 import os
 import platform
 import re
+import sys
+import types
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -43,10 +45,17 @@ NOT_COMPILED_IN = frozenset(
 """Options that no program depends on, and, in the last line, those that count as what they were resolved to."""
 
 SOURCES = ("kv_cache_spec.py", "sampling_features.py", "sampling_limits.py")
+TRACED = ("layers", "models", "params", "sampling", "worker.drafters", "worker.programs.blueprint", "worker.step")
+"""Modules with what is traced; others of these folders are around it."""
 SOURCE_FOLDERS = ("layers", "models", "params", "sampling", "worker")
 CPU_FEATURES = re.compile(
     r"(sse|ssse|avx|amx|fma|bmi|f16c|adx|popcnt|abm|aes|vaes|vpclmul|gfni|sha|asimd|sve|sme|bf16|i8mm|atomics)\w*"
 )
+
+GENERATED = ("<string>", "<frozen ")
+"""What Python names in place of the file of a function that itself or a library has written, as for dataclasses."""
+WRAPPINGS = ("__func__", "fget", "func", "__wrapped__")
+"""Where methods, properties, partial and decorated functions have what they wrap."""
 
 
 def fingerprint(
@@ -139,6 +148,41 @@ def source_digest(cls: type) -> str:
         return digest(Path(inspect.getfile(cls)).read_bytes())
     except (OSError, TypeError):
         return "unknown"
+
+
+# ---- what no file says ---------------------------------------------------------------------------
+
+
+def replaced_code(*objects: Any) -> list[str]:
+    """Names of functions from which programs are traced, and whose source is in none of the files that count here:
+    somebody has put them into a module, a class or one of `objects`, a model for example. A fingerprint knows nothing
+    of them."""
+    root, kernels = Path(__file__).parents[2], Path(pallas_kernels.__file__).parent
+    libraries = (Path(os.__file__).parent, Path(jax.__file__).parents[1])  # Python's, and those beside jax
+    known = tuple(f"{folder}{os.sep}" for folder in (root, kernels, *libraries)) + GENERATED
+    ours = tuple(f"{root.name}.{module}" for module in TRACED) + (kernels.name,)
+    modules = [module for name, module in tuple(sys.modules.items()) if name.startswith(ours)]
+    classes = {item for module in modules for item in tuple(vars(module).values()) if isinstance(item, type)}
+    own_classes = [cls for cls in classes if cls.__module__.startswith(ours)]
+    return sorted(
+        f"{getattr(place, '__qualname__', getattr(place, '__name__', type(place).__name__))}.{name}"
+        for place in (*modules, *own_classes, *objects)
+        for name, value in tuple(vars(place).items())
+        if not source_of(value).startswith(known)
+    )
+
+
+def source_of(value: Any) -> str:
+    """The file of a function, however wrapped, or of what is called like one; of anything else a name that is known."""
+    while not isinstance(value, type):
+        inner = next((getattr(value, name) for name in WRAPPINGS if getattr(value, name, None) is not None), None)
+        if inner is None:
+            break
+        value = inner
+    code = None
+    if callable(value) and not isinstance(value, type):
+        code = getattr(value, "__code__", None) or getattr(type(value).__call__, "__code__", None)
+    return code.co_filename if isinstance(code, types.CodeType) else GENERATED[0]
 
 
 # ---- values --------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
@@ -61,6 +61,16 @@ class CompileCounter:
         self.close()
 
 
+class Index(Protocol):
+    """Programs that were compiled before; see `program_index.py`."""
+
+    def known(self, keys: Iterable[ProgramKey]) -> frozenset[ProgramKey]: ...
+
+    def load(self, key: ProgramKey) -> Any | None: ...
+
+    def compile(self, key: ProgramKey, lowered: Any) -> Any: ...
+
+
 class Programs:
     """key -> compiled program.
 
@@ -68,7 +78,8 @@ class Programs:
     `num_threads` threads, beginning with `start()`; the `first` of them are waited for from the beginning, and the
     others stand back while steps are computed, if these share the cores. `activity` is to be told of steps. Those in
     `stored` are not compiled: their function loads them. Those in `on_demand` are left out until they are wanted; those
-    in `rare`, which only requests out of the ordinary need, come after the others. `turn` encloses compiling.
+    in `rare`, which only requests out of the ordinary need, come after the others. `turn` encloses compiling, and
+    `index` knows programs that were compiled before.
     """
 
     def __init__(
@@ -82,8 +93,9 @@ class Programs:
         first: int = 0,
         shares_cores: bool = False,
         turn: Callable[[ProgramKey], AbstractContextManager[None]] = nullcontext,
+        index: Index | None = None,
     ):
-        self.builders, self.stored, self._turn = builders, stored, turn
+        self.builders, self.stored, self._turn, self._index = builders, stored, turn, index
         self.progress = progress or (lambda stage, done, total: None)
         self.num_threads = num_threads or min(4, os.cpu_count() or 1)
         self.seconds: dict[ProgramKey, float] = {}
@@ -92,7 +104,8 @@ class Programs:
         wanted = [key for key in builders if key not in self._unwanted]
         self.activity = Activity(shares_cores)
         in_order, most_unhurried = sorted(wanted, key=lambda key: key in rare), max(self.num_threads - 1, 1)
-        self._queue = CompileQueue(in_order, first, most_unhurried, self.activity)
+        loaded = frozenset(stored) | (index.known(builders) if index else frozenset())
+        self._queue = CompileQueue(in_order, first, most_unhurried, self.activity, loaded)
         self.ordinary = tuple(key for key in wanted if key not in rare)
         self._num_workers = 0
         self._begun: list[ProgramKey] = []
@@ -258,9 +271,11 @@ class Programs:
             return None
 
     def _compiled(self, key: ProgramKey) -> Any:
+        if self._index and (program := self._index.load(key)) is not None:
+            return program
         lowered = self.builders[key]()
         with self._turn(key):
-            return lowered.compile()
+            return self._index.compile(key, lowered) if self._index else lowered.compile()
 
     def _work(self) -> None:
         while (key := self._next()) is not None:

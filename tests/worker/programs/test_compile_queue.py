@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpaged.messages import ProgramKey
-from jaxpaged.worker.programs.compile_queue import MISSED_TOKENS, PAUSE_SECONDS, REST_SHARE, Activity, CompileQueue
+from jaxpaged.worker.programs.compile_queue import (
+    LOAD_REST_SHARE,
+    MISSED_TOKENS,
+    PAUSE_SECONDS,
+    REST_SHARE,
+    Activity,
+    CompileQueue,
+)
 
 KEYS = [ProgramKey("forward", size) for size in (64, 2, 8, 16, 32)]
 
@@ -66,6 +73,18 @@ def test_while_steps_are_computed_a_program_that_nobody_missed_comes_after_a_res
     assert made.queue.take() == KEYS[1]
 
 
+def test_a_program_that_is_only_loaded_is_followed_by_the_next_after_as_long_as_it_took(made):
+    made.queue = CompileQueue(KEYS, 0, 2, made.activity, loaded=KEYS[:2])
+    prepare(made)
+    assert made.queue.take() is None
+    made.clock.seconds += LOAD_REST_SHARE * 1.0
+    assert prepare(made) == KEYS[1]
+    made.clock.seconds += LOAD_REST_SHARE * 1.0
+    assert prepare(made) == KEYS[2]
+    made.clock.seconds += REST_SHARE * 1.0 - 0.1
+    assert made.queue.take() is None, "it was compiled"
+
+
 def test_in_a_pause_there_is_no_rest(made):
     prepare(made)
     made.activity.end(1)
@@ -100,9 +119,21 @@ def test_who_waits_waits_for_nobody_and_nothing_else_takes_the_cores_meanwhile(m
     assert made.queue.take() == KEYS[1]
 
 
-def test_the_first_programs_are_waited_for_from_the_beginning(made):
+def test_the_first_programs_are_waited_for_from_the_beginning_one_of_each_kind_at_a_time(made):
+    sample = ProgramKey("sample", 2)
+    queue = CompileQueue([KEYS[0], sample, *KEYS[1:]], 3, 2, made.activity)
+    assert [queue.take() for _ in range(3)] == [KEYS[0], sample, None]
+    queue.done(sample)
+    assert queue.take() is None, "a step can take the one that is nearly there"
+    queue.done(KEYS[0])
+    assert [queue.take(), queue.take()] == [KEYS[1], None]
+
+
+def test_a_first_program_for_which_somebody_stands_still_does_not_wait_for_another(made):
     queue = CompileQueue(KEYS, 2, 2, made.activity)
-    assert [queue.take(), queue.take(), queue.take()] == [*KEYS[:2], None]
+    assert [queue.take(), queue.take()] == [KEYS[0], None]
+    queue.hurry(KEYS[1])
+    assert queue.take() == KEYS[1]
 
 
 def test_where_steps_are_computed_elsewhere_everything_is_prepared_at_once():

@@ -1,0 +1,173 @@
+"""Programs that an earlier start compiled: found without tracing, and compiled anew where something is wrong."""
+
+import gzip
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpaged.layers import norm
+from jaxpaged.worker.programs.fingerprint import replaced_code
+from jaxpaged.worker.programs.program_index import ProgramIndex
+from jaxpaged.worker.programs.table import CompileCounter, ProgramKey, Programs, enable_compilation_cache
+from jaxpaged.worker.step.functions import Shapes
+from tests.models.checkpoints import write_checkpoint
+from tests.worker.programs.test_bundles import answers, start
+
+KEY = ProgramKey("double", 4)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """jax's cache, for this test alone."""
+    enable_compilation_cache(str(tmp_path))
+    yield tmp_path
+    enable_compilation_cache("off")
+
+
+@pytest.fixture
+def mesh():
+    return Mesh(np.array(jax.devices()[:1]), ("model",))
+
+
+@pytest.fixture
+def lower(mesh):
+    """Each `Lowered` remembers what it was compiled to, so tests make one for each time."""
+
+    def lower():
+        place = NamedSharding(mesh, PartitionSpec())
+        double = jax.jit(lambda x: x + x, out_shardings=place)
+        return double.lower(jax.ShapeDtypeStruct((4,), jnp.float32, sharding=place))
+
+    return lower
+
+
+def index_of(folder, mesh, options="", num_blocks=(4,)):
+    return ProgramIndex(folder, {"options": options}, num_blocks, mesh, ())
+
+
+def twice(program, mesh):
+    x = jax.device_put(np.arange(4, dtype=np.float32), NamedSharding(mesh, PartitionSpec()))
+    return np.asarray(program(x)).tolist()
+
+
+def test_a_program_is_found_by_the_next_index_and_counts_as_a_hit(folder, mesh, lower):
+    assert index_of(folder, mesh).load(KEY) is None
+    assert twice(index_of(folder, mesh).compile(KEY, lower()), mesh) == [0, 2, 4, 6]
+    again, hits = index_of(folder, mesh), []
+    jax.monitoring.register_event_listener(count := lambda event, **_: hits.append(event))
+    with CompileCounter() as counter:
+        program = again.load(KEY)
+    jax.monitoring.unregister_event_listener(count)
+    assert again.known([KEY, ProgramKey("double", 8)]) == {KEY}
+    assert hits == ["/jax/compilation_cache/cache_hits"] and counter.count == 0
+    assert twice(program, mesh) == [0, 2, 4, 6]
+    assert "add" in program.as_text()
+
+
+def test_what_came_from_jaxs_cache_is_remembered_too(folder, mesh, lower):
+    index_of(folder, mesh, "a").compile(KEY, lower())
+    jax.clear_caches()
+    index_of(folder, mesh, "b").compile(KEY, lower())  # the same text, of other options
+    assert len([path for path in folder.iterdir() if path.name.startswith("jit_") and "cache" in path.name]) == 1
+    assert twice(index_of(folder, mesh, "b").load(KEY), mesh) == [0, 2, 4, 6]
+
+
+def test_other_options_and_another_number_of_blocks_are_other_programs(folder, mesh, lower):
+    index_of(folder, mesh).compile(KEY, lower())
+    for other in (index_of(folder, mesh, "more"), index_of(folder, mesh, num_blocks=(5,))):
+        assert other.load(KEY) is None and not other.known([KEY])
+
+
+def test_what_jax_is_told_otherwise_makes_other_programs(folder, mesh, lower):
+    index_of(folder, mesh).compile(KEY, lower())
+    before = jax.config.jax_numpy_rank_promotion
+    try:
+        jax.config.update("jax_numpy_rank_promotion", "warn")
+        assert index_of(folder, mesh).load(KEY) is None
+    finally:
+        jax.config.update("jax_numpy_rank_promotion", before)
+
+
+def damage_text(folder):
+    [path] = folder.glob("programs/*/double-4.json")
+    path.write_text("{", encoding="utf-8")
+
+
+def damage_code(folder):
+    for path in folder.glob("jit_*-cache"):
+        path.write_bytes(gzip.compress(b"nothing"))
+
+
+def remove_code(folder):
+    for path in folder.glob("jit_*"):
+        path.unlink()
+
+
+def name_a_kernel(folder):
+    [path] = folder.glob("programs/*/double-4.json")
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('"kernels":[]', '"kernels":["pallas_kernels.nothing.0123456789ab"]'), encoding="utf-8")
+
+
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
+@pytest.mark.parametrize("damage", [damage_text, damage_code, remove_code, name_a_kernel])
+def test_what_is_damaged_is_compiled_again(folder, mesh, lower, damage, caplog):
+    index_of(folder, mesh).compile(KEY, lower())
+    damage(folder)
+    programs = Programs({KEY: lower}, num_threads=1, index=index_of(folder, mesh))
+    programs.start()
+    assert twice(programs[KEY], mesh) == [0, 2, 4, 6]
+    assert ("compiled again" in caplog.text) == (damage is not remove_code)
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(folder, mesh, lower):
+    (folder / "programs").write_text("a file", encoding="utf-8")
+    index = index_of(folder, mesh)
+    assert not index.known([KEY]) and index.load(KEY) is None
+    assert twice(index.compile(KEY, lower()), mesh) == [0, 2, 4, 6]
+
+
+def test_without_jaxs_cache_nothing_is_kept(tmp_path, mesh, lower):
+    enable_compilation_cache("off")
+    index = index_of(tmp_path, mesh)
+    assert twice(index.compile(KEY, lower()), mesh) == [0, 2, 4, 6]
+    assert index.load(KEY) is None and not any(tmp_path.iterdir())
+
+
+def test_the_second_start_of_an_engine_traces_nothing_and_gives_the_same_tokens(tmp_path, monkeypatch):
+    model = write_checkpoint("llama", tmp_path / "model")
+    options = {"compilation_cache_dir": str(tmp_path / "cache"), "num_scheduler_steps": 1}
+    config, executor = start(model, **options)
+    expected = answers(config, executor)
+    executor.shutdown()
+
+    def refuse(*_, **__):
+        raise AssertionError("a program is traced")
+
+    for name in [name for name in vars(Shapes) if name.startswith("lower_")]:
+        monkeypatch.setattr(Shapes, name, partial(refuse, name))
+    monkeypatch.setattr("jaxpaged.worker.programs.program_index.replaced_code", lambda *_: [])
+    config, executor = start(model, **options)
+    try:
+        assert answers(config, executor) == expected
+        stats = executor.worker.stats()
+        assert stats["programs_from_cache"] == stats["programs"] and stats["recompiles"] == 0
+    finally:
+        executor.shutdown()
+
+
+def test_functions_that_were_replaced_are_noticed_wherever_they_are(monkeypatch):
+    class Model:
+        def __init__(self, forward):
+            self.forward = forward
+
+    assert replaced_code(Model(norm.rms_norm)) == []
+    for forward in (lambda x: x, partial(lambda x: x), jax.jit(lambda x: x), Model(None).__init__):
+        assert replaced_code(Model(forward)) == ["Model.forward"]
+    monkeypatch.setattr(norm, "rms_norm", lambda *_: None)
+    monkeypatch.setattr(norm.Norm, "__hash__", lambda self: 1)
+    assert replaced_code() == ["Norm.__hash__", "jaxpaged.layers.norm.rms_norm"]
