@@ -240,8 +240,8 @@ class EngineCore(EngineCoreClient):
                 events = self._scheduler.kv_cache_manager.take_events()
             self._publisher.publish(events)
 
-    def _advance(self) -> SchedulerOutput | None:
-        """Put what the oldest step gives into the outbox; returns that step, if there was one."""
+    def _advance(self, is_taken: bool = True) -> SchedulerOutput | None:
+        """Put what the oldest step gives into the outbox, which `is_taken` then. Returns that step, if there was one."""
         with self._changing_books():
             self._outbox.add(self._scheduler.admit_prepared())
         self._move(self.transfer.deliver)
@@ -249,7 +249,7 @@ class EngineCore(EngineCoreClient):
         if awaited is None and self._in_flight:
             awaited = self._in_flight[0].scheduled
             self._await_oldest()
-        if awaited is None and not self._outbox:
+        if awaited is None and not (self._outbox and is_taken):
             with accepted_interrupts():
                 if not self.transfer.wait(COMPILE_WAIT):
                     self._scheduler.preparation.wait(COMPILE_WAIT)
@@ -270,7 +270,7 @@ class EngineCore(EngineCoreClient):
     def _finish(self, request_ids: frozenset[str]) -> None:
         """Compute until these requests have ended."""
         while request_ids & self.unfinished():
-            self._advance()
+            self._advance(is_taken=False)
 
     def _await_all(self) -> None:
         while self._in_flight:

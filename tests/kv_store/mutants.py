@@ -21,7 +21,7 @@ _TESTS = {
     "fetcher": ("tests/worker/test_kv_transfer.py",),
     "forms": ("tests/worker/test_kv_copies.py", "tests/worker/test_kv_transfer.py"),
 }
-_CORE = ("tests/engine/test_kv_transfer.py",)
+_CORE = ("tests/engine/test_kv_chain.py", "tests/engine/test_kv_transfer.py")
 _of = mutants_of(lambda module: _TESTS.get(module.rpartition("/")[2].removesuffix(".py"), _CORE))
 
 MUTANTS = (
@@ -205,11 +205,6 @@ MUTANTS = (
     *_of(
         "jaxpaged/engine/kv_transfer.py",
         "",
-        (
-            "blocks are copied after they are overwritten",
-            "        self.save(step_id)\n        for load",
-            "        for load",
-        ),
         ("what is not done yet is stored", "self._worker.confirm(oldest)", "self._worker.confirm(None)"),
         ("what a failed step computed is stored", "            self._worker.revoke()\n", "            pass\n"),
         (

@@ -1,0 +1,146 @@
+"""Blocks that remember what was written to them: copies come behind the step that computes and before the one that
+overwrites, loads before the step that reads, and what a failed step wrote is never kept."""
+
+import random
+
+import pytest
+
+from jaxpaged.engine.core import EngineCore
+from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
+from tests.engine.test_kv_transfer import LENDS, PROMPT, VOCAB, FakeTransfer, handed_over, request, run, step, tokens
+
+BLOCK = 4
+DOUBT = (-1, 0)
+"""What a slot holds that a failed step wrote."""
+
+
+class Device(FakeExecutor):
+    """Every slot of a block holds its token and what stands for all tokens up to it."""
+
+    def __init__(self, num_blocks):
+        super().__init__(counting_model(VOCAB), VOCAB, num_blocks, BLOCK)
+        self.slots, self.tables, self.wrong = {}, {}, []
+
+    def execute(self, scheduled):
+        fails = self.fail_at.get(len(self.executed))
+        for request_id in scheduled.removed_request_ids:
+            self.tables.pop(request_id, None)
+        for new in scheduled.new_requests:
+            self.tables[new.request_id] = list(new.block_ids[0])
+        for request_id, ids in zip(scheduled.request_ids, scheduled.new_block_ids):
+            self.tables[request_id] += [] if ids is None else ids[0]
+        done = super().execute(scheduled)
+        rows = zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens)
+        for request_id, start, count in rows:
+            self._compute_slots(request_id, start, count, fails is not None)
+        return done
+
+    def _compute_slots(self, request_id, start, count, fails):
+        known, table = self.rows[request_id].token_ids, self.tables[request_id]
+        for place in range(min(start + count, len(known))):
+            slot, meant = (table[place // BLOCK], place % BLOCK), (known[place], hash(tuple(known[: place + 1])))
+            if place >= start:
+                self.slots[slot] = DOUBT if fails else meant
+            elif self.slots.get(slot) != meant:
+                self.wrong.append(f"{request_id} reads {self.slots.get(slot)} at {place}")
+
+    def block(self, block_id):
+        return [self.slots.get((block_id, i)) for i in range(BLOCK)]
+
+
+class Copies(FakeTransfer):
+    """Copies what blocks hold at that moment, and writes it to others."""
+
+    def __init__(self, device):
+        super().__init__()
+        self._device, self._taken, self.kept = device, {}, {}
+        self.num_checked = 0
+
+    def save(self, saves):
+        super().save(saves)
+        for _, content, block_id in saves:
+            taken = self._device.block(block_id)
+            if DOUBT not in taken and [slot and slot[0] for slot in taken] != list(content.token_ids):
+                self._device.wrong.append(f"block {block_id} is copied as {taken}, which is not {content.token_ids}")
+            self._taken[content.key] = taken
+            self.num_checked += 1
+
+    def confirm(self, before):
+        super().confirm(before)
+        self.kept |= {key: self._taken[key] for key in self.stored if key in self._taken}
+
+    def write(self, fetched, block_ids):
+        super().write(fetched, block_ids)
+        for page, block_id in zip(fetched.load.pages, block_ids):
+            if block_id:
+                if DOUBT in self.kept[page.key]:
+                    self._device.wrong.append("what a failed step wrote was loaded")
+                self._device.slots |= {(block_id, i): slot for i, slot in enumerate(self.kept[page.key])}
+
+
+def made(num_blocks=24, **options):
+    device = Device(num_blocks)
+    transfer = Copies(device)
+    core = EngineCore(make_config(**options, kv_offload="host=1M"), device, transfer=transfer)
+    core.transfer._half.rates.pays = lambda sources: True
+    return core, device, transfer
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_copy_is_where_it_belongs_in_the_chain(seed):
+    draw = random.Random(seed)
+    core, device, transfer = made(draw.choice([18, 24, 64]))
+    prompts, heard = {}, {}
+    for number in range(30):
+        name, kind = f"r{number}", draw.random()
+        prompts[name] = [10 + draw.randrange(4), *PROMPT, *PROMPT][: draw.randint(1, 60)]
+        core.add_request(request(name, prompts[name], draw.randint(1, 12)))
+        for _ in range(draw.randrange(5)):
+            step(core, heard)
+        if kind < 0.2:
+            core.reset_prefix_cache()
+        elif kind < 0.4:
+            transfer.finish([True, draw.random() < 0.7])
+        elif kind < 0.5:
+            core.sleep(1, draw.choice(["keep", "wait"]))
+            core.wake_up()
+        elif kind < 0.55:
+            core.abort_requests([name])
+    run(core, heard)
+    assert not device.wrong and transfer.num_checked > 20
+    assert transfer.num_written, "nothing was loaded"
+
+
+@pytest.mark.parametrize("when", ["dispatch", "result"])
+def test_what_a_failed_step_wrote_is_kept_nowhere(when):
+    for number in range(8):
+        core, device, transfer = made(64)
+        device.fail_at = {number: when}
+        core.add_request(request("a", PROMPT, 12))
+        core.add_request(request("b", PROMPT[5:], 12))
+        run(core)
+        assert not any(DOUBT in transfer.kept[key] for key in transfer.stored), f"of step {number}"
+        device.wrong.clear()  # the step behind the failed one reads what that wrote, and fails with it
+        core.reset_prefix_cache()
+        device.fail_at = {}
+        core.add_request(request("c", PROMPT, 5))
+        expected = [5 + (PROMPT[-1] + i + 1 - 5) % (VOCAB - 5) for i in range(5)]
+        assert tokens(run(core)["c"]) == expected and not device.wrong
+
+
+def test_what_is_lent_is_copied_before_the_next_request_takes_its_blocks():
+    core, device, transfer = made(18)
+    core.add_request(handed_over(LENDS, 1))
+    core.add_request(request("next", PROMPT[::-1], 12))
+    core.add_request(request("last", [9, *PROMPT], 12))
+    run(core)
+    assert not device.wrong and transfer.num_checked > 10
+
+
+def test_a_prompt_whose_request_fails_is_not_lent():
+    core, device, _ = made(64)
+    device.bad_requests["a"] = "its logits are no numbers"
+    core.add_request(handed_over(LENDS, 3))
+    outputs = run(core)["a"]
+    assert outputs[-1].finish_reason == "error"
+    assert all(output.kv_transfer_params is None for output in outputs)
