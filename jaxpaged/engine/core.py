@@ -241,7 +241,7 @@ class EngineCore(EngineCoreClient):
             self._publisher.publish(events)
 
     def _advance(self, is_taken: bool = True) -> SchedulerOutput | None:
-        """Put what the oldest step gives into the outbox, which `is_taken` then. Returns that step, if there was one."""
+        """Put what the oldest step gives into the outbox, which `is_taken` then. Returns that step, if there is one."""
         with self._changing_books():
             self._outbox.add(self._scheduler.admit_prepared())
         self._move(self.transfer.deliver)
