@@ -76,7 +76,6 @@ def test_salted_prompts_are_neither_written_nor_read(server):
         ("?world_size=3", {}, "world_size is 3"),
         ("?model=a@b", {}, "the setting model"),
         (",pages=int8", {}, "as they are cached"),
-        ("", {"kv_cache_dtype": "fp8"}, "LMCache's chunks are shared as bfloat16"),
     ],
 )
 def test_models_that_lmcache_lays_out_otherwise_are_refused(wish, options, said):
