@@ -8,7 +8,7 @@ pickle. They hold data and no behaviour; this module knows nothing of how a step
 token are `gc=False`: they cannot be part of a cycle, and the garbage collector need not look at them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -89,6 +89,8 @@ class SchedulerOutput(msgspec.Struct):
     `programs` are what drafts, if anybody has drafts, the forward pass, and what finishes it, if anybody gets a token;
     or the one program of a run. The
     executor chooses them, once for all workers: every one of them must launch the same.
+    `ranks`: the part of each attention rank, where there are several. The lists are then those of all parts, one after
+    the other; a rank's rows and blocks are its own.
     """
 
     step_id: int
@@ -103,6 +105,12 @@ class SchedulerOutput(msgspec.Struct):
     num_steps: int = 1
     masked: bool = False
     programs: tuple[ProgramKey, ...] = ()
+    ranks: list["SchedulerOutput"] = []
+
+    @property
+    def parts(self) -> Sequence["SchedulerOutput"]:
+        """What each attention rank computes, of the one that there is or of several."""
+        return self.ranks or (self,)
 
 
 # ---- ModelRunner -> Scheduler ------------------------------------------------------------------
@@ -135,7 +143,7 @@ class PromptLogprobs(msgspec.Struct):
 class StepBuckets(msgspec.Struct, array_like=True):
     """What the programs of one step were padded to: tokens of `forward`, and rows of `sample`, 0 if none sampled.
 
-    In a run of decode steps every one of them is padded to this.
+    In a run of decode steps every one of them is padded to this. Attention ranks are counted together.
     """
 
     token_bucket: int

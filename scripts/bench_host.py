@@ -144,7 +144,7 @@ class FreeExecutor:
         self.kv_cache_config = KVCacheConfig((scheduler.max_num_seqs * (MAX_MODEL_LEN // block_size) + 1,), groups)
         buckets = doubling_buckets(scheduler.max_num_batched_tokens, "cpu")
         programs: Any = FreePrograms(token_id=500, device=device)
-        rows = RequestRows(scheduler.max_num_seqs, len(groups))
+        rows = [RequestRows(scheduler.max_num_seqs, len(groups))]
         layouts = {size: step_layout(size, scheduler.max_num_seqs, [block_size]) for size in buckets}
         sampler = Sampler(rows, StateLayout(scheduler.max_num_seqs, vocab_size), NO_PROCESSORS, runs={})
         nothing = RealDevice(programs, None, None, DeviceState(None, None, None, None, None))

@@ -34,8 +34,8 @@ import numpy as np
 from bench_scheduler import output_of
 
 from jaxpaged.config import SchedulerConfig
+from jaxpaged.core.balancer import Balancer, Load
 from jaxpaged.core.scheduler import Scheduler
-from jaxpaged.engine.balancer import Balancer, Load
 from jaxpaged.entrypoints.pictures import canvas
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup

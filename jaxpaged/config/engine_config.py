@@ -11,6 +11,7 @@ from jaxpaged.config.resolution import (
     check_experts,
     check_offload,
     check_processes,
+    check_ranks,
     check_sizes,
     check_stages,
     for_pooling,
@@ -87,6 +88,7 @@ class EngineConfig:
         check_offload(model, cache, self.parallel, self.compile)
         sections = cache, self.parallel, scheduler, self.compile
         check_stages(*sections, self.load.load_format, speculative.num_drafts)
+        check_ranks(model, *sections, speculative.num_drafts)
         if model.runner == "pooling":
             cache, scheduler = for_pooling(model, cache, scheduler, self.compile)
         return dataclasses.replace(self, model=model, cache=cache, scheduler=scheduler, speculative=speculative)

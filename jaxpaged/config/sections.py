@@ -186,8 +186,9 @@ class ParallelConfig:
         "expert_balance.py"
     )  # fmt: skip
     data_parallel_size: int = option(
-        1, "engine cores behind one server, each with tensor_parallel_size devices and all of the model", minimum=1,
-        maximum=64,
+        1, "engine cores behind one server, each with tensor_parallel_size devices and all of the model; with "
+        "enable_expert_parallel attention ranks of one core, each with so many devices, requests and a KV cache of its "
+        "own, and with a part of the experts. Guide: distributed/README.md", minimum=1, maximum=64,
     )  # fmt: skip
     distributed_executor_backend: str = option(
         "uni", "uni: one process of a host computes with all its devices; mp: a process for each device; ray: a Ray "
@@ -213,8 +214,18 @@ class ParallelConfig:
         return expert_balance_of(self)
 
     @property
+    def num_ranks(self) -> int:
+        """Attention ranks of one engine core, which have the experts together."""
+        return self.data_parallel_size if self.enable_expert_parallel else 1
+
+    @property
+    def num_cores(self) -> int:
+        """Engine cores behind one server."""
+        return self.data_parallel_size // self.num_ranks
+
+    @property
     def devices(self) -> tuple[int, bool]:
-        """How many devices one engine core has, and whether whole experts are spread over them."""
+        """How many devices a rank of an engine core has, or a stage, and whether whole experts are spread over them."""
         return self.tensor_parallel_size, self.enable_expert_parallel
 
     @property

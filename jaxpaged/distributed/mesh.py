@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpaged.distributed.backend import start_backend
 from jaxpaged.errors import ConfigError
-from jaxpaged.params.sharding import MODEL_AXES
+from jaxpaged.params.sharding import DATA_AXIS, MODEL_AXES
 
 Coordinates = tuple[int, ...]
 """Where a TPU device lies: the coordinates of its chip in the torus, and which of the chip's cores it is."""
@@ -20,9 +20,10 @@ Coordinates = tuple[int, ...]
 
 def make_mesh(
     tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None, num_processes: int = 1,
-    *, spreads_experts: bool = False,
+    *, spreads_experts: bool = False, ranks: int = 1,
 ) -> Mesh:  # fmt: skip
     """A mesh of `tensor_parallel_size` devices with the axes `MODEL_AXES`, of which one has them all: see `mesh_shape`.
+    Of several attention `ranks`, each has so many neighbouring ones, and `DATA_AXIS` comes first.
 
     `devices` are the first ones of the default backend unless given; those of `num_processes` that have joined are all
     of them. The axis type is Auto: with explicit axes a product that is split along its contracted axis raises. Raises
@@ -39,23 +40,26 @@ def make_mesh(
                 f"have {kinds}, and compute with all of them. Set it to {len(devices)}."
             )
     kind = devices[0].platform if devices else "no"
-    check_mesh_size(tensor_parallel_size, sizes_of(devices), len(devices), f"{kind} devices")
-    devices = list(devices[:tensor_parallel_size])
+    check_mesh_size(tensor_parallel_size, sizes_of(devices), len(devices), f"{kind} devices", ranks)
+    size = tensor_parallel_size * ranks
     # Neighbours on a line are neighbours on whichever axis has all devices: jax orders a line best.
-    line = jax.make_mesh((tensor_parallel_size,), ("line",), axis_types=(AxisType.Auto,), devices=devices)
-    shape = mesh_shape(tensor_parallel_size, spreads_experts)
-    return Mesh(line.devices.reshape(shape), MODEL_AXES, axis_types=(AxisType.Auto,) * len(MODEL_AXES))
+    line = jax.make_mesh((size,), ("line",), axis_types=(AxisType.Auto,), devices=list(devices[:size]))
+    shape, axes = axes_of(tensor_parallel_size, spreads_experts, ranks)
+    return Mesh(line.devices.reshape(shape), axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def stage_meshes(
-    tensor_parallel_size: int, num_stages: int, num_processes: int = 1, *, spreads_experts: bool = False
-) -> tuple[Mesh, ...]:
-    """A mesh for each stage of a pipeline, of neighbouring devices; one mesh unless there are several stages.
+    tensor_parallel_size: int, num_stages: int, num_processes: int = 1,
+    *, spreads_experts: bool = False, ranks: int = 1,
+) -> tuple[Mesh, ...]:  # fmt: skip
+    """A mesh for each stage of a pipeline, of neighbouring devices; one mesh unless there are several stages. Stages
+    have no `ranks`.
 
     Raises ConfigError when there are too few devices, or those of a stage form no mesh.
     """
     if num_stages == 1:
-        return (make_mesh(tensor_parallel_size, num_processes=num_processes, spreads_experts=spreads_experts),)
+        settings = {"num_processes": num_processes, "spreads_experts": spreads_experts, "ranks": ranks}
+        return (make_mesh(tensor_parallel_size, **settings),)
     devices = start_backend()
     check_processes(num_processes, jax.process_count(), f"{len(devices)} {devices[0].platform} devices")
     check_num_stages(tensor_parallel_size, num_stages, len(devices), f"{devices[0].platform} devices")
@@ -84,6 +88,12 @@ def check_num_stages(tensor_parallel_size: int, num_stages: int, num_devices: in
 def mesh_shape(size: int, spreads_experts: bool) -> tuple[int, int]:
     """(devices over which whole experts are spread, devices over which each of them is split)."""
     return (size, 1) if spreads_experts else (1, size)
+
+
+def axes_of(size: int, spreads_experts: bool, ranks: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """(Sizes, names) of the axes of a mesh whose ranks have `size` devices."""
+    shape = mesh_shape(size, spreads_experts)
+    return ((ranks, *shape), (DATA_AXIS, *MODEL_AXES)) if ranks > 1 else (shape, MODEL_AXES)
 
 
 def check_slice(num_engines: int, mesh: Mesh) -> None:
@@ -121,8 +131,15 @@ def is_box(coordinates: Sequence[Coordinates]) -> bool:
     return math.prod(max(axis) - min(axis) + 1 for axis in zip(*coordinates, strict=True)) == len(set(coordinates))
 
 
-def check_mesh_size(size: int, sizes: Sequence[int], num_devices: int, devices: str) -> None:
-    """Raise ConfigError unless `size` is one of `sizes`. `devices` says what the devices are."""
+def check_mesh_size(size: int, sizes: Sequence[int], num_devices: int, devices: str, ranks: int = 1) -> None:
+    """Raise ConfigError unless `sizes` have `size`, and that of all `ranks`. `devices` says what the devices are."""
+    if ranks > 1 and (wanted := size * ranks) not in sizes:
+        raise ConfigError(
+            f"data_parallel_size {ranks} times tensor_parallel_size {size} is {wanted}, and no {wanted} of "
+            f"{num_devices} {devices} form a mesh. Sizes that do: {', '.join(map(str, sizes))}. Lower one of them; or, "
+            "to try it on a CPU, set the environment variable "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}."
+        )
     if size > num_devices:
         raise ConfigError(
             f"tensor_parallel_size is {size}, but there are only {num_devices} {devices}. "

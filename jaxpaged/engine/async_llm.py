@@ -104,9 +104,9 @@ class AsyncLLM(AsyncEngineControl):
         """
         addresses = address.split(",")
         config, input_processor = front_end(ask_facts(addresses[0], timeout))
-        if len(addresses) != config.parallel.data_parallel_size:
+        if len(addresses) != config.parallel.num_cores:
             raise ConfigError(
-                f"the address has {len(addresses)} cores, and the engine {config.parallel.data_parallel_size}. Give "
+                f"the address has {len(addresses)} cores, and the engine {config.parallel.num_cores}. Give "
                 "the whole address."
             )
         return cls(config, input_processor, [ZmqClient(each, watch_connection=True) for each in addresses])

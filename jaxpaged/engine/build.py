@@ -119,7 +119,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
 
 def check_one_process(config: EngineConfig) -> None:
     """Raise ConfigError where an engine in the caller's process is to compute with others."""
-    if config.parallel.data_parallel_size > 1:
+    if config.parallel.num_cores > 1:
         raise ConfigError(
             f"data_parallel_size is {config.parallel.data_parallel_size}, but this engine computes in the process that "
             "asks it. Use `jaxpaged serve` or AsyncLLM, which have a process for each core."

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.grammar.matcher import Grammars
-from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.core.ranks import scheduler_of
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.core_client import EngineCoreClient
 from jaxpaged.engine.kv_transfer import KVTransferDriver
@@ -56,7 +56,7 @@ class Step:
 
 
 class EngineCore(EngineCoreClient):
-    """One scheduler and one executor. `config` is resolved.
+    """One scheduler, or one of each attention rank, and one executor. `config` is resolved.
 
     A step that fails ends the requests that were running; the engine goes on. When the scheduler's own invariants
     break, or the device does not recover, this and every further call raises EngineDeadError.
@@ -70,7 +70,8 @@ class EngineCore(EngineCoreClient):
         `transfer`: keeps keys and values besides the device."""
         self.executor = executor
         self._publisher = publisher
-        self._scheduler = Scheduler(
+        self._scheduler = scheduler_of(
+            config.parallel.num_ranks,
             config.scheduler,
             executor.kv_cache_config,
             max_model_len=config.max_model_len,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.core.kv_transfer.transfers import KVTransfers, Load, Save
+from jaxpaged.core.ranks import AnyScheduler
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.errors import UsageError
@@ -24,16 +25,18 @@ class KVTransferDriver:
     """With `failure_policy` "fail" a request whose pages do not come ends with an error, instead of being computed.
     Without a `worker` nothing travels."""
 
-    def __init__(self, scheduler: Scheduler, worker: KVTransferWorker | None, failure_policy: str):
+    def __init__(self, scheduler: AnyScheduler, worker: KVTransferWorker | None, failure_policy: str):
         self._scheduler, self._fails = scheduler, failure_policy == "fail"
         self._half = None
         self._told: list[EngineCoreOutput] = []  # of prompts that are lent
         if worker is not None:
+            assert isinstance(scheduler, Scheduler), "attention ranks keep nothing besides the device"
             manager, tiers = scheduler.kv_cache_manager, worker.chunk_tiers
             self._half = KVTransfers(manager, worker.lookup, worker.where, worker.expect, tiers)
         self._worker: Any = worker
         scheduler.kv_cache_manager.transfers = self._half
-        self._manager, self._groups = scheduler.kv_cache_manager, scheduler.kv_cache_manager.groups
+        self._manager: Any = scheduler.kv_cache_manager
+        self._groups = self._manager.groups
 
     def save(self, before: int | None = None) -> None:
         """Dispatch copies of what steps before number `before` compute, None: all that are dispatched."""

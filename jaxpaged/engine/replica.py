@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.balancer import Load
+from jaxpaged.core.balancer import Load
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.observability.metrics import EngineMetrics, Metric
@@ -46,7 +46,7 @@ class Replica:
         supervisor: CoreSupervisor | None, tracer: RequestTracer | None,
     ):  # fmt: skip
         self.number = number
-        self.is_alone = config.parallel.data_parallel_size == 1
+        self.is_alone = config.parallel.num_cores == 1
         self.metrics = EngineMetrics(config.max_model_len)
         self.output_processor = OutputProcessor(
             input_processor.tokenizer, self.metrics, input_processor.pooler, tracer, late=True

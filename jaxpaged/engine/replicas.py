@@ -6,7 +6,7 @@ One core passes through untouched. This module knows neither prompts' text nor r
 import asyncio
 from collections.abc import Sequence
 
-from jaxpaged.engine.balancer import Balancer
+from jaxpaged.core.balancer import Balancer
 from jaxpaged.engine.core_calls import CoreCall, ResetPrefixCache, Sleep
 from jaxpaged.engine.replica import Replica
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError

@@ -87,11 +87,12 @@ class ProgramChoice:
                 self._full.add(request.request_id)
         if not scheduled.request_ids:
             return ()
-        num_sampling = len(scheduled.max_new_tokens) - scheduled.max_new_tokens.count(0)
+        num_sampling = max([len(part.max_new_tokens) - part.max_new_tokens.count(0) for part in scheduled.parts])
         run = self._run(scheduled, num_sampling)
         if run is not None:
             return (run,)
-        num_tokens, largest = scheduled.total_num_scheduled_tokens, self._sizes.tokens[-1]
+        num_tokens = max([part.total_num_scheduled_tokens for part in scheduled.parts])
+        largest = self._sizes.tokens[-1]
         if num_tokens == self._most_tokens < largest:
             self._programs.miss(ProgramKey("forward", largest), num_tokens)
         forward = self._smallest("forward", num_tokens, self._sizes.tokens)

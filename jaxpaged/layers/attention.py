@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.layers.context_parallel import heads_of_group, merged, share_here
+from jaxpaged.layers.ranks import over_model_axes
 from jaxpaged.params.sharding import CONTEXT_AXES, CONTEXT_AXIS, GROUP_AXIS, MODEL_AXES, context_mesh, num_model_shards
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention import AttentionMetadata, KVTensor
@@ -97,6 +98,8 @@ def metadata_specs(metadata: AttentionMetadata, context: AttentionContext) -> At
 def on_devices(context: AttentionContext, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
     """`function` on every device's part, by the axes of `cache_mesh`."""
     mesh = context.cache_mesh
+    if context.context_shards == 1:
+        return over_model_axes(mesh, function, in_specs, out_specs)
     # The kernels' loops start from constants, which vary over no axis.
     sharded = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -104,7 +107,7 @@ def on_devices(context: AttentionContext, function: Callable[..., Any], in_specs
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # whatever view the caller has of the devices
             return sharded(*arguments)
 
-    return sharded if context.context_shards == 1 else call
+    return call
 
 
 def attend(

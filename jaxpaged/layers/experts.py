@@ -6,6 +6,9 @@ pad a step go to no expert. Every device knows all tokens, chooses experts for a
 part of the experts makes of them: a slice of every expert's columns, or the whole of some experts. The one sum over
 devices comes last, so all of this lies within one `shard_map`, and nothing else is exchanged.
 
+Attention ranks (`ranks.py`) have tokens of their own and experts together: each chooses experts for its tokens, all of
+them are gathered, with what was chosen, and every rank gets back the sums of its own.
+
 A device with some of the experts has nothing to do for most pairs, and cannot know beforehand for how many: it takes
 those that it has a number at a time, until none are left. Knows neither models nor checkpoints.
 
@@ -25,8 +28,16 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpaged.layers.few_rows import XLA
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import Activation, Mlp, gated, gated_mlp
+from jaxpaged.layers.ranks import over_model_axes
 from jaxpaged.params.quantized import QuantizedArray
-from jaxpaged.params.sharding import EXPERT_AXIS, MODEL_AXES, TENSOR_AXIS
+from jaxpaged.params.sharding import (
+    DATA_AXIS,
+    EXPERT_AXIS,
+    MODEL_AXES,
+    TENSOR_AXIS,
+    num_expert_devices,
+    num_ranks,
+)
 from pallas_kernels.grouped_matmul import ExpertWeights, choose_backend, grouped_matmul
 
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
@@ -96,14 +107,18 @@ def mixture_of_experts(
 ) -> tuple[jax.Array, jax.Array | None]:
     """[T, D] -> [T, D]: every token's experts, weighed, and the shared ones. Tokens from `num_tokens` on pad. Where
     experts have a placement, also how many tokens went to each of them, uint32 [E]."""
-    platform = mesh.devices.flat[0].platform
+    platform, ranks = mesh.devices.flat[0].platform, num_ranks(mesh)
 
     def on_device(x_TD: jax.Array, p: Experts, num_tokens: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         expert_TJ, weight_TJ = route(x_TD, p, config)
         real_T1 = jnp.arange(len(x_TD))[:, None] < num_tokens
-        place_TJ = places_here(expert_TJ, real_T1, p)
-        at_once = pairs_at_once(place_TJ.size, mesh.shape[EXPERT_AXIS])
-        sum_TD = routed_sum(x_TD, p, place_TJ, weight_TJ, activation, platform, config.weighs_inputs, at_once)
+        routed = x_TD, expert_TJ, weight_TJ, real_T1
+        all_TD, all_TJ, all_weight_TJ, all_real_T1 = jax.tree.map(of_all_ranks, routed) if ranks > 1 else routed
+        place_TJ = places_here(all_TJ, all_real_T1, p, ranks)
+        at_once = pairs_at_once(place_TJ.size, num_expert_devices(mesh))
+        sum_TD = routed_sum(all_TD, p, place_TJ, all_weight_TJ, activation, platform, config.weighs_inputs, at_once)
+        if ranks > 1:
+            sum_TD = jax.lax.psum_scatter(sum_TD.astype(x_TD.dtype), DATA_AXIS, scatter_dimension=0, tiled=True)
         if p.shared is not None:
             shared_TD = gated_mlp(x_TD, p.shared, activation, few_rows).astype(jnp.float32)
             sum_TD += shared_TD if p.shared_gate is None else shared_TD * gate_of_shared(x_TD, p.shared_gate)
@@ -111,14 +126,12 @@ def mixture_of_experts(
         return jax.lax.psum(sum_TD.astype(x_TD.dtype), MODEL_AXES), load_E
 
     whole = PartitionSpec()
-    sharded = jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(whole, partitions(p), whole),
-        out_specs=whole,
-        check_vma=False,  # kernels' loops start from constants, which vary over no axis
-    )
-    return sharded(x_TD, p, num_tokens)
+    return over_model_axes(mesh, on_device, (whole, partitions(p), whole), whole)(x_TD, p, num_tokens)
+
+
+def of_all_ranks(x_T: jax.Array) -> jax.Array:
+    """What all attention ranks have of their tokens, one rank after the other."""
+    return jax.lax.all_gather(x_T, DATA_AXIS, axis=0, tiled=True)
 
 
 def route(x_TD: jax.Array, p: Experts, config: RouterConfig) -> tuple[jax.Array, jax.Array]:
@@ -145,12 +158,13 @@ def within_best_groups(merit_TE: jax.Array, config: RouterConfig) -> jax.Array:
     return jnp.where(is_best_TG[:, :, None], merit_TGE, -jnp.inf).reshape(num_tokens, num_experts)
 
 
-def places_here(expert_TJ: jax.Array, real_T1: jax.Array, p: Experts) -> jax.Array:
+def places_here(expert_TJ: jax.Array, real_T1: jax.Array, p: Experts, ranks: int = 1) -> jax.Array:
     """Where this device has each token's experts: 0 to e - 1, and e for those of other devices and of padding."""
     num_here = p.gate_proj.weight.shape[0]
     if p.placement is not None:
         expert_TJ = place_of(expert_TJ, p.placement)
-    place_TJ = expert_TJ - jax.lax.axis_index(EXPERT_AXIS) * num_here
+    axes = (DATA_AXIS, EXPERT_AXIS) if ranks > 1 else EXPERT_AXIS
+    place_TJ = expert_TJ - jax.lax.axis_index(axes) * num_here
     return jnp.where(real_T1 & (place_TJ >= 0) & (place_TJ < num_here), place_TJ, num_here)
 
 

@@ -19,6 +19,10 @@ EXPERT_AXIS, TENSOR_AXIS = MODEL_AXES = ("expert", "tensor")
 """The axes of the mesh: whole experts are spread over the first, and the columns of each are split over the second.
 Heads, other feed-forward blocks and vocabularies are split over both as if they were one."""
 
+DATA_AXIS = "data"
+"""The axis before them where attention ranks have a model's experts together (`layers/ranks.py`). Experts are spread
+over it too; all other parameters are there once for each rank."""
+
 GROUP_AXIS, CONTEXT_AXIS = CONTEXT_AXES = ("group", "context")
 """The axes of the same devices where a context is split (`context_mesh`)."""
 
@@ -33,18 +37,29 @@ SPLIT_EVENLY = {
 """Letters of axes that are split over all devices, neither padded nor repeated, and what they are."""
 
 
-def partition_spec(dims: str) -> PartitionSpec:
-    """How an array with these axes is split."""
-    return PartitionSpec(*(MESH_AXES_OF.get(letter) for letter in dims))
+def partition_spec(dims: str, ranks: int = 1) -> PartitionSpec:
+    """How an array with these axes is split, where there are so many attention ranks."""
+    axes = MESH_AXES_OF | {"e": (DATA_AXIS, EXPERT_AXIS)} if ranks > 1 else MESH_AXES_OF
+    return PartitionSpec(*(axes.get(letter) for letter in dims))
 
 
 def sharding_of(spec: Spec, mesh: Mesh) -> NamedSharding:
     """Where the parts of a parameter live."""
-    return NamedSharding(mesh, partition_spec(spec.dims))
+    return NamedSharding(mesh, partition_spec(spec.dims, num_ranks(mesh)))
+
+
+def num_ranks(mesh: Mesh | AbstractMesh) -> int:
+    """How many attention ranks there are."""
+    return mesh.shape.get(DATA_AXIS, 1)
+
+
+def num_expert_devices(mesh: Mesh | AbstractMesh) -> int:
+    """Over how many devices, or groups of them that share each, whole experts are spread."""
+    return mesh.shape[EXPERT_AXIS] * num_ranks(mesh)
 
 
 def num_model_shards(mesh: Mesh) -> int:
-    """Over how many devices heads, feed-forward and vocabulary are split."""
+    """Over how many devices heads, feed-forward and vocabulary are split: those of a rank."""
     return math.prod(mesh.shape[axis] for axis in MODEL_AXES)
 
 
@@ -64,7 +79,7 @@ def sizes_on(mesh: Mesh, sizes: Mapping[str, int]) -> dict[str, int]:
     ConfigError when the columns of an expert do not divide either."""
     result = device_sizes(sizes, num_model_shards(mesh))
     if "e" in sizes:
-        result["e"] = -(-sizes["e"] // mesh.shape[EXPERT_AXIS]) * mesh.shape[EXPERT_AXIS]
+        result["e"] = -(-sizes["e"] // num_expert_devices(mesh)) * num_expert_devices(mesh)
     if sizes.get("Q", 0) % mesh.shape[TENSOR_AXIS]:
         raise ConfigError(
             f"tensor_parallel_size {mesh.shape[TENSOR_AXIS]} does not divide the model's {sizes['Q']} columns of an "

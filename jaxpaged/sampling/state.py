@@ -181,6 +181,8 @@ def pack_masks(
     """The masks [num_most, size, ceil(vocab_size / 32)] of a step, from a line for each of the `num_tokens` that each
     row may get: fewer rows and, where the logits are padded, fewer words. What nobody uses allows everything."""
     packed = np.full((num_most, size, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+    if not num_tokens:
+        return packed
     nth_N = np.concatenate([np.arange(count) for count in num_tokens])
     row_N = np.repeat(np.arange(len(num_tokens)), num_tokens)
     packed[nth_N, row_N, : masks_NW.shape[1]] = masks_NW

@@ -33,10 +33,11 @@ class StepCounts:
     padded_tokens: int = 0
     buckets: dict[int, int] = field(default_factory=dict)
 
-    def add(self, scheduled: int, bucket: int) -> None:
+    def add(self, scheduled: int, bucket: int, ranks: int = 1) -> None:
+        """A step of so many tokens, in which each rank has `bucket` places."""
         self.steps += 1
         self.scheduled_tokens += scheduled
-        self.padded_tokens += bucket - scheduled
+        self.padded_tokens += ranks * bucket - scheduled
         self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
 
 

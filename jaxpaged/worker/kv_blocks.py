@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jaxpaged.kv_cache_spec import (
 )
 from jaxpaged.layers.attention import AttentionContext, check_attention, kv_struct
 from jaxpaged.layers.latent_attention import check_latent_attention, latents_spec, stored_width
+from jaxpaged.layers.ranks import on_all_ranks
 from jaxpaged.params.sharding import MODEL_AXES
 from pallas_kernels.ragged_paged_attention import kv_layout
 
@@ -141,8 +143,14 @@ def check_heads_of(context: AttentionContext, num_heads: int, spec: CacheSpec, d
 
 
 def tensor_struct(context: AttentionContext, spec: CacheSpec, num_blocks: int, dtype: Any) -> Any:
-    """Shapes and shardings of one KV tensor. `dtype` is that of cached keys and values; states have their own."""
-    context = context.of_cache(spec.context_shards)
+    """Shapes and shardings of one KV tensor, of all attention ranks together. `dtype` is that of cached keys and
+    values; states have their own."""
+    tensor = tensor_of_rank(context.of_cache(spec.context_shards), spec, num_blocks, dtype)
+    return jax.tree.map(partial(on_all_ranks, context.mesh), tensor)
+
+
+def tensor_of_rank(context: AttentionContext, spec: CacheSpec, num_blocks: int, dtype: Any) -> Any:
+    """The same of one rank."""
     if isinstance(spec, AttentionSpec):
         return kv_struct(context, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, dtype)
     if isinstance(spec, StateSpec):

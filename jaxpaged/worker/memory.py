@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxpaged.params.sharding import EXPERT_AXIS, bytes_on_device
+from jaxpaged.params.sharding import bytes_on_device, num_expert_devices, num_ranks
 from jaxpaged.worker.context_split import merging_bytes
 from jaxpaged.worker.programs.blueprint import Blueprint
 from jaxpaged.worker.step.pooling import programs_for
@@ -55,9 +55,10 @@ def forward_bytes(blueprint: Blueprint) -> int:
     """Of the largest step before tokens are drawn: a few [T, F] and [T, D] arrays at a time, and what `PAIR_ARRAYS`
     says. Compiled for TPUs, mixtures of experts take 0.85 to 0.87 of this with 2,048 tokens (libtpu 0.0.50)."""
     shards = blueprint.num_shards
-    share = 2 if blueprint.mesh.shape[EXPERT_AXIS] > 1 else 1  # see `experts.pairs_at_once`
+    share = 2 if num_expert_devices(blueprint.mesh) > 1 else 1  # see `experts.pairs_at_once`
     per_token = max(3 * share * each.columns_per_token // shards + 8 * each.hidden_size for each in blueprint.decoders)
     pairs = max(PAIR_ARRAYS * each.pairs_per_token * each.hidden_size * 4 for each in blueprint.decoders)
+    pairs *= num_ranks(blueprint.mesh)  # experts see the tokens of all
     merging = merging_bytes(blueprint.decoders, blueprint.attention)
     tokens = blueprint.config.scheduler.max_num_batched_tokens
     return tokens * (per_token * blueprint.dtype.itemsize + pairs + merging)

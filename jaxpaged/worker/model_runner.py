@@ -5,6 +5,7 @@ are is said by the step. It reads nothing back: `PendingStep.result` does, one s
 half way: its second half is called with the masks. A step with drafts begins with the program that drafts them.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -22,18 +23,17 @@ from jaxpaged.worker.step.functions import NOTHING, TABLE_CHUNK
 from jaxpaged.worker.step.input_batch import StepReader, StepRequests, pack_step
 from jaxpaged.worker.step.packed import StepLayout
 
+Updates = list[tuple[int, int, int]]
+"""Block table entries of a rank, as `RequestRows.append_blocks` makes them."""
 DRAFT_KIND = "draft"
 """The kind of the programs that draft, whatever the drafter."""
 
 
-class Step(NamedTuple):
-    """A step that was begun: `packed` is its array, `hidden_SD` the hidden states of the tokens that sample. None:
-    the forward pass is part of the finisher's program."""
+class RankStep(NamedTuple):
+    """What an attention rank computes in a step."""
 
     scheduled: SchedulerOutput
     requests: StepRequests
-    packed: np.ndarray
-    hidden_SD: Any
 
     def sampling(self) -> tuple[list[str], np.ndarray]:
         """(ids, rows) of the requests that get something from this step."""
@@ -45,6 +45,16 @@ class Step(NamedTuple):
     def num_most(self) -> list[int]:
         """How many tokens each of these may get."""
         return [most for most in self.scheduled.max_new_tokens if most]
+
+
+class Step(NamedTuple):
+    """A step that was begun: `packed` is its array, `hidden_SD` the hidden states of the tokens that sample. None:
+    the forward pass is part of the finisher's program. Both have those of all `ranks`, one after the other."""
+
+    scheduled: SchedulerOutput
+    ranks: Sequence[RankStep]
+    packed: np.ndarray
+    hidden_SD: Any
 
 
 class Reading(Protocol):
@@ -92,8 +102,8 @@ class PendingStep:
 class Finisher(Protocol):
     """What becomes of the hidden states of a step. Its state on the device is `DeviceState.finisher`, if it has any."""
 
-    def admit(self, device: Device, row: int, request: NewRequestData) -> None:
-        """A request gets a row. Raises RequestError when it cannot be computed."""
+    def admit(self, device: Device, rank: int, row: int, request: NewRequestData) -> None:
+        """A request gets a row of a rank. Raises RequestError when it cannot be computed."""
         ...
 
     def finish(self, device: Device, step: Step, pending: PendingStep) -> None:
@@ -107,7 +117,7 @@ class Drafter(Protocol):
 
     layouts: Mapping[int, StepLayout]
 
-    def admit(self, device: Device, row: int, request: NewRequestData) -> None:
+    def admit(self, device: Device, rank: int, row: int, request: NewRequestData) -> None:
         """A request gets a row."""
         ...
 
@@ -129,25 +139,25 @@ class DraftRequest(NamedTuple):
 
 
 class ModelRunner:
-    """Runs steps. `layouts`: those of forward programs and runs, by bucket; `finishers` follow in their order, and a
-    `drafter` comes before."""
+    """Runs steps. `ranks`: the rows of each attention rank; `layouts`: those of forward programs and runs, by bucket;
+    `finishers` follow in their order, and a `drafter` comes before, where there is one rank."""
 
     def __init__(
-        self, device: Device, rows: RequestRows, layouts: Mapping[int, StepLayout], finishers: Sequence[Finisher],
-        drafter: Drafter | None = None, after_step: Callable[[], None] | None = None,
+        self, device: Device, ranks: Sequence[RequestRows], layouts: Mapping[int, StepLayout],
+        finishers: Sequence[Finisher], drafter: Drafter | None = None, after_step: Callable[[], None] | None = None,
     ):  # fmt: skip
         """`after_step`: what to do when a step was dispatched, before the next one."""
         self.after_step = after_step
-        self.device, self.rows, self.layouts, self.finishers = device, rows, layouts, finishers
+        self.device, self.ranks, self.layouts, self.finishers = device, ranks, layouts, finishers
         self.drafter = drafter
         self.admitting = finishers if drafter is None else (drafter, *finishers)
-        self.reader = StepReader(rows)
+        self.readers = list(map(StepReader, ranks))
 
     def execute(self, scheduled: SchedulerOutput) -> PendingStep:
         """Dispatch one step. Only dispatching happens here; results are read by `PendingStep.result`."""
         waited_before = self.device.programs.seconds_waited
         pending = PendingStep(scheduled.step_id)
-        updates = self._update_rows(scheduled, pending)
+        updates = [self._update_rows(rank, part, pending) for rank, part in enumerate(scheduled.parts)]
         if scheduled.request_ids:
             pending.activity = self.device.programs.activity
             pending.activity.begin(scheduled.step_id)
@@ -157,58 +167,60 @@ class ModelRunner:
             pending.buckets.program_wait = self.device.programs.seconds_waited - waited_before
         return pending
 
-    def _update_rows(self, scheduled: SchedulerOutput, pending: PendingStep) -> list[tuple[int, int, int]]:
-        """Take rows and give rows; returns the block table entries that the step brings."""
+    def _update_rows(self, rank: int, scheduled: SchedulerOutput, pending: PendingStep) -> Updates:
+        """Take rows and give rows of a rank; returns the block table entries that the step brings."""
+        rows = self.ranks[rank]
         for request_id in scheduled.removed_request_ids:
-            if self.drafter is not None and request_id in self.rows.row_of:
-                row = self.rows.row_of[request_id]
-                self.drafter.release(self.device, row, int(self.rows.num_prompt_R[row]))
-            self.rows.remove(request_id)
-        updates: list[tuple[int, int, int]] = []
+            if self.drafter is not None and request_id in rows.row_of:
+                row = rows.row_of[request_id]
+                self.drafter.release(self.device, row, int(rows.num_prompt_R[row]))
+            rows.remove(request_id)
+        updates: Updates = []
         for request in scheduled.new_requests:
-            row = self.rows.add(request)
-            self.rows.append_blocks(row, request.block_ids, updates)
+            row = rows.add(request)
+            rows.append_blocks(row, request.block_ids, updates)
             try:
                 for part in self.admitting:
-                    part.admit(self.device, row, request)
+                    part.admit(self.device, rank, row, request)
             except RequestError as error:
                 pending.refused[request.request_id] = str(error)
         for request_id, block_ids in zip(scheduled.request_ids, scheduled.new_block_ids, strict=True):
             if block_ids is not None:
-                self.rows.append_blocks(self.rows.row_of[request_id], block_ids, updates)
+                rows.append_blocks(rows.row_of[request_id], block_ids, updates)
         return updates
 
-    def _dispatch(self, scheduled: SchedulerOutput, updates: list[tuple[int, int, int]], pending: PendingStep) -> None:
-        requests, (key, *others) = self.reader.read(scheduled), scheduled.programs
+    def _dispatch(self, scheduled: SchedulerOutput, updates: list[Updates], pending: PendingStep) -> None:
+        requests = [reader.read(part) for reader, part in zip(self.readers, scheduled.parts, strict=True)]
+        key, *others = scheduled.programs
         if key.kind == DRAFT_KIND:
-            draft = drafting(requests, scheduled.max_new_tokens)
+            draft = drafting(requests[0], scheduled.max_new_tokens)
             updates, drafts_SK = self._draft(key, draft, updates)
             if scheduled.masked:
                 pending.drafted = start_copy(drafts_SK), len(draft.num_drafts)
             key = others[0]
-        pending.buckets = StepBuckets(key.size)
+        pending.buckets = StepBuckets(len(requests) * key.size)
         packed = self._pack(self.layouts[key.size], requests, updates)
         hidden_SD = self._forward(key, packed) if key.kind == "forward" else None
         if hidden_SD is not None:
-            self.device.counts.add(int(requests.ends[-1]), key.size)
-        step = Step(scheduled, requests, packed, hidden_SD)
+            num_tokens = sum([int(each.ends[-1]) for each in requests if len(each.ends)])
+            self.device.counts.add(num_tokens, key.size, len(requests))
+        step = Step(scheduled, list(map(RankStep, scheduled.parts, requests)), packed, hidden_SD)
         for finisher in self.finishers:
             finisher.finish(self.device, step, pending)
 
-    def _draft(
-        self, key: ProgramKey, draft: DraftRequest, updates: list[tuple[int, int, int]]
-    ) -> tuple[list[tuple[int, int, int]], Any]:
+    def _draft(self, key: ProgramKey, draft: DraftRequest, updates: list[Updates]) -> tuple[list[Updates], Any]:
         """Let the drafter draft -> (the block table entries that are still to be written, the drafts)."""
         layout, packed = self.drafter.layouts.get(key.size), None
         if layout is not None:
-            packed, updates = self._pack(layout, draft.newest, updates), []
+            packed, updates = self._pack(layout, [draft.newest], updates), [[]]
         return updates, self.drafter.propose(self.device, key, draft, packed)
 
-    def _pack(self, layout: StepLayout, requests: StepRequests, updates: list[tuple[int, int, int]]) -> np.ndarray:
+    def _pack(self, layout: StepLayout, requests: Sequence[StepRequests], updates: list[Updates]) -> np.ndarray:
         """The array of a step; block table entries that do not fit into it are written ahead."""
-        while len(updates) > layout.num_updates:
+        while max(map(len, updates)) > layout.num_updates:
             updates = self._write_tables(updates)
-        return pack_step(layout, requests, self.rows, updates)
+        packed = list(map(pack_step, itertools.repeat(layout), requests, self.ranks, updates))
+        return packed[0] if len(packed) == 1 else np.concatenate(packed)
 
     def _forward(self, key: ProgramKey, packed: np.ndarray) -> Any:
         """The hidden states of the tokens that sample."""
@@ -218,14 +230,16 @@ class ModelRunner:
         )
         return hidden_SD
 
-    def _write_tables(self, updates: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        """Write a chunk of block table entries ahead of the step, and return the rest."""
-        packed = np.zeros((3, TABLE_CHUNK), np.int32)
-        packed[0] = self.rows.null_row
-        chunk = np.array(updates[:TABLE_CHUNK], np.int32)
-        packed[:, : len(chunk)] = chunk.T
+    def _write_tables(self, updates: list[Updates]) -> list[Updates]:
+        """Write a chunk of each rank's block table entries ahead of the step, and return the rest."""
+        packed = np.zeros((len(updates), 3, TABLE_CHUNK), np.int32)
+        packed[:, 0] = self.ranks[0].null_row
+        for of_rank, entries in zip(packed, updates):
+            chunk = np.array(entries[:TABLE_CHUNK], np.int32).reshape(-1, 3)
+            of_rank[:, : len(chunk)] = chunk.T
+        packed = packed.reshape(-1, TABLE_CHUNK)
         self.device.state.tables = self.device.call(ProgramKey("tables"), self.device.state.tables, packed)
-        return updates[TABLE_CHUNK:]
+        return [entries[TABLE_CHUNK:] for entries in updates]
 
 
 def drafting(requests: StepRequests, max_new_tokens: list[int]) -> DraftRequest:

@@ -68,11 +68,11 @@ class Worker:
         parallel = config.parallel
         meshes = stage_meshes(
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.num_processes,
-            spreads_experts=parallel.enable_expert_parallel,
+            spreads_experts=parallel.enable_expert_parallel, ranks=parallel.num_ranks,
         )  # fmt: skip
         self.stages = stage_blueprints(config, model, decoder, meshes)
         self.blueprint = self.stages[-1]
-        check_slice(parallel.data_parallel_size, self.blueprint.mesh)
+        check_slice(parallel.num_cores, self.blueprint.mesh)
         self.bundle = self._open_bundle()
         num_blocks = settle_blocks(min(self._size_kv_cache(stage).num_blocks[0] for stage in self.stages))
         self.kv_cache_config = whole_kv_cache(self.blueprint, num_blocks)
@@ -137,7 +137,7 @@ class Worker:
         rare = {key for key in builders if key.kind in self.step_programs.rare_kinds}
         late = rare.union(key for key in builders if unsure and key.kind in DECODE_KINDS)
         folder, num_blocks, turns = jax.config.jax_compilation_cache_dir, self.kv_cache_config.num_blocks, {}
-        if self.config.parallel.data_parallel_size > 1 and folder is not None:
+        if self.config.parallel.num_cores > 1 and folder is not None:
             turns = {"turn": CompileTurns(folder, (self.blueprint.fingerprint(), num_blocks)).turn}
         index = None if stored else open_index(self.blueprint, num_blocks, RESULT_TYPES)
         return Programs(
@@ -202,8 +202,12 @@ class Worker:
         # Layouts for few tokens have none; the units of the others are the same.
         works = max((layout.shared_work for layout in programs.layouts.values()), key=len)
         sizes = zip(cache.block_sizes, cache.device_slots)
-        shared = [SharedBlocks(size, work.unit // slots * size) for (size, slots), work in zip(sizes, works)]
-        rows = RequestRows(self.config.scheduler.max_num_seqs, len(cache.groups), shared)
+        units = [(size, work.unit // slots * size) for (size, slots), work in zip(sizes, works)]
+        shared = lambda: [SharedBlocks(*each) for each in units]
+        rows = [
+            RequestRows(self.config.scheduler.max_num_seqs, len(cache.groups), shared())
+            for _ in range(self.config.parallel.num_ranks)
+        ]
         finishers: tuple[Finisher, ...] = (PoolFinisher(),)
         drafter: Drafter | None = None
         if not self.pools:
@@ -308,7 +312,7 @@ class Worker:
             "programs_from_bundle": len(programs.stored),
             "programs_from_cache": self.cache_hits.count,
             "recompiles": self.counter.count,
-            "num_kv_blocks": sum(self.kv_cache_config.num_blocks),
+            "num_kv_blocks": len(self.runner.ranks) * sum(self.kv_cache_config.num_blocks),
             **self.memory,
             **(self.balancer.stats() if self.balancer is not None else {}),
             **(self.kv_transfer.stats() if self.kv_transfer is not None else {}),
@@ -350,10 +354,13 @@ def log_start(stages: Sequence[Blueprint], kv_cache: KVCacheConfig, seconds: flo
     blueprint, memory = stages[-1], planned_memory(stages, kv_cache.num_blocks[0])
     model, cache, demand = blueprint.config.model, blueprint.config.cache, blueprint.demand
     devices = [device for stage in stages for device in stage.mesh.devices.flat]
-    concurrency = kv_cache.concurrency(demand.max_model_len, demand.max_num_batched_tokens)
+    ranks = blueprint.config.parallel.num_ranks
+    concurrency = ranks * kv_cache.concurrency(demand.max_model_len, demand.max_num_batched_tokens)
     kv_bytes, weight_bytes = memory["kv_cache_bytes"], memory["weight_bytes"]
     shards = blueprint.config.parallel.decode_context_parallel_size
     split = f", each context over {shards} devices" if shards > 1 else ""
+    if ranks > 1:
+        split += f"; {ranks} attention ranks with requests of their own have the experts together"
     if len(stages) > 1:
         dealt = ", ".join(str(stage.decoder.num_layers) for stage in stages)
         split += f"; {len(stages)} stages of {dealt} layers, bytes are those of the largest"
@@ -370,6 +377,7 @@ def log_start(stages: Sequence[Blueprint], kv_cache: KVCacheConfig, seconds: flo
             "weight_bytes": weight_bytes, "weight_seconds": round(seconds, 3), "kv_cache_bytes": kv_bytes,
             "kv_cache_dtype": cache.kv_cache_dtype, "kv_cache_tokens": kv_tokens,
             "decode_context_parallel_size": shards, "pipeline_parallel_size": len(stages),
+            "attention_ranks": ranks,
             "max_model_len": demand.max_model_len, "max_concurrency": round(concurrency, 2),
         },
     )  # fmt: skip

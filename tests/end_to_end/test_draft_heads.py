@@ -56,9 +56,9 @@ class Listener:
         self.drafter, self.core, self.layouts = drafter, core, drafter.layouts
         self.name_of_row, self.heard = {}, []
 
-    def admit(self, device, row, request):
+    def admit(self, device, rank, row, request):
         self.name_of_row[row] = request.request_id
-        self.drafter.admit(device, row, request)
+        self.drafter.admit(device, rank, row, request)
 
     def release(self, device, row, num_prompt_tokens):
         self.drafter.release(device, row, num_prompt_tokens)

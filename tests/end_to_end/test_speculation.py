@@ -113,7 +113,7 @@ class Prophet:
         self.core, self.answers, self.wrong_at = core, answers, wrong_at
         self.name_of_row, self.layouts = {}, {}
 
-    def admit(self, device, row, request):
+    def admit(self, device, rank, row, request):
         self.name_of_row[row] = request.request_id
 
     def release(self, device, row, num_prompt_tokens):

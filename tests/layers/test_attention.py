@@ -91,7 +91,7 @@ def test_heads_that_do_not_split_over_the_devices_are_refused_with_the_numbers()
 
 
 def test_a_mesh_with_other_axes_besides_works():
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), ("data", *MODEL_AXES))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), ("spare", *MODEL_AXES))
     both = AttentionContext(mesh, "reference")
     kv = allocate_kv(both, BLOCKS, S, K, H, jnp.float32)
     assert kv.arrays[0].sharding.spec == PartitionSpec(None, MODEL_AXES)

@@ -23,13 +23,13 @@ class Books(Protocol):
     def holds(self) -> Sequence[Any]: ...
 
 
-def map_blocks(books: Books, requests: Sequence[Request], most: int | None) -> KVBlockMap:
-    """`requests` are all that hold any block, the oldest first.
+def map_blocks(caches: Sequence[tuple[Books, Sequence[Request]]], most: int | None) -> KVBlockMap:
+    """Of one cache, or of several, one after the other: each with all requests that hold any block, the oldest first.
 
     With `most` the beginning, at least an eighth of `most` and all blocks that were ever used, and if these are
     still more, evenly spaced ones of them.
     """
-    pools, groups = books.pools, tuple(books.groups)
+    pools = [pool for books, _ in caches for pool in books.pools]
     blocks = [pools[0].null_block]
     first_of, last_given = {}, 0  # place of the block 0 that a pool would have; place of the last that was ever used
     for pool in pools:
@@ -41,18 +41,20 @@ def map_blocks(books: Books, requests: Sequence[Request], most: int | None) -> K
         num_shown = min(num_shown, max(last_given, most // 8))
         stride = max(-(-num_shown // most), 1)
     owner_B = np.full(len(blocks), -1, np.int32)
-    owners = [*requests, *books.holds]
+    running = [(request, books.groups) for books, requests in caches for request in requests]
+    owners = running + [(hold, books.groups) for books, _ in caches for hold in books.holds]
     for i in reversed(range(len(owners))):
-        for group, table in zip(groups, owners[i].blocks):
+        owner, groups = owners[i]
+        for group, table in zip(groups, owner.blocks):
             first = first_of[group.pool]
             owner_B[[first + block.block_id for block in table if block.block_id]] = i
     shown = [blocks[0], *blocks[1 : num_shown + 1 : stride]]
     return KVBlockMap(
-        block_size=groups[0].block_size,
-        request_ids=[request.request_id for request in requests],
+        block_size=caches[0][0].groups.groups[0].block_size,
+        request_ids=[request.request_id for request, _ in running],
         owner=np.concatenate([owner_B[:1], owner_B[1 : num_shown + 1 : stride]]),
         num_owners=np.array([block.ref_cnt for block in shown], np.int32),
         cached=np.array([block.cache_key is not None for block in shown]),
         stride=stride,
-        holds=[hold.reason for hold in books.holds],
+        holds=[hold.reason for books, _ in caches for hold in books.holds],
     )

@@ -92,7 +92,7 @@ class KVCacheManager:
         # Which groups' new entries must have blocks, by pool: all but snapshots.
         needing = lambda pool: [g for g, group in numbered if group.pool is pool and not group.is_state]
         self._needing_groups = [(pool, needing(pool)) for pool in self.pools]
-        self._enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching
         self.records_events = enable_kv_cache_events
         self.hasher = BlockHasher(self.groups.unit)
         self._no_hit = CacheHit(tuple([] for _ in range(self.num_groups)), 0, 0)
@@ -111,7 +111,7 @@ class KVCacheManager:
 
     def get_computed_blocks(self, request: Request) -> CacheHit:
         """The longest cached beginning; the last known token is never part of it, since it must be computed."""
-        if not self._enable_prefix_caching or not request.reads_prefix_cache:
+        if not self.enable_prefix_caching or not request.reads_prefix_cache:
             return self._no_hit
         self.hasher.extend(request)
         tables, branch = self.groups.find_longest_hit(request.block_hashes, request.num_tokens - 1)
@@ -119,7 +119,7 @@ class KVCacheManager:
 
     def hashes_filled(self, request: Request, num_new_tokens: int) -> list[bytes]:
         """Of the blocks that a request fills with its next, known tokens, and that others may find one step later."""
-        if not self._enable_prefix_caching or num_new_tokens < 2:
+        if not self.enable_prefix_caching or num_new_tokens < 2:
             return []
         self.hasher.extend(request)
         first, end = request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
@@ -263,7 +263,7 @@ class KVCacheManager:
 
     def cache_blocks(self, request: Request, step_id: int) -> None:
         """Enter what is full, known, and computed by the steps up to `step_id` into the prefix cache."""
-        if not self._enable_prefix_caching:
+        if not self.enable_prefix_caching:
             return
         first, end = request.num_entered_tokens, request.num_cacheable_tokens
         if end - first < self.groups.unit:
@@ -379,7 +379,7 @@ class KVCacheManager:
 
     def block_map(self, requests: Sequence[Request], most: int | None = None) -> KVBlockMap:
         """Who holds which block now. `requests` are all that hold any, the oldest first."""
-        return map_blocks(self, requests, most)
+        return map_blocks([(self, requests)], most)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Assert that the blocks in the tables of `requests`, those on hold, and the free blocks are all there are."""

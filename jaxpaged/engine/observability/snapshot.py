@@ -6,8 +6,8 @@ It is taken between two steps, so it must be short; who asks is told how long it
 import itertools
 import time
 
+from jaxpaged.core.ranks import AnyScheduler
 from jaxpaged.core.request import Request
-from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.observability.step_log import StepLog
 from jaxpaged.executor.base import Executor
 from jaxpaged.messages import EngineSnapshot, RequestState, SchedulerStats
@@ -19,7 +19,7 @@ MOST_REQUESTS = 64
 
 
 def take_snapshot(
-    scheduler: Scheduler, step_log: StepLog, executor: Executor, stats: SchedulerStats, since_step: int
+    scheduler: AnyScheduler, step_log: StepLog, executor: Executor, stats: SchedulerStats, since_step: int
 ) -> EngineSnapshot:
     """The state of all these now. `since_step`: how many steps since the start need not be told again."""
     begin = time.thread_time()

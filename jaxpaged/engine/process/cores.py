@@ -37,7 +37,7 @@ class ProgressOfAll:
 
 def core_config(config: EngineConfig, number: int) -> EngineConfig:
     """The options of one of several cores: KV events on its own ports, profiles in its own folder."""
-    if config.parallel.data_parallel_size == 1:
+    if config.parallel.num_cores == 1:
         return config
     cache, profiler = config.cache, config.profiler
     if cache.kv_events_config:
@@ -61,7 +61,7 @@ def started(
 
     Raises ConfigError when the host has too few devices, and what loading raises; then nothing is left running.
     """
-    num_cores, devices_each = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
+    num_cores, devices_each = config.parallel.num_cores, config.parallel.tensor_parallel_size
     slices = device_slices(num_cores, devices_each)
     heard = ProgressOfAll(progress or (lambda stage, done, total: None), num_cores)
     supervisors: list[CoreSupervisor] = []

@@ -158,7 +158,7 @@ class LookupDrafter:
         self._null_row = max_num_seqs
         self._private_R = np.zeros(max_num_seqs, bool)
 
-    def admit(self, device: Device, row: int, request: NewRequestData) -> None:
+    def admit(self, device: Device, rank: int, row: int, request: NewRequestData) -> None:
         self._private_R[row] = request.is_private
         for packed in pack_history(row, request.token_ids):
             self._call(device, ProgramKey(LOAD_KIND), packed)

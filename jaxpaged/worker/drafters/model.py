@@ -81,12 +81,12 @@ class ModelDrafter:
         self._sampler = sampler
         self.layouts: Mapping[int, StepLayout] = {size: run.step for size, run in runs.items()}
 
-    def admit(self, device: Device, row: int, request: NewRequestData) -> None:
+    def admit(self, device: Device, rank: int, row: int, request: NewRequestData) -> None:
         """The step's own pass computes the prompt."""
 
     def propose(self, device: Device, key: ProgramKey, draft: DraftRequest, packed: np.ndarray | None) -> Any:
         rows, state = draft.newest.rows, device.state
-        lines_SF, stop_ids_RJ = self._sampler.lines(rows, key.size), self._sampler.rows.stop_ids_RJ[rows]
+        lines_SF, stop_ids_RJ = self._sampler.lines([rows], key.size), self._sampler.ranks[0].stop_ids_RJ[rows]
         (state.kv, state.tables, state.rows), drafts_SK = device.call(
             key, device.params, (state.kv, state.tables, state.rows), packed,
             run_lines(lines_SF, draft.num_drafts, stop_ids_RJ),

@@ -268,7 +268,7 @@ class Planner:
         if plan.num_hosts > 1 and plan.tensor_parallel_size == plan.num_devices and not plan.stages:
             lines.append(f"one engine across {plan.num_hosts} hosts: start it on each, --nnodes {plan.num_hosts}")
         replicas = plan.num_hosts * (plan.num_devices // plan.num_hosts // plan.devices_per_engine)
-        if replicas > self.config.parallel.data_parallel_size and not lines:
+        if replicas > self.config.parallel.num_cores and not lines:
             option = "" if plan.num_hosts > 1 or plan.stages else f": --data-parallel-size {replicas}"
             where = f"{plan.target}, each on {plan.devices_per_engine} of its {plan.num_devices} devices"
             lines.append(f"{replicas} engines fit side by side on {where}{option}")

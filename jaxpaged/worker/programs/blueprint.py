@@ -30,7 +30,7 @@ from jaxpaged.models.drafted import DraftedParams, drafted_model, drafting_model
 from jaxpaged.models.interface import DraftModel, Model
 from jaxpaged.models.stages import Stage, decoder_of, params_of
 from jaxpaged.params.quantized import quantized_specs
-from jaxpaged.params.sharding import bytes_on_device, param_shapes
+from jaxpaged.params.sharding import bytes_on_device, num_ranks, param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.limits import LimitsMethod, choose_method
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
@@ -197,8 +197,8 @@ class Blueprint:
     @cached_property
     def limits(self) -> LimitsMethod:
         """How the sampler finds what top_k, top_p and min_p leave; simulated where attention is."""
-        if self.model.head(self.param_shapes) is None:
-            return LimitsMethod()  # an embedding model draws nothing
+        if self.model.head(self.param_shapes) is None or num_ranks(self.mesh) > 1:
+            return LimitsMethod()  # an embedding model draws nothing, and the kernel takes the rows of one rank
         simulated = self.attention.backend == "tpu-interpret"
         return choose_method(self.platform, self.mesh, self.sampling_layout.vocab_size, simulated=simulated)
 
@@ -276,7 +276,7 @@ class StepPrograms:
         a token is computed in the same shapes either way."""
         blueprint, scheduler = self.blueprint, self.blueprint.config.scheduler
         max_steps = scheduler.num_scheduler_steps or MAX_STEPS
-        if max_steps == 1 or blueprint.stage is not None:
+        if max_steps == 1 or blueprint.stage is not None or num_ranks(blueprint.mesh) > 1:
             return {}
         largest = next(size for size in blueprint.token_buckets if size >= scheduler.max_num_seqs)
         num_lines = lambda layout: next(size for size in blueprint.sample_buckets if size >= layout.num_rows)

@@ -4,7 +4,8 @@ Each is dispatched after the forward pass, or with it in one program (a run of d
 over. That of an engine that pools is in `pooling.py`.
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,16 +40,27 @@ NOT_NUMBERS = (
 
 class Sampler:
     """Draws tokens: one a request, or as many as it may get where drafts are verified, or where `runs` of decode steps
-    are one program."""
+    are one program. `ranks`: the rows of each attention rank. Drafts and runs are those of one."""
 
-    def __init__(self, rows: RequestRows, layout: StateLayout, custom: CustomProcessors, runs: Mapping[int, RunLayout]):
-        self.rows, self.layout, self.custom, self.runs = rows, layout, custom, runs
-        self.table = SamplingRows(layout.max_num_seqs)
+    def __init__(
+        self, ranks: Sequence[RequestRows], layout: StateLayout, custom: CustomProcessors,
+        runs: Mapping[int, RunLayout],
+    ):  # fmt: skip
+        self.ranks, self.layout, self.custom, self.runs = ranks, layout, custom, runs
+        self.tables = [SamplingRows(layout.max_num_seqs) for _ in ranks]
 
-    def admit(self, device: Device, row: int, request: NewRequestData) -> None:
-        for upload in admit(row, request, self.table, self.layout, self.custom):
+    def admit(self, device: Device, rank: int, row: int, request: NewRequestData) -> None:
+        for upload in admit(row, request, self.tables[rank], self.layout, self.custom):
             key, state = ProgramKey(upload.program), device.state
-            state.finisher = device.call(key, state.finisher, upload.packed)
+            state.finisher = device.call(key, state.finisher, self._for_rank(rank, upload.packed))
+
+    def _for_rank(self, rank: int, packed: np.ndarray) -> np.ndarray:
+        """An upload for a row, which comes first in it, of one rank: the others write their null rows."""
+        if len(self.ranks) == 1:
+            return packed
+        of_ranks = np.tile(packed, (len(self.ranks), 1))
+        of_ranks[np.arange(len(self.ranks)) != rank, 0] = self.ranks[0].null_row
+        return of_ranks.reshape(-1)
 
     def finish(self, device: Device, step: Step, pending: PendingStep) -> None:
         key = step.scheduled.programs[-1]
@@ -65,33 +77,41 @@ class Sampler:
     def _draw(
         self, device: Device, step: Step, pending: PendingStep, key: ProgramKey, masks_NW: np.ndarray | None = None
     ) -> None:
-        (request_ids, rows), state = step.sampling(), device.state
-        pending.buckets.sample_bucket = key.size
-        lines, hidden, num_most = self.lines(rows, key.size), step.hidden_SD, 1
+        sampling, state = [rank.sampling() for rank in step.ranks], device.state
+        pending.buckets.sample_bucket = len(self.ranks) * key.size
+        lines, hidden, num_most = self.lines([rows for _, rows in sampling], key.size), step.hidden_SD, 1
         if key.kind in VERIFY_KINDS.values():
-            num_tokens = step.num_most()
-            lines = verify_lines(lines, step.requests.ends[step.requests.samples] - num_tokens, num_tokens)
+            (rank,) = step.ranks
+            num_tokens = rank.num_most()
+            lines = verify_lines(lines, rank.requests.ends[rank.requests.samples] - num_tokens, num_tokens)
             hidden, num_most = state.hidden, state.rows.drafts_RK.shape[1] + 1
         kept = state.finisher if pending.buckets.full_sampler else None
         masks = ()
         if masks_NW is not None:
-            masks = (pack_masks(masks_NW, step.num_most(), num_most, key.size, self.layout.vocab_size),)
+            masks = (self._pack_masks(masks_NW, step, num_most, key.size),)
         state.rows, tokens, kept, logprobs, *num_drafts = device.call(
             key, device.head, hidden, state.rows, kept, lines, *masks
         )
         if kept is not None:
             state.finisher = kept
-        drawn = DrawnTokens(request_ids, start_copy(tokens), start_copy(logprobs))
+        drawn = DrawnTokens([ids for ids, _ in sampling], start_copy(tokens), start_copy(logprobs))
         if num_drafts:
             drawn.num_drafts = start_copy(num_drafts[0])
         pending.readings.append(drawn)
 
+    def _pack_masks(self, masks_NW: np.ndarray, step: Step, num_most: int, size: int) -> np.ndarray:
+        """The masks of all ranks, whose lines follow each other."""
+        num_most_of = [rank.num_most() for rank in step.ranks]
+        parts = np.split(masks_NW, np.cumsum([sum(each) for each in num_most_of])[:-1])
+        pack = partial(pack_masks, num_most=num_most, size=size, vocab_size=self.layout.vocab_size)
+        return np.concatenate(list(map(pack, parts, num_most_of)))
+
     def _run(self, device: Device, step: Step, pending: PendingStep, key: ProgramKey) -> None:
         """Several decode steps, the forward passes included."""
-        (request_ids, rows), state, layout = step.sampling(), device.state, self.runs[key.size]
+        (request_ids, rows), state, layout = step.ranks[0].sampling(), device.state, self.runs[key.size]
         pending.buckets.sample_bucket = layout.num_lines
-        lines_SF, limits = self.lines(rows, layout.num_lines), step.scheduled.max_new_tokens
-        lines_SC = run_lines(lines_SF, limits, self.rows.stop_ids_RJ[rows])
+        lines_SF, limits = self.lines([rows], layout.num_lines), step.scheduled.max_new_tokens
+        lines_SC = run_lines(lines_SF, limits, self.ranks[0].stop_ids_RJ[rows])
         kept = state.finisher if pending.buckets.full_sampler else None
         donated, tokens, logprobs = device.call(
             key, device.params, device.head, (state.kv, state.tables, state.rows, kept), step.packed, lines_SC
@@ -100,41 +120,57 @@ class Sampler:
         if kept is not None:
             state.finisher = kept
         count = partial(device.counts.add, bucket=key.size)
-        pending.readings.append(DrawnTokens(request_ids, start_copy(tokens), start_copy(logprobs), count))
+        pending.readings.append(DrawnTokens([request_ids], start_copy(tokens), start_copy(logprobs), count))
 
-    def lines(self, rows: np.ndarray, bucket: int) -> np.ndarray:
-        """What the rows ask for. Positions are counted from 0: where a row is, is known to the device."""
-        return self.table.pack(rows, 0, -self.rows.num_prompt_R[rows], bucket)
+    def lines(self, rows_of_ranks: Sequence[np.ndarray], bucket: int) -> np.ndarray:
+        """What some rows of each rank ask for. Positions are counted from 0: where a row is, is known to the device."""
+        lines = [
+            table.pack(rows, 0, -rank.num_prompt_R[rows], bucket)
+            for table, rank, rows in zip(self.tables, self.ranks, rows_of_ranks, strict=True)
+        ]
+        return lines[0] if len(lines) == 1 else np.concatenate(lines)
 
 
 @dataclass
 class DrawnTokens:
     """`tokens` is `[I, S]`, a line for each token that a row could get, and so are the log probabilities; the requests
-    are the first rows. How many steps a run had is known when it is over: `count` is then told the tokens of each."""
+    are the first rows. So it is for each attention rank, one after the other along the first axis. How many steps a run
+    had is known when it is over: `count` is then told the tokens of each."""
 
-    request_ids: list[str]
+    ids_of_ranks: Sequence[list[str]]
     tokens: Any
     logprobs: LogprobOutput | None
     count: Callable[[int], None] | None = None
     num_drafts: Any = None  # of each request, where drafts were verified
 
+    def lines(self, array: Any) -> np.ndarray:
+        """`[requests, I, ...]` of all requests, those of one rank after those of another."""
+        array, count = np.asarray(array), len(self.ids_of_ranks)
+        if count == 1:
+            return array.swapaxes(0, 1)[: len(self.ids_of_ranks[0])]
+        of_ranks = array.reshape(count, -1, *array.shape[1:]).swapaxes(1, 2)
+        return np.concatenate([lines[: len(ids)] for lines, ids in zip(of_ranks, self.ids_of_ranks)])
+
     def read(self, output: ModelRunnerOutput) -> None:
+        request_ids = self.ids_of_ranks[0]
+        if len(self.ids_of_ranks) > 1:
+            request_ids = list(itertools.chain.from_iterable(self.ids_of_ranks))
         if self.num_drafts is not None:
-            output.num_drafts = np.asarray(self.num_drafts)[: len(self.request_ids)].tolist()
-        tokens_SI = np.asarray(self.tokens)[:, : len(self.request_ids)].T
+            output.num_drafts = np.asarray(self.num_drafts)[: len(request_ids)].tolist()
+        tokens_SI = self.lines(self.tokens)
         good_SI = tokens_SI >= 0
-        output.request_ids, output.sampled_token_ids = self.request_ids, tokens_SI.tolist()
+        output.request_ids, output.sampled_token_ids = request_ids, tokens_SI.tolist()
         if output.failed:
-            good_SI &= np.array([[request_id not in output.failed] for request_id in self.request_ids])
+            good_SI &= np.array([[request_id not in output.failed] for request_id in request_ids])
         if not good_SI.all():
             output.sampled_token_ids = [tokens_I[good_I].tolist() for tokens_I, good_I in zip(tokens_SI, good_SI)]
             corrupted_S = (tokens_SI == CORRUPTED).any(axis=1)
-            output.corrupted = [self.request_ids[place] for place in np.flatnonzero(corrupted_S)]
+            output.corrupted = [request_ids[place] for place in np.flatnonzero(corrupted_S)]
             for place in np.flatnonzero(((tokens_SI < 0) & (tokens_SI != NOT_COMPUTED)).any(axis=1)):
                 reason = NOT_NUMBERS if corrupted_S[place] else NOTHING_TO_DRAW
-                output.failed.setdefault(self.request_ids[place], reason)
+                output.failed.setdefault(request_ids[place], reason)
         if self.logprobs is not None:
-            lines = jax.tree.map(lambda array: np.asarray(array).swapaxes(0, 1)[: len(good_SI)][good_SI], self.logprobs)
+            lines = jax.tree.map(lambda array: self.lines(array)[good_SI], self.logprobs)
             output.logprobs = SampledLogprobs(lines.token_ids_SJ, lines.logprobs_SJ, lines.ranks_S)
         if self.count is not None:  # at last: a wait may be interrupted, and begun again
             for num_tokens in np.count_nonzero(tokens_SI != NOT_COMPUTED, axis=0):
@@ -145,43 +181,51 @@ class DrawnTokens:
 class PromptScorer:
     """Log probabilities of the prompt tokens that follow those computed in a step, a tile at a time."""
 
-    def __init__(self, rows: RequestRows):
-        self.rows = rows
+    def __init__(self, ranks: Sequence[RequestRows]):
+        self.ranks = ranks
 
-    def admit(self, device: Device, row: int, request: NewRequestData) -> None:
+    def admit(self, device: Device, rank: int, row: int, request: NewRequestData) -> None:
         """The row says whether they are wanted."""
 
     def finish(self, device: Device, step: Step, pending: PendingStep) -> None:
-        if not self.rows.prompt_logprobs_R.any():
-            return
-        requests, tiles = step.requests, PromptTiles()
+        tiles = PromptTiles()
+        for rank, rows in enumerate(self.ranks):
+            if rows.prompt_logprobs_R.any():
+                self._score(device, step, rank, tiles)
+        if tiles.by_request:
+            pending.readings.append(tiles)
+
+    def _score(self, device: Device, step: Step, rank: int, tiles: "PromptTiles") -> None:
+        """Those of a rank. While a tile of it is computed the others compute one in vain."""
+        rows, (scheduled, requests) = self.ranks[rank], step.ranks[rank]
         starts = requests.ends - requests.num_scheduled
-        for i in np.flatnonzero(self.rows.prompt_logprobs_R[requests.rows]):
+        for i in np.flatnonzero(rows.prompt_logprobs_R[requests.rows]):
             row, computed = requests.rows[i], int(requests.num_computed[i])
-            end = min(computed + int(requests.num_scheduled[i]), int(self.rows.num_prompt_R[row]) - 1)
+            end = min(computed + int(requests.num_scheduled[i]), int(rows.num_prompt_R[row]) - 1)
             for first in range(computed, end, PROMPT_LOGPROB_TILE):
                 count = min(PROMPT_LOGPROB_TILE, end - first)
-                packed = np.zeros((2, PROMPT_LOGPROB_TILE), np.int32)
-                packed[0, :count] = int(starts[i]) + first - computed + np.arange(count)
-                packed[1, :count] = self.rows.token_ids[row][first + 1 : first + 1 + count]
+                packed = np.zeros((len(self.ranks), 2, PROMPT_LOGPROB_TILE), np.int32)
+                packed[rank, 0, :count] = int(starts[i]) + first - computed + np.arange(count)
+                packed[rank, 1, :count] = rows.token_ids[row][first + 1 : first + 1 + count]
+                packed = packed.reshape(-1, PROMPT_LOGPROB_TILE)
                 tile = device.call(ProgramKey("prompt_logprobs"), device.head, device.state.hidden, packed)
-                of_request = tiles.by_request.setdefault(step.scheduled.request_ids[i], [])
-                of_request.append((first + 1, count, start_copy(tile)))
-        pending.readings.append(tiles)
+                of_request = tiles.by_request.setdefault(scheduled.request_ids[i], [])
+                own = slice(rank * PROMPT_LOGPROB_TILE, rank * PROMPT_LOGPROB_TILE + count)
+                of_request.append((first + 1, own, start_copy(tile)))
 
 
 @dataclass
 class PromptTiles:
-    """(first token, tokens, arrays) of each tile of a request, in order."""
+    """(first token, where they lie in the arrays, arrays) of each tile of a request, in order."""
 
-    by_request: dict[str, list[tuple[int, int, LogprobOutput]]] = field(default_factory=dict)
+    by_request: dict[str, list[tuple[int, slice, LogprobOutput]]] = field(default_factory=dict)
 
     def read(self, output: ModelRunnerOutput) -> None:
         for request_id, tiles in self.by_request.items():
-            parts = [(count, jax.device_get(tile)) for _, count, tile in tiles]
+            parts = [(own, jax.device_get(tile)) for _, own, tile in tiles]
             output.prompt_logprobs[request_id] = PromptLogprobs(
                 tiles[0][0],
-                np.concatenate([tile.token_ids_SJ[:count] for count, tile in parts]),
-                np.concatenate([tile.logprobs_SJ[:count] for count, tile in parts]),
-                np.concatenate([tile.ranks_S[:count] for count, tile in parts]),
+                np.concatenate([tile.token_ids_SJ[own] for own, tile in parts]),
+                np.concatenate([tile.logprobs_SJ[own] for own, tile in parts]),
+                np.concatenate([tile.ranks_S[own] for own, tile in parts]),
             )

@@ -19,19 +19,20 @@ place. So what follows on all tokens of a step, `prompt_logprobs`, is one progra
 `StepFunctions` holds what is static; its methods are pure functions of their arguments.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext, step_metadata
+from jaxpaged.layers.ranks import lying_like, of_each_rank, of_ranks
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Batch, Model
-from jaxpaged.params.sharding import partition_spec
+from jaxpaged.params.sharding import num_ranks, partition_spec
 from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.limits import LimitsMethod
 from jaxpaged.sampling.logprobs import LogprobOutput, prompt_logprobs
@@ -107,7 +108,8 @@ class StepFunctions:
 
     @property
     def replicated(self) -> NamedSharding:
-        return NamedSharding(self.attention.mesh, PartitionSpec())
+        """Of what is whole on each device, of each of the attention ranks if there are several."""
+        return of_ranks(self.attention.mesh)
 
     def forward(
         self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, hidden_LD: Any, packed: Any,
@@ -170,8 +172,7 @@ class StepFunctions:
         logits_SV = self.model.compute_logits(head, self.config, hidden_SD)
         if self.attention.mesh.size == 1:
             return logits_SV
-        split = NamedSharding(self.attention.mesh, partition_spec("SV"))
-        return jax.lax.with_sharding_constraint(logits_SV, split)
+        return jax.lax.with_sharding_constraint(logits_SV, lying_like(self.attention.mesh, partition_spec("SV")))
 
     def draw(
         self, logits_SV: Any, rows: RowTokens, sampling: SamplingState | None, packed_SF: Any, masks_SW: Any = None
@@ -269,6 +270,7 @@ class Shapes:
         options: Mapping[str, Options], max_model_len: int, speculation: Speculation | None = None,
     ):  # fmt: skip
         self.functions, self.params, self.kv, self.options = functions, params, kv, options
+        self.num_ranks = num_ranks(functions.attention.mesh)
         self.all_hidden = self.hidden(max_tokens)
         rows = functions.max_num_seqs + 1
         self.tables = self._array((len(functions.kv_cache.groups), rows, max_blocks), jnp.int32)
@@ -292,7 +294,18 @@ class Shapes:
         return self.kv, self.tables, self.rows, self.sampling, self.all_hidden
 
     def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """Of all attention ranks together, one after the other along the first axis."""
+        if self.num_ranks > 1:
+            shape = (self.num_ranks * shape[0], *shape[1:])
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.functions.replicated)
+
+    def lower(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], donated: Sequence[int] = (), **settings: Any
+    ) -> jax.stages.Lowered:
+        """A program of all ranks, from the function of one and the shapes of its arguments."""
+        function = of_each_rank(self.functions.attention.mesh, function, arguments)
+        settings.setdefault("out_shardings", self.functions.replicated)
+        return jax.jit(function, donate_argnums=tuple(donated), **settings).lower(*arguments)
 
     def packed(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._array(shape, jnp.int32)
@@ -311,14 +324,12 @@ class Shapes:
         def forward(params, kv, tables, rows, hidden, packed, stream=None):
             return f.forward(layout, params, kv, tables, rows, hidden, packed, stream)
 
-        donated = ("kv", "tables", "rows", "hidden")
-        step = jax.jit(
-            forward, donate_argnames=donated, out_shardings=(shardings, whole, whole, whole, whole),
-            compiler_options=self.options.get("forward"),
-        )  # fmt: skip
         state = (self.kv, self.tables, self.rows, self.all_hidden)
         stream = () if f.is_first else (self.hidden(layout.num_tokens),)
-        return step.lower(self.params, *state, self.packed(layout.size), *stream)
+        return self.lower(
+            forward, (self.params, *state, self.packed(layout.size), *stream), donated=(1, 2, 3, 4),
+            out_shardings=(shardings, whole, whole, whole, whole), compiler_options=self.options.get("forward"),
+        )  # fmt: skip
 
     def lower_sample(self, size: int, full: bool, masked: bool = False) -> jax.stages.Lowered:
         """`full`: with everything that a request can ask for; `masked`: grammars too."""
@@ -330,9 +341,8 @@ class Shapes:
             rows, tokens_S, sampling, logprobs = f.draw(logits_SV, rows, sampling, packed, of_first)
             return rows, tokens_S[None], sampling, jax.tree.map(lambda lines: lines[None], logprobs)
 
-        step = jax.jit(sample, donate_argnames=("rows", "sampling"), out_shardings=f.replicated)
         arguments = (self.head, self.hidden(f.num_hidden), self.rows, self.sampling if full else None, self.lines(size))
-        return step.lower(*arguments, *self.masks(1, size, masked))
+        return self.lower(sample, (*arguments, *self.masks(1, size, masked)), donated=(2, 3))
 
     def masks(self, num_most: int, size: int, masked: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The argument with the masks of grammars, if there is one: for every token that each row may get."""
@@ -340,8 +350,8 @@ class Shapes:
         return (self._array((num_most, size, num_words), jnp.uint32),) if masked else ()
 
     def lower_prompt_logprobs(self) -> jax.stages.Lowered:
-        step = jax.jit(self.functions.prompt_logprobs, out_shardings=self.functions.replicated)
-        return step.lower(self.head, self.all_hidden, self.packed(2, PROMPT_LOGPROB_TILE))
+        arguments = (self.head, self.all_hidden, self.packed(2, PROMPT_LOGPROB_TILE))
+        return self.lower(self.functions.prompt_logprobs, arguments)
 
     def lower_zeros(self) -> jax.stages.Lowered:
         """The device state of an engine that has computed nothing."""
@@ -353,11 +363,9 @@ class Shapes:
         return step.lower()
 
     def lower_tables(self) -> jax.stages.Lowered:
-        step = jax.jit(write_table_chunk, donate_argnums=(0,), out_shardings=self.functions.replicated)
-        return step.lower(self.tables, self.packed(3, TABLE_CHUNK))
+        return self.lower(write_table_chunk, (self.tables, self.packed(3, TABLE_CHUNK)), donated=(0,))
 
     def lower_load(self, load: Callable[..., Any], size: int) -> jax.stages.Lowered:
         """`load_row` or `load_tokens`, which write one request's part of the sampling state."""
         assert load in (load_row, load_tokens)
-        step = jax.jit(load, donate_argnums=(0,), out_shardings=self.functions.replicated)
-        return step.lower(self.sampling, self.packed(size))
+        return self.lower(load, (self.sampling, self.packed(size)), donated=(0,))

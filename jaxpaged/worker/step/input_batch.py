@@ -75,13 +75,16 @@ def pack_step(
     parts.rows_R[:n] = requests.rows
     parts.rows_R[n:] = rows.null_row
     parts.query_start_loc_R1[1 : n + 1] = ends
-    parts.query_start_loc_R1[n + 1 :] = ends[-1]
+    parts.query_start_loc_R1[n + 1 :] = num_tokens = ends[-1] if n else 0
     num_uploaded = rows.num_known_R[requests.rows] - requests.num_computed
     parts.seq_lens_R[:n] = np.where(num_uploaded > 0, requests.seq_lens, -1)
     sample_ends = ends[requests.samples]
     parts.sample_idxs_R[: len(sample_ends)] = sample_ends - 1
+    parts.token_ids_T[:num_tokens] = -1
     fill_token_ids(parts.token_ids_T, requests, rows, num_uploaded)
     write_updates(parts, rows, updates)
+    if not n:
+        return packed
     for shared, shared_6R, work in zip(rows.shared, layout.shared_of_groups(parts), layout.shared_work):
         shared.fill(shared_6R, requests.rows, requests.num_scheduled, work)
     return packed
@@ -110,8 +113,7 @@ def fill_token_ids(
     token_ids_T: np.ndarray, requests: StepRequests, rows: RequestRows, num_uploaded: np.ndarray
 ) -> None:
     """Write the tokens that the host knows. Every other one is the row's last sampled token, which only the
-    device knows: -1."""
-    token_ids_T[: requests.ends[-1]] = -1
+    device knows, and stays -1."""
     for i in (num_uploaded > 0).nonzero()[0]:
         computed, count = int(requests.num_computed[i]), min(int(num_uploaded[i]), int(requests.num_scheduled[i]))
         start = int(requests.ends[i]) - int(requests.num_scheduled[i])

@@ -141,7 +141,7 @@ class PoolFinisher:
     `DeviceState.finisher` holds the sums of rows whose prompt takes several steps; None where there are none.
     """
 
-    def admit(self, device: Device, row: int, request: NewRequestData) -> None:
+    def admit(self, device: Device, rank: int, row: int, request: NewRequestData) -> None:
         """Sums begin at zero where a prompt begins."""
 
     def finish(self, device: Device, step: Step, pending: PendingStep) -> None:
@@ -150,7 +150,7 @@ class PoolFinisher:
             key = ProgramKey("accumulate", forward.size)
             state.finisher, hidden_SD = device.call(key, state.hidden, state.finisher, step.packed)
         for key in pool:
-            request_ids, _ = step.sampling()
+            request_ids, _ = step.ranks[0].sampling()
             pending.buckets.sample_bucket = key.size
             pending.readings.append(PooledLines(request_ids, start_copy(device.call(key, device.head, hidden_SD))))
 

@@ -107,7 +107,7 @@ def test_who_has_a_cache_salt_neither_finds_the_answers_of_others_nor_leaves_its
     drafter = LookupDrafter(3)
     for row, is_private in enumerate([False, True, True]):
         request = SimpleNamespace(token_ids=[], is_private=is_private)
-        drafter.admit(device, row, request)
+        drafter.admit(device, 0, row, request)
     drafter.propose(device, ProgramKey("draft", 4), SimpleNamespace(newest=SimpleNamespace(rows=np.arange(3))), None)
     drafter.release(device, 1, 0)
     drafter.release(device, 2, 0)

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from jaxpaged.engine import balancer
-from jaxpaged.engine.balancer import MOST_TOKENS, WORTH_OF_WHOLE_PROMPT, Balancer, Load
+from jaxpaged.core import balancer
+from jaxpaged.core.balancer import MOST_TOKENS, WORTH_OF_WHOLE_PROMPT, Balancer, Load
 
 IDLE = Load(0, 0)
 
