@@ -40,6 +40,25 @@ def test_the_quickstart_runs_and_everything_shows_itself(executed, tmp_path):
     assert {"timeline.png", "trace.json", "steps.jsonl"} <= {path.name for path in tmp_path.iterdir()}
 
 
+def printed_by(notebook, beginning):
+    """What the first cell whose code begins so prints."""
+    cell = next(cell for cell in notebook.cells if cell.source.startswith(beginning))
+    return "".join(output.get("text", "") for output in cell.outputs)
+
+
+@pytest.mark.slow
+def test_keys_and_values_survive_a_restart_and_travel_to_another_server(executed):
+    notebook = executed("keys_and_values")
+    assert "the same answer" in printed_by(notebook, "llm.shutdown()")
+    loaded = printed_by(notebook, "told = ")
+    assert int(loaded.split()[0]) > 500 and "blocks copied off the device" in loaded
+    kept = printed_by(notebook, "import sys")
+    assert "demo" in kept and "damaged" not in kept
+    assert "[2, 2, 16, 2, 64] BF16" in printed_by(notebook, "from safetensors")
+    words = printed_by(notebook, "def sample").split()
+    assert int(words[words.index("fetched") + 1]) > 500
+
+
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_is_stored_without_outputs(path):
     notebook = nbformat.read(path, as_version=4)
