@@ -98,9 +98,9 @@ def start_table(results: Results, model: str) -> str:
         ])  # fmt: skip
     about = (
         "A start lasts from the process's own to the first token of a small request, cold with an empty compilation "
-        "cache. In the minute after that one there are 4 requests at a time, of 256 tokens with answers of 32; then the "
-        "same later. First tokens are medians over requests. Same first tokens: requests that begin as "
-        "the first engine's:"
+        "cache. In the minute after that one there are 4 requests at a time, of 256 tokens with answers of 32; then "
+        "the same later. First tokens are medians over requests. Same first tokens: requests that begin as the first "
+        "engine's:"
     )
     return f"{about}\n\n" + table([*header, "peak memory, GiB", "same first tokens"], rows)
 

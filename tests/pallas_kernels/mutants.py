@@ -184,6 +184,7 @@ MUTANTS = (
         ("all rows of x are the first", "b.at(whole(row), self.num_inputs,", "b.at(whole(0), self.num_inputs,"),
         ("both groups have the first one's scale", "[16] * half + [0] * half", "[16] * (2 * half)"),
         ("values are off by one", "value % 16 - ZERO", "value % 16 - ZERO + 1"),
+        ("whole values keep their zero", "b.sub(value, splat(self._words, ZERO))", "value"),
         ("converted values keep their zero", "b.sub(value, splat(whole_numbers, ZERO))", "value"),
     ),
     *_of(

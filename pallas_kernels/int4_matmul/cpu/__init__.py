@@ -11,9 +11,10 @@ Requires: AVX2 and FMA, better AVX512 with its bfloat16.
 Padding: none, since inputs are whole registers; beyond the last output nothing is read or written.
 
 Numerics: products of a group are summed in float32 and then scaled, which is closer than weights rounded to bfloat16,
-with which more than 32 rows are multiplied. An output is summed by one thread, lane by lane and then over lanes, so its
-bits depend on its own row and column only. AVX512-BF16 adds pairs of products at once, and takes denormal numbers for
-zero.
+with which more than 32 rows are multiplied. Where there are no products of bfloat16, such rows become whole numbers of
+16 bits, each at most a 65,534th of its row's largest away, and sums of groups are exact. An output is summed by one
+thread, lane by lane and then over lanes, so its bits depend on its own row and column only. AVX512-BF16 adds pairs of
+products at once, and takes denormal numbers for zero.
 
 Cost: reads 4.5 bits a weight once; eight rows at a time meet a chunk, whose weights stay in the nearest cache. For more
 than 32 rows it only writes the weight in the type of x, and XLA multiplies: that is bound by arithmetic, and writing is
@@ -33,6 +34,7 @@ OP = "int4_matmul"
 MOST_ROWS = 32
 """With more it is faster to write the weight and to let XLA multiply."""
 _TYPES = ("bfloat16", "float32")
+_LARGEST = 2**15 - 1
 
 
 def cannot_take(x_TD: Any, packed_FB: Any, scale_FC: Any) -> str | None:
@@ -50,16 +52,27 @@ def int4_matmul(
         unpack = jax.ffi.ffi_call(kernel(str(x_TD.dtype), machine=machine), jax.ShapeDtypeStruct((F, D), x_TD.dtype))
         # It reads nothing of x. Without x XLA would write the weights of all layers before the first product.
         return reference.product(x_TD, unpack(packed_FB, scale_FC, x_TD))
-    if not has_pairs(machine):
-        x_TD = x_TD.astype(jnp.float32)  # what the kernel makes of the weights
+    if x_TD.dtype == jnp.bfloat16 and not has_pairs(machine):
+        whole_TD, step_T1 = in_whole_steps(x_TD)
+        call = jax.ffi.ffi_call(kernel("int16", T, machine=machine), jax.ShapeDtypeStruct((T, F), jnp.float32))
+        return call(whole_TD, packed_FB, scale_FC) * step_T1
     call = jax.ffi.ffi_call(kernel(str(x_TD.dtype), T, machine=machine), jax.ShapeDtypeStruct((T, F), jnp.float32))
     return call(x_TD, packed_FB, scale_FC)
 
 
+def in_whole_steps(x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(int16[T, D], float32[T, 1]) whose product is x, but for half a step. A row that is not finite gives NaN."""
+    x_TD = x_TD.astype(jnp.float32)
+    step_T1 = jnp.max(jnp.abs(x_TD), axis=1, keepdims=True) / _LARGEST
+    whole_TD = jnp.round(x_TD / jnp.where(step_T1 == 0, 1, step_T1)).astype(jnp.int16)
+    return whole_TD, jnp.where(jnp.isfinite(step_T1), step_T1, jnp.nan)
+
+
 def kernel(dtype: str, num_rows: int | str | None = None, *, machine: Machine) -> str:
-    """What XLA calls the kernel for so many rows of a type, or without rows the one that writes the weight; from now on
-    it is known. Raises ValueError where there is none."""
-    if dtype not in _TYPES or not (num_rows is None or 0 < int(num_rows) <= MOST_ROWS):
+    """What XLA calls the kernel for so many rows of a type, "int16" too, or without rows the one that writes the weight
+    in a type; from now on it is known. Raises ValueError where there is none."""
+    known = _TYPES if num_rows is None else (*_TYPES, "int16")
+    if dtype not in known or not (num_rows is None or 0 < int(num_rows) <= MOST_ROWS):
         raise ValueError(f"there is no kernel for {num_rows} rows of {dtype}; there are for 1 to {MOST_ROWS}.")
     if num_rows is None:
         return register(OP, _emit_unpacking, dtype, machine=machine)

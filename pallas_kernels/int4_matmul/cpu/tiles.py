@@ -6,12 +6,13 @@ two scales of each output. What differs between types and CPUs is a `Step`.
 """
 
 import struct
+from collections.abc import Callable
 from typing import Protocol
 
 from llvmlite import ir
 
 from pallas_kernels.int4_matmul import GROUP, INPUTS, ZERO
-from pallas_kernels.llvm.builder import F32, I16, I32, PTR, VOID, BFloat16, Builder, declare, splat, whole
+from pallas_kernels.llvm.builder import I16, I32, PTR, VOID, BFloat16, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import add_pair_products, float32s, multiply_add, spread
 from pallas_kernels.llvm.machine import Machine, has_pairs
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
@@ -68,22 +69,51 @@ class PairStep:
         return [b.bitcast(b.call(look_up, [self._table, each]), self._values) for each in (low, high)]
 
     def x(self, b: Builder, base: ir.Value, offset: ir.Value) -> list[ir.Value]:
-        half = ir.VectorType(I16, GROUP // 2)
-        both = ir.Constant(ir.VectorType(I32, GROUP), list(range(GROUP)))
-        found = []
-        for start in (0, GROUP // 2):
-            of_groups = [b.read(half, base, b.add(offset, whole(2 * (start + g))), align=2) for g in (0, GROUP)]
-            found.append(b.bitcast(b.shuffle_vector(*of_groups, both), self._values))
-        return found
+        starts = (0, GROUP // 2)
+        return [b.bitcast(halves_of_groups(b, I16, base, offset, start), self._values) for start in starts]
 
     def scales(self, b: Builder, both: ir.Value) -> list[ir.Value]:
-        bits, half = ir.VectorType(I32, self.sums.count), self.sums.count // 2
-        moved = b.shl(spread(b, both, self.sums.count), ir.Constant(bits, [16] * half + [0] * half))
-        return [b.bitcast(b.and_(moved, splat(bits, -(1 << 16))), self.sums)]
+        return scales_of_halves(b, both, self.sums)
 
     def groups(self, b: Builder, weights: list[ir.Value], x: list[ir.Value]) -> list[ir.Value]:
         first = add_pair_products(b, ir.Constant(self.sums, None), weights[0], x[0])
         return [add_pair_products(b, first, weights[1], x[1])]
+
+
+class WholeStep:
+    """Weights and x as whole numbers of 16 bits, whose products are summed by pairs: exact. Of registers with 16 lanes
+    each has a half of both groups, as for `PairStep`; of those with 8, a half of one group."""
+
+    x_size = 2
+
+    def __init__(self, machine: Machine):
+        self.sums = float32s(machine.lanes)
+        self._both = machine.lanes == 16
+        self._words, self._totals = ir.VectorType(I16, 2 * machine.lanes), ir.VectorType(I32, machine.lanes)
+        self._multiply = "llvm.x86.avx512.pmaddw.d.512" if self._both else "llvm.x86.avx2.pmadd.wd"
+
+    def weights(self, b: Builder, byte: ir.Value) -> list[ir.Value]:
+        found, width = [], self._words.count
+        for first in range(0, BYTES, width):
+            mask = ir.Constant(ir.VectorType(I32, width), list(range(first, first + width)))
+            word = b.zext(b.shuffle_vector(byte, byte, mask), self._words)
+            for value in (b.and_(word, splat(self._words, 15)), b.lshr(word, splat(self._words, 4))):
+                found.append(b.sub(value, splat(self._words, ZERO)))
+        return found
+
+    def x(self, b: Builder, base: ir.Value, offset: ir.Value) -> list[ir.Value]:
+        if self._both:
+            return [halves_of_groups(b, I16, base, offset, start) for start in (0, GROUP // 2)]
+        starts = range(0, INPUTS, self._words.count)
+        return [b.read(self._words, base, b.add(offset, whole(2 * start)), align=2) for start in starts]
+
+    def scales(self, b: Builder, both: ir.Value) -> list[ir.Value]:
+        return scales_of_halves(b, both, self.sums) if self._both else scales_of_groups(b, both, self.sums)
+
+    def groups(self, b: Builder, weights: list[ir.Value], x: list[ir.Value]) -> list[ir.Value]:
+        multiply = declare(b.module, self._multiply, self._totals, self._words, self._words)
+        products = [b.call(multiply, list(pair)) for pair in zip(weights, x)]
+        return [b.sitofp(b.add(*pair), self.sums) for pair in zip(products[::2], products[1::2])]
 
 
 class ConvertedStep:
@@ -112,8 +142,7 @@ class ConvertedStep:
         return [b.read(self.sums, base, b.add(offset, whole(4 * start)), align=4) for start in starts]
 
     def scales(self, b: Builder, both: ir.Value) -> list[ir.Value]:
-        bits = (b.shl(both, ir.Constant(I32, 16)), b.and_(both, ir.Constant(I32, -(1 << 16))))
-        return [spread(b, b.bitcast(each, F32), self.sums.count) for each in bits]
+        return scales_of_groups(b, both, self.sums)
 
     def groups(self, b: Builder, weights: list[ir.Value], x: list[ir.Value]) -> list[ir.Value]:
         half, found = len(weights) // 2, []
@@ -124,6 +153,32 @@ class ConvertedStep:
                 total = multiply_add(b, *each, total)
             found.append(total)
         return found
+
+
+STEPS: dict[str, Callable[[Machine], Step]] = {"bfloat16": PairStep, "int16": WholeStep, "float32": ConvertedStep}
+"""By the type of x as a kernel takes it."""
+
+
+def halves_of_groups(b: Builder, kind: ir.Type, base: ir.Value, offset: ir.Value, start: int) -> ir.Value:
+    """16 inputs of 2 bytes of each of two groups, from `start` on in each."""
+    half = ir.VectorType(kind, GROUP // 2)
+    parts = [b.read(half, base, b.add(offset, whole(2 * (start + g))), align=2) for g in (0, GROUP)]
+    return b.shuffle_vector(*parts, ir.Constant(ir.VectorType(I32, GROUP), list(range(GROUP))))
+
+
+def scales_of_halves(b: Builder, both: ir.Value, kind: ir.VectorType) -> list[ir.Value]:
+    """One register, for sums of which the lower half of the lanes is of the first group."""
+    bits, half = ir.VectorType(I32, kind.count), kind.count // 2
+    moved = b.shl(spread(b, both, kind.count), ir.Constant(bits, [16] * half + [0] * half))
+    return [b.bitcast(b.and_(moved, splat(bits, -(1 << 16))), kind)]
+
+
+def scales_of_groups(b: Builder, both: ir.Value, kind: ir.VectorType) -> list[ir.Value]:
+    """A register for each of the two groups."""
+    bits = ir.VectorType(I32, kind.count)
+    spread_both = spread(b, both, kind.count)  # which an instruction does that reads
+    of_each = (b.shl(spread_both, splat(bits, 16)), b.and_(spread_both, splat(bits, -(1 << 16))))
+    return [b.bitcast(each, kind) for each in of_each]
 
 
 def bits_of(number: float) -> int:
@@ -168,14 +223,14 @@ def read_inputs(
 ) -> tuple[list[ir.Value], list[ir.Value]]:
     """(weights, scales) of 64 inputs, whose bytes begin at `place`."""
     byte = b.read(ir.VectorType(I8, BYTES), packed, place, align=1)
-    both = b.read(I32, scale, b.sdiv(place, whole(GROUP // 2 // SCALE_BYTES)), align=2)
+    both = b.read(I32, scale, b.udiv(place, whole(GROUP // 2 // SCALE_BYTES)), align=2)
     return step.weights(b, byte), step.scales(b, both)
 
 
 def kernel(dtype: str, num_rows: int, machine: Machine) -> ir.Module:
     """The kernel of `int4_matmul` for `num_rows` rows of a type."""
-    step: Step = PairStep(machine) if dtype == "bfloat16" else ConvertedStep(machine)
-    assert dtype == "float32" or has_pairs(machine), f"{machine} has no products of bfloat16"
+    step: Step = STEPS[dtype](machine)
+    assert dtype != "bfloat16" or has_pairs(machine), f"{machine} has no products of bfloat16"
 
     def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
         first = b.mul(i, whole(CHUNK))
@@ -218,8 +273,8 @@ class Tile:
         """(weights, scales) of 64 inputs of an output. The same of the outputs after this tile are asked for; beyond
         the end nothing happens."""
         b = self.b
-        place = b.sdiv(b.at(column, self.num_inputs, d, 1), whole(2))
-        ahead = b.add(place, b.sdiv(b.mul(self.num_inputs, whole(self.R)), whole(2)))
+        place = b.udiv(b.at(column, self.num_inputs, d, 1), whole(2))
+        ahead = b.add(place, b.udiv(b.mul(self.num_inputs, whole(self.R)), whole(2)))
         prefetch = declare(b.module, "llvm.prefetch.p0", VOID, PTR, I32, I32, I32)
         b.call(prefetch, [b.address(self.packed, ahead), *(ir.Constant(I32, flag) for flag in (0, 3, 1))])
         return read_inputs(b, self.step, self.packed, self.scale, place)
