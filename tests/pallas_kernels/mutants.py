@@ -181,7 +181,7 @@ MUTANTS = (
         "pallas_kernels/int4_matmul/cpu/tiles.py",
         "every_machine",
         ("ties are rounded up", "b.add(odd, splat(kind, 0x7FFF))", "splat(kind, 0x8000)"),
-        ("all rows of x are the first", "b.at(whole(row), self.num_inputs,", "b.at(whole(0), self.num_inputs,"),
+        ("all rows of x are the first", "b.at(row, self.num_inputs,", "b.at(whole(0), self.num_inputs,"),
         ("both groups have the first one's scale", "[16] * half + [0] * half", "[16] * (2 * half)"),
         ("values are off by one", "value % 16 - ZERO", "value % 16 - ZERO + 1"),
         ("whole values keep their zero", "b.sub(value, splat(self._words, ZERO))", "value"),

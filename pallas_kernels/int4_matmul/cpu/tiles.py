@@ -12,6 +12,7 @@ from typing import Protocol
 from llvmlite import ir
 
 from pallas_kernels.int4_matmul import GROUP, INPUTS, ZERO
+from pallas_kernels.int4_matmul.cpu import TILE_ROWS
 from pallas_kernels.llvm.builder import I16, I32, PTR, VOID, BFloat16, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import add_pair_products, float32s, multiply_add, spread
 from pallas_kernels.llvm.machine import Machine, has_pairs
@@ -19,8 +20,6 @@ from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 
 CHUNK = 32
 """Outputs that a thread takes at a time."""
-TILE_ROWS = 8
-"""Rows of x that meet an output's weights at once."""
 TILE_OUTPUTS = (4, 2, 1)
 BYTES = INPUTS // 2
 SCALE_BYTES = 2
@@ -228,45 +227,55 @@ def read_inputs(
 
 
 def kernel(dtype: str, num_rows: int, machine: Machine) -> ir.Module:
-    """The kernel of `int4_matmul` for `num_rows` rows of a type."""
+    """The kernel of `int4_matmul` for `num_rows` rows of a type; with 8 and more, of any number that leaves the same
+    rest when it is divided by 8."""
     step: Step = STEPS[dtype](machine)
     assert dtype != "bfloat16" or has_pairs(machine), f"{machine} has no products of bfloat16"
+    rest = num_rows % TILE_ROWS
 
     def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
         first = b.mul(i, whole(CHUNK))
-        last = b.smaller(b.add(first, whole(CHUNK)), frame.extent(1, 0))
-        for first_row in range(0, num_rows, TILE_ROWS):
-            tile = Tile(b, frame, step, range(first_row, min(first_row + TILE_ROWS, num_rows)), machine.num_registers)
-            with b.counting(first, last, whole(tile.R)) as (output, _):
-                tile.emit(output)
+        outputs = first, b.smaller(b.add(first, whole(CHUNK)), frame.extent(1, 0))
+        whole_tiles = b.and_(frame.extent(0, 0), whole(-TILE_ROWS))
+        if num_rows >= TILE_ROWS:
+            with b.counting(whole(0), whole_tiles, whole(TILE_ROWS)) as (row, _):
+                Tile(b, frame, step, row, TILE_ROWS, machine.num_registers).emit_all(*outputs)
+        if rest:
+            Tile(b, frame, step, whole_tiles, rest, machine.num_registers).emit_all(*outputs)
 
     return kernel_module(lambda b, frame: chunks_of(b, frame.extent(1, 0)), chunk)
 
 
 class Tile:
-    """Sums of some rows of x with R outputs, in the function that `b` writes."""
+    """Sums of T rows of x, from one on, with R outputs, in the function that `b` writes."""
 
-    def __init__(self, b: Builder, frame: Frame, step: Step, rows: range, num_registers: int):
-        self.b, self.step, self.rows = b, step, rows
-        self.R = next((R for R in TILE_OUTPUTS if len(rows) * R + 3 * R + 4 <= num_registers), 1)
+    def __init__(self, b: Builder, frame: Frame, step: Step, first_row: ir.Value, num_rows: int, num_registers: int):
+        self.b, self.step, self.T = b, step, num_rows
+        self.R = next((R for R in TILE_OUTPUTS if num_rows * R + 3 * R + 4 <= num_registers), 1)
         self.x, self.packed, self.scale, self.out = *(frame.operand(i) for i in range(3)), frame.result(0)
         self.num_outputs, self.num_inputs = frame.extent(1, 0), frame.extent(0, 1)
+        self.rows = [b.add(first_row, whole(t)) for t in range(num_rows)]
 
-    def emit(self, output: ir.Value) -> None:
+    def emit_all(self, first: ir.Value, last: ir.Value) -> None:
+        """The tiles of a range of outputs."""
+        with self.b.counting(first, last, whole(self.R)) as (output, _):
+            self._emit(output)
+
+    def _emit(self, output: ir.Value) -> None:
         """The tile that begins at an output. Outputs beyond the last do its work once more."""
         b, step, R = self.b, self.step, self.R
         last = b.sub(self.num_outputs, whole(1))
         columns = [b.smaller(b.add(output, whole(r)), last) for r in range(R)]
-        zeros = [ir.Constant(step.sums, None)] * (len(self.rows) * R)
+        zeros = [ir.Constant(step.sums, None)] * (self.T * R)
         with b.counting(whole(0), self.num_inputs, whole(INPUTS), zeros) as (d, sums):
             weights, scales = zip(*[self._read(column, d) for column in columns])
             for t, row in enumerate(self.rows):
-                x = step.x(b, self.x, b.at(whole(row), self.num_inputs, d, step.x_size))
+                x = step.x(b, self.x, b.at(row, self.num_inputs, d, step.x_size))
                 for r in range(R):
                     for scale, group in zip(scales[r], step.groups(b, weights[r], x)):
                         sums[t * R + r] = multiply_add(b, group, scale, sums[t * R + r])
         for i, vector in enumerate(sums):
-            place = b.at(whole(self.rows[i // R]), self.num_outputs, columns[i % R], 4)
+            place = b.at(self.rows[i // R], self.num_outputs, columns[i % R], 4)
             b.write(b.lane_sum(vector), self.out, place, align=4)
 
     def _read(self, column: ir.Value, d: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
