@@ -59,7 +59,7 @@ CROSSINGS: dict[tuple[str, str], str] = {
 }
 
 NO_JAX = {"client", "core", "engine", "entrypoints", "parsing", "proto"} | LEAVES
-JAX_FAMILY = {"jax", "jaxlib", "optax", "orbax"}
+JAX_FAMILY = {"jax", "jaxlib", "flax", "optax", "orbax"}
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 # Words of the house with one meaning: in whose names they may be.
 WORDS = {

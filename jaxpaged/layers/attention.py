@@ -8,12 +8,12 @@ models nor steps; kernels (`pallas_kernels`) know nothing of meshes.
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.layers.context_parallel import heads_of_group, merged, share_here
@@ -57,8 +57,7 @@ class AttentionContext:
         return MODEL_AXES if self.context_shards == 1 else CONTEXT_AXES
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class AttentionBatch:
     """What attention knows of a step, for layers that share block tables and a window.
 
@@ -66,8 +65,8 @@ class AttentionBatch:
     """
 
     metadata: AttentionMetadata
-    context: AttentionContext = field(metadata={"static": True})
-    window: int | None = field(metadata={"static": True})
+    context: AttentionContext = struct.field(pytree_node=False)
+    window: int | None = struct.field(pytree_node=False)
 
 
 def step_metadata(

@@ -17,12 +17,13 @@ experts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpaged.layers.few_rows import XLA
@@ -66,8 +67,7 @@ class RouterConfig:
     weighs_inputs: bool = False
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Placement:
     """Where experts are, if that changes while the engine runs: each has `num_places_E` places, the first numbers of
     its row of `place_ER`. Places are numbered over all devices."""
@@ -76,8 +76,7 @@ class Placement:
     place_ER: jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Experts:
     """`router` is [E, D]; gate and up are [e, Q, D], down is [e, D, Q]; biases, if any, lack the last axis.
 
@@ -239,7 +238,7 @@ def on_first_device(p: Linear) -> Linear:
     summand of what it is added to."""
     if p.bias is None:
         return p
-    return replace(p, bias=jnp.where(jax.lax.axis_index(TENSOR_AXIS) == 0, p.bias, 0))
+    return p.replace(bias=jnp.where(jax.lax.axis_index(TENSOR_AXIS) == 0, p.bias, 0))
 
 
 def group_product(x_CD: jax.Array, p: Linear, place_C: jax.Array, sizes_e: jax.Array, platform: str) -> jax.Array:
@@ -269,8 +268,7 @@ def partitions(p: Experts) -> Any:
         split(p.shared.gate_proj, outputs), split(p.shared.up_proj, outputs), split(p.shared.down_proj, inputs)
     )
     outputs, inputs = PartitionSpec(EXPERT_AXIS, TENSOR_AXIS), PartitionSpec(EXPERT_AXIS, None, TENSOR_AXIS)
-    return replace(
-        whole,
+    return whole.replace(
         gate_proj=split(p.gate_proj, outputs),
         up_proj=split(p.up_proj, outputs),
         down_proj=split(p.down_proj, inputs),

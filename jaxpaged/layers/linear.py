@@ -4,11 +4,11 @@ Letters: I inputs and O outputs of a product, each all of its axes in one.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxpaged.layers.few_rows import XLA, few_rows_product
 from jaxpaged.layers.int8 import int8_product
@@ -16,8 +16,7 @@ from jaxpaged.params.quantized import PackedArray, QuantizedArray
 from pallas_kernels.int4_matmul import GROUP, backends, int4_matmul
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Linear:
     """`weight` is [out..., in...], as checkpoints store it, or quantized; `bias` is [out...] or None."""
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxpaged.layers.few_rows import XLA
 from jaxpaged.layers.linear import Linear, apply_linear
@@ -29,8 +30,7 @@ Activation = str | ClampedSwiglu
 """What becomes of gate and up: one of `ACTIVATIONS` of the gate, times up, or something of both."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Mlp:
     gate_proj: Linear
     up_proj: Linear

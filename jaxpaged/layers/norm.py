@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,7 @@ class NormConfig:
     deterministic: bool = False
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Norm:
     """`weight` has the width of the normalised axis."""
 

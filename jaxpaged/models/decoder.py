@@ -5,11 +5,11 @@ query norm) is there exactly when its parameter is. This module knows nothing of
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec
@@ -25,8 +25,7 @@ from jaxpaged.models.interface import Batch, LayerBatch
 from jaxpaged.params.sharding import kv_heads_on_devices
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Attention:
     """`q_norm` and `k_norm` normalise queries and keys before they are rotated, where a model has them: every head, or,
     where weights are [N, H], all heads as one. `sinks` [N]: the score of something that every query also looks at, and
@@ -41,8 +40,7 @@ class Attention:
     sinks: jax.Array | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Layer:
     """The names are mostly the checkpoint's. The last two norms exist where a block's output is normalised too; the
     norms of inputs are None where only that is. `self_attn` is an `Attention`, or what a model has in its place."""
@@ -55,8 +53,7 @@ class Layer:
     post_feedforward_layernorm: Norm | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Decoder:
     """All parameters. `lm_head` is None when the embedding table serves for both. A stage of a pipeline has those of
     its layers, and without the last ones no `norm` (`stages.py`)."""

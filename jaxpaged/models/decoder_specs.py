@@ -4,7 +4,6 @@ The containers are those of `decoder.py`, holding a `Spec` where the model holds
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from jaxpaged.layers.experts import Experts
@@ -52,11 +51,11 @@ def decoder_specs(
         self_attn = attention(config, f"{name}.self_attn")
         if qk_norm or whole_qk_norm:
             query, key = ("NH", "KH") if whole_qk_norm else ("H", "H")
-            self_attn = replace(
-                self_attn, q_norm=norm(query, f"{name}.self_attn.q_norm"), k_norm=norm(key, f"{name}.self_attn.k_norm")
+            self_attn = self_attn.replace(
+                q_norm=norm(query, f"{name}.self_attn.q_norm"), k_norm=norm(key, f"{name}.self_attn.k_norm")
             )
         if sinks:
-            self_attn = replace(self_attn, sinks=Spec("N", "N", f"{name}.self_attn.sinks", dtype="float32"))
+            self_attn = self_attn.replace(sinks=Spec("N", "N", f"{name}.self_attn.sinks", dtype="float32"))
         of_layer = {field: norm("D", f"{name}.{there}") for field, there in norms.items()}
         block = feed_forward(config, name, i) if feed_forward else mlp(config, f"{name}.mlp")
         layers.append(Layer(self_attn=self_attn, mlp=block, **of_layer))

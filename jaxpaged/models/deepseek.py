@@ -10,12 +10,13 @@ Letters: P numbers of a key that is rotated, C those of a latent.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.kv_cache_spec import LatentSpec
@@ -46,8 +47,7 @@ NO_MATHS = {"ep_size", "qk_head_dim"}
 """Over how many devices training split experts, and a sum of two other fields."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class LatentAttention:
     """`q_a_proj` and its norm make the latent of queries, where there is one; else `q_proj` reads the hidden state.
     `k_up` [N, k, c] and `v_up` [N, v, c] would make keys and values of a latent."""

@@ -9,11 +9,12 @@ Drafting itself is elsewhere; this module does not know how it is done. `heads.p
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
+from flax import struct
 
 from jaxpaged.kv_cache_spec import CacheSpec
 from jaxpaged.layers.attention import KVTensor
@@ -22,8 +23,7 @@ from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Batch, DraftModel, Head, Model
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class DraftedParams:
     """All parameters: those of the decoder, whose tokens are the answer, and those of what drafts."""
 
@@ -62,12 +62,12 @@ def forward(
     """
     taps = getattr(draft.config, "taps", ())
     own, others = batch.caches[: config.num_layers], batch.caches[config.num_layers :]
-    hidden_TD, tapped, kv = model.tapped_forward(params.decoder, config, replace(batch, caches=own), kv, taps)
-    again = replace(batch, caches=others)
+    hidden_TD, tapped, kv = model.tapped_forward(params.decoder, config, batch.replace(caches=own), kv, taps)
+    again = batch.replace(caches=others)
     hidden_TD, tapped, tokens_T, positions_T = jax.lax.optimization_barrier(
         (hidden_TD, tapped, batch.tokens_T, batch.positions_T)
     )
-    again = replace(again, tokens_T=tokens_T, positions_T=positions_T)
+    again = again.replace(tokens_T=tokens_T, positions_T=positions_T)
     if isinstance(draft.model, Head):
         features_TD = draft.model.features(params.draft, draft.config, hidden_TD, tapped)
         kv = heads.remember(again, kv, features_TD)

@@ -8,12 +8,13 @@ There are two kinds of config.json: that of the method's authors, SpecForge and 
 more; and that of `speculators`, which has the Llama's fields in a part of its own.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.layers.attention import KVTensor
@@ -72,8 +73,7 @@ class Eagle3Config(HeadConfig):
         return {**super().dim_sizes(), "A": NUM_TAPS * self.decoder_size, "X": self.draft_vocab_size}
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Layer:
     """The names are the checkpoint's. Projections to queries, keys and values have twice the width as input."""
 
@@ -84,8 +84,7 @@ class Layer:
     post_attention_layernorm: Norm
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Eagle3:
     """All parameters of a head. `embed_tokens` is None where the decoder's serve, `d2t` where ids are the decoder's."""
 
@@ -97,14 +96,13 @@ class Eagle3:
     d2t: jax.Array | None  # [X]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class DraftTokens:
     """What logits are computed with. `vocab_size` is the decoder's, with what pads its table."""
 
     lm_head: Table
     d2t: jax.Array | None
-    vocab_size: int = field(metadata={"static": True})
+    vocab_size: int = struct.field(pytree_node=False)
 
 
 def config_from_hf(hf: dict[str, Any], folder: Path, decoder: DecoderConfig) -> Eagle3Config:

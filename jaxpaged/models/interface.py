@@ -13,11 +13,12 @@ to `layers.attention.attend`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional, Protocol
 
 import jax
+from flax import struct
 
 from jaxpaged.kv_cache_spec import CacheSpec
 from jaxpaged.layers.attention import AttentionBatch, KVTensor
@@ -25,8 +26,7 @@ from jaxpaged.layers.rope import CosSin
 from jaxpaged.models.config import DecoderConfig
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Batch:
     """What a step asks of a model besides its parameters and the KV cache.
 
@@ -38,12 +38,11 @@ class Batch:
     tokens_T: jax.Array
     positions_T: jax.Array
     attention: tuple[AttentionBatch, ...]
-    caches: tuple[tuple[int, int], ...] = field(metadata={"static": True})
+    caches: tuple[tuple[int, int], ...] = struct.field(pytree_node=False)
     stream_TD: jax.Array | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class LayerBatch:
     """The part of a `Batch` that one layer needs. `cos_sin` are of the tokens' angles, in the layer's own rotation, if
     it has one.

@@ -4,11 +4,12 @@ That layer's input is a linear function of the decoder's last hidden state and a
 the decoder's embeddings and its table of logits.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxpaged.layers.attention import KVTensor
 from jaxpaged.layers.embedding import Table
@@ -22,8 +23,7 @@ from jaxpaged.models.interface import Head, HeadConfig, LayerBatch
 from jaxpaged.models.qwen2 import qwen_windows
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Mtp:
     """The layer that predicts further. The decoder's tables serve it too."""
 

@@ -4,11 +4,12 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxpaged.layers.attention import KVTensor
 from jaxpaged.layers.embedding import Table, vocabulary_logits
@@ -19,8 +20,7 @@ from jaxpaged.params.quantized import QuantizedArray
 from jaxpaged.params.spec import Spec
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class PoolingModel:
     """All parameters: a decoder without a head, and the classifier [Y, D] if there is one."""
 
@@ -44,7 +44,7 @@ def pooling_specs(
 ) -> PoolingModel:
     """A classifier has few labels, so it is whole on every device."""
     score = Spec("YD", "Y D", "score.weight") if classifies else None
-    return PoolingModel(replace(decoder_specs(config, num_shards), lm_head=None), score)
+    return PoolingModel(decoder_specs(config, num_shards).replace(lm_head=None), score)
 
 
 def forward(

@@ -16,13 +16,14 @@ This module does not know how products with such weights are computed.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.params.spec import Spec
@@ -43,8 +44,7 @@ ROUNDED_AT_ONCE = 2**20
 """Weights that the host rounds at a time: their float32 copies stay in its caches."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class QuantizedArray:
     """A matrix [out..., in...]: `values` (int8, in its shape) times `scales` (float32, [out...]).
 
@@ -53,7 +53,7 @@ class QuantizedArray:
 
     values: jax.Array
     scales: jax.Array
-    dtype: str = field(metadata={"static": True})
+    dtype: str = struct.field(pytree_node=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,8 +64,7 @@ class QuantizedArray:
         return self.values.nbytes + self.scales.nbytes
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class PackedArray:
     """A matrix [out..., in...]: `packed` (uint8, the last axis halved) and `scales` (bfloat16, a 32nd of it), as
     `pallas_kernels.int4_matmul` reads them.
@@ -75,7 +74,7 @@ class PackedArray:
 
     packed: jax.Array
     scales: jax.Array
-    dtype: str = field(metadata={"static": True})
+    dtype: str = struct.field(pytree_node=False)
 
     @property
     def shape(self) -> tuple[int, ...]:

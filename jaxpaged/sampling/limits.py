@@ -14,6 +14,7 @@ soon as one row needs the search; 5.5 with the kernel, of which it has 2.1 itsel
 import functools
 from dataclasses import dataclass
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
@@ -51,8 +52,7 @@ def choose_method(platform: str, mesh: Mesh, vocabulary: int, *, simulated: bool
     return LimitsMethod("tpu-interpret" if simulated else "tpu", mesh)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@flax.struct.dataclass
 class Limits:
     """Row s may draw tokens with logit >= `least_S[s]`.
 

@@ -3,8 +3,7 @@
 This module does not know how the token was drawn.
 """
 
-from dataclasses import dataclass
-
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -14,8 +13,7 @@ from jaxpaged.sampling.state import SamplingState
 from jaxpaged.sampling_features import Feature
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@flax.struct.dataclass
 class LogprobOutput:
     """J = 1 + max_logprobs columns: the token itself first, then the most likely ones, best first.
 

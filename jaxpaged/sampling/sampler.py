@@ -9,8 +9,7 @@ Nothing here knows which program a step needs; `executor/program_choice.py` does
 Letters: P parameters of custom logits processors.
 """
 
-from dataclasses import dataclass
-
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -23,8 +22,7 @@ from jaxpaged.sampling.rows import RowParams, unpack_rows
 from jaxpaged.sampling.state import SamplingState, record_tokens
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@flax.struct.dataclass
 class SampleOutput:
     """What a step drew. Where `bad_S` is set the logits were not a distribution (NaN, +inf, or all -inf): the token
     is 0 and means nothing. Where `corrupted_S` is set too, they were none as they came from the model. `logprobs` comes

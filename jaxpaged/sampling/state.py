@@ -12,8 +12,8 @@ Letters: P parameters of custom logits processors.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,8 +39,7 @@ BAD_WORD_LAST = 0
 NO_DISTANCE = -1
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@flax.struct.dataclass
 class SamplingState:
     """R rows and a last one for padding; V is the padded vocabulary, W = ceil(V / 32).
 
@@ -226,7 +225,7 @@ def load_row(state: SamplingState, packed_N: jax.Array) -> SamplingState:
         fields[name] = array.at[row].set(line)
         offset += array.shape[1]
     assert offset == len(packed_N), f"an upload of {len(packed_N)} entries for a row of {offset}"
-    return replace(state, **fields)
+    return state.replace(**fields)
 
 
 def load_tokens(state: SamplingState, packed_N: jax.Array) -> SamplingState:
@@ -241,7 +240,7 @@ def load_tokens(state: SamplingState, packed_N: jax.Array) -> SamplingState:
     before_V = jnp.where(forget == 1, 0, state.seen_RV[row].astype(jnp.int32))
     counted_V = jnp.minimum((before_V >> 1) + occurrences_V, MOST_COUNTED)
     seen_V = (counted_V << 1) | (before_V & 1) | in_prompt_V
-    return replace(state, seen_RV=state.seen_RV.at[row].set(seen_V.astype(jnp.uint16)))
+    return state.replace(seen_RV=state.seen_RV.at[row].set(seen_V.astype(jnp.uint16)))
 
 
 def record_tokens(state: SamplingState, rows: RowParams, tokens_S: jax.Array) -> SamplingState:
@@ -252,8 +251,7 @@ def record_tokens(state: SamplingState, rows: RowParams, tokens_S: jax.Array) ->
     more_S = jnp.where(full_S, 0, 2).astype(jnp.uint16)
     moved_S = jnp.where(rows.has(Feature.BAD_WORDS), rows.row_S, nowhere)
     recent_SH = jnp.concatenate([state.recent_RH[rows.row_S, 1:], tokens_S[:, None]], axis=1)
-    return replace(
-        state,
+    return state.replace(
         seen_RV=state.seen_RV.at[counted_S, tokens_S].add(more_S, mode="drop"),
         recent_RH=state.recent_RH.at[moved_S].set(recent_SH, mode="drop"),
     )

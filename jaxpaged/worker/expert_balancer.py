@@ -9,7 +9,6 @@ Reading the counts of a step at once would wait for it. They are read `LAG` step
 """
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -110,7 +109,7 @@ class ExpertBalancer:
         source_e = sources(before_e, after_e)
         parts = [device.call(move_key(part, device.params), part, source_e) for part in weights_of(p)]
         placement = placement_of(after_e, len(load_E), self._mesh)
-        return replace(with_parts(p, parts), placement=placement), before_X, after_X
+        return with_parts(p, parts).replace(placement=placement), before_X, after_X
 
 
 def balancedness(load_LX: list[np.ndarray]) -> float:

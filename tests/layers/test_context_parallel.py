@@ -1,7 +1,6 @@
 """Contexts split over devices: groups of devices that hold different tokens of a context give what one device gives."""
 
 import functools
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +133,7 @@ def test_latents_split_by_token_give_what_whole_ones_give(num_devices, shards, b
 
         def layer(*arrays):
             return step(
-                here.of_cache(1), spec, lambda batch: attend_latents(replace(batch, context=here), *arrays, scale=0.3)
+                here.of_cache(1), spec, lambda batch: attend_latents(batch.replace(context=here), *arrays, scale=0.3)
             )
 
         arrays = random(T, N, C), random(T, N, P), random(T, C), random(T, P)

@@ -1,7 +1,5 @@
 """Blocks of experts against a loop over tokens in numpy, on one device, split over four, and spread over several."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,8 +93,8 @@ def test_all_tokens_may_go_to_one_device_and_none_to_the_others(least_pairs, mon
     monkeypatch.setattr(experts, "LEAST_PAIRS", least_pairs)
     p, x_TD = make_block(3, np.array([0, 0, 9, 8, 0, 0], np.float32))
     biases = np.random.default_rng(4).standard_normal((3, NUM_EXPERTS, WIDTH)).astype(np.float32)
-    p = replace(
-        p, gate_proj=replace(p.gate_proj, bias=biases[0, :, :COLUMNS]), down_proj=replace(p.down_proj, bias=biases[1])
+    p = p.replace(
+        gate_proj=p.gate_proj.replace(bias=biases[0, :, :COLUMNS]), down_proj=p.down_proj.replace(bias=biases[1])
     )
     run = lambda mesh: jax.jit(
         lambda x_TD, p: mixture_of_experts(x_TD, p, RouterConfig(2, SIGMOID), "silu", len(x_TD), mesh)[0]
@@ -110,8 +108,8 @@ def test_experts_are_found_where_they_are_and_their_tokens_are_counted():
     p, x_TD = make_block(5)
     expert_e, config = np.array([3, 0, 5, 3, 1, 4, 2, 3]), RouterConfig(3, SIGMOID)
     moved = jax.tree.map(lambda x: x[expert_e], (p.gate_proj, p.up_proj, p.down_proj))
-    placed = replace(p, placement=Placement(*tables(expert_e, NUM_EXPERTS)))
-    placed = replace(placed, gate_proj=moved[0], up_proj=moved[1], down_proj=moved[2])
+    placed = p.replace(placement=Placement(*tables(expert_e, NUM_EXPERTS)))
+    placed = placed.replace(gate_proj=moved[0], up_proj=moved[1], down_proj=moved[2])
     run = lambda p, mesh: jax.jit(lambda x_TD, p: mixture_of_experts(x_TD, p, config, "silu", NUM_TOKENS, mesh))(
         x_TD, p
     )

@@ -1,7 +1,5 @@
 """Rows of the sampling state: loading, forgetting the last owner, counting what was drawn."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,7 +93,7 @@ def test_the_largest_parameters_fit_a_row():
 def test_tokens_are_counted_in_prompt_and_output(token_ids, share):
     num_prompt = int(len(token_ids) * share)
     state = LAYOUT.zeros()
-    state = replace(state, seen_RV=state.seen_RV.at[3].set(999))  # of the row's last owner
+    state = state.replace(seen_RV=state.seen_RV.at[3].set(999))  # of the row's last owner
     for packed in pack_tokens(3, token_ids, num_prompt):
         assert packed.shape == (TOKENS_HEADER + CHUNK,)
         state = write_tokens(state, packed)
@@ -125,7 +123,7 @@ def test_counts_end_at_their_type_and_never_wrap():
     rows.set(0, EVERYTHING)
     packed = rows.pack(np.array([0]), np.zeros(1), np.zeros(1), 4)
     state = LAYOUT.zeros()
-    state = replace(state, seen_RV=state.seen_RV.at[0, 5].set(2 * (MOST_COUNTED - 1) + 1))
+    state = state.replace(seen_RV=state.seen_RV.at[0, 5].set(2 * (MOST_COUNTED - 1) + 1))
     for _ in range(3):
         state = record(state, packed, jnp.array([5, 0, 0, 0]))
         assert seen_line(state, 0)[0][5] == MOST_COUNTED

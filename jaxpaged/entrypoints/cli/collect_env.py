@@ -19,7 +19,7 @@ from jaxpaged.entrypoints.cli.flags import Parser
 from jaxpaged.entrypoints.cli.machine import gibibytes, gpus, host_memory_bytes, output_of
 
 PACKAGES = (
-    "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy", "ml_dtypes", "transformers",
+    "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "numpy", "ml_dtypes", "transformers",
     "tokenizers", "safetensors", "huggingface_hub", "orbax-checkpoint", "llguidance", "msgspec", "pyzmq", "starlette",
     "uvicorn", "httptools", "uvloop", "matplotlib", "jax-triton", "triton", "torch",
 )  # fmt: skip

@@ -13,13 +13,14 @@ steps alike. `DeviceState` has tuples of these, one entry a stage. This module d
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from typing import Any
 
 import jax
 import numpy as np
+from flax import struct
 from jax.sharding import NamedSharding
 
 from jaxpaged.messages import ProgramKey
@@ -32,15 +33,14 @@ SAMPLE_KINDS = frozenset({"sample", "sample_full", MASKED_KIND})
 """Programs that draw tokens."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class StagedRows:
     """`RowTokens` of every stage. The last one's have the newest tokens; `drawn` are copies on the first stage, which
     reads them, after each of the last few steps that drew, the oldest first. `drew`: the rows that did in these."""
 
     stages: tuple[RowTokens, ...]
     drawn: tuple[jax.Array, ...]
-    drew: tuple[frozenset[int], ...] = field(metadata={"static": True})
+    drew: tuple[frozenset[int], ...] = struct.field(pytree_node=False)
 
     def tokens_for(self, rows: frozenset[int]) -> jax.Array:
         """Tokens of all rows, of which those of `rows` are the newest; no later than must be, since a copy is there
@@ -162,7 +162,7 @@ class Pipeline:
             own = params[-1], kv[-1], tables[-1], rows.stages[-1]
             *state, hidden, hidden_SD = programs[-1](*own, hidden, packed, given)
             kv, tables, stages = zip(*changed, state, strict=True)
-            return kv, tables, replace(rows, stages=stages), hidden, hidden_SD
+            return kv, tables, rows.replace(stages=stages), hidden, hidden_SD
 
         return forward
 

@@ -11,7 +11,6 @@ Letters: e places of experts, X devices.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,7 @@ def with_tables(params: Any, mesh: Mesh, shapes_only: bool = False) -> Any:
     def with_own(p: Experts) -> Experts:
         num_experts, num_places = p.router.weight.shape[0], p.gate_proj.weight.shape[0]
         expert_e = first_experts(num_experts, num_places)
-        return replace(p, placement=placement_of(expert_e, num_experts, mesh, shapes_only))
+        return p.replace(placement=placement_of(expert_e, num_experts, mesh, shapes_only))
 
     return map_experts(with_own, params)
 
@@ -73,7 +72,7 @@ def with_parts(p: Experts, parts: list[Any]) -> Experts:
     """The block with others in place of `weights_of`."""
     tree = jax.tree.structure((p.gate_proj, p.up_proj, p.down_proj))
     gate, up, down = jax.tree.unflatten(tree, parts)
-    return replace(p, gate_proj=gate, up_proj=up, down_proj=down)
+    return p.replace(gate_proj=gate, up_proj=up, down_proj=down)
 
 
 def move_key(part: Any, params: Any) -> ProgramKey:
