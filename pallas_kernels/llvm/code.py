@@ -1,8 +1,9 @@
 """From LLVM IR to machine code that XLA calls: compiled in this process for its CPU, and kept on disk.
 
 Code lies in the folder `cpu-kernels` of jax's compilation cache, if that is on, under a digest of all that it depends
-on; a file that is damaged is made again. It is machine code, as jax's own files there are: who may write to that folder
-may decide what runs.
+on: the sources of what emits it, not the IR itself, since writing that takes 50 ms for each kernel, in every start. A
+file that is damaged is made again. It is machine code, as jax's own files there are: who may write to that folder may
+decide what runs.
 """
 
 import ctypes
@@ -29,8 +30,9 @@ _ONE_AT_A_TIME = threading.Lock()
 def register(op: str, emit: Callable[..., Any], *arguments: str | int, machine: Machine) -> str:
     """Make a kernel known to XLA's CPU clients, once in a process, and return what they call it.
 
-    `emit(*arguments, machine)` -> its module of LLVM IR, always the same for the same arguments. The name has a digest
-    of that and of the machine, since compiled programs that call it are stored and may outlive it.
+    `emit(*arguments, machine)` -> its module of LLVM IR, which follows from the arguments and from the sources of this
+    package, of `llvm` and of the op. The name has a digest of these and of the machine, since compiled programs that
+    call it are stored and may outlive it.
     """
     with _ONE_AT_A_TIME:  # programs are traced by several threads
         return _registered(op, emit, arguments, machine).target
@@ -38,10 +40,11 @@ def register(op: str, emit: Callable[..., Any], *arguments: str | int, machine: 
 
 @functools.cache
 def _registered(op: str, emit: Callable[..., Any], arguments: tuple[str | int, ...], machine: Machine) -> "_Loaded":
-    text = str(emit(*arguments, machine))
-    digest = digest_of(text, machine)[:12]
-    target = ".".join([PREFIX, op, *map(str, arguments), digest])
-    loaded = _Loaded(target, machine_code(text, machine, code_folder()), machine)
+    name = ".".join([PREFIX, op, *map(str, arguments)])
+    identity = f"{name} {sources_digest(op)}"
+    target = f"{name}.{digest_of(identity, machine)[:12]}"
+    code = machine_code(identity, lambda: str(emit(*arguments, machine)), machine, code_folder())
+    loaded = _Loaded(target, code, machine)
     jax.ffi.register_ffi_target(loaded.target, loaded.capsule(), platform="cpu", api_version=1)
     return loaded
 
@@ -67,23 +70,33 @@ class _Loaded:
         return make(self._address, None, None)
 
 
-def machine_code(ir_text: str, machine: Machine, folder: Path | None) -> bytes:
-    """The object file of a module, from `folder` or compiled and left there."""
+@functools.cache
+def sources_digest(op: str, package: Path = Path(__file__).parents[1]) -> str:
+    """Of all from which an op's kernels for CPUs are made."""
+    folders = (package, package / "llvm", package / op, package / op / "cpu")
+    digest = hashlib.sha256()
+    for path in (path for folder in folders for path in sorted(folder.glob("*.py"))):
+        digest.update(f"{path.relative_to(package)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def machine_code(identity: str, ir_text: Callable[[], str], machine: Machine, folder: Path | None) -> bytes:
+    """The object file of a module, from `folder` or compiled and left there. The IR follows from `identity`."""
     import llvmlite
     import llvmlite.binding as llvm
 
-    key = digest_of(ir_text, machine, llvmlite.__version__, str(llvm.llvm_version_info))
+    key = digest_of(identity, machine, llvmlite.__version__, str(llvm.llvm_version_info))
     path = None if folder is None else folder / f"{key}.o"
     code = None if path is None else _read(path)
     if code is None:
-        code = _compile(ir_text, machine)
+        code = _compile(ir_text(), machine)
         if path is not None:
             _write(path, code)
     return code
 
 
-def digest_of(ir_text: str, machine: Machine, *others: str) -> str:
-    return hashlib.sha256("\0".join((ir_text, machine.name, machine.features, *others)).encode()).hexdigest()
+def digest_of(identity: str, machine: Machine, *others: str) -> str:
+    return hashlib.sha256("\0".join((identity, machine.name, machine.features, *others)).encode()).hexdigest()
 
 
 def code_folder() -> Path | None:

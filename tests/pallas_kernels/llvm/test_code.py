@@ -14,30 +14,60 @@ needs_kernels = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 IR = "define i64 @handler(i64 %x) {\n  %y = add i64 %x, 1\n  ret i64 %y\n}\n"
 
 
+def make(folder, ir=IR, name="one", cpu=None):
+    return code.machine_code(name, lambda: ir, cpu or this_machine(), folder)
+
+
 @needs_kernels
 def test_code_is_compiled_once_for_a_machine_and_made_again_where_a_file_is_damaged(tmp_path):
     folder = tmp_path / "new" / code.FOLDER
-    first = code.machine_code(IR, this_machine(), folder)
+    first = make(folder)
     (file,) = folder.iterdir()
     assert first.startswith(b"\x7fELF") or first
     file.write_bytes(file.read_bytes()[:32] + first)  # the same, written by hand
-    assert code.machine_code(IR, this_machine(), folder) == first
+    assert make(folder) == first
     for damaged in (b"", file.read_bytes()[:-1], bytes(32) + first):
         file.write_bytes(damaged)
-        assert code.machine_code(IR, this_machine(), folder) == first
+        assert make(folder) == first
         assert file.read_bytes()[32:] == first, "the file was not written again"
-    code.machine_code(IR, Machine("haswell", "+avx2,+fma", 8, 16), folder)
-    code.machine_code(IR.replace("1", "2"), this_machine(), folder)
+    make(folder, cpu=Machine("haswell", "+avx2,+fma", 8, 16))
+    make(folder, IR.replace("1", "2"), "two")
     assert len(list(folder.iterdir())) == 3
 
 
 @needs_kernels
 def test_a_stored_file_is_used_and_a_folder_that_takes_nothing_costs_time_only(tmp_path, monkeypatch):
-    first = code.machine_code(IR, this_machine(), tmp_path)
+    first = make(tmp_path)
     (tmp_path / "file").write_text("", encoding="utf-8")
-    assert code.machine_code(IR, this_machine(), tmp_path / "file" / "below") == first
+    assert make(tmp_path / "file" / "below") == first
     monkeypatch.delattr(code, "_compile")
-    assert code.machine_code(IR, this_machine(), tmp_path) == first
+    assert make(tmp_path) == first
+
+
+def test_what_a_kernel_is_made_of_decides_about_its_digest(tmp_path):
+    digest_of = code.sources_digest.__wrapped__
+    for name in ("shapes.py", "llvm/builder.py", "op/cases.py", "op/cpu/tiles.py", "other/cpu/tiles.py", "op/tpu/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name, encoding="utf-8")
+    known = {digest_of("op", tmp_path)}
+    for name in ("shapes.py", "llvm/builder.py", "op/cases.py", "op/cpu/tiles.py"):
+        (tmp_path / name).write_text("changed", encoding="utf-8")
+        assert digest_of("op", tmp_path) not in known
+        known.add(digest_of("op", tmp_path))
+    for name in ("other/cpu/tiles.py", "op/tpu/a.py"):
+        (tmp_path / name).write_text("changed", encoding="utf-8")
+    assert digest_of("op", tmp_path) in known
+
+
+@needs_kernels
+def test_a_kernel_whose_code_is_kept_is_not_emitted_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(code, "code_folder", lambda: tmp_path)
+    emitted = []
+    emit = lambda *arguments: emitted.append(arguments) or cpu._emit("bfloat16", 2, arguments[-1])
+    for _ in range(2):
+        monkeypatch.setattr(code.jax.ffi, "register_ffi_target", lambda *_, **__: None)
+        code._registered.__wrapped__("few_rows_matmul", emit, ("one",), this_machine())
+    assert len(emitted) == 1
 
 
 @needs_kernels
