@@ -70,14 +70,20 @@ class CompileQueue:
         self._most_unhurried, self._activity = most_unhurried, activity
         self._begun: dict[ProgramKey, float] = {}  # when, of those in preparation
         self._rests_until = -math.inf
+        self._compile_seconds = 1.0  # of the last one that was compiled here
+        self._asked_for: set[ProgramKey] = set()
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def add(self, key: ProgramKey) -> None:
-        """Append a program that somebody would use at once."""
+        """Append a program that would make steps faster, or that `hurry` says somebody waits for. It goes before those
+        that nobody has asked for, and rests first, as if another one had just been compiled: otherwise it would begin
+        in the middle of somebody's answer."""
         self._waiting.append(key)
-        self.miss(key, MISSED_TOKENS)
+        self._asked_for.add(key)
+        rest = REST_SHARE * self._compile_seconds
+        self._rests_until = max(self._rests_until, self._activity.now() + rest)
 
     def hurry(self, key: ProgramKey) -> None:
         """Somebody waits for a program: if it has not been begun, it is next."""
@@ -104,8 +110,11 @@ class CompileQueue:
 
     def done(self, key: ProgramKey) -> None:
         """A program is prepared, or cannot be."""
-        now, share = self._activity.now(), LOAD_REST_SHARE if key in self._loaded else REST_SHARE
-        self._rests_until = now + share * (now - self._begun.pop(key))
+        now = self._activity.now()
+        seconds, share = now - self._begun.pop(key), LOAD_REST_SHARE
+        if key not in self._loaded:
+            self._compile_seconds, share = seconds, REST_SHARE
+        self._rests_until = now + share * seconds
 
     def _is_urgent(self, key: ProgramKey) -> bool:
         """Whether a program is waited for. Of the first of a kind, if these share the cores, a step takes whichever is
@@ -122,7 +131,7 @@ class CompileQueue:
         unhurried = self._begun.keys() - self._hurried
         if self._activity.shares_cores and unhurried != self._begun.keys():
             return None  # somebody waits, and nothing else should take the cores
-        most_missed = max(self._waiting, key=lambda key: self._missed_tokens.get(key, 0))
+        most_missed = max(self._waiting, key=lambda key: (self._missed_tokens.get(key, 0), key in self._asked_for))
         if self._activity.quiet_seconds() >= PAUSE_SECONDS:
             return most_missed if len(unhurried) < self._most_unhurried else None
         is_missed = self._missed_tokens.get(most_missed, 0) >= MISSED_TOKENS

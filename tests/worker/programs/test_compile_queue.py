@@ -106,6 +106,29 @@ def test_what_steps_were_padded_for_most_comes_without_a_rest_once_that_is_worth
     assert made.queue.take() is None
 
 
+def test_what_would_only_be_faster_does_not_begin_in_the_middle_of_an_answer_however_long_nothing_was_compiled(made):
+    made.queue.clear()
+    made.queue.add(faster := ProgramKey("decode", 8))
+    assert made.queue.take() is None, "nothing was compiled yet, and a second is assumed"
+    made.clock.seconds += REST_SHARE
+    assert prepare(made, seconds=4.0) == faster
+    made.clock.seconds += 1000
+    made.queue.add(other := ProgramKey("decode", 2))
+    assert made.queue.take() is None
+    made.clock.seconds += 4 * REST_SHARE - 0.1
+    assert made.queue.take() is None
+    made.clock.seconds += 0.2
+    assert made.queue.take() == other
+    made.queue.add(faster)
+    made.activity.end(1)
+    made.clock.seconds += PAUSE_SECONDS
+    assert made.queue.take() == faster, "in a pause it costs nobody anything"
+    made.queue.add(other)
+    made.activity.begin(2)
+    made.queue.hurry(other)
+    assert made.queue.take() == other, "somebody waits for it"
+
+
 def test_who_waits_waits_for_nobody_and_nothing_else_takes_the_cores_meanwhile(made):
     assert made.queue.take() == KEYS[0]
     made.queue.hurry(KEYS[4])
