@@ -2,6 +2,7 @@
 
 import gzip
 from functools import partial
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +167,7 @@ def test_functions_that_were_replaced_are_noticed_wherever_they_are(monkeypatch)
             self.forward = forward
 
     assert replaced_code(Model(norm.rms_norm)) == []
-    for forward in (lambda x: x, partial(lambda x: x), jax.jit(lambda x: x), Model(None).__init__):
+    for forward in (lambda x: x, partial(lambda x: x), jax.jit(lambda x: x), Model(None).__init__, MagicMock()):
         assert replaced_code(Model(forward)) == ["Model.forward"]
     monkeypatch.setattr(norm, "rms_norm", lambda *_: None)
     monkeypatch.setattr(norm.Norm, "__hash__", lambda self: 1)
