@@ -48,13 +48,13 @@ def test_drafts_and_grammars_go_on_behind_what_was_loaded():
 
 def slowed(worker, monkeypatch):
     """Let no page of a load come before the event that is returned is set."""
-    opened, fetch = threading.Event(), worker._fetch_page
+    opened, fetch = threading.Event(), worker._fetcher.fetch
 
-    def wait_and_fetch(content, target):
+    def wait_and_fetch(load):
         opened.wait(20)
-        return fetch(content, target)
+        return fetch(load)
 
-    monkeypatch.setattr(worker, "_fetch_page", wait_and_fetch)
+    monkeypatch.setattr(worker._fetcher, "fetch", wait_and_fetch)
     return opened
 
 
