@@ -65,7 +65,9 @@ class KVTransferDriver:
         if said is None:
             return
         half.handovers.lent(request, said)
-        half.saves[:0] = [Save(step_id - 1, *page) for page in pages if page[1]]  # the prefix cache had them
+        # What the prefix cache had; what this step or one before it computes is to be saved behind that step already.
+        computed = {save.content.key for save in half.saves}
+        half.saves[:0] = [Save(step_id - 1, *page) for page in pages if page[1] and page[0].key not in computed]
         if request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
             told = EngineCoreOutput(request.request_id, [], max(request.num_cached_tokens, 0), request.num_preemptions)
             told.kv_transfer_params = said

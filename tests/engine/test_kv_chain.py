@@ -138,9 +138,10 @@ def test_what_is_lent_is_copied_before_the_next_request_takes_its_blocks():
 
 
 def test_a_prompt_whose_request_fails_is_not_lent():
-    core, device, _ = made(64)
+    core, device, transfer = made(64)
     device.bad_requests["a"] = "its logits are no numbers"
     core.add_request(handed_over(LENDS, 3))
     outputs = run(core)["a"]
     assert outputs[-1].finish_reason == "error"
-    assert all(output.kv_transfer_params is None for output in outputs)
+    said = [output.kv_transfer_params for output in outputs]
+    assert said[-1] is None and transfer.taken_back == [each["lease"] for each in said if each]

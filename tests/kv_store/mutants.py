@@ -66,6 +66,10 @@ MUTANTS = (
             "decode(page, expect_namespace=self.namespace, key=key, secret=self._secret)",
             "pass",
         ),
+    ),
+    *_of(
+        "jaxpaged/kv_store/asked.py",
+        "",
         ("damaged pages stay in the store", "            self.remove([key])\n", ""),
     ),
     # ---- namespaces and keys
@@ -238,7 +242,11 @@ MUTANTS = (
             "                if content.key in gathered.discarded:\n                    continue\n",
             "",
         ),
-        ("a page that is on its way is copied again", " and each[1].key not in self._under_way:", ":"),
+        (
+            "a page that is on its way is copied again",
+            " for _, content, _ in saves], self._under_way)",
+            " for _, content, _ in saves])",
+        ),
         (
             "a copy is stored when its first block is",
             "max(step_id for step_id, _, _ in saves)",

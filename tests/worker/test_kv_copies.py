@@ -68,7 +68,7 @@ def test_rounded_pages_are_off_by_half_a_step_of_each_tokens_and_heads_own_scale
 def test_latents_are_never_rounded():
     caches = lambda spec: SimpleNamespace(groups=[SimpleNamespace(spec=spec)])
     rounded = KVOffload((TierWish("host", capacity=1),), pages="int8")
-    check_offload(rounded, caches(ATTENTION))
+    check_offload(rounded, None, caches(ATTENTION))
     with pytest.raises(ConfigError, match="pages=int8, but this model caches latents"):
-        check_offload(rounded, caches(LATENT))
-    check_offload(KVOffload(rounded.tiers), caches(LATENT))
+        check_offload(rounded, None, caches(LATENT))
+    check_offload(KVOffload(rounded.tiers), None, caches(LATENT))
