@@ -82,7 +82,7 @@ class Plan(msgspec.Struct):
     device: DeviceFacts
     num_devices: int  # of the target
     num_hosts: int  # over which they are spread
-    tensor_parallel_size: int  # that one engine uses, for each of its stages
+    tensor_parallel_size: int  # that one engine uses, for each of its stages or attention ranks
     options: dict[str, str | int | float]
     usable_bytes: int
     weight_bytes: int
@@ -103,10 +103,11 @@ class Plan(msgspec.Struct):
     page_token_bytes: float = 0.0  # of one token's keys and values in all layers, outside of the devices
     further_kv_bytes: int = 0  # of other pools, which have as many blocks as go with those of the first
     stages: list[StagePlan] = []  # in their order, if layers are dealt to several
+    num_ranks: int = 1  # attention ranks of one engine; blocks are those of each, and requests those of all
 
     @property
     def devices_per_engine(self) -> int:
-        return self.tensor_parallel_size * max(len(self.stages), 1)
+        return self.num_ranks * self.tensor_parallel_size * max(len(self.stages), 1)
 
     @property
     def kv_bytes(self) -> int:

@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""One engine on 1, 2, 4 and 8 devices, split and with whole experts: the same tokens, and the host's time for a step.
-And experts against a dense model in which a token meets as many columns.
+"""One engine on 1, 2, 4 and 8 devices, split, with whole experts, and as attention ranks of one device: the same
+tokens, the host's time for a step, and how long a step takes against one that is split over as many devices. And
+experts against a dense model in which a token meets as many columns.
 
     python scripts/bench_parallel.py [--devices 1 2 4 8] [--tokens 32] [--repeat 3]
 
-The devices are virtual ones of this machine's CPU: they show that answers agree and what the host does for a step, and
-not how fast several devices are. Host time is CPU time of the thread that schedules, dispatches and reads results, of a
-model so small that it is next to nothing itself. The last table has decode speeds of one device, by the wall clock. All
-weights are random and float32.
+The devices are virtual ones of this machine's CPU, which share its cores: they show that answers agree and what the
+host does for a step, and not how fast several devices are. Host time is CPU time of the thread that schedules,
+dispatches and reads results, of a model so small that it is next to nothing itself. The last table has decode speeds of
+one device, by the wall clock. All weights are random and float32.
 """
 
 import argparse
@@ -36,6 +37,8 @@ LARGE = {"hidden_size": 512, "num_hidden_layers": 4, "num_experts": 64, "num_exp
 LARGE |= {"moe_intermediate_size": 128}
 OF_EXPERTS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
 REQUESTS = 32
+SPREAD = ("spread", "spread over ranks")
+WAYS = ("split", *SPREAD)
 
 
 def write_model(folder: Path, sizes: dict[str, int], dense: bool = False) -> str:
@@ -54,11 +57,13 @@ def write_model(folder: Path, sizes: dict[str, int], dense: bool = False) -> str
     return str(folder)
 
 
-def open_model(folder: str, **options: Any) -> LLM:
+def open_model(folder: str, ranks: int = 1, **options: Any) -> LLM:
+    """An engine for `REQUESTS` requests at a time, of which each attention rank has a share."""
+    requests = REQUESTS // ranks
     return LLM(
-        folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=256, max_num_seqs=REQUESTS,
-        max_num_batched_tokens=64, token_buckets=[REQUESTS, 64], enable_prefix_caching=False, num_scheduler_steps=1,
-        wait_for_programs=True, num_gpu_blocks_override=REQUESTS * 8 + 1, **options,
+        folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=256, max_num_seqs=requests,
+        max_num_batched_tokens=64, token_buckets=[requests, 64], enable_prefix_caching=False, num_scheduler_steps=1,
+        wait_for_programs=True, num_gpu_blocks_override=requests * 8 + 1, data_parallel_size=ranks, **options,
     )  # fmt: skip
 
 
@@ -69,26 +74,34 @@ def answers(llm: LLM, num_requests: int, num_tokens: int) -> list[list[int]]:
 
 
 def same_tokens(folder: str, devices: list[int], num_tokens: int, repeat: int) -> None:
-    """Print for every number of devices, and both ways to divide experts, whether tokens agree, and host time."""
-    expected, alone = None, 0.0
-    print("| devices | experts are | tokens | host ms a step | of one device |\n|---|---|---|---|---|")
+    """Print for every number of devices, and all ways to use them, whether tokens agree, and times of a step."""
+    expected, alone, split = None, 0.0, 0.0
+    print("| devices | experts are | tokens | host ms a step | of one device | a step, of one that is split |")
+    print("|---|---|---|---|---|---|")
     for num_devices in devices:
-        for spread in (False, True) if num_devices > 1 else (False,):
-            with open_model(folder, tensor_parallel_size=num_devices, enable_expert_parallel=spread) as llm:
+        for how in WAYS if num_devices > 1 else ("whole",):
+            with open_model(folder, **options_of(how, num_devices)) as llm:
                 found = answers(llm, REQUESTS, num_tokens)
-                seconds = min(host_seconds(llm, num_tokens) for _ in range(repeat))
-            expected, alone = expected or found, alone or seconds
+                host, wall = map(min, zip(*[step_seconds(llm, num_tokens) for _ in range(repeat)]))
+            expected, alone, split = expected or found, alone or host, split if how in SPREAD else wall
             agree = sum(a == b for own, other in zip(found, expected) for a, b in zip(own, other))
-            how = "spread" if spread else "split" if num_devices > 1 else "whole"
-            total = REQUESTS * num_tokens
-            print(f"| {num_devices} | {how} | {agree} of {total} alike | {1e3 * seconds:.2f} | {seconds / alone:.2f} |")
+            total, ratios = REQUESTS * num_tokens, f"{host / alone:.2f} | {wall / split:.2f}"
+            print(f"| {num_devices} | {how} | {agree} of {total} alike | {1e3 * host:.2f} | {ratios} |", flush=True)
 
 
-def host_seconds(llm: LLM, num_tokens: int) -> float:
-    """CPU time of this thread for a step, with `REQUESTS` requests in nearly all of them."""
-    steps, begin = llm.llm_engine.executor_stats()["steps"], time.thread_time()
+def options_of(how: str, num_devices: int) -> dict[str, Any]:
+    if how == "spread over ranks":
+        return {"ranks": num_devices, "enable_expert_parallel": True}
+    return {"tensor_parallel_size": num_devices, "enable_expert_parallel": how == "spread"}
+
+
+def step_seconds(llm: LLM, num_tokens: int) -> tuple[float, float]:
+    """(CPU time of this thread, time) for a step, with `REQUESTS` requests in nearly all of them."""
+    steps, begin, host_begin = llm.llm_engine.executor_stats()["steps"], time.perf_counter(), time.thread_time()
     answers(llm, REQUESTS, num_tokens)
-    return (time.thread_time() - begin) / (llm.llm_engine.executor_stats()["steps"] - steps)
+    host, wall = time.thread_time() - host_begin, time.perf_counter() - begin
+    steps = llm.llm_engine.executor_stats()["steps"] - steps
+    return host / steps, wall / steps
 
 
 def experts_against_dense(folder: Path, num_tokens: int, repeat: int) -> None:

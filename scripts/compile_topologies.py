@@ -32,7 +32,7 @@ from jaxpaged.worker.programs.table import ProgramKey
 from pallas_kernels.tpu_targets import why_not
 
 TOKENS = (64, 2048)
-"""Of the two steps that are compiled: one of as many requests, and a piece of a prompt."""
+"""Of the two steps that are compiled, of each attention rank: one of as many requests, and a piece of a prompt."""
 CONTEXT = 8192
 """Tokens of a request."""
 
@@ -101,13 +101,19 @@ CASES = {
         "DeepSeek-V3", DEEPSEEK_V3, "v6e:8x8", (4, 5), SPREAD | {"decode_context_parallel_size": 8}
     ),
     "llama-v6e-pp": Case("Llama-3.1-70B", LLAMA_70B, "v6e:2x4", options={"pipeline_parallel_size": 2}),
+    "gpt-oss-v6e-ranks": Case(
+        "GPT-OSS-120B", GPT_OSS_120B, "v6e:2x4", (2, 4), SPREAD | INT8 | {"data_parallel_size": 2}
+    ),
+    "qwen3-v6e-ranks": Case(
+        "Qwen3-235B-A22B", QWEN3_235B, "v6e:4x4", options=SPREAD | INT8 | {"data_parallel_size": 4}
+    ),
     "deepseek-tpu7x": Case("DeepSeek-V3", DEEPSEEK_V3, "tpu7x:2x2x4", (4, 5), SPREAD),
 }
 
 
 def planner_of(case: Case, target: Target, num_layers: int, tokens: Sequence[int] = TOKENS, **options: Any) -> Planner:
     """The engine of a case with so many layers, over all its stages, whose steps have so many tokens."""
-    size = target.num_devices // num_stages(case)
+    size = target.num_devices // (num_stages(case) * case.options.get("data_parallel_size", 1))
     hf = case.hf | {"num_hidden_layers": num_layers}
     model = model_for(hf)
     decoder = model.config_from_hf(hf)

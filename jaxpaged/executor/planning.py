@@ -22,10 +22,10 @@ def plan_on_target(
     With `output` every program is compiled and written there as a bundle, if the engine fits. Raises ConfigError for
     an unknown target and for options that contradict each other.
     """
-    if (ranks := config.parallel.num_ranks) > 1:
+    if config.parallel.num_ranks > 1 and output is not None:
         raise ConfigError(
-            f"data_parallel_size is {ranks} with enable_expert_parallel, but plans are made for one attention rank "
-            "only. Leave one of them out."
+            f"data_parallel_size is {config.parallel.data_parallel_size} with enable_expert_parallel, but there are no "
+            "bundles for attention ranks. Leave out --save."
         )
     if (num_stages := config.parallel.pipeline_parallel_size) > 1 and output is not None:
         raise ConfigError(f"pipeline_parallel_size is {num_stages}, but a bundle has programs of one stage only.")

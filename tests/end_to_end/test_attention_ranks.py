@@ -66,6 +66,10 @@ def test_two_ranks_give_the_tokens_of_one_device_and_hold_twice_as_many(tmp_path
         (kv,) = llm.collective_rpc(lambda worker: worker.device.state.kv)
         assert {leaf.sharding.shard_shape(leaf.shape)[0] for leaf in jax.tree.leaves(kv)} == {14}
         assert {leaf.shape[0] for leaf in jax.tree.leaves(kv)} == {28}
+        (memory,) = llm.collective_rpc(lambda worker: worker.memory)
+    config = EngineConfig.from_options(model=folder, data_parallel_size=2, enable_expert_parallel=True)
+    plan = plan_engine(config, "h100:2", compile=False)
+    assert plan.weight_bytes == memory["weight_bytes"]
 
 
 @pytest.mark.slow
@@ -123,8 +127,9 @@ def test_models_without_experts_have_no_ranks(tmp_path):
         LLM(**OPTIONS, model=str(write_checkpoint("llama", tmp_path)), data_parallel_size=2)
 
 
-def test_plans_are_not_made_for_ranks(tmp_path):
+def test_bundles_are_not_planned_for_ranks(tmp_path):
     folder = write_checkpoint("mixtral", tmp_path)
     config = EngineConfig.from_options(model=str(folder), data_parallel_size=2, enable_expert_parallel=True)
-    with pytest.raises(ConfigError, match="one attention rank only"):
-        plan_engine(config, "h100:8", compile=False)
+    assert plan_engine(config, "h100:8", compile=False).fits
+    with pytest.raises(ConfigError, match="there are no bundles for attention ranks"):
+        plan_engine(config, "h100:8", compile=False, output=tmp_path / "bundle")

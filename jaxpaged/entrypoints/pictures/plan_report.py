@@ -23,6 +23,8 @@ def text_report(plan: Plan) -> str:
     split = f", the model split over {plan.devices_per_engine} of them" if plan.num_devices > 1 else ""
     if plan.stages:
         split += f", {len(plan.stages)} stages of {plan.tensor_parallel_size}"
+    if plan.num_ranks > 1:
+        split += f", {plan.num_ranks} attention ranks of {plan.tensor_parallel_size} with KV blocks of their own"
     parts = [
         f"{plan.model} on {plan.target}: {count(plan.num_devices, 'device')} ({plan.device.name}){split}",
         "  ".join(f"{name}={value}" for name, value in plan.options.items()),

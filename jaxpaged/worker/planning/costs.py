@@ -6,7 +6,7 @@ import jax
 
 from jaxpaged.kv_cache_spec import KVCacheGroup, StateSpec
 from jaxpaged.layers.experts import expert_weights
-from jaxpaged.params.sharding import bytes_on_device, elements_on_device
+from jaxpaged.params.sharding import bytes_on_device, elements_on_device, num_ranks
 from jaxpaged.plan import PlannedProgram
 from jaxpaged.worker.context_split import exchanged_bytes
 from jaxpaged.worker.memory import has_head, looked_up
@@ -20,12 +20,15 @@ def work_of(blueprint: Blueprint, programs: Sequence[PlannedProgram] = ()) -> Wo
     table_rows, head = looked_up(blueprint), head_leaves(blueprint)
     read = [leaf for leaf in jax.tree.leaves(params) if not any(leaf is other for other in table_rows)]
     experts, share = expert_weights(params), decoder.share_of_experts
+    met = round(sum(map(elements_on_device, experts)) * share)  # by a token, as if by chance
     waited = sum(program.waited_bytes for program in programs if program.kind == "forward")
     hidden = sum(program.hidden_bytes for program in programs if program.kind == "forward")
     return Work(
         num_shards=shards,
+        num_ranks=num_ranks(blueprint.mesh),
         weight_bytes=blueprint.weight_bytes - sum(bytes_on_device(leaf) for leaf in table_rows),
-        params=sum(map(elements_on_device, read)) - round(sum(map(elements_on_device, experts)) * (1 - share)),
+        params=sum(map(elements_on_device, read)) - sum(map(elements_on_device, experts)) + met,
+        expert_params=met,
         expert_bytes=sum(map(bytes_on_device, experts)),
         expert_share=share,
         head_params=sum(map(elements_on_device, head)),
@@ -41,8 +44,9 @@ def work_of(blueprint: Blueprint, programs: Sequence[PlannedProgram] = ()) -> Wo
 
 
 def steps_per_program(blueprint: Blueprint) -> int:
-    """Decode steps that are dispatched at once, at most. Stages take them one by one."""
-    return 1 if blueprint.stage is not None else blueprint.config.scheduler.num_scheduler_steps or MAX_STEPS
+    """Decode steps that are dispatched at once, at most. Stages and attention ranks take them one by one."""
+    one_by_one = blueprint.stage is not None or num_ranks(blueprint.mesh) > 1
+    return 1 if one_by_one else blueprint.config.scheduler.num_scheduler_steps or MAX_STEPS
 
 
 def head_leaves(blueprint: Blueprint) -> list[jax.ShapeDtypeStruct]:

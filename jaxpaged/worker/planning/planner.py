@@ -49,7 +49,9 @@ class Planner:
     def __init__(self, config: EngineConfig, model: Model, decoder: DecoderConfig, target: Target):
         self.config, self.model, self.decoder, self.target = config, model, decoder, target
         (size, spreads_experts), num_stages = config.parallel.devices, config.parallel.pipeline_parallel_size
-        self.stages = stage_blueprints(config, model, decoder, target.stage_meshes(size, num_stages, spreads_experts))
+        self.num_ranks = config.parallel.num_ranks
+        meshes = target.stage_meshes(size, num_stages, spreads_experts, self.num_ranks)
+        self.stages = stage_blueprints(config, model, decoder, meshes)
         self.blueprint = self.stages[-1]
         self.pools = config.model.runner == "pooling"
         self.reserves = [reserve_of(stage) for stage in self.stages]
@@ -89,6 +91,7 @@ class Planner:
             obstacles=self.obstacles(),
             advice=[],
             stages=stages if len(stages) > 1 else [],
+            num_ranks=self.num_ranks,
         )
         plan.advice = self.advice(plan)
         return plan
@@ -153,7 +156,8 @@ class Planner:
 
     def concurrency(self, context: int) -> int:
         """Requests of `context` tokens that fit the KV cache, no beginning shared."""
-        return int(self.kv_cache.concurrency(context, self.config.scheduler.max_num_batched_tokens))
+        of_rank = self.kv_cache.concurrency(context, self.config.scheduler.max_num_batched_tokens)
+        return self.num_ranks * int(of_rank)
 
     def contexts(self, lengths: Sequence[int]) -> list[int]:
         """Those lengths that the engine serves, and its longest."""
@@ -190,10 +194,10 @@ class Planner:
 
     def decode(self, programs: Sequence[PlannedProgram] = ()) -> list[Speed]:
         """Decode bounds for numbers of requests and contexts that fit the KV cache."""
-        device, most, works = self.target.device, self.config.scheduler.max_num_seqs, self.works(programs)
-        count = len(self.stages)
+        device, works, count = self.target.device, self.works(programs), len(self.stages)
+        most = self.num_ranks * self.config.scheduler.max_num_seqs
         moved = lambda n: [
-            forward_bytes(programs_of(programs, i, count), -(-n // count)) + work.head_bytes
+            forward_bytes(programs_of(programs, i, count), -(-n // (count * self.num_ranks))) + work.head_bytes
             for i, work in enumerate(works)
         ]
         counts = sorted({min(n, most) for n in DECODE_REQUESTS})
@@ -224,7 +228,7 @@ class Planner:
         ]
         if self.target.platform == "gpu":
             lines.append("the engine lets jax have that share of a GPU, unless XLA_CLIENT_MEM_FRACTION there is less")
-        if shards > 1:
+        if shards * self.num_ranks > 1:
             lines.append(
                 f"devices exchange {device.links / 1e9:,.0f} GB/s each, and latency is left out; "
                 f"{max(work.waited_share for work in self.works(programs)):.0%} of what they exchange is waited for"
@@ -243,14 +247,15 @@ class Planner:
 
     def obstacles(self) -> list[str]:
         """Why the engine would not run on the target, were there memory enough."""
-        target, split = self.target, self.blueprint.num_shards * len(self.stages)
+        target, split = self.target, self.num_ranks * self.blueprint.num_shards * len(self.stages)
         on_one_host = target.platform == "gpu" and split <= max(target.host_sizes)
         if target.num_hosts == 1 or on_one_host:
             return []
-        if len(self.stages) > 1:
+        if len(self.stages) > 1 or self.num_ranks > 1:
+            what = "all stages of a pipeline" if len(self.stages) > 1 else "for all attention ranks"
             return [
                 f"the {target.num_devices} devices of {target.name} are spread over {target.num_hosts} hosts, and one "
-                f"process computes all stages of a pipeline. Plan for the {max(target.host_sizes)} devices of "
+                f"process computes {what}. Plan for the {max(target.host_sizes)} devices of "
                 f"{target.host_name}, or for fewer"
             ]
         if split == target.num_devices:
@@ -269,7 +274,8 @@ class Planner:
             lines.append(f"one engine across {plan.num_hosts} hosts: start it on each, --nnodes {plan.num_hosts}")
         replicas = plan.num_hosts * (plan.num_devices // plan.num_hosts // plan.devices_per_engine)
         if replicas > self.config.parallel.num_cores and not lines:
-            option = "" if plan.num_hosts > 1 or plan.stages else f": --data-parallel-size {replicas}"
+            alone = plan.num_hosts == 1 and plan.num_ranks == 1 and not plan.stages
+            option = "" if not alone else f": --data-parallel-size {replicas}"
             where = f"{plan.target}, each on {plan.devices_per_engine} of its {plan.num_devices} devices"
             lines.append(f"{replicas} engines fit side by side on {where}{option}")
         return lines
@@ -315,7 +321,7 @@ class Planner:
         host = replace(self.target, devices=(), sizes=host_sizes, num_devices=max(host_sizes), num_hosts=1)
         for shards in host_sizes:
             config = replace(self.config, parallel=replace(self.config.parallel, tensor_parallel_size=shards))
-            enough = shards * len(self.stages) <= host.num_devices
+            enough = self.num_ranks * shards * len(self.stages) <= host.num_devices
             if enough and shards > self.blueprint.num_shards and can_split(config, self.model, self.decoder):
                 planner = Planner(config, self.model, self.decoder, host)
                 if planner.num_blocks > planner.blocks_per_request:
@@ -338,7 +344,7 @@ def largest_split(
 def can_split(config: EngineConfig, model: Model, decoder: DecoderConfig) -> bool:
     """Whether heads and feed-forward divide as `config` says."""
     try:
-        Blueprint(config, model, decoder, shapes_mesh(*config.parallel.devices))
+        Blueprint(config, model, decoder, shapes_mesh(*config.parallel.devices, ranks=config.parallel.num_ranks))
     except ConfigError:
         return False
     return True

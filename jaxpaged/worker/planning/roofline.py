@@ -24,11 +24,11 @@ KERNEL_SECONDS = 1e-6
 
 @dataclass(frozen=True)
 class Work:
-    """What a token costs on one of `num_shards` devices.
+    """What a token costs on one of `num_shards` devices, or of those of each of `num_ranks` attention ranks.
 
     weight_bytes: read by a decode step, embeddings that are only looked up left out. params: numbers of one device
     that every token is multiplied with, `head_params` those of the output head; of
-    experts, those that a token goes to. attention_layers: (window or None,
+    experts, those that a token goes to, `expert_params`. attention_layers: (window or None,
     layers, bytes of a token that one of them caches). heads: query heads x their width of one device.
     reduced_bytes: summed over the devices per token in all layers, `waited_share` of it while nothing else runs.
     steps_per_program: decode steps that are dispatched at once, at most. expert_bytes: those of `weight_bytes` that
@@ -50,6 +50,8 @@ class Work:
     merged_bytes: int = 0
     head_bytes: int = 0
     sent_bytes: int = 0
+    num_ranks: int = 1
+    expert_params: int = 0
 
     def bytes_read(self, num_tokens: int) -> float:
         """The weights that a step of so many tokens needs: experts to which none of them goes are left alone."""
@@ -69,26 +71,29 @@ def decode_speed(
     weights. Requests take turns on stages: each step has a share of them.
     """
     in_step = -(-num_requests // len(stages))
+    of_rank = -(-in_step // stages[0].num_ranks)  # stages have none
     parts_of = [
         decode_parts(work, device, in_step, context, moved)
         for work, moved in zip(stages, step_bytes or [0] * len(stages), strict=True)
     ]
-    seconds, sent = stage_seconds(stages, device, in_step, parts_of)
+    seconds, sent = stage_seconds(stages, device, of_rank, parts_of)
     num_steps = -(-num_requests // in_step)  # until all have a token: those of a step need it for their next one
     slowest = max(range(len(stages)), key=seconds.__getitem__)
     parts, host = parts_of[slowest], num_steps * parts_of[slowest]["host"]
     whole = max(num_steps * seconds[slowest], sum(seconds) + sent, host)
-    return Speed(num_requests, context, num_requests / whole, limit_of(stages[slowest], device, in_step, parts))
+    return Speed(num_requests, context, num_requests / whole, limit_of(stages[slowest], device, of_rank, parts))
 
 
 def decode_parts(work: Work, device: DeviceFacts, num_requests: int, context: int, step_bytes: int) -> dict[str, float]:
-    """Seconds of the parts of a step on one stage."""
+    """Seconds of the parts of a step on one stage. Experts meet the tokens of all ranks."""
+    of_rank = -(-num_requests // work.num_ranks)
+    of_others = (num_requests - of_rank) * work.expert_params
     moved = max(step_bytes, work.bytes_read(num_requests))
     in_layers = [(min(window or context, context) * n, token_bytes) for window, n, token_bytes in work.attention_layers]
     seen, read = sum(n for n, _ in in_layers), sum(n * token_bytes for n, token_bytes in in_layers)
     return {
-        "memory": (moved + num_requests * read) / device.bandwidth,
-        "matmul": num_requests * (2 * work.params + 4 * seen * work.heads) / device.matmul_bf16,
+        "memory": (moved + of_rank * read) / device.bandwidth,
+        "matmul": (of_rank * (2 * work.params + 4 * seen * work.heads) + 2 * of_others) / device.matmul_bf16,
         "host": DISPATCH_SECONDS / work.steps_per_program + num_requests * REQUEST_SECONDS,
         "kernels": work.kernels * KERNEL_SECONDS,
     }
@@ -122,10 +127,11 @@ def prefill_parts(work: Work, device: DeviceFacts, num_tokens: int, num_steps: i
 
 
 def link_seconds(work: Work, device: DeviceFacts, num_tokens: float) -> float:
-    """A ring all-reduce sends every byte 2 (n - 1) / n times; what merges parts of contexts comes on top."""
-    if work.num_shards == 1 or not device.links:
+    """A ring all-reduce sends every byte 2 (n - 1) / n times; what merges parts of contexts comes on top. So do, once a
+    layer, the tokens of other ranks, which have as many, on their way to the experts and back."""
+    if work.num_shards * work.num_ranks == 1 or not device.links:
         return 0.0
-    reduced = 2 * (work.num_shards - 1) / work.num_shards * work.reduced_bytes
+    reduced = (2 * (work.num_shards - 1) / work.num_shards + work.num_ranks - 1) * work.reduced_bytes
     return num_tokens * (reduced + work.merged_bytes) / device.links
 
 

@@ -18,17 +18,16 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxpaged.distributed.mesh import (
     Coordinates,
+    axes_of,
     check_mesh_size,
     check_num_stages,
     make_mesh,
-    mesh_shape,
     meshes_in_line,
     sizes_of,
     torus_sizes,
 )
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.installed import is_installed
-from jaxpaged.params.sharding import MODEL_AXES
 from jaxpaged.plan import DeviceFacts
 
 CHIPS = {
@@ -89,28 +88,32 @@ class Target:
     def compiles(self) -> bool:
         return bool(self.devices)
 
-    def mesh(self, size: int, spreads_experts: bool = False) -> Mesh | AbstractMesh:
-        """A mesh of `size` devices of the target, real ones if it compiles. Raises ConfigError if there is none."""
+    def mesh(self, size: int, spreads_experts: bool = False, ranks: int = 1) -> Mesh | AbstractMesh:
+        """A mesh of `size` devices of the target for each of its attention ranks, real ones if it compiles. Raises
+        ConfigError if there is none."""
         if self.compiles:
-            return make_mesh(size, self.devices, spreads_experts=spreads_experts)
-        check_mesh_size(size, self.sizes, self.num_devices, f"devices of {self.name}")
-        return shapes_mesh(size, spreads_experts, AbstractDevice(self.device.name, None, self.platform))
+            return make_mesh(size, self.devices, spreads_experts=spreads_experts, ranks=ranks)
+        check_mesh_size(size, self.sizes, self.num_devices, f"devices of {self.name}", ranks)
+        return shapes_mesh(size, spreads_experts, AbstractDevice(self.device.name, None, self.platform), ranks)
 
     def stage_meshes(
-        self, size: int, num_stages: int, spreads_experts: bool = False
+        self, size: int, num_stages: int, spreads_experts: bool = False, ranks: int = 1
     ) -> tuple[Mesh, ...] | tuple[AbstractMesh, ...]:
-        """A mesh for each stage of a pipeline, of the devices that an engine would give it. Raises ConfigError."""
+        """A mesh for each stage of a pipeline, of the devices that an engine would give it; one, of all attention
+        `ranks`, if there are no stages. Raises ConfigError."""
         if num_stages > 1:
             check_num_stages(size, num_stages, self.num_devices, f"devices of {self.name}")
             if self.compiles:
                 return meshes_in_line(size, num_stages, self.devices, spreads_experts)
-        return (self.mesh(size, spreads_experts),) * num_stages
+        return (self.mesh(size, spreads_experts, ranks),) * num_stages
 
 
-def shapes_mesh(size: int, spreads_experts: bool = False, device: AbstractDevice | None = None) -> AbstractMesh:
+def shapes_mesh(
+    size: int, spreads_experts: bool = False, device: AbstractDevice | None = None, ranks: int = 1
+) -> AbstractMesh:
     """A mesh with a size and no devices: enough for shapes and shardings. `device`: what each is, if it matters."""
-    types = (AxisType.Auto,) * len(MODEL_AXES)
-    return AbstractMesh(mesh_shape(size, spreads_experts), MODEL_AXES, axis_types=types, abstract_device=device)
+    shape, axes = axes_of(size, spreads_experts, ranks)
+    return AbstractMesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), abstract_device=device)
 
 
 def known_targets() -> str:

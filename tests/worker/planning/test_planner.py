@@ -12,6 +12,7 @@ import pytest
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.build import facts_of, plan_engine, read_model, with_draft_model
+from jaxpaged.entrypoints.pictures.plan_report import text_report
 from jaxpaged.errors import ConfigError
 from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.models.pooling import pooling_model
@@ -371,6 +372,27 @@ def test_experts_that_are_spread_are_counted_where_they_are(tmp_path):
     one_expert = 2 * 3 * 40 * 48 * 4
     assert split.expert_bytes == 5 * one_expert / 2 and spread.expert_bytes == 3 * one_expert
     assert spread.weight_bytes - split.weight_bytes == one_expert / 2
+
+
+def test_ranks_have_a_cache_each_and_experts_once_between_them(tmp_path):
+    folder, ranks = write_checkpoint("mixtral", tmp_path), {"data_parallel_size": 2, "enable_expert_parallel": True}
+    options = {"tensor_parallel_size": 2, "num_gpu_blocks_override": 20}
+    plan = planner(folder, toy(64 * MIB, num_devices=4), **options, **ranks).plan()
+    alone = planner(folder, toy(64 * MIB, num_devices=4), **options).plan()
+    assert (plan.num_ranks, plan.devices_per_engine, alone.devices_per_engine) == (2, 4, 2)
+    assert plan.fits and plan.concurrency[64] == 2 * alone.concurrency[64] and plan.kv_bytes == alone.kv_bytes
+    one_expert = 2 * 3 * 40 * 48 * 4
+    assert alone.weight_bytes - plan.weight_bytes == (5 / 2 - 2) * one_expert, "five in two places on each of four"
+    assert "2 attention ranks of 2" in text_report(plan) and "attention ranks" not in text_report(alone)
+
+
+def test_ranks_are_planned_for_one_host_whose_devices_they_share(tmp_path):
+    folder = write_checkpoint("mixtral", tmp_path)
+    plan = plan_of(phi4(folder), "h100:8", data_parallel_size=4, enable_expert_parallel=True)
+    assert plan.fits and plan.tensor_parallel_size == 2 and plan.num_ranks == 4
+    assert all("data-parallel-size" not in line for line in plan.advice)
+    many = plan_of(phi4(folder), "v6e:4x4", data_parallel_size=4, tensor_parallel_size=4, enable_expert_parallel=True)
+    assert not many.fits and "one process computes for all attention ranks" in many.advice[0]
 
 
 def test_a_lone_request_is_bound_by_host_and_kernels_where_the_model_is_small():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxpaged.plan import DeviceFacts
-from jaxpaged.worker.planning.roofline import Work, decode_speed, link_seconds, prefill_speed
+from jaxpaged.worker.planning.roofline import Work, decode_parts, decode_speed, link_seconds, prefill_speed
 
 HOST = 110e-6 + 3.2e-6  # for one request
 DEVICE = DeviceFacts("toy", memory=10**9, bandwidth=1e9, matmul_bf16=1e12, links=1e8)
@@ -23,6 +23,17 @@ def test_a_lone_decode_is_bound_by_reading_weights_and_cache_once():
     speed = decode_speed([work()], DEVICE, num_requests=1, context=1000)
     assert speed.limit == "memory"
     assert speed.tokens_per_second == pytest.approx(1e9 / (2_000_000 + 2 * 1000 * 100))
+
+
+def test_ranks_read_their_own_caches_and_multiply_all_tokens_with_experts():
+    """Eight requests on two ranks: four caches each, and the experts' share of all eight tokens."""
+    ranked = work(num_ranks=2, expert_params=200_000)
+    parts = decode_parts(ranked, DEVICE, 8, 1000, 0)
+    assert parts["memory"] * DEVICE.bandwidth == pytest.approx(2_000_000 + 4 * 2 * 1000 * 100)
+    attention = 4 * 2000 * 64
+    assert parts["matmul"] * DEVICE.matmul_bf16 == pytest.approx(4 * (2 * 800_000 + attention) + 8 * 2 * 200_000)
+    assert link_seconds(ranked, DEVICE, 4) * DEVICE.links == pytest.approx(4 * 500), "to the other rank and back"
+    assert link_seconds(work(), DEVICE, 4) == 0
 
 
 def test_requests_share_the_weights_but_not_their_caches():
