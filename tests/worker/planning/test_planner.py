@@ -391,8 +391,10 @@ def test_ranks_are_planned_for_one_host_whose_devices_they_share(tmp_path):
     plan = plan_of(phi4(folder), "h100:8", data_parallel_size=4, enable_expert_parallel=True)
     assert plan.fits and plan.tensor_parallel_size == 2 and plan.num_ranks == 4
     assert all("data-parallel-size" not in line for line in plan.advice)
-    many = plan_of(phi4(folder), "v6e:4x4", data_parallel_size=4, tensor_parallel_size=4, enable_expert_parallel=True)
-    assert not many.fits and "one process computes for all attention ranks" in many.advice[0]
+    part = plan_of(phi4(folder), "v6e:4x4", data_parallel_size=4, enable_expert_parallel=True)
+    assert not part.fits and "one process computes for all attention ranks" in part.advice[0]
+    with pytest.raises(ConfigError, match="takes 16 devices, but a host of v6e:4x4 has 8"):
+        plan_of(phi4(folder), "v6e:4x4", data_parallel_size=8, tensor_parallel_size=2, enable_expert_parallel=True)
 
 
 def test_a_lone_request_is_bound_by_host_and_kernels_where_the_model_is_small():
