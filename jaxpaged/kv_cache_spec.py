@@ -52,8 +52,9 @@ class AttentionSpec:
     `window` counts the tokens that a query sees, itself included; None means all of them. `chunk`, a multiple of
     `block_size`: a query at position p sees those from p - p % chunk on.
     `dtype_bytes` is the size of one cached number, `stored_dim` how many of them a kernel's layout keeps for a head
-    of `head_dim`; the same if None. `context_shards`: devices that have the same head, and different tokens of each
-    block; what others read of it is whole, so pages of a cache do not tell.
+    of `head_dim`; the same if None. `head_copies`: how often each head of the model is there, its copies side by side;
+    `num_kv_heads` counts them all. `context_shards`: devices that have the same head, and different tokens of each
+    block. Pages of a cache tell of neither: they have each head once, and whole blocks.
     """
 
     row_bytes: ClassVar[int] = 0
@@ -66,7 +67,12 @@ class AttentionSpec:
     window: int | None = None
     stored_dim: int | None = None
     chunk: int | None = None
+    head_copies: int = field(default=1, repr=False)
     context_shards: int = field(default=1, repr=False)
+
+    @property
+    def num_model_heads(self) -> int:
+        return self.num_kv_heads // self.head_copies
 
     @property
     def device_slots(self) -> int:

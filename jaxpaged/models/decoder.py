@@ -209,6 +209,9 @@ def attention_specs(
                 f"block_size {block_size} does not divide the {chunk} tokens of the model's attention_chunk_size. "
                 "Choose one that does, or a max_model_len of one chunk at most."
             )
-        return AttentionSpec(block_size, num_kv_heads, config.head_dim, dtype_bytes, layer.window, chunk=chunk)
+        return AttentionSpec(
+            block_size, num_kv_heads, config.head_dim, dtype_bytes, layer.window, chunk=chunk,
+            head_copies=num_kv_heads // config.num_kv_heads,
+        )  # fmt: skip
 
     return [of_layer(layer) for layer in config.layers]

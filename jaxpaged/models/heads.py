@@ -28,8 +28,9 @@ from jaxpaged.params.sharding import kv_heads_on_devices
 def cache_specs(config: DecoderConfig, block_size: int, dtype_bytes: int, num_model_shards: int) -> list[CacheSpec]:
     """Keys and values, then features."""
     num_kv_heads = kv_heads_on_devices(config.num_kv_heads, num_model_shards)
+    copies = num_kv_heads // config.num_kv_heads
     return [
-        AttentionSpec(block_size, num_kv_heads, config.head_dim + HIDING_DIM, dtype_bytes),
+        AttentionSpec(block_size, num_kv_heads, config.head_dim + HIDING_DIM, dtype_bytes, head_copies=copies),
         LatentSpec(block_size, config.hidden_size, dtype_bytes),
     ]
 

@@ -26,18 +26,17 @@ def split_contexts(
     """
     if shards == 1:
         return specs
-    heads = [decoder.num_kv_heads for decoder in decoders for _ in decoder.layers]
     drafts_begin = len(decoders[0].layers)
     split = list(specs)
-    for i, (spec, num_kv_heads) in enumerate(zip(specs, heads)):
+    for i, spec in enumerate(specs):
         if is_splittable(spec):
-            copies = num_devices if isinstance(spec, LatentSpec) else num_devices // num_kv_heads
-            if copies > 0 and copies % shards == 0:
+            copies = num_devices if isinstance(spec, LatentSpec) else spec.head_copies
+            if copies % shards == 0:
                 split[i] = with_parts(spec, shards)
             elif i < drafts_begin:
                 raise ConfigError(
                     f"decode_context_parallel_size {shards} must divide the copies of each key-value head: the "
-                    f"{num_kv_heads} heads of the model have {max(copies, 1)} on tensor_parallel_size {num_devices} "
+                    f"{spec.num_model_heads} heads of the model have {copies} on tensor_parallel_size {num_devices} "
                     "devices. Choose a divisor of these copies, or more devices."
                 )
     if all(spec.context_shards == 1 for spec in split[:drafts_begin]):
@@ -57,7 +56,8 @@ def is_splittable(spec: CacheSpec) -> bool:
 
 def with_parts(spec: CacheSpec, shards: int) -> CacheSpec:
     if isinstance(spec, AttentionSpec):
-        return replace(spec, num_kv_heads=spec.num_kv_heads // shards, context_shards=shards)
+        copies = spec.head_copies // shards
+        return replace(spec, num_kv_heads=spec.num_model_heads * copies, head_copies=copies, context_shards=shards)
     assert isinstance(spec, LatentSpec), spec
     return replace(spec, context_shards=shards)
 

@@ -32,27 +32,24 @@ def kept(llm):
     assert transfer._store.flush(300.0)
 
 
-def split(num_devices):
-    return {"tensor_parallel_size": num_devices}
-
-
-@pytest.mark.parametrize(
-    ("writes", "reads"),
-    [
-        pytest.param(split(1), split(2), id="1 device to 2"),
-        pytest.param(split(2), split(1), id="2 devices to 1"),
-    ],
-)  # fmt: skip
-def test_pages_of_one_engine_are_those_of_another(writes, reads, expected, tmp_path):
-    options = {**PLAIN, "kv_offload": f"disk={tmp_path}:256M"}
-    with LLM(**{**options, **writes}) as llm:
-        assert answers(llm, SOME)[0] == expected
-        kept(llm)
-    with LLM(**{**options, **reads}) as llm:
-        patient(llm)
-        again, cached = answers(llm, SOME)
-        assert again == expected and min(cached) > 60
-        assert worker_of(llm).stats()["recompiles"] == 0
+@pytest.mark.parametrize("degrees", [(1, 4), (4, 2, 1)])
+def test_pages_do_not_depend_on_the_tensor_parallel_degree(degrees, expected, tmp_path):
+    """The model has 2 KV heads, so 4 devices have each of them twice. Each engine reads what the first one wrote, and
+    what it has on its devices then is the same to the bit, as files of the prompts say."""
+    options = {**PLAIN, "kv_offload": f"disk={tmp_path}/kv:256M"}
+    written = []
+    for degree in degrees:
+        with LLM(**options, tensor_parallel_size=degree) as llm:
+            patient(llm)
+            texts, cached = answers(llm, SOME)
+            assert texts == expected and (min(cached) > 60 if written else not any(cached))
+            files = [tmp_path / f"{degree}_{number}" for number in range(len(SOME))]
+            for prompt, path in zip(SOME, files):
+                llm.save_prefix(prompt, path)
+            written.append([path.read_bytes() for path in files])
+            kept(llm)
+            assert worker_of(llm).stats()["recompiles"] == 0
+    assert all(files == written[0] for files in written[1:])
 
 
 def test_what_was_kept_is_loaded_after_a_sleep(expected):

@@ -147,7 +147,7 @@ def test_longrope_scales_attention_by_the_ratio_of_lengths():
 def test_every_layer_says_what_it_caches():
     hf = CONFIGS["gemma3"]
     specs = model_for(hf).attention_specs(parse(hf), block_size=16, dtype_bytes=2, num_model_shards=8)
-    window, full = AttentionSpec(16, 8, 12, 2, window=10), AttentionSpec(16, 8, 12, 2)
+    window, full = (AttentionSpec(16, 8, 12, 2, window=seen, head_copies=4) for seen in (10, None))
     assert specs == [window, window, full]
 
 

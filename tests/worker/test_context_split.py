@@ -51,13 +51,13 @@ def test_what_does_not_grow_with_a_context_stays_whole(name, kind):
 def test_what_drafts_is_split_if_it_can_be():
     built = blueprint("deepseek_v3", 4, 1)
     [*specs], features = built._cache_specs, LatentSpec(8, 48, 4)
-    of_head = AttentionSpec(8, 4, 24, 4)
     decoder = built.decoders[0]
     for num_kv_heads, shards in ((1, 4), (4, 1)):
         head = dataclasses.replace(decoder, layers=decoder.layers[:1], num_kv_heads=num_kv_heads)
+        of_head = AttentionSpec(8, 4, 24, 4, head_copies=4 // num_kv_heads)
         *model, keys, rest = split_contexts([*specs, of_head, features], 4, 4, [decoder, head])
         assert {spec.context_shards for spec in model} == {4}
-        assert keys == dataclasses.replace(of_head, num_kv_heads=4 // shards, context_shards=shards)
+        assert keys == AttentionSpec(8, num_kv_heads, 24, 4, context_shards=shards), "parts in place of copies"
         assert rest == features
     states = StateSpec(8, (StateArray((4, 8), "float32"),), num_records=1, record_bytes=8)
     with pytest.raises(ConfigError, match=r"no layer of the model caches all tokens \(mamba\), so there is nothing"):

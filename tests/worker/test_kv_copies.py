@@ -1,5 +1,6 @@
 """Blocks leave the device in one form and come back to it, whatever the layout of the attention backend."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -9,22 +10,31 @@ import pytest
 
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_cache_spec import AttentionSpec, LatentSpec
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, LatentSpec, pool_layouts
 from jaxpaged.kv_store.options import KVOffload, TierWish
 from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.worker.kv_blocks import tensor_struct
 from jaxpaged.worker.kv_transfer.forms import PageForm
-from jaxpaged.worker.kv_transfer.opening import check_offload
+from jaxpaged.worker.kv_transfer.opening import check_offload, namespace_of
 from jaxpaged.worker.kv_transfer.programs import lower_gather, lower_scatter, page_shape
+from tests.worker.test_context_split import blueprint
 
 ATTENTION = AttentionSpec(block_size=8, num_kv_heads=2, head_dim=16, dtype_bytes=2)
 EXACTLY = PageForm("exact", np.dtype(jnp.bfloat16))
 LATENT = LatentSpec(block_size=8, width=24, dtype_bytes=2)
+COPIED = replace(ATTENTION, num_kv_heads=4, head_copies=2)
+SPLIT = replace(COPIED, context_shards=2)
 
 
-@pytest.mark.parametrize("spec", [ATTENTION, LATENT], ids=["heads", "latents"])
-@pytest.mark.parametrize(("backend", "num_devices"), [("reference", 1), ("reference", 2), ("tpu-interpret", 1)])
+@pytest.mark.parametrize(
+    "spec", [ATTENTION, LATENT, COPIED, SPLIT], ids=["heads", "latents", "copied heads", "copied heads, contexts split"]
+)
+@pytest.mark.parametrize(
+    ("backend", "num_devices"), [("reference", 1), ("reference", 2), ("reference", 4), ("tpu-interpret", 1)]
+)
 def test_pages_come_back_as_they_were(backend, num_devices, spec):
+    if spec.context_shards > num_devices or (spec is ATTENTION and num_devices == 4):
+        pytest.skip("heads and contexts are split over as many devices as they have parts")
     mesh = make_mesh(num_devices)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     structs = [tensor_struct(AttentionContext(mesh, backend), spec, 6, jnp.bfloat16)] * 2
@@ -37,6 +47,21 @@ def test_pages_come_back_as_they_were(backend, num_devices, spec):
     found = np.asarray(*gather(written, np.array([2, 4, 1, -1], np.int32)))
     assert (found[:2] == pages[[2, 0]]).all()
     assert not found[2:].any(), "padding was written"
+    if isinstance(spec, AttentionSpec):
+        all_heads = lower_gather(structs, replace(spec, head_copies=1), backend, whole, 1, EXACTLY).compile()
+        (cached,) = all_heads(written, np.array([2], np.int32))
+        assert (np.asarray(cached) == pages[[2]].repeat(spec.head_copies, axis=-2)).all(), "some copies are not written"
+
+
+def test_devices_and_what_they_hold_of_a_context_or_head_make_no_other_pages():
+    seen = set()
+    for devices, shards in ((1, 1), (2, 1), (4, 1), (4, 2)):
+        made = blueprint("gemma2", devices, shards, block_size=8)
+        cache = KVCacheConfig((4,) * len(pool_layouts(made.kv_groups)), made.kv_groups)
+        shapes = tuple(page_shape(group.spec) for group in cache.groups)
+        seen.add((namespace_of(made, cache, "weights"), shapes))
+    ((_, shapes),) = seen
+    assert {shape[-2] for shape in shapes} == {2}
 
 
 @pytest.mark.parametrize(("name", "error"), [("int8", 1 / 127 / 2), ("fp8", 1 / 16)])

@@ -2,8 +2,8 @@
 
 A chunk is `[2, layers, tokens, heads * head dim]` (LMCache's KV_2LTD): keys then values, after rotation, all layers in
 their order, heads in theirs. Where vLLM runs on several devices each stores its own heads, so that a chunk is in as
-many parts. A page is `[layers of a group, 2, tokens of a block, heads, head dim]`, so a chunk is made of the pages of
-all groups.
+many parts; where these are more than heads, neighbours have the same one. A page is `[layers of a group, 2, tokens of a
+block, heads, head dim]`, so a chunk is made of the pages of all groups.
 """
 
 from collections.abc import Sequence
@@ -53,10 +53,10 @@ class ChunkLayout:
                 f"LMCache's chunks are shared as {', '.join(DTYPE_NAMES)}, and the KV cache has {self.dtype.name}. "
                 "Give another kv_cache_dtype."
             )
-        if self.num_parts <= 0 or self.num_heads % self.num_parts:
+        if self.num_parts <= 0 or (self.num_heads % self.num_parts and self.num_parts % self.num_heads):
             raise ConfigError(
                 f"LMCache's world_size is {self.num_parts}, and the model has {self.num_heads} KV heads: it must "
-                "divide them (tensor parallelism; stages of a pipeline are not read)."
+                "divide them, or they it (tensor parallelism; stages of a pipeline are not read)."
             )
 
     @property
@@ -66,7 +66,7 @@ class ChunkLayout:
     @property
     def part_shape(self) -> tuple[int, int, int, int]:
         """Of what one device has of a chunk."""
-        return *self.shape[:3], self.shape[3] // self.num_parts
+        return *self.shape[:3], self.shape[3] // self._num_different
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +74,11 @@ class ChunkLayout:
 
     @property
     def part_bytes(self) -> int:
-        return self.num_bytes // self.num_parts
+        return self.num_bytes // self._num_different
+
+    @property
+    def _num_different(self) -> int:
+        return min(self.num_parts, self.num_heads)
 
     def empty(self) -> np.ndarray:
         """A chunk of any content."""
@@ -103,13 +107,15 @@ class ChunkLayout:
 
     def parts(self, chunk: np.ndarray) -> list[np.ndarray]:
         """What each device of those who share the store has of a chunk: contiguous, copies where it is cut."""
-        return [np.ascontiguousarray(part) for part in np.split(chunk, self.num_parts, axis=3)]
+        different = [np.ascontiguousarray(part) for part in np.split(chunk, self._num_different, axis=3)]
+        return [part for part in different for _ in range(self.num_parts // len(different))]
 
     def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """The chunk that these are the parts of."""
         if len(parts) == 1:
             return parts[0]
-        return np.concatenate(parts, axis=3, out=self.empty())
+        different = parts[:: len(parts) // self._num_different]
+        return np.concatenate(different, axis=3, out=self.empty())
 
     def empty_part(self) -> np.ndarray:
         return aligned_empty(self.part_bytes).view(self.dtype).reshape(self.part_shape)

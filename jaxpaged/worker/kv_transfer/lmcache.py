@@ -47,7 +47,7 @@ def layout_of(settings: ChunkSettings, kv_cache: KVCacheConfig, dtype: np.dtype)
     """Raises ConfigError for what LMCache lays out otherwise, or not at all."""
     specs = [group.spec for group in kv_cache.groups]
     attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
-    heads = {(spec.num_kv_heads, spec.head_dim) for spec in attention}
+    heads = {(spec.num_model_heads, spec.head_dim) for spec in attention}
     if len(attention) < len(specs) or len(heads) != 1:
         raise ConfigError(
             "LMCache's chunks are shared for models whose layers all have keys and values of as many heads of one "

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.installed import is_installed
-from jaxpaged.kv_cache_spec import KVCacheConfig, LatentSpec, StateSpec
+from jaxpaged.kv_cache_spec import AttentionSpec, CacheSpec, KVCacheConfig, LatentSpec, StateSpec
 from jaxpaged.kv_store.borrower import Borrower
 from jaxpaged.kv_store.disk import DiskTier
 from jaxpaged.kv_store.host import HostTier
@@ -126,9 +126,15 @@ def namespace_of(blueprint: Blueprint, kv_cache: KVCacheConfig, weights_version:
         weights=(weights_version, config.load.load_format, config.model.seed if not weights_version else 0),
         decoders=tuple(str(each if bits else replace(each, few_rows="")) for each in blueprint.decoders),
         quantization=config.model.quantization,
-        groups=tuple(str((replace(g.spec, stored_dim=None) if hasattr(g.spec, "stored_dim") else g.spec,
-                          g.layer_idxs)) for g in kv_cache.groups),
+        groups=tuple(str((as_in_pages(group.spec), group.layer_idxs)) for group in kv_cache.groups),
         dtype=blueprint.kv_dtype.name,
         speculation=str(blueprint.speculation),
         **blueprint.page_form.facts,
     )  # fmt: skip
+
+
+def as_in_pages(spec: CacheSpec) -> CacheSpec:
+    """The cache of a layer without what depends on devices and kernels."""
+    if isinstance(spec, AttentionSpec):
+        return replace(spec, num_kv_heads=spec.num_model_heads, head_copies=1, context_shards=1, stored_dim=None)
+    return spec

@@ -1,8 +1,8 @@
 """The programs that copy blocks out of the KV cache and into it, in the form that pages have.
 
 What leaves the device is `[blocks, layers, 2, tokens, KV heads, head dim]` (1 in place of 2 for latents), whatever the
-layout of the attention backend, and whole on every device, in the form that pages have (`forms.py`). Block ids
-outside of the pool are padding.
+layout of the attention backend, with each head of the model once, however many devices have it, and whole on every
+device, in the form that pages have (`forms.py`). Block ids outside of the pool are padding.
 
 Letters: P blocks of a copy, L layers, S slots of a block.
 """
@@ -42,7 +42,7 @@ def page_shape(spec: Any) -> tuple[int, ...]:
     if isinstance(spec, LatentSpec):
         return 1, spec.block_size, 1, spec.stored_width or spec.width
     assert isinstance(spec, AttentionSpec), f"{spec} holds neither keys and values nor latents"
-    return 2, spec.block_size, spec.num_kv_heads, spec.head_dim
+    return 2, spec.block_size, spec.num_model_heads, spec.head_dim
 
 
 def page_bytes(spec: Any) -> int:
@@ -93,7 +93,7 @@ def lower_scatter(
 ) -> jax.stages.Lowered:
     def kv_scatter(tensors, id_P, pages):
         layers = [form.coming([array[:, i] for array in pages]) for i in range(len(tensors))]
-        return [with_pages(tensor, id_P, values, backend) for tensor, values in zip(tensors, layers)]
+        return [with_pages(tensor, id_P, values, spec, backend) for tensor, values in zip(tensors, layers)]
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, tensors)
     ids = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=replicated)
@@ -108,12 +108,13 @@ def pages_of(tensor: Any, id_P: Any, spec: Any, backend: str) -> Any:
         (blocks,) = kv_copy.gather_blocks((tensor,), id_P)
         return blocks[:, None, :, None, :]
     blocks = kv_copy.gather_blocks(tensor.arrays, id_P)
-    return jnp.stack(kv_layout(backend).unpack(blocks, spec.head_dim), axis=1)
+    return jnp.stack(kv_layout(backend).unpack(blocks, spec.head_dim), axis=1)[..., :: spec.head_copies, :]
 
 
-def with_pages(tensor: Any, id_P: Any, pages: Any, backend: str) -> Any:
+def with_pages(tensor: Any, id_P: Any, pages: Any, spec: Any, backend: str) -> Any:
     """One layer with blocks replaced."""
     if not isinstance(tensor, KVTensor):
         return kv_copy.scatter_blocks((tensor,), id_P, (pages[:, 0, :, 0, :],))[0]
+    pages = jnp.repeat(pages, spec.head_copies, axis=-2)
     blocks = kv_layout(backend).pack(pages[:, 0], pages[:, 1])
     return KVTensor(kv_copy.scatter_blocks(tensor.arrays, id_P, blocks), tensor.scales)

@@ -31,12 +31,13 @@ def test_a_chunk_is_keys_then_values_by_layer_token_and_head():
             assert np.array_equal(layout.read_page(chunk, g, start).view(np.uint16), page.view(np.uint16))
 
 
-def test_devices_have_their_own_heads():
-    layout = layout_of(num_parts=2)
+@pytest.mark.parametrize(("num_parts", "heads"), [(2, [[0, 1], [2, 3]]), (8, [[i // 2] for i in range(8)])])
+def test_devices_have_their_own_heads_and_copies_where_these_are_fewer(num_parts, heads):
+    layout = layout_of(num_parts=num_parts)
     values, chunk = written(layout)
     parts = layout.parts(chunk)
-    for worker, part in enumerate(parts):
-        own = values[:, :, :, 2 * worker : 2 * worker + 2].transpose(1, 0, 2, 3, 4).reshape(layout.part_shape)
+    for part, own_heads in zip(parts, heads, strict=True):
+        own = values[:, :, :, own_heads].transpose(1, 0, 2, 3, 4).reshape(layout.part_shape)
         assert part.flags.c_contiguous and np.array_equal(part.view(np.uint16), own.view(np.uint16))
     assert np.array_equal(layout.joined(parts).view(np.uint16), chunk.view(np.uint16))
 

@@ -73,7 +73,7 @@ def test_the_bytes_on_the_wire_are_lmcaches():
     assert DESCRIPTION.pack(*described).hex() == wire["redis_metadata"]
 
 
-@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("num_parts", [1, 2, 8])
 def test_what_one_engine_puts_another_one_gets(server, num_parts):
     layout = layout_of(num_parts)
     with closing(tier_at(server, layout)) as tier:
