@@ -18,6 +18,7 @@ from jaxpaged.errors import PageError
 from jaxpaged.kv_store import shared_memory
 from jaxpaged.kv_store.breaker import CircuitBreaker
 from jaxpaged.kv_store.buffers import Buffer, read_only
+from jaxpaged.kv_store.carried import Carried
 from jaxpaged.kv_store.channel import MAX_PAGES, Channel, Get, Message, Pages, Release, Renew, Renewed
 from jaxpaged.kv_store.handover import RemoteSource, is_allowed
 from jaxpaged.kv_store.page import PageKey, decode
@@ -63,7 +64,7 @@ class Borrower:
         self._releasing = ThreadPoolExecutor(1, "kv-release")
         self._strands = ThreadPoolExecutor(NUM_STRANDS, "kv-pull")
         self._closing = threading.Event()
-        self.counters = Counters()
+        self.counters, self._carried = Counters(), Carried()
         threading.Thread(target=self._renew_leases, name="kv-renew", daemon=True).start()
 
     def expect(self, keys: Sequence[PageKey], source: RemoteSource) -> None:
@@ -199,7 +200,8 @@ class Borrower:
             connection.settimeout(ANSWER_SECONDS)
             if isinstance(connection, ssl.SSLSocket):
                 shake_hands(connection)
-            return Channel(connection, self._namespace, self._secret, is_server=False, most=self._most)
+            return Channel(connection, self._namespace, self._secret, is_server=False, most=self._most,
+                           carried=self._carried)  # fmt: skip
         except BaseException:
             connection.close()
             raise
@@ -272,6 +274,10 @@ class Borrower:
     def usage(self) -> TierUsage:
         with self._lock:
             return TierUsage(self.name, 0, 0, len(self._sources), dataclasses.replace(self.counters))
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """See `Carried.stats`."""
+        return self._carried.stats()
 
     def close(self) -> None:
         with self._lock:

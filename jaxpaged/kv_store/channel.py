@@ -23,6 +23,7 @@ from jaxpaged.errors import PageError
 from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.kv_store import shared_memory
 from jaxpaged.kv_store.buffers import aligned_empty
+from jaxpaged.kv_store.carried import Carried, transport_of
 from jaxpaged.kv_store.tls import FIRST_BYTES, SPEAKS_TLS, refusal
 from jaxpaged.kv_store.visitors import hang_up
 
@@ -100,8 +101,12 @@ class Channel:
     """One connection. Failures are OSError, and PageError for a peer that is none of ours or says what cannot be; after
     either it must be closed."""
 
-    def __init__(self, connection: socket.socket, namespace: str, secret: bytes | None, *, is_server: bool, most: int):
-        """`most`: bytes of each page that may come, 0: none does."""
+    def __init__(
+        self, connection: socket.socket, namespace: str, secret: bytes | None, *, is_server: bool, most: int,
+        carried: Carried | None = None,
+    ):  # fmt: skip
+        """`most`: bytes of each page that may come, 0: none does. `carried` hears of those that do."""
+        self._carried, self._transport = carried or Carried(), transport_of(connection)
         self._socket, self._most, self._secret = connection, most, secret
         self._sides = (b"server", b"client") if is_server else (b"client", b"server")
         self._counts, self._session = [0, 0], b""
@@ -170,11 +175,13 @@ class Channel:
             self._arena.begin()
         for size in sizes:
             if not size & SHARED:
-                yield self._read(size)
+                page, transport = self._read(size), self._transport
             elif self._arena is not None:
-                yield self._arena.take(size & ~SHARED)
+                page, transport = self._arena.take(size & ~SHARED), "shared_memory"
             else:
                 raise PageError("The peer says that a page is in shared memory, and there is none.")
+            self._carried.add(transport, size & ~SHARED)
+            yield page
 
     def _tag(self, direction: int, content: bytes) -> bytes:
         """The signature of the next message that we send (0) or get (1), empty without a secret."""

@@ -16,6 +16,7 @@ from jaxpaged import LLM
 from tests.end_to_end.conftest import SERVE
 from tests.end_to_end.test_kv_offload import GREEDY, OPTIONS, PROMPTS, answers, worker_of
 
+openai = pytest.importorskip("openai", reason="comes with the extra test")
 pytestmark = pytest.mark.slow
 
 
@@ -96,6 +97,23 @@ def servers():
         process.communicate()
 
 
+def check_a_chat(prefill, decode, proxy):
+    """OpenAI's client streams through the proxy what one server alone would say, and its prompt was handed over."""
+    asked = {"model": "demo", "messages": [{"role": "user", "content": PROMPTS[2]}], "temperature": 0, "max_tokens": 12}
+    names = ("vllm:external_prefix_cache_hits_total", "jaxpaged:kv_borrowed_bytes_total")
+    client = lambda url: openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
+    with client(prefill) as alone:
+        expected = alone.chat.completions.create(**asked)
+    tokens, moved = (sample(decode, name) for name in names)
+    with client(proxy) as streams:
+        chunks = list(streams.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == expected.choices[0].message.content
+    assert choices[0].delta.role == "assistant" and choices[-1].finish_reason == expected.choices[0].finish_reason
+    assert chunks[-1].usage.completion_tokens == expected.usage.completion_tokens
+    assert sample(decode, names[0]) > tokens + 60 and sample(decode, names[1]) > moved, "through shared memory"
+
+
 def test_two_servers_and_the_proxy_and_what_they_do_when_the_first_stops_and_dies(servers):
     (producer, _), (prefill, decode), proxy = servers
     prompts = [f"{number}. {PROMPTS[0]}" for number in range(7)]
@@ -109,6 +127,7 @@ def test_two_servers_and_the_proxy_and_what_they_do_when_the_first_stops_and_die
     assert sample(prefill, "jaxpaged:kv_leases_granted_total") == 1
     events = post(proxy, {**bodies[0], "stream": True}).split("\n\n")
     assert "".join(json.loads(each[6:])["choices"][0]["text"] for each in events if each[6:7] == "{") == expected[0]
+    check_a_chat(prefill, decode, proxy)
 
     ask = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
            "remote_host": None, "remote_port": None}  # fmt: skip

@@ -19,6 +19,8 @@ _TESTS = {
     "copies": ("tests/worker/test_kv_transfer.py",),
     "transfer": ("tests/worker/test_kv_transfer.py",),
     "fetcher": ("tests/worker/test_kv_transfer.py",),
+    "programs": ("tests/worker/test_kv_copies.py",),
+    "opening": ("tests/worker/test_kv_copies.py",),
     "forms": ("tests/worker/test_kv_copies.py", "tests/worker/test_kv_transfer.py"),
 }
 _CORE = ("tests/engine/test_kv_chain.py", "tests/engine/test_kv_transfer.py")
@@ -286,6 +288,25 @@ MUTANTS = (
         "",
         ("scales are forgotten", "values.astype(jnp.float32) * scales[..., None]", "values.astype(jnp.float32)"),
         ("rounded pages have no fact", 'return {"pages": self.name} if self.is_scaled else {}', "return {}"),
+    ),
+    *_of(
+        "jaxpaged/worker/kv_transfer/programs.py",
+        "",
+        (
+            "copies of a head leave in place of others",
+            "[..., :: spec.head_copies, :]",
+            "[..., : spec.num_model_heads, :]",
+        ),
+        (
+            "copies of a head are put behind all heads",
+            "jnp.repeat(pages, spec.head_copies, axis=-2)",
+            "jnp.concatenate([pages] * spec.head_copies, axis=-2)",
+        ),
+    ),
+    *_of(
+        "jaxpaged/worker/kv_transfer/opening.py",
+        "",
+        ("pages tell of copies", "num_kv_heads=spec.num_model_heads, head_copies=1", "head_copies=1"),
     ),
     *_of(
         "jaxpaged/kv_store/mover.py",

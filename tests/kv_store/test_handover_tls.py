@@ -74,6 +74,7 @@ def test_pages_are_encrypted_and_both_sides_know_each_other(files, secret):
     ):
         assert all(got(borrower, key) is not None for key in KEYS)
         assert len(borrower._idle) == 1 and borrower._idle[0][1]._socket.version() == "TLSv1.3"
+        assert borrower.stats()["kv_borrowed_pages"] == {"shared_memory": 0, "unix": 0, "tcp": 0, "tls": len(KEYS)}
         borrower.release(source)
         eventually(lambda: lender.stats()["kv_leases_released"] == 1)
 

@@ -28,6 +28,12 @@ def is_near(borrower):
     return [channel.is_near for _, channel in borrower._idle]
 
 
+def carried(borrower):
+    """Pages and bytes by what carried them, where there were any."""
+    pages, num_bytes = map(borrower.stats().get, ("kv_borrowed_pages", "kv_borrowed_bytes"))
+    return {name: (count, num_bytes[name]) for name, count in pages.items() if count}
+
+
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_pages_of_an_engine_on_this_host_come_through_memory(secret):
     with lending(secret) as (lender, _), borrowing(lender, secret=secret) as (borrower, source):
@@ -35,6 +41,7 @@ def test_pages_of_an_engine_on_this_host_come_through_memory(secret):
             _, values = decode(got(borrower, key), expect_namespace=SPACE, key=key, secret=secret)
             np.testing.assert_array_equal(values, VALUES + key.block_hash[0])
         assert is_near(borrower) == [True]
+        assert carried(borrower) == {"shared_memory": (3, borrower.usage().counters.loaded_bytes)}
         borrower.release(source)
         eventually(lambda: lender.stats()["kv_leases"] == 0)
 
@@ -44,6 +51,7 @@ def test_either_side_may_keep_to_tcp(side):
     lends, borrows = side != "lender", side != "borrower"
     with lending(shares=lends) as (lender, _), borrowing(lender, shares=borrows) as (borrower, _):
         assert got(borrower, KEYS[0]) is not None and is_near(borrower) == [False]
+        assert carried(borrower) == {"tcp": (1, borrower.usage().counters.loaded_bytes)}
 
 
 def test_what_the_kernel_does_not_allow_goes_by_tcp(monkeypatch):
@@ -91,6 +99,7 @@ def test_what_does_not_fit_comes_over_the_socket(monkeypatch):
         thread.join()
         assert all(np.array_equal(page, content) for page, content in zip(pages, contents, strict=True))
         assert all(content.ctypes.data % 64 == 0 for content in contents)
+    assert carried(client._carried) == {"shared_memory": (9, 3 * 60_001), "unix": (6, 3 * 100_000)}
     server.close()
     client.close()
 

@@ -20,6 +20,8 @@ LENT = (
     "kv_lent_bytes", "kv_lent_refused",
 )  # fmt: skip
 """Of a lender; the first two may shrink again."""
+BORROWED = ("kv_borrowed_pages", "kv_borrowed_bytes")
+"""Of a borrower, by transport."""
 NOW = ("bytes", "capacity", "pages")
 """Of a tier, what may shrink again."""
 
@@ -63,6 +65,9 @@ def transfer_metrics(stats: SchedulerStats, executor: Mapping[str, Any]) -> Iter
         if name in executor:
             lent: Any = Gauge if name in LENT[:2] else Counter
             yield lent(f"jaxpaged:{name}", {}, executor[name])
+    for name in BORROWED:
+        for transport, value in executor.get(name, {}).items():
+            yield Counter(f"jaxpaged:{name}", {"transport": transport}, value)
     for name, values in executor.items():
         if name.startswith(f"{OWN}tier_"):
             for field, value in values.items():

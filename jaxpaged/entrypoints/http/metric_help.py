@@ -63,6 +63,8 @@ OF_THE_ENGINE = {
     "jaxpaged:kv_leases_expired": "Prompts that nobody gave back in time.",
     "jaxpaged:kv_lent_pages": "Blocks that other engines fetched.",
     "jaxpaged:kv_lent_bytes": "Bytes that other engines fetched.",
+    "jaxpaged:kv_borrowed_pages": "Blocks that were fetched from other engines, by what carried them.",
+    "jaxpaged:kv_borrowed_bytes": "Bytes that were fetched from other engines, by what carried them.",
     "jaxpaged:kv_lent_refused": "Borrowers that were refused, and blocks for which there was no room.",
     "vllm:spec_decode_num_drafts": "Times that tokens were drafted for a sequence and verified.",
     "vllm:spec_decode_num_draft_tokens": "Tokens that were drafted.",

@@ -82,8 +82,8 @@ class Peers:
     def usage(self) -> list[TierUsage]:
         return [] if self._borrower is None else [self._borrower.usage()]
 
-    def stats(self) -> dict[str, int]:
-        return {} if self._lender is None else self._lender.stats()
+    def stats(self) -> dict[str, Any]:
+        return {name: value for half in (self._lender, self._borrower) if half for name, value in half.stats().items()}
 
     def close(self) -> None:
         for half in (self._lender, self._borrower):

@@ -9,6 +9,7 @@ EXECUTOR = {
     "kv_offload_load_sizes": {16384: 1, 65536: 0}, "kv_offload_store_bytes": 90_000,
     "kv_offload_store_seconds": 1.5, "kv_offload_store_sizes": {16384: 2, 65536: 1},
     "kv_offload_tier_host": {"bytes": 90_000, "hits": 5, "errors": 0},
+    "kv_borrowed_bytes": {"shared_memory": 700, "tcp": 0},
 }  # fmt: skip
 
 
@@ -48,5 +49,8 @@ def test_what_tiers_did_is_told_for_several_cores_too():
     of_host = lambda kind, field, value: kind(f"jaxpaged:kv_offload_tier_{field}", {"tier": "host"}, value)
     for kind, field, value in ((Gauge, "bytes", 180_000), (Counter, "hits", 10), (Counter, "errors", 0)):
         assert values(read, f"jaxpaged:kv_offload_tier_{field}")[("host",)] == of_host(kind, field, value)
+    borrowed = values(read, "jaxpaged:kv_borrowed_bytes")
+    assert borrowed[("shared_memory",)] == Counter("jaxpaged:kv_borrowed_bytes", {"transport": "shared_memory"}, 1400)
+    assert borrowed[("tcp",)].value == 0
     assert Gauge("jaxpaged:kv_offload_pages_saved", {}, 8) in read
     assert not [metric for metric in read if metric.name.startswith("jaxpaged:kv_offload_load")]
