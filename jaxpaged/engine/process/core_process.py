@@ -123,6 +123,7 @@ def serve(start: wire.Start, directory: Path, status: StatusPipe, lifeline: Life
 
     heartbeat = Heartbeat(directory / HEARTBEAT)
     with heartbeat.ticking():  # what the file says may be of a process before this one
+        gc.disable()  # modules and weights stay, and to look among them for garbage takes a tenth of the start
         module, _, function = start.factory.partition(":")
         make_core: Factory = getattr(importlib.import_module(module), function)
         core = make_core(EngineConfig.from_options(**start.options), wire.Reports(announce, progress, fail))
@@ -130,6 +131,7 @@ def serve(start: wire.Start, directory: Path, status: StatusPipe, lifeline: Life
     # nobody gets a token.
     gc.collect()
     gc.freeze()
+    gc.enable()
     server = CoreServer(core, announced[-1], f"ipc://{directory / SOCKET}", heartbeat)
     lifeline.hold(server)
     status.write(wire.Serving())

@@ -5,6 +5,7 @@ Every start is a process of its own (`startup_child.py`). This module knows flag
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -95,10 +96,12 @@ def measure(options: Mapping[str, Any], cold: int, warmup: int, warm: int) -> di
 def answer_of_child(command: Sequence[str], job: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON object that a new process prints last; it gets the job, and when it was started, on standard input.
 
-    Raises EngineError when it fails.
+    It keeps the bytecode of modules, as every installation does, though the caller's own process may not. Raises
+    EngineError when it fails.
     """
     text = json.dumps({**job, "origin": time.time()})
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, env=environment)
     try:
         told = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
