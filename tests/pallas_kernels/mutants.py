@@ -184,8 +184,19 @@ MUTANTS = (
         ("all rows of x are the first", "b.at(row, self.num_inputs,", "b.at(whole(0), self.num_inputs,"),
         ("both groups have the first one's scale", "[16] * half + [0] * half", "[16] * (2 * half)"),
         ("values are off by one", "value % 16 - ZERO", "value % 16 - ZERO + 1"),
-        ("whole values keep their zero", "b.sub(value, splat(self._words, ZERO))", "value"),
+        (
+            "whole values keep their zero",
+            "b.sub(b.call(widen, [words, splat(self._words, 1)]), x[2])",
+            "b.call(widen, [words, splat(self._words, 1)])",
+        ),
         ("converted values keep their zero", "b.sub(value, splat(whole_numbers, ZERO))", "value"),
+    ),
+    *_of(
+        "pallas_kernels/int4_matmul/cpu/rows.py",
+        "every_machine or rows_stay_apart",
+        ("halves lie as their inputs do", "2 * HALF * half + HALF * group", "HALF * half + 2 * HALF * group"),
+        ("what is not finite vanishes", "number(math.nan)", "number(0.0)"),
+        ("both groups have the first one's step", "whole(STEPS + 16 * group)", "whole(STEPS)"),
     ),
     *_of(
         "pallas_kernels/few_rows_matmul/cpu/tiles.py",

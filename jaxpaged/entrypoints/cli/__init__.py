@@ -32,8 +32,8 @@ from jaxpaged.errors import JaxpagedError, UsageError
 
 DESCRIPTION = "LLM inference native to JAX: paged KV cache, continuous batching, prefix caching."
 NEW_OBJECTS = 50_000
-"""After which the garbage collector looks at the new ones: 700 in Python. Modules and weights stay, and to look among them
-for garbage again and again takes a tenth of the start."""
+"""After which the garbage collector looks at the new ones: 700 in Python. Modules and weights stay, and to look among
+them for garbage again and again takes a tenth of the start."""
 FAILURE, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 

@@ -12,14 +12,14 @@ Padding: none, since inputs are whole registers; beyond the last output nothing 
 
 Numerics: products of a group are summed in float32 and then scaled, which is closer than weights rounded to bfloat16,
 with which more than 32 rows are multiplied. Where there are no products of bfloat16, such rows become whole numbers of
-16 bits, each at most a 65,534th of its row's largest away, and sums of groups are exact. An output is summed by one
+8 bits, each at most a 254th of the largest of its 32 away, and sums of groups are exact. An output is summed by one
 thread, lane by lane and then over lanes, so its bits depend on its own row and column only. AVX512-BF16 adds pairs of
 products at once, and takes denormal numbers for zero.
 
 Cost: reads 4.5 bits a weight once; eight rows at a time meet a chunk, whose weights stay in the nearest cache. For more
 than 32 rows it only writes the weight in the type of x, and XLA multiplies: that is bound by arithmetic, and writing is
 a small part of it; XLA itself takes 7 times as long to write it (`scripts/bench_products.py`). Rows that are whole
-numbers are multiplied here however many there are: those machines multiply 16 bits twice as fast as XLA bfloat16.
+numbers are multiplied here however many there are: those machines multiply bytes faster than XLA bfloat16.
 """
 
 from typing import Any
@@ -37,7 +37,6 @@ MOST_ROWS = 32
 TILE_ROWS = 8
 """Rows of x that meet an output's weights at once."""
 _TYPES = ("bfloat16", "float32")
-_LARGEST = 2**15 - 1
 
 
 def cannot_take(x_TD: Any, packed_FB: Any, scale_FC: Any) -> str | None:
@@ -52,8 +51,9 @@ def int4_matmul(
     """See `int4_matmul.int4_matmul`. `machine`: a CPU with less than this one has, in tests."""
     (T, D), F, machine = x_TD.shape, packed_FB.shape[0], machine or this_machine()
     if x_TD.dtype == jnp.bfloat16 and not has_pairs(machine) and T > 0:
-        whole_TD, step_T1 = in_whole_steps(x_TD)
-        return _call("int16", machine, whole_TD, packed_FB, scale_FC) * step_T1
+        records = jax.ShapeDtypeStruct((T, 2 * D), jnp.uint8)
+        x_TD = jax.ffi.ffi_call(register(OP, _emit_rounding, machine=machine), records)(x_TD)
+        return _call("bytes", machine, x_TD, packed_FB, scale_FC)
     if not 0 < T <= MOST_ROWS:
         unpack = jax.ffi.ffi_call(kernel(str(x_TD.dtype), machine=machine), jax.ShapeDtypeStruct((F, D), x_TD.dtype))
         # It reads nothing of x. Without x XLA would write the weights of all layers before the first product.
@@ -69,19 +69,11 @@ def _call(dtype: str, machine: Machine, x_TD: jax.Array, packed_FB: jax.Array, s
     return jax.ffi.ffi_call(kernel(dtype, num_rows, machine=machine), sums_TF)(x_TD, packed_FB, scale_FC)
 
 
-def in_whole_steps(x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(int16[T, D], float32[T, 1]) whose product is x, but for half a step. A row that is not finite gives NaN."""
-    x_TD = x_TD.astype(jnp.float32)
-    step_T1 = jnp.max(jnp.abs(x_TD), axis=1, keepdims=True) / _LARGEST
-    whole_TD = jnp.round(x_TD / jnp.where(step_T1 == 0, 1, step_T1)).astype(jnp.int16)
-    return whole_TD, jnp.where(jnp.isfinite(step_T1), step_T1, jnp.nan)
-
-
 def kernel(dtype: str, num_rows: int | str | None = None, *, machine: Machine) -> str:
-    """What XLA calls the kernel for so many rows of a type, "int16" too, or without rows the one that writes the weight
+    """What XLA calls the kernel for so many rows of a type, "bytes" too, or without rows the one that writes the weight
     in a type; from now on it is known. 8 to 15 rows stand for all numbers with the same rest by 8. Raises ValueError
     where there is none."""
-    known = _TYPES if num_rows is None else (*_TYPES, "int16")
+    known = _TYPES if num_rows is None else (*_TYPES, "bytes")
     if dtype not in known or not (num_rows is None or 0 < int(num_rows) < 2 * TILE_ROWS):
         raise ValueError(f"there is no kernel for {num_rows} rows of {dtype}; there are for 1 to {2 * TILE_ROWS - 1}.")
     if num_rows is None:
@@ -99,3 +91,9 @@ def _emit_unpacking(dtype: str, machine: Machine) -> Any:
     from pallas_kernels.int4_matmul.cpu import tiles  # needs llvmlite
 
     return tiles.unpacking(dtype, machine)
+
+
+def _emit_rounding(machine: Machine) -> Any:
+    from pallas_kernels.int4_matmul.cpu import rows  # needs llvmlite
+
+    return rows.rounding()

@@ -13,6 +13,7 @@ from llvmlite import ir
 
 from pallas_kernels.int4_matmul import GROUP, INPUTS, ZERO
 from pallas_kernels.int4_matmul.cpu import TILE_ROWS
+from pallas_kernels.int4_matmul.cpu.rows import CORRECTIONS, RECORD, STEPS
 from pallas_kernels.llvm.builder import I16, I32, PTR, VOID, BFloat16, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import add_pair_products, float32s, multiply_add, spread
 from pallas_kernels.llvm.machine import Machine, has_pairs
@@ -21,6 +22,9 @@ from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 CHUNK = 32
 """Outputs that a thread takes at a time."""
 TILE_OUTPUTS = (4, 2, 1)
+AHEAD = 16 * 1024
+"""How far ahead bytes of weights are asked for: with the outputs after a tile, 1 to 2 KiB ahead, one row took 1.2 times
+as long."""
 BYTES = INPUTS // 2
 SCALE_BYTES = 2
 I8 = ir.IntType(8)
@@ -79,40 +83,34 @@ class PairStep:
         return [add_pair_products(b, first, weights[1], x[1])]
 
 
-class WholeStep:
-    """Weights and x as whole numbers of 16 bits, whose products are summed by pairs: exact. Of registers with 16 lanes
-    each has a half of both groups, as for `PairStep`; of those with 8, a half of one group."""
+class ByteStep:
+    """x in the records of `rows`. A register of 32 bytes has a half of each group, and one of sums both groups, four
+    lanes of each: 16 bits hold the sums of two pairs of products, and pairs of these are summed in 32. AVX512 has no
+    need of wider registers here."""
 
-    x_size = 2
+    x_size = RECORD // INPUTS
 
     def __init__(self, machine: Machine):
-        self.sums = float32s(machine.lanes)
-        self._both = machine.lanes == 16
-        self._words, self._totals = ir.VectorType(I16, 2 * machine.lanes), ir.VectorType(I32, machine.lanes)
-        self._multiply = "llvm.x86.avx512.pmaddw.d.512" if self._both else "llvm.x86.avx2.pmadd.wd"
+        self.sums = float32s(8)
+        self._bytes, self._words = ir.VectorType(I8, BYTES), ir.VectorType(I16, BYTES // 2)
+        self._totals = ir.VectorType(I32, self.sums.count)
 
     def weights(self, b: Builder, byte: ir.Value) -> list[ir.Value]:
-        found, width = [], self._words.count
-        for first in range(0, BYTES, width):
-            mask = ir.Constant(ir.VectorType(I32, width), list(range(first, first + width)))
-            word = b.zext(b.shuffle_vector(byte, byte, mask), self._words)
-            for value in (b.and_(word, splat(self._words, 15)), b.lshr(word, splat(self._words, 4))):
-                found.append(b.sub(value, splat(self._words, ZERO)))
-        return found
+        return [b.and_(byte, splat(self._bytes, 15)), b.lshr(byte, splat(self._bytes, 4))]
 
     def x(self, b: Builder, base: ir.Value, offset: ir.Value) -> list[ir.Value]:
-        if self._both:
-            return [halves_of_groups(b, I16, base, offset, start) for start in (0, GROUP // 2)]
-        starts = range(0, INPUTS, self._words.count)
-        return [b.read(self._words, base, b.add(offset, whole(2 * start)), align=2) for start in starts]
+        parts = ((0, self._bytes), (BYTES, self._bytes), (CORRECTIONS, self._totals), (STEPS, self.sums))
+        return [b.read(kind, base, b.add(offset, whole(start)), align=4) for start, kind in parts]
 
     def scales(self, b: Builder, both: ir.Value) -> list[ir.Value]:
-        return scales_of_halves(b, both, self.sums) if self._both else scales_of_groups(b, both, self.sums)
+        return scales_of_halves(b, both, self.sums)
 
     def groups(self, b: Builder, weights: list[ir.Value], x: list[ir.Value]) -> list[ir.Value]:
-        multiply = declare(b.module, self._multiply, self._totals, self._words, self._words)
-        products = [b.call(multiply, list(pair)) for pair in zip(weights, x)]
-        return [b.sitofp(b.add(*pair), self.sums) for pair in zip(products[::2], products[1::2])]
+        multiply = declare(b.module, "llvm.x86.avx2.pmadd.ub.sw", self._words, self._bytes, self._bytes)
+        widen = declare(b.module, "llvm.x86.avx2.pmadd.wd", self._totals, self._words, self._words)
+        words = b.add(*[b.call(multiply, [weight, part]) for weight, part in zip(weights, x)])
+        total = b.sub(b.call(widen, [words, splat(self._words, 1)]), x[2])
+        return [b.fmul(b.sitofp(total, self.sums), x[3])]
 
 
 class ConvertedStep:
@@ -154,7 +152,7 @@ class ConvertedStep:
         return found
 
 
-STEPS: dict[str, Callable[[Machine], Step]] = {"bfloat16": PairStep, "int16": WholeStep, "float32": ConvertedStep}
+STEP_TYPES: dict[str, Callable[[Machine], Step]] = {"bfloat16": PairStep, "bytes": ByteStep, "float32": ConvertedStep}
 """By the type of x as a kernel takes it."""
 
 
@@ -229,7 +227,7 @@ def read_inputs(
 def kernel(dtype: str, num_rows: int, machine: Machine) -> ir.Module:
     """The kernel of `int4_matmul` for `num_rows` rows of a type; with 8 and more, of any number that leaves the same
     rest when it is divided by 8."""
-    step: Step = STEPS[dtype](machine)
+    step: Step = STEP_TYPES[dtype](machine)
     assert dtype != "bfloat16" or has_pairs(machine), f"{machine} has no products of bfloat16"
     rest = num_rows % TILE_ROWS
 
@@ -253,7 +251,7 @@ class Tile:
         self.b, self.step, self.T = b, step, num_rows
         self.R = next((R for R in TILE_OUTPUTS if num_rows * R + 3 * R + 4 <= num_registers), 1)
         self.x, self.packed, self.scale, self.out = *(frame.operand(i) for i in range(3)), frame.result(0)
-        self.num_outputs, self.num_inputs = frame.extent(1, 0), frame.extent(0, 1)
+        self.num_outputs, self.num_inputs = frame.extent(1, 0), b.mul(frame.extent(1, 1), whole(2))
         self.rows = [b.add(first_row, whole(t)) for t in range(num_rows)]
 
     def emit_all(self, first: ir.Value, last: ir.Value) -> None:
@@ -279,11 +277,11 @@ class Tile:
             b.write(b.lane_sum(vector), self.out, place, align=4)
 
     def _read(self, column: ir.Value, d: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
-        """(weights, scales) of 64 inputs of an output. The same of the outputs after this tile are asked for; beyond
-        the end nothing happens."""
+        """(weights, scales) of 64 inputs of an output. What comes after them in memory is asked for; beyond the end
+        nothing happens."""
         b = self.b
         place = b.udiv(b.at(column, self.num_inputs, d, 1), whole(2))
-        ahead = b.add(place, b.udiv(b.mul(self.num_inputs, whole(self.R)), whole(2)))
+        ahead = b.add(place, whole(AHEAD))
         prefetch = declare(b.module, "llvm.prefetch.p0", VOID, PTR, I32, I32, I32)
         b.call(prefetch, [b.address(self.packed, ahead), *(ir.Constant(I32, flag) for flag in (0, 3, 1))])
         return read_inputs(b, self.step, self.packed, self.scale, place)

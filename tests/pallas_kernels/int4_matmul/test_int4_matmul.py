@@ -28,7 +28,7 @@ def machines() -> list[Machine]:
 
 
 def in_steps(dtype: str, machine: Machine | None = None) -> bool:
-    """Whether rows of a type become whole numbers of 16 bits."""
+    """Whether rows of a type become whole numbers of 8 bits."""
     return dtype == "bfloat16" and not has_pairs(machine or this_machine())
 
 
@@ -54,14 +54,15 @@ def weights_of(packed_FB: np.ndarray, scale_FC: np.ndarray) -> np.ndarray:
 
 
 def check(case: Case, sums_TF: jax.Array, operands: tuple[np.ndarray, ...], rounded: bool, steps: bool = False) -> None:
-    """`rounded`: weights were rounded to the type of x before they were multiplied. `steps`: or x to 16 bits."""
+    """`rounded`: weights were rounded to the type of x before they were multiplied. `steps`: or x to 8 bits."""
     x_TD, weight_FD = operands[0].astype(np.float64), weights_of(*operands[1:])
     expected = x_TD @ weight_FD.T
     assert sums_TF.dtype == jnp.float32 and sums_TF.shape == expected.shape
     sizes_TF = np.abs(x_TD) @ np.abs(weight_FD).T
     bound = tolerance(np.float32, case.num_inputs) + (2**-9 if rounded and case.dtype == "bfloat16" else 0)
-    half_step_T1 = np.abs(x_TD).max(axis=1, keepdims=True) / 65_534 if steps else 0
-    most_TF = bound * sizes_TF + half_step_T1 * np.abs(weight_FD).sum(axis=1)
+    half_step_TC = np.abs(x_TD).reshape(len(x_TD), -1, 32).max(axis=2) / 254 if steps else np.zeros((len(x_TD), 1))
+    weight_FC = np.abs(weight_FD).reshape(len(weight_FD), half_step_TC.shape[1], -1).sum(axis=2)
+    most_TF = bound * sizes_TF + half_step_TC @ weight_FC.T
     assert np.all(np.abs(np.asarray(sums_TF, np.float64) - expected) <= most_TF)
 
 
