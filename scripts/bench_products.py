@@ -7,7 +7,7 @@ Which form of a product XLA:CPU runs fastest decides how weights are kept (jaxpa
 turns with the others over weights that come from memory, in milliseconds of CPU time of all threads together, and the
 smallest of several is kept: on a machine that others use too, that is steadier than the wall clock. `x` is the time
 of "bfloat16", the form of unquantized models, over the form's own. With the extra `cpu`, "our kernel" is what decoding
-takes for up to 8 rows, and with 4-bit weights for any number. GB/s and GFLOP/s are those of all cores when each does
+takes for up to 8 rows, and with 4-bit weights for any number; with 8-bit weights it may be XLA's two planes for more. GB/s and GFLOP/s are those of all cores when each does
 its share of that CPU time.
 """
 
@@ -63,9 +63,11 @@ FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
 KERNEL = choose_few_rows("cpu", 1, deterministic=False)
 FEW_ROWS_FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
     "bfloat16, our kernel": ("bfloat16", lambda x, w: matrix_product(x, w, jnp.bfloat16, KERNEL)),
-    "int8, two planes, our kernel": ("int8", lambda x, w: int8_product(x, w, jnp.bfloat16, KERNEL)),
 }
-KERNEL_FORMS = {"int4, our kernel": ("int4", lambda x, w: int4_product(x, w, jnp.bfloat16, KERNEL))}
+KERNEL_FORMS = {
+    "int8, our kernel": ("int8", lambda x, w: int8_product(x, w, jnp.bfloat16, KERNEL)),
+    "int4, our kernel": ("int4", lambda x, w: int4_product(x, w, jnp.bfloat16, KERNEL)),
+}
 MOST_KERNEL_ROWS = 8
 
 

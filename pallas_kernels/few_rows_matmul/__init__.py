@@ -12,8 +12,10 @@ import jax
 from pallas_kernels import backends as choosing
 
 _OP, _BACKENDS = "few_rows_matmul", ("reference", "cpu")
-SUMS = {"bfloat16": "float32", "int8": "int32"}
-"""Type of both operands -> type of the sums."""
+SUMS = {"bfloat16": "float32", "int8": "int32", "int16": "float32"}
+"""Type of x -> type of the sums."""
+WEIGHTS = {"bfloat16": "bfloat16", "int8": "int8", "int16": "int8"}
+"""Type of x -> type of the weight."""
 
 
 def backends(platform: str, x_TD: Any = None, weight_FD: Any = None) -> dict[str, str | None]:
@@ -26,13 +28,22 @@ def choose_backend(name: str, platform: str, x_TD: Any = None, weight_FD: Any = 
     return choosing.choose(_OP, _BACKENDS, name, platform, *([] if weight_FD is None else [x_TD, weight_FD]))
 
 
+def most_of_int16(num_inputs: int) -> int:
+    """The largest number that rows of int16 may have, so that 32 bits hold the sum of every eighth product."""
+    return min(2**15 - 1, (2**31 - 1) // (128 * -(-num_inputs // 8)))
+
+
 def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, *, backend: str) -> jax.Array:
-    """x times the transposed weight: float32 sums_TF of bfloat16 operands, int32 sums of int8 ones, which are exact.
+    """x times the transposed weight: float32 sums_TF of bfloat16 operands, or of int16 rows and an int8 weight; int32
+    sums of int8 ones, which are exact. Rows of int16 are at most `most_of_int16` large.
 
     Raises ValueError for other operands.
     """
-    for name, x in (("x_TD", x_TD), ("weight_FD", weight_FD)):
-        if x.ndim != 2 or str(x.dtype) not in SUMS or x.dtype != x_TD.dtype or x.shape[1] != x_TD.shape[1]:
-            accepted = f"{' or '.join(SUMS)}, [rows, inputs] and [outputs, inputs] of one type"
+    wanted = WEIGHTS.get(str(x_TD.dtype))
+    for name, x, fits in (
+        ("x_TD", x_TD, wanted is not None), ("weight_FD", weight_FD, str(weight_FD.dtype) == wanted),
+    ):  # fmt: skip
+        if x.ndim != 2 or not fits or x.shape[1] != x_TD.shape[1]:
+            accepted = " or ".join(f"{row}[rows, inputs] and {weight}[outputs, inputs]" for row, weight in WEIGHTS.items())
             raise ValueError(f"{name} is {x.dtype}{list(x.shape)}; accepted are {accepted}.")
     return choosing.require(_OP, _BACKENDS, backend, x_TD, weight_FD).few_rows_matmul(x_TD, weight_FD)

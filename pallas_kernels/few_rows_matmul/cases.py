@@ -5,7 +5,8 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`num_rows` times a weight of `num_inputs` and `num_outputs`, both of type `dtype`."""
+    """`num_rows` times a weight of `num_inputs` and `num_outputs`, both of type `dtype`; to
+    int16 belong weights of int8."""
 
     name: str
     num_rows: int
@@ -23,4 +24,9 @@ CASES = (
     Case("int8, planes of one row", 2, 256, 130, "int8"),
     Case("int8, planes of eight rows, odd sizes", 16, 197, 67, "int8"),
     Case("int8, fewer inputs than a register has", 4, 13, 33, "int8"),
+    Case("int16, one row", 1, 256, 130, "int16"),
+    Case("int16, seven rows, odd sizes", 7, 197, 67, "int16"),
+    Case("int16, two tiles of rows and a rest", 19, 133, 35, "int16"),
+    Case("int16, whole tiles of rows, more inputs than 16 bits allow", 16, 5000, 33, "int16"),
+    Case("int16, fewer inputs than a register has", 9, 5, 33, "int16"),
 )

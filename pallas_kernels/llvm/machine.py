@@ -34,6 +34,11 @@ def has_pairs(machine: Machine) -> bool:
     return machine.lanes == 16 and machine.has("avx512bf16")
 
 
+def has_dot(machine: Machine) -> bool:
+    """Whether it multiplies bytes by fours, in its widest registers (VNNI)."""
+    return machine.has("avx512vnni") if machine.lanes == 16 else machine.has("avxvnni")
+
+
 @functools.cache
 def this_machine() -> Machine:
     """The CPU of this process. Needs llvmlite."""

@@ -6,13 +6,14 @@ Grid: chunks of 32 outputs, handed to XLA's threads one after the other.
 
 Skipping: none.
 
-Requires: AVX2 and FMA, better AVX512; at most 8 rows of bfloat16 or 16 of int8.
+Requires: AVX2 and FMA, better AVX512; at most 8 rows of bfloat16 or 16 of int8. Any number of rows of int16, where
+bytes are not multiplied by fours (VNNI): there it is the best form of products with int8 weights.
 
 Padding: inputs beyond the last whole register are added one by one; beyond the last output nothing is read or written.
 
 Numerics: an output is summed by one thread, lane by lane and then over lanes, so its bits depend on its own row and
 column only: not on other rows, nor on threads. AVX512-BF16 adds pairs of products at once, and takes denormal
-numbers for zero. Sums of int8 are exact.
+numbers for zero. Sums of int8 are exact, and so are those of int16 in a lane, which are rounded to float32 then.
 
 Cost: reads the weight once, whatever the number of rows; XLA's product of one row writes it in float32 first, and its
 product of two waits for memory (`scripts/bench_products.py`).
@@ -25,15 +26,20 @@ import jax.numpy as jnp
 
 from pallas_kernels import few_rows_matmul as op
 from pallas_kernels.llvm.code import register
-from pallas_kernels.llvm.machine import Machine, has_pairs, this_machine
+from pallas_kernels.llvm.machine import Machine, has_dot, has_pairs, this_machine
 
 OP = "few_rows_matmul"
 MOST_ROWS = {"bfloat16": 8, "int8": 16}
+TILE_ROWS = 8
+"""Rows of int16 that meet an output's weights at once."""
 
 
 def cannot_take(x_TD: Any, weight_FD: Any) -> str | None:
     """More rows are bound by arithmetic, at which XLA is as good."""
     dtype, num_rows = str(x_TD.dtype), x_TD.shape[0]
+    if dtype == "int16":
+        fast = "this CPU multiplies bytes by fours, so planes of int8 are faster"
+        return fast if has_dot(this_machine()) else None if num_rows else "x_TD has no rows"
     if dtype not in MOST_ROWS or x_TD.dtype != weight_FD.dtype:
         return f"x_TD is {dtype} and weight_FD {weight_FD.dtype}; accepted are {' and '.join(MOST_ROWS)}, both alike"
     most = MOST_ROWS[dtype]
@@ -46,14 +52,20 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, machine: Machine | No
     machine = machine or this_machine()
     if dtype == "bfloat16" and not has_pairs(machine):
         x_TD = x_TD.astype(jnp.float32)  # what the kernel makes of the weights
-    call = jax.ffi.ffi_call(kernel(dtype, T, machine=machine), jax.ShapeDtypeStruct((T, F), op.SUMS[dtype]))
+    if dtype == "int16" and T > TILE_ROWS:
+        num_rows = TILE_ROWS + T % TILE_ROWS
+    else:
+        num_rows = T
+    call = jax.ffi.ffi_call(kernel(dtype, num_rows, machine=machine), jax.ShapeDtypeStruct((T, F), op.SUMS[dtype]))
     return call(x_TD, weight_FD)
 
 
 def kernel(dtype: str, num_rows: int, *, machine: Machine) -> str:
-    """What XLA calls the kernel for so many rows; from now on it is known. Raises ValueError where there is none."""
-    if not 0 < int(num_rows) <= MOST_ROWS.get(dtype, 0):
-        raise ValueError(f"there is no kernel for {num_rows} rows of {dtype}; there are for 1 to {MOST_ROWS}.")
+    """What XLA calls the kernel for so many rows; from now on it is known. 8 to 15 rows of int16 stand for all numbers
+    with the same rest by 8. Raises ValueError where there is none."""
+    most = 2 * TILE_ROWS - 1 if dtype == "int16" else MOST_ROWS.get(dtype, 0)
+    if not 0 < int(num_rows) <= most:
+        raise ValueError(f"there is no kernel for {num_rows} rows of {dtype}; there are for 1 to {most}.")
     return register(OP, _emit, dtype, int(num_rows), machine=machine)
 
 

@@ -1,6 +1,6 @@
 """The instructions of a product of few rows, as LLVM IR: one kernel for each type and number of rows.
 
-A tile is R rows of the weight and all T rows of x: each register of the weight is multiplied with T of x, and each of
+A tile is R rows of the weight and T rows of x, of int16 up to 8 and of other types all: each register of the weight is multiplied with T of x, and each of
 x with R of the weight. What differs between types and CPUs is a `Step`.
 """
 
@@ -8,14 +8,15 @@ from typing import Protocol
 
 from llvmlite import ir
 
+from pallas_kernels.few_rows_matmul.cpu import TILE_ROWS
 from pallas_kernels.llvm.builder import F32, I16, I32, PTR, VOID, BFloat16, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import add_pair_products, float32s, multiply_add, read_bfloat16
-from pallas_kernels.llvm.machine import Machine, has_pairs
+from pallas_kernels.llvm.machine import Machine, has_dot, has_pairs
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 
 CHUNK = 32
 """Outputs that a thread takes at a time: 64 KiB of a weight with 1,024 inputs, a few microseconds."""
-TILE_ROWS = (4, 2, 1)
+TILE_OUTPUTS = (4, 2, 1)
 I8 = ir.IntType(8)
 
 
@@ -40,8 +41,12 @@ class Step(Protocol):
         """That of a single input, for those beyond the last whole register."""
         ...
 
+    def total(self, b: Builder, sums: ir.Value) -> ir.Value:
+        """Of all lanes."""
+        return b.lane_sum(sums)
 
-class ConvertedStep:
+
+class ConvertedStep(Step):
     """bfloat16 weights made float32, as x is already."""
 
     x_size, weight_size = 4, 2
@@ -63,7 +68,7 @@ class ConvertedStep:
         return b.fmul(one_bfloat16(b, weight, weight_at), b.read(F32, x, x_at, align=4))
 
 
-class PairStep:
+class PairStep(Step):
     """bfloat16 with AVX512-BF16: the products of pairs of neighbours, both operands as they are."""
 
     x_size = weight_size = 2
@@ -85,7 +90,7 @@ class PairStep:
         return b.fmul(one_bfloat16(b, weight, weight_at), one_bfloat16(b, x, x_at))
 
 
-class IntegerStep:
+class IntegerStep(Step):
     """int8, widened to 16 bits and multiplied in pairs."""
 
     x_size = weight_size = 1
@@ -107,6 +112,22 @@ class IntegerStep:
 
     def one_product(self, b: Builder, weight: ir.Value, weight_at: ir.Value, x: ir.Value, x_at: ir.Value) -> ir.Value:
         return b.mul(*(b.sext(b.read(I8, base, at, align=1), I32) for base, at in ((weight, weight_at), (x, x_at))))
+
+
+class WordStep(IntegerStep):
+    """int8 weights with rows of int16."""
+
+    x_size = 2
+
+    def x(self, b: Builder, base: ir.Value, offset: ir.Value) -> ir.Value:
+        return b.read(self._wide, base, offset, align=2)
+
+    def one_product(self, b: Builder, weight: ir.Value, weight_at: ir.Value, x: ir.Value, x_at: ir.Value) -> ir.Value:
+        factors = (b.read(I8, weight, weight_at, align=1), b.read(I16, x, x_at, align=2))
+        return b.sitofp(b.mul(*(b.sext(factor, I32) for factor in factors)), F32)
+
+    def total(self, b: Builder, sums: ir.Value) -> ir.Value:
+        return b.lane_sum(b.sitofp(sums, float32s(self.sums.count)))  # which 32 bits may not hold
 
 
 class DotStep(IntegerStep):
@@ -139,39 +160,51 @@ def step_for(dtype: str, machine: Machine) -> Step:
     """The fastest for operands of a type."""
     if dtype == "bfloat16":
         return PairStep(machine) if has_pairs(machine) else ConvertedStep(machine)
-    has_dot = machine.has("avx512vnni") if machine.lanes == 16 else machine.has("avxvnni")
-    return DotStep(machine) if has_dot else IntegerStep(machine)
+    if dtype == "int16":
+        return WordStep(machine)
+    return DotStep(machine) if has_dot(machine) else IntegerStep(machine)
 
 
 def kernel(dtype: str, num_rows: int, machine: Machine) -> ir.Module:
     """The kernel of `few_rows_matmul` for `num_rows` rows of a type."""
     step = step_for(dtype, machine)
-    rows = next((R for R in TILE_ROWS if (num_rows + 1) * R + 1 <= machine.num_registers), 1)
+    tile_rows = TILE_ROWS if dtype == "int16" else num_rows
+    rest = num_rows % tile_rows
 
     def num_chunks(b: Builder, frame: Frame) -> ir.Value:
         return b.sdiv(b.add(frame.extent(1, 0), whole(CHUNK - 1)), whole(CHUNK))
 
     def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
-        tile = Tile(b, frame, step, num_rows, rows)
         first = b.mul(i, whole(CHUNK))
-        last = b.smaller(b.add(first, whole(CHUNK)), tile.num_outputs)
-        offsets = tile.x_sums() if isinstance(step, DotStep) else None
-        with b.counting(first, last, whole(rows)) as (output, _):
-            tile.emit(output, offsets)
+        outputs = first, b.smaller(b.add(first, whole(CHUNK)), frame.extent(1, 0))
+        num_whole = b.sub(frame.extent(0, 0), whole(rest))
+        if num_rows >= tile_rows:
+            with b.counting(whole(0), num_whole, whole(tile_rows)) as (row, _):
+                Tile(b, frame, step, row, tile_rows, machine.num_registers).emit_all(*outputs)
+        if rest:
+            Tile(b, frame, step, num_whole, rest, machine.num_registers).emit_all(*outputs)
 
     return kernel_module(num_chunks, chunk)
 
 
 class Tile:
-    """Sums of all T rows of x with R rows of the weight, in the function that `b` writes."""
+    """Sums of T rows of x, from one on, with R rows of the weight, in the function that `b` writes."""
 
-    def __init__(self, b: Builder, frame: Frame, step: Step, num_rows: int, rows: int):
-        self.b, self.step, self.T, self.R = b, step, num_rows, rows
+    def __init__(self, b: Builder, frame: Frame, step: Step, first_row: ir.Value, num_rows: int, num_registers: int):
+        self.b, self.step, self.T = b, step, num_rows
+        self.R = next((R for R in TILE_OUTPUTS if (num_rows + 1) * R + 1 <= num_registers), 1)
+        self.rows = [b.add(first_row, whole(t)) for t in range(num_rows)]
         self.x, self.weight, self.out = frame.operand(0), frame.operand(1), frame.result(0)
         self.num_outputs, self.num_inputs = frame.extent(1, 0), frame.extent(1, 1)
         self.whole_inputs = b.and_(self.num_inputs, whole(-step.width))
 
-    def emit(self, output: ir.Value, offsets: list[ir.Value] | None) -> None:
+    def emit_all(self, first: ir.Value, last: ir.Value) -> None:
+        """The tiles of a range of outputs."""
+        offsets = self._x_sums() if isinstance(self.step, DotStep) else None
+        with self.b.counting(first, last, whole(self.R)) as (output, _):
+            self._emit(output, offsets)
+
+    def _emit(self, output: ir.Value, offsets: list[ir.Value] | None) -> None:
         """The tile that begins at an output. Rows beyond the last output do its work once more."""
         b, T, R, last = self.b, self.T, self.R, self.b.sub(self.num_outputs, whole(1))
         columns = [b.smaller(b.add(output, whole(r)), last) for r in range(R)]
@@ -181,15 +214,15 @@ class Tile:
             weights = [self.step.weight(b, self.weight, place) for place in places]
             self._fetch_next_tile(places)
             for t in range(T):
-                x = self.step.x(b, self.x, self._at(whole(t), d, self.step.x_size))
+                x = self.step.x(b, self.x, self._at(self.rows[t], d, self.step.x_size))
                 for r in range(R):
                     sums[t * R + r] = self.step.add_product(b, sums[t * R + r], weights[r], x)
-        totals = [b.lane_sum(vector) for vector in sums]
+        totals = [self.step.total(b, vector) for vector in sums]
         if offsets is not None:
             totals = [b.sub(total, offsets[i // R]) for i, total in enumerate(totals)]
         self._add_last_inputs(columns, totals)
         for i, total in enumerate(totals):
-            b.write(total, self.out, b.at(whole(i // R), self.num_outputs, columns[i % R], 4), align=4)
+            b.write(total, self.out, b.at(self.rows[i // R], self.num_outputs, columns[i % R], 4), align=4)
 
     def _fetch_next_tile(self, places: list[ir.Value]) -> None:
         """Ask for the same inputs of the rows after these: without it products of 2 rows take 1.35 times the time.
@@ -203,24 +236,24 @@ class Tile:
     def _add_last_inputs(self, columns: list[ir.Value], totals: list[ir.Value]) -> None:
         """Those beyond the last whole register."""
         b, step = self.b, self.step
-        add = b.add if step.sums.element == I32 else b.fadd
+        add = b.add if totals[0].type == I32 else b.fadd
         with b.counting(self.whole_inputs, self.num_inputs, whole(1), totals) as (d, now):
             for i in range(len(now)):
                 places = (
                     self._at(columns[i % self.R], d, step.weight_size),
-                    self._at(whole(i // self.R), d, step.x_size),
+                    self._at(self.rows[i // self.R], d, step.x_size),
                 )
                 now[i] = add(now[i], step.one_product(b, self.weight, places[0], self.x, places[1]))
         totals[:] = now
 
-    def x_sums(self) -> list[ir.Value]:
+    def _x_sums(self) -> list[ir.Value]:
         """128 times the sum of each row of x, as far as registers are whole."""
         b, step = self.b, self.step
         ones = splat(ir.VectorType(I8, step.width), 1)
         zeros = [ir.Constant(step.sums, None)] * self.T
         with b.counting(whole(0), self.whole_inputs, whole(step.width), zeros) as (d, sums):
             for t in range(self.T):
-                x = step.x(b, self.x, self._at(whole(t), d, step.x_size))
+                x = step.x(b, self.x, self._at(self.rows[t], d, step.x_size))
                 sums[t] = step.add_product(b, sums[t], ones, x)
         return [b.shl(b.lane_sum(vector), ir.Constant(I32, 7)) for vector in sums]
 
