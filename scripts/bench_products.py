@@ -7,8 +7,8 @@ Which form of a product XLA:CPU runs fastest decides how weights are kept (jaxpa
 turns with the others over weights that come from memory, in milliseconds of CPU time of all threads together, and the
 smallest of several is kept: on a machine that others use too, that is steadier than the wall clock. `x` is the time
 of "bfloat16", the form of unquantized models, over the form's own. With the extra `cpu`, "our kernel" is what decoding
-takes for up to 8 rows, and with 4-bit weights for any number; with 8-bit weights it may be XLA's two planes for more. GB/s and GFLOP/s are those of all cores when each does
-its share of that CPU time.
+takes for few rows, and prompts too with weights of 4 and 8 bits; where XLA is better with so many rows, it is XLA. GB/s
+and GFLOP/s are those of all cores when each does its share of that CPU time.
 """
 
 import argparse
@@ -61,21 +61,11 @@ FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
     "int4 -> bfloat16": ("int4", lambda x, w: int4_product(x, w, jnp.bfloat16)),
 }
 KERNEL = choose_few_rows("cpu", 1, deterministic=False)
-FEW_ROWS_FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
+KERNEL_FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
     "bfloat16, our kernel": ("bfloat16", lambda x, w: matrix_product(x, w, jnp.bfloat16, KERNEL)),
-}
-KERNEL_FORMS = {
     "int8, our kernel": ("int8", lambda x, w: int8_product(x, w, jnp.bfloat16, KERNEL)),
     "int4, our kernel": ("int4", lambda x, w: int4_product(x, w, jnp.bfloat16, KERNEL)),
 }
-MOST_KERNEL_ROWS = 8
-
-
-def forms_for(rows: int) -> dict[str, tuple[str, Callable[..., jax.Array]]]:
-    """Those that there are for so many rows: kernels with the extra `cpu`, most of them for few."""
-    if KERNEL == XLA:
-        return FORMS
-    return FORMS | KERNEL_FORMS | (FEW_ROWS_FORMS if rows <= MOST_KERNEL_ROWS else {})
 
 
 def make_weights(kind: str, num_out: int, num_in: int) -> list[jax.Array | QuantizedArray | PackedArray]:
@@ -121,7 +111,7 @@ def compare(rows: int, num_out: int, num_in: int, weights: dict[str, list], repe
     """A line for each form of x [rows, in] times weight [out, in]."""
     x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, num_in), np.float32), jnp.bfloat16)
     used = {kind: some[: 2 if rows > FEW_ROWS else None] for kind, some in weights.items()}
-    forms = forms_for(rows)
+    forms = FORMS if KERNEL == XLA else FORMS | KERNEL_FORMS
     programs = {name: jax.jit(form).lower(x, used[kind][0]).compile() for name, (kind, form) in forms.items()}
     runs = {
         name: lambda program=programs[name], some=used[kind]: [program(x, w) for w in some]

@@ -44,6 +44,8 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, *, backend: str) -> j
         ("x_TD", x_TD, wanted is not None), ("weight_FD", weight_FD, str(weight_FD.dtype) == wanted),
     ):  # fmt: skip
         if x.ndim != 2 or not fits or x.shape[1] != x_TD.shape[1]:
-            accepted = " or ".join(f"{row}[rows, inputs] and {weight}[outputs, inputs]" for row, weight in WEIGHTS.items())
+            accepted = " or ".join(
+                f"{row}[rows, inputs] and {weight}[outputs, inputs]" for row, weight in WEIGHTS.items()
+            )
             raise ValueError(f"{name} is {x.dtype}{list(x.shape)}; accepted are {accepted}.")
     return choosing.require(_OP, _BACKENDS, backend, x_TD, weight_FD).few_rows_matmul(x_TD, weight_FD)

@@ -21,6 +21,8 @@ CASES = (
     Case("eight rows, odd sizes", 8, 133, 67),
     Case("three rows, fewer inputs than a register has", 3, 7, 33),
     Case("one output", 2, 64, 1),
+    Case("nine rows, a tile and a rest", 9, 133, 35),
+    Case("sixty-four rows", 64, 72, 34),
     Case("int8, planes of one row", 2, 256, 130, "int8"),
     Case("int8, planes of eight rows, odd sizes", 16, 197, 67, "int8"),
     Case("int8, fewer inputs than a register has", 4, 13, 33, "int8"),

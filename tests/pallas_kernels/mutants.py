@@ -209,8 +209,18 @@ MUTANTS = (
         ),
         ("weights without a sign are not made good", "if offsets is not None:", "if False:"),
         (
+            "32 bits hold no sum of lanes",
+            "b.lane_sum(b.sitofp(sums, float32s(self.sums.count)))",
+            "b.sitofp(b.lane_sum(sums), F32)",
+        ),
+        (
+            "the rest's rows are the first ones",
+            "Tile(b, frame, step, num_whole, rest",
+            "Tile(b, frame, step, whole(0), rest",
+        ),
+        (
             "all rows of x are the first",
-            "self._at(whole(t), d, self.step.x_size)",
+            "self._at(self.rows[t], d, self.step.x_size)",
             "self._at(whole(0), d, self.step.x_size)",
         ),
     ),

@@ -1,14 +1,14 @@
 """The instructions of a product of few rows, as LLVM IR: one kernel for each type and number of rows.
 
-A tile is R rows of the weight and T rows of x, of int16 up to 8 and of other types all: each register of the weight is multiplied with T of x, and each of
-x with R of the weight. What differs between types and CPUs is a `Step`.
+A tile is R rows of the weight and T rows of x, all or up to 6: each register of the weight is multiplied with T of x,
+and each of x with R of the weight. What differs between types and CPUs is a `Step`.
 """
 
 from typing import Protocol
 
 from llvmlite import ir
 
-from pallas_kernels.few_rows_matmul.cpu import TILE_ROWS
+from pallas_kernels.few_rows_matmul.cpu import TILE_ROWS, in_one_tile
 from pallas_kernels.llvm.builder import F32, I16, I32, PTR, VOID, BFloat16, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import add_pair_products, float32s, multiply_add, read_bfloat16
 from pallas_kernels.llvm.machine import Machine, has_dot, has_pairs
@@ -168,7 +168,7 @@ def step_for(dtype: str, machine: Machine) -> Step:
 def kernel(dtype: str, num_rows: int, machine: Machine) -> ir.Module:
     """The kernel of `few_rows_matmul` for `num_rows` rows of a type."""
     step = step_for(dtype, machine)
-    tile_rows = TILE_ROWS if dtype == "int16" else num_rows
+    tile_rows = num_rows if in_one_tile(dtype, machine) else TILE_ROWS
     rest = num_rows % tile_rows
 
     def num_chunks(b: Builder, frame: Frame) -> ir.Value:
