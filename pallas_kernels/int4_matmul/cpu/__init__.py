@@ -36,6 +36,8 @@ MOST_ROWS = 32
 """With more it is faster to write the weight and to let XLA multiply, except for whole numbers."""
 TILE_ROWS = 8
 """Rows of x that meet an output's weights at once."""
+RECORDS = "records"
+"""In place of a type: bfloat16 rows as `rows` makes records of them."""
 _TYPES = ("bfloat16", "float32")
 
 
@@ -52,8 +54,8 @@ def int4_matmul(
     (T, D), F, machine = x_TD.shape, packed_FB.shape[0], machine or this_machine()
     if x_TD.dtype == jnp.bfloat16 and not has_pairs(machine) and T > 0:
         records = jax.ShapeDtypeStruct((T, 2 * D), jnp.uint8)
-        x_TD = jax.ffi.ffi_call(register(OP, _emit_rounding, machine=machine), records)(x_TD)
-        return _call("bytes", machine, x_TD, packed_FB, scale_FC)
+        x_TD = jax.ffi.ffi_call(kernel(RECORDS, machine=machine), records)(x_TD)
+        return _call(RECORDS, machine, x_TD, packed_FB, scale_FC)
     if not 0 < T <= MOST_ROWS:
         unpack = jax.ffi.ffi_call(kernel(str(x_TD.dtype), machine=machine), jax.ShapeDtypeStruct((F, D), x_TD.dtype))
         # It reads nothing of x. Without x XLA would write the weights of all layers before the first product.
@@ -70,15 +72,14 @@ def _call(dtype: str, machine: Machine, x_TD: jax.Array, packed_FB: jax.Array, s
 
 
 def kernel(dtype: str, num_rows: int | str | None = None, *, machine: Machine) -> str:
-    """What XLA calls the kernel for so many rows of a type, "bytes" too, or without rows the one that writes the weight
-    in a type; from now on it is known. 8 to 15 rows stand for all numbers with the same rest by 8. Raises ValueError
-    where there is none."""
-    known = _TYPES if num_rows is None else (*_TYPES, "bytes")
-    if dtype not in known or not (num_rows is None or 0 < int(num_rows) < 2 * TILE_ROWS):
+    """What XLA calls the kernel for so many rows of a type, or of records; from now on it is known. 8 to 15 rows stand
+    for all numbers with the same rest by 8. Without rows: the kernel that writes the weight in a type, or records.
+    Raises ValueError where there is none."""
+    if dtype not in (*_TYPES, RECORDS) or not (num_rows is None or 0 < int(num_rows) < 2 * TILE_ROWS):
         raise ValueError(f"there is no kernel for {num_rows} rows of {dtype}; there are for 1 to {2 * TILE_ROWS - 1}.")
-    if num_rows is None:
-        return register(OP, _emit_unpacking, dtype, machine=machine)
-    return register(OP, _emit, dtype, int(num_rows), machine=machine)
+    if num_rows is not None:
+        return register(OP, _emit, dtype, int(num_rows), machine=machine)
+    return register(OP, _emit_rounding if dtype == RECORDS else _emit_unpacking, dtype, machine=machine)
 
 
 def _emit(dtype: str, num_rows: int, machine: Machine) -> Any:
@@ -93,7 +94,7 @@ def _emit_unpacking(dtype: str, machine: Machine) -> Any:
     return tiles.unpacking(dtype, machine)
 
 
-def _emit_rounding(machine: Machine) -> Any:
+def _emit_rounding(dtype: str, machine: Machine) -> Any:
     from pallas_kernels.int4_matmul.cpu import rows  # needs llvmlite
 
     return rows.rounding()

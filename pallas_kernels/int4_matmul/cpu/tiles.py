@@ -12,7 +12,7 @@ from typing import Protocol
 from llvmlite import ir
 
 from pallas_kernels.int4_matmul import GROUP, INPUTS, ZERO
-from pallas_kernels.int4_matmul.cpu import TILE_ROWS
+from pallas_kernels.int4_matmul.cpu import RECORDS, TILE_ROWS
 from pallas_kernels.int4_matmul.cpu.rows import CORRECTIONS, RECORD, STEPS
 from pallas_kernels.llvm.builder import I16, I32, PTR, VOID, BFloat16, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import add_pair_products, float32s, multiply_add, spread
@@ -152,8 +152,8 @@ class ConvertedStep:
         return found
 
 
-STEP_TYPES: dict[str, Callable[[Machine], Step]] = {"bfloat16": PairStep, "bytes": ByteStep, "float32": ConvertedStep}
-"""By the type of x as a kernel takes it."""
+STEP_TYPES: dict[str, Callable[[Machine], Step]] = {"bfloat16": PairStep, RECORDS: ByteStep, "float32": ConvertedStep}
+"""By the type of x, as a kernel takes it."""
 
 
 def halves_of_groups(b: Builder, kind: ir.Type, base: ir.Value, offset: ir.Value, start: int) -> ir.Value:

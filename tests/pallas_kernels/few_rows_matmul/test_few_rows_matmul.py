@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels import few_rows_matmul as op
 from pallas_kernels.few_rows_matmul import cpu
 from pallas_kernels.few_rows_matmul.cases import CASES, Case
+from pallas_kernels.llvm.calls import calls_in, prepare
 from pallas_kernels.llvm.machine import Machine, has_pairs, this_machine, why_not
 from pallas_kernels.testing import tolerance
 
@@ -88,6 +89,17 @@ def test_what_lies_around_operands_is_never_read_into_a_sum_and_rows_stay_apart(
         x_TD[4, 70], expected[1] = np.nan, np.nan  # of one row, in the last inputs: it stays there
     product = jax.jit(lambda x, w: op.few_rows_matmul(x[3:6], w[5 : 5 + num_outputs], backend="cpu"))
     np.testing.assert_array_equal(product(x_TD, weight_FD), expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_stored_program_can_have_its_kernel_again(case):
+    if op.backends("cpu", *map(jnp.asarray, make_operands(case)))["cpu"] is not None:
+        pytest.skip("XLA multiplies so many rows on this machine")
+    operands = map(jnp.asarray, make_operands(case))
+    program = jax.jit(lambda *operands: op.few_rows_matmul(*operands, backend="cpu")).lower(*operands).compile()
+    (name,) = calls_in(program.as_text())
+    prepare([name])
 
 
 @needs_kernels

@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels import int4_matmul as op
 from pallas_kernels.int4_matmul import cpu
 from pallas_kernels.int4_matmul.cases import CASES, Case
+from pallas_kernels.llvm.calls import calls_in, prepare
 from pallas_kernels.llvm.machine import Machine, has_pairs, this_machine, why_not
 from pallas_kernels.testing import tolerance
 
@@ -171,6 +172,16 @@ def test_auto_takes_the_kernels_on_a_cpu_only():
     assert op.choose_backend("auto", "cpu", half, packed_FB, scale_FC) == "reference"
     with pytest.raises(ValueError, match="x_TD is float16; accepted are bfloat16 and float32"):
         op.int4_matmul(half, packed_FB, scale_FC, backend="cpu")
+
+
+@needs_kernels
+@pytest.mark.parametrize(("dtype", "num_rows"), [("bfloat16", 1), ("bfloat16", 40), ("float32", 9), ("float32", 40)])
+def test_a_stored_program_can_have_its_kernels_again(dtype, num_rows):
+    operands = map(jnp.asarray, make_operands(Case("", num_rows, 64, 5, dtype)))
+    program = jax.jit(lambda *operands: op.int4_matmul(*operands, backend="cpu")).lower(*operands).compile()
+    names = calls_in(program.as_text())
+    assert len(names) == (2 if in_steps(dtype) else 1)
+    prepare(names)
 
 
 @needs_kernels

@@ -81,7 +81,7 @@ def test_stored_names_make_the_same_kernels_known_again():
         (name.replace(digest, "0" * 12), "it is pallas_kernels.few_rows_matmul.bfloat16.2"),
         (name.replace("few_rows", "os"), "no op has it"),
         (name.replace("few_rows_matmul", "llvm"), "no op has it"),
-        (name.replace(".2.", ".9."), "no kernel for 9 rows of bfloat16"),
+        (name.replace(".2.", ".99."), "no kernel for 99 rows of bfloat16"),
         (name.replace(".2.", ".two."), "invalid literal"),
         (name.replace(".2.", "."), "missing 1 required"),
         ("pallas_kernels", "no op has it"),
