@@ -34,6 +34,8 @@ NOT_SHOWN = {
             "lent_pages",
             "lent_bytes",
             "lent_refused",
+            "borrowed_pages",
+            "borrowed_bytes",
         )
     },
     "jaxpaged:programs_from_bundle": "it does not change",
