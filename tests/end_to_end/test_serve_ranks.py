@@ -28,7 +28,7 @@ OPTIONS = {
 }  # fmt: skip
 FLAGS = (
     "--load-format dummy --max-model-len 64 --block-size 8 --max-num-seqs 4 --max-num-batched-tokens 16 "
-    "--token-buckets 16 --num-gpu-blocks-override 14 --data-parallel-size 4 --enable-expert-parallel --port 0"
+    "--token-buckets 16 --num-gpu-blocks-override 14 --data-parallel-size 2 --enable-expert-parallel --port 0"
 ).split()
 ASKED = [
     ("the cat sat", {"temperature": 0.0, "logprobs": 2}),
