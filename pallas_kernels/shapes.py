@@ -14,6 +14,11 @@ def ceil_div(a, b):
     return (a + b - 1) // b
 
 
+def same_rest(n: int, tile: int) -> int:
+    """n below `tile`; else the number from `tile` to below twice as much that stands for all with the same rest."""
+    return n if n < tile else tile + n % tile
+
+
 def largest_divisor(n: int, limit: int) -> int:
     """The largest number not above `limit` that divides n."""
     return max(d for d in range(1, min(n, max(limit, 1)) + 1) if n % d == 0)

@@ -55,6 +55,12 @@ class Builder(ir.IRBuilder):
     def write(self, value: ir.Value, base: ir.Value, offset: int | ir.Value, align: int | None = None) -> None:
         self.store(value, self.address(base, offset), align=align)
 
+    def prefetch(self, base: ir.Value, offset: int | ir.Value) -> None:
+        """Ask for what will be read there. Where nothing is, nothing happens."""
+        ask = declare(self.module, "llvm.prefetch.p0", VOID, PTR, I32, I32, I32)
+        reads, stays, data = (ir.Constant(I32, flag) for flag in (0, 3, 1))
+        self.call(ask, [self.address(base, offset), reads, stays, data])
+
     def room(self, num_words: int, align: int | None = None) -> ir.Value:
         """The address of 8 bytes on the stack for each word."""
         typed = self.alloca(ir.ArrayType(I64, num_words))

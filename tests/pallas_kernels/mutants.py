@@ -6,6 +6,7 @@ Mistakes in attention's reference and in its TPU kernels are listed with their t
 from tests.mutants import mutants_of
 
 _of = mutants_of(lambda module: (f"tests/pallas_kernels/{module.split('/')[1]}",))
+_of_products = mutants_of(lambda module: ("tests/pallas_kernels/few_rows_matmul", "tests/pallas_kernels/int4_matmul"))
 
 MUTANTS = (
     *_of(
@@ -214,15 +215,15 @@ MUTANTS = (
             "b.sitofp(b.lane_sum(sums), F32)",
         ),
         (
-            "the rest's rows are the first ones",
-            "Tile(b, frame, step, num_whole, rest",
-            "Tile(b, frame, step, whole(0), rest",
-        ),
-        (
             "all rows of x are the first",
             "self._at(self.rows[t], d, self.step.x_size)",
             "self._at(whole(0), d, self.step.x_size)",
         ),
+    ),
+    *_of_products(
+        "pallas_kernels/llvm/row_tiles.py",
+        "every_machine",
+        ("the rest's rows are the first ones", "rows_from(num_whole, rest)", "rows_from(whole(0), rest)"),
     ),
     *_of(
         "pallas_kernels/top_k/cpu/selection.py",

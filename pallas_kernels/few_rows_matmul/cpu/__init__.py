@@ -21,6 +21,7 @@ once; XLA's product of one row writes it in float32 first, and its
 product of two waits for memory (`scripts/bench_products.py`).
 """
 
+import math
 from typing import Any
 
 import jax
@@ -29,26 +30,35 @@ import jax.numpy as jnp
 from pallas_kernels import few_rows_matmul as op
 from pallas_kernels.llvm.code import register
 from pallas_kernels.llvm.machine import Machine, has_dot, has_pairs, this_machine
+from pallas_kernels.shapes import same_rest
 
 OP = "few_rows_matmul"
-MOST_ROWS = {"bfloat16": 64, "int8": 16}
-MOST_ROWS_OF_PAIRS = 8
-"""Of bfloat16 where it has products: with more rows XLA, which has them too, is as good."""
 TILE_ROWS = 6
-"""Rows that meet outputs' weights at once, where any number may come: two outputs then, so that of 16 registers 12 are
-sums. With 8 rows and one output, bfloat16 took 1.1 to 1.6 times as long."""
+"""Rows that meet outputs' weights at once, unless all do: two outputs then, so that of 16 registers 12 are sums. With 8
+rows and one output, bfloat16 took 1.1 to 1.6 times as long."""
+
+
+def in_one_tile(dtype: str, machine: Machine) -> bool:
+    """Whether all rows meet an output's weights at once."""
+    return dtype == "int8" or (dtype == "bfloat16" and has_pairs(machine))
+
+
+def most_rows(dtype: str, machine: Machine) -> float:
+    """With more it is XLA that multiplies, and is as good: those are bound by arithmetic."""
+    if dtype == "bfloat16":
+        return 8 if has_pairs(machine) else 64
+    return 16 if dtype == "int8" else math.inf
 
 
 def cannot_take(x_TD: Any, weight_FD: Any) -> str | None:
-    """More rows are bound by arithmetic, at which XLA is as good, but not with int16."""
-    dtype, num_rows = str(x_TD.dtype), x_TD.shape[0]
-    if dtype == "int16":
-        fast = "this CPU multiplies bytes by fours, so planes of int8 are faster"
-        return fast if has_dot(this_machine()) else None if num_rows else "x_TD has no rows"
-    if dtype not in MOST_ROWS or x_TD.dtype != weight_FD.dtype:
-        return f"x_TD is {dtype} and weight_FD {weight_FD.dtype}; accepted are {' and '.join(MOST_ROWS)}, both alike"
-    pairs = dtype == "bfloat16" and has_pairs(this_machine())
-    most = MOST_ROWS_OF_PAIRS if pairs else MOST_ROWS[dtype]
+    """It takes few rows, but any number of int16."""
+    dtype, num_rows, machine = str(x_TD.dtype), x_TD.shape[0], this_machine()
+    if op.WEIGHTS.get(dtype) != str(weight_FD.dtype):
+        accepted = " and ".join(f"{row} with {weight}" for row, weight in op.WEIGHTS.items())
+        return f"x_TD is {dtype} and weight_FD {weight_FD.dtype}; accepted are {accepted}"
+    if dtype == "int16" and has_dot(machine):
+        return "this CPU multiplies bytes by fours, so planes of int8 are faster than x_TD in int16"
+    most = most_rows(dtype, machine)
     return None if 0 < num_rows <= most else f"x_TD has {num_rows} rows; accepted are 1 to {most} of {dtype}"
 
 
@@ -58,21 +68,17 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, machine: Machine | No
     machine = machine or this_machine()
     if dtype == "bfloat16" and not has_pairs(machine):
         x_TD = x_TD.astype(jnp.float32)  # what the kernel makes of the weights
-    num_rows = T if in_one_tile(dtype, machine) or T < TILE_ROWS else TILE_ROWS + T % TILE_ROWS
+    num_rows = T if in_one_tile(dtype, machine) else same_rest(T, TILE_ROWS)
     call = jax.ffi.ffi_call(kernel(dtype, num_rows, machine=machine), jax.ShapeDtypeStruct((T, F), op.SUMS[dtype]))
     return call(x_TD, weight_FD)
-
-
-def in_one_tile(dtype: str, machine: Machine) -> bool:
-    """Whether all rows meet an output's weights at once."""
-    return dtype == "int8" or (dtype == "bfloat16" and has_pairs(machine))
 
 
 def kernel(dtype: str, num_rows: int, *, machine: Machine) -> str:
     """What XLA calls the kernel for so many rows; from now on it is known. Where rows come in tiles, 6 to 11 stand for
     all numbers with the same rest by 6. Raises ValueError where there is none."""
-    tiled = dtype in op.SUMS and not in_one_tile(dtype, machine)
-    most = 2 * TILE_ROWS - 1 if tiled else MOST_ROWS_OF_PAIRS if dtype == "bfloat16" else MOST_ROWS.get(dtype, 0)
+    most = 0
+    if dtype in op.SUMS:
+        most = most_rows(dtype, machine) if in_one_tile(dtype, machine) else 2 * TILE_ROWS - 1
     if not 0 < int(num_rows) <= most:
         raise ValueError(f"there is no kernel for {num_rows} rows of {dtype}; there are for 1 to {most}.")
     return register(OP, _emit, dtype, int(num_rows), machine=machine)

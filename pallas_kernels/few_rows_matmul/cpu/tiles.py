@@ -4,19 +4,18 @@ A tile is R rows of the weight and T rows of x, all or up to 6: each register of
 and each of x with R of the weight. What differs between types and CPUs is a `Step`.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from llvmlite import ir
 
 from pallas_kernels.few_rows_matmul.cpu import TILE_ROWS, in_one_tile
-from pallas_kernels.llvm.builder import F32, I16, I32, PTR, VOID, BFloat16, Builder, declare, splat, whole
+from pallas_kernels.llvm.builder import F32, I16, I32, BFloat16, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import add_pair_products, float32s, multiply_add, read_bfloat16
 from pallas_kernels.llvm.machine import Machine, has_dot, has_pairs
-from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
+from pallas_kernels.llvm.row_tiles import TILE_OUTPUTS, product_module
+from pallas_kernels.llvm.xla_ffi import Frame
 
-CHUNK = 32
-"""Outputs that a thread takes at a time: 64 KiB of a weight with 1,024 inputs, a few microseconds."""
-TILE_OUTPUTS = (4, 2, 1)
 I8 = ir.IntType(8)
 
 
@@ -168,32 +167,19 @@ def step_for(dtype: str, machine: Machine) -> Step:
 def kernel(dtype: str, num_rows: int, machine: Machine) -> ir.Module:
     """The kernel of `few_rows_matmul` for `num_rows` rows of a type."""
     step = step_for(dtype, machine)
-    tile_rows = num_rows if in_one_tile(dtype, machine) else TILE_ROWS
-    rest = num_rows % tile_rows
 
-    def num_chunks(b: Builder, frame: Frame) -> ir.Value:
-        return b.sdiv(b.add(frame.extent(1, 0), whole(CHUNK - 1)), whole(CHUNK))
+    def emit_tile(b: Builder, frame: Frame, rows: Sequence[ir.Value], first: ir.Value, last: ir.Value) -> None:
+        Tile(b, frame, step, rows, machine.num_registers).emit_all(first, last)
 
-    def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
-        first = b.mul(i, whole(CHUNK))
-        outputs = first, b.smaller(b.add(first, whole(CHUNK)), frame.extent(1, 0))
-        num_whole = b.sub(frame.extent(0, 0), whole(rest))
-        if num_rows >= tile_rows:
-            with b.counting(whole(0), num_whole, whole(tile_rows)) as (row, _):
-                Tile(b, frame, step, row, tile_rows, machine.num_registers).emit_all(*outputs)
-        if rest:
-            Tile(b, frame, step, num_whole, rest, machine.num_registers).emit_all(*outputs)
-
-    return kernel_module(num_chunks, chunk)
+    return product_module(num_rows, num_rows if in_one_tile(dtype, machine) else TILE_ROWS, emit_tile)
 
 
 class Tile:
-    """Sums of T rows of x, from one on, with R rows of the weight, in the function that `b` writes."""
+    """Sums of T rows of x with R rows of the weight, in the function that `b` writes."""
 
-    def __init__(self, b: Builder, frame: Frame, step: Step, first_row: ir.Value, num_rows: int, num_registers: int):
-        self.b, self.step, self.T = b, step, num_rows
-        self.R = next((R for R in TILE_OUTPUTS if (num_rows + 1) * R + 1 <= num_registers), 1)
-        self.rows = [b.add(first_row, whole(t)) for t in range(num_rows)]
+    def __init__(self, b: Builder, frame: Frame, step: Step, rows: Sequence[ir.Value], num_registers: int):
+        self.b, self.step, self.rows, self.T = b, step, rows, len(rows)
+        self.R = next((R for R in TILE_OUTPUTS if num_registers >= (self.T + 1) * R + 1), 1)
         self.x, self.weight, self.out = frame.operand(0), frame.operand(1), frame.result(0)
         self.num_outputs, self.num_inputs = frame.extent(1, 0), frame.extent(1, 1)
         self.whole_inputs = b.and_(self.num_inputs, whole(-step.width))
@@ -227,11 +213,9 @@ class Tile:
     def _fetch_next_tile(self, places: list[ir.Value]) -> None:
         """Ask for the same inputs of the rows after these: without it products of 2 rows take 1.35 times the time.
         Beyond the weight's end nothing happens."""
-        b, ahead = self.b, self.b.mul(self.num_inputs, whole(self.R * self.step.weight_size))
-        prefetch = declare(b.module, "llvm.prefetch.p0", VOID, PTR, I32, I32, I32)
-        reads, stays, data = (ir.Constant(I32, flag) for flag in (0, 3, 1))
+        ahead = self.b.mul(self.num_inputs, whole(self.R * self.step.weight_size))
         for place in places:
-            b.call(prefetch, [b.address(self.weight, b.add(place, ahead)), reads, stays, data])
+            self.b.prefetch(self.weight, self.b.add(place, ahead))
 
     def _add_last_inputs(self, columns: list[ir.Value], totals: list[ir.Value]) -> None:
         """Those beyond the last whole register."""

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from pallas_kernels.int4_matmul import reference
 from pallas_kernels.llvm.code import register
 from pallas_kernels.llvm.machine import Machine, has_pairs, this_machine
+from pallas_kernels.shapes import same_rest
 
 OP = "int4_matmul"
 MOST_ROWS = 32
@@ -66,9 +67,8 @@ def int4_matmul(
 def _call(dtype: str, machine: Machine, x_TD: jax.Array, packed_FB: jax.Array, scale_FC: jax.Array) -> jax.Array:
     """Float32 sums [T, F]."""
     T, F = len(x_TD), len(packed_FB)
-    num_rows = T if T < TILE_ROWS else TILE_ROWS + T % TILE_ROWS
     sums_TF = jax.ShapeDtypeStruct((T, F), jnp.float32)
-    return jax.ffi.ffi_call(kernel(dtype, num_rows, machine=machine), sums_TF)(x_TD, packed_FB, scale_FC)
+    return jax.ffi.ffi_call(kernel(dtype, same_rest(T, TILE_ROWS), machine=machine), sums_TF)(x_TD, packed_FB, scale_FC)
 
 
 def kernel(dtype: str, num_rows: int | str | None = None, *, machine: Machine) -> str:

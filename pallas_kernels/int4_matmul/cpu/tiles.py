@@ -6,7 +6,7 @@ two scales of each output. What differs between types and CPUs is a `Step`.
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from llvmlite import ir
@@ -14,14 +14,12 @@ from llvmlite import ir
 from pallas_kernels.int4_matmul import GROUP, INPUTS, ZERO
 from pallas_kernels.int4_matmul.cpu import RECORDS, TILE_ROWS
 from pallas_kernels.int4_matmul.cpu.rows import CORRECTIONS, RECORD, STEPS
-from pallas_kernels.llvm.builder import I16, I32, PTR, VOID, BFloat16, Builder, declare, splat, whole
+from pallas_kernels.llvm.builder import I16, I32, BFloat16, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import add_pair_products, float32s, multiply_add, spread
 from pallas_kernels.llvm.machine import Machine, has_pairs
+from pallas_kernels.llvm.row_tiles import TILE_OUTPUTS, chunks_of, outputs_of, product_module
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 
-CHUNK = 32
-"""Outputs that a thread takes at a time."""
-TILE_OUTPUTS = (4, 2, 1)
 AHEAD = 16 * 1024
 """How far ahead bytes of weights are asked for: with the outputs after a tile, 1 to 2 KiB ahead, one row took 1.2 times
 as long."""
@@ -73,7 +71,7 @@ class PairStep:
 
     def x(self, b: Builder, base: ir.Value, offset: ir.Value) -> list[ir.Value]:
         starts = (0, GROUP // 2)
-        return [b.bitcast(halves_of_groups(b, I16, base, offset, start), self._values) for start in starts]
+        return [b.bitcast(halves_of_groups(b, base, offset, start), self._values) for start in starts]
 
     def scales(self, b: Builder, both: ir.Value) -> list[ir.Value]:
         return scales_of_halves(b, both, self.sums)
@@ -156,9 +154,9 @@ STEP_TYPES: dict[str, Callable[[Machine], Step]] = {"bfloat16": PairStep, RECORD
 """By the type of x, as a kernel takes it."""
 
 
-def halves_of_groups(b: Builder, kind: ir.Type, base: ir.Value, offset: ir.Value, start: int) -> ir.Value:
+def halves_of_groups(b: Builder, base: ir.Value, offset: ir.Value, start: int) -> ir.Value:
     """16 inputs of 2 bytes of each of two groups, from `start` on in each."""
-    half = ir.VectorType(kind, GROUP // 2)
+    half = ir.VectorType(I16, GROUP // 2)
     parts = [b.read(half, base, b.add(offset, whole(2 * (start + g))), align=2) for g in (0, GROUP)]
     return b.shuffle_vector(*parts, ir.Constant(ir.VectorType(I32, GROUP), list(range(GROUP))))
 
@@ -189,8 +187,7 @@ def unpacking(dtype: str, machine: Machine) -> ir.Module:
     lanes, size = machine.lanes, 2 if dtype == "bfloat16" else 4
 
     def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
-        first, num_bytes = b.mul(i, whole(CHUNK)), frame.extent(0, 1)
-        last = b.smaller(b.add(first, whole(CHUNK)), frame.extent(0, 0))
+        (first, last), num_bytes = outputs_of(b, i, frame.extent(0, 0)), frame.extent(0, 1)
         packed, scale, out = frame.operand(0), frame.operand(1), frame.result(0)
         with b.counting(b.mul(first, num_bytes), b.mul(last, num_bytes), whole(BYTES)) as (place, _):
             weights, scales = read_inputs(b, step, packed, scale, place)
@@ -211,10 +208,6 @@ def rounded_to_bfloat16(b: Builder, number: ir.Value) -> ir.Value:
     return b.trunc(b.lshr(up, sixteen), ir.VectorType(I16, kind.count))
 
 
-def chunks_of(b: Builder, num_outputs: ir.Value) -> ir.Value:
-    return b.sdiv(b.add(num_outputs, whole(CHUNK - 1)), whole(CHUNK))
-
-
 def read_inputs(
     b: Builder, step: Step, packed: ir.Value, scale: ir.Value, place: ir.Value
 ) -> tuple[list[ir.Value], list[ir.Value]]:
@@ -229,30 +222,21 @@ def kernel(dtype: str, num_rows: int, machine: Machine) -> ir.Module:
     rest when it is divided by 8."""
     step: Step = STEP_TYPES[dtype](machine)
     assert dtype != "bfloat16" or has_pairs(machine), f"{machine} has no products of bfloat16"
-    rest = num_rows % TILE_ROWS
 
-    def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
-        first = b.mul(i, whole(CHUNK))
-        outputs = first, b.smaller(b.add(first, whole(CHUNK)), frame.extent(1, 0))
-        whole_tiles = b.and_(frame.extent(0, 0), whole(-TILE_ROWS))
-        if num_rows >= TILE_ROWS:
-            with b.counting(whole(0), whole_tiles, whole(TILE_ROWS)) as (row, _):
-                Tile(b, frame, step, row, TILE_ROWS, machine.num_registers).emit_all(*outputs)
-        if rest:
-            Tile(b, frame, step, whole_tiles, rest, machine.num_registers).emit_all(*outputs)
+    def emit_tile(b: Builder, frame: Frame, rows: Sequence[ir.Value], first: ir.Value, last: ir.Value) -> None:
+        Tile(b, frame, step, rows, machine.num_registers).emit_all(first, last)
 
-    return kernel_module(lambda b, frame: chunks_of(b, frame.extent(1, 0)), chunk)
+    return product_module(num_rows, TILE_ROWS, emit_tile)
 
 
 class Tile:
-    """Sums of T rows of x, from one on, with R outputs, in the function that `b` writes."""
+    """Sums of T rows of x with R outputs, in the function that `b` writes."""
 
-    def __init__(self, b: Builder, frame: Frame, step: Step, first_row: ir.Value, num_rows: int, num_registers: int):
-        self.b, self.step, self.T = b, step, num_rows
-        self.R = next((R for R in TILE_OUTPUTS if num_rows * R + 3 * R + 4 <= num_registers), 1)
+    def __init__(self, b: Builder, frame: Frame, step: Step, rows: Sequence[ir.Value], num_registers: int):
+        self.b, self.step, self.rows, self.T = b, step, rows, len(rows)
+        self.R = next((R for R in TILE_OUTPUTS if num_registers >= self.T * R + 3 * R + 4), 1)
         self.x, self.packed, self.scale, self.out = *(frame.operand(i) for i in range(3)), frame.result(0)
         self.num_outputs, self.num_inputs = frame.extent(1, 0), b.mul(frame.extent(1, 1), whole(2))
-        self.rows = [b.add(first_row, whole(t)) for t in range(num_rows)]
 
     def emit_all(self, first: ir.Value, last: ir.Value) -> None:
         """The tiles of a range of outputs."""
@@ -281,7 +265,5 @@ class Tile:
         nothing happens."""
         b = self.b
         place = b.udiv(b.at(column, self.num_inputs, d, 1), whole(2))
-        ahead = b.add(place, whole(AHEAD))
-        prefetch = declare(b.module, "llvm.prefetch.p0", VOID, PTR, I32, I32, I32)
-        b.call(prefetch, [b.address(self.packed, ahead), *(ir.Constant(I32, flag) for flag in (0, 3, 1))])
+        b.prefetch(self.packed, b.add(place, whole(AHEAD)))
         return read_inputs(b, self.step, self.packed, self.scale, place)

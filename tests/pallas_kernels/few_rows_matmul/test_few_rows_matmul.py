@@ -14,13 +14,15 @@ from pallas_kernels import few_rows_matmul as op
 from pallas_kernels.few_rows_matmul import cpu
 from pallas_kernels.few_rows_matmul.cases import CASES, Case
 from pallas_kernels.llvm.calls import calls_in, prepare
-from pallas_kernels.llvm.machine import Machine, has_pairs, this_machine, why_not
+from pallas_kernels.llvm.machine import Machine, this_machine, why_not
 from pallas_kernels.testing import tolerance
 
 needs_kernels = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 # What the kernels can do without AVX512, and with it but without its products of pairs: every x86 machine of ten years
 # has the former, and this one the latter if it has AVX512 at all.
 AVX2 = Machine("haswell", "+avx2,+fma", lanes=8, num_registers=16)
+
+MOST_ROWS = cpu.most_rows("bfloat16", this_machine()) if why_not() is None else 8
 
 
 def make_operands(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -44,11 +46,6 @@ def check(case: Case, sums_TF: jax.Array, x_TD: np.ndarray, weight_FD: np.ndarra
     assert np.all(np.abs(np.asarray(sums_TF, np.float64) - expected) <= bound * sizes_TF)
 
 
-def most_rows() -> int:
-    """Of bfloat16 on this machine."""
-    return cpu.MOST_ROWS_OF_PAIRS if has_pairs(this_machine()) else cpu.MOST_ROWS["bfloat16"]
-
-
 def machines() -> list[Machine]:
     """This one, and lesser ones that it can stand for."""
     here = this_machine()
@@ -67,9 +64,8 @@ def test_a_case_equals_the_product_in_float64(case):
 def test_the_kernels_of_every_machine_compute_a_case(case):
     x_TD, weight_FD = make_operands(case)
     for machine in machines():
-        if case.dtype == "bfloat16" and has_pairs(machine) and case.num_rows > cpu.MOST_ROWS_OF_PAIRS:
-            continue
-        check(case, cpu.few_rows_matmul(jnp.asarray(x_TD), jnp.asarray(weight_FD), machine), x_TD, weight_FD)
+        if case.num_rows <= cpu.most_rows(case.dtype, machine):
+            check(case, cpu.few_rows_matmul(jnp.asarray(x_TD), jnp.asarray(weight_FD), machine), x_TD, weight_FD)
 
 
 @needs_kernels
@@ -100,11 +96,12 @@ def test_a_stored_program_can_have_its_kernel_again(case):
     program = jax.jit(lambda *operands: op.few_rows_matmul(*operands, backend="cpu")).lower(*operands).compile()
     (name,) = calls_in(program.as_text())
     prepare([name])
+    assert name.startswith(f"pallas_kernels.few_rows_matmul.{case.dtype}.")
 
 
 @needs_kernels
 def test_a_row_has_the_same_bits_in_any_company():
-    x_TD, weight_FD = make_operands(Case("", most_rows(), 333, 70))
+    x_TD, weight_FD = make_operands(Case("", MOST_ROWS, 333, 70))
     together = op.few_rows_matmul(jnp.asarray(x_TD), jnp.asarray(weight_FD), backend="cpu")
     for rows in ([0], [3, 7], [2, 5, 1]):
         alone = op.few_rows_matmul(jnp.asarray(x_TD[rows]), jnp.asarray(weight_FD), backend="cpu")
@@ -157,7 +154,7 @@ def test_auto_takes_the_kernels_for_few_rows_on_a_cpu_only():
     rows = lambda number: jax.ShapeDtypeStruct((number, 8), jnp.bfloat16)
     assert op.choose_backend("auto", "cpu") == "cpu"
     assert op.choose_backend("auto", "cpu", rows(8), rows(4)) == "cpu"
-    assert op.choose_backend("auto", "cpu", rows(most_rows() + 1), rows(4)) == "reference"
+    assert op.choose_backend("auto", "cpu", rows(MOST_ROWS + 1), rows(4)) == "reference"
     assert op.choose_backend("auto", "tpu", rows(2), rows(4)) == "reference"
-    with pytest.raises(ValueError, match=f"x_TD has 65 rows; accepted are 1 to {most_rows()} of bfloat16"):
+    with pytest.raises(ValueError, match=f"x_TD has 65 rows; accepted are 1 to {MOST_ROWS} of bfloat16"):
         op.few_rows_matmul(jnp.zeros((65, 8), jnp.bfloat16), jnp.zeros((4, 8), jnp.bfloat16), backend="cpu")

@@ -1,0 +1,49 @@
+"""Kernels of products of rows x [T, D] with a weight that has a row for each of F outputs: how the work is cut.
+
+A chunk of outputs is a thread's work, and so small that its weights stay in the nearest cache while one tile of rows
+after the other meets them. What a tile does is its op's.
+"""
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+
+from pallas_kernels.llvm.builder import Builder, whole
+from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
+
+CHUNK = 32
+"""Outputs that a thread takes at a time: 64 KiB of a bfloat16 weight with 1,024 inputs, a few microseconds."""
+TILE_OUTPUTS = (4, 2, 1)
+"""How many of them a tile may have."""
+
+EmitTile = Callable[[Builder, Frame, Sequence[ir.Value], ir.Value, ir.Value], None]
+"""(builder, frame, rows, first output, the one after the last): emits their sums."""
+
+
+def product_module(num_rows: int, tile_rows: int, emit_tile: EmitTile) -> ir.Module:
+    """The kernel whose operands are x and the weight first, for `num_rows` rows; with `tile_rows` and more, for any
+    number that leaves the same rest when it is divided by `tile_rows`."""
+    rest = num_rows % tile_rows
+
+    def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
+        outputs = outputs_of(b, i, frame.extent(1, 0))
+        rows_from = lambda first, count: [b.add(first, whole(t)) for t in range(count)]
+        num_whole = b.sub(frame.extent(0, 0), whole(rest))
+        if num_rows >= tile_rows:
+            with b.counting(whole(0), num_whole, whole(tile_rows)) as (row, _):
+                emit_tile(b, frame, rows_from(row, tile_rows), *outputs)
+        if rest:
+            emit_tile(b, frame, rows_from(num_whole, rest), *outputs)
+
+    return kernel_module(lambda b, frame: chunks_of(b, frame.extent(1, 0)), chunk)
+
+
+def chunks_of(b: Builder, num_outputs: ir.Value) -> ir.Value:
+    """How many there are."""
+    return b.sdiv(b.add(num_outputs, whole(CHUNK - 1)), whole(CHUNK))
+
+
+def outputs_of(b: Builder, i: ir.Value, num_outputs: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The first output of a chunk, and the one after its last."""
+    first = b.mul(i, whole(CHUNK))
+    return first, b.smaller(b.add(first, whole(CHUNK)), num_outputs)
