@@ -13,7 +13,6 @@ of Python and of the model may be in the system's cache in all three: the disk i
 
 import argparse
 import dataclasses
-import gc
 import json
 import os
 import platform
@@ -69,9 +68,9 @@ def measure_start(origin: float, model: str, options: dict[str, Any]) -> dict[st
     recorder = Recorder(origin)
     recorder.spans.append(Span(MAIN, "python", 0.0, recorder.now()))
     with recorder.span("import"):
-        from jaxpaged.entrypoints.cli import NEW_OBJECTS
+        from jaxpaged.entrypoints.cli import collect_seldom
 
-        gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])  # as the command does
+        collect_seldom()  # as the command does
         from jaxpaged.config import EngineConfig
         from jaxpaged.engine import build
         from jaxpaged.engine.core import EngineCore

@@ -31,9 +31,6 @@ from jaxpaged.entrypoints.cli.terminal import complain
 from jaxpaged.errors import JaxpagedError, UsageError
 
 DESCRIPTION = "LLM inference native to JAX: paged KV cache, continuous batching, prefix caching."
-NEW_OBJECTS = 50_000
-"""After which the garbage collector looks at the new ones: 700 in Python. Modules and weights stay, and to look among
-them for garbage again and again takes a tenth of the start."""
 FAILURE, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 
@@ -43,11 +40,16 @@ def command() -> NoReturn:
     It leaves without the interpreter's clean-up: a program that is still being compiled in a thread, and that nobody
     will use any more, can be neither cancelled nor killed, and would be waited for.
     """
-    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
+    collect_seldom()
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def collect_seldom() -> None:
+    """Modules and weights stay: to look among them for garbage again and again takes a tenth of the start."""
+    gc.set_threshold(serve.NEW_OBJECTS, *gc.get_threshold()[1:])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,14 +4,13 @@
 what was measured, or an "error". `python -m` runs this module; it is no command for people.
 """
 
-import gc
 import json
 import os
 import sys
 import time
 from typing import Any
 
-from jaxpaged.entrypoints.cli import NEW_OBJECTS
+from jaxpaged.entrypoints.cli import collect_seldom
 from jaxpaged.errors import JaxpagedError
 
 SHORT_PROMPT = tuple(range(5, 25))
@@ -50,7 +49,7 @@ def measure(origin: float, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
+    collect_seldom()
     job = json.loads(sys.stdin.read())
     try:
         told = measure(job["origin"], job["options"])
