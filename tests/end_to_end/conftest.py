@@ -1,6 +1,11 @@
-"""One engine on the embedded model for the whole session: compiling is most of what an engine costs here."""
+"""One engine on the embedded model for the whole session: compiling is most of what an engine costs here. And servers
+as people start them."""
 
+import os
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -36,6 +41,25 @@ SERVE = (
     sys.executable, "-m", "jaxpaged", "serve", "--port", "0", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
     "--token-buckets", "2,8,64",
 )  # fmt: skip
+
+
+def started(*command, pattern=r"served at (http://\S+)"):
+    """A process, and the addresses that it says it serves at: the groups of `pattern`."""
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.PIPE, text=True
+    )
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if found := re.search(pattern, line):
+            return process, [address.rstrip(".,") for address in found.groups()]
+    raise AssertionError(f"{command} did not start: {''.join(lines)}")
+
+
+def stop(process):
+    process.kill()
+    process.communicate()
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,8 @@
 
 import http.client
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import urllib.request
 
@@ -13,7 +11,7 @@ import msgspec
 import pytest
 
 from jaxpaged import LLM
-from tests.end_to_end.conftest import SERVE
+from tests.end_to_end.conftest import SERVE, started, stop
 from tests.end_to_end.test_kv_offload import GREEDY, OPTIONS, PROMPTS, answers, worker_of
 
 openai = pytest.importorskip("openai", reason="comes with the extra test")
@@ -48,17 +46,6 @@ def test_a_prompt_is_handed_over(pair):
     assert said is None, "less than a block is not worth a lease"
 
 
-def started(*command):
-    """A process, and the address that it says it serves at."""
-    process = subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": os.getcwd()}, stderr=subprocess.PIPE, text=True
-    )
-    for line in process.stderr:
-        if found := re.search(r"served at (http://\S+)", line):
-            return process, found[1].rstrip(".,")
-    raise AssertionError(f"{command} did not start")
-
-
 def post(url, body, path="completions"):
     request = urllib.request.Request(
         f"{url}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -86,15 +73,15 @@ def sample(url, name):
 @pytest.fixture
 def servers():
     serve = [*SERVE, "--block-size", "16", "--max-model-len", "512"]
-    processes, urls = zip(*(started(*serve, "--kv-role", role) for role in ("kv_producer", "kv_consumer")))
-    proxy, url = started(
+    processes, found = zip(*(started(*serve, "--kv-role", role) for role in ("kv_producer", "kv_consumer")))
+    urls = [url for (url,) in found]
+    proxy, (url,) = started(
         sys.executable, "-m", "jaxpaged", "proxy", "--port", "0", "--prefill", urls[0], "--decode", urls[1],
         "--min-prefill-tokens", "50",
     )  # fmt: skip
     yield processes, urls, url
     for process in (*processes, proxy):
-        process.kill()
-        process.communicate()
+        stop(process)
 
 
 def check_a_chat(prefill, decode, proxy):

@@ -1,10 +1,8 @@
 """`jaxpaged serve` as people start it: the embedded model, a client, and a signal."""
 
 import json
-import os
 import re
 import signal
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxpaged.installed import is_installed
-from tests.end_to_end.conftest import SERVE
+from tests.end_to_end.conftest import SERVE, started, stop
 
 openai = pytest.importorskip("openai", reason="comes with the extra test")
 pytest.importorskip("uvicorn", reason="comes with the extra test")
@@ -52,29 +50,23 @@ def collector():
 
 
 @pytest.fixture(scope="module")
-def process(collector):
+def served(collector):
+    """The process, and its addresses of HTTP and of gRPC."""
     tracing = ["--otlp-traces-endpoint", collector.endpoint] if collector else []
-    started = subprocess.Popen(
-        [*SERVE, "--grpc-port", "0", "--kv-offload", "host=16M", *tracing],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    yield started
-    started.kill()
-    started.communicate()
+    command = [*SERVE, "--grpc-port", "0", "--kv-offload", "host=16M", *tracing]
+    process, addresses = started(*command, pattern=r"is served at (\S+) and over gRPC at (\S+) ")
+    yield process, addresses
+    stop(process)
 
 
 @pytest.fixture(scope="module")
-def addresses(process):
-    """Of HTTP and of gRPC."""
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if found := re.search(r"is served at (\S+) and over gRPC at (\S+) ", line):
-            return found.groups()
-    raise AssertionError("".join(lines))
+def addresses(served):
+    return served[1]
+
+
+@pytest.fixture(scope="module")
+def process(served):
+    return served[0]
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,7 @@
 """`jaxpaged serve` with attention ranks: what one device answers, over HTTP, with streams, aborts and preemption."""
 
 import json
-import os
-import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxpaged import LLM, SamplingParams, StructuredOutputsParams
+from tests.end_to_end.conftest import started
 from tests.engine.small_tokenizer import make_backend
 from tests.models.checkpoints import CONFIGS
 
@@ -66,28 +64,23 @@ def in_python(fields):
 
 
 @pytest.fixture(scope="module")
-def process(folder):
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
-        flags += " --xla_force_host_platform_device_count=8"
-    started = subprocess.Popen(
-        [sys.executable, "-m", "jaxpaged", "serve", str(folder), "--served-model-name", "ranks", *FLAGS],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    yield started
-    started.kill()
-    started.communicate()
+def served(folder):
+    command = [sys.executable, "-m", "jaxpaged", "serve", str(folder), "--served-model-name", "ranks", *FLAGS]
+    process, (address,) = started(*command)
+    threading.Thread(target=process.stderr.read, daemon=True).start()  # or a full pipe stops it
+    yield process, address
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture(scope="module")
-def address(process):
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if found := re.search(r"is served at (http://[^\s,]+)", line):
-            threading.Thread(target=process.stderr.read, daemon=True).start()  # or a full pipe stops it
-            return found[1]
-    raise AssertionError("".join(lines))
+def address(served):
+    return served[1]
+
+
+@pytest.fixture(scope="module")
+def process(served):
+    return served[0]
 
 
 @pytest.fixture(scope="module")
