@@ -256,7 +256,7 @@ class StepRecord(msgspec.Struct, gc=False):
     update_end: float
     num_steps: int = 1
     program_wait: float = 0.0  # seconds between schedule_end and dispatch_end until programs were compiled
-    pages_saved: int = 0  # whose copies off the device were dispatched since the record before
+    pages_saved: int = 0  # blocks whose copies off the device were dispatched since the record before
     pages_loaded: int = 0  # whose copies to the device were
 
 

@@ -103,6 +103,25 @@ def test_pages_are_rounded_only_where_that_is_asked_for():
             offload(tiers, transfer)
 
 
+def test_pages_have_as_many_tokens_as_is_said():
+    """vLLM's name for that is the `block_size` of what it offloads."""
+    extra = lambda **more: {**CONNECTOR, "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30, **more}}
+    assert offload("host=1G", {}).page_tokens is None
+    assert offload("page_tokens=48,host=1G,pages=int8", {}) == KVOffload(
+        (TierWish("host", capacity=1 << 30),), pages="int8", page_tokens=48
+    )
+    assert offload(None, extra(block_size=256)).page_tokens == 256
+    assert EngineConfig.from_options(kv_offload="page_tokens=64", kv_role="kv_both").cache.offload.page_tokens == 64
+    for words, tiers, transfer in (
+        ("page_tokens='0'; it must be a number", "host=1G,page_tokens=0", {}),
+        ("page_tokens='x'", "host=1G,page_tokens=x", {}),
+        ("page_tokens=-4", None, extra(block_size=-4)), ("page_tokens=True", None, extra(block_size=True)),
+        ("Say it once", "page_tokens=64", extra(block_size=64)), ("no tier to keep pages in", "page_tokens=64", {}),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            offload(tiers, transfer)
+
+
 @pytest.mark.parametrize(
     ("tiers", "transfer", "words"),
     [

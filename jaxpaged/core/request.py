@@ -62,6 +62,7 @@ class Request:
         "num_prompt_tokens",
         "num_skipped_blocks",
         "num_tokens_with_placeholders",
+        "page_hashes",
         "priority",
         "prompt_logprobs",
         "reads_prefix_cache",
@@ -118,9 +119,20 @@ class Request:
         self.matcher: Matcher | BudgetMatcher | None = None  # where it stands in what binds its tokens, if anything
 
         self.block_hashes: list[bytes] = []
+        self.page_hashes: list[bytes] = []  # where pages have not as many tokens as blocks
         self.blocks: tuple[list, ...] = tuple([] for _ in range(num_groups))
         self.num_skipped_blocks = [0] * num_groups
         self.num_entered_tokens = self.branch = 0
+
+    @property
+    def has_only_tokens(self) -> bool:
+        """Whether what its blocks hold follows from tokens and weights alone."""
+        return self.lora_name is None and self.cache_salt is None and not self.mm_hashes
+
+    def forget_hashes(self) -> None:
+        """What it computes is other content from now on."""
+        self.block_hashes.clear()
+        self.page_hashes.clear()
 
     @property
     def num_tokens(self) -> int:

@@ -32,7 +32,7 @@ class KVTransferDriver:
         if worker is not None:
             assert isinstance(scheduler, Scheduler), "attention ranks keep nothing besides the device"
             manager, tiers = scheduler.kv_cache_manager, worker.chunk_tiers
-            self._half = KVTransfers(manager, worker.lookup, worker.where, worker.expect, tiers)
+            self._half = KVTransfers(manager, worker.page_tokens, worker.lookup, worker.where, worker.expect, tiers)
         self._worker: Any = worker
         scheduler.kv_cache_manager.transfers = self._half
         self._manager: Any = scheduler.kv_cache_manager
@@ -60,14 +60,15 @@ class KVTransferDriver:
 
     def _lend(self, half: KVTransfers, request: Request, step_id: int) -> None:
         """Lend a prompt from its first step on, and say so at once to who reads a stream."""
-        num_tokens, pages = half.lent_pages(request)
-        said = self._worker.lend(num_tokens, pages)
+        num_tokens, pieces = half.lent_pieces(request)
+        said = self._worker.lend(num_tokens, pieces)
         if said is None:
             return
         half.handovers.lent(request, said)
         # What the prefix cache had; what this step or one before it computes is to be saved behind that step already.
-        computed = {save.content.key for save in half.saves}
-        half.saves[:0] = [Save(step_id - 1, *page) for page in pages if page[1] and page[0].key not in computed]
+        computed = {save.piece.pages[0].key for save in half.saves}
+        there = [piece for piece in pieces if piece.block_ids and piece.pages[0].key not in computed]
+        half.saves[:0] = [Save(step_id - 1, piece) for piece in there]
         if request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
             told = EngineCoreOutput(request.request_id, [], max(request.num_cached_tokens, 0), request.num_preemptions)
             told.kv_transfer_params = said
@@ -91,9 +92,9 @@ class KVTransferDriver:
         for output in outputs if ended else ():
             if output.finish_reason in ("stop", "length") and output.request_id in ended:
                 request, said = ended.pop(output.request_id)
-                _, pages = self._half.lent_pages(request)
-                output.kv_transfer_params = self._worker.finish_lending(said, pages)
-                self._half.saves += [Save(-1, *page) for page in pages if page[1]]
+                _, pieces = self._half.lent_pieces(request)
+                output.kv_transfer_params = self._worker.finish_lending(said, pieces)
+                self._half.saves += [Save(-1, piece) for piece in pieces if piece.block_ids]
         for _, said in ended.values():
             self._worker.take_back(said)
         return outputs
@@ -110,14 +111,14 @@ class KVTransferDriver:
         if self._half is None:
             return outputs
         if self._manager.records_events:
-            self._manager.add_events(self._half.events_of(self._worker.take_changes()))
+            self._manager.add_events(self._half.events.of(self._worker.take_changes()))
         for fetched in self._worker.take_fetched():
             load: Load = fetched.load
             is_waiting = self._half.loading.get(load.request.request_id) is load and not load.request.is_finished
             if all(fetched.came):
                 self._half.rates.observe_load(load.num_tokens, fetched.seconds, fetched.sources)
             elif self._fails and is_waiting:
-                reason = f"{fetched.came.count(False)} of {len(fetched.came)} blocks of its beginning were not loaded"
+                reason = f"{fetched.came.count(False)} of {len(fetched.came)} pages of its beginning were not loaded"
                 outputs += self._scheduler.fail_requests([load.request.request_id], reason)
             block_ids = self._half.arrived(load, fetched.came, fetched.sources)
             if block_ids is not None:
@@ -154,20 +155,21 @@ class KVTransferDriver:
         return True
 
     def save_prefix(self, path: Path, token_ids: Sequence[int], cache_salt: str | None) -> PrefixInfo:
-        """Write what the prefix cache has of these tokens, all their full blocks, to a file. Raises UsageError."""
+        """Write what the prefix cache has of these tokens, all that fill blocks and pages, to a file. Raises
+        UsageError."""
         half, worker = self._half_or_refuse()
         params = SamplingParams(max_tokens=1)
+        wanted = half.align(len(token_ids))
         # One token more, since the last one of a request never comes from the cache.
-        message = EngineCoreRequest("prefix", [*token_ids, 0], params, 0.0, cache_salt=cache_salt)
-        num_tokens, found = half.beginning(Request(message, len(token_ids) + 1, 0, len(self._groups)))
-        wanted = self._groups.align(len(token_ids))
+        message = EngineCoreRequest("prefix", [*token_ids[:wanted], 0], params, 0.0, cache_salt=cache_salt)
+        num_tokens, found = half.beginning(Request(message, wanted + 1, 0, len(self._groups)))
         if num_tokens < wanted or not wanted:
             raise UsageError(
-                f"the prefix cache has {num_tokens} of the {len(token_ids)} tokens, and {wanted} are in full blocks. "
-                "Save a prompt of a block at least, one without images, and with the KV cache large enough "
+                f"the prefix cache has {num_tokens} of the {len(token_ids)} tokens, and {wanted} are in full blocks "
+                "and pages. Save a prompt of one at least, one without images, and with the KV cache large enough "
                 "for all of it."
             )
-        return worker.write_file(path, token_ids[:num_tokens], *zip(*found))
+        return worker.write_file(path, token_ids[:wanted], found)
 
     def load_prefix(self, path: Path) -> PrefixInfo:
         """Put the pages of a file into the tiers. Raises UsageError, and PageError for one that must not be used."""

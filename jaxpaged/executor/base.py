@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.changes import Change
-from jaxpaged.kv_store.content import ChunkTiers, PageContent
+from jaxpaged.kv_store.content import ChunkTiers, Piece
 from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.tier import Lookup
@@ -121,12 +121,15 @@ class KVTransferWorker(Protocol):
         """What it lends is not needed any more."""
         ...
 
-    def lend(self, num_tokens: int, pages: Sequence[tuple[PageContent, int]]) -> dict[str, Any] | None:
-        """Lend pages (content, id of its block now) of a prompt, which are saved next. What an answer says of it."""
+    page_tokens: int
+    """Of a page."""
+
+    def lend(self, num_tokens: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        """Lend pages of a prompt, which are saved next. What an answer says of it."""
         ...
 
-    def save(self, saves: Sequence[tuple[int, PageContent, int]]) -> None:
-        """Dispatch copies of blocks (the step that computes it, content, id) off the devices, behind these steps."""
+    def save(self, saves: Sequence[tuple[int, Piece]]) -> None:
+        """Dispatch copies of pieces off the devices, each behind the step that computes it."""
         ...
 
     def confirm(self, before: int | None) -> None:
@@ -159,11 +162,11 @@ class KVTransferWorker(Protocol):
         ...
 
     def take_copied(self) -> tuple[int, int]:
-        """Pages whose copies off the devices, and to them, were dispatched since the last call."""
+        """Blocks whose copies off the devices, and to them, were dispatched since the last call."""
         ...
 
-    def write(self, fetched: Any, block_ids: Sequence[int]) -> None:
-        """Dispatch copies of what came into blocks, one for each page, 0 for none."""
+    def write(self, fetched: Any, block_ids: Sequence[Sequence[int]]) -> None:
+        """Dispatch copies of what came into the blocks of each piece, 0 for none."""
         ...
 
 

@@ -48,10 +48,11 @@ class Borrower:
 
     def __init__(
         self, namespace: str, most: int, secret: bytes | None = None, *, peers: str, tls: TlsFiles | None = None,
-        shares: bool = True,
+        shares: bool = True, page_tokens: int = 0,
     ):  # fmt: skip
-        """`shares`: pages of engines on this host come through memory, unless all is to go by TLS."""
-        self._shares = shares and tls is None
+        """`shares`: pages of engines on this host come through memory, unless all is to go by TLS. `page_tokens` of
+        each, for who is refused."""
+        self._shares, self._page_tokens = shares and tls is None, page_tokens
         self._peers, self._tls = peers, None if tls is None else tls.borrowing()
         self._namespace, self._most, self._secret = namespace, most, secret
         self._lock = threading.Lock()  # for everything below; never held during input and output
@@ -201,7 +202,7 @@ class Borrower:
             if isinstance(connection, ssl.SSLSocket):
                 shake_hands(connection)
             return Channel(connection, self._namespace, self._secret, is_server=False, most=self._most,
-                           carried=self._carried)  # fmt: skip
+                           page_tokens=self._page_tokens, carried=self._carried)  # fmt: skip
         except BaseException:
             connection.close()
             raise

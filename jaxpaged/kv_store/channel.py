@@ -44,6 +44,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     namespace: str
     nonce: bytes
     is_signed: bool
+    page_tokens: int = 0
+    """For people; 0: it does not say."""
     version: int = VERSION
 
 
@@ -103,9 +105,10 @@ class Channel:
 
     def __init__(
         self, connection: socket.socket, namespace: str, secret: bytes | None, *, is_server: bool, most: int,
-        carried: Carried | None = None,
+        page_tokens: int = 0, carried: Carried | None = None,
     ):  # fmt: skip
-        """`most`: bytes of each page that may come, 0: none does. `carried` hears of those that do."""
+        """`most`: bytes of each page that may come, 0: none does. The other side is told `page_tokens` where it is
+        refused. `carried` hears of pages that come."""
         self._carried, self._transport = carried or Carried(), transport_of(connection)
         self._socket, self._most, self._secret = connection, most, secret
         self._sides = (b"server", b"client") if is_server else (b"client", b"server")
@@ -115,7 +118,7 @@ class Channel:
         if not is_near:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._arena: shared_memory.Arena | None = None
-        self._greet(Hello(namespace, os.urandom(NONCE_BYTES), secret is not None), is_server)
+        self._greet(Hello(namespace, os.urandom(NONCE_BYTES), secret is not None, page_tokens), is_server)
         if is_near:
             self._arena = shared_memory.offer(connection) if is_server else shared_memory.accept(connection)
 
@@ -228,8 +231,9 @@ def why_not(own: Hello, other: Message) -> str:
         return f"One has version {own.version} of the protocol, the other {other.version}."
     if other.namespace != own.namespace:
         return (
-            f"One has the namespace {own.namespace[:12]}, the other {other.namespace[:12]}: weights, configuration, "
-            "cache type and block size must be the same."
+            f"One has the namespace {own.namespace[:12]}, the other {other.namespace[:12]}, with "
+            f"{own.page_tokens or '?'} and {other.page_tokens or '?'} tokens in a page: weights, configuration, cache "
+            "type, and size and form of pages must be the same."
         )
     if other.is_signed != own.is_signed:
         return "One signs with a page_secret (kv_offload_secrets), the other does not."

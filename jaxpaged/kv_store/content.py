@@ -1,23 +1,36 @@
 """What is known of pages without their bytes: keys, what headers must say, and of which texts they are."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxpaged.kv_store.page import PageKey
 
 
 class PageContent(NamedTuple):
-    """The keys and values of one block: of which tokens, behind which block."""
+    """The keys and values of one page: of which tokens, behind which page."""
 
     key: PageKey
     parent: bytes | None
     token_ids: tuple[int, ...]
 
 
+class Piece(NamedTuple):
+    """The smallest run of tokens that both pages and blocks end with (`cut.py`), of one group: its pages, and the ids
+    of its blocks on the device, empty where one has not its content, or not yet."""
+
+    pages: tuple[PageContent, ...]
+    block_ids: tuple[int, ...]
+
+
+def keys_of(pieces: Iterable[Piece]) -> list[PageKey]:
+    """Of all their pages."""
+    return [page.key for piece in pieces for page in piece.pages]
+
+
 class ChunkTiers(Protocol):
     """Tiers of which some keep larger pieces than pages, and name them by their tokens: they are told of texts.
 
-    Each method takes a text, the hashes of its units, and where it ends.
+    Each method takes a text, the hashes of its pages, and where it ends.
     """
 
     @property

@@ -53,9 +53,11 @@ class Lender:
 
     def __init__(
         self, store: Tier, address: tuple[str, int], namespace: str, *, lease_s: float, capacity: int,
-        secret: bytes | None = None, tls: TlsFiles | None = None, shares: bool = True,
+        secret: bytes | None = None, tls: TlsFiles | None = None, shares: bool = True, page_tokens: int = 0,
     ):  # fmt: skip
-        """`shares`: engines on this host get pages through memory, unless all is to go by TLS."""
+        """`shares`: engines on this host get pages through memory, unless all is to go by TLS. `page_tokens` of each,
+        for who is refused."""
+        self._page_tokens = page_tokens
         self._tls = None if tls is None else tls.lending()
         self._store, self._namespace, self._secret = store, namespace, secret
         self._lease_s, self._capacity = lease_s, capacity
@@ -197,7 +199,8 @@ class Lender:
             connection.settimeout(IDLE_SECONDS)
             if isinstance(connection, ssl.SSLSocket):
                 shake_hands(connection)
-            channel = Channel(connection, self._namespace, self._secret, is_server=True, most=0)
+            own = self._namespace, self._secret
+            channel = Channel(connection, *own, is_server=True, most=0, page_tokens=self._page_tokens)
             while not self._closing:
                 message = channel.receive()
                 self._visitors.known(connection)

@@ -1,7 +1,7 @@
 """Where keys and values are kept besides the device: the options `kv_offload` and `kv_transfer_config`.
 
 `kv_offload` is a list such as "host=8G,disk=PATH:200G,redis=redis://HOST:6379", the fastest tier first; "pages=int8" or
-"pages=fp8" in it rounds what leaves the device to 8 bits.
+"pages=fp8" in it rounds what leaves the device to 8 bits, and "page_tokens=64" says how many tokens a page has.
 `kv_transfer_config` takes vLLM's JSON for the same: its OffloadingConnector, which keeps `cpu_bytes_to_use` bytes in
 host memory, or stands for the tiers of `kv_offload`; LMCacheConnectorV1 (`lmcache/settings.py`) and one's own
 connectors (`own.py`), which come behind those tiers; and MultiConnector, which names several in the order in which
@@ -24,6 +24,8 @@ from jaxpaged.kv_store.peering import Peering, PeeringOptions, peering_of
 EXACT = "exact"
 PAGES = (EXACT, "int8", "fp8")
 """In which form keys and values are kept: as they are cached, or in 8 bits with a scale for each token and head."""
+PAGE_KEYS = {"pages": "pages", "block_size": "page_tokens"}
+"""What vLLM's OffloadingConnector may be told of pages, and how that is called here."""
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 POLICIES = ("recompute", "fail")
 CONNECTOR, MULTI = "OffloadingConnector", "MultiConnector"
@@ -76,6 +78,8 @@ class KVOffload:
     """None: it has nothing to do with other engines."""
     pages: str = EXACT
     """One of PAGES."""
+    page_tokens: int | None = None
+    """Of a page; None: what suits the blocks (`cut.py`)."""
 
 
 class OffloadOptions(PeeringOptions, Protocol):
@@ -98,19 +102,22 @@ def offload_of(options: OffloadOptions) -> KVOffload | None:
     """What the options ask for together; None: nothing leaves the device. Raises ConfigError."""
     transfer, peering = options.kv_transfer_config, peering_of(options, role_of(options))
     items = [item.strip() for item in options.kv_offload.split(",")] if options.kv_offload else []
-    given = [item.removeprefix("pages=") for item in items if item.startswith("pages=")]
     has_connector = bool(transfer) and not says_role(transfer)
-    tiers = [item for item in items if not item.startswith("pages=")]
+    tiers = [item for item in items if not item.startswith(("pages=", "page_tokens="))]
+    parts = [item.partition("=") for item in items if item not in tiers]
+    said: list[tuple[str, Any]] = [(name, value) for name, _, value in parts]
+    settings = page_settings(said + (said_of_pages(transfer) if has_connector else []))
     if peering is not None and not has_connector:
         tiers = tiers or [DEFAULT_TIER]
     named = tuple(map(tier_wish, tiers))
     wishes = connector_tiers(transfer, named) if has_connector else named
     if len({(wish.kind, wish.place) for wish in wishes}) < len(wishes):
         raise ConfigError(f"kv_offload is {options.kv_offload!r}; it names a tier twice. Name each once.")
-    pages = pages_of(given + (said_pages(transfer) if has_connector else []))
     if not wishes:
-        if given:
-            raise ConfigError(f"kv_offload has pages={pages} and no tier to keep pages in. Add one, such as host=8G.")
+        if settings:
+            raise ConfigError(
+                f"kv_offload is {options.kv_offload!r}, which names no tier to keep pages in. Add one, such as host=8G."
+            )
         if options.kv_offload_secrets is not None:
             raise ConfigError(
                 "kv_offload_secrets is given, but no tier that needs it. Add kv_offload, or leave it out."
@@ -119,26 +126,32 @@ def offload_of(options: OffloadOptions) -> KVOffload | None:
     if peering is not None and peering.lends and all(wish.kind == "lmcache" for wish in wishes):
         raise ConfigError("the engine lends pages, and LMCache's stores hold chunks only. Add a tier, such as host=8G.")
     policy = transfer.get("kv_load_failure_policy", "recompute")
-    return KVOffload(wishes, policy, options.kv_offload_secrets, peering, pages)
+    return KVOffload(wishes, policy, options.kv_offload_secrets, peering, **settings)
 
 
-def said_pages(transfer: Mapping[str, Any]) -> list[Any]:
-    """What vLLM's JSON, whose connectors were checked, says of the form of pages."""
+def said_of_pages(transfer: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """What vLLM's JSON, whose connectors were checked, says of pages: of their form, and as `block_size` of how many
+    tokens."""
     connectors = several_connectors(transfer) if transfer.get("kv_connector") == MULTI else [transfer]
     extras = [each.get("kv_connector_extra_config", {}) for each in connectors if each["kv_connector"] == CONNECTOR]
-    return [extra["pages"] for extra in extras if "pages" in extra]
+    return [(name, extra[key]) for extra in extras for key, name in PAGE_KEYS.items() if key in extra]
 
 
-def pages_of(said: list[Any]) -> str:
-    """The form of pages that is asked for, whoever does. Raises ConfigError."""
-    for each in said:
-        if each not in PAGES:
+def page_settings(said: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The `pages` and `page_tokens` that are asked for, by whichever option. Raises ConfigError."""
+    settings: dict[str, Any] = {}
+    for name, value in said:
+        if name in settings:
             raise ConfigError(
-                f"kv_offload (or kv_transfer_config) has pages={each!r:.40}; it must be one of {', '.join(PAGES)}."
+                f"{name} is said to be {settings[name]} and {value!r:.40}. Say it once, in kv_offload or elsewhere."
             )
-    if len(said) > 1:
-        raise ConfigError(f"pages are said to be {' and '.join(said)}. Say it once, in kv_offload or elsewhere.")
-    return said[0] if said else EXACT
+        if name == "page_tokens" and str(value).isdecimal() and int(value) > 0:
+            value = int(value)
+        elif name == "page_tokens" or value not in PAGES:
+            allowed = "a number of tokens above 0" if name == "page_tokens" else f"one of {', '.join(PAGES)}"
+            raise ConfigError(f"kv_offload (or kv_transfer_config) has {name}={value!r:.40}; it must be {allowed}.")
+        settings[name] = value
+    return settings
 
 
 def says_role(transfer: Mapping[str, Any]) -> bool:
@@ -245,11 +258,11 @@ def check_transfer(transfer: Mapping[str, Any]) -> None:
         if not isinstance(extra, Mapping):
             raise ConfigError(f"kv_transfer_config has kv_connector_extra_config {extra!r}; it must be an object.")
         return
-    if not isinstance(extra, Mapping) or set(extra) - {"cpu_bytes_to_use", "pages"} or module is not None:
+    if not isinstance(extra, Mapping) or set(extra) - {"cpu_bytes_to_use", *PAGE_KEYS} or module is not None:
         raise ConfigError(
             f"kv_transfer_config has kv_connector_extra_config {extra!r} and kv_connector_module_path {module!r}; for "
-            f"the {CONNECTOR} it can hold cpu_bytes_to_use and pages only. Other tiers are named by the option "
-            "kv_offload."
+            f"the {CONNECTOR} it can hold cpu_bytes_to_use, block_size and pages only. Other tiers are named by the "
+            "option kv_offload."
         )
     size = extra.get("cpu_bytes_to_use")
     if size is not None and (type(size) is not int or size <= 0):

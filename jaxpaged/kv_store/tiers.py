@@ -77,7 +77,7 @@ class Tiers:
         return lacking
 
     def introduce(self, token_ids: Sequence[int], hashes: Sequence[bytes], end: int) -> None:
-        """Full chunks of a text's first `end` tokens may be asked for; `hashes` are those of its units."""
+        """Full chunks of a text's first `end` tokens may be asked for; `hashes` are those of its pages."""
         for tier in self._chunked:
             tier.introduce(token_ids, hashes, end)
 

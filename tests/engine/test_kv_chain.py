@@ -51,19 +51,20 @@ class Device(FakeExecutor):
 class Copies(FakeTransfer):
     """Copies what blocks hold at that moment, and writes it to others."""
 
-    def __init__(self, device):
-        super().__init__()
+    def __init__(self, device, page_tokens):
+        super().__init__(page_tokens)
         self._device, self._taken, self.kept = device, {}, {}
         self.num_checked = 0
 
     def save(self, saves):
         super().save(saves)
-        for _, content, block_id in saves:
-            taken = self._device.block(block_id)
-            if DOUBT not in taken and [slot and slot[0] for slot in taken] != list(content.token_ids):
-                self._device.wrong.append(f"block {block_id} is copied as {taken}, which is not {content.token_ids}")
-            self._taken[content.key] = taken
-            self.num_checked += 1
+        for _, (pages, block_ids) in saves:
+            slots = [slot for block_id in block_ids for slot in self._device.block(block_id)]
+            for content, *taken in zip(pages, *(iter(slots),) * self.page_tokens, strict=True):
+                if DOUBT not in taken and [slot and slot[0] for slot in taken] != list(content.token_ids):
+                    self._device.wrong.append(f"blocks {block_ids} are copied as {taken}, not {content.token_ids}")
+                self._taken[content.key] = taken
+                self.num_checked += 1
 
     def confirm(self, before):
         super().confirm(before)
@@ -71,16 +72,18 @@ class Copies(FakeTransfer):
 
     def write(self, fetched, block_ids):
         super().write(fetched, block_ids)
-        for page, block_id in zip(fetched.load.pages, block_ids):
-            if block_id:
-                if DOUBT in self.kept[page.key]:
+        for pages, ids in zip(fetched.load.pieces, block_ids):
+            if any(ids):
+                slots = [slot for page in pages for slot in self.kept[page.key]]
+                if DOUBT in slots:
                     self._device.wrong.append("what a failed step wrote was loaded")
-                self._device.slots |= {(block_id, i): slot for i, slot in enumerate(self.kept[page.key])}
+                places = [(block_id, i) for block_id in ids for i in range(BLOCK)]
+                self._device.slots |= {place: slot for place, slot in zip(places, slots, strict=True) if place[0]}
 
 
-def made(num_blocks=24, **options):
+def made(num_blocks=24, page_tokens=BLOCK, **options):
     device = Device(num_blocks)
-    transfer = Copies(device)
+    transfer = Copies(device, page_tokens)
     core = EngineCore(make_config(**options, kv_offload="host=1M"), device, transfer=transfer)
     core.transfer._half.rates.pays = lambda sources: True
     return core, device, transfer
@@ -89,7 +92,7 @@ def made(num_blocks=24, **options):
 @pytest.mark.parametrize("seed", range(12))
 def test_every_copy_is_where_it_belongs_in_the_chain(seed):
     draw = random.Random(seed)
-    core, device, transfer = made(draw.choice([18, 24, 64]))
+    core, device, transfer = made(draw.choice([18, 24, 64]), [4, 8, 2][seed % 3])
     prompts, heard = {}, {}
     for number in range(30):
         name, kind = f"r{number}", draw.random()
@@ -111,10 +114,11 @@ def test_every_copy_is_where_it_belongs_in_the_chain(seed):
     assert transfer.num_written, "nothing was loaded"
 
 
+@pytest.mark.parametrize("page_tokens", [4, 8, 2])
 @pytest.mark.parametrize("when", ["dispatch", "result"])
-def test_what_a_failed_step_wrote_is_kept_nowhere(when):
+def test_what_a_failed_step_wrote_is_kept_nowhere(when, page_tokens):
     for number in range(8):
-        core, device, transfer = made(64)
+        core, device, transfer = made(64, page_tokens)
         device.fail_at = {number: when}
         core.add_request(request("a", PROMPT, 12))
         core.add_request(request("b", PROMPT[5:], 12))

@@ -27,8 +27,8 @@ VOCAB = 100
 class FakeTransfer:
     """A store and a device whose blocks hold keys. Loads come when the test says so."""
 
-    def __init__(self):
-        self.chunk_tiers = None
+    def __init__(self, page_tokens=4):
+        self.page_tokens, self.chunk_tiers = page_tokens, None
         self.stored, self.unconfirmed, self.loads, self.fetched = {}, [], [], []
         self.num_written, self.answer = 0, [True]
         self.lent, self.sources, self.kept, self.released = {}, [], [], []
@@ -56,13 +56,13 @@ class FakeTransfer:
     def release(self, source):
         self.released.append(source)
 
-    def lend(self, num_tokens, pages):
-        self.leases.append([content for content, _ in pages])
+    def lend(self, num_tokens, pieces):
+        self.leases.append(pages_of(pieces))
         return {"remote_num_tokens": num_tokens, "lease": len(self.leases)}
 
-    def finish_lending(self, said, pages):
-        assert all(block_id for _, block_id in pages)
-        return {**said, "pages": [content for content, _ in pages]}
+    def finish_lending(self, said, pieces):
+        assert all(piece.block_ids and all(piece.block_ids) for piece in pieces)
+        return {**said, "pages": pages_of(pieces)}
 
     def take_back(self, said):
         self.taken_back.append(said["lease"])
@@ -73,7 +73,7 @@ class FakeTransfer:
     def confirm(self, before):
         done = [save for save in self.unconfirmed if before is None or save[0] < before]
         self.unconfirmed = [save for save in self.unconfirmed if save not in done]
-        self.stored |= {content.key: content for _, content, _ in done}
+        self.stored |= {page.key: page for page in pages_of([piece for _, piece in done])}
 
     def revoke(self):
         self.unconfirmed.clear()
@@ -108,14 +108,20 @@ class FakeTransfer:
         self.finish(self.answer)  # an idle engine sleeps until pages come
 
     def write(self, fetched, block_ids):
-        assert [block_id > 0 for block_id in block_ids] == fetched.came
-        given = [block_id for block_id in block_ids if block_id]
-        assert len(set(given)) == len(given)
+        came = {page.key for page, ok in zip(fetched.load.pages, fetched.came, strict=True) if ok}
+        for pages, ids in zip(fetched.load.pieces, block_ids, strict=True):
+            assert came >= {page.key for page in pages} or not any(ids), "a part of what is written did not come"
+        given = [block_id for ids in block_ids for block_id in ids if block_id]
+        assert given and len(set(given)) == len(given)
         self.num_written += len(given)
 
 
-def make(policy="recompute", num_blocks=64, **options):
-    executor, transfer = FakeExecutor(counting_model(VOCAB), VOCAB, num_blocks), FakeTransfer()
+def pages_of(pieces):
+    return [page for piece in pieces for page in piece.pages]
+
+
+def make(policy="recompute", num_blocks=64, page_tokens=4, **options):
+    executor, transfer = FakeExecutor(counting_model(VOCAB), VOCAB, num_blocks), FakeTransfer(page_tokens)
     connector = {"kv_connector": "OffloadingConnector", "kv_load_failure_policy": policy}
     config = make_config(**options, kv_offload="host=1M", kv_transfer_config=connector)
     core = EngineCore(config, executor, transfer=transfer)
@@ -287,7 +293,10 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=60)
-@given(st.lists(ACTIONS, max_size=40), st.sampled_from([{}, {"num_blocks": 20}]))
+@given(
+    st.lists(ACTIONS, max_size=40),
+    st.sampled_from([{}, {"num_blocks": 20}, {"page_tokens": 2}, {"num_blocks": 24, "page_tokens": 8}]),
+)
 def test_nothing_is_lost_whatever_becomes_of_loads(actions, options):
     core, transfer = make(**options)
     heard, prompts, gone = {}, {}, set()
@@ -367,9 +376,10 @@ def test_requests_that_wait_for_pages_are_counted_by_how_far_they_came():
     assert core.stats().num_kv_fetches == [0, 0, 0]
 
 
-def test_routers_hear_of_what_tiers_keep():
+@pytest.mark.parametrize("page_tokens", [4, 8, 2])
+def test_routers_hear_of_what_tiers_keep(page_tokens):
     batches = []
-    executor, transfer = FakeExecutor(counting_model(VOCAB), VOCAB), FakeTransfer()
+    executor, transfer = FakeExecutor(counting_model(VOCAB), VOCAB), FakeTransfer(page_tokens)
     publisher = SimpleNamespace(publish=batches.extend, close=lambda: None)
     core = EngineCore(make_config(kv_offload="host=1M"), executor, publisher=publisher, transfer=transfer)
     core.add_request(request("a", PROMPT))
@@ -379,8 +389,14 @@ def test_routers_hear_of_what_tiers_keep():
     kept = [event for event in batches if isinstance(event, BlockStored) and event.medium == "CPU"]
     on_device = [event for event in batches if isinstance(event, BlockStored) and event.medium == "GPU"]
     hashes = lambda events: {(each, event.group_idx) for event in events for each in event.block_hashes}
-    assert hashes(kept) == hashes(on_device) == {(key.block_hash, key.group) for key in transfer.stored}
-    assert all(event.token_ids == [] and event.block_size == on_device[0].block_size for event in kept)
+    assert hashes(kept) == {(key.block_hash, key.group) for key in transfer.stored}
+    assert {event.block_size for event in kept} == {page_tokens} and {event.block_size for event in on_device} == {4}
+    if page_tokens == 4:
+        assert hashes(kept) == hashes(on_device) and all(event.token_ids == [] for event in kept)
+    else:  # no event of the device has these hashes
+        assert hashes(kept).isdisjoint(hashes(on_device))
+        told = {event.block_hashes[0]: (event.parent_block_hash, tuple(event.token_ids)) for event in kept}
+        assert told == {key.block_hash: page[1:] for key, page in transfer.stored.items()}
     transfer.stored.clear()
     core.add_request(request("c", [8, 8]))
     run(core)

@@ -21,6 +21,8 @@ _TESTS = {
     "fetcher": ("tests/worker/test_kv_transfer.py",),
     "programs": ("tests/worker/test_kv_copies.py",),
     "opening": ("tests/worker/test_kv_copies.py",),
+    "pieces": ("tests/core/kv_transfer/test_pieces.py",),
+    "cut": ("tests/core/kv_transfer/test_pieces.py",),
     "forms": ("tests/worker/test_kv_copies.py", "tests/worker/test_kv_transfer.py"),
 }
 _CORE = ("tests/engine/test_kv_chain.py", "tests/engine/test_kv_transfer.py")
@@ -182,22 +184,17 @@ MUTANTS = (
         "jaxpaged/core/kv_transfer/transfers.py",
         "",
         ("blocks are copied before they are computed", "save.step_id < before]", "save.step_id <= before]"),
-        ("what a failed step computed is kept", "if save.content.key not in lost]", "if save.content.key]"),
-        (
-            "parents are the blocks themselves",
-            "hashes[block_idx * units - 1] if block_idx",
-            "hashes[block_idx] if block_idx",
-        ),
+        ("what a failed step computed is kept", "if lost.isdisjoint(keys_of([save.piece]))]", "]"),
         (
             "loads for weights that were replaced are used",
-            "if any(self._content(request, p.key.group, i) != p for p, i in zip(load.pages, load.block_idxs)):",
+            "if any(self._pieces.pages(request, *place) != pages for place, pages in zip(load.places, load.pieces)):",
             "if False:",
         ),
         ("a load is used by whoever has the name", "if self.loading.get(request.request_id) is not load:", "if False:"),
         (
             "pages that did not come are written",
-            "for page, idx, ok in zip(load.pages, load.block_idxs, came) if ok]",
-            "for page, idx, ok in zip(load.pages, load.block_idxs, came)]",
+            "if lost.isdisjoint(page.key for page in pages)",
+            "if True",
         ),
         (
             "loads take more blocks than are free",
@@ -207,6 +204,39 @@ MUTANTS = (
         ("loaded blocks stay held", "                groups[g].pool.free_blocks([block])\n", "                pass\n"),
         ("nobody's patience ends", "if time.monotonic() < load.news + self.patience:", "if load.news:"),
         ("a request loads what it has", "if end <= hit.num_tokens:", "if end < 0:"),
+    ),
+    # ---- pages and blocks of different sizes
+    *_of(
+        "jaxpaged/core/kv_transfer/pieces.py",
+        "",
+        ("parents are the pages themselves", "hashes[idx - 1] if idx else None", "hashes[idx] if idx else None"),
+        (
+            "pages are named as blocks are",
+            "if page_tokens != manager.hasher.block_size else None",
+            "if False else None",
+        ),
+        (
+            "pages of other weights have the same names",
+            "        self._hasher.root = self._manager.hasher.root\n",
+            "",
+        ),
+        ("half a page is saved", "return () if None in blocks else", "return () if blocks[-1] is None else"),
+        (
+            "windows of larger blocks are not lent",
+            "MOST_PAGES * self.page_tokens, self._alignment)",
+            "self._alignment)",
+        ),
+        (
+            "beginnings end within pages",
+            "math.lcm(*(cut.tokens for cut in self.cuts))",
+            "math.lcm(*(cut.block_tokens for cut in self.cuts))",
+        ),
+    ),
+    *_of(
+        "jaxpaged/kv_store/cut.py",
+        "",
+        ("sizes that do not fit are taken", "if asked > MAX_TOKENS or any(", "if asked > MAX_TOKENS or not all("),
+        ("small blocks have large pages", "size == SMALLEST_JOINED or", "size < COMMON_TOKENS or"),
     ),
     *_of(
         "jaxpaged/engine/kv_transfer.py",
@@ -299,14 +329,17 @@ MUTANTS = (
         ),
         (
             "copies of a head are put behind all heads",
-            "jnp.repeat(pages, spec.head_copies, axis=-2)",
-            "jnp.concatenate([pages] * spec.head_copies, axis=-2)",
+            "jnp.repeat(values, spec.head_copies, axis=-2)",
+            "jnp.concatenate([values] * spec.head_copies, axis=-2)",
         ),
+        ("blocks are cut in another order", "jnp.moveaxis(parts, -4, 1)", "parts"),
+        ("blocks are joined in another order", "jnp.moveaxis(each, 1, -4)", "each"),
     ),
     *_of(
         "jaxpaged/worker/kv_transfer/opening.py",
         "",
-        ("pages tell of copies", "num_kv_heads=spec.num_model_heads, head_copies=1", "head_copies=1"),
+        ("pages tell of copies", "num_kv_heads=heads, head_copies=1", "head_copies=1"),
+        ("pages tell of blocks", "return replace(spec, block_size=form.page_tokens)", "return spec"),
     ),
     *_of(
         "jaxpaged/kv_store/mover.py",

@@ -42,7 +42,7 @@ def put(store, key, secret=None):
 def lending(secret=None, lease_s=30.0, capacity=1 << 20, keys=KEYS, tls=None, shares=True):
     store = HostTier(1 << 20)
     lender = Lender(store, ("127.0.0.1", 0), SPACE, lease_s=lease_s, capacity=capacity, secret=secret, tls=tls,
-                    shares=shares)  # fmt: skip
+                    shares=shares, page_tokens=32)  # fmt: skip
     for key in keys:
         put(store, key, secret)
     try:
@@ -57,7 +57,7 @@ def borrowing(lender, space=SPACE, secret=None, most=MOST, peers="127.0.0.1", tl
     lease, _ = lender.grant(KEYS)
     lender.finish(lease, KEYS)
     lender.hold(KEYS)
-    borrower = Borrower(space, most, secret, peers=peers, tls=tls, shares=shares)
+    borrower = Borrower(space, most, secret, peers=peers, tls=tls, shares=shares, page_tokens=24)
     source = RemoteSource(lender.host, lender.port, lease, 12)
     borrower.expect(KEYS, source)
     try:
@@ -144,6 +144,7 @@ def test_peers_that_differ_refuse_each_other_and_nothing_is_used(space, secret, 
     with lending() as (lender, _), borrowing(lender, space, secret, most) as (borrower, _):
         assert got(borrower, KEYS[0]) is None and got(borrower, KEYS[1]) is None
         assert borrower.usage().counters.corrupt == 1 and "left alone" in caplog.text
+        assert ("with 32 and 24 tokens in a page" in caplog.text) == (space is OTHER)
 
 
 def test_another_version_and_another_secret_are_refused(monkeypatch, caplog):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
-from jaxpaged.kv_store.content import PageContent
+from jaxpaged.kv_store.content import PageContent, Piece
 from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode, namespace, scales_of
 from jaxpaged.kv_store.tier import Lookup
@@ -30,7 +30,7 @@ class Pages(np.ndarray):
 
 
 class NumpyDevice:
-    """Blocks `[16, 2, 4, 2, 8]` of two KV tensors, and the two copies, in either form."""
+    """Blocks `[16, 2, 4, 2, 8]` of two KV tensors, and the two copies, in any form."""
 
     def __init__(self, form):
         self.form, self.state = form, SimpleNamespace(kv=[np.zeros((16, 2, 4, 2, 8), np.float32) for _ in range(2)])
@@ -40,11 +40,13 @@ class NumpyDevice:
         if key.kind == "kv_gather":
             found = np.zeros((len(id_P), 2, 2, 4, 2, 8), np.float32)
             found[valid] = np.stack([tensor[id_P[valid]] for tensor in tensors], axis=1)
+            found = cut_anew(found, self.form.page_tokens)
             arrays = (found,) if not self.form.is_scaled else (found.round().astype(np.int8), found[..., 0] / 10)
             return tuple(array.copy().view(Pages) for array in arrays)
         (arrays,) = pages
         values = arrays[0] if len(arrays) == 1 else arrays[0].astype(np.float32) * arrays[1][..., None]
         assert np.isfinite(values).all()
+        values = cut_anew(values, 4)
         made = [tensor.copy() for tensor in tensors]
         for layer, tensor in enumerate(made):
             tensor[id_P[valid]] = values[valid, layer]
@@ -58,21 +60,31 @@ class NumpyDevice:
         return [float(tensor[block_id].max()) for tensor in self.state.kv]
 
 
-def content(number, group=0):
-    return PageContent(PageKey(bytes([number]) * 32, group), None, (number, 2, 3, 4))
+def cut_anew(runs, num_tokens):
+    """Runs `[runs, layers, 2, tokens, heads, head dim]` of other numbers of tokens, by all of their tokens in a row."""
+    row = np.concatenate(list(runs), axis=2)
+    return np.stack([row[:, :, i : i + num_tokens] for i in range(0, row.shape[2], num_tokens)])
+
+
+def content(number, group=0, tokens=4):
+    return PageContent(PageKey(bytes([number]) * 32, group), None, (number, *range(1, tokens)))
+
+
+def whole(save):
+    """A save of a piece, or of (step, the only page, the only block)."""
+    return save if len(save) == 2 else (save[0], Piece((save[1],), (save[2],)))
 
 
 class Made:
     """A worker with its device and store."""
 
-    def __init__(self, name="exact", **options):
-        form = PageForm(name, np.dtype(np.float32))
+    def __init__(self, name="exact", page_tokens=4, **options):
+        form = PageForm(name, np.dtype(np.float32), page_tokens)
         self.device, self.tier = NumpyDevice(form), HostTier(1 << 20)
         self.worker = KVTransferWorker(self.device, CACHE, Tiers([self.tier]), SPACE, form, **options)
 
     def save(self, *saves):
-        """Of (step, content, block)."""
-        self.worker.save(saves)
+        self.worker.save([whole(save) for save in saves])
 
     def settled(self):
         """The pages in the tier once threads have done all that they were given."""
@@ -84,9 +96,10 @@ class Made:
         gate.wait(5)
         return {key: decode(page, expect_namespace=SPACE, key=key)[1] for key, page in self.tier._pages.items()}
 
-    def load(self, *contents):
-        """Fetch pages: what came of them."""
-        self.worker.load(SimpleNamespace(pages=contents))
+    def load(self, *contents, each=1):
+        """Fetch pages, so many of which make a piece: what came of them."""
+        pieces = tuple(contents[i : i + each] for i in range(0, len(contents), each))
+        self.worker.load(SimpleNamespace(pages=contents, pieces=pieces))
         self.worker.wait(5)
         (fetched,) = self.worker.take_fetched()
         return fetched
@@ -169,8 +182,40 @@ def test_what_was_saved_is_written_to_other_blocks_and_what_did_not_come_to_none
     assert fetched.came == [False, True, True, True] and fetched.sources == ["", "host", "host", "host"]
     assert made.worker.num_lost == 1 and made.worker.num_loaded == 3
     made.device.fill(0, 5.0)
-    made.worker.write(fetched, [0, 10, 11, 12])
+    made.worker.write(fetched, [[0], [10], [11], [12]])
     assert [made.device.holds(block) for block in (0, 10, 11, 12)] == [[5.0] * 2, [1.0] * 2, [2.0] * 2, [3.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["exact", "int8"])
+@pytest.mark.parametrize("page_tokens", [8, 2])
+def test_blocks_are_joined_to_pages_and_cut_into_them(page_tokens, name):
+    """Two blocks that hold the numbers of their tokens are one page or four."""
+    made = Made(name, page_tokens)
+    for tensor in made.device.state.kv:
+        tensor[3:5] = np.arange(8).reshape(2, 1, 4, 1, 1)
+    pages = [content(i, tokens=page_tokens) for i in range(8 // page_tokens)]
+    pieces = (
+        [Piece((pages[0],), (3, 4))] if page_tokens == 8 else [Piece((*pages[:2],), (3,)), Piece((*pages[2:],), (4,))]
+    )
+    made.save(*[(7, piece) for piece in pieces])
+    assert made.worker.take_copied() == (2, 0)
+    made.worker.confirm(None)
+    stored = made.settled()
+    for number, page in enumerate(pages):
+        expected = np.arange(number * page_tokens, (number + 1) * page_tokens)
+        assert (stored[page.key] == expected.reshape(1, 1, -1, 1, 1)).all(), "tokens are in other places"
+    made.tier.delete([pages[0].key])
+    made.save(*[(8, piece) for piece in pieces])
+    made.worker.confirm(None)
+    assert made.settled().keys() == stored.keys() and made.worker.num_saved == len(pages) + 1, "only what was missing"
+    fetched = made.load(*pages, each=len(pages) // len(pieces))
+    assert all(fetched.came)
+    before = [tensor[:2].copy() for tensor in made.device.state.kv]
+    made.worker.write(fetched, [[10, 0]] if page_tokens == 8 else [[10], [0]])
+    for old, tensor in zip(before, made.device.state.kv):
+        scale = 1.0 if name == "exact" else 0.1 * np.arange(4).reshape(1, 4, 1, 1)  # as the device rounds
+        assert np.allclose(tensor[10], tensor[3] * scale) and (tensor[:2] == old).all()
+    made.worker.close()
 
 
 def kept(tier, page, header_content, space=SPACE, scales=None):
@@ -204,7 +249,7 @@ def test_rounded_pages_come_back_with_their_scales_and_exact_ones_are_none():
     assert [page.dtype for page in pages.values()] == [np.int8] * 2
     header, _ = decode(made.tier.get(content(1).key), expect_namespace=SPACE, key=content(1).key)
     assert (scales_of(made.tier.get(content(1).key), header) == 2.0).all()
-    made.worker.write(made.load(content(1), content(1, group=1)), [10, 11])
+    made.worker.write(made.load(content(1), content(1, group=1)), [[10], [11]])
     assert [made.device.holds(block) for block in (10, 11)] == [[40.0] * 2, [40.0, 0.0]]
     kept(made.tier, content(2), content(2))
     eight = PageHeader(SPACE, content(4).key, None, content(4).token_ids)
@@ -215,5 +260,5 @@ def test_rounded_pages_come_back_with_their_scales_and_exact_ones_are_none():
 
 def test_forms_tell_namespaces_apart():
     bfloat = np.dtype(ml_dtypes.bfloat16)
-    facts = [PageForm(name, bfloat).facts for name in ("exact", "int8", "fp8")]
+    facts = [PageForm(name, bfloat, 4).facts for name in ("exact", "int8", "fp8")]
     assert len({namespace(weights="a", **each) for each in facts}) == 3 and facts[0] == {}

@@ -53,12 +53,16 @@ class BlockHasher:
 
     def extend(self, request: Request) -> None:
         """Append to `request.block_hashes` until every full block of known tokens has its hash."""
-        block_size, hashes, tokens = self.block_size, request.block_hashes, request.all_token_ids
+        self.extend_list(request.block_hashes, request)
+
+    def extend_list(self, hashes: list[bytes], request: Request) -> None:
+        """The same to any list of hashes of blocks of this size."""
+        block_size, tokens = self.block_size, request.all_token_ids
         num_full_blocks = len(tokens) // block_size
         if len(hashes) >= num_full_blocks:
             return
         encoded = self._encoded_tokens.__getitem__
-        only_tokens = request.lora_name is None and request.cache_salt is None and not request.mm_hashes
+        only_tokens = request.has_only_tokens
         pair_start, array_start = b"\x83\x58\x20", self._array_start  # an array of 3, whose first is 32 bytes
         parent = hashes[-1] if hashes else self.root
         for block_idx in range(len(hashes), num_full_blocks):
@@ -71,7 +75,7 @@ class BlockHasher:
 
 def extra_keys(request: Request, block_idx: int, block_size: int) -> ExtraKeys | None:
     """What changes the content of a block besides its tokens and those before; None when nothing does."""
-    if request.lora_name is None and request.cache_salt is None and not request.mm_hashes:
+    if request.has_only_tokens:
         return None
     keys: list[tuple[str | int, ...]] = []
     start = block_idx * block_size

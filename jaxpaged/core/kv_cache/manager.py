@@ -336,11 +336,11 @@ class KVCacheManager:
 
     def uncache_request(self, request: Request) -> None:
         """Forget everything that a request's blocks hold: its computation went wrong somewhere."""
-        for group, table in zip(self.groups, request.blocks):
-            for block in table:
+        for g, (group, table) in enumerate(zip(self.groups, request.blocks)):
+            for block_idx, block in enumerate(table):
                 if block.cache_key is not None:
                     if self.transfers is not None:
-                        self.transfers.lost.add(block.cache_key)
+                        self.transfers.note_lost(request, g, block_idx)
                     group.pool.uncache(block)
 
     def reset_prefix_cache(self) -> bool:
@@ -363,7 +363,7 @@ class KVCacheManager:
         there are; none holds blocks, and no step is in flight."""
         self.lose_content()
         for request in requests:
-            request.block_hashes.clear()
+            request.forget_hashes()
         self.hasher.root = root_of(weights_version)
 
     def add_events(self, events: Sequence[KVCacheEvent]) -> None:

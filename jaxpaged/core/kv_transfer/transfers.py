@@ -1,14 +1,15 @@
 """The scheduler's half of KV transfer: which blocks are saved and loaded, and what becomes of what was loaded.
 
-Saving. A block is noted when it enters the prefix cache, with the number of the step that computes it. It is copied off
-the device behind that step, and before the next one that is dispatched: steps and copies are links of one chain, so
-the block may be given out again at once (`worker/kv_transfer`).
+Saving. A piece (`pieces.py`: a block, or several) is noted when the last of it enters the prefix cache, with the number
+of the step that computes that. It is copied off the device behind that step, and before the next one that is
+dispatched: steps and copies are links of one chain, so its blocks may be given out again at once
+(`worker/kv_transfer`).
 
 Loading. A waiting request whose beginning is in a tier for longer than in the prefix cache is passed over until its
 pages are in host memory; they are sent for where it would fit (`prompt_grants.py`). Only then do they get blocks,
 which are written ahead of the next step, enter the prefix cache and are free again: the request finds them there as
 if another had computed them. So nobody holds a block while bytes are fetched, a request can end meanwhile without
-anything to undo, and pages that do not come are blocks to compute.
+anything to undo, and a piece of which a page does not come is to be computed.
 Of a group with a window only the blocks are loaded that the next token sees.
 
 This module knows neither bytes nor devices.
@@ -18,18 +19,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cached_property
+from itertools import count
 from typing import NamedTuple
 
-from jaxpaged.core.kv_cache.events import BlockRemoved, BlockStored, KVCacheEvent
-from jaxpaged.core.kv_cache.groups import CacheGroup
 from jaxpaged.core.kv_cache.manager import CacheHit, KVCacheManager
 from jaxpaged.core.kv_transfer.chunks import Chunks
 from jaxpaged.core.kv_transfer.handovers import Handovers
+from jaxpaged.core.kv_transfer.page_events import PageEvents
+from jaxpaged.core.kv_transfer.pieces import Pieces, read_range
 from jaxpaged.core.kv_transfer.rates import Rates
 from jaxpaged.core.request import Request, RequestStatus
-from jaxpaged.kv_store.changes import Change
-from jaxpaged.kv_store.content import ChunkTiers, PageContent
+from jaxpaged.kv_store.content import ChunkTiers, PageContent, Piece, keys_of
 from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.prefix_file import PlacedPage
@@ -41,24 +42,33 @@ Expect = Callable[[Sequence[PageKey], RemoteSource], None]
 
 
 class Save(NamedTuple):
-    """A block whose content is computed by the steps up to `step_id`."""
+    """A piece whose content is computed by the steps up to `step_id`."""
 
     step_id: int
-    content: PageContent
-    block_id: int
+    piece: Piece
+
+
+Place = tuple[int, int]
+"""A group, and the number of a piece, or the index of a block, of a request."""
 
 
 @dataclass(eq=False)
 class Load:
-    """Pages that are on their way for a request, which has `num_tokens` more of its beginning with them. `ends`: of the
-    page's tokens in the request; `news`: when one came last, which whoever fetches them says; monotonic."""
+    """Pages that are on their way for a request, which has `num_tokens` more of its beginning with them, up to `end`.
+    `places` and `pieces`: where they belong, and the pages of each; `ends`: of each page in the request; `news`: when
+    one came last, which whoever fetches them says; monotonic."""
 
     request: Request
     num_tokens: int
-    pages: tuple[PageContent, ...]
-    block_idxs: tuple[int, ...]
+    end: int
+    places: tuple[Place, ...]
+    pieces: tuple[tuple[PageContent, ...], ...]
     ends: tuple[int, ...]
     news: float
+
+    @cached_property
+    def pages(self) -> tuple[PageContent, ...]:
+        return tuple(page for piece in self.pieces for page in piece)
 
 
 class Question(NamedTuple):
@@ -76,22 +86,22 @@ MOST_REMEMBERED = 4096
 
 
 class KVTransfers:
-    """What travels. `lookup` answers at once whether pages are in a tier, `where` in which; `expect` is told which ones
-    another engine lends, `chunk_tiers` of texts."""
+    """What travels, in pages of `page_tokens`. `lookup` answers at once whether pages are in a tier, `where` in which;
+    `expect` is told which ones another engine lends, `chunk_tiers` of texts."""
 
     def __init__(
-        self, manager: KVCacheManager, lookup: LookUp, where: Where, expect: Expect | None = None,
+        self, manager: KVCacheManager, page_tokens: int, lookup: LookUp, where: Where, expect: Expect | None = None,
         chunk_tiers: ChunkTiers | None = None,
     ):  # fmt: skip
         self._manager, self._lookup, self._where, self._expect = manager, lookup, where, expect
-        self._chunks = None
+        self._pieces, self._chunks = Pieces(manager, page_tokens), None
         if chunk_tiers is not None and chunk_tiers.chunk_tokens is not None:
-            self._chunks = Chunks(manager, chunk_tiers, chunk_tiers.chunk_tokens)
-        self.handovers = Handovers()
-        self._groups = manager.groups
+            self._chunks = Chunks(manager, self._pieces, chunk_tiers, chunk_tiers.chunk_tokens)
+        self._groups, self.handovers = manager.groups, Handovers()
+        self.events = PageEvents(self._groups.groups, self._pieces, manager.records_events)
         self.rates, self.patience = Rates(), PATIENCE
         self.saves: list[Save] = []
-        self.lost: set[bytes] = set()  # cache keys whose content is in doubt
+        self.lost: set[PageKey] = set()  # whose content is in doubt
         self.loading: dict[str, Load] = {}
         self._begun: list[Load] = []
         self._asked: dict[int, int] = {}  # a request's number -> how often it had been preempted when it was asked for
@@ -103,11 +113,15 @@ class KVTransfers:
 
     def note_stored(self, request: Request, g: int, block_idxs: Sequence[int], step_id: int) -> None:
         """Blocks of a request have entered the prefix cache, computed by the steps up to `step_id`."""
-        table = request.blocks[g]
+        if not block_idxs:
+            return
+        numbers = self._pieces.numbers(g, block_idxs)
         if self._chunks is not None:
-            block_idxs = self._chunks.with_whole(request, g, block_idxs)
-        for idx in block_idxs:
-            self.saves.append(Save(step_id, self._content(request, g, idx), table[idx].block_id))
+            numbers = self._chunks.with_whole(request, g, numbers)
+        for number in numbers:
+            if (piece := self._pieces.whole(request, g, number)) is not None:
+                self.saves.append(Save(step_id, piece))
+                self.events.note(request, piece.pages)
 
     def take_saves(self, before: int | None = None) -> list[Save]:
         """What steps before number `before` have computed, None: all steps."""
@@ -115,48 +129,49 @@ class KVTransfers:
         self.saves = [] if len(taken) == len(self.saves) else self.saves[len(taken) :]
         return taken
 
+    def note_lost(self, request: Request, g: int, block_idx: int) -> None:
+        """What a block of a request holds, which the prefix cache has, is in doubt."""
+        for number in self._pieces.numbers(g, [block_idx]):
+            self.lost.update(self._pieces.keys(request, g, number))
+
     def take_lost(self) -> list[PageKey]:
         """What must not be kept: a request computed it that failed."""
-        lost = [PageKey(key[:-4], int.from_bytes(key[-4:], "big")) for key in self.lost]
-        self.lost.clear()
-        self.saves = [save for save in self.saves if save.content.key not in lost]
-        return lost
+        lost, self.lost = self.lost, set()
+        self.saves = [save for save in self.saves if lost.isdisjoint(keys_of([save.piece]))]
+        return list(lost)
 
-    def beginning(self, request: Request) -> tuple[int, list[tuple[PlacedPage, int]]]:
-        """How many tokens of a request, which may have ended, the prefix cache has, and the pages, each with the id of
-        its block now, that whoever goes on behind them needs."""
-        hit = self._manager.get_computed_blocks(request)
-        pages = [
-            (PlacedPage(self._content(request, g, idx), idx * group.block_size), hit.tables[g][idx].block_id)
-            for g, group in enumerate(self._groups.groups)
-            for idx in range(*read_range(group, hit.num_tokens))
-        ]
-        return hit.num_tokens, pages
+    def align(self, num_tokens: int) -> int:
+        """How many of so many tokens can be kept besides the device: those of whole blocks and pages."""
+        return self._pieces.align(num_tokens)
 
-    def _content(self, request: Request, g: int, block_idx: int) -> PageContent:
-        group = self._groups.groups[g]
-        size, units, hashes = group.block_size, group.units, request.block_hashes
-        tokens = request.all_token_ids[block_idx * size : (block_idx + 1) * size]
-        parent = hashes[block_idx * units - 1] if block_idx else None
-        return PageContent(PageKey(hashes[(block_idx + 1) * units - 1], g), parent, tuple(tokens))
+    def beginning(self, request: Request) -> tuple[int, list[tuple[list[PlacedPage], tuple[int, ...]]]]:
+        """How many tokens of a request, which may have ended and of which `align` leaves all but one, the prefix cache
+        has, and for each piece that whoever goes on behind them needs its pages, and the ids of its blocks now."""
+        num_tokens, found = self._manager.get_computed_blocks(request).num_tokens, []
+        for g, (group, cut) in enumerate(zip(self._groups.groups, self._pieces.cuts)):
+            seen = range(*read_range(group, num_tokens))
+            first = self._pieces.first_needed(g, num_tokens - 1)  # the last token of a prompt is always computed
+            for number in range(first, num_tokens // cut.tokens):
+                piece, starts = self._pieces.piece(request, g, number), count(number * cut.tokens, cut.page_tokens)
+                if piece.block_ids:
+                    found.append(([*map(PlacedPage, piece.pages, starts)], piece.block_ids))
+                elif any(idx in seen for idx in self._pieces.blocks(g, number)):
+                    return 0, []
+        return num_tokens, found
 
     # ---- other engines -------------------------------------------------------------------------
 
-    def lent_pages(self, request: Request) -> tuple[int, list[tuple[PageContent, int]]]:
-        """What to lend of a request that begins, or has ended: how many tokens, and the pages that whoever goes on
-        behind its prompt needs, each with the id of the block that has it, 0 where none does yet."""
-        pages: list[tuple[PageContent, int]] = []
+    def lent_pieces(self, request: Request) -> tuple[int, list[Piece]]:
+        """What to lend of a request that begins, or has ended: how many tokens, and the pieces that whoever goes on
+        behind its prompt needs, those too that no blocks hold yet."""
         if not request.reads_prefix_cache:
-            return 0, pages
-        self._manager.get_computed_blocks(request)  # its hashes are those of the weights as they are now
-        num_prompt = request.num_prompt_tokens
-        num_tokens = self._groups.align(num_prompt)
-        first_end = self._groups.align(num_prompt - 1)  # the last token is always computed
-        for g, group in enumerate(self._groups.groups):
-            for idx in range(read_range(group, first_end)[0], num_tokens // group.block_size):
-                block = group.cached_block(request.block_hashes, idx)
-                pages.append((self._content(request, g, idx), 0 if block is None else block.block_id))
-        return num_tokens, pages
+            return 0, []
+        pieces, num_tokens = self._pieces, self._pieces.align(request.num_prompt_tokens)
+        return num_tokens, [
+            pieces.piece(request, g, number)
+            for g, cut in enumerate(pieces.cuts)  # the last token is always computed
+            for number in range(pieces.first_needed(g, request.num_prompt_tokens - 1), num_tokens // cut.tokens)
+        ]
 
     # ---- loading -------------------------------------------------------------------------------
 
@@ -190,6 +205,7 @@ class KVTransfers:
         if load is None or not self._pays(load):
             self.handovers.give_back(request)
             return False
+        self.events.note(request, load.pages)
         self.loading[request.request_id] = load
         self._begun.append(load)
         return True
@@ -235,40 +251,42 @@ class KVTransfers:
     def _find(self, request: Request, hit: CacheHit) -> tuple[Load | None, tuple[PageKey, ...]]:
         """What the tiers have beyond a hit, if anything, and the keys that a store is asked for, if it may be more once
         that has answered."""
-        groups, hashes, most = self._groups.groups, request.block_hashes, request.num_tokens - 1
-        missing = [
-            (g, idx)
-            for g, group in enumerate(groups)
-            for idx in range(most // group.block_size)
-            if group.cached_block(hashes, idx) is None
-        ]
-        if not missing:
+        pieces, most = self._pieces, request.num_tokens - 1
+        missing: dict[Place, list[int]] = {}  # pieces, and which blocks of each
+        for g, group in enumerate(self._groups.groups):
+            per_piece = pieces.cuts[g].num_blocks
+            for idx in range(most // group.block_size):
+                if group.cached_block(request.block_hashes, idx) is None:
+                    missing.setdefault((g, idx // per_piece), []).append(idx)
+        keys = {place: pieces.keys(request, *place) for place in missing if pieces.ends(*place)[-1] <= most}
+        if not keys:
             return None, ()
-        keys = [PageKey(hashes[(idx + 1) * groups[g].units - 1], g) for g, idx in missing]
         if self._chunks is not None:
             self._chunks.introduce(request, most)
         source = self.handovers.source(request)
         if source is not None and self._expect is not None:
-            ends = [(idx + 1) * groups[g].block_size for g, idx in missing]
-            self._expect([key for key, end in zip(keys, ends) if end <= source.num_tokens], source)
-        states = dict(zip(missing, self._lookup(keys)))
-        found = {place for place, state in states.items() if state is Lookup.HIT}
-        end = self._reach(most, set(missing) - found)
-        unknown = {place for place, state in states.items() if state is Lookup.PENDING}
+            lent = [zip(some, pieces.ends(*place)) for place, some in keys.items()]
+            self._expect([key for each in lent for key, end in each if end <= source.num_tokens], source)
+        every = [key for some in keys.values() for key in some]
+        states = dict(zip(every, self._lookup(every)))
+        found = {place for place, some in keys.items() if all(states[key] is Lookup.HIT for key in some)}
+        unknown = {place for place, some in keys.items() if all(states[key] is not Lookup.MISS for key in some)} - found
+        blocks_of = lambda places: {(g, idx) for g, number in places for idx in missing[g, number]}
+        end = self._reach(most, blocks_of(missing.keys() - found))
         open_keys: tuple[PageKey, ...] = ()
-        if unknown and self._reach(most, set(missing) - found - unknown) > max(end, hit.num_tokens):
-            open_keys = tuple(key for place, key in zip(missing, keys) if place in unknown)
+        if unknown and self._reach(most, blocks_of(missing.keys() - found - unknown)) > max(end, hit.num_tokens):
+            open_keys = tuple(key for place in unknown for key in keys[place] if states[key] is Lookup.PENDING)
         if end <= hit.num_tokens:
             return None, open_keys
-        needed = [
-            (g, idx) for g, group in enumerate(groups) for idx in range(*read_range(group, end)) if (g, idx) in found
-        ]
-        pages = tuple(self._content(request, g, idx) for g, idx in needed)
-        idxs = tuple(idx for _, idx in needed)
-        page_ends = tuple((idx + 1) * groups[g].block_size for g, idx in needed)
-        return Load(request, end - hit.num_tokens, pages, idxs, page_ends, time.monotonic()), open_keys
+        reads = [range(*read_range(group, end)) for group in self._groups.groups]
+        needed = tuple(
+            (g, number) for g, number in keys if (g, number) in found and any(i in reads[g] for i in missing[g, number])
+        )
+        pages = tuple(pieces.pages(request, *place) for place in needed)
+        ends = tuple(each for place in needed for each in pieces.ends(*place))
+        return Load(request, end - hit.num_tokens, end, needed, pages, ends, time.monotonic()), open_keys
 
-    def _reach(self, most: int, lost: set[tuple[int, int]]) -> int:
+    def _reach(self, most: int, lost: set[Place]) -> int:
         """Tokens of the longest beginning that needs no lost block, of `most` at most."""
         end = self._groups.align(most)
         while True:
@@ -281,27 +299,6 @@ class KVTransfers:
             if end == wanted:
                 return end
 
-    def events_of(self, changes: Sequence[Change]) -> list[KVCacheEvent]:
-        """What routers are told: an event for every run of changes of one kind. Tokens and parents are told with the
-        device's blocks of the same hashes."""
-        events: list[KVCacheEvent] = []
-        kind = lambda change: (change.medium, change.key.group, change.is_there)
-        for (medium, g, is_there), run in groupby(changes, kind):
-            if g >= len(self._groups):
-                continue  # a file that somebody put there
-            hashes, group = [change.key.block_hash for change in run], self._groups.groups[g]
-            if not is_there:
-                events.append(BlockRemoved(block_hashes=hashes, medium=medium, group_idx=g))
-                continue
-            events.append(
-                BlockStored(
-                    block_hashes=hashes, parent_block_hash=None, token_ids=[], block_size=group.block_size,
-                    medium=medium, group_idx=g, kv_cache_spec_kind=group.spec.kind,
-                    kv_cache_spec_sliding_window=getattr(group.spec, "window", None),
-                )
-            )  # fmt: skip
-        return events
-
     def fetch_stages(self) -> list[int]:
         """Requests whose pages are asked for, are on their way, and have come while the requests wait on."""
         waits = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -309,8 +306,9 @@ class KVTransfers:
         num_loading = sum(not load.request.is_finished for load in self.loading.values())
         return [len(self._asking) if self.is_asking else 0, num_loading, len(self._has_come)]
 
-    def arrived(self, load: Load, came: Sequence[bool], sources: Sequence[str]) -> list[int] | None:
-        """Give blocks to the pages that came, from tiers with these names: their ids, 0 for those that did not.
+    def arrived(self, load: Load, came: Sequence[bool], sources: Sequence[str]) -> list[list[int]] | None:
+        """Give blocks to the pages that came, from tiers with these names: of each piece the ids of its blocks, 0 for
+        those that did not come, or need not.
 
         None: nothing is to be done, since the request has ended, or its hashes are others, or too few blocks are free.
         What is written to these blocks must be dispatched before anything else.
@@ -323,10 +321,16 @@ class KVTransfers:
         if request.is_finished or not any(came):
             return None
         before = self._manager.get_computed_blocks(request)  # its hashes are those of the weights as they are now
-        if any(self._content(request, p.key.group, i) != p for p, i in zip(load.pages, load.block_idxs)):
+        if any(self._pieces.pages(request, *place) != pages for place, pages in zip(load.places, load.pieces)):
             return None
-        places = [(page.key.group, idx) for page, idx, ok in zip(load.pages, load.block_idxs, came) if ok]
-        ids = self._enter(request, places)
+        lost = {page.key for page, ok in zip(load.pages, came) if not ok}
+        blocks = [
+            (g, idx)
+            for (g, number), pages in zip(load.places, load.pieces)
+            if lost.isdisjoint(page.key for page in pages)
+            for idx in self._lacking(request, g, number, load.end)
+        ]
+        ids = self._enter(request, blocks)
         if ids is None:
             return None
         gained = self._manager.get_computed_blocks(request).num_tokens - before.num_tokens
@@ -334,11 +338,17 @@ class KVTransfers:
         self._has_come[request.arrival_order] = request
         if request.num_cached_tokens < 0:
             request.loaded = shared_out(gained, [source for source, ok in zip(sources, came) if ok])
-        given = iter(ids)
-        return [next(given) if ok else 0 for ok in came]
+        given = dict(zip(blocks, ids))
+        return [[given.get((g, idx), 0) for idx in self._pieces.blocks(g, number)] for g, number in load.places]
 
-    def _enter(self, request: Request, places: Sequence[tuple[int, int]]) -> list[int] | None:
-        """Ids of free blocks that are cached from now on as what (group, block index) of a request must hold. They stay
+    def _lacking(self, request: Request, g: int, number: int, end: int) -> list[int]:
+        """The blocks of a piece that who goes on behind `end` tokens needs, and the prefix cache does not have."""
+        group, seen = self._groups.groups[g], range(*read_range(self._groups.groups[g], end))
+        blocks = [idx for idx in self._pieces.blocks(g, number) if idx in seen]
+        return [idx for idx in blocks if group.cached_block(request.block_hashes, idx) is None]
+
+    def _enter(self, request: Request, places: Sequence[Place]) -> list[int] | None:
+        """Ids of free blocks that are cached from now on as what these blocks of a request must hold. They stay
         free, to be reused last. None where too few are."""
         manager, groups = self._manager, self._groups.groups
         hold = manager.hold("loading", manager.get_computed_blocks(request).tables)
@@ -359,14 +369,8 @@ class KVTransfers:
 def shared_out(num_tokens: int, sources: Sequence[str]) -> dict[str, int]:
     """Tokens by where their pages came from: each page counts alike, and what is left over counts for the last."""
     ends, told = {}, 0
-    for source, count in sorted(Counter(sources).items()):
-        told += count
+    for source, num_pages in sorted(Counter(sources).items()):
+        told += num_pages
         ends[source] = num_tokens * told // len(sources)
     starts = [0, *ends.values()]
     return {source: end - start for (source, end), start in zip(ends.items(), starts) if end > start}
-
-
-def read_range(group: CacheGroup, end: int) -> tuple[int, int]:
-    """(first, end) of the blocks of a group that the token behind the first `end` sees."""
-    num_blocks, num_read = end // group.block_size, group.spec.num_read_blocks
-    return (0 if num_read is None else max(num_blocks - num_read, 0)), num_blocks

@@ -1,8 +1,8 @@
 """Chunks of tokens as LMCache has them, and which pages each is made of.
 
-A page is found by the hash of its block, which does not say of which tokens it is. So chunks are made known, with their
-tokens and the hashes of their blocks, before their pages are asked for or kept; what is not known is in no chunk. A
-block may be part of several chunks, which go on differently behind it.
+A page is found by its hash, which does not say of which tokens it is. So chunks are made known, with their tokens and
+the hashes of their pages, before their pages are asked for or kept; what is not known is in no chunk. A page may be
+part of several chunks, which go on differently behind it.
 """
 
 from collections import OrderedDict
@@ -17,11 +17,11 @@ from jaxpaged.kv_store.page import PageHeader, PageKey
 MAX_CHUNKS = 1 << 13
 """That are known at a time: the last ones that requests began with."""
 MAX_SHARING = 32
-"""Chunks, the latest, that a block is known to be part of."""
+"""Chunks, the latest, that a page is known to be part of."""
 
 
 class Chunk:
-    """One chunk of a text: its tokens, all before it, and the hashes of its units. Equal to chunks of equal hashes."""
+    """One chunk of a text: its tokens, all before it, and the hashes of its pages. Equal to chunks of equal hashes."""
 
     __slots__ = ("before", "chunk_hash", "hashes", "number", "token_ids")
 
@@ -50,25 +50,25 @@ class ChunkIndex:
 
     def __init__(self, layout: ChunkLayout, hasher: ChunkHasher, max_chunks: int = MAX_CHUNKS):
         self.layout, self.hasher, self._max_chunks = layout, hasher, max_chunks
-        self._chunks: OrderedDict[bytes, Chunk] = OrderedDict()  # by the hash of the last block
+        self._chunks: OrderedDict[bytes, Chunk] = OrderedDict()  # by the hash of the last page
         self._of_page: dict[PageKey, list[Chunk]] = {}
 
     def introduce(
         self, token_ids: Sequence[int], hashes: Sequence[bytes], end: int
     ) -> tuple[Chunk | None, list[Chunk]]:
-        """Make the full chunks of the first `end` tokens known; `hashes` are those of their units.
+        """Make the full chunks of the first `end` tokens known; `hashes` are those of their pages.
 
         The last of these chunks, None without any, and chunks that are known no more.
         """
-        size, units = self.layout.chunk_tokens, self.layout.chunk_tokens // self.layout.unit
+        size, num_pages = self.layout.chunk_tokens, self.layout.chunk_tokens // self.layout.page_tokens
         chunk, gone = None, []
-        for number in range(min(end // size, len(hashes) // units)):
-            last = hashes[(number + 1) * units - 1]
+        for number in range(min(end // size, len(hashes) // num_pages)):
+            last = hashes[(number + 1) * num_pages - 1]
             known = self._chunks.get(last)
             if known is None:
                 some = token_ids[number * size : (number + 1) * size]
                 parent = self.hasher.root if chunk is None else chunk.chunk_hash
-                own = tuple(hashes[number * units : (number + 1) * units])
+                own = tuple(hashes[number * num_pages : (number + 1) * num_pages])
                 known = Chunk(chunk, np.asarray(some, np.uint32), own, self.hasher.hash(parent, some))
                 self._chunks[last] = known
                 gone += self._forget_oldest()
@@ -80,7 +80,7 @@ class ChunkIndex:
 
     def _note_pages(self, chunk: Chunk) -> None:
         """It is the latest of those that its pages are part of."""
-        if (first := self._of_page.get(self.key(chunk, 0, 0))) is not None and first[-1] == chunk:
+        if (first := self._of_page.get(PageKey(chunk.hashes[0], 0))) is not None and first[-1] == chunk:
             return
         for key in self.keys(chunk):
             sharing = self._of_page.setdefault(key, [])
@@ -106,24 +106,17 @@ class ChunkIndex:
 
     def keys(self, chunk: Chunk) -> list[PageKey]:
         """The pages that a chunk is made of."""
-        groups, size = self.layout.groups, self.layout.chunk_tokens
-        return [
-            self.key(chunk, g, start) for g, group in enumerate(groups) for start in range(0, size, group.block_size)
-        ]
-
-    def key(self, chunk: Chunk, g: int, start: int) -> PageKey:
-        """Of the page of group `g` whose block begins at token `start` of the chunk."""
-        return PageKey(chunk.hashes[(start + self.layout.groups[g].block_size) // self.layout.unit - 1], g)
+        return [PageKey(each, g) for g in range(len(self.layout.groups)) for each in chunk.hashes]
 
     def start_of(self, chunk: Chunk, key: PageKey) -> int:
-        """At which token of a chunk the block of one of its pages begins."""
-        return (chunk.hashes.index(key.block_hash) + 1) * self.layout.unit - self.layout.groups[key.group].block_size
+        """At which token of a chunk one of its pages begins."""
+        return chunk.hashes.index(key.block_hash) * self.layout.page_tokens
 
     def header(self, chunk: Chunk, key: PageKey, namespace: str) -> PageHeader:
         """What a page says that was part of a chunk."""
-        start, size = self.start_of(chunk, key), self.layout.groups[key.group].block_size
+        start, size = self.start_of(chunk, key), self.layout.page_tokens
         if start:
-            parent: bytes | None = chunk.hashes[start // self.layout.unit - 1]
+            parent: bytes | None = chunk.hashes[start // size - 1]
         else:
             parent = chunk.before.hashes[-1] if chunk.before is not None else None
         return PageHeader(namespace, key, parent, tuple(chunk.token_ids[start : start + size].tolist()))

@@ -1,9 +1,9 @@
-"""How LMCache lays out the keys and values of a chunk, and where the pages of its blocks are in it.
+"""How LMCache lays out the keys and values of a chunk, and where pages are in it.
 
 A chunk is `[2, layers, tokens, heads * head dim]` (LMCache's KV_2LTD): keys then values, after rotation, all layers in
 their order, heads in theirs. Where vLLM runs on several devices each stores its own heads, so that a chunk is in as
-many parts; where these are more than heads, neighbours have the same one. A page is `[layers of a group, 2, tokens of a
-block, heads, head dim]`, so a chunk is made of the pages of all groups.
+many parts; where these are more than heads, neighbours have the same one. A page is `[layers of a group, 2, tokens,
+heads, head dim]`, so a chunk is made of the pages of all groups.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,6 @@ from jaxpaged.kv_store.lmcache.keys import DTYPE_NAMES
 
 
 @dataclass(frozen=True)
-class GroupPlace:
-    """A KV group: which layers of the model it has, in the order of its pages, and how many tokens a block."""
-
-    layer_idxs: tuple[int, ...]
-    block_size: int
-
-
-@dataclass(frozen=True)
 class ChunkLayout:
     """Raises ConfigError for what does not fit into one."""
 
@@ -33,20 +25,19 @@ class ChunkLayout:
     head_dim: int
     dtype: np.dtype
     chunk_tokens: int
-    groups: tuple[GroupPlace, ...]
-    unit: int
-    """Tokens that a block's hash goes on by: the smallest block is one unit."""
+    groups: tuple[tuple[int, ...], ...]
+    """Of each KV group the layers of the model that it has, in the order of its pages."""
+    page_tokens: int
     num_parts: int = 1
     """Devices of those who share the store: `world_size` in LMCache's names."""
 
     def __post_init__(self) -> None:
-        sizes = sorted({group.block_size for group in self.groups} | {self.unit})
-        if self.chunk_tokens <= 0 or any(self.chunk_tokens % size for size in sizes):
+        if self.chunk_tokens <= 0 or self.chunk_tokens % self.page_tokens:
             raise ConfigError(
-                f"LMCache's chunk_size is {self.chunk_tokens} tokens, and blocks have {', '.join(map(str, sizes))}: "
-                "it must be a multiple. Give another block_size."
+                f"LMCache's chunk_size is {self.chunk_tokens} tokens, and pages have {self.page_tokens}: it must be a "
+                "multiple. Give other page_tokens in kv_offload, or another block_size."
             )
-        if sorted(layer for group in self.groups for layer in group.layer_idxs) != list(range(self.num_layers)):
+        if sorted(layer for layers in self.groups for layer in layers) != list(range(self.num_layers)):
             raise ConfigError("LMCache's chunks hold every layer once, and some layers of this model share theirs.")
         if self.dtype.name not in DTYPE_NAMES:
             raise ConfigError(
@@ -85,20 +76,19 @@ class ChunkLayout:
         return aligned_empty(self.num_bytes).view(self.dtype).reshape(self.shape)
 
     def page_shape(self, g: int) -> tuple[int, ...]:
-        group = self.groups[g]
-        return len(group.layer_idxs), 2, group.block_size, self.num_heads, self.head_dim
+        return len(self.groups[g]), 2, self.page_tokens, self.num_heads, self.head_dim
 
     def write_page(self, chunk: np.ndarray, g: int, start: int, values: np.ndarray) -> None:
-        """Put the page of group `g` whose block begins at token `start` of the chunk where it belongs."""
-        place = self._by_head(chunk)[:, :, start : start + self.groups[g].block_size]
-        for layer, page in zip(self.groups[g].layer_idxs, values, strict=True):
+        """Put the page of group `g` that begins at token `start` of the chunk where it belongs."""
+        place = self._by_head(chunk)[:, :, start : start + self.page_tokens]
+        for layer, page in zip(self.groups[g], values, strict=True):
             place[:, layer] = page
 
     def read_page(self, chunk: np.ndarray, g: int, start: int) -> np.ndarray:
         """A copy of such a page."""
-        place = self._by_head(chunk)[:, :, start : start + self.groups[g].block_size]
+        place = self._by_head(chunk)[:, :, start : start + self.page_tokens]
         page = np.empty(self.page_shape(g), self.dtype)
-        for i, layer in enumerate(self.groups[g].layer_idxs):
+        for i, layer in enumerate(self.groups[g]):
             page[i] = place[:, layer]
         return page
 

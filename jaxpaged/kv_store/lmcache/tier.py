@@ -33,7 +33,7 @@ class LMCacheTier:
         self._lock = threading.Lock()  # of the index
         self._index = ChunkIndex(layout, hasher)
         self._staging = Staging(layout.empty, layout.num_bytes)
-        num_pages = sum(layout.chunk_tokens // group.block_size for group in layout.groups)
+        num_pages = len(layout.groups) * layout.chunk_tokens // layout.page_tokens
         self._reader = ChunkReader(store.get, num_pages, layout.num_bytes)
 
     # ---- which chunks there are --------------------------------------------------------------------------
@@ -43,7 +43,7 @@ class LMCacheTier:
         return self.layout.chunk_tokens
 
     def introduce(self, token_ids: Sequence[int], hashes: Sequence[bytes], end: int) -> Chunk | None:
-        """Full chunks of a text's first `end` tokens may be asked for; `hashes` are its units'. The last of them."""
+        """Full chunks of a text's first `end` tokens may be asked for; `hashes` are its pages'. The last of them."""
         with self._lock:
             chunk, gone = self._index.introduce(token_ids, hashes, end)
         if gone:

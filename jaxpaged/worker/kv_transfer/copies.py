@@ -1,7 +1,8 @@
 """Copies of blocks between the KV cache of a device and arrays of pages, by programs for a few numbers of blocks.
 
 What is gathered or scattered is a tuple of arrays with a page on the first axis, in the form that pages have
-(`forms.py`). Copies are dispatched and not waited for; each is a link of the chain that the steps form.
+(`forms.py`). A copy is of whole pieces: all their blocks, and all their pages, in one order. Copies are dispatched and
+not waited for; each is a link of the chain that the steps form.
 
 Letters: P blocks of a copy, with padding.
 """
@@ -13,6 +14,7 @@ import numpy as np
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.buffers import aligned_empty
+from jaxpaged.kv_store.cut import Cut
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.programs import (
@@ -21,6 +23,7 @@ from jaxpaged.worker.kv_transfer.programs import (
     SCATTER,
     copy_key,
     copy_sizes,
+    cut_of,
     first_tensor,
     page_shape,
 )
@@ -33,36 +36,39 @@ class Copies:
         self.form = form
         self._device, self._kv_cache = device, kv_cache
         self.pool_of = {g: p for p, pool in enumerate(kv_cache.pools) for g in pool.group_idxs}
+        self._cuts: list[Cut] = [cut_of(pool.storage, form) for pool in kv_cache.pools]
+        self._sizes = [copy_sizes(pool, form) for pool in kv_cache.pools]
 
     def shape(self, g: int) -> tuple[int, ...]:
         """Of the values in a page of group `g`: [layers, 2 or 1, tokens, heads, head dim]."""
         group = self._kv_cache.groups[g]
-        return len(group.layer_idxs), *page_shape(group.spec)
+        return len(group.layer_idxs), *page_shape(group.spec, self.form.page_tokens)
 
     def page_bytes(self, g: int) -> int:
         """Of a page of group `g`, without its header."""
         return self.form.num_bytes(self.shape(g))
 
     def most(self, pool_idx: int) -> int:
-        """Blocks of one copy."""
-        return copy_sizes(self._kv_cache.pools[pool_idx])[-1]
+        """Pieces of one copy."""
+        return self._sizes[pool_idx][-1]
 
     def gather(self, pool_idx: int, block_ids: Sequence[int]) -> tuple[Any, ...]:
-        """Pages of these blocks, `most` at most, and of padding behind them."""
-        id_P = self._padded(pool_idx, block_ids)
-        return self._device.call(copy_key(GATHER, pool_idx, len(id_P)), self._tensors(pool_idx), id_P)
+        """Pages of the blocks of `most` pieces at most, and of padding behind them."""
+        size, id_P = self._padded(pool_idx, block_ids)
+        return self._device.call(copy_key(GATHER, pool_idx, size), self._tensors(pool_idx), id_P)
 
     def scatter(self, pool_idx: int, block_ids: Sequence[int], pages: tuple[np.ndarray, ...]) -> None:
-        """Write pages that `empty` made to blocks, 0: to none."""
-        id_P = self._padded(pool_idx, [block_id or NOWHERE for block_id in block_ids])
+        """Write pages that `empty` made to their blocks, 0: to none."""
+        size, id_P = self._padded(pool_idx, [block_id or NOWHERE for block_id in block_ids])
         first = first_tensor(self._kv_cache, pool_idx)
-        written = self._device.call(copy_key(SCATTER, pool_idx, len(id_P)), self._tensors(pool_idx), id_P, pages)
+        written = self._device.call(copy_key(SCATTER, pool_idx, size), self._tensors(pool_idx), id_P, pages)
         self._device.state.kv[first : first + len(written)] = written
 
-    def empty(self, pool_idx: int, num_blocks: int) -> tuple[np.ndarray, ...]:
-        """Arrays of pages, zeros, for so many blocks and padding, which jax takes without a copy."""
-        pool = self._kv_cache.pools[pool_idx]
-        whole = self._bucket(pool_idx, num_blocks), pool.num_tensors, *page_shape(pool.storage)
+    def empty(self, pool_idx: int, num_pieces: int) -> tuple[np.ndarray, ...]:
+        """Arrays of pages, zeros, for so many pieces and padding, which jax takes without a copy."""
+        pool, tokens = self._kv_cache.pools[pool_idx], self.form.page_tokens
+        num_pages = self._bucket(pool_idx, num_pieces) * self._cuts[pool_idx].num_pages
+        whole = num_pages, pool.num_tensors, *page_shape(pool.storage, tokens)
         made = []
         for shape, dtype in self.form.layout(whole):
             array = aligned_empty(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
@@ -70,12 +76,14 @@ class Copies:
             made.append(array)
         return tuple(made)
 
-    def _bucket(self, pool_idx: int, num_blocks: int) -> int:
-        return next(size for size in copy_sizes(self._kv_cache.pools[pool_idx]) if size >= num_blocks)
+    def _bucket(self, pool_idx: int, num_pieces: int) -> int:
+        return next(size for size in self._sizes[pool_idx] if size >= num_pieces)
 
-    def _padded(self, pool_idx: int, block_ids: Sequence[int]) -> np.ndarray:
-        padding = self._bucket(pool_idx, len(block_ids)) - len(block_ids)
-        return np.array([*block_ids, *[NOWHERE] * padding], np.int32)
+    def _padded(self, pool_idx: int, block_ids: Sequence[int]) -> tuple[int, np.ndarray]:
+        """The size of a copy of these blocks, and their ids with padding."""
+        each = self._cuts[pool_idx].num_blocks
+        size = self._bucket(pool_idx, len(block_ids) // each)
+        return size, np.array([*block_ids, *[NOWHERE] * (size * each - len(block_ids))], np.int32)
 
     def _tensors(self, pool_idx: int) -> list[Any]:
         first = first_tensor(self._kv_cache, pool_idx)

@@ -20,7 +20,7 @@ from jaxpaged.worker.kv_transfer.peers import Peers
 logger = logging.getLogger(__name__)
 
 CopyPages = list[tuple[int, list[int], tuple[np.ndarray, ...]]]
-"""For each copy to the device the pool, places of its pages in the load, and the arrays."""
+"""For each copy to the device the pool, places of its pieces in the load, and the arrays."""
 Target = Sequence[np.ndarray]
 """Where the layers of a page go, and their scales where there are any."""
 
@@ -42,17 +42,18 @@ class PageFetcher:
         targets: dict[PageKey, Target] = {}
         try:
             for pool_idx in range(self._num_pools):
-                places = [i for i, page in enumerate(load.pages) if pool_of[page.key.group] == pool_idx]
+                places = [i for i, pages in enumerate(load.pieces) if pool_of[pages[0].key.group] == pool_idx]
                 for some in map(list, batched(places, self._copies.most(pool_idx))):
-                    pages = self._copies.empty(pool_idx, len(some))
-                    targets.update((load.pages[i].key, target) for i, *target in zip(some, *pages))
-                    copies.append((pool_idx, some, pages))
+                    pages = [page for i in some for page in load.pieces[i]]
+                    arrays = self._copies.empty(pool_idx, len(some))
+                    targets.update((page.key, target) for page, *target in zip(pages, *arrays))
+                    copies.append((pool_idx, some, arrays))
             each = self._readers.map if self._readers is not None else map
             sources = list(each(lambda page: self._fetch_own(page, targets[page.key]), load.pages))
             if self._peers.borrows:
                 self._pull(load, sources, targets)
         except Exception:
-            logger.exception("loading %d blocks of keys and values failed", len(load.pages))
+            logger.exception("loading %d pages of keys and values failed", len(load.pages))
             return [""] * len(load.pages), []
         return sources, copies
 

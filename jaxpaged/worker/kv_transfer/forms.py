@@ -1,11 +1,12 @@
-"""In which form keys and values are in pages: as they are cached, or rounded to 8 bits with scales.
+"""In which form keys and values are in pages: so many tokens each, as they are cached or rounded to 8 bits with scales.
 
 They are rounded on the devices, by the copies that take blocks out and bring them back: half the bytes leave the
 device, and even on a CPU that takes no more time than in the threads that move pages (int8; half of it for fp8). A
 vector of `head_dim` numbers, of one token and head, has one scale: its largest number becomes the largest of the type.
+So it does not matter which tokens are in a page together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.kv_store.cut import page_tokens_of
 from jaxpaged.kv_store.options import EXACT, KVOffload
 from jaxpaged.kv_store.page import SCALE_BYTES, SCALED, VERSION
 from pallas_kernels.ragged_paged_attention.quantized import quantize, token_scales
@@ -23,11 +25,12 @@ DTYPES = {"int8": np.dtype(jnp.int8), "fp8": np.dtype(jnp.float8_e4m3fn)}
 
 @dataclass(frozen=True)
 class PageForm:
-    """The form called `name`, of a cache of `dtype`. Its pages are arrays: the values, and behind them their scales
-    where there are any."""
+    """The form called `name`, of a cache of `dtype`, with `page_tokens` in a page. Its pages are arrays: the values,
+    and behind them their scales where there are any."""
 
     name: str
     dtype: np.dtype
+    page_tokens: int
 
     @property
     def is_scaled(self) -> bool:
@@ -45,7 +48,7 @@ class PageForm:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What namespaces and people are told of it; nothing where pages are exact."""
+        """What namespaces and people are told of it; nothing where pages are exact. Of tokens shapes tell."""
         return {"pages": self.name} if self.is_scaled else {}
 
     def layout(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], np.dtype]]:
@@ -73,6 +76,7 @@ class PageForm:
         return (values.astype(jnp.float32) * scales[..., None]).astype(self.dtype)
 
 
-def form_of(offload: KVOffload | None, dtype: np.dtype) -> PageForm:
-    """That the options name, for a cache of `dtype`."""
-    return PageForm(offload.pages if offload is not None else EXACT, dtype)
+def form_of(offload: KVOffload | None, dtype: np.dtype, block_sizes: Collection[int]) -> PageForm:
+    """That the options name, for a cache of `dtype` with blocks of these sizes. Raises ConfigError."""
+    name, asked = (EXACT, None) if offload is None else (offload.pages, offload.page_tokens)
+    return PageForm(name, dtype, page_tokens_of(asked, block_sizes))

@@ -1,13 +1,9 @@
 """Opens stores that are shared with LMCache, for models whose keys and values it lays out as this engine does."""
 
-import math
-
-import numpy as np
-
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig
 from jaxpaged.kv_store.lmcache.keys import check_model_name
-from jaxpaged.kv_store.lmcache.layout import ChunkLayout, GroupPlace
+from jaxpaged.kv_store.lmcache.layout import ChunkLayout
 from jaxpaged.kv_store.lmcache.lm import LMStore
 from jaxpaged.kv_store.lmcache.redis_store import RedisChunkStore
 from jaxpaged.kv_store.lmcache.settings import ChunkSettings
@@ -15,6 +11,7 @@ from jaxpaged.kv_store.lmcache.store import ChunkStore
 from jaxpaged.kv_store.lmcache.tier import LMCacheTier
 from jaxpaged.kv_store.options import EXACT, TierWish
 from jaxpaged.kv_store.secrets import Secrets
+from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.programs.blueprint import Blueprint
 
 
@@ -34,7 +31,7 @@ def check_lmcache(
         )
     if blueprint.draft is not None:
         raise ConfigError("LMCache's chunks have no place for the keys and values of what drafts tokens.")
-    layout = layout_of(settings, kv_cache, blueprint.kv_dtype)
+    layout = layout_of(settings, kv_cache, blueprint.page_form)
     check_model_name(model_of(settings, blueprint), settings.world_size, layout.dtype.name)
 
 
@@ -43,7 +40,7 @@ def model_of(settings: ChunkSettings, blueprint: Blueprint) -> str:
     return settings.model if settings.model is not None else blueprint.config.model.model
 
 
-def layout_of(settings: ChunkSettings, kv_cache: KVCacheConfig, dtype: np.dtype) -> ChunkLayout:
+def layout_of(settings: ChunkSettings, kv_cache: KVCacheConfig, form: PageForm) -> ChunkLayout:
     """Raises ConfigError for what LMCache lays out otherwise, or not at all."""
     specs = [group.spec for group in kv_cache.groups]
     attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
@@ -53,12 +50,17 @@ def layout_of(settings: ChunkSettings, kv_cache: KVCacheConfig, dtype: np.dtype)
             "LMCache's chunks are shared for models whose layers all have keys and values of as many heads of one "
             f"size; this one has {', '.join(sorted({type(spec).__name__ for spec in specs}))} with {sorted(heads)}."
         )
+    for size in kv_cache.block_sizes:
+        if settings.chunk_size % size:
+            raise ConfigError(
+                f"LMCache's chunk_size is {settings.chunk_size} tokens, and blocks have {size}: it must be a multiple. "
+                "Give another block_size."
+            )
     ((num_heads, head_dim),) = heads
-    groups = tuple(GroupPlace(tuple(group.layer_idxs), group.spec.block_size) for group in kv_cache.groups)
+    groups = tuple(tuple(group.layer_idxs) for group in kv_cache.groups)
     return ChunkLayout(
-        num_layers=sum(len(group.layer_idxs) for group in groups), num_heads=num_heads, head_dim=head_dim,
-        dtype=dtype, chunk_tokens=settings.chunk_size, groups=groups, unit=math.gcd(*kv_cache.block_sizes),
-        num_parts=settings.world_size,
+        num_layers=sum(map(len, groups)), num_heads=num_heads, head_dim=head_dim, dtype=form.dtype,
+        chunk_tokens=settings.chunk_size, groups=groups, page_tokens=form.page_tokens, num_parts=settings.world_size,
     )  # fmt: skip
 
 
@@ -68,7 +70,7 @@ def open_lmcache(
     """A tier of pages of the namespace `space` that are shared as LMCache's chunks."""
     settings = wish.chunks
     assert settings is not None
-    layout, model = layout_of(settings, kv_cache, blueprint.kv_dtype), model_of(settings, blueprint)
+    layout, model = layout_of(settings, kv_cache, blueprint.page_form), model_of(settings, blueprint)
     store: ChunkStore
     if wish.place.startswith("lm:"):
         store = LMStore(wish.place, layout, model)

@@ -1,6 +1,7 @@
 """Opens the tiers that the options name, for the keys and values of one engine."""
 
 from dataclasses import replace
+from typing import Any
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.installed import is_installed
@@ -20,6 +21,7 @@ from jaxpaged.kv_store.secrets import Secrets, read_secrets
 from jaxpaged.kv_store.tier import Tier
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.device import Device
+from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.lmcache import check_lmcache, open_lmcache
 from jaxpaged.worker.kv_transfer.peers import Peers
 from jaxpaged.worker.kv_transfer.programs import page_shape
@@ -68,7 +70,7 @@ def open_transfer(
     """The worker's half. Raises ConfigError for a folder that can hold no pages, or an address that is none."""
     space, secrets = namespace_of(blueprint, kv_cache, weights_version), read_secrets(offload.secrets_file)
     form = blueprint.page_form
-    facts = {"model": blueprint.config.model.model, **form.facts}
+    facts = {"model": blueprint.config.model.model, "page_tokens": form.page_tokens, **form.facts}
     tiers = [
         open_tier(wish, space, secrets, facts)
         if wish.chunks is None
@@ -84,14 +86,14 @@ def open_transfer(
             capacity = max(wish.capacity for wish in offload.tiers) or LEAST_TO_LEND
             lender = Lender(
                 store, peering.address, space, lease_s=peering.lease_seconds, capacity=capacity,
-                secret=secrets.signing, tls=peering.tls, shares=peering.shares,
+                secret=secrets.signing, tls=peering.tls, shares=peering.shares, page_tokens=form.page_tokens,
             )  # fmt: skip
         if peering.borrows:
-            shapes = [(len(group.layer_idxs), *page_shape(group.spec)) for group in kv_cache.groups]
+            shapes = [(len(group.layer_idxs), *page_shape(group.spec, form.page_tokens)) for group in kv_cache.groups]
             largest, is_far = max(map(form.num_bytes, shapes)), True
             borrower = Borrower(
                 space, largest + MAX_HEADER_BYTES, secrets.signing, peers=peering.peers, tls=peering.tls,
-                shares=peering.shares,
+                shares=peering.shares, page_tokens=form.page_tokens,
             )  # fmt: skip
         peers = Peers(lender, borrower)
     return KVTransferWorker(
@@ -100,7 +102,7 @@ def open_transfer(
     )  # fmt: skip
 
 
-def open_tier(wish: TierWish, space: str, secrets: Secrets, facts: dict[str, str]) -> Tier:
+def open_tier(wish: TierWish, space: str, secrets: Secrets, facts: dict[str, Any]) -> Tier:
     """One tier of pages of the namespace `space`, of which people are told `facts`."""
     secret = secrets.signing
     if wish.kind == "host":
@@ -118,23 +120,26 @@ def open_tier(wish: TierWish, space: str, secrets: Secrets, facts: dict[str, str
 
 
 def namespace_of(blueprint: Blueprint, kv_cache: KVCacheConfig, weights_version: str) -> str:
-    """Of all that keys and values depend on besides tokens. `few_rows` says how sums are computed on one machine, not
-    what they are; it does count where an engine promises bits. Exact pages have no fact about their form."""
-    config = blueprint.config
+    """Of all that keys and values depend on besides tokens, and how they are cut into pages. `few_rows` says how sums
+    are computed on one machine, not what they are; it does count where an engine promises bits. Exact pages have no
+    fact about their form."""
+    config, form = blueprint.config, blueprint.page_form
     bits = config.compile.deterministic
     return namespace(
         weights=(weights_version, config.load.load_format, config.model.seed if not weights_version else 0),
         decoders=tuple(str(each if bits else replace(each, few_rows="")) for each in blueprint.decoders),
         quantization=config.model.quantization,
-        groups=tuple(str((as_in_pages(group.spec), group.layer_idxs)) for group in kv_cache.groups),
+        groups=tuple(str((as_in_pages(group.spec, form), group.layer_idxs)) for group in kv_cache.groups),
         dtype=blueprint.kv_dtype.name,
         speculation=str(blueprint.speculation),
-        **blueprint.page_form.facts,
+        **form.facts,
     )  # fmt: skip
 
 
-def as_in_pages(spec: CacheSpec) -> CacheSpec:
-    """The cache of a layer without what depends on devices and kernels."""
+def as_in_pages(spec: CacheSpec, form: PageForm) -> CacheSpec:
+    """The cache of a layer without what depends on devices and kernels, with pages for blocks."""
     if isinstance(spec, AttentionSpec):
-        return replace(spec, num_kv_heads=spec.num_model_heads, head_copies=1, context_shards=1, stored_dim=None)
-    return spec
+        heads = spec.num_model_heads
+        spec = replace(spec, num_kv_heads=heads, head_copies=1, context_shards=1, stored_dim=None)
+    assert isinstance(spec, AttentionSpec | LatentSpec), f"{spec} has no pages"
+    return replace(spec, block_size=form.page_tokens)

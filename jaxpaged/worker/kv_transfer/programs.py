@@ -1,8 +1,9 @@
 """The programs that copy blocks out of the KV cache and into it, in the form that pages have.
 
-What leaves the device is `[blocks, layers, 2, tokens, KV heads, head dim]` (1 in place of 2 for latents), whatever the
+What leaves the device is `[pages, layers, 2, tokens, KV heads, head dim]` (1 in place of 2 for latents), whatever the
 layout of the attention backend, with each head of the model once, however many devices have it, and whole on every
-device, in the form that pages have (`forms.py`). Block ids outside of the pool are padding.
+device, in the form that pages have (`forms.py`). Blocks are cut into pages, or joined to them, on the device. Block ids
+outside of the pool are padding.
 
 Letters: P blocks of a copy, L layers, S slots of a block.
 """
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, LatentSpec, PoolLayout, StateSpec
+from jaxpaged.kv_store.cut import Cut
 from jaxpaged.messages import ProgramKey
 from jaxpaged.worker.kv_transfer.forms import PageForm
 from pallas_kernels import kv_copy
@@ -31,23 +33,30 @@ def copy_key(kind: str, pool_idx: int, size: int) -> ProgramKey:
     return ProgramKey(f"{kind}_{pool_idx}" if pool_idx else kind, size)
 
 
-def copy_sizes(pool: PoolLayout) -> tuple[int, ...]:
-    """Numbers of blocks that get a program: one for the end of an answer, one for a prompt."""
-    largest = min(max(MOST_BYTES // (pool.num_tensors * page_bytes(pool.storage)), 1), MOST_BLOCKS)
+def copy_sizes(pool: PoolLayout, form: PageForm) -> tuple[int, ...]:
+    """Numbers of pieces (`kv_store/cut.py`) that get a program: one for the end of an answer, one for a prompt."""
+    cut = cut_of(pool.storage, form)
+    piece_bytes = pool.num_tensors * layer_bytes(pool.storage, cut.tokens)
+    largest = max(min(MOST_BYTES // piece_bytes, MOST_BLOCKS // cut.num_blocks), 1)
     return tuple(sorted({max(largest // 8, 1), largest}))
 
 
-def page_shape(spec: Any) -> tuple[int, ...]:
-    """Of one layer of a page. Latents keep what a kernel adds to them: another layout is another namespace."""
+def cut_of(spec: Any, form: PageForm) -> Cut:
+    return Cut(spec.block_size, form.page_tokens)
+
+
+def page_shape(spec: Any, num_tokens: int) -> tuple[int, ...]:
+    """Of one layer of a page of so many tokens. Latents keep what a kernel adds to them: another layout is another
+    namespace."""
     if isinstance(spec, LatentSpec):
-        return 1, spec.block_size, 1, spec.stored_width or spec.width
+        return 1, num_tokens, 1, spec.stored_width or spec.width
     assert isinstance(spec, AttentionSpec), f"{spec} holds neither keys and values nor latents"
-    return 2, spec.block_size, spec.num_model_heads, spec.head_dim
+    return 2, num_tokens, spec.num_model_heads, spec.head_dim
 
 
-def page_bytes(spec: Any) -> int:
-    """Of one layer of a page, as it is cached."""
-    return int(np.prod(page_shape(spec))) * spec.dtype_bytes
+def layer_bytes(spec: Any, num_tokens: int) -> int:
+    """Of one layer of so many tokens, as they are cached."""
+    return int(np.prod(page_shape(spec, num_tokens))) * spec.dtype_bytes
 
 
 def token_bytes(kv_cache: KVCacheConfig, form: PageForm) -> float:
@@ -55,7 +64,7 @@ def token_bytes(kv_cache: KVCacheConfig, form: PageForm) -> float:
     specs = [(group.spec, len(group.layer_idxs)) for group in kv_cache.groups]
     if any(isinstance(spec, StateSpec) for spec, _ in specs):
         return 0.0
-    return sum(num_layers * form.num_bytes(page_shape(spec)) / spec.block_size for spec, num_layers in specs)
+    return sum(num_layers * form.num_bytes(page_shape(spec, 1)) for spec, num_layers in specs)
 
 
 def first_tensor(kv_cache: KVCacheConfig, pool_idx: int) -> int:
@@ -71,7 +80,7 @@ def copy_builders(
     for pool_idx, pool in enumerate(kv_cache.pools):
         first = first_tensor(kv_cache, pool_idx)
         tensors = kv[first : first + pool.num_tensors]
-        for size in copy_sizes(pool):
+        for size in copy_sizes(pool, form):
             args = tensors, pool.storage, backend, replicated, size, form
             builders[copy_key(GATHER, pool_idx, size)] = partial(lower_gather, *args)
             builders[copy_key(SCATTER, pool_idx, size)] = partial(lower_scatter, *args)
@@ -81,10 +90,13 @@ def copy_builders(
 def lower_gather(
     tensors: list[Any], spec: Any, backend: str, replicated: Any, size: int, form: PageForm
 ) -> jax.stages.Lowered:
-    def kv_gather(tensors, id_P):
-        return form.leaving(jnp.stack([pages_of(tensor, id_P, spec, backend) for tensor in tensors], axis=1))
+    """`size`: pieces of a copy."""
 
-    ids = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=replicated)
+    def kv_gather(tensors, id_P):
+        blocks = jnp.stack([blocks_of(tensor, id_P, spec, backend) for tensor in tensors], axis=1)
+        return form.leaving(recut(blocks, form.page_tokens))
+
+    ids = jax.ShapeDtypeStruct((size * cut_of(spec, form).num_blocks,), jnp.int32, sharding=replicated)
     return jax.jit(kv_gather, out_shardings=replicated).lower(tensors, ids)
 
 
@@ -93,16 +105,30 @@ def lower_scatter(
 ) -> jax.stages.Lowered:
     def kv_scatter(tensors, id_P, pages):
         layers = [form.coming([array[:, i] for array in pages]) for i in range(len(tensors))]
-        return [with_pages(tensor, id_P, values, spec, backend) for tensor, values in zip(tensors, layers)]
+        blocks = [recut(layer, spec.block_size) for layer in layers]
+        return [with_blocks(tensor, id_P, values, spec, backend) for tensor, values in zip(tensors, blocks)]
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, tensors)
-    ids = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=replicated)
-    whole = (size, len(tensors), *page_shape(spec))
+    shardings, cut = jax.tree.map(lambda leaf: leaf.sharding, tensors), cut_of(spec, form)
+    ids = jax.ShapeDtypeStruct((size * cut.num_blocks,), jnp.int32, sharding=replicated)
+    whole = (size * cut.num_pages, len(tensors), *page_shape(spec, form.page_tokens))
     pages = tuple(jax.ShapeDtypeStruct(*each, sharding=replicated) for each in form.layout(whole))
     return jax.jit(kv_scatter, donate_argnums=(0,), out_shardings=shardings).lower(tensors, ids, pages)
 
 
-def pages_of(tensor: Any, id_P: Any, spec: Any, backend: str) -> Any:
+def recut(runs: Any, num_tokens: int) -> Any:
+    """Consecutive runs of tokens `[runs, ..., tokens, heads, head dim]` with `num_tokens` each instead, which a run has
+    a multiple of, or is one of several for."""
+    count, *middle, length, heads, dim = runs.shape
+    if length == num_tokens:
+        return runs
+    if length > num_tokens:
+        parts = runs.reshape(count, *middle, length // num_tokens, num_tokens, heads, dim)
+        return jnp.moveaxis(parts, -4, 1).reshape(-1, *middle, num_tokens, heads, dim)
+    each = runs.reshape(-1, num_tokens // length, *middle, length, heads, dim)
+    return jnp.moveaxis(each, 1, -4).reshape(-1, *middle, num_tokens, heads, dim)
+
+
+def blocks_of(tensor: Any, id_P: Any, spec: Any, backend: str) -> Any:
     """Blocks of one layer as in a page."""
     if not isinstance(tensor, KVTensor):
         (blocks,) = kv_copy.gather_blocks((tensor,), id_P)
@@ -111,10 +137,10 @@ def pages_of(tensor: Any, id_P: Any, spec: Any, backend: str) -> Any:
     return jnp.stack(kv_layout(backend).unpack(blocks, spec.head_dim), axis=1)[..., :: spec.head_copies, :]
 
 
-def with_pages(tensor: Any, id_P: Any, pages: Any, spec: Any, backend: str) -> Any:
+def with_blocks(tensor: Any, id_P: Any, values: Any, spec: Any, backend: str) -> Any:
     """One layer with blocks replaced."""
     if not isinstance(tensor, KVTensor):
-        return kv_copy.scatter_blocks((tensor,), id_P, (pages[:, 0, :, 0, :],))[0]
-    pages = jnp.repeat(pages, spec.head_copies, axis=-2)
-    blocks = kv_layout(backend).pack(pages[:, 0], pages[:, 1])
+        return kv_copy.scatter_blocks((tensor,), id_P, (values[:, 0, :, 0, :],))[0]
+    values = jnp.repeat(values, spec.head_copies, axis=-2)
+    blocks = kv_layout(backend).pack(values[:, 0], values[:, 1])
     return KVTensor(kv_copy.scatter_blocks(tensor.arrays, id_P, blocks), tensor.scales)

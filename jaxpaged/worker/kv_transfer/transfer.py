@@ -21,7 +21,7 @@ import numpy as np
 from jaxpaged.errors import PageError, UsageError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.changes import Change, ChangeLog
-from jaxpaged.kv_store.content import ChunkTiers, PageContent
+from jaxpaged.kv_store.content import ChunkTiers, PageContent, Piece, keys_of
 from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageHeader, PageKey, encode
 from jaxpaged.kv_store.prefix_file import PlacedPage, PrefixFile, PrefixHeader, PrefixInfo, info_of, write_prefix
@@ -47,12 +47,17 @@ SIZES = tuple(1 << power for power in range(14, 37, 2))
 
 
 class Gathered(NamedTuple):
-    """Blocks on their way off the device, computed by the steps up to `step_id`."""
+    """Pages on their way off the device, computed by the steps up to `step_id`. `contents`: of the rows of `pages` in
+    turn, None for one that the store has."""
 
     step_id: int
-    contents: Sequence[PageContent]
+    contents: Sequence[PageContent | None]
     pages: tuple[Any, ...]
     discarded: set[PageKey]
+
+    @property
+    def keys(self) -> list[PageKey]:
+        return [content.key for content in self.contents if content is not None]
 
 
 class Fetched(NamedTuple):
@@ -113,6 +118,7 @@ class KVTransferWorker:
         """`peers`: other engines, to lend to or to borrow from."""
         self._peers = peers or Peers()
         self.chunk_tiers: ChunkTiers = store
+        self.page_tokens = form.page_tokens
         self._copies, self._form, self._store, self._namespace = Copies(device, kv_cache, form), form, store, namespace
         self._num_groups = len(kv_cache.groups)
         self._secret, self._model = secret, model
@@ -152,22 +158,21 @@ class KVTransferWorker:
         """What it lends is not needed any more."""
         self._peers.release(source)
 
-    def lend(self, num_tokens: int, pages: Sequence[tuple[PageContent, int]]) -> dict[str, Any] | None:
-        """Lend pages (content, id of its block, 0 where none has it yet) of a prompt that begins to be computed. What
-        an answer says of it; None where there is nothing to lend."""
-        keys = [content.key for content, _ in pages]
+    def lend(self, num_tokens: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        """Lend pages of a prompt that begins to be computed. What an answer says of it; None where there is nothing to
+        lend."""
+        keys = keys_of(pieces)
         said = self._peers.grant(keys, num_tokens)
         if said is not None:
             self._savers.submit(self._peers.hold, keys)
         return said
 
-    def finish_lending(self, said: dict[str, Any], pages: Sequence[tuple[PageContent, int]]) -> dict[str, Any]:
-        """The prompt is computed; those of the pages with a block are saved next. What an answer says now."""
-        keys = [content.key for content, block_id in pages if block_id]
+    def finish_lending(self, said: dict[str, Any], pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The prompt is computed; those of its pieces with blocks are saved next. What an answer says now."""
+        keys = keys_of([piece for piece in pieces if piece.block_ids])
         block_ids: list[list[int]] = [[] for _ in range(self._num_groups)]
-        for content, block_id in pages:
-            if block_id:
-                block_ids[content.key.group].append(block_id)
+        for piece in pieces:
+            block_ids[piece.pages[0].key.group] += piece.block_ids
         said = self._peers.finish(said, keys, block_ids)
         self._savers.submit(self._peers.hold, keys)
         return said
@@ -178,30 +183,34 @@ class KVTransferWorker:
 
     # ---- saving --------------------------------------------------------------------------------
 
-    def save(self, saves: Sequence[tuple[int, PageContent, int]]) -> None:
-        """Dispatch copies of blocks (step that computes it, content, id): before the next step, behind those steps."""
-        lacking = self._store.lacks([content.key for _, content, _ in saves], self._under_way)
-        by_pool: dict[int, list[tuple[int, PageContent, int]]] = {}
-        for each, is_lacking in zip(saves, lacking):
-            if is_lacking:
-                by_pool.setdefault(self._copies.pool_of[each[1].key.group], []).append(each)
+    def save(self, saves: Sequence[tuple[int, Piece]]) -> None:
+        """Dispatch copies of pieces, each with the step that computes it: before the next step, behind those steps."""
+        lacking = iter(self._store.lacks(keys_of([piece for _, piece in saves]), self._under_way))
+        by_pool: dict[int, list[tuple[int, Piece, list[PageContent | None]]]] = {}
+        for step_id, piece in saves:
+            wanted = [page if next(lacking) else None for page in piece.pages]
+            if any(wanted):
+                pool_idx = self._copies.pool_of[piece.pages[0].key.group]
+                by_pool.setdefault(pool_idx, []).append((step_id, piece, wanted))
         for pool_idx, missing in by_pool.items():
             for some in batched(missing, self._copies.most(pool_idx)):
                 self._gather(pool_idx, some)
 
-    def _gather(self, pool_idx: int, saves: Sequence[tuple[int, PageContent, int]]) -> None:
+    def _gather(self, pool_idx: int, saves: Sequence[tuple[int, Piece, list[PageContent | None]]]) -> None:
+        contents = [page for _, _, wanted in saves for page in wanted]
         if not self._slots.take():
-            self.num_dropped += len(saves)
+            self.num_dropped += len(contents) - contents.count(None)
             return
+        block_ids = [block_id for _, piece, _ in saves for block_id in piece.block_ids]
         try:
-            pages = self._copies.gather(pool_idx, [block_id for _, _, block_id in saves])
+            pages = self._copies.gather(pool_idx, block_ids)
         except BaseException:
             self._slots.give_back()
             raise
         step_id = max(step_id for step_id, _, _ in saves)
-        self._copied[0] += len(saves)
-        self._under_way.update(content.key for _, content, _ in saves)
-        self._unconfirmed.append(Gathered(step_id, [each[1] for each in saves], start_copy(pages), set()))
+        self._copied[0] += len(block_ids)
+        self._unconfirmed.append(Gathered(step_id, contents, start_copy(pages), set()))
+        self._under_way.update(self._unconfirmed[-1].keys)
 
     def confirm(self, before: int | None) -> None:
         """The steps before number `before` are done, None: all are. What they computed may be stored."""
@@ -211,7 +220,7 @@ class KVTransferWorker:
     def revoke(self) -> None:
         """A step has failed: what is not confirmed is never stored."""
         for gathered in self._unconfirmed:
-            self._under_way.difference_update(content.key for content in gathered.contents)
+            self._under_way.difference_update(gathered.keys)
             self._slots.give_back()
         self._unconfirmed.clear()
 
@@ -223,12 +232,12 @@ class KVTransferWorker:
         self._savers.submit(self._store.delete, list(keys))
 
     def _store_pages(self, gathered: Gathered) -> None:
-        """In a thread: wait for the bytes, and put a page for each block into the store."""
+        """In a thread: wait for the bytes, and put the pages into the store."""
         begin, num_bytes = time.monotonic(), 0
         try:
             pages = [np.asarray(array) for array in gathered.pages]
             for content, *page in zip(gathered.contents, *pages):
-                if content.key in gathered.discarded:
+                if content is None or content.key in gathered.discarded:
                     continue
                 values, *scales = (array[: self._copies.shape(content.key.group)[0]] for array in page)
                 header = PageHeader(self._namespace, content.key, content.parent, content.token_ids)
@@ -236,13 +245,13 @@ class KVTransferWorker:
                     self.num_saved += 1
                     num_bytes += self._copies.page_bytes(content.key.group)
         except Exception:
-            logger.exception("%d blocks of keys and values were not saved", len(gathered.contents))
-            self.num_dropped += len(gathered.contents)
+            logger.exception("%d pages of keys and values were not saved", len(gathered.keys))
+            self.num_dropped += len(gathered.keys)
         finally:
             self._moved["store"].add(num_bytes, time.monotonic() - begin)
-            self._under_way.difference_update(content.key for content in gathered.contents)
+            self._under_way.difference_update(gathered.keys)
             self._slots.give_back()
-            self._peers.hold([content.key for content in gathered.contents])
+            self._peers.hold(gathered.keys)
 
     # ---- loading -------------------------------------------------------------------------------
 
@@ -270,11 +279,12 @@ class KVTransferWorker:
         """Sleep until a load is there, at most so long."""
         self._news.wait(seconds)
 
-    def write(self, fetched: Fetched, block_ids: Sequence[int]) -> None:
-        """Dispatch the copies of a load to blocks, an id for each of its pages, 0 for none: before the next step."""
+    def write(self, fetched: Fetched, block_ids: Sequence[Sequence[int]]) -> None:
+        """Dispatch the copies of a load to the blocks of each of its pieces, 0 for none: before the next step."""
         for pool_idx, places, pages in fetched.copies:
-            self._copied[1] += sum(block_ids[i] > 0 for i in places)
-            self._copies.scatter(pool_idx, [block_ids[i] for i in places], pages)
+            ids = [block_id for i in places for block_id in block_ids[i]]
+            self._copied[1] += sum(block_id > 0 for block_id in ids)
+            self._copies.scatter(pool_idx, ids, pages)
 
     def take_changes(self) -> list[Change]:
         """What came into the tiers and left them since the last call; of the first call, all that is there."""
@@ -284,40 +294,44 @@ class KVTransferWorker:
         return self._changes.take()
 
     def take_copied(self) -> tuple[int, int]:
-        """Pages whose copies off the devices, and to them, were dispatched since the last call."""
+        """Blocks whose copies off the devices, and to them, were dispatched since the last call."""
         (num_off, num_to), self._copied = self._copied, [0, 0]
         return num_off, num_to
 
     # ---- files ---------------------------------------------------------------------------------
 
     def write_file(
-        self, path: Path, token_ids: Sequence[int], pages: Sequence[PlacedPage], block_ids: Sequence[int]
+        self, path: Path, token_ids: Sequence[int], pieces: Sequence[tuple[Sequence[PlacedPage], Sequence[int]]]
     ) -> PrefixInfo:
-        """Write blocks, which nobody overwrites meanwhile, to a file. Raises UsageError."""
+        """Write pieces, each its pages and the ids of its blocks, which nobody overwrites meanwhile, to a file. Raises
+        UsageError."""
+        pages = [page for some, _ in pieces for page in some]
         shapes = [self._copies.shape(page.content.key.group) for page in pages]
         header = PrefixHeader(
             self._namespace, self._model, tuple(token_ids), self._form.page_dtype.name, tuple(pages), tuple(shapes),
             is_scaled=self._form.is_scaled,
         )  # fmt: skip
-        return write_prefix(path, header, self._read_blocks(pages, block_ids), self._secret)
+        return write_prefix(path, header, self._read_pages(pieces), self._secret)
 
-    def _read_blocks(self, pages: Sequence[PlacedPage], block_ids: Sequence[int]) -> Iterator[list[np.ndarray]]:
-        """The values of blocks, as in their pages, and their scales where there are any, one copy after the other."""
-        each = zip(pages, block_ids, strict=True)
-        for pool_idx, members in groupby(each, lambda pair: self._copies.pool_of[pair[0].content.key.group]):
+    def _read_pages(self, pieces: Sequence[tuple[Sequence[PlacedPage], Sequence[int]]]) -> Iterator[list[np.ndarray]]:
+        """The values of pages, and their scales where there are any, one copy after the other."""
+        for pool_idx, members in groupby(pieces, lambda piece: self._copies.pool_of[piece[0][0].content.key.group]):
             for some in batched(members, self._copies.most(pool_idx)):
-                gathered = self._copies.gather(pool_idx, [block_id for _, block_id in some])
-                for (page, _), *arrays in zip(some, *map(np.asarray, gathered)):
+                gathered = self._copies.gather(pool_idx, [block_id for _, ids in some for block_id in ids])
+                pages = [page for placed, _ in some for page in placed]
+                for page, *arrays in zip(pages, *map(np.asarray, gathered)):
                     yield [array[: self._copies.shape(page.content.key.group)[0]] for array in arrays]
 
     def read_file(self, path: Path) -> PrefixInfo:
         """Put a file's pages into the store. Raises UsageError, and PageError for one that must not be used."""
         file = PrefixFile(path, self._secret)
         if file.header.namespace != self._namespace:
+            lengths, own = {len(page.content.token_ids) for page in file.header.pages}, self._form.page_tokens
             raise PageError(
                 f"{path} is not used: it holds keys and values of {file.header.model!r}, namespace "
                 f"{file.header.namespace[:12]}; this engine has {self._model!r}, namespace {self._namespace[:12]}. "
-                "Weights, configuration, cache type, block size and form of pages must be the same."
+                f"Its pages have {', '.join(map(str, sorted(lengths)))} tokens, and this engine's {own}. Weights, "
+                "configuration, cache type, and size and form of pages must be the same."
             )
         num_kept = sum(self._store.put(key, buffers) for key, buffers in file.pages())
         if num_kept < len(file.header.pages):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import EngineConfig, settled
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import (
     CacheSpec,
@@ -94,7 +94,7 @@ class Blueprint:
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)
         self.kv_dtype = jnp.dtype(config.cache.kv_cache_dtype)
-        self.page_form = form_of(config.cache.offload, self.kv_dtype)
+        self.page_form = form_of(config.cache.offload, self.kv_dtype, [settled(config.cache.block_size)])
         specs, sizes = model.param_specs(self.whole, self.num_shards), self.whole.dim_sizes()
         self.whole_specs = quantized_specs(specs, config.model.quantization, sizes)
         self.specs = self.whole_specs if stage is None else params_of(stage, self.whole_specs)

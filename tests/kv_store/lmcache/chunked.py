@@ -1,28 +1,28 @@
-"""A small model's chunks for tests: two groups of layers, blocks of 4 and of 8 tokens, chunks of 16."""
+"""A small model's chunks for tests: two groups of layers, pages of 4 tokens, chunks of 16."""
 
 import hashlib
 
 import ml_dtypes
 import numpy as np
 
-from jaxpaged.kv_store.lmcache.layout import ChunkLayout, GroupPlace
+from jaxpaged.kv_store.lmcache.layout import ChunkLayout
 from jaxpaged.kv_store.page import PageHeader, PageKey, encode, namespace
 
 SPACE = namespace(weights="v1", dtype="bfloat16")
 BF16 = np.dtype(ml_dtypes.bfloat16)
 MODEL = "org/model"
+PAGE = 4
 
 
 def layout_of(num_parts=1, dtype=BF16, chunk_tokens=16):
-    groups = (GroupPlace((0, 2), 4), GroupPlace((1,), 8))
-    return ChunkLayout(3, 4, 2, dtype, chunk_tokens, groups, unit=4, num_parts=num_parts)
+    return ChunkLayout(3, 4, 2, dtype, chunk_tokens, ((0, 2), (1,)), PAGE, num_parts=num_parts)
 
 
-def hashes_of(token_ids, unit=4):
+def hashes_of(token_ids):
     """As an engine's: each covers all before."""
     parent, hashes = b"", []
-    for start in range(0, len(token_ids) - unit + 1, unit):
-        parent = hashlib.sha256(parent + bytes(str(token_ids[start : start + unit]), "ascii")).digest()
+    for start in range(0, len(token_ids) - PAGE + 1, PAGE):
+        parent = hashlib.sha256(parent + bytes(str(token_ids[start : start + PAGE]), "ascii")).digest()
         hashes.append(parent)
     return hashes
 
@@ -35,14 +35,12 @@ def values_of(token_ids, layout):
 
 
 def pages_of(token_ids, layout, space=SPACE):
-    """(key, pieces) of all full blocks of all groups, as an engine puts them."""
+    """(key, pieces) of all full pages of all groups, as an engine puts them."""
     values, hashes = values_of(token_ids, layout), hashes_of(token_ids)
     pages = {}
-    for g, group in enumerate(layout.groups):
-        size = group.block_size
-        for start in range(0, len(token_ids) - size + 1, size):
-            key = PageKey(hashes[(start + size) // 4 - 1], g)
-            parent = hashes[start // 4 - 1] if start else None
-            header = PageHeader(space, key, parent, tuple(token_ids[start : start + size]))
-            pages[key] = encode(header, values[list(group.layer_idxs), :, start : start + size])
+    for g, layers in enumerate(layout.groups):
+        for idx, own in enumerate(hashes):
+            key, place = PageKey(own, g), slice(idx * PAGE, (idx + 1) * PAGE)
+            header = PageHeader(space, key, hashes[idx - 1] if idx else None, tuple(token_ids[place]))
+            pages[key] = encode(header, values[list(layers), :, place])
     return pages

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_store.lmcache.layout import ChunkLayout, GroupPlace
-from tests.kv_store.lmcache.chunked import BF16, layout_of, values_of
+from jaxpaged.kv_store.lmcache.layout import ChunkLayout
+from tests.kv_store.lmcache.chunked import BF16, PAGE, layout_of, values_of
 
 TOKENS = list(range(100, 116))
 
 
 def written(layout):
     values, chunk = values_of(TOKENS, layout), layout.empty()
-    for g, group in enumerate(layout.groups):
-        for start in range(0, 16, group.block_size):
-            page = values[list(group.layer_idxs), :, start : start + group.block_size]
+    for g, layers in enumerate(layout.groups):
+        for start in range(0, 16, PAGE):
+            page = values[list(layers), :, start : start + PAGE]
             layout.write_page(chunk, g, start, page)
     return values, chunk
 
@@ -25,9 +25,9 @@ def test_a_chunk_is_keys_then_values_by_layer_token_and_head():
     expected = values.transpose(1, 0, 2, 3, 4).reshape(2, 3, 16, 8)
     assert chunk.dtype == BF16 and chunk.shape == layout.shape
     assert np.array_equal(chunk.view(np.uint16), expected.view(np.uint16))
-    for g, group in enumerate(layout.groups):
-        for start in range(0, 16, group.block_size):
-            page = values[list(group.layer_idxs), :, start : start + group.block_size]
+    for g, layers in enumerate(layout.groups):
+        for start in range(0, 16, PAGE):
+            page = values[list(layers), :, start : start + PAGE]
             assert np.array_equal(layout.read_page(chunk, g, start).view(np.uint16), page.view(np.uint16))
 
 
@@ -45,9 +45,9 @@ def test_devices_have_their_own_heads_and_copies_where_these_are_fewer(num_parts
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"chunk_tokens": 20}, "chunk_size is 20 tokens, and blocks have 4, 8"),
+        ({"chunk_tokens": 18}, "chunk_size is 18 tokens, and pages have 4"),
         ({"num_layers": 4}, "every layer once"),
-        ({"groups": (GroupPlace((0, 1, 2), 4), GroupPlace((1,), 8))}, "every layer once"),
+        ({"groups": ((0, 1, 2), (1,))}, "every layer once"),
         ({"dtype": np.dtype(np.int8)}, "the KV cache has int8"),
         ({"num_parts": 3}, "world_size is 3, and the model has 4 KV heads"),
     ],

@@ -1,0 +1,113 @@
+"""What travels of a request: pieces, which are whole blocks on the device and whole pages elsewhere, and their names.
+
+Pages are named by content hashes as blocks are (`kv_cache/block_hash.py`), chained by the tokens of a page. So they
+have the names that an engine with blocks of this size gives these, whatever the size of blocks here. Where it is the
+same, pages and blocks have one chain.
+"""
+
+import math
+from collections.abc import Iterable
+
+from jaxpaged.core.kv_cache.block_hash import BlockHasher
+from jaxpaged.core.kv_cache.groups import CacheGroup
+from jaxpaged.core.kv_cache.manager import KVCacheManager
+from jaxpaged.core.request import Request
+from jaxpaged.kv_store.content import PageContent, Piece
+from jaxpaged.kv_store.cut import Cut
+from jaxpaged.kv_store.page import PageKey
+
+MOST_PAGES = 4
+"""Pages that a block of another engine has at most: what its windows need behind its last whole block is lent to it,
+and is in a file."""
+
+
+class Pieces:
+    """Those of the blocks of `manager` and pages of `page_tokens`. A piece is named by its group and its number."""
+
+    def __init__(self, manager: KVCacheManager, page_tokens: int):
+        self._manager, self.page_tokens, self._groups = manager, page_tokens, manager.groups.groups
+        self.cuts = tuple(Cut(group.block_size, page_tokens) for group in self._groups)
+        self._alignment = math.lcm(*(cut.tokens for cut in self.cuts))
+        self._hasher = BlockHasher(page_tokens) if page_tokens != manager.hasher.block_size else None
+
+    @property
+    def are_named_alike(self) -> bool:
+        """Whether a page has the hash of a block."""
+        return self._hasher is None
+
+    def align(self, num_tokens: int) -> int:
+        """The longest beginning of so many tokens at most that is whole pieces of all groups."""
+        return num_tokens // self._alignment * self._alignment
+
+    def hashes(self, request: Request) -> list[bytes]:
+        """Of all full pages of known tokens."""
+        if self._hasher is None:
+            self._manager.hasher.extend(request)
+            return request.block_hashes
+        self._hasher.root = self._manager.hasher.root
+        self._hasher.extend_list(request.page_hashes, request)
+        return request.page_hashes
+
+    def numbers(self, g: int, block_idxs: Iterable[int]) -> list[int]:
+        """The pieces that these blocks, in their order, are part of."""
+        num_blocks = self.cuts[g].num_blocks
+        return list(dict.fromkeys(idx // num_blocks for idx in block_idxs))
+
+    def blocks(self, g: int, number: int) -> range:
+        """The indices of a piece's blocks."""
+        num_blocks = self.cuts[g].num_blocks
+        return range(number * num_blocks, (number + 1) * num_blocks)
+
+    def keys(self, request: Request, g: int, number: int) -> list[PageKey]:
+        """Of the pages of a piece."""
+        num_pages = self.cuts[g].num_pages
+        return [PageKey(each, g) for each in self.hashes(request)[number * num_pages : (number + 1) * num_pages]]
+
+    def ends(self, g: int, number: int) -> range:
+        """Behind which tokens the pages of a piece end."""
+        cut = self.cuts[g]
+        start = number * cut.tokens
+        return range(start + cut.page_tokens, start + cut.tokens + 1, cut.page_tokens)
+
+    def pages(self, request: Request, g: int, number: int) -> tuple[PageContent, ...]:
+        """What a piece has; all its tokens are known."""
+        size, hashes, tokens = self.page_tokens, self.hashes(request), request.all_token_ids
+        first = number * self.cuts[g].num_pages
+        return tuple(
+            PageContent(
+                PageKey(hashes[idx], g), hashes[idx - 1] if idx else None, tuple(tokens[idx * size : (idx + 1) * size])
+            )
+            for idx in range(first, first + self.cuts[g].num_pages)
+        )
+
+    def piece(self, request: Request, g: int, number: int) -> Piece:
+        """With the blocks that the prefix cache has of it."""
+        return Piece(self.pages(request, g, number), self._block_ids(request, g, number))
+
+    def whole(self, request: Request, g: int, number: int) -> Piece | None:
+        """The same, if the prefix cache has all of it."""
+        if (number + 1) * self.cuts[g].tokens > request.num_tokens or not (ids := self._block_ids(request, g, number)):
+            return None
+        return Piece(self.pages(request, g, number), ids)
+
+    def _block_ids(self, request: Request, g: int, number: int) -> tuple[int, ...]:
+        group, hashes = self._groups[g], request.block_hashes
+        blocks = [group.cached_block(hashes, idx) for idx in self.blocks(g, number)]
+        return () if None in blocks else tuple(block.block_id for block in blocks if block is not None)
+
+    def first_needed(self, g: int, num_tokens: int) -> int:
+        """The first piece of a group that is needed by who goes on behind so many tokens, or behind the last whole
+        block of them, however large that is up to MOST_PAGES."""
+        group, cut = self._groups[g], self.cuts[g]
+        if group.spec.num_read_blocks is None:
+            return 0
+        largest = math.lcm(MOST_PAGES * self.page_tokens, self._alignment)
+        end = num_tokens // largest * largest
+        seen = (group.spec.num_read_blocks + 1) * group.block_size  # whole blocks, wherever these begin
+        return max(end - seen, 0) // largest * largest // cut.tokens
+
+
+def read_range(group: CacheGroup, end: int) -> tuple[int, int]:
+    """(first, end) of the blocks of a group that the token behind the first `end` sees."""
+    num_blocks, num_read = end // group.block_size, group.spec.num_read_blocks
+    return (0 if num_read is None else max(num_blocks - num_read, 0)), num_blocks

@@ -1,0 +1,59 @@
+"""How many tokens a page has, and how the blocks of a device are cut into pages, or joined to them.
+
+Pages have as many tokens wherever they are kept, so that engines with blocks of different sizes find each other's: a
+block is several pages, or several blocks are one. What travels is the smallest run of tokens that both end with, a
+*piece*: one page and one block where these are as large.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxpaged.errors import ConfigError
+from jaxpaged.kv_store.page import MAX_TOKENS
+
+COMMON_TOKENS = 32
+"""Tokens of a page where nothing else is said: what devices like as blocks are 16, or multiples of these."""
+SMALLEST_JOINED = 16
+"""Tokens of a block that is smaller than a page and still shares pages with others, unless a size is asked for."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Of blocks and pages of so many tokens, one of which divides the other."""
+
+    block_tokens: int
+    page_tokens: int
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of a piece."""
+        return max(self.block_tokens, self.page_tokens)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Of a piece: one, or as many as make a page."""
+        return self.tokens // self.block_tokens
+
+    @cached_property
+    def num_pages(self) -> int:
+        """Of a piece: one, or as many as make a block."""
+        return self.tokens // self.page_tokens
+
+
+def page_tokens_of(asked: int | None, block_sizes: Collection[int]) -> int:
+    """Tokens of the pages of an engine whose blocks have these sizes; `asked` for by the options, if anything.
+
+    Raises ConfigError for pages that blocks are not made of, nor they of blocks.
+    """
+    if asked is None:
+        is_common = all(size == SMALLEST_JOINED or size % COMMON_TOKENS == 0 for size in block_sizes)
+        return COMMON_TOKENS if is_common else math.gcd(*block_sizes)
+    if asked > MAX_TOKENS or any(size % asked and asked % size for size in block_sizes):
+        sizes = ", ".join(map(str, sorted(set(block_sizes))))
+        raise ConfigError(
+            f"kv_offload has page_tokens={asked}, and block_size is {sizes}: one must be a multiple of the other, and "
+            f"a page has at most {MAX_TOKENS} tokens. Give another one of them."
+        )
+    return asked

@@ -1,0 +1,223 @@
+"""Engines with blocks of different sizes name pages alike, find each other's, and put every token where it belongs."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpaged.core.kv_cache.manager import KVCacheManager
+from jaxpaged.core.kv_transfer.pieces import MOST_PAGES, Pieces
+from jaxpaged.core.kv_transfer.transfers import KVTransfers
+from jaxpaged.errors import ConfigError
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxpaged.kv_store.content import Piece
+from jaxpaged.kv_store.cut import page_tokens_of
+from jaxpaged.kv_store.tier import Lookup
+from tests.core.kv_cache.test_block_hash import make_request
+from tests.core.simulation import Engine, expected_output, prompt_of
+
+PAGE = 8
+SIZES = (4, 8, 16, 32)
+WINDOWS = (None, 6, 21)
+ENDLESS = {"ignore_eos": True, "stop_token_ids": []}
+
+
+class Sharing(Engine):
+    """An engine with blocks of so many tokens that saves pages to `store`, by key, and loads them from there.
+
+    Whatever a token reads is checked; what the prefix cache has besides, at the end.
+    """
+
+    def __init__(self, store, block_size, windows=WINDOWS, **options):
+        specs = tuple(AttentionSpec(block_size, 1, 8, 4, window) for window in windows)
+        sizes = {"max_model_len": 128, "max_num_batched_tokens": 24, "num_blocks": 4000 // block_size, **options}
+        super().__init__(windows=specs, **sizes)
+        self.store, self.block_size, self.loads, self.num_copies = store, block_size, [], 0
+        self.manager = self.scheduler.kv_cache_manager
+        self.manager.transfers = self.half = KVTransfers(self.manager, PAGE, self.lookup, lambda keys: [""] * len(keys))
+
+    def lookup(self, keys):
+        return [Lookup.HIT if key in self.store else Lookup.MISS for key in keys]
+
+    def slots(self, g, block_ids):
+        pool = self.runner.pool_of[g]
+        return [(pool, block_id, slot) for block_id in block_ids for slot in range(self.block_size)]
+
+    def save(self, before=None):
+        for _, piece in self.half.take_saves(before):
+            self.keep(piece)
+
+    def keep(self, piece):
+        g = piece.pages[0].key.group
+        held = [self.runner.memory[place] for place in self.slots(g, piece.block_ids)]
+        assert len(held) == len(piece.pages) * PAGE
+        for number, page in enumerate(piece.pages):
+            own = held[number * PAGE : (number + 1) * PAGE]
+            assert {group for group, _ in own} == {g}
+            assert self.store.setdefault(page.key, (page, own)) == (page, own), "two engines mean different content"
+            self.num_copies += 1
+
+    def dispatch(self):
+        for load in self.loads:
+            block_ids = self.half.arrived(load, [True] * len(load.pages), ["host"] * len(load.pages))
+            for pages, ids in zip(load.pieces, block_ids or ()):
+                places = self.slots(pages[0].key.group, ids)
+                held = [slot for page in pages for slot in self.store[page.key][1]]
+                self.runner.memory |= {place: slot for place, slot in zip(places, held, strict=True) if place[1]}
+        scheduled = self.scheduler.schedule(self.max_steps)
+        self.scheduler.check_integrity()
+        self.save(scheduled.step_id)
+        self.loads = self.half.take_begun()
+        self.in_flight.append((scheduled, self.runner.execute(scheduled)))
+        self.save()
+        return scheduled
+
+    def check_cache(self):
+        pass
+
+    def run(self):
+        super().run()
+        super().check_cache()
+
+    def answers(self, prompts, **options):
+        """How many tokens each request found; all answers are as they must be."""
+        found = []
+        for number, prompt in enumerate(prompts):
+            self.add(f"{number}", prompt, **{"max_tokens": 3, **ENDLESS, **options})
+            while f"{number}" not in self.ends:
+                self.step()
+            assert self.tokens[f"{number}"] == expected_output(self.requests[f"{number}"], self.max_model_len)[0]
+            found.append(self.books[-1].num_cached_tokens)
+        return found
+
+
+def align(num_tokens, block_size):
+    size = max(block_size, PAGE)
+    return num_tokens // size * size
+
+
+@pytest.mark.parametrize("first", SIZES)
+@pytest.mark.parametrize("second", SIZES)
+def test_what_one_engine_computed_another_one_loads_as_far_as_whole_blocks_of_both_go(first, second):
+    lengths, store = (33, 64, 75), {}
+    prompts = [prompt_of(length, length) for length in lengths]
+    Sharing(store, first).answers(prompts)
+    engine = Sharing(store, second)
+    found = engine.answers(prompts)
+    # The first one has computed two tokens more than the prompt, the second one always computes the last of it.
+    assert found == [align(min(align(length + 2, first), length - 1), second) for length in lengths]
+    assert engine.half.num_hits == sum(found)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 60)), min_size=1, max_size=4),
+    st.lists(st.sampled_from(SIZES), min_size=2, max_size=3),
+    st.sampled_from([WINDOWS, (None,), (9,)]),
+    st.booleans(),
+)
+def test_engines_with_little_memory_share_whatever_they_preempt_and_forget(prompts, sizes, windows, is_small):
+    """Requests run together, begin alike, and are preempted; the store has what the engines before have saved."""
+    store = {}
+    for size in sizes:
+        engine = Sharing(store, size, windows, **({"num_blocks": 320 // size + 8} if is_small else {}))
+        for number, (kind, length) in enumerate(prompts):
+            prompt = [*prompt_of(16), *prompt_of(120, kind)][:length]
+            engine.add(f"{number}", prompt, max_tokens=12, **ENDLESS)
+        engine.run()
+        for name, request in engine.requests.items():
+            assert engine.tokens[name] == expected_output(request, engine.max_model_len)[0]
+    for page, held in store.values():
+        assert len(page.token_ids) == len(held) == PAGE
+
+
+@pytest.mark.parametrize("lender", SIZES)
+@pytest.mark.parametrize("borrower", [size for size in SIZES if size <= MOST_PAGES * PAGE])
+@pytest.mark.parametrize("way", ["lent", "file"])
+def test_what_is_lent_or_in_a_file_is_enough_for_blocks_of_any_size(lender, borrower, way):
+    for length in (33, 64, 95):
+        prompt, engine, store = prompt_of(length, 5), Sharing({}, lender), {}
+        engine.answers([prompt])
+        (request,) = engine.books
+        if way == "lent":
+            num_tokens, pieces = engine.half.lent_pieces(request)
+        else:
+            whole = make_request([*prompt[: engine.half.align(length)], 0])
+            num_tokens, placed = engine.half.beginning(whole)
+            pieces = [Piece(tuple(page.content for page in pages), ids) for pages, ids in placed]
+            for page in (page for pages, _ in placed for page in pages):
+                assert page.content.token_ids == tuple(prompt[page.first : page.first + PAGE])
+        assert num_tokens == align(length, lender) and all(piece.block_ids for piece in pieces)
+        engine.store = store
+        for piece in pieces:
+            engine.keep(piece)
+        other = Sharing(store, borrower)
+        assert other.answers([prompt]) == [align(min(num_tokens, length - 1), borrower)], (length, len(store))
+
+
+def test_a_page_is_not_saved_if_its_first_blocks_are_reused_before_its_last_one_is_full():
+    engine = Sharing({}, 2, windows=(3,), num_blocks=4, max_num_batched_tokens=2, max_num_seqs=1)
+    engine.answers([prompt_of(8)], max_tokens=40)
+    assert engine.num_copies < 5
+    roomy = Sharing({}, 2, windows=(3,))
+    roomy.answers([prompt_of(8)], max_tokens=40)
+    assert roomy.num_copies == 5
+    for page, held in engine.store.values():
+        assert roomy.store[page.key] == (page, held)
+
+
+FIELDS = st.sampled_from([{}, {"cache_salt": "s"}, {"lora_name": "l"}, {"mm_hashes": [("image", 5, 9)]}])
+
+
+@given(st.lists(st.integers(0, 300_000), max_size=100), st.sampled_from([2, 3, 8, 24]), FIELDS)
+def test_keys_of_pages_are_those_of_blocks_that_are_as_large(tokens, page_tokens, fields):
+    def pages_with(block_size):
+        group = KVCacheGroup(AttentionSpec(block_size, 1, 8, 4), (0,))
+        manager = KVCacheManager(KVCacheConfig((4,), (group,)), max_num_batched_tokens=8, enable_prefix_caching=True)
+        manager.hasher.root = b"some weights"
+        pieces, request = Pieces(manager, page_tokens), make_request(tokens, **fields)
+        count = pieces.align(len(tokens)) // pieces.cuts[0].tokens
+        return [page for number in range(count) for page in pieces.pages(request, 0, number)], request, manager
+
+    own, request, manager = pages_with(page_tokens)
+    manager.hasher.extend(request)
+    assert [page.key.block_hash for page in own] == request.block_hashes
+    assert [page.parent for page in own] == [None, *request.block_hashes][: len(own)]
+    assert [token for page in own for token in page.token_ids] == tokens[: len(own) * page_tokens]
+    for block_size in (1, page_tokens * 2, page_tokens * 3):
+        others, _, _ = pages_with(block_size)
+        assert others == own[: len(others)] and len(own) - len(others) < max(block_size // page_tokens, 1)
+
+
+def test_weights_that_were_replaced_have_other_pages():
+    engine = Sharing({}, 16)
+    engine.answers([prompt_of(70)])
+    (request,), before = engine.books, set(engine.store)
+    assert request.page_hashes
+    engine.manager.change_root("v2", [request])
+    assert not request.page_hashes
+    engine.answers([prompt_of(70)])
+    assert engine.num_copies == 2 * len(before) and engine.books[-1].num_cached_tokens == 0
+
+
+def test_what_a_request_computed_that_failed_is_kept_in_no_page_of_its_blocks():
+    for size in SIZES:
+        engine = Sharing({}, size, windows=(None,))
+        engine.add("a", prompt_of(64), max_tokens=4, **ENDLESS)
+        while len(engine.tokens["a"]) < 2:
+            engine.step()
+        (request,), saved = engine.books, {page.key for page, _ in engine.store.values()}
+        engine.manager.uncache_request(request)
+        assert set(engine.half.take_lost()) == saved and len(saved) == 64 // PAGE
+
+
+def test_blocks_of_ordinary_sizes_share_pages_and_others_have_their_own():
+    ordinary = {size: page_tokens_of(None, [size]) for size in (16, 32, 64, 96, 128, 1024)}
+    assert set(ordinary.values()) == {32}
+    assert {size: page_tokens_of(None, [size]) for size in (1, 4, 8, 24, 48, 100)} == {
+        n: n for n in (1, 4, 8, 24, 48, 100)
+    }
+    assert page_tokens_of(None, [16, 48]) == 16 and page_tokens_of(64, [16, 32, 128]) == 64
+    with pytest.raises(ConfigError, match="page_tokens=32, and block_size is 24, 64: one must be a multiple"):
+        page_tokens_of(32, [24, 64])
+    with pytest.raises(ConfigError, match="at most 65536 tokens"):
+        page_tokens_of(1 << 17, [16])
