@@ -58,10 +58,10 @@ def verdict(mutant: Mutant, run: Callable[[Mutant, str], int]) -> str:
         status = run(mutant, selection)
         if status == TIMED_OUT:
             return "HANGS"  # such as waiting for a copy that was never started; or the machine is busy
-        if status not in (PASSED, FAILED, NONE_SELECTED):
-            return f"STALE ({status})"  # not even imported
-        if status == FAILED:
+        if status == FAILED or status < TIMED_OUT:  # by a signal: the mistake led to memory that is none
             return "killed"
+        if status not in (PASSED, NONE_SELECTED):
+            return f"STALE ({status})"  # not even imported
     return "SURVIVED"
 
 

@@ -12,6 +12,8 @@ I16, I32, I64, F32, VOID, PTR = (
     ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.VoidType(), ir.PointerType(),
 )  # fmt: skip
 NULL = ir.Constant(PTR, None)
+LINE_BYTES = 64
+"""What a cache moves at a time."""
 
 
 class BFloat16(ir.Type):
@@ -67,12 +69,20 @@ class Builder(ir.IRBuilder):
         typed.align = align
         return self.inttoptr(self.ptrtoint(typed, I64), PTR)  # as an opaque pointer: bitcast changes nothing
 
+    def floats(self, count: int) -> ir.Value:
+        """Room for float32 numbers on the stack, once in a function, not in each turn of the loop around a chunk."""
+        with self.goto_entry_block():
+            return self.room(-(-count // 2), align=LINE_BYTES)
+
     def at(self, row: ir.Value, width: ir.Value, column: ir.Value, itemsize: int) -> ir.Value:
         """The offset of an element of a matrix."""
         return self.mul(self.add(self.mul(row, width), column), whole(itemsize))
 
     def smaller(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.select(self.icmp_signed("<", a, b), a, b)
+
+    def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.select(self.icmp_signed(">", a, b), a, b)
 
     def lane_sum(self, vector: ir.Value) -> ir.Value:
         """The sum over lanes, halves onto halves: an order that nothing around it changes."""

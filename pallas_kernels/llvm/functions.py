@@ -81,6 +81,21 @@ def sums_of_each(b: Builder, vectors: Sequence[ir.Value]) -> ir.Value:
     return now[0]
 
 
+def turned(b: Builder, vectors: Sequence[ir.Value]) -> list[ir.Value]:
+    """The columns of a square matrix, of its rows."""
+    now, lanes = list(vectors), vectors[0].type.count
+    assert len(now) == lanes, (len(now), lanes)
+    step = 1  # pieces of so many lanes that are not on the diagonal of two rows change places
+    while step < lanes:
+        low = [lane if not lane & step else lanes + lane - step for lane in range(lanes)]
+        high = [lane + step if not lane & step else lanes + lane for lane in range(lanes)]
+        masks = [ir.Constant(ir.VectorType(I32, lanes), half) for half in (low, high)]
+        for i in (i for i in range(lanes) if not i & step):
+            now[i], now[i + step] = (b.shuffle_vector(now[i], now[i + step], mask) for mask in masks)
+        step *= 2
+    return now
+
+
 def lane_max(b: Builder, vector: ir.Value) -> ir.Value:
     """The largest lane."""
     return b.folded(vector, lambda low, high: b.select(b.fcmp_ordered(">", low, high), low, high))

@@ -23,7 +23,6 @@ P what `numerics.packed` has for a query and head.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,12 +86,8 @@ def attention(
     scales: tuple[jax.Array, ...] = (),
     numerics: Numerics | None = None,
     undivided: bool = False,
-    attend_items: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K).
-
-    `attend_items`: what does `_attend_items`' work in its place, over caches that are not quantised.
-    """
+    """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K)."""
     if is_quantized(kv[0].dtype):
         settings = {
             "scale": scale, "window": window, "soft_cap": soft_cap, "sinks_N": sinks_N, "numerics": numerics,
@@ -100,9 +95,7 @@ def attention(
         }  # fmt: skip
         return _attend_dequantized(q_TNH, (k_TKH, v_TKH), kv, scales, metadata, settings)
     (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
-    slots = (metadata.plan.slot_block_T, slice(None), metadata.plan.slot_offset_T)
-    k_BKSH = kv[0].at[slots].set(k_TKH.astype(kv[0].dtype), mode="drop")
-    v_BKSH = kv[1].at[slots].set(v_TKH.astype(kv[1].dtype), mode="drop")
+    k_BKSH, v_BKSH = written(kv, k_TKH, v_TKH, metadata.plan)
     q_TKGH = q_TNH.reshape(T, K, N // K, H)
     sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, N // K)
     numerics = numerics or PLAIN
@@ -115,8 +108,17 @@ def attention(
         part_TKGP = packed(nothing(q_TKGH.shape[:-1], H))
     if part_TKGP is not None or not metadata.decodes_only:
         out_TKGH, part_TKGP = _attend_tiles(problem, out_TKGH, part_TKGP)
-    out_TKGH = (attend_items or _attend_items)(problem, out_TKGH, part_TKGP)
+    out_TKGH = _attend_items(problem, out_TKGH, part_TKGP)
     return out_TKGH.reshape(T, N, -1), (k_BKSH, v_BKSH), ()
+
+
+def written(
+    kv: tuple[jax.Array, jax.Array], k_TKH: jax.Array, v_TKH: jax.Array, plan: work_lists.Plan
+) -> tuple[jax.Array, jax.Array]:
+    """The cache with new keys and values."""
+    slots = (plan.slot_block_T, slice(None), plan.slot_offset_T)
+    k_BKSH, v_BKSH = (x.at[slots].set(new.astype(x.dtype), mode="drop") for x, new in zip(kv, (k_TKH, v_TKH)))
+    return k_BKSH, v_BKSH
 
 
 def _attend_dequantized(

@@ -118,7 +118,7 @@ def make_plan(
         begin_L=own_R,
         end_L=seq_lens_R,
     )
-    spans = None if shared_6R is None else _tiles_of_spans(shared_6R, query_start_loc_R1, token_T)
+    spans = None if shared_6R is None else tiles_of_spans(shared_6R, query_start_loc_R1, token_T)
     return Plan(
         slot_block_T=jnp.where(held_T, block_T, NOWHERE),
         slot_offset_T=offset_T,
@@ -131,7 +131,7 @@ def make_plan(
     )
 
 
-def _tiles_of_spans(shared_6R: jax.Array, query_start_loc_R1: jax.Array, token_T: jax.Array) -> Tiles:
+def tiles_of_spans(shared_6R: jax.Array, query_start_loc_R1: jax.Array, token_T: jax.Array) -> Tiles:
     """Tiles of the queries of all rows that share a span, put side by side."""
     rows_R = shared_6R[sharing.ROWS]
     start_R, end_R = query_start_loc_R1[rows_R], query_start_loc_R1[rows_R + 1]

@@ -239,7 +239,7 @@ MUTANTS = (
         ("all equal ones stay", 'b.icmp_signed(">", equal_left, zero)', 'b.icmp_signed(">", whole(1), zero)'),
     ),
     *_of(
-        "pallas_kernels/ragged_paged_attention/cpu/instructions.py",
+        "pallas_kernels/ragged_paged_attention/cpu/singles.py",
         "test_cpu",
         (
             "slots before the range are counted",
@@ -256,9 +256,35 @@ MUTANTS = (
         ("all queries of a group are the first", "b.add(b.add(self.first_q, self._query), g)", "self.first_q"),
         (
             "the last heads are left out",
-            "b.add(frame.extent(KEYS, 1), whole(heads.of_chunk - 1))",
+            "b.add(frame.extent(KEYS, 1), whole(heads_of_chunk(heads) - 1))",
             "frame.extent(KEYS, 1)",
         ),
         ("scores are never capped", "if self.heads.capped:", "if False:"),
+        ("tokens of tiles are read twice", 'with b.if_then(b.icmp_signed(">=", work.row, whole(0))):', "if True:"),
+    ),
+    *_of(
+        "pallas_kernels/ragged_paged_attention/cpu/tiles.py",
+        "test_cpu or test_sharing",
+        ("queries see what comes after them", 'b.icmp_signed("<=", position, high)', 'b.icmp_signed(">=", high, high)'),
+        (
+            "queries see what is before the window",
+            'b.icmp_signed(">=", position, low)',
+            'b.icmp_signed(">=", low, low)',
+        ),
+        ("values that nobody sees are read", "is_seen = spread(b, is_seen, L)", "is_seen = spread(b, seen, L)"),
+        ("what spans have come to is forgotten", "self._continue(first, last)", "pass"),
+        (
+            "sums keep their weight when the top rises",
+            "fade = spread(b, b.read(F32, self.fades, b.mul(row, whole(4)), align=4), L)",
+            "fade = splat(self.kind, 1.0)",
+        ),
+        ("the last places of a prompt are left out", "b.add(now[0], b.sub(places, whole(1)))", "now[0]"),
+        (
+            "queries of other sources see this one's slots",
+            "            self._see(x, ir.Constant(I32, 1), ir.Constant(I32, 0))\n\n    def _look",
+            "            pass\n\n    def _look",
+        ),
+        ("keys are not turned", "enumerate(turned(b, rows))", "enumerate(rows)"),
+        ("tiles are never capped", "if self.heads.capped:", "if False:"),
     ),
 )

@@ -1,25 +1,29 @@
-"""Attention on a CPU whose lists of single queries are machine code of our own (`pallas_kernels/llvm`): decoding.
+"""Attention on a CPU in machine code of our own (`pallas_kernels/llvm`): one kernel for single queries, one for tiles.
 
-Tiles of queries, and all that the kernel does not know, are XLA's, as in the reference.
+What the kernels do not know, such as quantised caches, goes the reference's way.
 
 Layout: the reference's.
 
-Grid: a chunk of work for each token, some neighbouring kv heads and a part of the context, handed to XLA's threads one
-after the other: 16 KiB of a block's keys at a time, since memory is slow where every page is another. A context has one
-part in steps of 16 tokens and more, and more of them in smaller steps, for the threads' sake.
+Grid: a chunk of work is handed to XLA's threads after the other. `singles.py`: each token, some neighbouring kv heads
+and a part of the context, 16 KiB of a block's keys at a time, since memory is slow where every page is another. A
+context has one part in steps of 16 tokens and more, and more of them in smaller steps, for the threads' sake.
+`tiles.py`: up to 96 queries of a kv head. It is called twice: for spans of blocks that several rows hold, then for
+rows with `TILED` new tokens and more.
 
-Skipping: what the reference skips, at the grain of a slot. Tokens of tiles are chunks of nothing.
+Skipping: what the reference skips, at the grain of a slot, or of 64 slots in tiles.
 
 Requires: AVX2 and FMA, better AVX512; keys and values of bfloat16 or float32 and queries of the same type, heads of a
 multiple of 16 numbers up to 256, blocks of a multiple of 16 slots, up to 8 query heads for each kv head.
 
-Padding: of the last tile of a range, keys are read and not counted, and values not read.
+Padding: of the last tile of a range, keys are read and not counted, and values not read. Tokens beyond the last row's
+have no work; what kernels leave for them is not looked at.
 
-Numerics: scores, softmax and weights are float32; the sums of a part are in the order of the context, lane by lane, so
-threads change no bit. How many parts there are depends on the number of tokens of the step.
+Numerics: scores, softmax and weights are float32. Single queries: the sums of a part are in the order of the context,
+lane by lane; how many parts there are depends on the number of tokens of the step. Tiles: sums are in the order of the
+context, 64 slots with one maximum; whatever else is in a tile changes no bit. Nor do threads.
 
-Cost: reads each key and value once for all queries of a head and token; XLA gathers them into an array first, reads
-that twice and writes scores (`scripts/bench_attention.py`).
+Cost: reads each key and value once for all queries of a head and token, or of a tile; XLA gathers them into an array
+first, reads that twice and writes scores (`scripts/bench_attention.py`).
 """
 
 import dataclasses
@@ -27,38 +31,52 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.context_share import ContextShare
 from pallas_kernels.llvm import machine as llvm
 from pallas_kernels.llvm.code import register
 from pallas_kernels.llvm.machine import Machine, has_pairs, this_machine
 from pallas_kernels.ragged_paged_attention import reference, sharing, work_lists
-from pallas_kernels.ragged_paged_attention.numerics import Softmax, unpacked
+from pallas_kernels.ragged_paged_attention.numerics import PLAIN, Softmax, nothing, packed, unpacked
 from pallas_kernels.shapes import ceil_div
-from pallas_kernels.token_places import first_visible, token_places
+from pallas_kernels.token_places import NOWHERE, first_visible, token_places
 
 OP = "ragged_paged_attention"
 LAYOUT = reference.LAYOUT
 cannot_take = reference.cannot_take
 shared_work = reference.shared_work
 
-DTYPES, SCORES = ("bfloat16", "float32"), ("plain", "capped")
+QUERIES, DTYPES, SCORES = ("singles", "tiles"), ("bfloat16", "float32"), ("plain", "capped")
 MULTIPLE, MOST_HEAD_DIM, MOST_GROUP = 16, 256, 8
 PARTS = 16
 """Parts of contexts that a step has at least, its tokens taken together: work for so many threads with one kv head."""
 LEAST_PART_SLOTS = 64
 
 
+TILED = 3
+"""New tokens from which on a row's are read in tiles."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KernelPlan(work_lists.Plan):
-    """The reference's, and for each token its row and the slots [begin, end) of each part of the context that it reads
-    by itself; none for tokens of tiles and padding, which are not `listed_T`."""
+    """The reference's, for what goes its way, and what the kernels are told.
 
+    Of each token: whether it is `real_T`; which slots [first, last] it sees; whether it is in a tile of its row, and
+    begins with what spans that it shares have come to. row_T: its row if it is read by itself, -1 otherwise; then
+    ranges_PT2 are slots [begin, end) of the parts of the context. rows_6L and spans_6L: sources of tiles (`tiles.py`),
+    with tokens in the order of the step, and in that of span_token_X; None where nobody looked for spans.
+    """
+
+    real_T: jax.Array
+    seen_T2: jax.Array
+    tiled_T: jax.Array
+    shares_T: jax.Array
     row_T: jax.Array
-    listed_T: jax.Array
     ranges_PT2: jax.Array
+    rows_6L: jax.Array
+    spans_6L: jax.Array | None
+    span_token_X: jax.Array | None
 
 
 def why_not(platform: str) -> str | None:
@@ -80,20 +98,29 @@ def kernel_cannot_take(dtype: Any, kv_dtype: Any, group_size: int, head_dim: int
 
 
 def kernel(
-    dtype: str, group_size: int, head_dim: int, block_size: int, scores: str = "plain", *, machine: Machine
+    queries: str,
+    dtype: str,
+    group_size: int,
+    head_dim: int,
+    block_size: int,
+    scores: str = "plain",
+    *,
+    machine: Machine,
 ) -> str:
-    """What XLA calls the kernel for such heads; from now on it is known. `scores` are "plain" or "capped".
+    """What XLA calls the kernel for such heads; from now on it is known. `queries` are "singles" or "tiles", `scores`
+    "plain" or "capped".
 
     Raises ValueError where there is none.
     """
     numbers = int(group_size), int(head_dim), int(block_size)
-    if dtype not in DTYPES or scores not in SCORES:
-        accepted = f"{' and '.join(DTYPES)}, with {' or '.join(SCORES)} scores"
-        raise ValueError(f"there is no kernel for {dtype} and {scores!r} scores; there are for {accepted}.")
+    wrong = f"there is no kernel for {queries} of {dtype} and {scores!r} scores"
+    if queries not in QUERIES or dtype not in DTYPES or scores not in SCORES:
+        accepted = f"{' and '.join(QUERIES)} of {' and '.join(DTYPES)}, with {' or '.join(SCORES)} scores"
+        raise ValueError(f"{wrong}; there are for {accepted}.")
     reason = kernel_cannot_take(dtype, dtype, *numbers)
     if reason is not None:
-        raise ValueError(f"there is no kernel for {dtype} and {scores!r} scores: {reason}.")
-    return register(OP, _emit, dtype, *numbers, scores, machine=machine)
+        raise ValueError(f"{wrong}: {reason}.")
+    return register(OP, _emit, queries, dtype, *numbers, scores, machine=machine)
 
 
 def make_plan(
@@ -107,27 +134,47 @@ def make_plan(
     shared_6R: jax.Array | None = None,
     share: ContextShare | None = None,
 ) -> KernelPlan:
-    """The reference's plan, and what the kernel is told of each token."""
-    plan = work_lists.make_plan(
-        query_start_loc_R1, seq_lens_R, block_tables_RM,
-        num_tokens=num_tokens, block_size=block_size, window=window, shared_6R=shared_6R, share=share,
-    )  # fmt: skip
+    """The reference's plan, and what the kernels are told."""
+    where = {"num_tokens": num_tokens, "block_size": block_size, "window": window, "share": share}
+    plan = work_lists.make_plan(query_start_loc_R1, seq_lens_R, block_tables_RM, shared_6R=shared_6R, **where)
+    position_T, token_T = plan.position_T, jnp.arange(num_tokens, dtype=jnp.int32)
     row_T, _, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
-    position_T = plan.position_T
-    row_T = jnp.clip(row_T, 0, len(seq_lens_R) - 1)
     own_R = jnp.zeros_like(seq_lens_R) if shared_6R is None else shared_6R[sharing.OWN]
-    listed_T = real_T & (jnp.diff(plan.item_end_R, prepend=0) > 0)[row_T]
-    begin_T = jnp.where(listed_T, jnp.maximum(first_visible(position_T, window), own_R[row_T]), 0)
-    end_T = jnp.where(listed_T, position_T + 1, 0)
-    num_parts = max(1, PARTS // num_tokens)
+    tiled_R = jnp.diff(query_start_loc_R1) >= TILED
+    own_T, tiled_T = own_R[row_T], tiled_R[row_T]
+    first_T = first_visible(position_T, window)
+    ranges_PT2 = _parts(jnp.maximum(first_T, own_T), position_T + 1, max(1, PARTS // num_tokens))
+    start_R, row_R = query_start_loc_R1[:-1], jnp.arange(len(seq_lens_R), dtype=jnp.int32)
+    last_R = jnp.where(tiled_R, query_start_loc_R1[1:], start_R)
+    rows_6L = jnp.stack([start_R, last_R, row_R, own_R, jnp.full_like(own_R, NOWHERE), own_R])
+    spans_6L = span_token_X = None
+    if shared_6R is not None:
+        spans = work_lists.tiles_of_spans(shared_6R, query_start_loc_R1, token_T)
+        lines = spans.first_L, spans.last_L, spans.row_L, spans.begin_L, spans.end_L, jnp.zeros_like(spans.begin_L)
+        spans_6L, span_token_X = jnp.stack(lines), spans.token_X
+    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    return KernelPlan(
+        **fields,
+        real_T=real_T,
+        seen_T2=jnp.stack([first_T, position_T], axis=-1),
+        tiled_T=tiled_T,
+        shares_T=own_T > 0,
+        row_T=jnp.where(real_T & ~tiled_T, row_T, -1),
+        ranges_PT2=ranges_PT2,
+        rows_6L=rows_6L,
+        spans_6L=spans_6L,
+        span_token_X=span_token_X,
+    )
+
+
+def _parts(begin_T: jax.Array, end_T: jax.Array, num_parts: int) -> jax.Array:
+    """Slots [begin, end) of each part of what each token reads, [P, T, 2]. Parts begin at multiples of `MULTIPLE`."""
     begin_PT = begin_T[None] // MULTIPLE * MULTIPLE
     length_T = ceil_div(ceil_div(end_T - begin_PT[0], num_parts), MULTIPLE) * MULTIPLE
     length_T = jnp.maximum(length_T, LEAST_PART_SLOTS) if num_parts > 1 else length_T
     begin_PT = begin_PT + jnp.arange(num_parts)[:, None] * length_T
     end_PT = jnp.minimum(begin_PT + length_T, end_T)
-    ranges_PT2 = jnp.stack([jnp.minimum(jnp.maximum(begin_PT, begin_T), end_PT), end_PT], axis=-1)
-    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    return KernelPlan(**fields, row_T=row_T, listed_T=listed_T, ranges_PT2=ranges_PT2.astype(jnp.int32))
+    return jnp.stack([jnp.minimum(jnp.maximum(begin_PT, begin_T), end_PT), end_PT], axis=-1).astype(jnp.int32)
 
 
 def attention(
@@ -142,49 +189,76 @@ def attention(
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """See `ragged_paged_attention`. `machine`: a CPU with less than this one has, in tests."""
     (S, H), group_size = kv[0].shape[2:], q_TNH.shape[1] // k_TKH.shape[1]
-    reason = kernel_cannot_take(q_TNH.dtype, kv[0].dtype, group_size, H, S)
-    if reason is not None:
+    if kernel_cannot_take(q_TNH.dtype, kv[0].dtype, group_size, H, S) is not None:
         return reference.attention(q_TNH, k_TKH, v_TKH, kv, metadata, **settings)
-
-    def attend_items(problem: Any, out_TKGH: jax.Array, part_TKGP: jax.Array | None) -> jax.Array:
-        return _attend_items(problem, out_TKGH, part_TKGP, machine or this_machine())
-
-    return reference.attention(q_TNH, k_TKH, v_TKH, kv, metadata, attend_items=attend_items, **settings)
-
-
-def _attend_items(
-    problem: reference.Problem, out_TKGH: jax.Array, part_TKGP: jax.Array | None, machine: Machine
-) -> jax.Array:
-    """Fill in the outputs of the tokens that read their contexts by themselves."""
-
-    def filled(out_TKGH: jax.Array) -> jax.Array:
-        state_TKG = _merged(_call(problem, machine))
-        if part_TKGP is not None:
-            state_TKG = problem.numerics.add(unpacked(part_TKGP), state_TKG)
-        result_TKGH = problem.numerics.divide(state_TKG, problem.sinks_KG).astype(out_TKGH.dtype)
-        return jnp.where(problem.metadata.plan.listed_T[:, None, None, None], result_TKGH, out_TKGH)
-
-    if problem.metadata.decodes_only:
-        return filled(out_TKGH)
-    return lax.cond(problem.metadata.plan.item_end_R[-1] > 0, filled, lambda out_TKGH: out_TKGH, out_TKGH)
+    kv = reference.written(kv, k_TKH, v_TKH, metadata.plan)
+    calls = _Calls(q_TNH, kv, metadata, settings["scale"], settings["soft_cap"], machine or this_machine())
+    out_TNX = _finished(calls, settings["sinks_N"], settings.get("undivided", False))
+    return out_TNX, kv, ()
 
 
-def _call(problem: reference.Problem, machine: Machine) -> Softmax:
-    """What each part of a context gives to its token, [P, T, K, G]."""
-    plan, q_TKGH = problem.metadata.plan, problem.q_TKGH
-    dtype, (T, K, G, H), S = str(problem.k_BKSH.dtype), q_TKGH.shape, problem.k_BKSH.shape[2]
-    if not _multiplies_pairs(dtype, H, machine):
-        q_TKGH = q_TKGH.astype(jnp.float32)  # what the kernel makes of keys
-    cap = problem.soft_cap
-    name = kernel(dtype, G, H, S, "plain" if cap is None else "capped", machine=machine)
-    heads = (len(plan.ranges_PT2), T, K, G)
-    call = jax.ffi.ffi_call(name, [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*heads, H), heads, heads)])
-    settings_2 = jnp.array([problem.scale, 1.0 if cap is None else cap], jnp.float32)
-    tables_RM = problem.metadata.block_tables_RM
-    out, total, top = call(
-        q_TKGH, problem.k_BKSH, problem.v_BKSH, plan.ranges_PT2, plan.row_T.astype(jnp.int32), tables_RM, settings_2
-    )
-    return Softmax(top, total, out)
+def _finished(calls: "_Calls", sinks_N: jax.Array | None, undivided: bool) -> jax.Array:
+    """What single queries and tiles have come to, as `ragged_paged_attention` returns it."""
+    metadata, plan = calls.metadata, calls.metadata.plan
+    T, K, G, _ = calls.q_TKGH.shape
+    of_tokens = lambda x_T, state: x_T.reshape(T, *[1] * (state.ndim - 1))
+    chosen = lambda x_T, one, other: jax.tree.map(lambda a, b: jnp.where(of_tokens(x_T, a), a, b), one, other)
+    begun_TKGP = None
+    state_TKG = _merged(calls.singles())
+    if plan.spans_6L is not None:
+        begun_TKGP = calls.tiles(plan.span_token_X, plan.spans_6L)
+        state_TKG = chosen(plan.shares_T, PLAIN.add(unpacked(begun_TKGP), state_TKG), state_TKG)
+    if not metadata.decodes_only and T >= TILED:
+        tiles_TKGP = calls.tiles(jnp.arange(T, dtype=jnp.int32), plan.rows_6L, begun_TKGP)
+        state_TKG = chosen(plan.tiled_T, unpacked(tiles_TKGP), state_TKG)
+    if undivided:
+        none = nothing((T, K, G), calls.q_TKGH.shape[-1])
+        return packed(chosen(plan.real_T, state_TKG, none)).reshape(T, K * G, -1)
+    sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, G)
+    out_TNH = PLAIN.divide(state_TKG, sinks_KG).reshape(T, K * G, -1)
+    return jnp.where(of_tokens(plan.real_T, out_TNH), out_TNH, 0).astype(calls.q_TKGH.dtype)
+
+
+class _Calls:
+    """The kernels' calls of one layer."""
+
+    def __init__(
+        self, q_TNH: jax.Array, kv: tuple[jax.Array, jax.Array], metadata: Any, scale: float, soft_cap: float | None,
+        machine: Machine,
+    ):  # fmt: skip
+        self.kv, self.metadata, self.machine = kv, metadata, machine
+        _, K, S, H = kv[0].shape
+        T, N, _ = q_TNH.shape
+        self.q_TKGH, self.dtype = q_TNH.reshape(T, K, N // K, H), str(kv[0].dtype)
+        self.scores = "plain" if soft_cap is None else "capped"
+        self.settings_2 = jnp.array([scale, 1.0 if soft_cap is None else soft_cap], jnp.float32)
+        self.heads = N // K, H, S
+
+    def singles(self) -> Softmax:
+        """What each part of a context gives to its token, [P, T, K, G]; anything for tokens without a row."""
+        plan, q_TKGH, H = self.metadata.plan, self.q_TKGH, self.q_TKGH.shape[-1]
+        if not _multiplies_pairs(self.dtype, H, self.machine):
+            q_TKGH = q_TKGH.astype(jnp.float32)  # what the kernel makes of keys
+        shape = (len(plan.ranges_PT2), *q_TKGH.shape[:-1])
+        results = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*shape, H), shape, shape)]
+        tables_RM = self.metadata.block_tables_RM
+        arguments = (q_TKGH, *self.kv, plan.ranges_PT2, plan.row_T, tables_RM, self.settings_2)
+        out, total, top = self._call("singles", results, *arguments)
+        return Softmax(top, total, out)
+
+    def tiles(self, token_X: jax.Array, sources_6L: jax.Array, begun_TKGP: jax.Array | None = None) -> jax.Array:
+        """What sources come to, as `numerics.packed`; anything for tokens that have none. `begun_TKGP`: what queries
+        begin with where sources say so."""
+        *shape, H = self.q_TKGH.shape
+        result = jax.ShapeDtypeStruct((*shape, H + 2), jnp.float32)
+        begun = jnp.zeros((1, 1, 1, 1)) if begun_TKGP is None else begun_TKGP
+        plan, tables_RM = self.metadata.plan, self.metadata.block_tables_RM
+        arguments = (self.q_TKGH, *self.kv, token_X, plan.seen_T2, sources_6L, tables_RM, begun, self.settings_2)
+        return self._call("tiles", result, *arguments)
+
+    def _call(self, queries: str, results: Any, *arguments: jax.Array) -> Any:
+        name = kernel(queries, self.dtype, *self.heads, self.scores, machine=self.machine)
+        return jax.ffi.ffi_call(name, results)(*arguments)
 
 
 def _merged(part_PTKG: Softmax) -> Softmax:
@@ -201,12 +275,14 @@ def _multiplies_pairs(dtype: str, head_dim: int, machine: Machine) -> bool:
     return dtype == "bfloat16" and has_pairs(machine) and head_dim % (2 * machine.lanes) == 0
 
 
-def _emit(dtype: str, group_size: int, head_dim: int, block_size: int, scores: str, machine: Machine) -> Any:
-    from pallas_kernels.ragged_paged_attention.cpu import instructions  # needs llvmlite
+def _emit(
+    queries: str, dtype: str, group_size: int, head_dim: int, block_size: int, scores: str, machine: Machine
+) -> Any:
+    from pallas_kernels.ragged_paged_attention.cpu import singles, tiles  # these need llvmlite
+    from pallas_kernels.ragged_paged_attention.cpu.heads import Heads
 
     pairs = _multiplies_pairs(dtype, head_dim, machine)
-    return instructions.kernel(
-        instructions.Heads(
-            dtype, group_size, head_dim, block_size, scores == "capped", machine.lanes, machine.num_registers, pairs
-        )
+    heads = Heads(
+        dtype, group_size, head_dim, block_size, scores == "capped", machine.lanes, machine.num_registers, pairs
     )
+    return {"singles": singles, "tiles": tiles}[queries].kernel(heads)

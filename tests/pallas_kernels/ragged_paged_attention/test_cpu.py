@@ -1,4 +1,6 @@
-"""Single queries in machine code of our own, on this CPU and as one with fewer instructions would compute them."""
+"""Attention in machine code of our own, on this CPU and as one with fewer instructions would compute it."""
+
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,11 @@ GROUP_OF_8 = Case("group of 8, head_dim 64", ((100, 1), (37, 1)), num_kv_heads=1
 TEAMS = Case(
     "chunks of four, four and one head", ((300, 1), (47, 1), (16, 1)), num_kv_heads=9, head_dim=128, window=150
 )
+PROMPT = 2
+AMONG_OTHERS = Case(
+    "a long prompt among others", ((7, 5), (50, 1), (700, 150), (0, 11)), num_kv_heads=3, head_dim=32, padding=0,
+    empty_rows=0,
+)  # fmt: skip
 AVX2 = Machine("haswell", "+avx2,+fma", lanes=8, num_registers=16)
 
 QUICK = (
@@ -45,6 +52,22 @@ def test_a_case_equals_dense_attention(case, dtype):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=name_of)
+def test_what_else_a_step_has_changes_no_bit_of_a_prompt(dtype):
+    """Alone, behind others that move it to another place of its tile, and as far as threads go."""
+    step = make_step(AMONG_OTHERS, dtype)
+    alone = Case("alone", AMONG_OTHERS.rows[PROMPT : PROMPT + 1], num_kv_heads=3, head_dim=32, padding=0, empty_rows=0)
+    places = slice(*step.query_start_loc_R1[PROMPT : PROMPT + 2])
+    of_alone = dataclasses.replace(
+        step, q_TNH=step.q_TNH[places], k_TKH=step.k_TKH[places], v_TKH=step.v_TKH[places],
+        query_start_loc_R1=np.array([0, places.stop - places.start], np.int32),
+        seq_lens_R=step.seq_lens_R[PROMPT : PROMPT + 1], block_tables_RM=step.block_tables_RM[PROMPT : PROMPT + 1],
+    )  # fmt: skip
+    out_TNH, _ = run(AMONG_OTHERS, step, dtype, "cpu")
+    np.testing.assert_array_equal(out_TNH[places], run(alone, of_alone, dtype, "cpu")[0])
+
+
+@needs_kernels
 @pytest.mark.parametrize(("case", "dtype"), [(ALL_SETTINGS, jnp.float32), (HEADS_128, jnp.bfloat16)], ids=name_of)
 def test_the_kernels_of_lesser_machines_compute_a_case(monkeypatch, case, dtype):
     here = this_machine()
@@ -65,7 +88,7 @@ def test_the_kernel_computes_what_it_can_and_xla_the_rest(monkeypatch):
     assert not asked
     with pytest.raises(ZeroDivisionError):
         run(ALL_SETTINGS, make_step(ALL_SETTINGS, jnp.float32), jnp.float32, "cpu")
-    assert asked == [("float32", 3, 16, 16, "capped")]
+    assert asked == [("singles", "float32", 3, 16, 16, "capped")]
 
 
 @pytest.mark.parametrize(
@@ -87,13 +110,14 @@ def test_what_the_kernel_cannot_take_is_told_by_name(change, message):
 
 @needs_kernels
 def test_stored_names_make_the_same_kernels_known_again():
-    name = cpu.kernel("bfloat16", 2, 64, 16, "capped", machine=this_machine())
+    name = cpu.kernel("tiles", "bfloat16", 2, 64, 16, "capped", machine=this_machine())
     prepare({name})
     for wrong, message in (
         (name.replace(".64.", ".72."), "head_dim = 72"),
+        (name.replace(".tiles.", ".rows."), "no kernel for rows of bfloat16"),
         (name.replace(".capped.", ".round."), "'round' scores"),
-        (name.replace(".bfloat16.", ".int8."), "no kernel for int8"),
-        (name[:-12] + "0" * 12, "it is pallas_kernels.ragged_paged_attention.bfloat16.2.64.16.capped"),
+        (name.replace(".bfloat16.", ".int8."), "no kernel for tiles of int8"),
+        (name[:-12] + "0" * 12, "it is pallas_kernels.ragged_paged_attention.tiles.bfloat16.2.64.16.capped"),
     ):
         with pytest.raises(ValueError, match=message):
             prepare([wrong])

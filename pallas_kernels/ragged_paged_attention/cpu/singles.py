@@ -10,60 +10,34 @@ read one after the other, `PIECE_BYTES` of keys and as many of values, and the n
 gives 18 to 22 GB/s of pieces of 16 KiB and more gives 12 of 4 KiB (two threads of an AMD EPYC of 2021).
 """
 
-import dataclasses
-
 from llvmlite import ir
 
-from pallas_kernels.llvm.builder import F32, I32, PTR, VOID, BFloat16, Builder, declare, splat, whole
+from pallas_kernels.llvm.builder import F32, I32, LINE_BYTES, BFloat16, Builder, splat, whole
 from pallas_kernels.llvm.functions import (
     add_pair_products,
     exp,
     float32s,
     lane_max,
     multiply_add,
-    read_bfloat16,
     spread,
     sums_of_each,
     tanh,
 )
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
+from pallas_kernels.ragged_paged_attention.cpu.heads import Heads
 from pallas_kernels.ragged_paged_attention.numerics import LOWEST
 
 Q, KEYS, VALUES, RANGES, ROWS, TABLES, SETTINGS = range(7)
-"""Operands: q_TKGH, k_BKSH, v_BKSH, ranges_PT2, row_T, block_tables_RM, (scale, soft cap)."""
+"""Operands: q_TKGH, k_BKSH, v_BKSH, ranges_PT2, row_T, block_tables_RM, (scale, soft cap). A token without a row, -1,
+is left alone."""
 OUT, TOTAL, TOP = range(3)
 """Results: weighted sums out_PTKGH, and total and top [P, T, K, G], as `numerics.Softmax` has them."""
-LINE_BYTES = 64
 PIECE_BYTES = 16 << 10
 
 
-@dataclasses.dataclass(frozen=True)
-class Heads:
-    """What a kernel is made for. `pairs`: the CPU multiplies pairs of bfloat16, and queries come as such."""
-
-    dtype: str
-    group_size: int
-    head_dim: int
-    block_size: int
-    capped: bool
-    lanes: int
-    num_registers: int
-    pairs: bool
-
-    @property
-    def size(self) -> int:
-        """Bytes of a number in the cache."""
-        return 2 if self.dtype == "bfloat16" else 4
-
-    @property
-    def part_bytes(self) -> int:
-        """Of a block, what belongs to one kv head, of keys or of values."""
-        return self.block_size * self.head_dim * self.size
-
-    @property
-    def of_chunk(self) -> int:
-        """The most kv heads of a chunk."""
-        return max(1, PIECE_BYTES // self.part_bytes)
+def heads_of_chunk(heads: Heads) -> int:
+    """The most kv heads of a chunk."""
+    return max(1, PIECE_BYTES // heads.part_bytes)
 
 
 def kernel(heads: Heads) -> ir.Module:
@@ -71,14 +45,16 @@ def kernel(heads: Heads) -> ir.Module:
         return b.mul(b.mul(frame.extent(RANGES, 0), frame.extent(RANGES, 1)), num_teams(b, frame, heads))
 
     def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
-        Chunk(b, frame, heads, i).emit()
+        work = Chunk(b, frame, heads, i)
+        with b.if_then(b.icmp_signed(">=", work.row, whole(0))):
+            work.emit()
 
     return kernel_module(num_chunks, chunk)
 
 
 def num_teams(b: Builder, frame: Frame, heads: Heads) -> ir.Value:
     """How many chunks share a token and a range: each has other kv heads."""
-    return b.udiv(b.add(frame.extent(KEYS, 1), whole(heads.of_chunk - 1)), whole(heads.of_chunk))
+    return b.udiv(b.add(frame.extent(KEYS, 1), whole(heads_of_chunk(heads) - 1)), whole(heads_of_chunk(heads)))
 
 
 class Chunk:
@@ -94,18 +70,19 @@ class Chunk:
         self.kind, self.bits = float32s(heads.lanes), ir.VectorType(I32, heads.lanes)
         teams, num_tokens = num_teams(b, frame, heads), frame.extent(RANGES, 1)
         self.num_heads = frame.extent(KEYS, 1)
-        part, first_head = b.udiv(index, teams), b.mul(b.urem(index, teams), whole(heads.of_chunk))
+        part, first_head = b.udiv(index, teams), b.mul(b.urem(index, teams), whole(heads_of_chunk(heads)))
         token = b.urem(part, num_tokens)
-        G, H, L, most = heads.group_size, heads.head_dim, heads.lanes, heads.of_chunk
+        G, H, L, most = heads.group_size, heads.head_dim, heads.lanes, heads_of_chunk(heads)
         self.first_head = first_head
         self.heads_here = b.smaller(whole(most), b.sub(self.num_heads, first_head))
         self.first_q, self.first_out = (
             b.mul(b.add(b.mul(i, self.num_heads), first_head), whole(G)) for i in (token, part)
         )
         self.begin, self.end = (self._integer(RANGES, b.add(b.mul(part, whole(2)), whole(x))) for x in (0, 1))
-        self.table = b.mul(self._integer(ROWS, token), frame.extent(TABLES, 1))
+        self.row = self._integer(ROWS, token)
+        self.table = b.mul(self.row, frame.extent(TABLES, 1))
         sizes = (most * G * H, most * G * L, most * G, G * L)
-        self.acc, self.totals, self.tops, self.weights = map(self._room, sizes)
+        self.acc, self.totals, self.tops, self.weights = map(b.floats, sizes)
         self.q, self.k, self.v = (frame.operand(i) for i in (Q, KEYS, VALUES))
         self.scale, self.cap = (
             spread(b, b.read(F32, frame.operand(SETTINGS), 4 * i, align=4), L) for i in range(2)
@@ -120,7 +97,7 @@ class Chunk:
         with b.counting(first, stop, one) as (block, _):
             here, there = self._place(block), self._place(b.smaller(b.add(block, one), last))
             start, slot_bytes = b.mul(block, S), whole(heads.head_dim * heads.size)
-            first_slot, stop_slot = self._larger(start, first_tile), b.smaller(b.add(start, S), self.end)
+            first_slot, stop_slot = b.larger(start, first_tile), b.smaller(b.add(start, S), self.end)
             offset = b.mul(b.sub(first_slot, start), slot_bytes)
             with b.counting(whole(0), self.heads_here, one) as (head, _):
                 self._query = b.mul(head, whole(heads.group_size))
@@ -198,14 +175,14 @@ class Chunk:
                 if heads.pairs:
                     sums[j] = add_pair_products(b, sums[j], b.read(values, self.k, at, align=2), q)
                 else:
-                    sums[j] = multiply_add(b, self._numbers(self.k, at), q, sums[j])
+                    sums[j] = multiply_add(b, heads.numbers(b, self.k, at), q, sums[j])
         return sums_of_each(b, sums)
 
     def _add_values(self, slot: ir.Value, place: ir.Value) -> None:
         """Add the weighted values of a tile: of those in the range only, since 0 times NaN is NaN."""
         b, heads = self.b, self.heads
         G, H, L = heads.group_size, heads.head_dim, heads.lanes
-        first = self._larger(b.sub(self.begin, slot), whole(0))
+        first = b.larger(b.sub(self.begin, slot), whole(0))
         last = b.smaller(b.sub(self.end, slot), whole(L))
         most = max(1, heads.num_registers // 2 // G)
         columns = next(n for n in range(most, 0, -1) if (H // L) % n == 0)
@@ -216,7 +193,7 @@ class Chunk:
             start = b.add(place, b.mul(d, whole(heads.size)))
             with b.counting(first, last, whole(1), sums) as (j, now):
                 row = b.add(start, b.mul(j, whole(H * heads.size)))
-                values = [self._numbers(self.v, b.add(row, whole(c * L * heads.size))) for c in range(columns)]
+                values = [heads.numbers(b, self.v, b.add(row, whole(c * L * heads.size))) for c in range(columns)]
                 for g in range(G):
                     weight = b.read(F32, self.weights, b.add(b.mul(j, whole(4)), whole(4 * g * L)), align=4)
                     weight = spread(b, weight, L)
@@ -243,29 +220,13 @@ class Chunk:
         b, block_id = self.b, self._integer(TABLES, self.b.add(self.table, block))
         return b.mul(b.add(b.mul(block_id, self.num_heads), self.first_head), whole(self.heads.part_bytes))
 
-    def _larger(self, x: ir.Value, y: ir.Value) -> ir.Value:
-        return self.b.select(self.b.icmp_signed(">", x, y), x, y)
-
     def _fetch(self, base: ir.Value, place: ir.Value) -> None:
         """Ask for the memory of a tile."""
-        b, heads = self.b, self.heads
-        prefetch = declare(b.module, "llvm.prefetch.p0", VOID, PTR, I32, I32, I32)
-        reads, stays, data = (ir.Constant(I32, flag) for flag in (0, 3, 1))
+        heads = self.heads
         for line in range(0, heads.lanes * heads.head_dim * heads.size, LINE_BYTES):
-            b.call(prefetch, [b.address(base, b.add(place, whole(line))), reads, stays, data])
-
-    def _numbers(self, base: ir.Value, at: ir.Value) -> ir.Value:
-        """A register of the cache in float32."""
-        if self.heads.dtype == "float32":
-            return self.b.read(self.kind, base, at, align=4)
-        return read_bfloat16(self.b, base, at, self.heads.lanes)
+            self.b.prefetch(base, self.b.add(place, whole(line)))
 
     def _integer(self, operand: int, index: ir.Value) -> ir.Value:
         """An int32 of an operand."""
         b = self.b
         return b.sext(b.read(I32, self.frame.operand(operand), b.mul(index, whole(4)), align=4), ir.IntType(64))
-
-    def _room(self, num_floats: int) -> ir.Value:
-        """Room on the stack, once in a function, not in each turn of the loop around a chunk."""
-        with self.b.goto_entry_block():
-            return self.b.room(-(-num_floats // 2), align=LINE_BYTES)
