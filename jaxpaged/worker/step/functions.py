@@ -44,6 +44,7 @@ from jaxpaged.worker.programs.compiler_options import Options
 from jaxpaged.worker.step.packed import StepLayout, StepParts
 from jaxpaged.worker.step.zero_pages import zeros_on
 from pallas_kernels.ragged_paged_attention import KVTensor
+from pallas_kernels.token_places import token_places
 
 TABLE_CHUNK = 1024
 """Block table entries that one call of the table program writes."""
@@ -240,12 +241,8 @@ def locate_tokens(layout: StepLayout, parts: StepParts, rows: RowTokens) -> tupl
 
 def locate_places(layout: StepLayout, parts: StepParts) -> tuple[Any, Any, Any]:
     """(seq_T, positions_T, is_padding_T): which of the step's requests each place belongs to, and where in it."""
-    place_T = jnp.arange(layout.num_tokens, dtype=jnp.int32)
-    ends_R = parts.query_start_loc_R1[1:]
-    seq_T = jnp.searchsorted(ends_R, place_T, side="right", method="compare_all").astype(jnp.int32)
-    seq_T = jnp.minimum(seq_T, layout.num_rows - 1)
-    positions_T = parts.seq_lens_R[seq_T] - ends_R[seq_T] + place_T
-    return seq_T, positions_T, place_T >= parts.query_start_loc_R1[-1]
+    seq_T, positions_T, real_T = token_places(parts.query_start_loc_R1, parts.seq_lens_R, layout.num_tokens)
+    return seq_T, positions_T, ~real_T
 
 
 def write_tables(tables_GRM: Any, place_U: Any, idx_U: Any, block_U: Any) -> Any:

@@ -27,6 +27,7 @@ first, reads that twice and writes scores (`scripts/bench_attention.py`).
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,13 +39,13 @@ from pallas_kernels.llvm.code import register
 from pallas_kernels.llvm.machine import Machine, has_pairs, this_machine
 from pallas_kernels.ragged_paged_attention import reference, sharing, work_lists
 from pallas_kernels.ragged_paged_attention.numerics import PLAIN, Softmax, nothing, packed, unpacked
+from pallas_kernels.ragged_paged_attention.sharing import SharedWork
 from pallas_kernels.shapes import ceil_div
 from pallas_kernels.token_places import NOWHERE, first_visible, token_places
 
 OP = "ragged_paged_attention"
 LAYOUT = reference.LAYOUT
 cannot_take = reference.cannot_take
-shared_work = reference.shared_work
 
 QUERIES, DTYPES, SCORES = ("singles", "tiles"), ("bfloat16", "float32"), ("plain", "capped")
 MULTIPLE, MOST_HEAD_DIM, MOST_GROUP = 16, 256, 8
@@ -53,8 +54,10 @@ PARTS = 16
 LEAST_PART_SLOTS = 64
 
 
-TILED = 3
-"""New tokens from which on a row's are read in tiles."""
+TILED = 4
+"""As many queries of a row as are read in the same time in a tile and one by one."""
+SHARED_TILE = 32
+"""Queries of a tile of several rows, supposed that a kv head has a few of each."""
 
 
 @jax.tree_util.register_dataclass
@@ -81,6 +84,12 @@ class KernelPlan(work_lists.Plan):
 
 def why_not(platform: str) -> str | None:
     return llvm.why_not() if platform == "cpu" else "it needs a CPU"
+
+
+def shared_work(num_tokens: int, block_size: int) -> SharedWork | None:
+    """Of a step with so many tokens, padding included; None where they are too few for sharing ever to pay."""
+    unit, _ = work_lists.item_and_chunk_slots(block_size)
+    return SharedWork(unit, SHARED_TILE, TILED) if num_tokens > TILED else None
 
 
 def kernel_cannot_take(dtype: Any, kv_dtype: Any, group_size: int, head_dim: int, block_size: int) -> str | None:
@@ -146,12 +155,12 @@ def make_plan(
     ranges_PT2 = _parts(jnp.maximum(first_T, own_T), position_T + 1, max(1, PARTS // num_tokens))
     start_R, row_R = query_start_loc_R1[:-1], jnp.arange(len(seq_lens_R), dtype=jnp.int32)
     last_R = jnp.where(tiled_R, query_start_loc_R1[1:], start_R)
-    rows_6L = jnp.stack([start_R, last_R, row_R, own_R, jnp.full_like(own_R, NOWHERE), own_R])
+    rows_6L = _stacked([start_R, last_R, row_R, own_R, jnp.full_like(own_R, NOWHERE), own_R])
     spans_6L = span_token_X = None
     if shared_6R is not None:
         spans = work_lists.tiles_of_spans(shared_6R, query_start_loc_R1, token_T)
         lines = spans.first_L, spans.last_L, spans.row_L, spans.begin_L, spans.end_L, jnp.zeros_like(spans.begin_L)
-        spans_6L, span_token_X = jnp.stack(lines), spans.token_X
+        spans_6L, span_token_X = _stacked(lines), spans.token_X
     fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     return KernelPlan(
         **fields,
@@ -165,6 +174,14 @@ def make_plan(
         spans_6L=spans_6L,
         span_token_X=span_token_X,
     )
+
+
+def _stacked(lines: Sequence[jax.Array]) -> jax.Array:
+    """`jnp.stack`, as a choice: XLA then makes one kernel of it and of what computes the lines."""
+    index, stacked = jnp.arange(len(lines))[:, None], jnp.int32(0)
+    for i, line in enumerate(lines):
+        stacked = jnp.where(index == i, line, stacked)
+    return stacked
 
 
 def _parts(begin_T: jax.Array, end_T: jax.Array, num_parts: int) -> jax.Array:
