@@ -72,8 +72,8 @@ CUSTOM_KINDS = frozenset({"load_row", "load_tokens", "sample_full", VERIFY_KINDS
 
 Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
 
-SMALL_PROMPT = 64
-"""Tokens of a prompt that must not wait for larger programs."""
+SMALL_PROMPT, FEW_REQUESTS = 64, 8
+"""Tokens of a prompt, and requests, that must not wait for larger programs."""
 NUM_FIRST = 4
 """How many of `StepPrograms.builders()` a lone short prompt and its answer need."""
 
@@ -350,8 +350,8 @@ class StepPrograms:
         for size in sorted(token_buckets, key=lambda size: (size != small_prompt, size != decode, size)):
             builders[ProgramKey("forward", size)] = partial(shapes.lower_forward, self.layouts[size])
             if size == small_prompt:
-                least = sample_buckets[0]
-                builders[ProgramKey("sample", least)] = partial(shapes.lower_sample, least, False)
+                few = next((size for size in sample_buckets if size >= FEW_REQUESTS), sample_buckets[-1])
+                builders[ProgramKey("sample", few)] = partial(shapes.lower_sample, few, False)
         builders[ProgramKey("tables")] = shapes.lower_tables
         for size in sample_buckets:
             builders.setdefault(ProgramKey("sample", size), partial(shapes.lower_sample, size, False))

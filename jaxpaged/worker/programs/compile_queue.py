@@ -16,8 +16,10 @@ from jaxpaged.messages import ProgramKey
 PAUSE_SECONDS = 1.0
 """No step for so long is a pause, in which everything is prepared. Between two steps, or two requests of a program that
 asks one after the other, there is less."""
-MISSED_TOKENS = 5000
+MISSED_TOKENS = 2000
 """A program is missed once steps were padded by so many tokens without need: about what preparing it costs."""
+FIRST_MISSED_TOKENS = 256
+"""The same for the first of all small programs, for which the cores are left alone: a few steps show their size."""
 REST_SHARE = 19
 """How much longer than it took to compile a program that nobody missed the next one waits, while steps are computed."""
 LOAD_REST_SHARE = 1
@@ -71,6 +73,7 @@ class CompileQueue:
         self._begun: dict[ProgramKey, float] = {}  # when, of those in preparation
         self._rests_until = -math.inf
         self._compile_seconds = 1.0  # of the last one that was compiled here
+        self._largest: dict[str, int] = {}  # of each kind, of those that are prepared
         self._asked_for: set[ProgramKey] = set()
 
     def __bool__(self) -> bool:
@@ -111,6 +114,7 @@ class CompileQueue:
     def done(self, key: ProgramKey) -> None:
         """A program is prepared, or cannot be."""
         now = self._activity.now()
+        self._largest[key.kind] = max(self._largest.get(key.kind, 0), key.size)
         seconds, share = now - self._begun.pop(key), LOAD_REST_SHARE
         if key not in self._loaded:
             self._compile_seconds, share = seconds, REST_SHARE
@@ -118,16 +122,35 @@ class CompileQueue:
 
     def _is_urgent(self, key: ProgramKey) -> bool:
         """Whether a program is waited for. Of the first of a kind, if these share the cores, a step takes whichever is
-        there: so the second waits for the first."""
-        if key in self._first and self._activity.shares_cores and any(key.kind == other.kind for other in self._begun):
-            return False
+        there: so the second waits for the first, and while steps are computed until some were padded for want of it."""
+        if key in self._first and self._activity.shares_cores:
+            if any(key.kind == other.kind for other in self._begun):
+                return False
+            if key.kind in self._largest and self._activity.quiet_seconds() == 0:
+                return self._missed_tokens.get(self._in_place_of(key), 0) >= FIRST_MISSED_TOKENS
         return key in self._hurried
+
+    def _of_this_size(self, key: ProgramKey) -> ProgramKey:
+        """One of the first as it is, or as the steps that are computed are: then it is none of them any more."""
+        if key not in self._first or key.kind not in self._largest:
+            return key
+        better = self._in_place_of(key)
+        if better != key:
+            self._first.remove(key)
+            self._hurried.remove(key)
+            self._hurried.add(better)
+        return better
+
+    def _in_place_of(self, key: ProgramKey) -> ProgramKey:
+        """Of the programs that would make steps smaller, as one of the first would, the one that was missed most."""
+        smaller = [other for other in self._waiting if other.kind == key.kind and other.size < self._largest[key.kind]]
+        return max(smaller, key=lambda other: (self._missed_tokens.get(other, 0), other == key))
 
     def _next(self) -> ProgramKey | None:
         if not self._waiting:
             return None
         if (key := next(filter(self._is_urgent, self._waiting), None)) is not None:
-            return key
+            return self._of_this_size(key)
         unhurried = self._begun.keys() - self._hurried
         if self._activity.shares_cores and unhurried != self._begun.keys():
             return None  # somebody waits, and nothing else should take the cores

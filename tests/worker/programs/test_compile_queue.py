@@ -7,6 +7,7 @@ import pytest
 
 from jaxpaged.messages import ProgramKey
 from jaxpaged.worker.programs.compile_queue import (
+    FIRST_MISSED_TOKENS,
     LOAD_REST_SHARE,
     MISSED_TOKENS,
     PAUSE_SECONDS,
@@ -148,8 +149,34 @@ def test_the_first_programs_are_waited_for_from_the_beginning_one_of_each_kind_a
     assert [queue.take() for _ in range(3)] == [KEYS[0], sample, None]
     queue.done(sample)
     assert queue.take() is None, "a step can take the one that is nearly there"
+    made.clock.seconds += 1  # so others rest
     queue.done(KEYS[0])
+    queue.miss(KEYS[1], FIRST_MISSED_TOKENS - 1)
+    assert queue.take() is None, "steps may be of another size"
+    queue.miss(KEYS[1], 1)
     assert [queue.take(), queue.take()] == [KEYS[1], None]
+
+
+def test_what_the_first_steps_are_padded_for_goes_in_place_of_the_first_for_a_single_request(made):
+    queue = CompileQueue([*KEYS, larger := ProgramKey("forward", 512)], 2, 2, made.activity)
+    assert queue.take() == KEYS[0]
+    queue.miss(larger, FIRST_MISSED_TOKENS + 1)  # a prompt was cut into steps
+    queue.done(KEYS[0])
+    queue.miss(KEYS[1], 100)
+    queue.miss(KEYS[2], FIRST_MISSED_TOKENS)
+    assert [queue.take(), queue.take()] == [KEYS[2], None]
+    made.clock.seconds += 1
+    queue.done(KEYS[2])
+    assert queue.take() is None, "the other is one of many now"
+
+
+def test_before_any_step_all_first_programs_are_prepared(made):
+    made.activity.end(1)
+    queue = CompileQueue(KEYS, 2, 2, made.activity)
+    assert [queue.take(), queue.take()] == [KEYS[0], None]
+    queue.done(KEYS[0])
+    made.clock.seconds += 0.1
+    assert queue.take() == KEYS[1]
 
 
 def test_a_first_program_for_which_somebody_stands_still_does_not_wait_for_another(made):
