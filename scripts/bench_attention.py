@@ -7,7 +7,8 @@ Every figure is the smallest CPU time of several runs, taken in turns, in millis
 on a machine that others use too, that is steadier than the wall clock. The yardstick of a decode is plain dense
 attention over a contiguous cache of the same contexts, which no paged cache can beat. With the extra `cpu` the first
 lines are wall times of decodes by XLA (`reference`) and by kernels of our own (`cpu`), in turns, and how much of the
-bandwidth the latter reach with which all threads read an array in the same run.
+bandwidth the latter reach with which all threads read an array in the same run. Then the same of prompts, and how much
+of the speed of a product of 512 rows, in flops of the slots that queries see.
 """
 
 import argparse
@@ -30,6 +31,7 @@ BLOCK_SIZE = 16  # of the races between backends: an engine's default
 HEADS = {"K8 G2 H128": (8, 2, 128), "K12 G1 H64 (multi-head)": (12, 1, 64), "K1 G4 H256 (multi-query)": (1, 4, 256)}
 LONG_TAIL = [(8191, 1)] + [(31 + 15 * i, 1) for i in range(31)]
 DECODES = {"32 rows of 528": [(527, 1)] * 32, "1 row of 8,192": [(8191, 1)], "32 rows, long tail": LONG_TAIL}
+PREFILLS = {"512 tokens": [(0, 512)], "256 after 4,096": [(4096, 256)], "4 prompts of 128": [(0, 128)] * 4}
 EQUAL = [(sum(cached for cached, _ in LONG_TAIL) // 32, 1)] * 32
 
 
@@ -116,16 +118,29 @@ def wall_seconds(run: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
+def product_speed(dtype, repeat: int) -> float:
+    """Flops a second of XLA's product of 512 rows."""
+    x, weight = jnp.ones((512, 1024), dtype), jnp.ones((3072, 1024), dtype)
+    product = jax.jit(lambda x, weight: x @ weight.T).lower(x, weight).compile()
+    best = min(wall_seconds(lambda: jax.block_until_ready(product(x, weight))) for _ in range(repeat + 1))
+    return 2 * x.shape[0] * weight.size / best
+
+
 def race_backends(title: str, rows: list[tuple[int, int]], heads: tuple[int, int, int], dtype, repeat: int) -> None:
-    """Print how long a decode takes with XLA and with our kernel, and the share of the memory's speed."""
-    K, _, H = heads
+    """Print how long attention takes with XLA and with our kernels, and the share of what bounds it: the memory's speed
+    for decodes, the products' for prompts."""
+    K, G, H = heads
     xla, ours = (paged(rows, heads, BLOCK_SIZE, dtype, backend=name) for name in (BACKEND, "cpu"))
     pairs = np.array([(wall_seconds(xla), wall_seconds(ours)) for _ in range(repeat + 1)][1:])
-    speed, best = read_speed(repeat), pairs.min(axis=0)
-    num_bytes = 2 * sum(map(sum, rows)) * K * H * dtype.itemsize
+    best = pairs.min(axis=0)
+    if all(new == 1 for _, new in rows):
+        work, speed, unit = 2 * sum(map(sum, rows)) * K * H * dtype.itemsize, read_speed(repeat), "GB/s"
+    else:
+        seen = sum(new * cached + new * (new + 1) // 2 for cached, new in rows)
+        work, speed, unit = 4 * K * G * H * seen, product_speed(dtype, repeat), "GF/s"
     print(
         f"  {title:44} {best[0] * 1e3:8.2f} ms {best[1] * 1e3:8.2f} ms, {np.median(pairs[:, 0] / pairs[:, 1]):5.2f} x,"
-        f" {num_bytes / best[1] / 1e9:5.1f} of {speed / 1e9:.1f} GB/s",
+        f" {work / best[1] / 1e9:5.1f} of {speed / 1e9:.1f} {unit}",
         flush=True,
     )
 
@@ -141,8 +156,8 @@ def main() -> None:
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.dtype}")
     if rpa.backends("cpu")["cpu"] is None:
         for name in names:
-            print(f"decode, {name}: reference, cpu, the median of the ratios of neighbours, bytes of keys and values")
-            for title, rows in DECODES.items():
+            print(f"{name}: reference, cpu, the median of the ratios of neighbours, bytes or flops a second")
+            for title, rows in (DECODES | PREFILLS).items():
                 race_backends(title, rows, HEADS[name], dtype, options.repeat)
     for name in names:
         heads = HEADS[name]
