@@ -253,7 +253,8 @@ MUTANTS = (
             "b.read(self.kind, self.acc, at, align=4), fade)",
             "b.read(self.kind, self.acc, at, align=4), splat(self.kind, 1.0))",
         ),
-        ("all queries of a group are the first", "b.add(b.add(self.first_q, self._query), g)", "self.first_q"),
+        ("all queries of a group are the first", "b.add(q_at, whole(g * q_line))", "q_at"),
+        ("slots of a tile are those of its beginning", "place = b.add(place, whole(first * line))", "pass"),
         (
             "the last heads are left out",
             "b.add(frame.extent(KEYS, 1), whole(heads_of_chunk(heads) - 1))",

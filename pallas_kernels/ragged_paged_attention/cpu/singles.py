@@ -10,6 +10,8 @@ read one after the other, `PIECE_BYTES` of keys and as many of values, and the n
 gives 18 to 22 GB/s of pieces of 16 KiB and more gives 12 of 4 KiB (two threads of an AMD EPYC of 2021).
 """
 
+from collections.abc import Callable
+
 from llvmlite import ir
 
 from pallas_kernels.llvm.builder import F32, I32, LINE_BYTES, BFloat16, Builder, splat, whole
@@ -61,8 +63,8 @@ class Chunk:
     """One token's queries of some kv heads and a range of its context, in the function that `b` writes.
 
     On the stack, of N = kv heads times G queries: `acc` sums of weighted values [N, H], `totals` sums of weights
-    [N, lanes], `tops` [N]; and of the G queries of a head `weights` of a tile [G, lanes]. `_query` is the first query
-    of the head that is looked at.
+    [N, lanes], `tops` [N]; of the G queries of a head and a tile `weights` [G, lanes] and `products` [G, lanes, lanes].
+    `_query` is the first query of the head that is looked at.
     """
 
     def __init__(self, b: Builder, frame: Frame, heads: Heads, index: ir.Value):
@@ -81,8 +83,8 @@ class Chunk:
         self.begin, self.end = (self._integer(RANGES, b.add(b.mul(part, whole(2)), whole(x))) for x in (0, 1))
         self.row = self._integer(ROWS, token)
         self.table = b.mul(self.row, frame.extent(TABLES, 1))
-        sizes = (most * G * H, most * G * L, most * G, G * L)
-        self.acc, self.totals, self.tops, self.weights = map(b.floats, sizes)
+        sizes = (most * G * H, most * G * L, most * G, G * L, G * L * L)
+        self.acc, self.totals, self.tops, self.weights, self.products = map(b.floats, sizes)
         self.q, self.k, self.v = (frame.operand(i) for i in (Q, KEYS, VALUES))
         self.scale, self.cap = (
             spread(b, b.read(F32, frame.operand(SETTINGS), 4 * i, align=4), L) for i in range(2)
@@ -130,8 +132,9 @@ class Chunk:
         position = b.add(spread(b, b.trunc(slot, I32), L), lane)
         begin, end = (spread(b, b.trunc(x, I32), L) for x in (self.begin, self.end))
         seen = b.and_(b.icmp_signed(">=", position, begin), b.icmp_signed("<", position, end))
+        products = self._products(place)
         with b.counting(whole(0), whole(self.heads.group_size), whole(1)) as (g, _):
-            score = b.fmul(self._products(g, place), self.scale)
+            score = b.fmul(products(g), self.scale)
             if self.heads.capped:
                 score = b.fmul(tanh(b, b.fdiv(score, self.cap)), self.cap)
             score = b.select(seen, score, splat(self.kind, LOWEST))
@@ -157,26 +160,56 @@ class Chunk:
             at = b.add(start, i)
             b.write(b.fmul(b.read(self.kind, self.acc, at, align=4), fade), self.acc, at, align=4)
 
-    def _products(self, g: ir.Value, place: ir.Value) -> ir.Value:
-        """Query g times the keys of a tile, a slot in each lane."""
+    def _products(self, place: ir.Value) -> Callable[[ir.Value], ir.Value]:
+        """The queries of a head times the keys of a tile: query g -> a register with a slot in each lane.
+
+        A register of keys is made float32 once and meets all queries, so many slots at a time as registers hold sums.
+        """
+        b, heads = self.b, self.heads
+        G, L = heads.group_size, heads.lanes
+        slots = min(L, 1 << (max(1, heads.num_registers // 2 // G).bit_length() - 1))
+        if slots == L and G == 1:
+            sums = self._sums(place, 0, slots)
+            return lambda g: sums_of_each(b, sums)
+        for first in range(0, L, slots):
+            for i, total in enumerate(self._sums(place, first, slots)):
+                g, j = divmod(i, slots)
+                b.write(total, self.products, whole(4 * L * (g * L + first + j)), align=4)
+
+        def of_query(g: ir.Value) -> ir.Value:
+            start = b.mul(g, whole(4 * L * L))
+            lines = [b.read(self.kind, self.products, b.add(start, whole(4 * L * j)), align=4) for j in range(L)]
+            return sums_of_each(b, lines)
+
+        return of_query
+
+    def _sums(self, place: ir.Value, first: int, count: int) -> list[ir.Value]:
+        """Of each query and of slots [first, first + count) of a tile, the sums of their products in each lane."""
         b, heads = self.b, self.heads
         width, q_size = (2 * heads.lanes, 2) if heads.pairs else (heads.lanes, 4)
-        start = b.mul(b.add(b.add(self.first_q, self._query), g), whole(heads.head_dim * q_size))
-        sums: list[ir.Value] = [ir.Constant(self.kind, None)] * heads.lanes
-        for d in range(0, heads.head_dim, width):
-            q_at = b.add(start, whole(d * q_size))
-            if heads.pairs:
-                values = ir.VectorType(BFloat16(), width)
-                q = b.read(values, self.q, q_at, align=2)
-            else:
-                q = b.read(self.kind, self.q, q_at, align=4)
-            for j in range(heads.lanes):
-                at = b.add(place, whole((j * heads.head_dim + d) * heads.size))
-                if heads.pairs:
-                    sums[j] = add_pair_products(b, sums[j], b.read(values, self.k, at, align=2), q)
-                else:
-                    sums[j] = multiply_add(b, heads.numbers(b, self.k, at), q, sums[j])
-        return sums_of_each(b, sums)
+        line, q_line = heads.head_dim * heads.size, heads.head_dim * q_size
+        q_start = b.mul(b.add(self.first_q, self._query), whole(q_line))
+        place = b.add(place, whole(first * line))
+        zeros = [ir.Constant(self.kind, None)] * (heads.group_size * count)
+        with b.counting(whole(0), whole(heads.head_dim), whole(width), zeros) as (d, sums):
+            q_at, k_at = b.add(q_start, b.mul(d, whole(q_size))), b.add(place, b.mul(d, whole(heads.size)))
+            keys = [self._register(self.k, b.add(k_at, whole(j * line)), heads.numbers) for j in range(count)]
+            for g in range(heads.group_size):
+                q = self._register(self.q, b.add(q_at, whole(g * q_line)), self._float32s)
+                for j, key in enumerate(keys):
+                    i = g * count + j
+                    multiply = add_pair_products if heads.pairs else lambda b, sums, x, y: multiply_add(b, x, y, sums)
+                    sums[i] = multiply(b, sums[i], key, q)
+        return sums
+
+    def _register(self, base: ir.Value, at: ir.Value, read: Callable[..., ir.Value]) -> ir.Value:
+        """Of keys or queries: pairs of bfloat16 as they are, or what `read` makes of them."""
+        if self.heads.pairs:
+            return self.b.read(ir.VectorType(BFloat16(), 2 * self.heads.lanes), base, at, align=2)
+        return read(self.b, base, at)
+
+    def _float32s(self, b: Builder, base: ir.Value, at: ir.Value) -> ir.Value:
+        return b.read(self.kind, base, at, align=4)
 
     def _add_values(self, slot: ir.Value, place: ir.Value) -> None:
         """Add the weighted values of a tile: of those in the range only, since 0 times NaN is NaN."""
