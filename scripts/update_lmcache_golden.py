@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Record what LMCache's own code says, into tests/golden/lmcache.json: names of chunks, and bytes on the wire.
+"""Record what LMCache's own code says, into tests/golden/lmcache.json: names of chunks, bytes on the wire, and what its
+multi-process server is asked.
 
     scripts/update_lmcache_golden.py [--env FOLDER]
 
@@ -106,7 +107,7 @@ def recorded(algorithm: str, seed: str | None) -> dict[str, Any]:
             names.append(
                 {**facts, "world_size": world_size, "num_names": len(keys), "names": [keys[0], keys[1], keys[-1]]}
             )
-    return {"names": names, **wire()}
+    return {"names": names, **wire(), "multiprocess": multiprocess()}
 
 
 def wire() -> dict[str, Any]:
@@ -136,6 +137,25 @@ def wire() -> dict[str, Any]:
         "shape": list(shape),
         "wire": {name: each.serialize().hex() for name, each in said.items()},
     }
+
+
+def multiprocess() -> dict[str, Any]:
+    """Of messages the fields, as JSON (number, type, whether it is a list, whether it may be unset), and methods."""
+    from importlib import import_module
+
+    found: dict[str, Any] = {"messages": {}, "methods": {}}
+    for name in ("common", "controller_service", "lookup_service", "engine_driven_service"):
+        module = import_module(f"lmcache.v1.multiprocess.transport.grpc_impl._proto_gen.{name}_pb2")
+        for message in module.DESCRIPTOR.message_types_by_name.values():
+            fields = {
+                each.name: [each.number, each.type, each.is_repeated, each.has_presence] for each in message.fields
+            }
+            found["messages"][message.full_name] = json.dumps(fields)
+        for service in module.DESCRIPTOR.services_by_name.values():
+            for method in service.methods:
+                types = f"{method.input_type.full_name} -> {method.output_type.full_name}"
+                found["methods"][f"{service.full_name}.{method.name}"] = types
+    return found
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Stores in other processes: what they have is asked for in the background, and checked when it comes.
 
 Whether something is there only the store knows, which others write to as well. So a key that was never asked for is
-PENDING while a thread asks, at most for `patience_s`; the answer yes holds until a `get` finds nothing, the answer no
-for `ask_again_s`. A store that does not answer is left alone for a while (`breaker.py`), and all is a miss.
+PENDING while a thread asks, at most for `patience_s`; the answer yes holds until a `get` finds nothing, at most for
+`found_for_s`, the answer no for `ask_again_s`. A store that does not answer is left alone for a while (`breaker.py`),
+and all is a miss.
 Knows no protocol, nor what is kept; a store's capacity and what it evicts are its own affair.
 """
 
 import abc
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -26,12 +28,18 @@ MAX_ASKED = 4096
 BATCH = 256
 
 
+class NotKept(Exception):
+    """A store has no room for this now. Nothing is wrong with it, so it goes on being used."""
+
+
 @dataclasses.dataclass
 class Answer:
-    """Whether the store has a key, None while it is being asked, and until when (monotonic) that holds."""
+    """Whether the store had a key when it was last asked, and until when (monotonic) that holds."""
 
-    is_there: bool | None
+    is_there: bool
     until: float
+    is_asked: bool = False
+    """It is being asked now, until then: what it had before does not hold any more."""
 
 
 class AskedStore[K: Hashable, V: Buffer](abc.ABC):
@@ -44,6 +52,8 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
     """Those among them that a store says itself, which is alive then: it is full, or may not be written to."""
     max_known = 1 << 20
     """Answers that are remembered, the latest."""
+    found_for_s = math.inf
+    """How long the answer yes holds, after which the store is asked again."""
 
     def __init__(
         self,
@@ -76,7 +86,8 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
         """What the store has. May raise PageError for what it should not have."""
 
     @abc.abstractmethod
-    def store(self, key: K, buffers: Sequence[Buffer]) -> None: ...
+    def store(self, key: K, buffers: Sequence[Buffer]) -> None:
+        """Keep it. May raise NotKept."""
 
     @abc.abstractmethod
     def remove(self, keys: Sequence[K]) -> None: ...
@@ -106,16 +117,13 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
         if key in self._being_written:
             return Lookup.PENDING
         answer = self._known.get(key)
-        if answer is not None and answer.is_there:
-            return Lookup.HIT
-        if answer is not None and answer.is_there is None:
-            if now < answer.until:
-                return Lookup.PENDING
+        if answer is not None and now < answer.until:
+            return Lookup.PENDING if answer.is_asked else Lookup.HIT if answer.is_there else Lookup.MISS
+        if answer is not None and answer.is_asked:
             self._learn(key, False)  # it takes too long: whoever asked must get on
-        elif answer is not None and now < answer.until:
-            return Lookup.MISS
         elif len(self._to_ask) < MAX_ASKED and not self._closing and self._breaker.allows():
-            self._known[key] = Answer(None, now + self._patience_s)
+            was_there = answer is not None and answer.is_there
+            self._known[key] = Answer(was_there, now + self._patience_s, is_asked=True)
             self._to_ask[key] = None
             self._changed.notify_all()
             return Lookup.PENDING
@@ -123,14 +131,14 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
 
     def _learn(self, key: K, is_there: bool) -> None:
         self._note(key, self._known.get(key), is_there)
-        self._known[key] = Answer(is_there, time.monotonic() + self._ask_again_s)
+        self._known[key] = Answer(is_there, time.monotonic() + (self.found_for_s if is_there else self._ask_again_s))
         self._known.move_to_end(key)
         if len(self._known) > self.max_known:
             oldest, answer = self._known.popitem(last=False)
             self._note(oldest, answer, False)
 
     def _note(self, key: K, before: Answer | None, is_there: bool) -> None:
-        if bool(before and before.is_there) is not is_there:
+        if (before is not None and before.is_there) is not is_there:
             self.noted(key, is_there)
 
     def forget(self, keys: Iterable[K]) -> None:
@@ -149,7 +157,8 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
             except self.failures as error:
                 self._failed(error)
         with self._changed:
-            self._learn(key, page is not None)
+            if page is None or (answer := self._known.get(key)) is None or not answer.is_there:
+                self._learn(key, page is not None)  # that it was read does not make an answer hold for longer
             self.counters.hits += page is not None
             self.counters.misses += page is None
             self.counters.loaded_bytes += memoryview(page).nbytes if page is not None else 0
@@ -171,8 +180,7 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
 
     def put(self, key: K, buffers: Sequence[Buffer]) -> bool:
         with self._changed:
-            answer = self._known.get(key)
-            if (answer is not None and answer.is_there) or key in self._being_written:
+            if self._holds(key) or key in self._being_written:
                 return True
             begins = not self._closing and self._breaker.allows() and self._writes.allows()
             if begins:
@@ -185,6 +193,8 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
                 written = True
                 self._breaker.succeeded()
                 self._writes.succeeded()
+        except NotKept:
+            self._breaker.succeeded()
         except self.failures as error:
             self._failed(error)
         finally:
@@ -198,6 +208,11 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
                 else:
                     self.counters.dropped += 1
         return written
+
+    def _holds(self, key: K) -> bool:
+        """Whether the store is known to have it."""
+        answer = self._known.get(key)
+        return answer is not None and answer.is_there and not answer.is_asked and time.monotonic() < answer.until
 
     def _failed(self, error: Exception) -> None:
         breaker = self._writes if isinstance(error, self.refusals) else self._breaker
@@ -247,6 +262,5 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
                 found = [False] * len(asked)
             with self._changed:
                 for key, is_there in zip(asked, found):
-                    answer = self._known.get(key)
-                    if key not in self._to_remove and (answer is None or not answer.is_there):
+                    if key not in self._to_remove and not self._holds(key):  # it may have been written meanwhile
                         self._learn(key, is_there)

@@ -3,9 +3,10 @@
 `kv_offload` is a list such as "host=8G,disk=PATH:200G,redis=redis://HOST:6379", the fastest tier first; "pages=int8" or
 "pages=fp8" in it rounds what leaves the device to 8 bits, and "page_tokens=64" says how many tokens a page has.
 `kv_transfer_config` takes vLLM's JSON for the same: its OffloadingConnector, which keeps `cpu_bytes_to_use` bytes in
-host memory, or stands for the tiers of `kv_offload`; LMCacheConnectorV1 (`lmcache/settings.py`) and one's own
-connectors (`own.py`), which come behind those tiers; and MultiConnector, which names several in the order in which
-they are asked, and saves to all. `kv_offload_secrets` is a file with what no command line should hold (`secrets.py`).
+host memory, or stands for the tiers of `kv_offload`; LMCacheConnectorV1 (`lmcache/settings.py`), LMCacheMPConnector
+(`lmcache/multiprocess/settings.py`) and one's own connectors (`own.py`), which come behind those tiers; and
+MultiConnector, which names several in the order in which they are asked, and saves to all. `kv_offload_secrets` is a
+file with what no command line should hold (`secrets.py`).
 """
 
 import re
@@ -18,7 +19,14 @@ from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.kv_store.connectors import check_connector
 from jaxpaged.kv_store.handover import ROLES
 from jaxpaged.kv_store.lmcache import settings as lmcache
-from jaxpaged.kv_store.lmcache.settings import ChunkSettings, address_of, lmcache_config, settings_of_url
+from jaxpaged.kv_store.lmcache.multiprocess import settings as multiprocess
+from jaxpaged.kv_store.lmcache.settings import (
+    ChunkSettings,
+    address_of,
+    lmcache_config,
+    settings_of_url,
+    whole_number,
+)
 from jaxpaged.kv_store.peering import Peering, PeeringOptions, peering_of
 
 EXACT = "exact"
@@ -42,7 +50,7 @@ FORMS = {
     "s3": "s3=s3://BUCKET/PREFIX",
     "lmcache": "lmcache=lm://HOST:PORT",
 }
-SCHEMES = {"redis": ("redis", "rediss", "unix"), "s3": ("s3",), "lmcache": ("lm", "redis", "rediss", "unix")}
+SCHEMES = {"redis": ("redis", "rediss", "unix"), "s3": ("s3",), "lmcache": ("lm", "grpc", "redis", "rediss", "unix")}
 SETTINGS = {"redis": ("ttl",), "s3": ("endpoint",), "lmcache": ("ttl", *lmcache.URL_SETTINGS)}
 """What may stand behind the `?` of a store's address."""
 
@@ -199,6 +207,8 @@ def connector_tiers(transfer: Mapping[str, Any], named: tuple[TierWish, ...]) ->
             wishes.append(TierWish("host", capacity=size) if size is not None else None)
         elif each["kv_connector"] == lmcache.CONNECTOR:
             wishes += lmcache_wishes(extra, named)
+        elif each["kv_connector"] == multiprocess.CONNECTOR:
+            wishes.append(multiprocess_wish(extra))
         else:
             wishes.append(own_wish(each))
     if named and None not in wishes:
@@ -248,13 +258,8 @@ def check_transfer(transfer: Mapping[str, Any]) -> None:
             raise ConfigError(f"kv_transfer_config has {key} {given[key]!r}; it must be one of {', '.join(values)}.")
     extra = given.get("kv_connector_extra_config", {})
     if name != CONNECTOR:
-        if name == lmcache.MULTIPROCESS:
-            raise ConfigError(
-                f"kv_transfer_config has the kv_connector {name!r}: LMCache's multi-process server is not spoken here. "
-                f"The {lmcache.CONNECTOR} reads and writes its lm:// servers, and Redis as LMCache does."
-            )
-        if name != lmcache.CONNECTOR:
-            check_connector(name, module, (CONNECTOR, MULTI, lmcache.CONNECTOR))
+        if name not in (lmcache.CONNECTOR, multiprocess.CONNECTOR):
+            check_connector(name, module, (CONNECTOR, MULTI, lmcache.CONNECTOR, multiprocess.CONNECTOR))
         if not isinstance(extra, Mapping):
             raise ConfigError(f"kv_transfer_config has kv_connector_extra_config {extra!r}; it must be an object.")
         return
@@ -290,6 +295,15 @@ def lmcache_wishes(extra: Mapping[str, Any], named: tuple[TierWish, ...]) -> lis
     if not wishes and not named:
         raise ConfigError("LMCache's configuration names no place: local_cpu is false, and there is no remote_url.")
     return wishes
+
+
+def multiprocess_wish(extra: Mapping[str, Any]) -> TierWish:
+    """LMCache's multi-process server, whose own memory is the tier."""
+    config = multiprocess.server_config(extra)
+    settings = ChunkSettings(
+        config.model, None, world_size=whole_number("world_size", config.world_size), timeout_s=config.timeout_s
+    )
+    return TierWish("lmcache", config.url, chunks=settings)
 
 
 def tier_wish(text: str) -> TierWish:
@@ -334,9 +348,13 @@ def store_wish(kind: str, url: str) -> TierWish:
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"kv_offload has endpoint={endpoint!r}; it must be an address with http:// or https://.")
     place = url.partition("?")[0]
-    if kind == "lmcache" and address.scheme == "lm":
-        address_of(place, "lm")
+    if kind == "lmcache" and address.scheme in ("lm", multiprocess.SCHEME):
+        if address.scheme == "lm":
+            address_of(place, "lm")
+        else:
+            multiprocess.address_of(place)
         if ttl is not None:
-            raise ConfigError("kv_offload has ttl for an lm:// server, which keeps all. Leave it out.")
-    chunks = settings_of_url(settings) if kind == "lmcache" else None
+            keeps = "keeps all" if address.scheme == "lm" else "evicts what was not used for longest"
+            raise ConfigError(f"kv_offload has ttl for an {address.scheme}:// server, which {keeps}. Leave it out.")
+    chunks = settings_of_url(settings, address.scheme) if kind == "lmcache" else None
     return TierWish(kind, place, ttl_s=int(ttl) if ttl else None, endpoint=endpoint, chunks=chunks)

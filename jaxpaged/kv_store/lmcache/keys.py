@@ -97,13 +97,17 @@ def chunk_name(model: str, world_size: int, worker: int, chunk_hash: int, dtype:
     return f"{model}@{world_size}@{worker}@{chunk_hash:x}@{DTYPE_NAMES[dtype]}"
 
 
-def check_model_name(model: str, world_size: int, dtype: str) -> None:
-    """Raise ConfigError for a model whose chunks have no name."""
+def check_model_name(model: str) -> None:
+    """Raise ConfigError for a model that LMCache cannot call so."""
     if not model or model != model.strip() or "@" in model:
         raise ConfigError(
             f"LMCache's names cannot hold the model's name {model!r}: it is empty, or has an @, or a space at an end. "
             "Give the one that is used with LMCache, as the setting model."
         )
+
+
+def check_name_length(model: str, world_size: int, dtype: str) -> None:
+    """Raise ConfigError for a model whose chunks have names that are too long."""
     longest = chunk_name(model, world_size, world_size - 1, -(1 << 63), dtype).encode()
     if len(longest) > MAX_NAME_BYTES:
         raise ConfigError(

@@ -2,7 +2,8 @@
 
 LMCache reads a YAML file that LMCACHE_CONFIG_FILE names, then environment variables LMCACHE_<KEY>, then the keys
 `lmcache.<key>` of vLLM's kv_connector_extra_config, each over the ones before. So it is here. What another store, or
-another layout, is asked for with is refused by its name.
+another layout, is asked for with is refused by its name. Its multi-process server is told otherwise
+(`multiprocess/settings.py`).
 """
 
 import os
@@ -14,14 +15,17 @@ from urllib.parse import urlsplit
 
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.kv_store.lmcache.keys import ChunkHasher
+from jaxpaged.kv_store.lmcache.multiprocess.settings import DEFAULT_TIMEOUT_S
+from jaxpaged.kv_store.lmcache.multiprocess.settings import SCHEME as MULTIPROCESS_SCHEME
 
 SEED_VARIABLE, FILE_VARIABLE, PREFIX = "PYTHONHASHSEED", "LMCACHE_CONFIG_FILE", "LMCACHE_"
-CONNECTOR, MULTIPROCESS = "LMCacheConnectorV1", "LMCacheMPConnector"
+CONNECTOR = "LMCacheConnectorV1"
+DEFAULT_CHUNK_SIZE = 256
 DEFAULTS = {
-    "chunk_size": 256, "local_cpu": True, "max_local_cpu_size": 5.0, "remote_url": None, "remote_serde": "naive",
-    "pre_caching_hash_algorithm": "builtin", "save_decode_cache": True, "save_unfull_chunk": False,
-    "use_layerwise": False, "enable_blending": False, "enable_p2p": False, "enable_pd": False, "local_disk": None,
-    "max_local_disk_size": 0.0,
+    "chunk_size": DEFAULT_CHUNK_SIZE, "local_cpu": True, "max_local_cpu_size": 5.0, "remote_url": None,
+    "remote_serde": "naive", "pre_caching_hash_algorithm": "builtin", "save_decode_cache": True,
+    "save_unfull_chunk": False, "use_layerwise": False, "enable_blending": False, "enable_p2p": False,
+    "enable_pd": False, "local_disk": None, "max_local_disk_size": 0.0,
 }  # fmt: skip
 """Keys of LMCache's configuration that are known here, and what they are where nobody says."""
 FIXED = {
@@ -46,13 +50,16 @@ class ChunkSettings:
 
     model: str | None = None
     """The model's name in LMCache's names; None: as this engine calls it."""
-    chunk_size: int = 256
+    chunk_size: int | None = DEFAULT_CHUNK_SIZE
+    """Tokens of a chunk; None: as the multi-process server says."""
     algorithm: str = "sha256_cbor"
     seed: str | None = None
     world_size: int = 1
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """How long a store may take to answer."""
 
     def __post_init__(self) -> None:
-        if self.chunk_size <= 0 or self.world_size <= 0:
+        if (self.chunk_size is not None and self.chunk_size <= 0) or self.world_size <= 0:
             raise ConfigError(
                 f"LMCache's chunk_size is {self.chunk_size} and its world_size {self.world_size}; both must be above 0."
             )
@@ -64,13 +71,27 @@ class ChunkSettings:
 
 URL_SETTINGS = ("model", "chunk_size", "hash", "seed", "world_size")
 """What may stand behind the `?` of an address."""
+HASH_SETTINGS = ("hash", "seed")
+"""Those that say how chunks are named, which the multi-process server does itself."""
 
 
-def settings_of_url(settings: Mapping[str, str]) -> ChunkSettings:
+def settings_of_url(settings: Mapping[str, str], scheme: str) -> ChunkSettings:
     """Of a tier of kv_offload. Raises ConfigError."""
+    if scheme == MULTIPROCESS_SCHEME:
+        for name in HASH_SETTINGS:
+            if name in settings:
+                raise ConfigError(
+                    f"kv_offload has {name} for LMCache's multi-process server, which hashes tokens itself."
+                )
+        size = settings.get("chunk_size")
+        return ChunkSettings(
+            model=settings.get("model"),
+            chunk_size=None if size is None else whole_number("chunk_size", size),
+            world_size=whole_number("world_size", settings.get("world_size", 1)),
+        )
     return ChunkSettings(
         model=settings.get("model"),
-        chunk_size=whole_number("chunk_size", settings.get("chunk_size", 256)),
+        chunk_size=whole_number("chunk_size", settings.get("chunk_size", DEFAULT_CHUNK_SIZE)),
         algorithm=settings.get("hash", "sha256_cbor"),
         seed=settings.get("seed", os.environ.get(SEED_VARIABLE)),
         world_size=whole_number("world_size", settings.get("world_size", 1)),

@@ -1,12 +1,18 @@
 """Opens stores that are shared with LMCache, for models whose keys and values it lays out as this engine does."""
 
+import logging
+from dataclasses import replace
+
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig
-from jaxpaged.kv_store.lmcache.keys import check_model_name
+from jaxpaged.kv_store.lmcache.keys import check_model_name, check_name_length
 from jaxpaged.kv_store.lmcache.layout import ChunkLayout
 from jaxpaged.kv_store.lmcache.lm import LMStore
+from jaxpaged.kv_store.lmcache.multiprocess.calls import Calls, UnfitServerError
+from jaxpaged.kv_store.lmcache.multiprocess.settings import address_of
+from jaxpaged.kv_store.lmcache.multiprocess.store import MPStore
 from jaxpaged.kv_store.lmcache.redis_store import RedisChunkStore
-from jaxpaged.kv_store.lmcache.settings import ChunkSettings
+from jaxpaged.kv_store.lmcache.settings import DEFAULT_CHUNK_SIZE, ChunkSettings
 from jaxpaged.kv_store.lmcache.store import ChunkStore
 from jaxpaged.kv_store.lmcache.tier import LMCacheTier
 from jaxpaged.kv_store.options import EXACT, TierWish
@@ -14,10 +20,13 @@ from jaxpaged.kv_store.secrets import Secrets
 from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.programs.blueprint import Blueprint
 
+logger = logging.getLogger(__name__)
 
-def check_lmcache(
-    settings: ChunkSettings, pages: str, blueprint: Blueprint, kv_cache: KVCacheConfig, secrets: Secrets
-) -> None:
+MAX_CHUNK_SIZE = 1 << 16
+"""Tokens that a server may say a chunk has."""
+
+
+def check_lmcache(wish: TierWish, pages: str, blueprint: Blueprint, kv_cache: KVCacheConfig, secrets: Secrets) -> None:
     """Raise ConfigError, before any weight is read, where nothing can be shared with LMCache."""
     if secrets.page_secret is not None:
         raise ConfigError(
@@ -31,8 +40,41 @@ def check_lmcache(
         )
     if blueprint.draft is not None:
         raise ConfigError("LMCache's chunks have no place for the keys and values of what drafts tokens.")
+    settings = agreed_settings(wish)
     layout = layout_of(settings, kv_cache, blueprint.page_form)
-    check_model_name(model_of(settings, blueprint), settings.world_size, layout.dtype.name)
+    model = model_of(settings, blueprint)
+    check_model_name(model)
+    if not is_multiprocess(wish):
+        check_name_length(model, settings.world_size, layout.dtype.name)
+    elif len(layout.groups) > 1:
+        raise ConfigError(
+            f"LMCache's multi-process server is used for models whose layers all cache alike; this one has "
+            f"{len(layout.groups)} groups of layers, which vLLM's connector for it lays out otherwise. An lm:// server "
+            "or Redis takes such models."
+        )
+
+
+def is_multiprocess(wish: TierWish) -> bool:
+    return wish.place.startswith("grpc:")
+
+
+def agreed_settings(wish: TierWish) -> ChunkSettings:
+    """The settings of a store, with the tokens of a chunk as the server has them, which is asked unless they are
+    given; LMCache's default where it does not answer."""
+    settings = wish.chunks
+    assert settings is not None
+    if settings.chunk_size is not None:
+        return settings
+    calls = Calls(address_of(wish.place), settings.timeout_s)
+    try:
+        size = calls.ask("GetChunkSize").chunk_size
+    except OSError:
+        size = DEFAULT_CHUNK_SIZE
+    finally:
+        calls.close()
+    if not 0 < size <= MAX_CHUNK_SIZE:
+        raise ConfigError(f"LMCache's server at {wish.place} says that a chunk has {size} tokens.")
+    return replace(settings, chunk_size=size)
 
 
 def model_of(settings: ChunkSettings, blueprint: Blueprint) -> str:
@@ -50,6 +92,7 @@ def layout_of(settings: ChunkSettings, kv_cache: KVCacheConfig, form: PageForm) 
             "LMCache's chunks are shared for models whose layers all have keys and values of as many heads of one "
             f"size; this one has {', '.join(sorted({type(spec).__name__ for spec in specs}))} with {sorted(heads)}."
         )
+    assert settings.chunk_size is not None
     for size in kv_cache.block_sizes:
         if settings.chunk_size % size:
             raise ConfigError(
@@ -68,13 +111,29 @@ def open_lmcache(
     wish: TierWish, space: str, secrets: Secrets, blueprint: Blueprint, kv_cache: KVCacheConfig
 ) -> LMCacheTier:
     """A tier of pages of the namespace `space` that are shared as LMCache's chunks."""
-    settings = wish.chunks
-    assert settings is not None
+    settings = agreed_settings(wish)
     layout, model = layout_of(settings, kv_cache, blueprint.page_form), model_of(settings, blueprint)
     store: ChunkStore
     if wish.place.startswith("lm:"):
-        store = LMStore(wish.place, layout, model)
+        store = LMStore(wish.place, layout, model, timeout_s=settings.timeout_s)
+    elif is_multiprocess(wish):
+        store = open_multiprocess(MPStore(wish.place, layout, model, timeout_s=settings.timeout_s))
     else:
         login = secrets.redis_username, secrets.redis_password
         store = RedisChunkStore(wish.place, layout, model, ttl_s=wish.ttl_s, login=login)
     return LMCacheTier(store, settings.hasher(), space)
+
+
+def open_multiprocess(store: MPStore) -> MPStore:
+    """Raises ConfigError for a server that cannot be used as it was started; one that is not there may come."""
+    try:
+        store.connect()
+    except UnfitServerError as error:
+        store.close()
+        raise ConfigError(f"{store.calls.address}: {error}") from None
+    except OSError as error:
+        logger.warning(
+            "LMCache's server at %s is not there: %.300s. The engine starts without it, for chunks of %d tokens.",
+            store.calls.address, error, store.layout.chunk_tokens,
+        )  # fmt: skip
+    return store

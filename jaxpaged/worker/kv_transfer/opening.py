@@ -30,7 +30,8 @@ from jaxpaged.worker.programs.blueprint import Blueprint
 
 SCAN_SECONDS = 5.0
 """How long the start waits for the disk tier to find its pages; those that it finds later are there later."""
-PACKAGES = {"redis": "redis", "s3": "obstore"}
+PACKAGES = {"redis": "redis", "s3": "obstore", "grpc": "grpc"}
+"""What the stores need that are named so, and the modules that are looked for."""
 
 LEAST_TO_LEND = 1 << 30
 """Bytes that may be lent at a time where no tier says how much there is."""
@@ -59,7 +60,7 @@ def check_offload(offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheCon
     secrets = read_secrets(offload.secrets_file)
     for wish in offload.tiers:
         if wish.chunks is not None:
-            check_lmcache(wish.chunks, offload.pages, blueprint, kv_cache, secrets)
+            check_lmcache(wish, offload.pages, blueprint, kv_cache, secrets)
     if offload.peering is not None and (tls := offload.peering.tls) is not None:
         tls.check(lends=offload.peering.lends)
 

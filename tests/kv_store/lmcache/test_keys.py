@@ -7,7 +7,7 @@ import pytest
 
 from jaxpaged.core.kv_cache.block_hash import NONE_HASH
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_store.lmcache.keys import ChunkHasher, check_model_name, chunk_name, root_of
+from jaxpaged.kv_store.lmcache.keys import ChunkHasher, check_model_name, check_name_length, chunk_name, root_of
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "lmcache.json").read_text(encoding="utf-8"))
 TOKENS = [(i * i * 7919 + 13 * i) % 151_936 if i % 50 else 0 for i in range(900)]
@@ -58,6 +58,10 @@ def test_what_nobody_can_follow_is_refused_by_name(algorithm, seed, said):
 
 @pytest.mark.parametrize("model", ["", "a@b", " a", "m" * 120])
 def test_models_without_a_name_are_refused(model):
-    check_model_name("m" * 100, 8, "bfloat16")
+    def check(model):
+        check_model_name(model)
+        check_name_length(model, 8, "bfloat16")
+
+    check("m" * 100)
     with pytest.raises(ConfigError, match="the setting model"):
-        check_model_name(model, 8, "bfloat16")
+        check(model)

@@ -37,7 +37,7 @@ def test_settings_of_an_address(monkeypatch):
     [
         ("lm://h", "lm://HOST:PORT"),
         ("lm://h:1?ttl=5", "keeps all"),
-        ("s3://h", "of LMCache's stores there are lm, redis"),
+        ("s3://h", "of LMCache's stores there are lm, grpc, redis"),
         ("lm://h:1?chunk_size=0", "chunk_size is '0'"),
         ("lm://h:1?world_size=x", "world_size is 'x'"),
         ("lm://h:1?hash=sha256", "it hashes pickles"),
@@ -121,9 +121,65 @@ def test_files_and_variables_that_are_none(monkeypatch, tmp_path):
         tiers_of(extra={})
 
 
-def test_the_multi_process_server_is_refused_by_name():
-    with pytest.raises(ConfigError, match="LMCacheMPConnector.*multi-process server is not spoken here"):
-        tiers_of(kv_connector="LMCacheMPConnector", kv_connector_extra_config={"lmcache.mp.port": 1})
+def multiprocess(**extra):
+    extra = {f"lmcache.mp.{key}": value for key, value in extra.items()}
+    return tiers_of(kv_connector="LMCacheMPConnector", kv_connector_extra_config=extra, kv_role="kv_both")
+
+
+def test_the_multi_process_server_is_named_as_vllm_names_it(monkeypatch):
+    wish = TierWish("lmcache", "grpc://localhost:5555", chunks=ChunkSettings(chunk_size=None))
+    assert multiprocess(host="grpc://localhost") == (wish,)
+    same = {"mp_transfer_mode": "auto", "heartbeat_interval": 10.0, "save_decode_cache": True, "lazy_offload": False}
+    assert multiprocess(server_urls="grpc://localhost:5555", **same) == (wish,)
+    other = multiprocess(host="grpc://[::1]", port=6000, mq_timeout=5, model="org/m", world_size=2)
+    settings = ChunkSettings("org/m", None, world_size=2, timeout_s=5.0)
+    assert other == (TierWish("lmcache", "grpc://[::1]:6000", chunks=settings),)
+    monkeypatch.setenv("LMCACHE_MP_TRANSFER_MODE", "engine_driven")
+    assert multiprocess(server_urls=["grpc://127.0.0.1:1"])[0].place == "grpc://127.0.0.1:1"
+    monkeypatch.setenv("LMCACHE_MP_TRANSFER_MODE", "lmcache_driven")
+    with pytest.raises(ConfigError, match="mp_transfer_mode 'lmcache_driven'; here it is 'engine_driven'"):
+        multiprocess(host="grpc://localhost")
+
+
+def test_the_multi_process_server_by_its_address():
+    url = "grpc://localhost:1"
+    assert tiers_of(f"host=1G,lmcache={url}")[1] == TierWish("lmcache", url, chunks=ChunkSettings(chunk_size=None))
+    settings = ChunkSettings("org/m", 64, world_size=2)
+    named = tiers_of(f"lmcache={url}?model=org/m&chunk_size=64&world_size=2")
+    assert named == (TierWish("lmcache", url, chunks=settings),)
+    for setting, said in {"hash=builtin": "hashes tokens itself", "ttl=5": "evicts what was not"}.items():
+        with pytest.raises(ConfigError, match=said):
+            tiers_of(f"lmcache={url}?{setting}")
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({}, "means ZeroMQ; here it is spoken over gRPC"),
+        ({"port": 1}, "tcp://localhost:1.*--transport grpc"),
+        ({"host": "localhost"}, "means ZeroMQ"),
+        ({"host": "grpc://cache.local"}, "must run on this machine"),
+        ({"host": "grpc://10.0.0.1", "port": 1}, "must run on this machine"),
+        ({"host": "grpc://localhost", "port": "x"}, "grpc://HOST:PORT"),
+        ({"host": "grpc://localhost", "port": 99999}, "grpc://HOST:PORT"),
+        ({"server_urls": "grpc://localhost:1,grpc://localhost:2"}, "must be one address"),
+        ({"server_urls": "grpc://localhost:1", "port": 1}, "must be one address"),
+        ({"server_urls": 5}, "must be one address"),
+        ({"host": "grpc://localhost", "mq_timeout": 300.0}, "at most 60"),
+        ({"host": "grpc://localhost", "mq_timeout": True}, "mq_timeout True"),
+        ({"host": "grpc://localhost", "model": 1}, "model 1; it must be a text"),
+        ({"host": "grpc://localhost", "world_size": 0}, "world_size is 0"),
+        ({"host": "grpc://localhost", "mp_transfer_mode": "lmcache_driven"}, "reads and writes the shared memory"),
+        ({"host": "grpc://localhost", "autostart": True}, "autostart True; here it is False"),
+        ({"host": "grpc://localhost", "save_decode_cache": False}, "kept like those of prompts"),
+        ({"host": "grpc://localhost", "mq_timeuot": 1}, "Did you mean 'lmcache.mp.mq_timeout'"),
+    ],
+)
+def test_what_the_multi_process_server_is_not_used_for(extra, said):
+    with pytest.raises(ConfigError, match=said):
+        multiprocess(**extra)
+    with pytest.raises(ConfigError, match="which means nothing here"):
+        tiers_of(kv_connector="LMCacheMPConnector", kv_connector_extra_config={"lmcache.chunk_size": 1})
 
 
 def test_who_lends_needs_a_tier_of_pages():
