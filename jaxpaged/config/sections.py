@@ -97,8 +97,9 @@ class CacheConfig:
     )  # fmt: skip
     kv_offload: str | None = option(
         None, "keep computed keys and values besides the device, fastest tier first: 'host=8G,disk=PATH:200G', also "
-        "redis=redis://HOST:PORT, s3=s3://BUCKET/PREFIX and lmcache=lm://HOST:PORT. All but the host's outlive the "
-        "engine. pages=int8 or pages=fp8 keeps half the bytes, rounded. Guide: kv_store/README.md", not_empty=True,
+        "redis=redis://HOST:PORT, s3=s3://BUCKET/PREFIX and lmcache=lm://HOST:PORT (or grpc://). All but the host's "
+        "outlive the engine. pages=int8 or pages=fp8 keeps half the bytes, rounded. Guide: kv_store/README.md",
+        not_empty=True,
     )  # fmt: skip
     kv_offload_secrets: str | None = option(
         None, "JSON file with redis_username, redis_password, and page_secret to sign pages with; credentials of S3 "
@@ -131,9 +132,10 @@ class CacheConfig:
         None, "file with the certificates of who signs those of other engines, which must have one then", not_empty=True
     )
     kv_transfer_config: dict[str, Any] = option(
-        {}, "the same as vLLM's JSON: kv_connector OffloadingConnector, LMCacheConnectorV1, MultiConnector or one's "
-        "own, kv_role kv_both, kv_load_failure_policy recompute or fail, kv_connector_extra_config with "
-        "cpu_bytes_to_use, ...; without a connector its kv_role is the option of that name"
+        {}, "the same as vLLM's JSON: kv_connector OffloadingConnector, LMCacheConnectorV1, LMCacheMPConnector, "
+        "MultiConnector or one's own, kv_role kv_both, kv_load_failure_policy recompute or fail, "
+        "kv_connector_extra_config with cpu_bytes_to_use, ...; without a connector its kv_role is the option of that "
+        "name"
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ FORMS = {
     "disk": "disk=PATH:SIZE",
     "redis": "redis=redis://HOST:PORT",
     "s3": "s3=s3://BUCKET/PREFIX",
-    "lmcache": "lmcache=lm://HOST:PORT",
+    "lmcache": "lmcache=lm://HOST:PORT (or grpc://, redis://)",
 }
 SCHEMES = {"redis": ("redis", "rediss", "unix"), "s3": ("s3",), "lmcache": ("lm", "grpc", "redis", "rediss", "unix")}
 SETTINGS = {"redis": ("ttl",), "s3": ("endpoint",), "lmcache": ("ttl", *lmcache.URL_SETTINGS)}

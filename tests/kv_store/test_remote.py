@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 
+from jaxpaged.kv_store.asked import NotKept
 from jaxpaged.kv_store.breaker import CircuitBreaker
 from jaxpaged.kv_store.page import namespace
 from jaxpaged.kv_store.remote import RemoteTier
@@ -187,3 +188,30 @@ def test_a_breaker_lets_one_attempt_through_at_a_time():
     assert breaker.allows()
     breaker.succeeded()
     assert breaker.allows() and breaker.allows()
+
+
+def test_the_answer_yes_can_hold_for_a_while_only():
+    with closing(Dictionary()) as tier:
+        tier.found_for_s = 0.3
+        assert tier.put(*page_of(1)[:2]) and tier.lookup([key_of(1)]) == [HIT]
+        time.sleep(0.2)
+        assert tier.get(key_of(1)) is not None
+        time.sleep(0.2)
+        assert tier.lookup([key_of(1)]) == [PENDING], "that it was read makes no answer newer"
+        assert settled(tier, 1) == [HIT]
+        tier.pages.clear()
+        time.sleep(0.4)
+        assert settled(tier, 1) == [MISS]
+        time.sleep(0.4)
+        assert tier.lookup([key_of(1)]) == [MISS] and tier.put(*page_of(1)[:2]) and tier.pages
+
+
+def test_what_there_is_no_room_for_is_no_failure(caplog):
+    with closing(Dictionary()) as tier:
+        tier.error = NotKept("not now")
+        assert not tier.put(*page_of(1)[:2])
+        tier.error = None
+        assert tier.put(*page_of(2)[:2]) and tier.get(key_of(2)) is not None
+        counters = tier.usage()[0].counters
+        assert (counters.dropped, counters.errors, counters.stored) == (1, 0, 1)
+    assert not caplog.records
