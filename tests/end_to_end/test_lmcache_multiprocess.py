@@ -31,7 +31,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def server():
-    with closing(FakeMultiprocessServer(chunk_size=16, capacity=8 << 20)) as server:
+    with closing(FakeMultiprocessServer(chunk_size=32, capacity=8 << 20)) as server:
         yield server
 
 
@@ -69,7 +69,7 @@ def test_the_next_engine_reads_what_the_first_one_wrote(model, server):
         assert answers(llm)[0] == expected and worker_of(llm).stats()["recompiles"] == 0
         llm.shutdown()
         assert worker_of(llm).stats()["kv_offload_tier_lmcache"]["errors"] == 0
-        assert {tuple(prompt[:16]) for prompt in prompts()} <= {name[3] for name in server.objects}
+        assert {tuple(prompt[:32]) for prompt in prompts()} <= {name[3] for name in server.objects}
     llm = LLM(model=model, **{**OPTIONS, "block_size": 16}, kv_transfer_config=through(server))
     again, cached = answers(llm)
     assert again == expected and max(cached) >= 64, cached
@@ -82,10 +82,10 @@ def test_the_next_engine_reads_what_the_first_one_wrote(model, server):
 @pytest.mark.slow
 def test_an_engine_starts_without_the_server(model, server, caplog):
     server.close()
-    llm = LLM(model=model, **OPTIONS, kv_offload=f"lmcache={server.url}?chunk_size=16")
+    llm = LLM(model=model, **OPTIONS, kv_offload=f"lmcache={server.url}?chunk_size=32")
     assert len(answers(llm)[0]) == 4
     llm.shutdown()
-    assert "The engine starts without it, for chunks of 16 tokens" in caplog.text
+    assert "The engine starts without it, for chunks of 32 tokens" in caplog.text
 
 
 def test_what_cannot_be_shared_is_refused_before_weights_are_read(model, server):

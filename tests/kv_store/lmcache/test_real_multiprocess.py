@@ -157,7 +157,7 @@ def test_a_server_that_is_killed_and_started_anew(python, caplog):  # noqa: F811
             assert all(tier.get(key) is None for key in pages)
         assert len(caplog.records) == 1
         with server_of(python, *options, port=port) as (_, _, status):
-            time.sleep(1.5)
+            time.sleep(3.0)  # for the breaker, and for gRPC
             other = [7, *FULL[1:]]
             pages = stored(tier, other)
             assert settled(tier, list(pages)) == [Lookup.HIT] * len(pages)

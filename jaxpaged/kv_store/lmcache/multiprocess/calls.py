@@ -11,7 +11,7 @@ MAX_ANSWER_BYTES = 1 << 20
 OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # it is on this machine
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
-    ("grpc.max_reconnect_backoff_ms", 5000),  # it is left alone by a breaker as well
+    ("grpc.max_reconnect_backoff_ms", 1000),  # how long it is left alone is for a breaker to say
     ("grpc.use_local_subchannel_pool", 1),  # two engines in one process do not share a connection
 )
 

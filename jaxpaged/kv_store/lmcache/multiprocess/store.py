@@ -181,8 +181,8 @@ class MPStore(ChunkStore):
         layers, _, hidden = self.layout.part_shape[1:]
         return self.calls.ask(
             "RegisterKvCacheEngineDrivenContext", instance_id=instance_id, model_name=self.model,
-            world_size=self.layout.num_parts, block_size=self.layout.unit, num_layers=layers, hidden_dim_size=hidden,
-            dtype_str=self.layout.dtype.name, use_mla=False,
+            world_size=self.layout.num_parts, block_size=self.layout.page_tokens, num_layers=layers,
+            hidden_dim_size=hidden, dtype_str=self.layout.dtype.name, use_mla=False,
         )  # fmt: skip
 
     def _check_in_use(self, registration: Registration) -> None:
