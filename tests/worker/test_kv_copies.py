@@ -96,6 +96,14 @@ def test_devices_and_what_they_hold_of_a_context_or_head_make_no_other_pages():
     assert {shape[-2] for shape in shapes} == {2}
 
 
+def test_the_size_of_blocks_makes_no_other_pages_but_that_of_pages_does():
+    def space(block_size):
+        made = blueprint("gemma2", 1, 1, block_size=block_size)
+        return namespace_of(made, KVCacheConfig((4,) * len(pool_layouts(made.kv_groups)), made.kv_groups), "weights")
+
+    assert space(16) == space(32) == space(64) != space(8)
+
+
 @pytest.mark.parametrize(("name", "error"), [("int8", 1 / 127 / 2), ("fp8", 1 / 16)])
 @pytest.mark.parametrize("backend", ["reference", "tpu-interpret"])
 def test_rounded_pages_are_off_by_half_a_step_of_each_tokens_and_heads_own_scale(backend, name, error):
