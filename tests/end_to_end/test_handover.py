@@ -20,9 +20,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def pair():
-    """Two blocks of the producer are a page, and two pages are a block of the consumer."""
-    producer = LLM(**OPTIONS | {"block_size": 16}, kv_role="kv_producer")
-    consumer = LLM(**OPTIONS | {"block_size": 64}, kv_role="kv_consumer")
+    """Two blocks of the producer are a page, and two pages are a block of the consumer. The former has two devices, and
+    pages, which are rounded, have the heads of both."""
+    pages = "host=64M,pages=int8"
+    producer = LLM(**OPTIONS | {"block_size": 16, "tensor_parallel_size": 2}, kv_role="kv_producer", kv_offload=pages)
+    consumer = LLM(**OPTIONS | {"block_size": 64}, kv_role="kv_consumer", kv_offload=pages)
     yield producer, consumer
     producer.shutdown()
     consumer.shutdown()
