@@ -159,6 +159,8 @@ def test_a_server_that_is_killed_and_started_anew(python, caplog):  # noqa: F811
         with server_of(python, *options, port=port) as (_, _, status):
             time.sleep(3.0)  # for the breaker, and for gRPC
             other = [7, *FULL[1:]]
+            tier.introduce(other, hashes_of(other), 32)
+            assert set(settled(tier, list(pages_of(other, layout_of())))) == {Lookup.MISS}
             pages = stored(tier, other)
             assert settled(tier, list(pages)) == [Lookup.HIT] * len(pages)
             assert all(bytes(tier.get(key)) == b"".join(map(bytes, pieces)) for key, pieces in pages.items())
