@@ -280,12 +280,15 @@ class _Calls:
 
 def _merged(part_PTKG: Softmax) -> Softmax:
     """The parts of each token's context as one."""
-    if len(part_PTKG.top) == 1:
+    num_parts = len(part_PTKG.top)
+    if num_parts == 1:
         return jax.tree.map(lambda x: x[0], part_PTKG)
     top_TKG = part_PTKG.top.max(axis=0)
     weight_PTKG = jnp.exp(part_PTKG.top - top_TKG)
-    out_TKGH = (part_PTKG.out * weight_PTKG[..., None]).sum(axis=0)
-    return Softmax(top_TKG, (part_PTKG.total * weight_PTKG).sum(axis=0), out_TKGH)
+    # Written out, since XLA makes a call of its thread pool of a sum, for a few numbers.
+    total_TKG = sum(part_PTKG.total[p] * weight_PTKG[p] for p in range(num_parts))
+    out_TKGH = sum(part_PTKG.out[p] * weight_PTKG[p][..., None] for p in range(num_parts))
+    return Softmax(top_TKG, total_TKG, out_TKGH)
 
 
 def _multiplies_pairs(dtype: str, head_dim: int, machine: Machine) -> bool:
