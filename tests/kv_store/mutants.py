@@ -3,6 +3,7 @@ them."""
 
 from tests.mutants import mutants_of
 
+_CORE = ("tests/engine/test_kv_chain.py", "tests/engine/test_kv_transfer.py")
 _TESTS = {
     "page": ("tests/kv_store/test_page.py",),
     "prefix_file": ("tests/kv_store/test_prefix_file.py",),
@@ -21,11 +22,11 @@ _TESTS = {
     "fetcher": ("tests/worker/test_kv_transfer.py",),
     "programs": ("tests/worker/test_kv_copies.py",),
     "opening": ("tests/worker/test_kv_copies.py",),
+    "transfers": ("tests/core/kv_transfer/test_transfers.py", *_CORE),
     "pieces": ("tests/core/kv_transfer/test_pieces.py",),
     "cut": ("tests/core/kv_transfer/test_pieces.py",),
     "forms": ("tests/worker/test_kv_copies.py", "tests/worker/test_kv_transfer.py"),
 }
-_CORE = ("tests/engine/test_kv_chain.py", "tests/engine/test_kv_transfer.py")
 _of = mutants_of(lambda module: _TESTS.get(module.rpartition("/")[2].removesuffix(".py"), _CORE))
 
 MUTANTS = (

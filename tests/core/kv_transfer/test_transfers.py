@@ -1,0 +1,76 @@
+"""What becomes of saves and loads that something happens to before they are done."""
+
+import pytest
+
+from tests.core.kv_transfer.test_pieces import ENDLESS, Sharing, prompt_of
+
+PROMPT = prompt_of(40, 1)
+ANSWER = {"max_tokens": 3, **ENDLESS}
+
+
+@pytest.fixture
+def store():
+    """What an engine has kept of `PROMPT`."""
+    store = {}
+    Sharing(store, 8, (None,)).answers([PROMPT])
+    return store
+
+
+def loading(store, **options):
+    """An engine with a request that waits for its pages, which have not come."""
+    engine = Sharing(store, 8, (None,), **options)
+    engine.add("one", PROMPT, **ANSWER)
+    engine.step()
+    (load,) = engine.loads
+    return engine, load
+
+
+def arrive(engine, load):
+    return engine.half.arrived(load, [True] * len(load.pages), ["host"] * len(load.pages))
+
+
+def test_what_a_request_computed_that_failed_is_not_saved_and_what_others_did_is():
+    engine = Sharing({}, 8, (None,))
+    engine.save = lambda before=None: None  # all is still to be saved
+    engine.answers([PROMPT, prompt_of(40, 2)])
+    failed, other = (save.piece for save in (engine.half.saves[1], engine.half.saves[-1]))
+    request = engine.books[0]
+    before = len(engine.half.saves)
+    engine.half.note_lost(request, 0, 1)
+    assert engine.half.take_lost() == [failed.pages[0].key]
+    kept = [save.piece for save in engine.half.saves]
+    assert len(kept) == before - 1 and failed not in kept and other in kept
+    assert engine.half.take_lost() == [], "it is said once"
+
+
+def test_pages_for_weights_that_were_replaced_meanwhile_are_not_used(store):
+    engine, load = loading(store)
+    engine.manager.change_root("others", [load.request])
+    assert arrive(engine, load) is None
+    engine.loads = []
+    engine.run()
+    assert engine.half.num_hits == 0
+
+
+def test_pages_for_an_aborted_request_are_not_used_by_another_one_of_its_name(store):
+    engine, load = loading(store)
+    engine.abort("one")
+    engine.add("one", PROMPT, **ANSWER)
+    engine.loads = []
+    engine.step()
+    (again,) = engine.loads
+    assert again is not load and arrive(engine, load) is None
+    assert engine.half.loading["one"] is again, "which still waits for its own"
+    assert arrive(engine, again) is not None
+
+
+def test_pages_for_which_no_blocks_are_free_are_computed(store):
+    engine, load = loading(store)
+    pool = engine.manager.pools[0]
+    held = pool.get_new_blocks(pool.num_free_blocks - 2)
+    assert len(load.pages) > 2 and arrive(engine, load) is None
+    assert pool.num_free_blocks == 2
+    pool.free_blocks(held)
+    engine.loads = []
+    engine.run()
+    assert engine.half.num_hits == 0
