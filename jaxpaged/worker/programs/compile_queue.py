@@ -126,13 +126,13 @@ class CompileQueue:
         if key in self._first and self._activity.shares_cores:
             if any(key.kind == other.kind for other in self._begun):
                 return False
-            if key.kind in self._largest and self._activity.quiet_seconds() == 0:
+            if self._is_smaller(key) and self._activity.quiet_seconds() == 0:
                 return self._missed_tokens.get(self._in_place_of(key), 0) >= FIRST_MISSED_TOKENS
         return key in self._hurried
 
     def _of_this_size(self, key: ProgramKey) -> ProgramKey:
         """One of the first as it is, or as the steps that are computed are: then it is none of them any more."""
-        if key not in self._first or key.kind not in self._largest:
+        if key not in self._first or not self._is_smaller(key):
             return key
         better = self._in_place_of(key)
         if better != key:
@@ -141,9 +141,13 @@ class CompileQueue:
             self._hurried.add(better)
         return better
 
+    def _is_smaller(self, key: ProgramKey) -> bool:
+        """Whether steps that take a larger program meanwhile would be smaller with this one."""
+        return key.size < self._largest.get(key.kind, 0)
+
     def _in_place_of(self, key: ProgramKey) -> ProgramKey:
-        """Of the programs that would make steps smaller, as one of the first would, the one that was missed most."""
-        smaller = [other for other in self._waiting if other.kind == key.kind and other.size < self._largest[key.kind]]
+        """Of the programs that would make steps smaller, as this one would, the one that was missed most."""
+        smaller = [other for other in self._waiting if other.kind == key.kind and self._is_smaller(other)]
         return max(smaller, key=lambda other: (self._missed_tokens.get(other, 0), other == key))
 
     def _next(self) -> ProgramKey | None:

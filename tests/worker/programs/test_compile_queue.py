@@ -170,6 +170,12 @@ def test_what_the_first_steps_are_padded_for_goes_in_place_of_the_first_for_a_si
     assert queue.take() is None, "the other is one of many now"
 
 
+def test_a_first_program_that_is_larger_than_those_there_are_is_waited_for(made):
+    queue = CompileQueue([ProgramKey("forward", 8), larger := ProgramKey("forward", 16)], 2, 2, made.activity)
+    queue.done(queue.take())
+    assert queue.take() == larger, "steps are cut for want of it"
+
+
 def test_before_any_step_all_first_programs_are_prepared(made):
     made.activity.end(1)
     queue = CompileQueue(KEYS, 2, 2, made.activity)
