@@ -272,13 +272,13 @@ MUTANTS = (
         ),
         (
             "what is discarded is stored",
-            "                if content.key in gathered.discarded:\n                    continue\n",
-            "",
+            "if content is None or content.key in gathered.discarded:",
+            "if content is None:",
         ),
         (
             "a page that is on its way is copied again",
-            " for _, content, _ in saves], self._under_way)",
-            " for _, content, _ in saves])",
+            "keys_of([piece for _, piece in saves]), self._under_way)",
+            "keys_of([piece for _, piece in saves]), set())",
         ),
         (
             "a copy is stored when its first block is",
