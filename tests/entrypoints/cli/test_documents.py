@@ -57,6 +57,7 @@ def options_of(parser):
 
 def test_every_option_that_a_document_names_exists():
     scripts = [path for path in (ROOT / "scripts").rglob("*") if path.suffix in ("", ".py") and path.is_file()]
+    scripts += (ROOT / "tests/kv_store/lmcache").glob("*.py")  # which start LMCache's own server
     theirs = {option for path in scripts for option in OPTION.findall(path.read_text(encoding="utf-8"))}
     known = {*options_of(command_line()), *theirs}
     assert [(path.name, option) for path, text in TEXT.items() for option in OPTION.findall(text)
