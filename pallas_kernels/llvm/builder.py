@@ -57,6 +57,10 @@ class Builder(ir.IRBuilder):
     def write(self, value: ir.Value, base: ir.Value, offset: int | ir.Value, align: int | None = None) -> None:
         self.store(value, self.address(base, offset), align=align)
 
+    def integer(self, base: ir.Value, index: ir.Value) -> ir.Value:
+        """An element of an array of int32."""
+        return self.sext(self.read(I32, base, self.mul(index, whole(4)), align=4), I64)
+
     def prefetch(self, base: ir.Value, offset: int | ir.Value) -> None:
         """Ask for what will be read there. Where nothing is, nothing happens."""
         ask = declare(self.module, "llvm.prefetch.p0", VOID, PTR, I32, I32, I32)

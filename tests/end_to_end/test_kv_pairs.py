@@ -44,10 +44,7 @@ def test_pages_do_not_depend_on_the_tensor_parallel_degree(degrees, expected, tm
             patient(llm)
             texts, cached = answers(llm, SOME)
             assert texts == expected and (min(cached) > 60 if written else not any(cached))
-            files = [tmp_path / f"{degree}_{number}" for number in range(len(SOME))]
-            for prompt, path in zip(SOME, files):
-                llm.save_prefix(prompt, path)
-            written.append(values_in(files))
+            written.append(values_on_device(llm, tmp_path / str(degree)))
             kept(llm)
             assert worker_of(llm).stats()["recompiles"] == 0
     assert are_alike(written)
@@ -62,24 +59,25 @@ def test_pages_do_not_depend_on_the_block_size(expected, tmp_path):
             patient(llm)
             texts, cached = answers(llm, SOME)
             assert texts == expected and (min(cached) >= 96 if written else not any(cached)), (size, cached)
-            files = [tmp_path / f"{number}_{i}" for i in range(len(SOME))]
-            for prompt, path in zip(SOME, files):
-                llm.save_prefix(prompt, path)
-            written.append(values_in(files))
+            written.append(values_on_device(llm, tmp_path / str(number)))
             kept(llm)
             assert worker_of(llm).stats()["recompiles"] == 0
     assert are_alike(written)
     assert len({path.parent.parent for path in (tmp_path / "kv").rglob("*.safetensors")}) == 1, "one namespace"
     with LLM(**PLAIN | {"block_size": 64}, kv_offload="host=64M") as llm:
         patient(llm)
-        assert all(llm.load_prefix(tmp_path / f"0_{i}").num_tokens >= 96 for i in range(len(SOME)))
+        assert all(llm.load_prefix(tmp_path / "0" / str(i)).num_tokens >= 96 for i in range(len(SOME)))
         texts, cached = answers(llm, SOME)
         assert texts == expected and min(cached) >= 64
 
 
-def values_in(paths):
-    """The bytes of all pages of files of prompts, by their keys."""
-    each = [page for path in paths for page in PrefixFile(path).pages()]
+def values_on_device(llm, folder):
+    """The bytes of all pages that an engine has of the prompts, by their keys, from files that it writes."""
+    folder.mkdir()
+    files = [folder / str(i) for i in range(len(SOME))]
+    for prompt, path in zip(SOME, files):
+        llm.save_prefix(prompt, path)
+    each = [page for path in files for page in PrefixFile(path).pages()]
     return {key: b"".join(map(bytes, buffers)) for key, buffers in each}
 
 

@@ -260,7 +260,6 @@ MUTANTS = (
             "b.add(frame.extent(KEYS, 1), whole(heads_of_chunk(heads) - 1))",
             "frame.extent(KEYS, 1)",
         ),
-        ("scores are never capped", "if self.heads.capped:", "if False:"),
         ("tokens of tiles are read twice", 'with b.if_then(b.icmp_signed(">=", work.row, whole(0))):', "if True:"),
     ),
     *_of(
@@ -286,6 +285,12 @@ MUTANTS = (
             "            pass\n\n    def _look",
         ),
         ("keys are not turned", "enumerate(turned(b, rows))", "enumerate(rows)"),
-        ("tiles are never capped", "if self.heads.capped:", "if False:"),
+        ("tiles are never capped", "self.heads.cap_scores(b, score, self.cap)", "score"),
+    ),
+    *_of(
+        "pallas_kernels/ragged_paged_attention/cpu/heads.py",
+        "test_cpu",
+        ("scores are never capped", "if self.capped else scores", "if False else scores"),
+        ("all blocks belong to the first head", "b.add(b.mul(block, num_heads), head)", "b.mul(block, num_heads)"),
     ),
 )

@@ -29,6 +29,7 @@ def test_a_mutant_applies_to_the_source_and_is_python(mutant):
         ({SELECTED: PASSED, ALL: FAILED}, "killed"),
         ({SELECTED: PASSED, ALL: PASSED}, "SURVIVED"),
         ({SELECTED: 5, ALL: PASSED}, "SURVIVED"),
+        ({SELECTED: -6}, "killed"),
         ({SELECTED: 2}, "STALE (2)"),
         ({SELECTED: TIMED_OUT}, "HANGS"),
     ],

@@ -23,7 +23,6 @@ from pallas_kernels.llvm.functions import (
     multiply_add,
     spread,
     sums_of_each,
-    tanh,
 )
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 from pallas_kernels.ragged_paged_attention.cpu.heads import Heads
@@ -86,9 +85,7 @@ class Chunk:
         sizes = (most * G * H, most * G * L, most * G, G * L, G * L * L)
         self.acc, self.totals, self.tops, self.weights, self.products = map(b.floats, sizes)
         self.q, self.k, self.v = (frame.operand(i) for i in (Q, KEYS, VALUES))
-        self.scale, self.cap = (
-            spread(b, b.read(F32, frame.operand(SETTINGS), 4 * i, align=4), L) for i in range(2)
-        )  # fmt: skip
+        self.scale, self.cap = heads.settings(b, frame.operand(SETTINGS))
 
     def emit(self) -> None:
         b, heads, L, S = self.b, self.heads, whole(self.heads.lanes), whole(self.heads.block_size)
@@ -134,9 +131,7 @@ class Chunk:
         seen = b.and_(b.icmp_signed(">=", position, begin), b.icmp_signed("<", position, end))
         products = self._products(place)
         with b.counting(whole(0), whole(self.heads.group_size), whole(1)) as (g, _):
-            score = b.fmul(products(g), self.scale)
-            if self.heads.capped:
-                score = b.fmul(tanh(b, b.fdiv(score, self.cap)), self.cap)
+            score = self.heads.cap_scores(b, b.fmul(products(g), self.scale), self.cap)
             score = b.select(seen, score, splat(self.kind, LOWEST))
             n = b.add(self._query, g)
             top_at, total_at = b.mul(n, whole(4)), b.mul(n, whole(4 * L))
@@ -196,10 +191,8 @@ class Chunk:
             keys = [self._register(self.k, b.add(k_at, whole(j * line)), heads.numbers) for j in range(count)]
             for g in range(heads.group_size):
                 q = self._register(self.q, b.add(q_at, whole(g * q_line)), self._float32s)
-                for j, key in enumerate(keys):
-                    i = g * count + j
-                    multiply = add_pair_products if heads.pairs else lambda b, sums, x, y: multiply_add(b, x, y, sums)
-                    sums[i] = multiply(b, sums[i], key, q)
+                for i, key in enumerate(keys, g * count):
+                    sums[i] = add_pair_products(b, sums[i], key, q) if heads.pairs else multiply_add(b, key, q, sums[i])
         return sums
 
     def _register(self, base: ir.Value, at: ir.Value, read: Callable[..., ir.Value]) -> ir.Value:
@@ -250,8 +243,8 @@ class Chunk:
 
     def _place(self, block: ir.Value) -> ir.Value:
         """The offset in the cache, in bytes, of the first head's part of a block of the context."""
-        b, block_id = self.b, self._integer(TABLES, self.b.add(self.table, block))
-        return b.mul(b.add(b.mul(block_id, self.num_heads), self.first_head), whole(self.heads.part_bytes))
+        block_id = self._integer(TABLES, self.b.add(self.table, block))
+        return self.heads.part(self.b, block_id, self.num_heads, self.first_head)
 
     def _fetch(self, base: ir.Value, place: ir.Value) -> None:
         """Ask for the memory of a tile."""
@@ -261,5 +254,4 @@ class Chunk:
 
     def _integer(self, operand: int, index: ir.Value) -> ir.Value:
         """An int32 of an operand."""
-        b = self.b
-        return b.sext(b.read(I32, self.frame.operand(operand), b.mul(index, whole(4)), align=4), ir.IntType(64))
+        return self.b.integer(self.frame.operand(operand), index)

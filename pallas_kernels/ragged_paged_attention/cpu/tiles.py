@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 
 from llvmlite import ir
 
-from pallas_kernels.llvm.builder import F32, I32, I64, Builder, splat, whole
-from pallas_kernels.llvm.functions import exp, float32s, lane_max, multiply_add, spread, tanh, turned
+from pallas_kernels.llvm.builder import F32, I32, Builder, splat, whole
+from pallas_kernels.llvm.functions import exp, float32s, lane_max, multiply_add, spread, turned
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 from pallas_kernels.ragged_paged_attention.cpu.heads import Heads
 from pallas_kernels.ragged_paged_attention.numerics import LOWEST
@@ -25,10 +25,9 @@ from pallas_kernels.ragged_paged_attention.numerics import LOWEST
 Q, KEYS, VALUES, TOKENS, SEEN, SOURCES, TABLES, BEGUN, SETTINGS = range(9)
 """Operands: q_TKGH, k_BKSH, v_BKSH, token_X of each place, seen_T2 the first and the last slot that a token sees,
 sources_6L, block_tables_RM, states [T, K, G, H + 2] to begin with, (scale, soft cap)."""
-FIRST, LAST, ROW, BEGIN, END, BEGINS = range(6)
-"""Lines of sources: places [FIRST, LAST), none if that is empty, read slots [BEGIN, END) of ROW. BEGINS: not 0 where
-their queries begin with what BEGUN says."""
 NUM_LINES = 6
+"""Lines of sources, (first, last, row, begin, end, begins): places [first, last), none if that is empty, read slots
+[begin, end) of a row. `begins`: not 0 where their queries begin with what BEGUN says."""
 SLOTS = 64
 ROWS = 96
 """The most rows of scores of a chunk: queries of the heads of a group."""
@@ -61,8 +60,7 @@ def num_blocks(b: Builder, frame: Frame, heads: Heads) -> ir.Value:
 
 def _source(b: Builder, sources: ir.Value, num_sources: ir.Value, source: ir.Value) -> list[ir.Value]:
     """What all lines say of one."""
-    places = [b.mul(b.add(b.mul(whole(line), num_sources), source), whole(4)) for line in range(NUM_LINES)]
-    return [b.sext(b.read(I32, sources, at, align=4), I64) for at in places]
+    return [b.integer(sources, b.add(b.mul(whole(line), num_sources), source)) for line in range(NUM_LINES)]
 
 
 class Chunk:
@@ -80,7 +78,7 @@ class Chunk:
         self.kind, self.bits = float32s(L), ir.VectorType(I32, L)
         self.tile = 6 if heads.num_registers == 16 else 12
         assert ROWS % self.tile == 0 and SLOTS % (2 * L) == 0
-        self.num_heads, self.num_tokens = frame.extent(KEYS, 1), frame.extent(Q, 0)
+        self.num_heads = frame.extent(KEYS, 1)
         blocks = num_blocks(b, frame, heads)
         # The last places first: of a prompt they see most.
         block = b.sub(b.sub(blocks, whole(1)), b.udiv(index, self.num_heads))
@@ -89,9 +87,7 @@ class Chunk:
         sizes = (ROWS * H, ROWS * H, ROWS * L, ROWS, ROWS, ROWS, ROWS, H * SLOTS, SLOTS * H, ROWS * SLOTS)
         (self.q, self.acc, self.totals, self.tops, self.fades, self.lows, self.highs,
          self.keys, self.values, self.weights) = map(b.floats, sizes)  # fmt: skip
-        self.scale, self.cap = (
-            spread(b, b.read(F32, frame.operand(SETTINGS), 4 * i, align=4), L) for i in range(2)
-        )  # fmt: skip
+        self.scale, self.cap = heads.settings(b, frame.operand(SETTINGS))
 
     def emit(self) -> None:
         b, frame = self.b, self.frame
@@ -155,7 +151,7 @@ class Chunk:
         """A loop over the queries of places: (their row x, which of all queries of the step it is)."""
         b, G = self.b, whole(self.heads.group_size)
         with b.counting(first, last, whole(1)) as (place, _):
-            token = b.sext(b.read(I32, self.frame.operand(TOKENS), b.mul(place, whole(4)), align=4), I64)
+            token = b.integer(self.frame.operand(TOKENS), place)
             x, query = (b.mul(i, G) for i in (b.sub(place, self.place), b.add(b.mul(token, self.num_heads), self.head)))
             with b.counting(whole(0), G, whole(1)) as (g, _):
                 yield b.add(x, g), b.add(query, g)
@@ -188,9 +184,8 @@ class Chunk:
         b, G = self.b, self.heads.group_size
         seen, tokens = self.frame.operand(SEEN), self.frame.operand(TOKENS)
         with b.counting(first, last, whole(1), [end, whole(-1)]) as (place, now):
-            token = b.sext(b.read(I32, tokens, b.mul(place, whole(4)), align=4), I64)
-            at = b.mul(token, whole(8))
-            low, high = (b.sext(b.read(I32, seen, b.add(at, whole(4 * i)), align=4), I64) for i in range(2))
+            at = b.mul(b.integer(tokens, place), whole(2))
+            low, high = (b.integer(seen, b.add(at, whole(i))) for i in range(2))
             low, high = b.larger(low, begin), b.smaller(high, b.sub(end, whole(1)))
             x = b.mul(b.sub(place, self.place), whole(G))
             with b.counting(whole(0), whole(G), whole(1)) as (g, _):
@@ -211,13 +206,12 @@ class Chunk:
             values_at = b.mul(j, whole(4 * H))
             with b.if_else(seen) as (then, otherwise):
                 with then:
-                    index = b.mul(b.add(self.table, b.udiv(here, S)), whole(4))
-                    block = b.sext(b.read(I32, self.frame.operand(TABLES), index, align=4), I64)
-                    place = b.add(b.mul(b.add(b.mul(block, self.num_heads), self.head), S), b.urem(here, S))
-                    place = b.mul(place, whole(H * heads.size))
+                    block = b.integer(self.frame.operand(TABLES), b.add(self.table, b.udiv(here, S)))
+                    slot_at = b.mul(b.urem(here, S), whole(H * heads.size))
+                    place = b.add(heads.part(b, block, self.num_heads, self.head), slot_at)
                     with b.counting(whole(0), whole(H), whole(L)) as (d, _):
                         at = b.add(place, b.mul(d, whole(heads.size)))
-                        rows = [self.heads.numbers(b, keys, b.add(at, whole(i * H * heads.size))) for i in range(L)]
+                        rows = [heads.numbers(b, keys, b.add(at, whole(i * H * heads.size))) for i in range(L)]
                         for i, column in enumerate(turned(b, rows)):
                             key_at = b.mul(b.add(b.mul(b.add(d, whole(i)), whole(SLOTS)), j), whole(4))
                             b.write(column, self.keys, key_at, align=4)
@@ -227,7 +221,7 @@ class Chunk:
                         is_seen = spread(b, is_seen, L)
                         with b.counting(whole(0), whole(H), whole(L)) as (d, _):
                             at = b.add(b.mul(i, whole(H)), d)
-                            number = self.heads.numbers(b, values, b.add(place, b.mul(at, whole(heads.size))))
+                            number = heads.numbers(b, values, b.add(place, b.mul(at, whole(heads.size))))
                             number = b.select(is_seen, number, ir.Constant(self.kind, None))
                             b.write(number, self.values, b.add(values_at, b.mul(at, whole(4))), align=4)
                 with otherwise, b.counting(whole(0), whole(4 * L * H), whole(4 * L)) as (i, _):
@@ -284,9 +278,7 @@ class Chunk:
                 position = b.add(start, splat(self.bits, c * L))
                 seen = b.and_(b.icmp_signed(">=", position, low), b.icmp_signed("<=", position, high))
                 score = b.read(self.kind, self.weights, b.add(weights_at, whole(4 * c * L)), align=4)
-                if self.heads.capped:
-                    score = b.fmul(tanh(b, b.fdiv(score, self.cap)), self.cap)
-                score = b.select(seen, score, lowest)
+                score = b.select(seen, self.heads.cap_scores(b, score, self.cap), lowest)
                 largest = b.select(b.fcmp_ordered(">", score, largest), score, largest)
                 scores.append(score)
                 sees.append(seen)
