@@ -38,7 +38,8 @@ class Harmony:
             out.begin_call(recipient[1])
         is_thinking = "analysis" in header and not recipient
         sink = out.arguments if recipient else out.reasoning if is_thinking else out.content
-        found = yield from source.until(OUTSIDE, sink)
+        # Arguments are JSON, which no marker's beginning ends: where a call is cut off there, it is not theirs.
+        found = yield from source.until(OUTSIDE, sink, is_whole=not recipient)
         if found and recipient:
             out.end_call()
         if found in BEGINS:

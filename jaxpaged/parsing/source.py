@@ -128,18 +128,22 @@ class Source:
                 return "".join(pieces)
             yield
 
-    def until(self, markers: Markers, sink: Sink) -> Steps[str | None]:
-        """Read up to a marker and the marker too; what comes before it goes to `sink`. None: the text ended."""
+    def until(self, markers: Markers, sink: Sink, *, is_whole: bool = True) -> Steps[str | None]:
+        """Read up to a marker and the marker too; what comes before it goes to `sink`. None: the text ended.
+
+        A text that ends with the beginning of a marker was text if it `is_whole`; otherwise that beginning is left out.
+        """
         while True:
             match = markers.pattern.search(self._text, self._at)
             end = match.start() if match else len(self._text)
-            if not match and not self.closed:
+            if not match and not (self.closed and is_whole):
                 end -= markers.num_held(self._text, self._at)
             if end > self._at:
                 sink(self._read(end))
             if match:
                 return self._read(match.end())
             if self.closed:
+                self._read(len(self._text))
                 return None
             yield
 

@@ -195,6 +195,13 @@ def test_gpt_oss_says_in_channels_what_is_thought_answered_and_called():
         assert calls_of(message) == [("f", '{"a": 1}'), ("g", "{}")]
 
 
+@pytest.mark.parametrize("end", ["", "<", "<|cal", "<|call|>"])
+def test_a_gpt_oss_call_that_is_cut_off_in_its_end_has_its_arguments_alone(end):
+    message = parse('<|channel|>commentary to=functions.f<|message|>{"a": 1}' + end, "openai")
+    assert calls_of(message) == [("f", '{"a": 1}')]
+    assert message.content is None
+
+
 # ---- forced calls, and names
 
 
