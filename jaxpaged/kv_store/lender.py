@@ -25,6 +25,8 @@ from jaxpaged.kv_store.tls import TlsFiles, shake_hands
 from jaxpaged.kv_store.visitors import Visitors
 
 IDLE_SECONDS = 60.0
+LISTEN_SECONDS = 1.0
+"""How often leases and strangers whose time is over are looked for while nobody connects."""
 LONGEST = 20
 """How many times as long as it was granted for a lease may last, however often it is renewed."""
 PAGE_PATIENCE = 4.0
@@ -76,6 +78,7 @@ class Lender:
         near = shared_memory.listen(self.host, self.port) if shares and tls is None else None
         self._sockets = [self._socket] if near is None else [self._socket, near]
         for listener in self._sockets:
+            listener.settimeout(LISTEN_SECONDS)  # before its thread runs, which may be after `close`
             threading.Thread(target=self._listen, args=(listener,), name="kv-lend", daemon=True).start()
 
     # ---- leases --------------------------------------------------------------------------------
@@ -172,7 +175,6 @@ class Lender:
     # ---- borrowers -----------------------------------------------------------------------------
 
     def _listen(self, listener: socket.socket) -> None:
-        listener.settimeout(1.0)
         while not self._closing:
             self.expire()
             self._visitors.expire()

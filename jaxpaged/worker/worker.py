@@ -76,8 +76,8 @@ class Worker:
         self.bundle = self._open_bundle()
         num_blocks = settle_blocks(min(self._size_kv_cache(stage).num_blocks[0] for stage in self.stages))
         self.kv_cache_config = whole_kv_cache(self.blueprint, num_blocks)
-        if config.cache.offload is not None:
-            check_offload(config.cache.offload, self.blueprint, self.kv_cache_config)
+        offload = config.cache.offload
+        self._offload = offload and check_offload(offload, self.blueprint, self.kv_cache_config)
         self.pools = config.model.runner == "pooling"
         self._of_stages = [programs_for(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages]
         self.step_programs = self._of_stages[-1]
@@ -227,11 +227,10 @@ class Worker:
 
     def _open_transfer(self) -> KVTransferWorker | None:
         """What keeps keys and values besides the devices, if anything."""
-        offload = self.config.cache.offload
-        if offload is None:
+        if self._offload is None:
             return None
         args = self.blueprint, self.kv_cache_config, self.device, self.weights.version
-        return open_transfer(offload, *args)
+        return open_transfer(self._offload, *args)
 
     def new_state(self) -> DeviceState:
         """Device state of an engine that has computed nothing: all zeros."""

@@ -74,6 +74,7 @@ def test_the_next_engine_reads_what_the_first_one_wrote(model, server):
     again, cached = answers(llm)
     assert again == expected and max(cached) >= 64, cached
     assert worker_of(llm).stats()["kv_offload_pages_lost"] == 0
+    assert server.calls["GetChunkSize"] == 2 * 3, "each engine asks before its weights are read, and when it is known"
     server.close()
     assert llm.reset_prefix_cache() and answers(llm)[0] == expected, "without the server"
     llm.shutdown()

@@ -1,18 +1,13 @@
-"""Deliberate mistakes in pages, leases, and what travels when, which quick tests must notice. `scripts/mutate.py` tries
-them."""
+"""Deliberate mistakes in pages and what travels when, which quick tests must notice. `scripts/mutate.py` tries them."""
 
+from tests.kv_store.lmcache.mutants import MUTANTS as OF_LMCACHE
+from tests.kv_store.peer_mutants import MUTANTS as OF_PEERS
 from tests.mutants import mutants_of
 
 _CORE = ("tests/engine/test_kv_chain.py", "tests/engine/test_kv_transfer.py")
 _TESTS = {
     "page": ("tests/kv_store/test_page.py",),
     "prefix_file": ("tests/kv_store/test_prefix_file.py",),
-    "channel": ("tests/kv_store/test_handover.py", "tests/kv_store/test_shared_memory.py"),
-    "lender": ("tests/kv_store/test_handover.py", "tests/kv_store/test_handover_early.py"),
-    "borrower": ("tests/kv_store/test_handover.py", "tests/kv_store/test_handover_early.py"),
-    "shared_memory": ("tests/kv_store/test_shared_memory.py",),
-    "tls": ("tests/kv_store/test_handover_tls.py",),
-    "handover": ("tests/kv_store/test_handover.py",),
     "folder": ("tests/kv_store/test_disk.py",),
     "remote": ("tests/kv_store/test_remote.py",),
     "mover": ("tests/kv_store/test_tiers.py",),
@@ -30,6 +25,8 @@ _TESTS = {
 _of = mutants_of(lambda module: _TESTS.get(module.rpartition("/")[2].removesuffix(".py"), _CORE))
 
 MUTANTS = (
+    *OF_PEERS,
+    *OF_LMCACHE,
     # ---- checksums
     *_of(
         "jaxpaged/kv_store/page.py",
@@ -92,81 +89,6 @@ MUTANTS = (
         ("rounded pages pass for exact ones", '"version": version,', '"version": None,'),
         ("values of facts make no other namespace", "encode_cbor(facts)", "encode_cbor(sorted(facts))"),
         ("the group is not in the header", '"group": str(header.key.group),', '"group": "0",'),
-    ),
-    *_of(
-        "jaxpaged/kv_store/channel.py",
-        "",
-        ("peers of another namespace are served", "if other.namespace != own.namespace:", "if other.namespace == '':"),
-        ("peers of another version are served", "if other.version != own.version:", "if other.version == 0:"),
-        ("peers without a secret are served", "if other.is_signed != own.is_signed:", "if other.is_signed is None:"),
-        ("a message may be repeated", 'self._counts[direction].to_bytes(8, "big")', '(1).to_bytes(8, "big")'),
-        ("a session's messages may be used in another", "self._session + self._sides", "self._sides"),
-        ("signatures are not looked at", "if tag and not hmac.compare_digest(", "if tag and not len("),
-        ("pages of any size are read", "if largest > self._most:", "if largest > 1 << 40:"),
-    ),
-    # ---- leases
-    *_of(
-        "jaxpaged/kv_store/lender.py",
-        "",
-        ("leases never end", "if lease.until < now]:", "if lease.until < 0]:"),
-        ("leases may be renewed for ever", "min(now + self._lease_s, lease.latest)", "now + self._lease_s"),
-        ("renewing does nothing", "lease.until = min(", "_ = min("),
-        (
-            "what was lent counts for ever",
-            "self._held_bytes -= page.nbytes if page is not None else 0",
-            "self._held_bytes -= 0",
-        ),
-        (
-            "a lease that was given back goes on",
-            "lease = self._leases.pop(name, None)",
-            "lease = self._leases.get(name)",
-        ),
-        ("any page may be had under a lease", "page = lease.pages.get(key)", "page = next(iter(lease.pages.values()))"),
-        ("more is lent than there is room for", "> self._capacity:", "> self._capacity << 9:"),
-        ("one lease's end is that of others too", "self._wanted[key].discard(name)", "self._wanted[key].clear()"),
-        (
-            "pages that come later are not told of",
-            "            self._changed.notify_all()\n\n    def _lacks",
-            "\n    def _lacks",
-        ),
-        ("who waits, waits for each page anew", "and lease.waits_until is None:", "and True:"),
-        ("a lease ends while its prompt is computed", "until: float = math.inf", "until: float = 0.0"),
-        ("a page for which there is no room is waited for", "            del pages[key]  #", "            pass  #"),
-    ),
-    *_of(
-        "jaxpaged/kv_store/borrower.py",
-        "",
-        ("pages are not checked", "decode(page, expect_namespace", "dict(expect_namespace"),
-        ("a lease that failed is asked for again", "self._ended[lease] = None", "pass"),
-        ("leases are not given back", "self._releasing.submit(self._send_release, source)", "pass"),
-        ("what was given back is still expected", "                del self._sources[key]\n", "                pass\n"),
-        ("leases are not renewed", "self._kept[source.lease] = source", "pass"),
-        ("who hears nothing waits on", "num_silent = 0 if done else num_silent + 1", "num_silent = 0"),
-        ("any answer is believed", "<= set(places):", "<= set(range(999)):"),
-    ),
-    *_of(
-        "jaxpaged/kv_store/shared_memory.py",
-        "",
-        ("memory may shrink", "F_GET_SEALS) & SEALS != SEALS:", "F_GET_SEALS) < 0:"),
-        ("other users get pages", "return user == os.geteuid()", "return True"),
-        ("the memory itself is handed out", "        copy[:] = self._bytes", "        copy = self._bytes"),
-        ("pages lie on each other", "self._end = start + size", "self._end = size"),
-        ("memory of any size is mapped", "if not 0 < size <= ARENA_BYTES:", "if size < 0:"),
-    ),
-    *_of(
-        "jaxpaged/kv_store/tls.py",
-        "",
-        ("who borrows needs no certificate", "context.verify_mode = ssl.CERT_REQUIRED", "pass"),
-        ("any certificate will do", "ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)", "ssl._create_unverified_context()"),
-    ),
-    *_of(
-        "jaxpaged/kv_store/handover.py",
-        "",
-        (
-            "every port of an allowed host's name is one",
-            'return source.host in names or f"{source.host}:{source.port}" in names',
-            "return any(name.startswith(source.host) for name in names)",
-        ),
     ),
     *_of(
         "jaxpaged/core/kv_transfer/handovers.py",

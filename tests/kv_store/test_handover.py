@@ -139,11 +139,16 @@ def test_two_leases_of_one_page_end_apart():
         assert got(borrower, KEYS[0]) is None
 
 
-@pytest.mark.parametrize(("space", "secret", "most"), [(OTHER, None, MOST), (SPACE, SECRET, MOST), (SPACE, None, 100)])
+@pytest.mark.parametrize(
+    ("space", "secret", "most"), [(OTHER, None, MOST), (SPACE, SECRET, MOST), (SPACE, None, 100)],
+    ids=["namespace", "secret", "size"],
+)  # fmt: skip
 def test_peers_that_differ_refuse_each_other_and_nothing_is_used(space, secret, most, caplog):
     with lending() as (lender, _), borrowing(lender, space, secret, most) as (borrower, _):
         assert got(borrower, KEYS[0]) is None and got(borrower, KEYS[1]) is None
         assert borrower.usage().counters.corrupt == 1 and "left alone" in caplog.text
+        if most == MOST:  # the lender says so in its own time, and not into the log of the next test
+            eventually(lambda: "A borrower of keys and values is refused" in caplog.text)
         assert ("with 32 and 24 tokens in a page" in caplog.text) == (space is OTHER)
 
 
@@ -210,6 +215,18 @@ def test_a_peer_that_is_gone_costs_little():
         begin = time.monotonic()
         assert [got(borrower, key) for key in KEYS] == [None] * 3
         assert time.monotonic() - begin < 2 and borrower.usage().counters.errors == 1
+
+
+def test_a_lender_that_ends_before_its_threads_begin_ends_quietly(monkeypatch):
+    began = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: began.append(thread))
+        lender = Lender(HostTier(1), ("127.0.0.1", 0), SPACE, lease_s=1.0, capacity=1)
+    lender.close()
+    lender._closing = False  # so that they come to wait, as when they are at it already
+    assert len(began) == len(lender._sockets)
+    for thread in began:
+        thread.run()
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,11 @@ MAX_CHUNK_SIZE = 1 << 16
 """Tokens that a server may say a chunk has."""
 
 
-def check_lmcache(wish: TierWish, pages: str, blueprint: Blueprint, kv_cache: KVCacheConfig, secrets: Secrets) -> None:
-    """Raise ConfigError, before any weight is read, where nothing can be shared with LMCache."""
+def agreed_lmcache(
+    wish: TierWish, pages: str, blueprint: Blueprint, kv_cache: KVCacheConfig, secrets: Secrets
+) -> ChunkSettings:
+    """The settings of a store, with the tokens of a chunk. Raises ConfigError, before any weight is read, where nothing
+    can be shared with LMCache."""
     if secrets.page_secret is not None:
         raise ConfigError(
             "kv_offload_secrets has a page_secret, and LMCache's chunks cannot be signed: whoever can write to the "
@@ -52,6 +55,7 @@ def check_lmcache(wish: TierWish, pages: str, blueprint: Blueprint, kv_cache: KV
             f"{len(layout.groups)} groups of layers, which vLLM's connector for it lays out otherwise. An lm:// server "
             "or Redis takes such models."
         )
+    return settings
 
 
 def is_multiprocess(wish: TierWish) -> bool:
@@ -110,8 +114,9 @@ def layout_of(settings: ChunkSettings, kv_cache: KVCacheConfig, form: PageForm) 
 def open_lmcache(
     wish: TierWish, space: str, secrets: Secrets, blueprint: Blueprint, kv_cache: KVCacheConfig
 ) -> LMCacheTier:
-    """A tier of pages of the namespace `space` that are shared as LMCache's chunks."""
-    settings = agreed_settings(wish)
+    """A tier of pages of the namespace `space` that are shared as LMCache's chunks, as `agreed_lmcache` said."""
+    settings = wish.chunks
+    assert settings is not None
     layout, model = layout_of(settings, kv_cache, blueprint.page_form), model_of(settings, blueprint)
     store: ChunkStore
     if wish.place.startswith("lm:"):

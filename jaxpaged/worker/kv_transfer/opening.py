@@ -22,7 +22,7 @@ from jaxpaged.kv_store.tier import Tier
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.kv_transfer.forms import PageForm
-from jaxpaged.worker.kv_transfer.lmcache import check_lmcache, open_lmcache
+from jaxpaged.worker.kv_transfer.lmcache import agreed_lmcache, open_lmcache
 from jaxpaged.worker.kv_transfer.peers import Peers
 from jaxpaged.worker.kv_transfer.programs import page_shape
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
@@ -39,9 +39,10 @@ STORE_READERS = 8
 """Pages of one load that are fetched at a time where one may come from another process: each takes a round trip."""
 
 
-def check_offload(offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheConfig) -> None:
+def check_offload(offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheConfig) -> KVOffload:
     """Raise ConfigError, before any weight is read, for a cache whose blocks cannot leave the device, for stores whose
-    packages are missing, and for files of secrets and certificates that are none."""
+    packages are missing, and for files of secrets and certificates that are none. Returns the options for
+    `open_transfer`, with what servers said of themselves."""
     if any(isinstance(group.spec, StateSpec) for group in kv_cache.groups):
         raise ConfigError("kv_offload: recurrent states cannot be kept outside of the device yet. Leave it out.")
     if offload.pages != EXACT and any(isinstance(group.spec, LatentSpec) for group in kv_cache.groups):
@@ -58,17 +59,22 @@ def check_offload(offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheCon
                 f"pip install 'jaxpaged[{extra}]'."
             )
     secrets = read_secrets(offload.secrets_file)
-    for wish in offload.tiers:
-        if wish.chunks is not None:
-            check_lmcache(wish, offload.pages, blueprint, kv_cache, secrets)
+    tiers = [
+        wish
+        if wish.chunks is None
+        else replace(wish, chunks=agreed_lmcache(wish, offload.pages, blueprint, kv_cache, secrets))
+        for wish in offload.tiers
+    ]
     if offload.peering is not None and (tls := offload.peering.tls) is not None:
         tls.check(lends=offload.peering.lends)
+    return replace(offload, tiers=tuple(tiers))
 
 
 def open_transfer(
     offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheConfig, device: Device, weights_version: str
 ) -> KVTransferWorker:
-    """The worker's half. Raises ConfigError for a folder that can hold no pages, or an address that is none."""
+    """The worker's half, of what `check_offload` returned. Raises ConfigError for a folder that can hold no pages, or
+    an address that is none."""
     space, secrets = namespace_of(blueprint, kv_cache, weights_version), read_secrets(offload.secrets_file)
     form = blueprint.page_form
     facts = {"model": blueprint.config.model.model, "page_tokens": form.page_tokens, **form.facts}
