@@ -33,6 +33,13 @@ def read_bfloat16(b: Builder, base: ir.Value, offset: int | ir.Value, count: int
     return b.bitcast(b.shl(wide, splat(bits, 16)), float32s(count))
 
 
+def bfloat16_pairs(b: Builder, first: ir.Value, second: ir.Value) -> ir.Value:
+    """In each lane the two bfloat16 numbers that lanes of float32 vectors hold, the first one in the low half."""
+    bits = ir.VectorType(I32, first.type.count)
+    low = b.lshr(b.bitcast(first, bits), splat(bits, 16))
+    return b.bitcast(b.or_(low, b.bitcast(second, bits)), first.type)
+
+
 def spread(b: Builder, scalar: ir.Value, count: int) -> ir.Value:
     """A vector of one value."""
     kind = ir.VectorType(scalar.type, count)

@@ -271,7 +271,9 @@ MUTANTS = (
             'b.icmp_signed(">=", position, low)',
             'b.icmp_signed(">=", low, low)',
         ),
-        ("values that nobody sees are read", "is_seen = spread(b, is_seen, L)", "is_seen = spread(b, seen, L)"),
+        ("values that nobody sees are read", 'b.icmp_signed("<=", now, most)', 'b.icmp_signed("<=", now, now)'),
+        ("both values of a pair are the first slot's", "[b.add(i, whole(n)) for n", "[i for n"),
+        ("the values of a pair change places", "bfloat16_pairs(b, *numbers)", "bfloat16_pairs(b, *numbers[::-1])"),
         ("what spans have come to is forgotten", "self._continue(first, last)", "pass"),
         (
             "sums keep their weight when the top rises",

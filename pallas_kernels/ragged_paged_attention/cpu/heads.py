@@ -10,7 +10,7 @@ from pallas_kernels.llvm.functions import float32s, read_bfloat16, spread, tanh
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """`pairs`: the CPU multiplies pairs of bfloat16, and single queries come as such."""
+    """`pairs`: the CPU multiplies pairs of bfloat16, which queries, keys and values are."""
 
     dtype: str
     group_size: int

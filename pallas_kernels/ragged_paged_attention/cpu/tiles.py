@@ -6,9 +6,11 @@ head, which go through every source that has some of them. So no two threads eve
 have several sources.
 
 Of a source `SLOTS` slots are read at a time: keys are turned, so that a register holds several slots, and values
-copied, both as float32. Then come scores, weights and weighted values, tile by tile of as many queries as registers
-hold sums for. Queries of a tile that do not belong to the source, and slots that a query does not see, have weight 0;
-what lies in slots that no query sees is not touched, since 0 times NaN is NaN.
+copied. Then come scores, weights and weighted values, tile by tile of as many queries as registers hold sums for.
+Products are of float32, or of pairs of bfloat16 where the CPU multiplies them, for which weights are rounded: an
+instruction then adds two products to each lane, and nothing is converted. Queries of a tile that do not belong to the
+source, and slots that a query does not see, have weight 0; what lies in slots that no query sees is not touched, since
+0 times NaN is NaN.
 """
 
 import contextlib
@@ -16,8 +18,17 @@ from collections.abc import Callable, Iterator
 
 from llvmlite import ir
 
-from pallas_kernels.llvm.builder import F32, I32, Builder, splat, whole
-from pallas_kernels.llvm.functions import exp, float32s, lane_max, multiply_add, spread, turned
+from pallas_kernels.llvm.builder import F32, I32, BFloat16, Builder, splat, whole
+from pallas_kernels.llvm.functions import (
+    add_pair_products,
+    bfloat16_pairs,
+    exp,
+    float32s,
+    lane_max,
+    multiply_add,
+    spread,
+    turned,
+)
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 from pallas_kernels.ragged_paged_attention.cpu.heads import Heads
 from pallas_kernels.ragged_paged_attention.numerics import LOWEST
@@ -66,18 +77,20 @@ def _source(b: Builder, sources: ir.Value, num_sources: ir.Value, source: ir.Val
 class Chunk:
     """The queries of some places and one kv head, in the function that `b` writes.
 
-    On the stack, of rows x, which are the queries of a place one after the other: `q` [x, H] in float32, `acc` sums of
-    weighted values [x, H], `totals` sums of weights [x, lanes], `tops` [x], `fades` [x] what to scale sums by, `lows`
-    and `highs` [x] the slots that are seen, none but where a source is read; of slots `keys` [H, SLOTS], `values`
-    [SLOTS, H], and `weights` [x, SLOTS], which are scores first.
+    On the stack, of rows x, which are the queries of a place one after the other: `q` [x, H], `acc` sums of weighted
+    values [x, H], `totals` sums of weights [x, lanes], `tops` [x], `fades` [x] what to scale sums by, `lows` and
+    `highs` [x] the slots that are seen, none but where a source is read; of slots `keys` [H, SLOTS], `values`
+    [SLOTS, H], and `weights` [x, SLOTS], which are scores first. What is multiplied has `depth` numbers in a lane,
+    neighbours in what is summed over: d for `q` and `keys`, slots for `values` and `weights`.
     """
 
     def __init__(self, b: Builder, frame: Frame, heads: Heads, index: ir.Value):
         self.b, self.frame, self.heads = b, frame, heads
         G, H, L = heads.group_size, heads.head_dim, heads.lanes
         self.kind, self.bits = float32s(L), ir.VectorType(I32, L)
+        self.depth = 2 if heads.pairs else 1
         self.tile = 6 if heads.num_registers == 16 else 12
-        assert ROWS % self.tile == 0 and SLOTS % (2 * L) == 0
+        assert ROWS % self.tile == 0 and SLOTS % (2 * L) == 0 and H % (self.depth * L) == 0
         self.num_heads = frame.extent(KEYS, 1)
         blocks = num_blocks(b, frame, heads)
         # The last places first: of a prompt they see most.
@@ -161,12 +174,12 @@ class Chunk:
     def _read(self, first: ir.Value, last: ir.Value, row: ir.Value, begin: ir.Value, end: ir.Value) -> None:
         """Add what places [first, last) see of slots [begin, end) of a row."""
         b, heads = self.b, self.heads
-        G, H, L = heads.group_size, heads.head_dim, heads.lanes
+        G, lines, L = heads.group_size, heads.head_dim // self.depth, heads.lanes
         least, most = self._look(first, last, begin, end)
-        with self._queries(first, last) as (x, query), b.counting(whole(0), whole(H), whole(L)) as (d, _):
-            at = b.mul(b.add(b.mul(query, whole(H)), d), whole(heads.size))
-            numbers = b.fmul(self.heads.numbers(b, self.frame.operand(Q), at), self.scale)
-            b.write(numbers, self.q, b.mul(b.add(b.mul(x, whole(H)), d), whole(4)), align=4)
+        with self._queries(first, last) as (x, query), b.counting(whole(0), whole(lines), whole(L)) as (d, _):
+            at = b.mul(b.add(b.mul(query, whole(lines)), d), whole(self.depth * heads.size))
+            factors = self._factors(self.frame.operand(Q), at)
+            b.write(factors, self.q, b.mul(b.add(b.mul(x, whole(lines)), d), whole(4)), align=4)
         tile = whole(self.tile)
         first_x, last_x = (b.mul(b.sub(place, self.place), whole(G)) for place in (first, last))
         first_x = b.mul(b.udiv(first_x, tile), tile)
@@ -195,37 +208,53 @@ class Chunk:
             now[1] = b.select(sees, b.larger(now[1], high), now[1])
         return now[0], now[1]
 
+    def _factors(self, base: ir.Value, at: ir.Value) -> ir.Value:
+        """A register of queries or keys, as they are multiplied."""
+        return self.b.read(self.kind, base, at, align=2) if self.heads.pairs else self.heads.numbers(self.b, base, at)
+
     def _gather(self, slot: ir.Value, least: ir.Value, most: ir.Value) -> None:
         """Keys, turned, and values of `SLOTS` slots from `slot` on; of slots that nobody sees values are 0."""
         b, heads = self.b, self.heads
         H, L, S = heads.head_dim, heads.lanes, whole(heads.block_size)
-        keys, values = self.frame.operand(KEYS), self.frame.operand(VALUES)
+        keys, value_line = self.frame.operand(KEYS), whole(4 * H // self.depth)
         with b.counting(whole(0), whole(SLOTS), whole(L)) as (j, _):
             here = b.add(slot, j)
             seen = b.and_(b.icmp_signed("<=", here, most), b.icmp_signed(">", b.add(here, whole(L)), least))
-            values_at = b.mul(j, whole(4 * H))
+            values_at = b.mul(j, value_line)
             with b.if_else(seen) as (then, otherwise):
                 with then:
                     block = b.integer(self.frame.operand(TABLES), b.add(self.table, b.udiv(here, S)))
                     slot_at = b.mul(b.urem(here, S), whole(H * heads.size))
                     place = b.add(heads.part(b, block, self.num_heads, self.head), slot_at)
-                    with b.counting(whole(0), whole(H), whole(L)) as (d, _):
-                        at = b.add(place, b.mul(d, whole(heads.size)))
-                        rows = [heads.numbers(b, keys, b.add(at, whole(i * H * heads.size))) for i in range(L)]
+                    with b.counting(whole(0), whole(H // self.depth), whole(L)) as (d, _):
+                        at = b.add(place, b.mul(d, whole(self.depth * heads.size)))
+                        rows = [self._factors(keys, b.add(at, whole(i * H * heads.size))) for i in range(L)]
                         for i, column in enumerate(turned(b, rows)):
                             key_at = b.mul(b.add(b.mul(b.add(d, whole(i)), whole(SLOTS)), j), whole(4))
                             b.write(column, self.keys, key_at, align=4)
-                    with b.counting(whole(0), whole(L), whole(1)) as (i, _):
-                        now = b.add(here, i)
-                        is_seen = b.and_(b.icmp_signed(">=", now, least), b.icmp_signed("<=", now, most))
-                        is_seen = spread(b, is_seen, L)
-                        with b.counting(whole(0), whole(H), whole(L)) as (d, _):
-                            at = b.add(b.mul(i, whole(H)), d)
-                            number = heads.numbers(b, values, b.add(place, b.mul(at, whole(heads.size))))
-                            number = b.select(is_seen, number, ir.Constant(self.kind, None))
-                            b.write(number, self.values, b.add(values_at, b.mul(at, whole(4))), align=4)
-                with otherwise, b.counting(whole(0), whole(4 * L * H), whole(4 * L)) as (i, _):
+                    with b.counting(whole(0), whole(L), whole(self.depth)) as (i, _):
+                        self._copy_values(here, i, place, values_at, least, most)
+                with otherwise, b.counting(whole(0), b.mul(whole(L), value_line), whole(4 * L)) as (i, _):
                     b.write(ir.Constant(self.kind, None), self.values, b.add(values_at, i), align=4)
+
+    def _copy_values(
+        self, start: ir.Value, i: ir.Value, place: ir.Value, values_at: ir.Value, least: ir.Value, most: ir.Value
+    ) -> None:
+        """A line of values, of the slots from start + i on that a lane holds."""
+        b, heads = self.b, self.heads
+        H, L = heads.head_dim, heads.lanes
+        slots = [b.add(i, whole(n)) for n in range(self.depth)]
+        is_seen = lambda now: b.and_(b.icmp_signed(">=", now, least), b.icmp_signed("<=", now, most))
+        seen = [spread(b, is_seen(b.add(start, slot)), L) for slot in slots]
+        line_at = b.add(values_at, b.mul(i, whole(4 * H // self.depth)))
+        with b.counting(whole(0), whole(H), whole(L)) as (d, _):
+            places = [b.add(place, b.mul(b.add(b.mul(slot, whole(H)), d), whole(heads.size))) for slot in slots]
+            numbers = [
+                b.select(mask, heads.numbers(b, self.frame.operand(VALUES), at), ir.Constant(self.kind, None))
+                for mask, at in zip(seen, places)
+            ]
+            line = bfloat16_pairs(b, *numbers) if heads.pairs else numbers[0]
+            b.write(line, self.values, b.add(line_at, b.mul(d, whole(4))), align=4)
 
     def _score(self, first_x: ir.Value, last_x: ir.Value) -> None:
         """Products of queries and keys, as `weights`."""
@@ -233,7 +262,7 @@ class Chunk:
         tiles = b.counting(first_x, last_x, whole(self.tile))
         with b.counting(whole(0), whole(SLOTS), whole(2 * L)) as (j, _), tiles as (x, _):
             zeros = [ir.Constant(self.kind, None)] * (2 * self.tile)
-            rows = [b.mul(b.add(x, whole(i)), whole(4 * H)) for i in range(self.tile)]
+            rows = [b.mul(b.add(x, whole(i)), whole(4 * H // self.depth)) for i in range(self.tile)]
             sums = self._tile_product(
                 zeros, H, lambda d: b.mul(b.add(b.mul(d, whole(SLOTS)), j), whole(4)), self.keys, self.q, rows, 2
             )
@@ -247,9 +276,10 @@ class Chunk:
         factors: ir.Value, rows: list[ir.Value], width: int,
     ) -> list[ir.Value]:  # fmt: skip
         """sums + factors [rows, length] times columns [length, width registers]. `place(d)`: where line d begins in
-        `columns`; `rows`: where rows do in `factors`."""
+        `columns`, of as many numbers as a lane holds; `rows`: where rows do in `factors`."""
         b, L = self.b, self.heads.lanes
-        with b.counting(whole(0), whole(length), whole(2), sums) as (d, now):
+        add_products = self._add_pairs if self.heads.pairs else multiply_add
+        with b.counting(whole(0), whole(length // self.depth), whole(2), sums) as (d, now):
             for step in range(2):  # the loop's own work once for two
                 line = b.add(d, whole(step))
                 at = place(line)
@@ -257,8 +287,12 @@ class Chunk:
                 for i, row in enumerate(rows):
                     factor = spread(b, b.read(F32, factors, b.add(row, b.mul(line, whole(4))), align=4), L)
                     for c in range(width):
-                        now[width * i + c] = multiply_add(b, numbers[c], factor, now[width * i + c])
+                        now[width * i + c] = add_products(b, numbers[c], factor, now[width * i + c])
         return now
+
+    def _add_pairs(self, b: Builder, x: ir.Value, y: ir.Value, sums: ir.Value) -> ir.Value:
+        pairs = ir.VectorType(BFloat16(), 2 * self.heads.lanes)
+        return add_pair_products(b, sums, b.bitcast(x, pairs), b.bitcast(y, pairs))
 
     def _weigh(self, first_x: ir.Value, last_x: ir.Value, slot: ir.Value) -> None:
         """Scores become weights, and `fades` what sums so far are scaled by."""
@@ -278,7 +312,8 @@ class Chunk:
                 position = b.add(start, splat(self.bits, c * L))
                 seen = b.and_(b.icmp_signed(">=", position, low), b.icmp_signed("<=", position, high))
                 score = b.read(self.kind, self.weights, b.add(weights_at, whole(4 * c * L)), align=4)
-                score = b.select(seen, self.heads.cap_scores(b, score, self.cap), lowest)
+                score = self.heads.cap_scores(b, b.fmul(score, self.scale), self.cap)
+                score = b.select(seen, score, lowest)
                 largest = b.select(b.fcmp_ordered(">", score, largest), score, largest)
                 scores.append(score)
                 sees.append(seen)
@@ -291,7 +326,10 @@ class Chunk:
             total = b.fmul(b.read(self.kind, self.totals, total_at, align=4), fade)
             for c, (score, seen) in enumerate(zip(scores, sees)):
                 weight = b.select(seen, exp(b, b.fsub(score, top)), nothing)
-                b.write(weight, self.weights, b.add(weights_at, whole(4 * c * L)), align=4)
+                written = b.fptrunc(weight, ir.VectorType(BFloat16(), L)) if self.heads.pairs else weight
+                b.write(written, self.weights, b.add(weights_at, whole(4 * c * L // self.depth)), align=4)
+                # What is summed is what is multiplied.
+                weight = b.fpext(written, self.kind) if self.heads.pairs else weight
                 total = b.fadd(total, weight)
             b.write(total, self.totals, total_at, align=4)
 
