@@ -30,9 +30,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-hypothesis.settings.register_profile("fast", max_examples=50, deadline=None, derandomize=True)
-hypothesis.settings.register_profile("ci", max_examples=100, deadline=None)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "fast")
+hypothesis.settings.register_profile("same", max_examples=50, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", max_examples=100, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 hypothesis.configuration.set_hypothesis_home_dir(CACHE / "hypothesis")
 
 
