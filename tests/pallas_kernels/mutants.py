@@ -249,12 +249,22 @@ MUTANTS = (
         ("the last slot is not seen", 'b.icmp_signed("<", position, end)', 'b.icmp_signed("<=", position, end)'),
         ("values outside of the range are read", "b.smaller(b.sub(self.end, slot), whole(L))", "whole(L)"),
         (
+            "a lane's other slot is read outside of the range",
+            "b.larger(b.smaller(b.add(j, whole(n)), final), first)",
+            "b.add(j, whole(n))",
+        ),
+        ("all turned queries are the first", "self._q_at(g, b.add(d, whole(i)))", "self._q_at(0, b.add(d, whole(i)))"),
+        (
             "sums keep their weight when the top rises",
             "b.read(self.kind, self.acc, at, align=4), fade)",
             "b.read(self.kind, self.acc, at, align=4), splat(self.kind, 1.0))",
         ),
-        ("all queries of a group are the first", "b.add(q_at, whole(g * q_line))", "q_at"),
-        ("slots of a tile are those of its beginning", "place = b.add(place, whole(first * line))", "pass"),
+        ("all queries of a group are the first", "self._q_at(g, d)", "self._q_at(0, d)"),
+        (
+            "slots of a tile are those of its beginning",
+            "b.add(place, whole(first * heads.head_dim * heads.size))",
+            "place",
+        ),
         (
             "the last heads are left out",
             "b.add(frame.extent(KEYS, 1), whole(heads_of_chunk(heads) - 1))",
@@ -273,7 +283,7 @@ MUTANTS = (
         ),
         ("values that nobody sees are read", 'b.icmp_signed("<=", now, most)', 'b.icmp_signed("<=", now, now)'),
         ("both values of a pair are the first slot's", "[b.add(i, whole(n)) for n", "[i for n"),
-        ("the values of a pair change places", "bfloat16_pairs(b, *numbers)", "bfloat16_pairs(b, *numbers[::-1])"),
+        ("the values of a pair change places", "heads.joined(b, numbers)", "heads.joined(b, numbers[::-1])"),
         ("what spans have come to is forgotten", "self._continue(first, last)", "pass"),
         (
             "sums keep their weight when the top rises",

@@ -14,16 +14,8 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from pallas_kernels.llvm.builder import F32, I32, LINE_BYTES, BFloat16, Builder, splat, whole
-from pallas_kernels.llvm.functions import (
-    add_pair_products,
-    exp,
-    float32s,
-    lane_max,
-    multiply_add,
-    spread,
-    sums_of_each,
-)
+from pallas_kernels.llvm.builder import F32, I32, LINE_BYTES, Builder, splat, whole
+from pallas_kernels.llvm.functions import exp, float32s, lane_max, spread, sums_of_each, turned
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 from pallas_kernels.ragged_paged_attention.cpu.heads import Heads
 from pallas_kernels.ragged_paged_attention.numerics import LOWEST
@@ -141,7 +133,8 @@ class Chunk:
                 b.write(tile_top, self.tops, top_at, align=4)
             top = spread(b, b.read(F32, self.tops, top_at, align=4), L)
             weight = b.select(seen, exp(b, b.fsub(score, top)), ir.Constant(self.kind, None))
-            b.write(weight, self.weights, b.mul(g, whole(4 * L)), align=4)
+            written, weight = self.heads.rounded(b, weight)
+            b.write(written, self.weights, b.mul(g, whole(4 * L)), align=4)
             total = b.fadd(b.read(self.kind, self.totals, total_at, align=4), weight)
             b.write(total, self.totals, total_at, align=4)
 
@@ -158,10 +151,15 @@ class Chunk:
     def _products(self, place: ir.Value) -> Callable[[ir.Value], ir.Value]:
         """The queries of a head times the keys of a tile: query g -> a register with a slot in each lane.
 
-        A register of keys is made float32 once and meets all queries, so many slots at a time as registers hold sums.
+        A register of keys meets all queries, so many slots at a time as registers hold sums. Sums over lanes are dearer
+        than products then, so for many queries keys are turned instead, once for all.
         """
         b, heads = self.b, self.heads
         G, L = heads.group_size, heads.lanes
+        if heads.turns_keys:
+            for i, total in enumerate(self._turned_sums(place)):
+                b.write(total, self.products, whole(4 * L * i), align=4)
+            return lambda g: b.read(self.kind, self.products, b.mul(g, whole(4 * L)), align=4)
         slots = min(L, 1 << (max(1, heads.num_registers // 2 // G).bit_length() - 1))
         if slots == L and G == 1:
             sums = self._sums(place, 0, slots)
@@ -181,35 +179,44 @@ class Chunk:
     def _sums(self, place: ir.Value, first: int, count: int) -> list[ir.Value]:
         """Of each query and of slots [first, first + count) of a tile, the sums of their products in each lane."""
         b, heads = self.b, self.heads
-        width, q_size = (2 * heads.lanes, 2) if heads.pairs else (heads.lanes, 4)
-        line, q_line = heads.head_dim * heads.size, heads.head_dim * q_size
-        q_start = b.mul(b.add(self.first_q, self._query), whole(q_line))
-        place = b.add(place, whole(first * line))
+        line, place = heads.head_dim * heads.size, b.add(place, whole(first * heads.head_dim * heads.size))
         zeros = [ir.Constant(self.kind, None)] * (heads.group_size * count)
-        with b.counting(whole(0), whole(heads.head_dim), whole(width), zeros) as (d, sums):
-            q_at, k_at = b.add(q_start, b.mul(d, whole(q_size))), b.add(place, b.mul(d, whole(heads.size)))
-            keys = [self._register(self.k, b.add(k_at, whole(j * line)), heads.numbers) for j in range(count)]
+        with b.counting(whole(0), whole(heads.head_dim // heads.depth), whole(heads.lanes), zeros) as (d, sums):
+            k_at = b.add(place, b.mul(d, whole(heads.depth * heads.size)))
+            keys = [heads.factors(b, self.k, b.add(k_at, whole(j * line))) for j in range(count)]
             for g in range(heads.group_size):
-                q = self._register(self.q, b.add(q_at, whole(g * q_line)), self._float32s)
+                q = b.read(self.kind, self.q, self._q_at(g, d), align=2)
                 for i, key in enumerate(keys, g * count):
-                    sums[i] = add_pair_products(b, sums[i], key, q) if heads.pairs else multiply_add(b, key, q, sums[i])
+                    sums[i] = heads.add_products(b, key, q, sums[i])
         return sums
 
-    def _register(self, base: ir.Value, at: ir.Value, read: Callable[..., ir.Value]) -> ir.Value:
-        """Of keys or queries: pairs of bfloat16 as they are, or what `read` makes of them."""
-        if self.heads.pairs:
-            return self.b.read(ir.VectorType(BFloat16(), 2 * self.heads.lanes), base, at, align=2)
-        return read(self.b, base, at)
+    def _turned_sums(self, place: ir.Value) -> list[ir.Value]:
+        """Of each query a register with a slot of the tile in each lane."""
+        b, heads, L = self.b, self.heads, self.heads.lanes
+        line, zeros = heads.head_dim * heads.size, [ir.Constant(self.kind, None)] * heads.group_size
+        with b.counting(whole(0), whole(heads.head_dim // heads.depth), whole(L), zeros) as (d, sums):
+            k_at = b.add(place, b.mul(d, whole(heads.depth * heads.size)))
+            rows = [heads.factors(b, self.k, b.add(k_at, whole(j * line))) for j in range(L)]
+            for i, column in enumerate(turned(b, rows)):
+                for g in range(heads.group_size):
+                    q = spread(b, b.read(F32, self.q, self._q_at(g, b.add(d, whole(i))), align=2), L)
+                    sums[g] = heads.add_products(b, column, q, sums[g])
+        return sums
 
-    def _float32s(self, b: Builder, base: ir.Value, at: ir.Value) -> ir.Value:
-        return b.read(self.kind, base, at, align=4)
+    def _q_at(self, g: int, d: ir.Value) -> ir.Value:
+        """Where lane d of a query of the head is: queries come as they are multiplied."""
+        b, query_lanes = self.b, whole(self.heads.head_dim // self.heads.depth)
+        query = b.add(b.add(self.first_q, self._query), whole(g))
+        return b.mul(b.add(b.mul(query, query_lanes), d), whole(4))
 
     def _add_values(self, slot: ir.Value, place: ir.Value) -> None:
-        """Add the weighted values of a tile: of those in the range only, since 0 times NaN is NaN."""
+        """Add the weighted values of a tile: of those in the range only, since 0 times NaN is NaN. The other slot of a
+        lane at an end of the range has weight 0, and counts as the one beside it."""
         b, heads = self.b, self.heads
-        G, H, L = heads.group_size, heads.head_dim, heads.lanes
+        G, H, L, depth = heads.group_size, heads.head_dim, heads.lanes, heads.depth
         first = b.larger(b.sub(self.begin, slot), whole(0))
         last = b.smaller(b.sub(self.end, slot), whole(L))
+        final = b.sub(last, whole(1))
         most = max(1, heads.num_registers // 2 // G)
         columns = next(n for n in range(most, 0, -1) if (H // L) % n == 0)
         with b.counting(whole(0), whole(H), whole(columns * L)) as (d, _):
@@ -217,14 +224,17 @@ class Chunk:
             at = [b.add(sums_at, whole(4 * (g * H + c * L))) for g in range(G) for c in range(columns)]
             sums = [b.read(self.kind, self.acc, offset, align=4) for offset in at]
             start = b.add(place, b.mul(d, whole(heads.size)))
-            with b.counting(first, last, whole(1), sums) as (j, now):
-                row = b.add(start, b.mul(j, whole(H * heads.size)))
-                values = [heads.numbers(b, self.v, b.add(row, whole(c * L * heads.size))) for c in range(columns)]
+            with b.counting(b.and_(first, whole(-depth)), last, whole(depth), sums) as (j, now):
+                slots = [b.larger(b.smaller(b.add(j, whole(n)), final), first) for n in range(depth)]
+                rows = [b.add(start, b.mul(row, whole(H * heads.size))) for row in slots]
+                numbers = lambda row, c: heads.numbers(b, self.v, b.add(row, whole(c * L * heads.size)))
+                values = [heads.joined(b, [numbers(row, c) for row in rows]) for c in range(columns)]
                 for g in range(G):
-                    weight = b.read(F32, self.weights, b.add(b.mul(j, whole(4)), whole(4 * g * L)), align=4)
-                    weight = spread(b, weight, L)
+                    weight_at = b.add(b.mul(j, whole(4 // depth)), whole(4 * g * L))
+                    weight = spread(b, b.read(F32, self.weights, weight_at, align=2), L)
                     for c in range(columns):
-                        now[g * columns + c] = multiply_add(b, values[c], weight, now[g * columns + c])
+                        i = g * columns + c
+                        now[i] = heads.add_products(b, values[c], weight, now[i])
             for offset, total in zip(at, now):
                 b.write(total, self.acc, offset, align=4)
 

@@ -18,17 +18,8 @@ from collections.abc import Callable, Iterator
 
 from llvmlite import ir
 
-from pallas_kernels.llvm.builder import F32, I32, BFloat16, Builder, splat, whole
-from pallas_kernels.llvm.functions import (
-    add_pair_products,
-    bfloat16_pairs,
-    exp,
-    float32s,
-    lane_max,
-    multiply_add,
-    spread,
-    turned,
-)
+from pallas_kernels.llvm.builder import F32, I32, Builder, splat, whole
+from pallas_kernels.llvm.functions import exp, float32s, lane_max, spread, turned
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 from pallas_kernels.ragged_paged_attention.cpu.heads import Heads
 from pallas_kernels.ragged_paged_attention.numerics import LOWEST
@@ -88,7 +79,7 @@ class Chunk:
         self.b, self.frame, self.heads = b, frame, heads
         G, H, L = heads.group_size, heads.head_dim, heads.lanes
         self.kind, self.bits = float32s(L), ir.VectorType(I32, L)
-        self.depth = 2 if heads.pairs else 1
+        self.depth = heads.depth
         self.tile = 6 if heads.num_registers == 16 else 12
         assert ROWS % self.tile == 0 and SLOTS % (2 * L) == 0 and H % (self.depth * L) == 0
         self.num_heads = frame.extent(KEYS, 1)
@@ -178,7 +169,7 @@ class Chunk:
         least, most = self._look(first, last, begin, end)
         with self._queries(first, last) as (x, query), b.counting(whole(0), whole(lines), whole(L)) as (d, _):
             at = b.mul(b.add(b.mul(query, whole(lines)), d), whole(self.depth * heads.size))
-            factors = self._factors(self.frame.operand(Q), at)
+            factors = heads.factors(b, self.frame.operand(Q), at)
             b.write(factors, self.q, b.mul(b.add(b.mul(x, whole(lines)), d), whole(4)), align=4)
         tile = whole(self.tile)
         first_x, last_x = (b.mul(b.sub(place, self.place), whole(G)) for place in (first, last))
@@ -208,10 +199,6 @@ class Chunk:
             now[1] = b.select(sees, b.larger(now[1], high), now[1])
         return now[0], now[1]
 
-    def _factors(self, base: ir.Value, at: ir.Value) -> ir.Value:
-        """A register of queries or keys, as they are multiplied."""
-        return self.b.read(self.kind, base, at, align=2) if self.heads.pairs else self.heads.numbers(self.b, base, at)
-
     def _gather(self, slot: ir.Value, least: ir.Value, most: ir.Value) -> None:
         """Keys, turned, and values of `SLOTS` slots from `slot` on; of slots that nobody sees values are 0."""
         b, heads = self.b, self.heads
@@ -228,7 +215,7 @@ class Chunk:
                     place = b.add(heads.part(b, block, self.num_heads, self.head), slot_at)
                     with b.counting(whole(0), whole(H // self.depth), whole(L)) as (d, _):
                         at = b.add(place, b.mul(d, whole(self.depth * heads.size)))
-                        rows = [self._factors(keys, b.add(at, whole(i * H * heads.size))) for i in range(L)]
+                        rows = [heads.factors(b, keys, b.add(at, whole(i * H * heads.size))) for i in range(L)]
                         for i, column in enumerate(turned(b, rows)):
                             key_at = b.mul(b.add(b.mul(b.add(d, whole(i)), whole(SLOTS)), j), whole(4))
                             b.write(column, self.keys, key_at, align=4)
@@ -253,8 +240,7 @@ class Chunk:
                 b.select(mask, heads.numbers(b, self.frame.operand(VALUES), at), ir.Constant(self.kind, None))
                 for mask, at in zip(seen, places)
             ]
-            line = bfloat16_pairs(b, *numbers) if heads.pairs else numbers[0]
-            b.write(line, self.values, b.add(line_at, b.mul(d, whole(4))), align=4)
+            b.write(heads.joined(b, numbers), self.values, b.add(line_at, b.mul(d, whole(4))), align=4)
 
     def _score(self, first_x: ir.Value, last_x: ir.Value) -> None:
         """Products of queries and keys, as `weights`."""
@@ -278,7 +264,6 @@ class Chunk:
         """sums + factors [rows, length] times columns [length, width registers]. `place(d)`: where line d begins in
         `columns`, of as many numbers as a lane holds; `rows`: where rows do in `factors`."""
         b, L = self.b, self.heads.lanes
-        add_products = self._add_pairs if self.heads.pairs else multiply_add
         with b.counting(whole(0), whole(length // self.depth), whole(2), sums) as (d, now):
             for step in range(2):  # the loop's own work once for two
                 line = b.add(d, whole(step))
@@ -287,12 +272,8 @@ class Chunk:
                 for i, row in enumerate(rows):
                     factor = spread(b, b.read(F32, factors, b.add(row, b.mul(line, whole(4))), align=4), L)
                     for c in range(width):
-                        now[width * i + c] = add_products(b, numbers[c], factor, now[width * i + c])
+                        now[width * i + c] = self.heads.add_products(b, numbers[c], factor, now[width * i + c])
         return now
-
-    def _add_pairs(self, b: Builder, x: ir.Value, y: ir.Value, sums: ir.Value) -> ir.Value:
-        pairs = ir.VectorType(BFloat16(), 2 * self.heads.lanes)
-        return add_pair_products(b, sums, b.bitcast(x, pairs), b.bitcast(y, pairs))
 
     def _weigh(self, first_x: ir.Value, last_x: ir.Value, slot: ir.Value) -> None:
         """Scores become weights, and `fades` what sums so far are scaled by."""
@@ -326,10 +307,8 @@ class Chunk:
             total = b.fmul(b.read(self.kind, self.totals, total_at, align=4), fade)
             for c, (score, seen) in enumerate(zip(scores, sees)):
                 weight = b.select(seen, exp(b, b.fsub(score, top)), nothing)
-                written = b.fptrunc(weight, ir.VectorType(BFloat16(), L)) if self.heads.pairs else weight
+                written, weight = self.heads.rounded(b, weight)
                 b.write(written, self.weights, b.add(weights_at, whole(4 * c * L // self.depth)), align=4)
-                # What is summed is what is multiplied.
-                weight = b.fpext(written, self.kind) if self.heads.pairs else weight
                 total = b.fadd(total, weight)
             b.write(total, self.totals, total_at, align=4)
 
