@@ -28,6 +28,7 @@ from jaxpaged.params.block_scaled import SCALES, scaled, without_scales
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
 from jaxpaged.params.placing import place, stored_shapes
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, is_quantized, packed_rows, rounded_rows
+from jaxpaged.params.rooms import Rooms
 from jaxpaged.params.safetensors_reader import BYTE_DTYPES, DTYPES, WHOLE_DTYPES, TensorEntry, mapped, read_header
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.params.spec import Spec
@@ -86,7 +87,7 @@ def load_params(
     if load_format == "orbax" or (load_format == "auto" and orbax_format.is_orbax(folder)):
         return orbax_format.load_orbax(specs, config, folder, mesh, dtype, progress)
     entries, scales = checked_entries(specs, config, folder, is_whole)
-    total, done, sizes = num_bytes(param_shapes(specs, config, mesh, dtype)), 0, config.dim_sizes()
+    total, done, sizes, rooms = num_bytes(param_shapes(specs, config, mesh, dtype)), 0, config.dim_sizes(), Rooms()
 
     def load(spec: Spec) -> jax.Array | QuantizedArray | PackedArray:
         nonlocal done
@@ -97,7 +98,7 @@ def load_params(
                 else maps.enter_context(mapped(entries[name], dtypes_of(spec)))
                 for name in spec.tensor_names(sizes)
             ]
-            array = place(spec, stored, sizes, mesh, dtype)
+            array = place(spec, stored, sizes, mesh, dtype, rooms)
         done += array.nbytes
         progress(done, total)
         return array

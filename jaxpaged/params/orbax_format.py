@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxpaged.errors import CheckpointError, UsageError
 from jaxpaged.params.placing import place_part
 from jaxpaged.params.quantized import is_quantized
+from jaxpaged.params.rooms import Rooms
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.params.spec import Spec
 
@@ -102,8 +103,9 @@ def load_orbax(
                 progress(sum(sizes_in_bytes[name] for name in found), sum(sizes_in_bytes.values()))
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder / ARRAYS} cannot be read: {error}. Run `jaxpaged convert` again.") from error
+    rooms = Rooms()
     arrays = [
-        found[name] if isinstance(found[name], jax.Array) else place_part(spec, found[name], sizes, mesh, dtype)
+        found[name] if isinstance(found[name], jax.Array) else place_part(spec, found[name], sizes, mesh, dtype, rooms)
         for name, spec in zip(names, jax.tree.leaves(specs), strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(specs), arrays)

@@ -17,14 +17,12 @@ from jax.sharding import Mesh
 
 from jaxpaged.params import mxfp4
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, pack, packed_sizes, quantize, scales_spec
+from jaxpaged.params.rooms import Rooms
 from jaxpaged.params.sharding import sharding_of, sizes_on
 from jaxpaged.params.spec import Spec
 
 Part = np.ndarray | Sequence[np.ndarray]
 """A parameter on the host, in the checkpoint's sizes; or what it has at each place of its first axis."""
-
-ALIGNMENT = 64
-"""Bytes; that of XLA:CPU's own buffers."""
 
 
 def stored_shape(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -68,24 +66,26 @@ def own_part(spec: Spec, stored: Sequence[np.ndarray], sizes: Mapping[str, int])
     return tensor.reshape([sizes[letter] for letter in spec.stored_dims])
 
 
-def place(spec: Spec, stored: Sequence[np.ndarray], sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> Any:
+def place(
+    spec: Spec, stored: Sequence[np.ndarray], sizes: Mapping[str, int], mesh: Mesh, dtype: Any, rooms: Rooms
+) -> Any:
     """The parameter on its devices, in `dtype`. Tensors have `stored_shape(spec, sizes)` and may be a file's map."""
-    return place_part(spec, own_part(spec, stored, sizes), sizes, mesh, dtype)
+    return place_part(spec, own_part(spec, stored, sizes), sizes, mesh, dtype, rooms)
 
 
-def place_part(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> Any:
+def place_part(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dtype: Any, rooms: Rooms) -> Any:
     """Like `place`, for an array that has the parameter's axes already, in the checkpoint's sizes."""
     if not spec.quantized:
-        return place_array(spec, part, sizes, mesh, spec.dtype or dtype)
+        return place_array(spec, part, sizes, mesh, spec.dtype or dtype, rooms)
     if spec.quantized == "int4":
         assert isinstance(part, np.ndarray), f"{spec} is a stack, of experts: these have 8 bits"
         parts = zip(pack(part), packed_sizes(spec, sizes), (np.uint8, jnp.bfloat16), strict=True)
-        return PackedArray(*(place_array(spec, *one, mesh, kind) for *one, kind in parts), np.dtype(dtype).name)
+        return PackedArray(*(place_array(spec, *one, mesh, kind, rooms) for *one, kind in parts), np.dtype(dtype).name)
     scales = scales_spec(spec)
     rounded = quantize(part, len(scales.dims)) if isinstance(part, np.ndarray) else quantized_stack(part)
     return QuantizedArray(
-        place_array(spec, rounded[0], sizes, mesh, np.int8),
-        place_array(scales, rounded[1], sizes, mesh, np.float32),
+        place_array(spec, rounded[0], sizes, mesh, np.int8, rooms),
+        place_array(scales, rounded[1], sizes, mesh, np.float32, rooms),
         np.dtype(dtype).name,
     )
 
@@ -99,7 +99,7 @@ def quantized_stack(tensors: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarr
     return values, scales
 
 
-def place_array(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dtype: Any) -> jax.Array:
+def place_array(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dtype: Any, rooms: Rooms) -> jax.Array:
     """One array on its devices: every device's own part of `part`, cut, repeated or padded."""
     full = sizes_on(mesh, sizes)
     shape = tuple(full[letter] for letter in spec.dims)
@@ -114,23 +114,14 @@ def place_array(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dt
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         if isinstance(part, np.ndarray):
             piece = cut_all(part, 0, index)
-            np.copyto(room := aligned_room(piece.shape, dtype), piece, casting="unsafe")
+            np.copyto(room := rooms.room(piece.shape, dtype), piece, casting="unsafe")
             return room
         places = range(*index[0].indices(shape[0]))
         own = [cut_all(part[place % len(part)], 1, index) for place in places]
-        return np.stack(own, out=aligned_room((len(own), *own[0].shape), dtype), casting="unsafe")
+        return np.stack(own, out=rooms.room((len(own), *own[0].shape), dtype), casting="unsafe")
 
     # Waiting keeps the promise of one tensor at a time: transfers would otherwise queue up.
     return jax.make_array_from_callback(shape, sharding_of(spec, mesh), shard).block_until_ready()
-
-
-def aligned_room(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """An array that is not filled yet, where XLA:CPU takes it for its own: other addresses have it make a copy."""
-    dtype = np.dtype(dtype)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    begin = -memory.ctypes.data % ALIGNMENT
-    return memory[begin : begin + num_bytes].view(dtype).reshape(shape)
 
 
 def cut(piece: np.ndarray, axis: int, letter: str, wanted: range, full: int, stored: int) -> np.ndarray:

@@ -4,15 +4,17 @@ A chunk of outputs is a thread's work, and so small that its weights stay in the
 after the other meets them. What a tile does is its op's.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 from llvmlite import ir
 
 from pallas_kernels.llvm.builder import Builder, whole
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 
-CHUNK = 32
-"""Outputs that a thread takes at a time: 64 KiB of a bfloat16 weight with 1,024 inputs, a few microseconds."""
+CHUNK = 64
+"""Outputs that a thread takes at a time: 128 KiB of a bfloat16 weight with 1,024 inputs, a few microseconds. With 32
+weights of 4 bits took 1.2 times as long."""
 TILE_OUTPUTS = (4, 2, 1)
 """How many of them a tile may have."""
 
@@ -47,3 +49,19 @@ def outputs_of(b: Builder, i: ir.Value, num_outputs: ir.Value) -> tuple[ir.Value
     """The first output of a chunk, and the one after its last."""
     first = b.mul(i, whole(CHUNK))
     return first, b.smaller(b.add(first, whole(CHUNK)), num_outputs)
+
+
+@contextlib.contextmanager
+def streams(b: Builder, first: ir.Value, last: ir.Value, count: int) -> Iterator[list[ir.Value]]:
+    """A loop over outputs [first, last), `count` at a time that lie as far apart as can be; what would lie beyond the
+    last one is that again.
+
+    A CPU reads ahead by itself along several rows at once, if these are not neighbours: products of one or two rows
+    took 0.55 to 0.7 of the time that neighbours took, those that were asked for ahead included (AMD EPYC of 2023, two
+    cores, 768 and 2,048 inputs of bfloat16, int8 and int4, pages of 4 KiB and of 2 MiB).
+    """
+    length = b.sdiv(b.add(b.sub(last, first), whole(count - 1)), whole(count))
+    final = b.sub(last, whole(1))
+    with b.counting(whole(0), length, whole(1)) as (i, _):
+        start = b.add(first, i)
+        yield [b.smaller(b.add(start, b.mul(whole(r), length)), final) for r in range(count)]

@@ -203,11 +203,6 @@ MUTANTS = (
         "pallas_kernels/few_rows_matmul/cpu/tiles.py",
         "kernels_of_every_machine",
         ("inputs beyond the last register are left out", "self._add_last_inputs(columns, totals)", "pass"),
-        (
-            "a tile's rows go beyond the last output",
-            "b.smaller(b.add(output, whole(r)), last)",
-            "b.add(output, whole(r))",
-        ),
         ("weights without a sign are not made good", "if offsets is not None:", "if False:"),
         (
             "32 bits hold no sum of lanes",
@@ -224,6 +219,12 @@ MUTANTS = (
         "pallas_kernels/llvm/row_tiles.py",
         "every_machine",
         ("the rest's rows are the first ones", "rows_from(num_whole, rest)", "rows_from(whole(0), rest)"),
+        (
+            "a tile's rows go beyond the last output",
+            "b.smaller(b.add(start, b.mul(whole(r), length)), final)",
+            "b.add(start, b.mul(whole(r), length))",
+        ),
+        ("the last rows of streams are left out", "b.add(b.sub(last, first), whole(count - 1))", "b.sub(last, first)"),
     ),
     *_of(
         "pallas_kernels/top_k/cpu/selection.py",

@@ -16,8 +16,8 @@ from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import CheckpointError
 from jaxpaged.models.registry import model_for
 from jaxpaged.models.stages import deal_layers, params_of
-from jaxpaged.params import placing
 from jaxpaged.params.checkpoint import DummyParams, load_params, tensors_of
+from jaxpaged.params.rooms import Rooms
 from jaxpaged.params.sharding import param_shapes
 from tests.models.checkpoints import CONFIGS, make_tensors, write_checkpoint
 from tests.models.tensor_shapes import tensor_shapes
@@ -123,8 +123,8 @@ def test_half_precision_is_read_and_cast_at_load(stored, tmp_path):
 
 
 def test_a_cpu_takes_weights_where_they_were_read_to(tmp_path, monkeypatch):
-    rooms, make_room = [], placing.aligned_room
-    monkeypatch.setattr(placing, "aligned_room", lambda *args: rooms.append(make_room(*args)) or rooms[-1])
+    rooms, make_room = [], Rooms.room
+    monkeypatch.setattr(Rooms, "room", lambda *args: rooms.append(make_room(*args)) or rooms[-1])
     for name in ("llama", "qwen3_moe"):  # experts are stacks
         params = load(name, write_checkpoint(name, tmp_path / name), dtype=jnp.bfloat16)
         places = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)}

@@ -78,8 +78,9 @@ def clear(address: int, num_bytes: int) -> None:
     """Make memory of a private mapping zeros, without its pages where they are whole."""
     page, end = mmap.PAGESIZE, address + num_bytes
     first, last = min(-(-address // page) * page, end), max(end // page * page, address)
-    whole_pages = ctypes.c_size_t(first), ctypes.c_size_t(last - first)
-    if first < last and ctypes.CDLL(None).madvise(*whole_pages, mmap.MADV_DONTNEED) == 0:
+    whole_pages, advise = (ctypes.c_size_t(first), ctypes.c_size_t(last - first)), ctypes.CDLL(None).madvise
+    if first < last and advise(*whole_pages, mmap.MADV_DONTNEED) == 0:
+        advise(*whole_pages, mmap.MADV_HUGEPAGE)  # blocks lie anywhere, and every small page costs a look-up
         ctypes.memset(address, 0, first - address)
         ctypes.memset(last, 0, end - last)
     else:  # too small, or pages that are locked

@@ -2,7 +2,7 @@
 
 Layout: both operands as they are, rows of inputs; a row of the weight is read along memory.
 
-Grid: chunks of 32 outputs, handed to XLA's threads one after the other.
+Grid: chunks of 64 outputs, handed to XLA's threads one after the other.
 
 Skipping: none.
 

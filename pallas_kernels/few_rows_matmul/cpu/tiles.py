@@ -13,7 +13,7 @@ from pallas_kernels.few_rows_matmul.cpu import TILE_ROWS, in_one_tile
 from pallas_kernels.llvm.builder import F32, I16, I32, BFloat16, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import add_pair_products, float32s, multiply_add, read_bfloat16
 from pallas_kernels.llvm.machine import Machine, has_dot, has_pairs
-from pallas_kernels.llvm.row_tiles import TILE_OUTPUTS, product_module
+from pallas_kernels.llvm.row_tiles import TILE_OUTPUTS, product_module, streams
 from pallas_kernels.llvm.xla_ffi import Frame
 
 I8 = ir.IntType(8)
@@ -187,18 +187,16 @@ class Tile:
     def emit_all(self, first: ir.Value, last: ir.Value) -> None:
         """The tiles of a range of outputs."""
         offsets = self._x_sums() if isinstance(self.step, DotStep) else None
-        with self.b.counting(first, last, whole(self.R)) as (output, _):
-            self._emit(output, offsets)
+        with streams(self.b, first, last, self.R) as columns:
+            self._emit(columns, offsets)
 
-    def _emit(self, output: ir.Value, offsets: list[ir.Value] | None) -> None:
-        """The tile that begins at an output. Rows beyond the last output do its work once more."""
-        b, T, R, last = self.b, self.T, self.R, self.b.sub(self.num_outputs, whole(1))
-        columns = [b.smaller(b.add(output, whole(r)), last) for r in range(R)]
+    def _emit(self, columns: list[ir.Value], offsets: list[ir.Value] | None) -> None:
+        """The tile of some outputs."""
+        b, T, R = self.b, self.T, self.R
         zeros = [ir.Constant(self.step.sums, None)] * (T * R)
         with b.counting(whole(0), self.whole_inputs, whole(self.step.width), zeros) as (d, sums):
             places = [self._at(column, d, self.step.weight_size) for column in columns]
             weights = [self.step.weight(b, self.weight, place) for place in places]
-            self._fetch_next_tile(places)
             for t in range(T):
                 x = self.step.x(b, self.x, self._at(self.rows[t], d, self.step.x_size))
                 for r in range(R):
@@ -209,13 +207,6 @@ class Tile:
         self._add_last_inputs(columns, totals)
         for i, total in enumerate(totals):
             b.write(total, self.out, b.at(self.rows[i // R], self.num_outputs, columns[i % R], 4), align=4)
-
-    def _fetch_next_tile(self, places: list[ir.Value]) -> None:
-        """Ask for the same inputs of the rows after these: without it products of 2 rows take 1.35 times the time.
-        Beyond the weight's end nothing happens."""
-        ahead = self.b.mul(self.num_inputs, whole(self.R * self.step.weight_size))
-        for place in places:
-            self.b.prefetch(self.weight, self.b.add(place, ahead))
 
     def _add_last_inputs(self, columns: list[ir.Value], totals: list[ir.Value]) -> None:
         """Those beyond the last whole register."""

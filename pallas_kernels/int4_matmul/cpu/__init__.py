@@ -2,7 +2,7 @@
 
 Layout: x and the weight as they are; an output's bytes and scales are read along memory.
 
-Grid: chunks of 32 outputs, handed to XLA's threads one after the other.
+Grid: chunks of 64 outputs, handed to XLA's threads one after the other.
 
 Skipping: none.
 
