@@ -14,7 +14,7 @@ from jaxpaged.messages import ProgramKey, SchedulerOutput
 from jaxpaged.sampling_features import Extra
 from jaxpaged.sampling_params import SamplingParams
 
-DECODES_THAT_PAY = 256
+DECODES_THAT_PAY = 128
 """Steps of one bucket in which all only decode, before the program of a run is wanted for them: what it saves, a few
 hundredths of a step to a tenth, pays for compiling it only where there are many."""
 
