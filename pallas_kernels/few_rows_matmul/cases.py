@@ -25,6 +25,7 @@ CASES = (
     Case("sixty-four rows", 64, 72, 34),
     Case("int8, planes of one row", 2, 256, 130, "int8"),
     Case("int8, planes of eight rows, odd sizes", 16, 197, 67, "int8"),
+    Case("int8, planes of 64 rows", 128, 69, 66, "int8"),
     Case("int8, fewer inputs than a register has", 4, 13, 33, "int8"),
     Case("int16, one row", 1, 256, 130, "int16"),
     Case("int16, seven rows, odd sizes", 7, 197, 67, "int16"),

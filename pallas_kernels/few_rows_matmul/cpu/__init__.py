@@ -6,9 +6,8 @@ Grid: chunks of 64 outputs, handed to XLA's threads one after the other.
 
 Skipping: none.
 
-Requires: AVX2 and FMA, better AVX512. At most 8 rows of bfloat16, and 64 where there are no products of it; 16 of int8;
-any number of int16 where bytes are not multiplied by fours (VNNI): there it is the best form of products with int8
-weights.
+Requires: AVX2 and FMA, better AVX512. At most 64 rows of bfloat16, and 128 of int8; any number of int16 where bytes are
+not multiplied by fours (VNNI): there it is the best form of products with int8 weights.
 
 Padding: inputs beyond the last whole register are added one by one; beyond the last output nothing is read or written.
 
@@ -16,9 +15,9 @@ Numerics: an output is summed by one thread, lane by lane and then over lanes, s
 column only: not on other rows, nor on threads. AVX512-BF16 adds pairs of products at once, and takes denormal
 numbers for zero. Sums of int8 are exact, and so are those of int16 in a lane, which are rounded to float32 then.
 
-Cost: reads the weight once, whatever the number of rows, six of which meet a chunk, that stays in the nearest cache, at
-once; XLA's product of one row writes it in float32 first, and its
-product of two waits for memory (`scripts/bench_products.py`).
+Cost: reads the weight once, whatever the number of rows, six of which at a time meet a chunk, which stays in the
+nearest caches; XLA's product of one row writes it in float32 first, and its product of two waits for memory
+(`scripts/bench_products.py`).
 """
 
 import math
@@ -34,20 +33,10 @@ from pallas_kernels.shapes import same_rest
 
 OP = "few_rows_matmul"
 TILE_ROWS = 6
-"""Rows that meet outputs' weights at once, unless all do: two outputs then, so that of 16 registers 12 are sums. With 8
-rows and one output, bfloat16 took 1.1 to 1.6 times as long."""
-
-
-def in_one_tile(dtype: str, machine: Machine) -> bool:
-    """Whether all rows meet an output's weights at once."""
-    return dtype == "int8" or (dtype == "bfloat16" and has_pairs(machine))
-
-
-def most_rows(dtype: str, machine: Machine) -> float:
-    """With more it is XLA that multiplies, and is as good: those are bound by arithmetic."""
-    if dtype == "bfloat16":
-        return 8 if has_pairs(machine) else 64
-    return 16 if dtype == "int8" else math.inf
+"""Rows that meet outputs' weights at once: two outputs, so that of 16 registers 12 are sums, or four where there are
+32. With 8 rows and one output, bfloat16 took 1.1 to 1.6 times as long."""
+MOST_ROWS = {"bfloat16": 64, "int8": 128, "int16": math.inf}
+"""With more it is XLA that multiplies, and is as good: those are bound by arithmetic. Of int8 a token has two."""
 
 
 def cannot_take(x_TD: Any, weight_FD: Any) -> str | None:
@@ -58,7 +47,7 @@ def cannot_take(x_TD: Any, weight_FD: Any) -> str | None:
         return f"x_TD is {dtype} and weight_FD {weight_FD.dtype}; accepted are {accepted}"
     if dtype == "int16" and has_dot(machine):
         return "this CPU multiplies bytes by fours, so planes of int8 are faster than x_TD in int16"
-    most = most_rows(dtype, machine)
+    most = MOST_ROWS[dtype]
     return None if 0 < num_rows <= most else f"x_TD has {num_rows} rows; accepted are 1 to {most} of {dtype}"
 
 
@@ -68,17 +57,14 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, machine: Machine | No
     machine = machine or this_machine()
     if dtype == "bfloat16" and not has_pairs(machine):
         x_TD = x_TD.astype(jnp.float32)  # what the kernel makes of the weights
-    num_rows = T if in_one_tile(dtype, machine) else same_rest(T, TILE_ROWS)
-    call = jax.ffi.ffi_call(kernel(dtype, num_rows, machine=machine), jax.ShapeDtypeStruct((T, F), op.SUMS[dtype]))
-    return call(x_TD, weight_FD)
+    name = kernel(dtype, same_rest(T, TILE_ROWS), machine=machine)
+    return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((T, F), op.SUMS[dtype]))(x_TD, weight_FD)
 
 
 def kernel(dtype: str, num_rows: int, *, machine: Machine) -> str:
-    """What XLA calls the kernel for so many rows; from now on it is known. Where rows come in tiles, 6 to 11 stand for
-    all numbers with the same rest by 6. Raises ValueError where there is none."""
-    most = 0
-    if dtype in op.SUMS:
-        most = most_rows(dtype, machine) if in_one_tile(dtype, machine) else 2 * TILE_ROWS - 1
+    """What XLA calls the kernel for so many rows; from now on it is known. 6 to 11 stand for all numbers with the same
+    rest by 6. Raises ValueError where there is none."""
+    most = 2 * TILE_ROWS - 1 if dtype in op.SUMS else 0
     if not 0 < int(num_rows) <= most:
         raise ValueError(f"there is no kernel for {num_rows} rows of {dtype}; there are for 1 to {most}.")
     return register(OP, _emit, dtype, int(num_rows), machine=machine)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from llvmlite import ir
 
-from pallas_kernels.few_rows_matmul.cpu import TILE_ROWS, in_one_tile
+from pallas_kernels.few_rows_matmul.cpu import TILE_ROWS
 from pallas_kernels.llvm.builder import F32, I16, I32, BFloat16, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import add_pair_products, float32s, multiply_add, read_bfloat16
 from pallas_kernels.llvm.machine import Machine, has_dot, has_pairs
@@ -171,7 +171,7 @@ def kernel(dtype: str, num_rows: int, machine: Machine) -> ir.Module:
     def emit_tile(b: Builder, frame: Frame, rows: Sequence[ir.Value], first: ir.Value, last: ir.Value) -> None:
         Tile(b, frame, step, rows, machine.num_registers).emit_all(first, last)
 
-    return product_module(num_rows, num_rows if in_one_tile(dtype, machine) else TILE_ROWS, emit_tile)
+    return product_module(num_rows, TILE_ROWS, emit_tile)
 
 
 class Tile:
