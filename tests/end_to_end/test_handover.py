@@ -2,36 +2,54 @@
 
 import http.client
 import json
+import os
 import re
 import signal
+import subprocess
 import sys
+import threading
+import time
 import urllib.request
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from jaxpaged import LLM
-from tests.end_to_end.conftest import SERVE, started, stop
+from tests.end_to_end.conftest import SERVE
+from tests.end_to_end.test_handover_pairs import use
 from tests.end_to_end.test_kv_offload import GREEDY, OPTIONS, PROMPTS, answers, worker_of
+from tests.end_to_end.test_kv_offload_together import BOUND
 
 openai = pytest.importorskip("openai", reason="comes with the extra test")
 pytestmark = pytest.mark.slow
+PAIR = (
+    sys.executable, "-m", "jaxpaged", "proxy", "--port", "0", "--start", "1p1d", "--min-prefill-tokens", "50", "--",
+    *SERVE[SERVE.index("--max-num-seqs"):], "--block-size", "16", "--max-model-len", "512",
+)  # fmt: skip
+BOUND_PROMPT = "How many boats are in the harbour? " * 20
 
 
-@pytest.fixture(scope="module")
-def pair():
-    """Two blocks of the producer are a page, and two pages are a block of the consumer. The former has two devices, and
-    pages, which are rounded, have the heads of both."""
-    pages = "host=64M,pages=int8"
-    producer = LLM(**OPTIONS | {"block_size": 16, "tensor_parallel_size": 2}, kv_role="kv_producer", kv_offload=pages)
-    consumer = LLM(**OPTIONS | {"block_size": 64}, kv_role="kv_consumer", kv_offload=pages)
-    yield producer, consumer
-    producer.shutdown()
-    consumer.shutdown()
+# Rounded pages between engines with other blocks, as parts of a page and as several, and other numbers of devices, of
+# which 4 share the model's 2 heads.
+PAIRS = {
+    "int8": ({"block_size": 16, "tensor_parallel_size": 2}, {"block_size": 64}),
+    "fp8": ({"block_size": 32}, {"block_size": 16, "tensor_parallel_size": 4}),
+}
 
 
-def ask(llm, prompt, max_tokens=8, **transfer):
-    params = msgspec.structs.replace(GREEDY, max_tokens=max_tokens, extra_args={"kv_transfer_params": transfer})
+@pytest.fixture(scope="module", params=PAIRS)
+def pair(request):
+    pages, (first, second) = f"host=64M,pages={request.param}", PAIRS[request.param]
+    with (
+        LLM(**OPTIONS | first, kv_role="kv_producer", kv_offload=pages) as producer,
+        LLM(**OPTIONS | second, kv_role="kv_consumer", kv_offload=pages) as consumer,
+    ):
+        yield producer, consumer
+
+
+def ask(llm, prompt, max_tokens=8, params=GREEDY, **transfer):
+    params = msgspec.structs.replace(params, max_tokens=max_tokens, extra_args={"kv_transfer_params": transfer})
     (result,) = llm.generate([prompt], params, use_tqdm=False)
     return result
 
@@ -39,15 +57,29 @@ def ask(llm, prompt, max_tokens=8, **transfer):
 def test_a_prompt_is_handed_over(pair):
     producer, consumer = pair
     expected, _ = answers(producer, PROMPTS)
-    for prompt, tokens in zip(PROMPTS, expected):
+    for prompt, tokens, transport in zip(PROMPTS, expected, ("shared_memory", "shared_memory", "tcp")):
+        use(consumer, transport)
         said = ask(producer, prompt, 1, do_remote_decode=True).kv_transfer_params
         result = ask(consumer, prompt, **said)
         assert result.outputs[0].token_ids == tokens and result.kv_transfer_params is None
         assert result.num_cached_tokens >= said["remote_num_tokens"] - 64 > 0
-    assert worker_of(consumer).stats()["kv_offload_tier_p2p"]["hits"] > 0
+    carried = worker_of(consumer).stats()["kv_borrowed_pages"]
+    assert carried["tcp"] > 0 and carried["shared_memory"] > 0
     assert worker_of(producer).stats()["recompiles"] == worker_of(consumer).stats()["recompiles"] == 0
     said = ask(producer, "Short.", 1, do_remote_decode=True).kv_transfer_params
     assert said is None, "less than a block is not worth a lease"
+
+
+def test_a_grammar_goes_on_behind_a_prompt_that_was_handed_over(pair):
+    producer, consumer = pair
+    if worker_of(consumer).config.parallel.tensor_parallel_size > 1:
+        pytest.skip("its programs take long to compile, and one consumer is enough")
+    bound = ask(producer, BOUND_PROMPT, 12, BOUND)
+    ask(consumer, "How many?", 12, BOUND)  # a lease would end while programs are compiled for it
+    said = ask(producer, BOUND_PROMPT, 1, do_remote_decode=True).kv_transfer_params
+    result = ask(consumer, BOUND_PROMPT, 12, BOUND, **said)
+    assert result.outputs[0].text == bound.outputs[0].text and result.outputs[0].text.isdigit()
+    assert result.num_cached_tokens >= said["remote_num_tokens"] - 64 > 0
 
 
 def post(url, body, path="completions"):
@@ -76,16 +108,34 @@ def sample(url, name):
 
 @pytest.fixture
 def servers():
-    serve = [*SERVE, "--block-size", "16", "--max-model-len", "512"]
-    processes, found = zip(*(started(*serve, "--kv-role", role) for role in ("kv_producer", "kv_consumer")))
-    urls = [url for (url,) in found]
-    proxy, (url,) = started(
-        sys.executable, "-m", "jaxpaged", "proxy", "--port", "0", "--prefill", urls[0], "--decode", urls[1],
-        "--min-prefill-tokens", "50",
-    )  # fmt: skip
-    yield processes, urls, url
-    for process in (*processes, proxy):
-        stop(process)
+    """Two engines and the proxy before them, by one command: (the first one's process, addresses, the proxy's). The
+    engines end with the proxy, even if that is killed."""
+    process = subprocess.Popen(PAIR, stderr=subprocess.PIPE, text=True)
+    urls = {}
+    for line in process.stderr:
+        if found := re.search(r"(?:(prefill|decode) engine 0: .*|engines are )served at (http://[^ ,]+)", line):
+            urls[found[1]] = found[2].rstrip(".\n")
+        if None in urls:
+            break
+    threading.Thread(target=process.stderr.read, daemon=True).start()
+    first, second = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    yield first, (urls["prefill"], urls["decode"]), urls[None]
+    process.kill()
+    process.wait()
+    assert ends(first) and ends(second)
+
+
+def ends(process):
+    """Whether a process, which may be nobody's child any more, does so soon."""
+    for _ in range(600):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def check_a_chat(prefill, decode, proxy):
@@ -106,7 +156,7 @@ def check_a_chat(prefill, decode, proxy):
 
 
 def test_two_servers_and_the_proxy_and_what_they_do_when_the_first_stops_and_dies(servers):
-    (producer, _), (prefill, decode), proxy = servers
+    producer, (prefill, decode), proxy = servers
     prompts = [f"{number}. {PROMPTS[0]}" for number in range(7)]
     bodies = [{"prompt": each, "max_tokens": 8, "temperature": 0, "ignore_eos": True} for each in prompts]
     expected = [json.loads(post(prefill, body))["choices"][0]["text"] for body in bodies]
@@ -143,11 +193,11 @@ def test_two_servers_and_the_proxy_and_what_they_do_when_the_first_stops_and_die
     connection.close()  # which aborts it, if it is not computed yet
     assert text(post(decode, {**bodies[5], "kv_transfer_params": early})) == expected[5]
     connection, _, early = begin(prefill, asked[6])
-    producer.send_signal(signal.SIGSTOP)  # what it lends never comes
+    os.kill(producer, signal.SIGSTOP)  # what it lends never comes
     assert text(post(decode, {**bodies[6], "kv_transfer_params": early})) == expected[6]
     connection.close()
     assert text(post(decode, {**bodies[2], "kv_transfer_params": lent[2]})) == expected[2]
-    producer.kill()
-    producer.wait()
+    os.kill(producer, signal.SIGKILL)
+    assert ends(producer)
     assert text(post(decode, {**bodies[3], "kv_transfer_params": lent[3]})) == expected[3]
     assert text(post(proxy, bodies[3])) == expected[3], "without prefill engines the decode engine computes"

@@ -319,6 +319,18 @@ def test_flags_that_do_not_serve_are_refused(flags, words, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [([], "no engine is named"), (["demo"], "'demo' stands there"), (["--start", "1p0d"], "such as 1p1d"),
+     (["--start", "p1d"], "such as 1p1d"), (["--start", "1p1d", "--decode", "http://x"], "engines are named"),
+     (["--start", "1p1d", "--", "--port=1"], "--port=1 is given for the engines"),
+     (["--start", "0p1d", "--", "/no/model"], "decode engine 0 ended with status 1 before it served")],
+)  # fmt: skip
+def test_engines_that_cannot_be_started_are_told(flags, words, capsys):
+    assert main(["proxy", "--port", "0", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_who_is_chosen():
     backends = Backends(["http://a", "http://b"])
     first, second = backends.all

@@ -23,7 +23,10 @@ EPILOG = """\
 Short prompts go to a decode engine straight away, and so does everything while no prefill engine answers. Engines get
 the clients' keys (Authorization, x-api-key), unless --engine-key-file gives them one. Ctrl-C, or SIGTERM, ends it.
 
-example:
+examples:
+  jaxpaged proxy --start 1p1d
+  jaxpaged proxy --start 2p1d -- MODEL --max-model-len 8k
+
   jaxpaged serve --port 8100 --kv-role kv_producer
   jaxpaged serve --port 8200 --kv-role kv_consumer
   jaxpaged proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
@@ -35,7 +38,14 @@ def add_parser(commands: Any) -> None:
         "proxy", help="one address for engines that compute prompts and engines that generate", epilog=EPILOG
     )
     parser.add_argument("--prefill", nargs="+", default=[], metavar="URL", help="engines with --kv-role kv_producer")
-    parser.add_argument("--decode", nargs="+", required=True, metavar="URL", help="engines with --kv-role kv_consumer")
+    parser.add_argument("--decode", nargs="+", default=[], metavar="URL", help="engines with --kv-role kv_consumer")
+    parser.add_argument(
+        "--start", metavar="XPYD",
+        help="in place of both: start X engines for prompts and Y that generate here, such as 1p1d, which end with the "
+        "proxy",
+    )  # fmt: skip
+    parser.add_argument("serve", nargs="*", metavar="-- ARGUMENT",
+                        help="what each engine of --start is given: arguments of jaxpaged serve")  # fmt: skip
     parser.add_argument(
         "--min-prefill-tokens", type=int, default=256, metavar="N",
         help="shorter prompts, at about 4 bytes a token, go to decode engines straight away (default: 256)",
@@ -75,6 +85,21 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes. Returns the exit status; raises UsageError for what is no address."""
     check_extra("serve", "starlette", "uvicorn", "httptools")
+    if args.start is None:
+        if args.serve or not args.decode:
+            what = f"{args.serve[0]!r} stands there" if args.serve else "no engine is named"
+            raise UsageError(f"{what}. Give --decode URL ..., or --start 1p1d and arguments of the engines behind --.")
+        return serve(args)
+    if args.prefill or args.decode:
+        raise UsageError("--start is given, and engines are named. Leave one of them out.")
+    from jaxpaged.entrypoints.proxy.local_engines import local_engines
+
+    with local_engines(args.start, args.serve) as (args.prefill, args.decode):
+        return serve(args)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """The same before engines that run."""
     from jaxpaged.entrypoints.http.options import ServerOptions
     from jaxpaged.entrypoints.http.server import api_keys
     from jaxpaged.entrypoints.http.transport.listener import Listener, bind, url_of
@@ -86,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     prefill, decode = engines(args)
     bound = bind(options.host, options.port)
 
-    async def serve() -> None:
+    async def run_until_stopped() -> None:
         proxy = Proxy(
             prefill, decode, least=args.min_prefill_tokens, timeout=args.timeout,
             has_key=args.engine_key_file is not None, max_body_bytes=options.max_body_bytes,
@@ -104,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         await prefill.close()
         await decode.close()
 
-    asyncio.run(serve())
+    asyncio.run(run_until_stopped())
     return 0
 
 
