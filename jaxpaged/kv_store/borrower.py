@@ -10,9 +10,9 @@ import logging
 import socket
 import ssl
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store import shared_memory
@@ -35,6 +35,8 @@ CONNECT_SECONDS, ANSWER_SECONDS = 2.0, 6.0
 RETRY_SECONDS = 5.0
 NUM_STRANDS = 4
 """Connections over which the pages of prompts that are computed come."""
+NUM_CHECKERS = 4
+"""Threads that check pages and hand them on, and answers that wait for that, of a prompt, while further ones come."""
 MOST_SILENT = 2
 """Answers without a page, each of which takes a lender's `PAGE_PATIENCE`, before no more are waited for."""
 RENEW_SECONDS = 5.0
@@ -64,6 +66,7 @@ class Borrower:
         self._breakers: OrderedDict[tuple[str, int], CircuitBreaker] = OrderedDict()
         self._releasing = ThreadPoolExecutor(1, "kv-release")
         self._strands = ThreadPoolExecutor(NUM_STRANDS, "kv-pull")
+        self._checkers = ThreadPoolExecutor(NUM_CHECKERS, "kv-check")
         self._closing = threading.Event()
         self.counters, self._carried = Counters(), Carried()
         threading.Thread(target=self._renew_leases, name="kv-renew", daemon=True).start()
@@ -109,21 +112,29 @@ class Borrower:
 
     def _pull(self, source: RemoteSource, keys: list[PageKey], take: Callable[[PageKey, Buffer], None]) -> None:
         """Follow a prompt that is being computed; once it is, ask for the rest over several connections."""
-        num_silent = 0
+        num_silent, checks = 0, deque[Future[None]]()
         while keys and num_silent < MOST_SILENT:
-            answer = self._some(source, keys[:MAX_PAGES], take)
+            answer = self._some(source, keys[:MAX_PAGES])
             if answer is None:
-                return
+                break
+            try:
+                checks.append(self._checkers.submit(self._check, source, keys[:MAX_PAGES], answer, take))
+            except RuntimeError:  # it was closed meanwhile
+                break
+            if len(checks) > NUM_CHECKERS:
+                checks.popleft().result()
             done = {*answer.there, *answer.gone}
             num_silent = 0 if done else num_silent + 1
             keys = [key for place, key in enumerate(keys) if place not in done]
             if not answer.is_open and len(keys) > MAX_PAGES:
                 parts = [keys[start : start + MAX_PAGES] for start in range(0, len(keys), MAX_PAGES)]
                 list(self._strands.map(lambda part: self._pull(source, part, take), parts))
-                return
+                break
+        for check in checks:
+            check.result()
 
-    def _some(self, source: RemoteSource, keys: list[PageKey], take: Callable[[PageKey, Buffer], None]) -> Pages | None:
-        """What a lender says to a question, of which `take` has the pages. None: nothing more comes from there."""
+    def _some(self, source: RemoteSource, keys: list[PageKey]) -> Pages | None:
+        """What a lender says to a question. None: nothing more comes from there."""
         address, breaker = (source.host, source.port), self._breaker((source.host, source.port))
         with self._lock:
             may_ask = source.lease not in self._ended and not self._closing.is_set()
@@ -136,20 +147,29 @@ class Borrower:
             places = range(len(keys))
             if len(answer.there) != len(answer.contents) or not {*answer.there, *answer.gone} <= set(places):
                 raise PageError(f"The peer answers {answer.there} and {answer.gone} to {len(keys)} questions.")
+        except (OSError, PageError) as error:
+            self._fail(source, error)
+            return None
+        return answer
+
+    def _check(
+        self, source: RemoteSource, keys: list[PageKey], answer: Pages, take: Callable[[PageKey, Buffer], None]
+    ) -> None:
+        """Give the pages of an answer, up to one that is wrong, to `take`. One that is wrong ends the lease."""
+        try:
             for place, page in zip(answer.there, answer.contents):
                 decode(page, expect_namespace=self._namespace, key=keys[place], secret=self._secret)
                 take(keys[place], read_only(page))
-        except (OSError, PageError) as error:
-            breaker.failed(error)
-            self._fail(source, is_page=isinstance(error, PageError))
-            return None
-        breaker.succeeded()
-        return answer
+        except PageError as error:
+            self._fail(source, error)
+        else:
+            self._breaker((source.host, source.port)).succeeded()
 
-    def _fail(self, source: RemoteSource, is_page: bool) -> None:
+    def _fail(self, source: RemoteSource, error: OSError | PageError) -> None:
+        self._breaker((source.host, source.port)).failed(error)
         with self._lock:
-            self.counters.corrupt += is_page
-            self.counters.errors += not is_page
+            self.counters.corrupt += isinstance(error, PageError)
+            self.counters.errors += isinstance(error, OSError)
             self._end(source.lease)
 
     def _end(self, lease: str) -> None:
@@ -288,5 +308,6 @@ class Borrower:
                 channel.hang_up()
         for threads in (self._releasing, self._strands):
             threads.shutdown(cancel_futures=True)
+        self._checkers.shutdown()
         for _, channel in idle:
             channel.close()

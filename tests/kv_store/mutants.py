@@ -207,6 +207,8 @@ MUTANTS = (
             "max(step_id for step_id, _, _ in saves)",
             "min(step_id for step_id, _, _ in saves)",
         ),
+        ("borrowers hear of a copy at its end", ">= TOLD_BYTES:", ">= 1 << 60:"),
+        ("borrowers hear of a page again and again", "                        untold.clear()\n", ""),
     ),
     *_of(
         "jaxpaged/worker/kv_transfer/fetcher.py",

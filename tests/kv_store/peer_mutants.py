@@ -2,9 +2,9 @@
 
 from tests.mutants import mutants_of
 
-_LEASES = ("tests/kv_store/test_handover.py", "tests/kv_store/test_handover_early.py")
+_LEASES = tuple(f"tests/kv_store/test_handover{each}.py" for each in ("", "_early", "_limits"))
 _TESTS = {
-    "channel": ("tests/kv_store/test_handover.py", "tests/kv_store/test_shared_memory.py"),
+    "channel": (*_LEASES, "tests/kv_store/test_shared_memory.py"),
     "shared_memory": ("tests/kv_store/test_shared_memory.py",),
     "tls": ("tests/kv_store/test_handover_tls.py",),
 }
@@ -101,6 +101,7 @@ MUTANTS = (
         ("what was given back is still expected", "                del self._sources[key]\n", "                pass\n"),
         ("leases are not renewed", "self._kept[source.lease] = source", "pass"),
         ("who hears nothing waits on", "num_silent = 0 if done else num_silent + 1", "num_silent = 0"),
+        ("nobody waits for the last pages", "        for check in checks:\n            check.result()\n", ""),
         ("any answer is believed", "<= set(places):", "<= set(range(999)):"),
         ("anybody is asked for pages", "if not is_allowed(source, self._peers):  # front", "if False:  # front"),
         (

@@ -131,11 +131,14 @@ def test_a_long_prompt_comes_over_several_connections_once_it_is_computed():
         compute(lender, store, *keys)
         lender.finish(lease, keys)
 
-        def take(key, page):
-            came.append(key)
-            names.add(threading.current_thread().name[:7])
+        ask = borrower._ask
 
-        borrower.pull(keys, take)
+        def ask_noted(*question):
+            names.add(threading.current_thread().name[:7])
+            return ask(*question)
+
+        borrower._ask = ask_noted
+        borrower.pull(keys, lambda key, page: came.append(key))
         assert sorted(key.block_hash for key in came) == [key.block_hash for key in keys] and "kv-pull" in names
         assert borrower.usage().counters.hits == len(keys) and lender.stats()["kv_lent_pages"] == len(keys)
         borrower.close()

@@ -13,7 +13,9 @@ from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode, namespace, scales_of
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.kv_store.tiers import Tiers
+from jaxpaged.worker.kv_transfer import transfer
 from jaxpaged.worker.kv_transfer.forms import PageForm
+from jaxpaged.worker.kv_transfer.peers import Peers
 from jaxpaged.worker.kv_transfer.transfer import NUM_SLOTS, KVTransferWorker, Slots
 
 SPACE, OTHER = namespace(weights="a"), namespace(weights="b")
@@ -149,6 +151,28 @@ def test_slots_are_few_and_come_back(made):
     assert slots.take() and not slots.take()
     slots.give_back()
     assert slots.take() and slots.num_taken == 1
+
+
+class Told(Peers):
+    """What borrowers hear."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys = []
+
+    def hold(self, keys):
+        self.keys.append(list(keys))
+
+
+def test_borrowers_hear_of_pages_while_the_rest_of_a_copy_is_stored(monkeypatch):
+    made = Made(peers=Told())
+    contents = [content(number) for number in range(1, 6)]
+    monkeypatch.setattr(transfer, "TOLD_BYTES", 2 * made.worker._copies.page_bytes(0))
+    made.save(*((1, each, each.token_ids[0]) for each in contents))
+    made.worker.confirm(None)
+    made.worker.close()
+    keys = [each.key for each in contents]
+    assert made.worker._peers.keys == [keys[:2], keys[2:4], keys]
 
 
 def test_a_page_is_copied_once(made):

@@ -40,6 +40,10 @@ NUM_SLOTS = 8
 SLOTS_TO_LEND = 64
 """The same where others wait for what is gathered: what is not saved they must compute."""
 NUM_THREADS = 2
+THREADS_TO_LEND = 4
+"""The same where others wait: a checksum takes a thread longer than all else that happens to a page."""
+TOLD_BYTES = 4 << 20
+"""Bytes of pages of a copy after which borrowers hear of them, while the rest of it is stored."""
 THREADS_TO_BORROW = 64
 """Loads at a time where other engines lend: most of them wait for prompts that are being computed."""
 SIZES = tuple(1 << power for power in range(14, 37, 2))
@@ -129,7 +133,7 @@ class KVTransferWorker:
         self._news = threading.Event()
         self._slots = Slots(SLOTS_TO_LEND if self._peers.lends else NUM_SLOTS)
         self._under_way: set[PageKey] = set()  # gathered and not stored yet
-        self._savers = ThreadPoolExecutor(NUM_THREADS, "kv-save")
+        self._savers = ThreadPoolExecutor(THREADS_TO_LEND if self._peers.lends else NUM_THREADS, "kv-save")
         self._loaders = ThreadPoolExecutor(THREADS_TO_BORROW if self._peers.borrows else NUM_THREADS, "kv-load")
         self.num_saved = self.num_loaded = self.num_dropped = self.num_lost = 0  # pages
         self._changes: ChangeLog | None = None  # nobody wants to hear of any
@@ -233,7 +237,7 @@ class KVTransferWorker:
 
     def _store_pages(self, gathered: Gathered) -> None:
         """In a thread: wait for the bytes, and put the pages into the store."""
-        begin, num_bytes = time.monotonic(), 0
+        begin, num_bytes, untold = time.monotonic(), 0, list[PageKey]()
         try:
             pages = [np.asarray(array) for array in gathered.pages]
             for content, *page in zip(gathered.contents, *pages):
@@ -244,6 +248,10 @@ class KVTransferWorker:
                 if self._store.put(content.key, encode(header, values, self._secret, *scales)):
                     self.num_saved += 1
                     num_bytes += self._copies.page_bytes(content.key.group)
+                    untold.append(content.key)
+                    if len(untold) * self._copies.page_bytes(content.key.group) >= TOLD_BYTES:
+                        self._peers.hold(untold)
+                        untold.clear()
         except Exception:
             logger.exception("%d pages of keys and values were not saved", len(gathered.keys))
             self.num_dropped += len(gathered.keys)

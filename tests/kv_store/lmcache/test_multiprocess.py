@@ -441,17 +441,60 @@ def chunk(tokens):
     return Chunk(None, np.asarray(tokens[:16], np.uint32), tuple(hashes_of(tokens[:16])), 0)
 
 
-def test_what_was_copied_for_too_long_is_not_used(server, monkeypatch):
+@pytest.mark.parametrize("is_held_up", ["before", "while it is copied"])
+def test_what_was_copied_for_too_long_is_not_used(server, monkeypatch, is_held_up):
     with closing(tier_at(server)) as tier:
         stored(tier)
-        monkeypatch.setattr(store_module, "COPY_S", -1.0)
-        assert tier.get(known(tier)[0]) is None
+        content, write = Path(server.path).read_bytes(), Pool.write
+
+        def write_slowly(pool, slot, content):
+            write(pool, slot, content)
+            time.sleep(0.3)
+
+        if is_held_up == "before":
+            monkeypatch.setattr(store_module, "COPY_S", -1.0)
+            assert tier.get(known(tier)[0]) is None
+        else:
+            monkeypatch.setattr(store_module, "COPY_S", 0.2)
+            monkeypatch.setattr(Pool, "write", write_slowly)
         other = [7, *TOKENS[1:]]
     with closing(tier_at(server)) as tier:
         tier.collect(other, hashes_of(other), 16)
         for key, pieces in pages_of(other[:16], tier.layout).items():
             tier.put(key, pieces)
         assert tier.usage()[0].counters.stored == 0 and server.calls["CommitStore"] == 2
+    assert is_held_up != "before" or Path(server.path).read_bytes() == content, "it was written all the same"
+
+
+def test_parts_that_were_not_read_since_one_was_wrong_are_unlocked(server):
+    layout = layout_of(2)
+    with closing(tier_at(server, layout)) as tier:
+        stored(tier)
+    server.mangle["PrepareRetrieve"] = with_pickle
+    with closing(tier_at(server, layout)) as tier:
+        keys = known(tier, TOKENS[:16])
+        assert set(settled(tier, keys)) == {HIT} and tier.get(keys[0]) is None
+        assert server.idle(), "of both parts"
+
+
+def test_what_the_server_does_not_keep_is_not_stored(server, caplog):
+    server.mangle["CommitStore"] = lambda said: lmcache_mp_pb2.CommitStoreResponse(success=False)
+    with closing(tier_at(server)) as tier:
+        tier.collect(TOKENS, HASHES, 16)
+        kept = [tier.put(key, pieces) for key, pieces in pages_of(TOKENS[:16], tier.layout).items()]
+        assert not kept[-1] and tier.usage()[0].counters.stored == 0
+    assert "does not keep what it had a place for" in warnings(caplog)[0]
+
+
+def test_answers_have_a_limit(server, caplog):
+    with closing(tier_at(server)) as tier:
+        stored(tier)
+    server.mangle["PrepareRetrieve"] = raw(bytes(calls.MAX_ANSWER_BYTES + 1))
+    with closing(tier_at(server)) as tier:
+        keys = known(tier)
+        assert set(settled(tier, keys)) == {HIT} and tier.get(keys[0]) is None
+        assert tier.usage()[0].counters.corrupt == 0 and tier.usage()[0].counters.errors == 1
+    assert "RESOURCE_EXHAUSTED" in warnings(caplog)[0]
 
 
 def test_many_threads_of_two_engines_read_and_write_the_same(server):

@@ -178,8 +178,9 @@ def test_the_multi_process_server_by_its_address():
 def test_what_the_multi_process_server_is_not_used_for(extra, said):
     with pytest.raises(ConfigError, match=said):
         multiprocess(**extra)
-    with pytest.raises(ConfigError, match="which means nothing here"):
-        tiers_of(kv_connector="LMCacheMPConnector", kv_connector_extra_config={"lmcache.chunk_size": 1})
+    for key in ("lmcache.chunk_size", "model"):
+        with pytest.raises(ConfigError, match=f"{key}', which means nothing here"):
+            tiers_of(kv_connector="LMCacheMPConnector", kv_connector_extra_config={key: "x"})
 
 
 def test_who_lends_needs_a_tier_of_pages():

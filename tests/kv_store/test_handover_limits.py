@@ -1,0 +1,136 @@
+"""What peers may say, and how much of it: everything else is refused, and nothing of it is believed or kept."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import msgspec
+import pytest
+
+from jaxpaged.errors import PageError
+from jaxpaged.kv_store import channel as wire
+from jaxpaged.kv_store.borrower import Borrower
+from jaxpaged.kv_store.channel import MAX_PAGES, Channel, Get, Pages, Renewed
+from jaxpaged.kv_store.handover import RemoteSource
+from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.tier import Lookup
+from tests.kv_store.test_handover import KEYS, MOST, SECRET, SPACE, borrowing, eventually, got, lending, put
+from tests.kv_store.test_handover_early import following
+
+MANY = [PageKey(i.to_bytes(32, "big"), 0) for i in range(MAX_PAGES + 6)]
+
+
+@contextlib.contextmanager
+def asking(lender, secret=None, most=MOST):
+    """A channel to a lender, as a borrower's."""
+    connection = socket.create_connection((lender.host, lender.port), 5)
+    try:
+        yield Channel(connection, SPACE, secret, is_server=False, most=most)
+    finally:
+        connection.close()
+
+
+@contextlib.contextmanager
+def lending_many():
+    """A lender, and a lease of more pages than an answer has."""
+    with lending(keys=()) as (lender, store):
+        lease, _ = lender.grant(MANY)
+        for key in MANY:
+            put(store, key)
+        lender.hold(MANY)
+        lender.finish(lease, MANY)
+        yield lender, lease
+
+
+@pytest.mark.parametrize("changes", [{"version": wire.VERSION + 1}, {"nonce": b""}], ids=["version", "nonce"])
+def test_greetings_of_others_are_refused(changes, monkeypatch):
+    greet = Channel._greet
+
+    def greet_otherwise(channel, own, is_server):
+        return greet(channel, own if is_server else msgspec.structs.replace(own, **changes), is_server)
+
+    with lending() as (lender, _):
+        monkeypatch.setattr(Channel, "_greet", greet_otherwise)
+        with pytest.raises(PageError, match="The peer refuses"), asking(lender):
+            pass
+        eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
+
+
+def test_a_signed_message_cannot_be_sent_back_to_who_sent_it():
+    a, b = socket.socketpair()
+    ready = []
+    thread = threading.Thread(target=lambda: ready.append(Channel(a, SPACE, SECRET, is_server=True, most=0)))
+    thread.start()
+    client = Channel(b, SPACE, SECRET, is_server=False, most=0)
+    thread.join()
+    client.send(Get("l", [(b"h", 0)]))
+    a.sendall(a.recv(1 << 16))
+    with pytest.raises(PageError, match="not signed"):
+        client.receive()
+    a.close()
+    b.close()
+
+
+@pytest.mark.parametrize(
+    ("num_message", "num_pages"), [(wire.MAX_MESSAGE + 1, 0), (40, MAX_PAGES + 1)], ids=["long", "many pages"]
+)
+def test_what_is_announced_is_not_waited_for_where_it_is_too_much(num_message, num_pages):
+    a, b = socket.socketpair()
+    ready = []
+    thread = threading.Thread(target=lambda: ready.append(Channel(a, SPACE, None, is_server=True, most=0)))
+    thread.start()
+    client = Channel(b, SPACE, None, is_server=False, most=MOST)
+    thread.join()
+    a.sendall(wire.HEAD.pack(wire.MAGIC, num_message, num_pages))
+    b.settimeout(2)
+    with pytest.raises(PageError, match="at most"):
+        client.receive()
+    a.close()
+    b.close()
+
+
+def test_a_question_and_an_answer_have_so_much_and_no_more(monkeypatch):
+    with lending_many() as (lender, lease), asking(lender) as channel:
+        question = Get(lease, [(key.block_hash, key.group) for key in MANY])
+        channel.send(question)
+        answer = channel.receive()
+        assert isinstance(answer, Pages) and answer.there == list(range(MAX_PAGES)) and not answer.gone
+        monkeypatch.setattr("jaxpaged.kv_store.lender.MOST_SENT", 2 * answer.contents[0].nbytes)
+        channel.send(question)
+        assert channel.receive().there == [0, 1]
+        monkeypatch.setattr("jaxpaged.kv_store.lender.MOST_SENT", 1)
+        channel.send(question)
+        assert channel.receive().there == [0], "one that alone has more is sent"
+
+
+def test_what_is_no_question_is_refused():
+    with lending() as (lender, _), asking(lender) as channel:
+        channel.send(Renewed(1.0))
+        eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
+
+
+def test_a_borrower_expects_so_many_pages_and_forgets_the_oldest(monkeypatch):
+    monkeypatch.setattr("jaxpaged.kv_store.borrower.MAX_KEYS", 4)
+    borrower = Borrower(SPACE, MOST, peers="127.0.0.1")
+    borrower.expect(MANY[:6], RemoteSource("127.0.0.1", 1, "lease", 24))
+    assert borrower.lookup(MANY[:6]) == [Lookup.MISS] * 2 + [Lookup.HIT] * 4
+    borrower.close()
+
+
+def test_who_closes_waits_for_no_answer():
+    with following() as (_, _, follower):
+        eventually(lambda: follower.borrower._busy)
+        begin = time.monotonic()
+        follower.borrower.close()
+        assert follower.ended() and time.monotonic() - begin < 2
+
+
+def test_a_connection_that_failed_is_not_used_again(monkeypatch):
+    with lending() as (lender, _), borrowing(lender) as (borrower, _):
+        assert got(borrower, KEYS[0]) is not None
+        ((_, channel),) = borrower._idle
+        monkeypatch.setattr(channel, "receive", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            got(borrower, KEYS[1])
+        assert channel._socket.fileno() == -1 and not borrower._idle
