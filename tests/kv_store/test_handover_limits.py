@@ -134,3 +134,12 @@ def test_a_connection_that_failed_is_not_used_again(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             got(borrower, KEYS[1])
         assert channel._socket.fileno() == -1 and not borrower._idle
+
+
+def test_a_peer_that_does_not_answer_is_not_asked_for_other_leases_either():
+    with lending() as (lender, _), borrowing(lender) as (borrower, source):
+        lender.close()
+        for number, key in enumerate(KEYS):
+            borrower.expect([key], RemoteSource(source.host, source.port, f"lease {number}", 4))
+            assert got(borrower, key) is None
+        assert borrower.usage().counters.errors == 1
