@@ -3,10 +3,11 @@
 
     python scripts/mutate.py [--only PATH] [--list]
 
-The mistakes are in lists beside the tests: those in kernels, and those in pages, tiers, and what travels between them
-and the device. Each mutant lives in a copy of the repository in a temporary folder. It is killed if a test fails: first
-the tests that are expected to notice, then all of its part, slow ones left out. Prints "killed", "SURVIVED", or "HANGS"
-where tests did not end in time; the exit status is 1 if one survived, or if one no longer applies to the source.
+The mistakes are in lists beside the tests: those in kernels, those in pages, tiers, and what travels between them and
+the device, and those in groups of processes and attention ranks. Each mutant lives in a copy of the repository in a
+temporary folder. It is killed if a test fails: first the tests that are expected to notice, then all of its part, slow
+ones left out. Prints "killed", "SURVIVED", or "HANGS" where tests did not end in time; the exit status is 1 if one
+survived, or if one no longer applies to the source.
 """
 
 import argparse
@@ -20,12 +21,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests.executor.mutants import MUTANTS as OF_GROUPS
 from tests.kv_store.mutants import MUTANTS as OF_PAGES
 from tests.mutants import Mutant
 from tests.pallas_kernels.mutants import MUTANTS as OF_KERNELS
 
 ROOT = Path(__file__).resolve().parent.parent
-MUTANTS = (*OF_KERNELS, *OF_PAGES)
+MUTANTS = (*OF_KERNELS, *OF_PAGES, *OF_GROUPS)
 OWN_MUTANTS = "not mutant"  # tests of mutants compare with the source, and would notice any change of it
 TIME_LIMIT = 900  # seconds for one run of tests
 TIMED_OUT = -1

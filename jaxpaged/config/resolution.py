@@ -189,33 +189,31 @@ def check_stages(
             )
 
 
-def check_ranks(
-    model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, scheduler: SchedulerConfig,
-    compile: CompileConfig, num_drafts: int,
-) -> None:  # fmt: skip
+def check_ranks(cache: CacheConfig, parallel: ParallelConfig, compile: CompileConfig, num_drafts: int) -> None:
     """Raise ConfigError for what attention ranks cannot do."""
     if parallel.num_ranks == 1:
         return
     reasons = {
-        f"pipeline_parallel_size is {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
-        f"decode_context_parallel_size is {parallel.decode_context_parallel_size}":
-            parallel.decode_context_parallel_size > 1,
-        f"num_scheduler_steps is {scheduler.num_scheduler_steps}, and ranks take steps one by one":
-            scheduler.num_scheduler_steps not in (None, 1),
-        f"speculative_config drafts {num_drafts} tokens": num_drafts > 0,
-        "kv_offload (or kv_role) keeps keys and values besides the device": cache.offload is not None,
-        "kv_events_config tells of one prefix cache, and every rank has one": bool(cache.kv_events_config),
-        "enable_eplb moves experts": parallel.enable_eplb,
-        f"runner is {model.runner!r}": model.runner != "generate",
-        f"distributed_executor_backend is {parallel.distributed_executor_backend!r}, with nnodes {parallel.nnodes}":
+        f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and a stage has no part in the experts of "
+        "another. Leave out pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
+        f"decode_context_parallel_size is {parallel.decode_context_parallel_size}, and ranks spread requests in place "
+        "of contexts. Leave out decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
+        f"speculative_config drafts {num_drafts} tokens, and what drafts serves one rank. Leave out speculative_config":
+            num_drafts > 0,
+        "kv_offload (or kv_role) keeps keys and values besides the device, of one rank only. Leave it out, or "
+        "data_parallel_size": cache.offload is not None,
+        "enable_eplb moves experts between the devices of one rank. Leave out enable_eplb": parallel.enable_eplb,
+        f"distributed_executor_backend is {parallel.distributed_executor_backend!r}, with nnodes {parallel.nnodes}: "
+        "all ranks are in one process. Choose devices of one host, and uni":
             parallel.distributed_executor_backend != "uni" or parallel.nnodes > 1,
-        f"bundle is {compile.bundle}": compile.bundle is not None,
+        f"bundle is {compile.bundle}, and bundles with experts cannot be tried on a CPU, which cannot store such "
+        "programs. Leave out bundle": compile.bundle is not None,
     }  # fmt: skip
     for reason, applies in reasons.items():
         if applies:
             raise ConfigError(
-                f"data_parallel_size is {parallel.data_parallel_size} with enable_expert_parallel, but {reason}: "
-                "attention ranks that share experts do not go with it. Leave one of them out."
+                f"data_parallel_size is {parallel.data_parallel_size} with enable_expert_parallel: attention ranks. "
+                f"But {reason}."
             )
 
 

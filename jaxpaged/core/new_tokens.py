@@ -16,36 +16,48 @@ from jaxpaged.core.request import Request
 from jaxpaged.core.steps import Grant, NewStep
 from jaxpaged.messages import EngineCoreOutput, ModelRunnerOutput
 
+LEAST_STEPS = 2
+"""Fewer are no run."""
 Ended = list[tuple[Request, EngineCoreOutput]]
 """Requests, and the outputs whose finish reason says that they have ended, or failed."""
 
 
-def add_run(
-    step: NewStep, running: Sequence[Request], max_steps: int, manager: KVCacheManager, last_step_id: int
-) -> bool:
-    """Fill an empty step with a run of at most `max_steps`. False, and nothing changed, when it must be one step.
+Run = list[tuple[Request, int]]
+"""Requests, and how many tokens each of them may get in a run."""
 
-    It must when somebody still computes a prompt, or needs a mask, which comes from the host; when blocks are too few,
-    and when nobody has two tokens to go.
-    """
-    if max_steps < 2:
-        return False
-    runs = []
+
+def run_of(running: Sequence[Request], max_steps: int, manager: KVCacheManager) -> Run | None:
+    """What a run of at most `max_steps` would be. None when it must be one step: when somebody still computes a prompt,
+    or needs a mask, which comes from the host, and when blocks are too few."""
+    runs: Run = []
     for request in running:
         num_known = request.num_tokens_with_placeholders
         num_left = request.max_total_tokens - num_known
         if num_left <= 0:
             continue  # its last token is being sampled
         if request.num_drafts:
-            return False  # its drafts are worth more
+            return None  # its drafts are worth more
         num_free = num_left if request.matcher is None else request.matcher.num_free(request.num_output_placeholders)
         if num_known != request.num_computed_tokens + 1 or not num_free:
-            return False
+            return None
         runs.append((request, min(max_steps, num_left, num_free)))
-    num_steps = max((num_tokens for _, num_tokens in runs), default=0)
-    if num_steps < 2 or not manager.can_allocate(runs):
+    return runs if not runs or manager.can_allocate(runs) else None
+
+
+def length_of(run: Run | None) -> int:
+    """How many steps a run has, 0 if there is none."""
+    return max((num_tokens for _, num_tokens in run or ()), default=0)
+
+
+def add_run(
+    step: NewStep, running: Sequence[Request], max_steps: int, manager: KVCacheManager, last_step_id: int, least: int
+) -> bool:
+    """Fill an empty step with a run of at most `max_steps`. False, and nothing changed, when it must be one step, or
+    has fewer than `least`."""
+    runs = run_of(running, max_steps, manager) if max_steps > 1 else None
+    if runs is None or length_of(runs) < least:
         return False
-    step.num_steps = num_steps
+    step.num_steps = max(length_of(runs), 1)
     for request, num_tokens in runs:
         manager.cache_blocks(request, last_step_id)
         block_ids = manager.allocate_slots(request, num_tokens)

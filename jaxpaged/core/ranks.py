@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxpaged.core.balancer import Balancer, Load
 from jaxpaged.core.kv_cache.block_map import map_blocks
-from jaxpaged.core.kv_cache.events import KVCacheEvent
+from jaxpaged.core.new_tokens import LEAST_STEPS, length_of, run_of
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.messages import (
@@ -71,8 +71,19 @@ class RankedScheduler:
         return sum(each.get_num_unfinished_requests() for each in self.ranks)
 
     def schedule(self, max_steps: int = 1, max_tokens: int = 1 << 30) -> SchedulerOutput:
-        """A step of all ranks, none of which has a run. `max_tokens` is for each of them."""
-        return joined([each.schedule(1, max_tokens) for each in self.ranks])
+        """A step of all ranks, or a run of all: one without requests, or whose requests end earlier, takes part with
+        nothing to its end. `max_tokens` is for each of them."""
+        runs = max_steps > 1 and self._can_run(max_steps)
+        return joined(
+            [each.schedule(max_steps, max_tokens, 0) if runs else each.schedule(1, max_tokens) for each in self.ranks]
+        )
+
+    def _can_run(self, max_steps: int) -> bool:
+        """Whether nobody is in the way of a run on any rank, and somebody has two tokens to go."""
+        of_ranks = [
+            None if each.waiting else run_of(each.running, max_steps, each.kv_cache_manager) for each in self.ranks
+        ]
+        return None not in of_ranks and max(map(length_of, of_ranks)) >= LEAST_STEPS
 
     def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         parts = zip(self.ranks, scheduled.ranks, divided(output, scheduled.ranks), strict=True)
@@ -127,6 +138,11 @@ def scheduler_of(num_ranks: int, *args: Any, **options: Any) -> AnyScheduler:
     return make() if num_ranks == 1 else RankedScheduler(make, num_ranks)
 
 
+def ranks_of(scheduler: AnyScheduler) -> Sequence[Scheduler]:
+    """The scheduler of each rank."""
+    return scheduler.ranks if isinstance(scheduler, RankedScheduler) else (scheduler,)
+
+
 class RankedCaches:
     """The KV caches of all ranks, for whoever asks something of all of them."""
 
@@ -157,9 +173,6 @@ class RankedCaches:
         """The blocks of one rank after those of another."""
         return map_blocks([(each.kv_cache_manager, each.running) for each in self._ranks], most)
 
-    def take_events(self) -> list[KVCacheEvent]:
-        return []
-
 
 class RankedPreparation:
     """The requests of all ranks that cannot be queued yet."""
@@ -188,7 +201,7 @@ def joined(parts: list[SchedulerOutput]) -> SchedulerOutput:
         step_id, together("new_requests"), together("removed_request_ids"), together("request_ids"),
         together("num_scheduled_tokens"), together("num_computed_tokens"), together("max_new_tokens"),
         together("new_block_ids"), sum(part.total_num_scheduled_tokens for part in parts),
-        masked=any(part.masked for part in parts), ranks=parts,
+        num_steps=max(part.num_steps for part in parts), masked=any(part.masked for part in parts), ranks=parts,
     )  # fmt: skip
 
 
@@ -208,6 +221,7 @@ def divided(output: ModelRunnerOutput, parts: Sequence[SchedulerOutput]) -> Iter
             prompt_logprobs={name: value for name, value in output.prompt_logprobs.items() if name in own},
             failed={name: reason for name, reason in output.failed.items() if name in own},
             corrupted=[name for name in output.corrupted if name in own],
+            pooled=None if output.pooled is None else output.pooled[first:end],
         )  # fmt: skip
         first, first_line = end, end_line
 

@@ -19,7 +19,7 @@ from jaxpaged.core.intake import check_request
 from jaxpaged.core.integrity import check_books
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.logprob_lines import collect_prompt_logprobs
-from jaxpaged.core.new_tokens import add_run, fault_of, num_drafts_in_step, take_tokens
+from jaxpaged.core.new_tokens import LEAST_STEPS, add_run, fault_of, num_drafts_in_step, take_tokens
 from jaxpaged.core.preparation import Preparation
 from jaxpaged.core.prompt_grants import PromptGrants
 from jaxpaged.core.request import Request, RequestStatus
@@ -123,19 +123,19 @@ class Scheduler:
 
     # ---- schedule ------------------------------------------------------------------------------
 
-    def schedule(self, max_steps: int = 1, max_tokens: int = 1 << 30) -> SchedulerOutput:
+    def schedule(self, max_steps: int = 1, max_tokens: int = 1 << 30, least: int = LEAST_STEPS) -> SchedulerOutput:
         """Decide how many tokens every request computes in the next step.
 
         Requests that decode go first, then prompts, as `prompt_grants.py` says. When blocks run out the youngest is
         preempted and recomputed later, or under the priority policy the least important. Waiting requests are admitted
         when nothing was preempted, each only if all of its tokens would get blocks. A step without tokens need not be
         executed; what the runner must know waits for the next one. When nobody waits and all decode, it may be a run
-        of up to `max_steps` steps (`new_tokens.py`). Prompts that may be cut get `max_tokens` at most.
+        of `least` to `max_steps` steps (`new_tokens.py`). Prompts that may be cut get `max_tokens` at most.
         """
         manager, most_drafts = self.kv_cache_manager, self.draft_lengths.most_in_step
         most = max(max_tokens, len(self.running), 0 if self._chunked_prefill else self._max_num_batched_tokens)
         step = NewStep(min(most, self._max_num_batched_tokens), len(self.running), len(manager.pools), most_drafts)
-        if self.waiting or not add_run(step, self.running, max_steps, manager, self._last_step_id):
+        if self.waiting or not add_run(step, self.running, max_steps, manager, self._last_step_id, least):
             lacking = self._schedule_decodes(step)
             if step.budget and (lacking or self.waiting):
                 self._schedule_prompts(lacking, step)

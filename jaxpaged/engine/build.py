@@ -110,10 +110,10 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
     check_one_process(config)
     folder, model, decoder, config = resolve_model(config)
     input_processor = build_input_processor(config, decoder, folder)
-    with event_publisher(config) as publisher:
+    with event_publishers(config) as publishers:
         executor = UniProcExecutor(config, model, decoder, folder, progress)
         grammars = build_grammars(input_processor, decoder)
-        core = EngineCore(config, executor, grammars, publisher, executor.kv_transfer)
+        core = EngineCore(config, executor, grammars, publishers, executor.kv_transfer)
     return LLMEngine(config, input_processor, core)
 
 
@@ -133,25 +133,30 @@ def check_one_process(config: EngineConfig) -> None:
 
 
 @contextlib.contextmanager
-def event_publisher(config: EngineConfig) -> Iterator["KVEventPublisher | None"]:
-    """What publishes KV events, if the options ask for that; it is the caller's unless building the engine fails.
+def event_publishers(config: EngineConfig) -> Iterator["Sequence[KVEventPublisher]"]:
+    """What publishes the KV events of each attention rank, if the options ask for that; they are the caller's unless
+    building the engine fails.
 
     Raises ConfigError, and UsageError for a taken address, before any weight is read.
     """
     if not config.cache.kv_events_config:
-        yield None
+        yield ()
         return
     from jaxpaged.engine.observability.kv_event_publisher import KVEventPublisher, KVEventsConfig  # with ZeroMQ
 
     wanted = KVEventsConfig.from_option(config.cache.kv_events_config)
     if wanted is not None and not config.cache.enable_prefix_caching:
         raise ConfigError("kv_events_config asks for events, but enable_prefix_caching is off: there would be none.")
-    publisher = None if wanted is None else KVEventPublisher(wanted)
+    publishers: list[KVEventPublisher] = []
     try:
-        yield publisher
+        if wanted is not None:
+            first = wanted.data_parallel_rank
+            for rank in range(first, first + config.parallel.num_ranks):
+                publishers.append(KVEventPublisher(wanted.of_rank(rank)))
+        yield publishers
     except BaseException:
-        if publisher is not None:
-            publisher.close()
+        for each in publishers:
+            each.close()
         raise
 
 
@@ -172,11 +177,11 @@ def build_core(config: EngineConfig, reports: Reports) -> EngineCore:
     folder, model, decoder, config = resolve_model(config)
     tokenizer_folder = find_tokenizer_folder(config, folder)
     reports.announce(CoreFacts(config.options(), decoder.vocab_size, str(folder), str(tokenizer_folder)))
-    with event_publisher(config) as publisher:
+    with event_publishers(config) as publishers:
         executor = make_executor(config, model, decoder, folder, group, reports.progress)
         input_processor = load_input_processor(config, decoder.vocab_size, folder, tokenizer_folder)
         transfer = executor.kv_transfer if isinstance(executor, UniProcExecutor) else None
-        return EngineCore(config, executor, build_grammars(input_processor, decoder), publisher, transfer)
+        return EngineCore(config, executor, build_grammars(input_processor, decoder), publishers, transfer)
 
 
 def open_group(config: EngineConfig, reports: Reports) -> "Group | None":

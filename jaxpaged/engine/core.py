@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.grammar.matcher import Grammars
-from jaxpaged.core.ranks import scheduler_of
+from jaxpaged.core.ranks import ranks_of, scheduler_of
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.core_client import EngineCoreClient
 from jaxpaged.engine.kv_transfer import KVTransferDriver
@@ -64,19 +64,19 @@ class EngineCore(EngineCoreClient):
 
     def __init__(
         self, config: EngineConfig, executor: Executor, grammars: Grammars | None = None,
-        publisher: "KVEventPublisher | None" = None, transfer: KVTransferWorker | None = None,
+        publishers: "Sequence[KVEventPublisher]" = (), transfer: KVTransferWorker | None = None,
     ):  # fmt: skip
-        """`grammars` None: requests with structured outputs are refused. `publisher`: hears what the cache holds.
+        """`grammars` None: requests with structured outputs are refused. `publishers`: hear what a rank's cache holds.
         `transfer`: keeps keys and values besides the device."""
         self.executor = executor
-        self._publisher = publisher
+        self._publishers = publishers
         self._scheduler = scheduler_of(
             config.parallel.num_ranks,
             config.scheduler,
             executor.kv_cache_config,
             max_model_len=config.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
-            enable_kv_cache_events=publisher is not None,
+            enable_kv_cache_events=bool(publishers),
             grammars=grammars,
             can_run=executor.can_run,
             num_drafts=config.speculative.num_drafts,
@@ -231,15 +231,15 @@ class EngineCore(EngineCoreClient):
     def shutdown(self) -> None:
         self._in_flight.clear()
         self.executor.shutdown()
-        if self._publisher is not None:
-            self._publisher.close()
+        for each in self._publishers:
+            each.close()
 
     def _publish_events(self) -> None:
-        """Tell routers what has entered and left the prefix cache."""
-        if self._publisher is not None:
+        """Tell routers what has entered and left the prefix cache of each rank."""
+        for publisher, rank in zip(self._publishers, ranks_of(self._scheduler)):
             with self._changing_books():
-                events = self._scheduler.kv_cache_manager.take_events()
-            self._publisher.publish(events)
+                events = rank.kv_cache_manager.take_events()
+            publisher.publish(events)
 
     def _advance(self, is_taken: bool = True) -> SchedulerOutput | None:
         """Put what the oldest step gives into the outbox, which `is_taken` then. Returns that step, if there is one."""

@@ -4,7 +4,7 @@ The choice is the smallest bucket that is compiled; what is compiled is asked of
 what several workers have reported. This module calls no program.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -74,15 +74,16 @@ class ProgramChoice:
 
     def forget_requests(self) -> None:
         """Nobody has a row."""
-        self._live: set[str] = set()
+        self._live: defaultdict[int, set[str]] = defaultdict(set)  # by attention rank
         self._full: set[str] = set()  # of them, those that need the full sampler
 
     def choose(self, scheduled: SchedulerOutput) -> tuple[ProgramKey, ...]:
         """The programs of the next step; none for a step without requests."""
-        self._live.difference_update(scheduled.removed_request_ids)
+        for rank, part in enumerate(scheduled.parts):
+            self._live[rank].difference_update(part.removed_request_ids)
+            self._live[rank].update([request.request_id for request in part.new_requests])
         self._full.difference_update(scheduled.removed_request_ids)
         for request in scheduled.new_requests:
-            self._live.add(request.request_id)
             if self._needs_full(request.sampling_params):
                 self._full.add(request.request_id)
         if not scheduled.request_ids:
@@ -111,8 +112,9 @@ class ProgramChoice:
 
     def max_decode_steps(self) -> int:
         """See `Executor`."""
-        bucket = next((size for size in self._run_buckets if size >= len(self._live)), 0)
-        key = ProgramKey(self._run_kind(self._live), bucket)
+        most = max(map(len, self._live.values()), default=0)
+        bucket = next((size for size in self._run_buckets if size >= most), 0)
+        key = ProgramKey("decode_full" if self._full else "decode", bucket)
         return self._sizes.run_steps[key] if key in self._sizes.run_steps and self._programs.is_ready(key) else 1
 
     def can_run(self, extra: Extra) -> bool:
@@ -152,15 +154,15 @@ class ProgramChoice:
         kind = self._run_kind(scheduled.request_ids)
         if scheduled.num_steps > 1:
             return self._smallest(kind, num_sampling, self._run_buckets)
-        all_decode = scheduled.total_num_scheduled_tokens == num_sampling == len(scheduled.request_ids)
-        if not all_decode or scheduled.masked or kind != "decode":
+        one_each = scheduled.total_num_scheduled_tokens == len(scheduled.request_ids)
+        if not (one_each and all(scheduled.max_new_tokens)) or scheduled.masked or kind != "decode":
             return None
         key = ProgramKey(kind, next((size for size in self._run_buckets if size >= num_sampling), 0))
         self._num_decodes[key] += 1
         pays = self._num_decodes[key] >= DECODES_THAT_PAY and key in self._sizes.run_steps
         return key if pays and self._programs.is_ready(key) else None
 
-    def _run_kind(self, request_ids: Sequence[str] | set[str]) -> str:
+    def _run_kind(self, request_ids: Sequence[str]) -> str:
         return "decode" if not self._full or self._full.isdisjoint(request_ids) else "decode_full"
 
     def _finisher(self, scheduled: SchedulerOutput, num_sampling: int) -> ProgramKey:

@@ -31,6 +31,11 @@ def rank_part(shape: jax.ShapeDtypeStruct) -> PartitionSpec:
     return PartitionSpec(*[DATA_AXIS if DATA_AXIS in each else None for each in axes])
 
 
+def of_any_rank(mesh: Mesh, is_so: jax.Array) -> jax.Array:
+    """Whether something is so on some rank, the same on all: within the program of each."""
+    return is_so if num_ranks(mesh) == 1 else jax.lax.pmax(is_so.astype("int32"), DATA_AXIS) > 0
+
+
 def over_model_axes(mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`shard_map` over the devices of a rank."""
     # Kernels' loops start from constants, which vary over no axis.

@@ -21,9 +21,12 @@ class RankedEngine(Engine):
         schedulers = iter([each.scheduler for each in engines])
         self.scheduler = RankedScheduler(lambda: next(schedulers), num_ranks)
         self.engines = engines
+        self.num_uneven = 0  # runs in which a rank has less to do, or nothing
 
     def dispatch(self):
         scheduled = self.scheduler.schedule(self.max_steps)
+        self.num_runs += scheduled.num_steps > 1
+        self.num_uneven += scheduled.num_steps > min(part.num_steps for part in scheduled.ranks)
         self.scheduler.check_integrity()
         parts = [each.runner.execute(part) for each, part in zip(self.engines, scheduled.ranks, strict=True)]
         output = ModelRunnerOutput(
@@ -66,13 +69,14 @@ class RankedEngine(Engine):
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
-@pytest.mark.parametrize("seed", range(4))
-def test_random_traffic_over_ranks_gives_every_request_its_own_tokens(windows, seed):
+@pytest.mark.parametrize(("seed", "max_steps"), [(0, 1), (1, 1), (2, 1), (3, 1), (1, 4), (2, 5), (4, 3), (5, 8)])
+def test_random_traffic_over_ranks_gives_every_request_its_own_tokens(windows, seed, max_steps):
     """With so few blocks that requests are preempted, with aborts, failed steps, lost caches and ids used again."""
     chance = random.Random(seed)
     engine = RankedEngine(
-        1 + seed % 3, windows=windows, num_blocks=1 + 14 * len(windows), max_num_seqs=4, depth=1 + seed % 2
-    )
+        1 + seed % 3, windows=windows, num_blocks=1 + 14 * len(windows), max_num_seqs=4, depth=1 + seed % 2,
+        max_steps=max_steps,
+    )  # fmt: skip
     beginnings = [prompt_of(length, each) for each in range(3) for length in (0, 8, 13)]
     preemptions = 0
     for number in range(60):
@@ -99,6 +103,8 @@ def test_random_traffic_over_ranks_gives_every_request_its_own_tokens(windows, s
         preemptions = max(preemptions, engine.scheduler.make_stats().num_preemptions)
     engine.run()
     assert preemptions > 0 and engine.scheduler.reset_prefix_cache()
+    assert (engine.num_runs > 0) == (max_steps > 1)
+    assert engine.num_uneven > 0 or max_steps == 1
 
 
 def test_requests_go_where_there_is_least_to_do_and_their_beginning_is_cached():
@@ -114,6 +120,27 @@ def test_requests_go_where_there_is_least_to_do_and_their_beginning_is_cached():
     assert engine.rank_of("again") == rank
     engine.run()
     assert engine.scheduler.make_stats().prefix_cache_hits == 40
+
+
+def test_a_run_is_one_of_all_ranks_or_none():
+    """Whoever has a prompt to compute, or waits, is in the way of all; who has little to do, or nothing, is not."""
+    engine = RankedEngine(3, num_blocks=100, max_steps=4, max_num_seqs=1)
+    engine.add("long", prompt_of(4, 1), max_tokens=20)
+    engine.add("short", prompt_of(4, 2), max_tokens=2)
+    assert engine.dispatch().num_steps == 1
+    engine.receive()
+    run = engine.dispatch()
+    assert run.num_steps == 4 and [part.num_steps for part in run.ranks] == [4, 1, 1]
+    assert [part.max_new_tokens for part in run.ranks] == [[4], [1], []]
+    engine.receive()
+    engine.add("new", prompt_of(30, 3), max_tokens=2)
+    engine.add("newer", prompt_of(30, 4), max_tokens=2)
+    engine.add("newest", prompt_of(30, 5), max_tokens=2)
+    assert [engine.dispatch().num_steps for _ in range(2)] == [1, 1], "prompts take two steps"
+    while engine.in_flight:
+        engine.receive()
+    assert engine.scheduler.ranks[0].waiting and engine.dispatch().num_steps == 1, "somebody waits for the only row"
+    engine.run()
 
 
 def test_each_rank_has_a_budget_rows_and_blocks_of_its_own():

@@ -4,12 +4,14 @@ import json
 import re
 
 import jax
+import numpy as np
 import pytest
 
 from jaxpaged import LLM, SamplingParams, StructuredOutputsParams
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.build import plan_engine
 from jaxpaged.errors import ConfigError
+from tests.engine.observability.test_kv_event_publisher import Follower
 from tests.engine.small_tokenizer import make_backend
 from tests.models.checkpoints import CONFIGS, prompt_of, write_checkpoint
 from tests.models.paged import golden_of
@@ -21,9 +23,36 @@ OPTIONS = {
 
 
 def answers(llm, *prompts, **params):
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **params})
+    params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **params}
+    if isinstance(params["max_tokens"], list):
+        params = [SamplingParams(**{**params, "max_tokens": most}) for most in params["max_tokens"]]
+    else:
+        params = SamplingParams(**params)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs], outputs
+
+
+def lengths_of_runs(llm):
+    """The lengths of the runs of decode steps, by sampler."""
+    found = {}
+    for record in llm.llm_engine._core.step_log.read()[0]:
+        if record.num_steps > 1:
+            found.setdefault("full" if record.full_sampler else "plain", set()).add(record.num_steps)
+    return found
+
+
+def check_events(llm):
+    """A follower of a rank's events knows what that rank has cached."""
+    stored = []
+    for rank, publisher in zip(scheduler_of(llm).ranks, llm.llm_engine._core._publishers, strict=True):
+        follower = Follower(publisher)
+        for _, payload in publisher._remembered:
+            assert follower.take(payload).data_parallel_rank == len(stored)
+        cached = {key[:-4] for pool in rank.kv_cache_manager.pools for key in pool._cached}
+        assert follower.stored.keys() == cached and len(cached) > 2
+        stored.append(follower.stored)
+        follower.close()
+    assert stored[0] != stored[1]
 
 
 def scheduler_of(llm):
@@ -31,7 +60,8 @@ def scheduler_of(llm):
 
 
 def test_two_ranks_give_the_tokens_of_one_device_and_hold_twice_as_many(tmp_path):
-    """Chunks, cached beginnings, preemption, everything of the full sampler, log probabilities; and after sleeping."""
+    """Chunks, cached beginnings, preemption, runs of decode steps, everything of the full sampler, log probabilities;
+    and after sleeping."""
     golden, prompt = golden_of("mixtral")["greedy"], prompt_of("mixtral")
     folder = str(write_checkpoint("mixtral", tmp_path))
     asked = {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.3, "logprobs": 2, "prompt_logprobs": 1}
@@ -39,12 +69,21 @@ def test_two_ranks_give_the_tokens_of_one_device_and_hold_twice_as_many(tmp_path
     with LLM(**OPTIONS, model=folder, num_gpu_blocks_override=14, num_scheduler_steps=1) as alone:
         drawn, outputs = answers(alone, prompt, prompt[:9], prompt[3:20], **asked)
         blocks = alone.stats().number("num_kv_blocks")
-    with LLM(**OPTIONS, model=folder, num_gpu_blocks_override=14, data_parallel_size=2) as llm:
-        assert answers(llm, prompt)[0] == [golden]
+    runs = {"num_scheduler_steps": 4, "wait_for_programs": True}
+    runs["kv_events_config"] = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
+    with LLM(**OPTIONS, **runs, model=folder, num_gpu_blocks_override=14, data_parallel_size=2) as llm:
+        assert answers(llm, prompt)[0] == [golden], "the other rank has nothing to do"
+        assert answers(llm, prompt, prompt)[0] == [golden] * 2
+        assert lengths_of_runs(llm) == {"plain": {3, 4}}
+        twice = answers(llm, prompt, prompt[:9], max_tokens=[9, 4])[0]
+        assert [len(tokens) for tokens in twice] == [9, 4] and twice[0] == golden[:9], "one ends in the middle of a run"
         assert answers(llm, *[prompt] * 6)[0] == [golden] * 6
         assert llm.stats().number("num_preemptions") > 0 and llm.stats().number("prefix_cache_hits") > 0
         both, ours = answers(llm, prompt, prompt[:9], prompt[3:20], **asked)
         assert both == drawn
+        llm.collective_rpc("wait_for_programs")
+        assert answers(llm, prompt, prompt[:9], prompt[3:20], **asked)[0] == drawn
+        assert 4 in lengths_of_runs(llm)["full"]
         for one, other in zip(outputs, ours, strict=True):
             assert len(one.prompt_logprobs) == len(other.prompt_logprobs) == len(one.prompt_token_ids)
             for a, b in zip(
@@ -58,6 +97,7 @@ def test_two_ranks_give_the_tokens_of_one_device_and_hold_twice_as_many(tmp_path
         assert len(ranks) == 2 and all(each.make_stats().prefix_cache_queries for each in ranks), "both had requests"
         assert llm.stats().number("num_kv_blocks") == 2 * blocks
         scheduler_of(llm).check_integrity()
+        check_events(llm)
         for level in (1, 2):
             llm.sleep(level)
             llm.wake_up()
@@ -103,12 +143,32 @@ def test_a_grammar_binds_a_request_of_one_rank_and_no_other(tmp_path):
         assert llm.stats().number("recompiles") == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("pooling_type", ["MEAN", "LAST"])
+def test_ranks_pool_as_one_device_does(tmp_path, pooling_type):
+    """Prompts that take several steps, preemption, more prompts than rows, and a rank that has nothing to do."""
+    folder, prompt = str(write_checkpoint("mixtral", tmp_path)), prompt_of("mixtral")
+    prompts = [[*prompt, *prompt[:5]], prompt[:3], prompt[2:20], prompt[:1], prompt[5:], prompt[:17], [*prompt, 7]]
+    asked = [{"prompt_token_ids": each} for each in prompts]
+    options = {"runner": "pooling", "convert": "embed", "pooler_config": {"pooling_type": pooling_type}}
+    vectors = lambda outputs: np.array([output.outputs.embedding for output in outputs])
+    with LLM(**OPTIONS, **options, model=folder, num_gpu_blocks_override=14) as alone:
+        expected = vectors(alone.embed(asked, use_tqdm=False))
+    with LLM(**OPTIONS, **options, model=folder, num_gpu_blocks_override=14, data_parallel_size=2) as llm:
+        np.testing.assert_allclose(vectors(llm.embed(asked[:1], use_tqdm=False)), expected[:1], atol=1e-5)
+        np.testing.assert_allclose(vectors(llm.embed(asked, use_tqdm=False)), expected, atol=1e-5)
+        assert len({tuple(vector.round(3)) for vector in expected}) == len(prompts)
+        assert llm.stats().number("recompiles") == 0
+        scheduler_of(llm).check_integrity()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"enable_eplb": True, "tensor_parallel_size": 2}, "enable_eplb moves experts"),
+        ({"bundle": "somewhere"}, "bundle is somewhere, and bundles with experts cannot be tried on a CPU"),
+        ({"decode_context_parallel_size": 2, "tensor_parallel_size": 4}, "ranks spread requests in place of contexts"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
-        ({"num_scheduler_steps": 4}, "num_scheduler_steps is 4"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "drafts 2 tokens"),
         ({"kv_offload": "host=1M"}, "besides the device"),
         ({"data_parallel_size": 16}, "data_parallel_size 16 times tensor_parallel_size 1 is 16"),

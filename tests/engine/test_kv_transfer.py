@@ -385,7 +385,7 @@ def test_routers_hear_of_what_tiers_keep(page_tokens):
     batches = []
     executor, transfer = FakeExecutor(counting_model(VOCAB), VOCAB), FakeTransfer(page_tokens)
     publisher = SimpleNamespace(publish=batches.extend, close=lambda: None)
-    core = EngineCore(make_config(kv_offload="host=1M"), executor, publisher=publisher, transfer=transfer)
+    core = EngineCore(make_config(kv_offload="host=1M"), executor, publishers=[publisher], transfer=transfer)
     core.add_request(request("a", PROMPT))
     run(core)
     core.add_request(request("b", [9, 9]))

@@ -41,8 +41,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The option `kv_events_config`; names and defaults are vLLM's, but for the address, which is this machine's only.
 
     Sizes are batches: `buffer_steps` that can be asked for again, `hwm` that wait for a slow follower, `max_queue_size`
-    that wait for the sockets' thread. `data_parallel_rank` says which of several engine cores publishes: batches hold
-    it, and both addresses follow from it. The engine sets it where it has several.
+    that wait for the sockets' thread. `data_parallel_rank` says which of several engine cores, or attention ranks of
+    one, publishes: batches hold it, and both addresses follow from it. The engine sets it where it has several.
     """
 
     enable_kv_cache_events: bool = False
@@ -63,6 +63,9 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
         if endpoint.startswith("tcp:") and port.isdecimal():
             return f"{address}{colon}{int(port) + self.data_parallel_rank}"
         return f"{endpoint}_dp{self.data_parallel_rank}"
+
+    def of_rank(self, rank: int) -> "KVEventsConfig":
+        return msgspec.structs.replace(self, data_parallel_rank=rank)
 
     @classmethod
     def from_option(cls, values: dict[str, Any]) -> "KVEventsConfig | None":

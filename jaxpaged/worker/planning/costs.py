@@ -44,9 +44,8 @@ def work_of(blueprint: Blueprint, programs: Sequence[PlannedProgram] = ()) -> Wo
 
 
 def steps_per_program(blueprint: Blueprint) -> int:
-    """Decode steps that are dispatched at once, at most. Stages and attention ranks take them one by one."""
-    one_by_one = blueprint.stage is not None or num_ranks(blueprint.mesh) > 1
-    return 1 if one_by_one else blueprint.config.scheduler.num_scheduler_steps or MAX_STEPS
+    """Decode steps that are dispatched at once, at most. Stages take them one by one."""
+    return 1 if blueprint.stage is not None else blueprint.config.scheduler.num_scheduler_steps or MAX_STEPS
 
 
 def head_leaves(blueprint: Blueprint) -> list[jax.ShapeDtypeStruct]:

@@ -276,7 +276,7 @@ class StepPrograms:
         a token is computed in the same shapes either way."""
         blueprint, scheduler = self.blueprint, self.blueprint.config.scheduler
         max_steps = scheduler.num_scheduler_steps or MAX_STEPS
-        if max_steps == 1 or blueprint.stage is not None or num_ranks(blueprint.mesh) > 1:
+        if max_steps == 1 or blueprint.stage is not None:
             return {}
         largest = next(size for size in blueprint.token_buckets if size >= scheduler.max_num_seqs)
         num_lines = lambda layout: next(size for size in blueprint.sample_buckets if size >= layout.num_rows)

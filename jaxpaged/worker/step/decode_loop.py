@@ -5,8 +5,9 @@
 
 `packed` and `lines` are those of a single step that decodes, the first of the run; the lines say besides when rows end.
 A row that samples one of its stop ids, or whose logits are not numbers, computes nothing more; the loop ends with the
-last row. The host decides what ends a request: rows stop here only so that less is computed in vain, and a stop id
-that did not fit into the row costs time, not correctness.
+last row of all attention ranks, none of which can compute without the others. The host decides what ends a request:
+rows stop here only so that less is computed in vain, and a stop id that did not fit into the row costs time, not
+correctness.
 
 No row has more than one token in a step, so attention has nothing in it for prompts. Two layers of a 1B Llama and all
 that is around them, 32 rows on a v6e: 0.64 million estimated cycles with that, and 0.58 without; 29 kernels and 21. So
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpaged.layers.ranks import of_any_rank
 from jaxpaged.sampling.rows import NUM_COLUMNS, lines_of_active
 from jaxpaged.worker.request_rows import NUM_STOP_IDS
 from jaxpaged.worker.step.functions import NOT_COMPUTED, RowTokens, Shapes, StepFunctions, write_tables
@@ -31,10 +33,12 @@ from jaxpaged.worker.step.packed import RunLayout, StepParts
 class Run(NamedTuple):
     """What the loop carries from step to step.
 
-    `limit_R` is the number of the step from which on a row computes nothing. `logprobs` is None in the plain program.
+    `limit_R` is the number of the step from which on a row computes nothing; `goes_on`: not all rows, of any attention
+    rank, are as far. `logprobs` is None in the plain program.
     """
 
     step: Any
+    goes_on: Any
     limit_R: Any
     kv: Any
     rows: RowTokens
@@ -75,16 +79,18 @@ def decode(
     def one_step(run: Run) -> Run:
         return decode_step(functions, layout, params, head, tables_GRM, parts, ends, run)
 
+    limit_R = jnp.where(ended_R, 0, ends.limit_R)
     first = Run(
         step=jnp.int32(0),
-        limit_R=jnp.where(ended_R, 0, ends.limit_R),
+        goes_on=of_any_rank(functions.attention.mesh, jnp.any(limit_R > 0)),
+        limit_R=limit_R,
         kv=kv,
         rows=rows,
         sampling=sampling,
         tokens_IR=jnp.full((layout.max_steps, num_rows), NOT_COMPUTED, jnp.int32),
         logprobs=None if sampling is None else functions.no_logprobs(layout.max_steps, num_rows),
     )
-    return jax.lax.while_loop(lambda run: jnp.any(run.step < run.limit_R), one_step, first), tables_GRM
+    return jax.lax.while_loop(lambda run: run.goes_on, one_step, first), tables_GRM
 
 
 def decode_step(
@@ -106,9 +112,11 @@ def decode_step(
     logprobs = jax.tree.map(lambda kept, new: kept.at[run.step].set(new[:num_rows]), run.logprobs, lines)
     tokens_R = tokens_S[:num_rows]
     ended_R = (tokens_R < 0) | is_stop(tokens_R, ends.stop_ids_RJ)
+    limit_R = jnp.where(active_R & ended_R, run.step + 1, run.limit_R)
     return Run(
         step=run.step + 1,
-        limit_R=jnp.where(active_R & ended_R, run.step + 1, run.limit_R),
+        goes_on=of_any_rank(functions.attention.mesh, jnp.any(run.step + 1 < limit_R)),
+        limit_R=limit_R,
         kv=kv,
         rows=rows,
         sampling=sampling,
@@ -143,9 +151,9 @@ def lower_decode(shapes: Shapes, layout: RunLayout, full: bool) -> jax.stages.Lo
         return (run.kv, tables, run.rows, run.sampling), run.tokens_IR, run.logprobs
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    program = jax.jit(
-        decode_run, donate_argnames=("state",), out_shardings=(shardings, whole, whole),
+    lines = shapes.packed(layout.num_lines, NUM_COLUMNS + 1 + NUM_STOP_IDS)
+    return shapes.lower(
+        decode_run, (shapes.params, shapes.head, state, shapes.packed(layout.step.size), lines), donated=(2,),
+        out_shardings=(shardings, whole, whole),
         compiler_options=shapes.options.get("decode_full" if full else "decode"),
     )  # fmt: skip
-    lines = shapes.packed(layout.num_lines, NUM_COLUMNS + 1 + NUM_STOP_IDS)
-    return program.lower(shapes.params, shapes.head, state, shapes.packed(layout.step.size), lines)

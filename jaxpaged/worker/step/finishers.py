@@ -108,10 +108,13 @@ class Sampler:
 
     def _run(self, device: Device, step: Step, pending: PendingStep, key: ProgramKey) -> None:
         """Several decode steps, the forward passes included."""
-        (request_ids, rows), state, layout = step.ranks[0].sampling(), device.state, self.runs[key.size]
-        pending.buckets.sample_bucket = layout.num_lines
-        lines_SF, limits = self.lines([rows], layout.num_lines), step.scheduled.max_new_tokens
-        lines_SC = run_lines(lines_SF, limits, self.ranks[0].stop_ids_RJ[rows])
+        sampling, state, layout = [rank.sampling() for rank in step.ranks], device.state, self.runs[key.size]
+        pending.buckets.sample_bucket = len(self.ranks) * layout.num_lines
+        lines_SF = self.lines([rows for _, rows in sampling], layout.num_lines)
+        lines_of = zip(np.split(lines_SF, len(self.ranks)), step.ranks, self.ranks, sampling, strict=True)
+        lines_SC = np.concatenate(
+            [run_lines(lines, part.num_most(), own.stop_ids_RJ[rows]) for lines, part, own, (_, rows) in lines_of]
+        )
         kept = state.finisher if pending.buckets.full_sampler else None
         donated, tokens, logprobs = device.call(
             key, device.params, device.head, (state.kv, state.tables, state.rows, kept), step.packed, lines_SC
@@ -119,8 +122,8 @@ class Sampler:
         state.kv, state.tables, state.rows, kept = donated
         if kept is not None:
             state.finisher = kept
-        count = partial(device.counts.add, bucket=key.size)
-        pending.readings.append(DrawnTokens([request_ids], start_copy(tokens), start_copy(logprobs), count))
+        count, ids = partial(device.counts.add, bucket=key.size, ranks=len(self.ranks)), [ids for ids, _ in sampling]
+        pending.readings.append(DrawnTokens(ids, start_copy(tokens), start_copy(logprobs), count))
 
     def lines(self, rows_of_ranks: Sequence[np.ndarray], bucket: int) -> np.ndarray:
         """What some rows of each rank ask for. Positions are counted from 0: where a row is, is known to the device."""

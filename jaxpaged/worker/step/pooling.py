@@ -8,6 +8,8 @@ A prompt may take several steps, so what its tokens add up to stays on the devic
 token needs no such sum. This module does not know which requests there are, nor what becomes of the vectors.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -73,19 +75,18 @@ class PoolingShapes(Shapes):
         def accumulate_step(hidden, sums, packed):
             return accumulate(layout, self.functions.num_hidden, pooling_type, hidden, sums, packed)
 
-        step = jax.jit(accumulate_step, donate_argnames=("sums",), out_shardings=self.functions.replicated)
-        return step.lower(self.all_hidden, self.sampling, self.packed(layout.size))
+        return self.lower(accumulate_step, (self.all_hidden, self.sampling, self.packed(layout.size)), donated=(1,))
 
     def lower_pool(self, size: int) -> jax.stages.Lowered:
         f = self.functions
         hidden = self.hidden(f.num_hidden)
         if self.sampling is not None:
-            hidden = self._array(hidden.shape, jnp.float32)
+            hidden = self._array((f.num_hidden, f.config.hidden_size), jnp.float32)
 
         def pool(head, hidden):
             return f.model.compute_logits(head, f.config, hidden[:size])
 
-        return jax.jit(pool, out_shardings=f.replicated).lower(self.head, hidden)
+        return self.lower(pool, (self.head, hidden))
 
 
 def programs_for(blueprint: Blueprint, kv_cache: KVCacheConfig) -> StepPrograms:
@@ -150,20 +151,22 @@ class PoolFinisher:
             key = ProgramKey("accumulate", forward.size)
             state.finisher, hidden_SD = device.call(key, state.hidden, state.finisher, step.packed)
         for key in pool:
-            request_ids, _ = step.ranks[0].sampling()
-            pending.buckets.sample_bucket = key.size
-            pending.readings.append(PooledLines(request_ids, start_copy(device.call(key, device.head, hidden_SD))))
+            ids_of_ranks = [rank.sampling()[0] for rank in step.ranks]
+            pending.buckets.sample_bucket = len(step.ranks) * key.size
+            pending.readings.append(PooledLines(ids_of_ranks, start_copy(device.call(key, device.head, hidden_SD))))
 
 
 @dataclass
 class PooledLines:
-    """`pooled` is `[S, ...]`; the requests are the first lines."""
+    """`pooled` is `[S, ...]`; the requests are the first lines. So it is for each attention rank, in turn."""
 
-    request_ids: list[str]
+    ids_of_ranks: Sequence[list[str]]
     pooled: Any
 
     def read(self, output: ModelRunnerOutput) -> None:
-        output.request_ids, output.pooled = self.request_ids, np.asarray(self.pooled)[: len(self.request_ids)]
+        of_ranks = np.split(np.asarray(self.pooled), len(self.ids_of_ranks))
+        output.request_ids = list(itertools.chain.from_iterable(self.ids_of_ranks))
+        output.pooled = np.concatenate([lines[: len(ids)] for lines, ids in zip(of_ranks, self.ids_of_ranks)])
         is_finite = np.isfinite(output.pooled).all(axis=1)
-        output.corrupted = [self.request_ids[i] for i in np.flatnonzero(~is_finite)]
+        output.corrupted = [output.request_ids[i] for i in np.flatnonzero(~is_finite)]
         output.failed.update(dict.fromkeys(output.corrupted, NOT_NUMBERS))

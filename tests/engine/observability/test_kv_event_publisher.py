@@ -10,7 +10,7 @@ import zmq
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.kv_cache.events import AllBlocksCleared
-from jaxpaged.engine.build import event_publisher
+from jaxpaged.engine.build import event_publishers
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.observability.kv_event_publisher import END, KVEventPublisher, KVEventsConfig
 from jaxpaged.errors import ConfigError, UsageError
@@ -93,7 +93,7 @@ def publishing():
 
 def core_with(publisher, **options):
     executor = FakeExecutor(counting_model(100), 100, num_blocks=24)
-    return EngineCore(make_config(**options), executor, publisher=publisher)
+    return EngineCore(make_config(**options), executor, publishers=[publisher])
 
 
 def ask(core, name, prompt, max_tokens=5):
@@ -259,16 +259,28 @@ def test_nothing_is_published_unless_asked_for(values):
 def test_building_an_engine_reserves_the_address_first_and_gives_it_back():
     enabled = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*"}
     config = EngineConfig.from_options(kv_events_config=enabled)
-    with event_publisher(config) as publisher:
+    with event_publishers(config) as [publisher]:
         taken = publisher.endpoints[0]
         again = EngineConfig.from_options(kv_events_config={**enabled, "endpoint": taken})
-        with pytest.raises(UsageError, match="Choose another endpoint"), event_publisher(again):
+        with pytest.raises(UsageError, match="Choose another endpoint"), event_publishers(again):
             pass
         publisher.close()
-    with pytest.raises(KeyError), event_publisher(again):
+    with pytest.raises(KeyError), event_publishers(again):
         raise KeyError("building failed")
-    with event_publisher(again) as publisher:
+    with event_publishers(again) as [publisher]:
         publisher.close()
+    ranks = {"data_parallel_size": 3, "enable_expert_parallel": True}
+    third = KVEventPublisher(KVEventsConfig(endpoint="tcp://127.0.0.1:*"))
+    port = int(third.endpoints[0].rpartition(":")[2])
+    of_ranks = {**enabled, "endpoint": f"tcp://127.0.0.1:{port - 2}"}
+    config = EngineConfig.from_options(kv_events_config=of_ranks, **ranks)
+    with pytest.raises(UsageError, match=f":{port}: .*Choose another endpoint"), event_publishers(config):
+        pass
+    third.close()
+    with event_publishers(config) as publishers:
+        assert [each.endpoints[0][-5:] for each in publishers] == [str(port - 2), str(port - 1), str(port)]
+        for each in publishers:
+            each.close()
     off = EngineConfig.from_options(kv_events_config=enabled, enable_prefix_caching=False)
-    with pytest.raises(ConfigError, match="enable_prefix_caching is off"), event_publisher(off):
+    with pytest.raises(ConfigError, match="enable_prefix_caching is off"), event_publishers(off):
         pass

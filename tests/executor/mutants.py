@@ -1,0 +1,94 @@
+"""Deliberate mistakes in groups of processes and in attention ranks, which quick tests must notice. `scripts/mutate.py`
+tries them."""
+
+from tests.mutants import mutants_of
+
+_GROUP = ("tests/executor/test_group.py", "tests/engine/process/test_follower_process.py")
+_TESTS = {
+    "ranks": ("tests/core/test_ranks.py",),
+    "new_tokens": ("tests/core/test_ranks.py", "tests/core/test_scheduler.py"),
+    "build": ("tests/engine/observability/test_kv_event_publisher.py",),
+}
+_of = mutants_of(lambda module: _TESTS.get(module.rpartition("/")[2].removesuffix(".py"), _GROUP))
+
+MUTANTS = (
+    # ---- who is heard
+    *_of(
+        "jaxpaged/executor/group.py",
+        "rank or process or heard or read",
+        ("ranks that there are not take part", "if hello.rank not in self.ranks:", "if False:"),
+        (
+            "two hosts have one rank",
+            "elif before is not None and host_of(before.where) != host_of(hello.where):",
+            "elif False:",
+        ),
+        (
+            "one that starts again is taken as the one before",
+            "elif before is not None and self._gathered:",
+            "elif False:",
+        ),
+        (
+            "one that starts again ends a group that nobody has joined",
+            "elif before is not None and self._gathered:",
+            "elif before is not None:",
+        ),
+        (
+            "processes of a group before are heard",
+            "if self._processes.get(report.rank) == process:",
+            "if report.rank in self._processes:",
+        ),
+        (
+            "strangers end an engine",
+            "        if self._gathered:\n            logger",
+            "        if False:\n            logger",
+        ),
+        ("a mistake at the start is only logged", "            self.fail(ConfigError(reason))", "            pass"),
+    ),
+    # ---- what is waited for
+    *_of(
+        "jaxpaged/executor/group.py",
+        "loaded or ready or compiled or ended",
+        ("one that has loaded is enough", "len(self._loaded) == len(self.ranks)", "len(self._loaded) > 0"),
+        ("programs are not waited for", "if not self.is_ready(key)]:", "if False]:"),
+        (
+            "a program that one has is ready",
+            "return all(key in ready for ready in self._ready.values())",
+            "return any(key in ready for ready in self._ready.values())",
+        ),
+        ("nobody hears what ended the engine", 'Stop(reason or str(self.failure or ""))', "Stop()"),
+        (
+            "a collective that failed is the reason, whoever ended",
+            "wait_for(lambda: self.failure is not None, MOMENT_SECONDS)",
+            "wait_for(lambda: self.failure is not None, 0.0)",
+        ),
+    ),
+    *_of(
+        "jaxpaged/distributed/channel.py",
+        "told or has_ended or heard",
+        ("a process that has left is waited for", "raise LostError(rank) from error", "continue"),
+    ),
+    *_of(
+        "jaxpaged/engine/process/follower_process.py",
+        "ends_in_peace",
+        (
+            "a process that was stopped stays",
+            "            self._process.kill()\n\n    def _watch",
+            "            pass\n\n    def _watch",
+        ),
+    ),
+    # ---- runs of decode steps on ranks
+    *_of(
+        "jaxpaged/core/ranks.py",
+        "run or traffic",
+        ("ranks run one by one", "runs = max_steps > 1 and self._can_run(max_steps)", "runs = max_steps > 1"),
+        ("who waits is in nobody's way", "None if each.waiting else run_of", "None if False else run_of"),
+        ("who has one token to go is in the way of all", "max_steps, max_tokens, 0)", "max_steps, max_tokens)"),
+        ("a run is as long as the shortest", "num_steps=max(part.num_steps", "num_steps=min(part.num_steps"),
+    ),
+    *_of(
+        "jaxpaged/engine/build.py",
+        "address",
+        ("ranks publish at one address", "wanted.of_rank(rank)", "wanted.of_rank(first)"),
+        ("addresses are not given back", "        for each in publishers:\n            each.close()", "        pass"),
+    ),
+)
