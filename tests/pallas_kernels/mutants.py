@@ -298,7 +298,11 @@ MUTANTS = (
             "            pass\n\n    def _look",
         ),
         ("keys are not turned", "enumerate(turned(b, rows))", "enumerate(rows)"),
-        ("tiles are never capped", "self.heads.cap_scores(b, score, self.cap)", "score"),
+        (
+            "tiles are never capped",
+            "self.heads.cap_scores(b, b.fmul(score, self.scale), self.cap)",
+            "b.fmul(score, self.scale)",
+        ),
     ),
     *_of(
         "pallas_kernels/ragged_paged_attention/cpu/heads.py",
