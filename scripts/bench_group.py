@@ -21,7 +21,8 @@ from pathlib import Path
 from bench_scheduler import Case, add_requests, make_scheduler, output_of
 
 from jaxpaged.executor.follower import Post
-from jaxpaged.executor.group import Ask, Group, Hello, Reply, Step, Stop
+from jaxpaged.executor.group import Group
+from jaxpaged.executor.group_messages import Ask, Hello, Reply, Step, Stop
 from jaxpaged.messages import ProgramKey
 from jaxpaged.worker.planning.roofline import DISPATCH_SECONDS, REQUEST_SECONDS
 

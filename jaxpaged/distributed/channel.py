@@ -7,6 +7,7 @@ module carries frames and knows nothing of what they say.
 
 import hashlib
 import threading
+import time
 from collections.abc import Iterable, Sequence
 
 import zmq
@@ -18,8 +19,18 @@ MAX_MESSAGE_BYTES = 256 << 20
 SILENCE_SECONDS = 15.0
 """A process that gives no sign of life for so long counts as lost: it was stopped, or its host is gone."""
 
+OPEN_SECONDS = 5.0
+"""How much later than its first word the socket of a process may be open on which it listens."""
 LINGER_SECONDS = 2.0
 """How long a process that ends waits until its last report has left."""
+
+
+class LostError(Exception):
+    """There is no connection to follower `rank`."""
+
+    def __init__(self, rank: int):
+        super().__init__(f"rank {rank} is not connected")
+        self.rank = rank
 
 
 class Keys:
@@ -54,6 +65,7 @@ class DriverEnd:
     def __init__(self, host: str, port: int | None, secret: bytes):
         keys = Keys(secret)
         self._context = zmq.Context()
+        self._met: set[int] = set()  # ranks that were sent something
         self._guard = ThreadAuthenticator(self._context)
         self._guard.start()
         self._guard.configure_curve_callback(credentials_provider=OnlyFollowers(keys))
@@ -69,18 +81,35 @@ class DriverEnd:
     def _sockets(self) -> tuple[zmq.Socket, zmq.Socket]:
         return self._commands, self._reports
 
-    def send(self, ranks: Iterable[int], frames: Sequence[bytes]) -> None:
-        """Send the same to followers, which have arrived. Raises zmq.ZMQError when one has left.
+    def send(self, ranks: Iterable[int], frames: Sequence[bytes], patience: float = OPEN_SECONDS) -> None:
+        """Send the same to followers, which have arrived. Raises LostError when one has left; of one that was never
+        sent anything that is known after `patience` seconds.
 
         The bytes are copied once, and not for every follower; `send_multipart` would take twice as long, and four
         times for 10 KB.
         """
         send, (*firsts, last) = self._commands.send, (zmq.Frame(each, copy=True) for each in frames)
         for rank in ranks:
-            send(name_of(rank), zmq.SNDMORE)
+            self._address(rank, patience)
             for frame in firsts:
                 send(frame, zmq.SNDMORE, copy=False)
             send(last, copy=False)
+
+    def _address(self, rank: int, patience: float) -> None:
+        """Begin a message. What a process says first may come before the socket is open where it listens."""
+        deadline = time.monotonic() + (0.0 if rank in self._met else patience)
+        while True:
+            try:
+                self._commands.send(name_of(rank), zmq.SNDMORE)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                if time.monotonic() > deadline:
+                    raise LostError(rank) from error
+                time.sleep(OPEN_SECONDS / 1000)
+            else:
+                self._met.add(rank)
+                return
 
     def receive(self, seconds: float) -> list[bytes] | None:
         """The next report, if one comes in time."""

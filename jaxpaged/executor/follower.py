@@ -1,6 +1,7 @@
 """What a process does that follows: it runs the steps that the driver tells of, and says how it is. See `group.py`."""
 
 import logging
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,14 +11,15 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.channel import FollowerEnd
 from jaxpaged.distributed.group import join
 from jaxpaged.errors import EngineDeadError, EngineError, JaxpagedError
-from jaxpaged.executor.group import (
-    JOIN_SECONDS,
+from jaxpaged.executor.group import JOIN_SECONDS, end_process
+from jaxpaged.executor.group_messages import (
     Alive,
     Ask,
     Broken,
     Command,
     Draw,
     Hello,
+    Loaded,
     Reply,
     Report,
     Settled,
@@ -26,7 +28,6 @@ from jaxpaged.executor.group import (
     Stop,
     Want,
     Welcome,
-    end_process,
 )  # fmt: skip
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.frames import FrameDecoder, FrameEncoder
@@ -54,11 +55,13 @@ class Post:
         self.rank, self._end = rank, FollowerEnd(rank, addresses, secret)
         self._encoder, self._decoder = FrameEncoder(), FrameDecoder(Command)
         self._encoding = threading.Lock()
+        self._driver = " and ".join(addresses)
+        self._process = secrets.token_bytes(8)  # nobody else's, and no rank's before this one
         self.wait_until_lost, self.close = self._end.wait_until_lost, self._end.close
 
     def say(self, report: Report) -> None:
         with self._encoding:
-            self._end.send([bytes(frame) for frame in self._encoder.encode(report)])
+            self._end.send([self._process, *[bytes(frame) for frame in self._encoder.encode(report)]])
 
     def hear(self, seconds: float) -> Command | None:
         """The next command, if one comes in time."""
@@ -68,10 +71,16 @@ class Post:
     def expect[C](self, kind: type[C], seconds: float) -> C:
         """The next command, which must be of a kind. Raises EngineDeadError."""
         command = self.hear(seconds)
-        if not isinstance(command, kind):
-            came = "nothing came" if command is None else f"{type(command).__name__} came"
-            raise EngineDeadError(f"rank {self.rank} waited {seconds:g} s for the driver, and {came}")
-        return command
+        if isinstance(command, kind):
+            return command
+        if isinstance(command, Stop):
+            raise EngineDeadError(f"rank 0 has ended: {command.reason or 'it was told to'}")
+        if command is not None:
+            raise EngineDeadError(f"rank 0 said {type(command).__name__}, and not {kind.__name__}")
+        raise EngineDeadError(
+            f"rank {self.rank} waited {seconds:g} s for rank 0 at {self._driver}, and nothing came. Look at its log, "
+            "whether this host can reach those addresses, and whether both have the same secret."
+        )
 
     def settle_blocks(self, num_blocks: int, seconds: float) -> int:
         """How many KV blocks fit everywhere, if it is `num_blocks` here."""
@@ -172,6 +181,7 @@ def follow(post: Post, where: str, given: dict[str, str], resolve: Resolve) -> N
         settle = lambda num_blocks: post.settle_blocks(num_blocks, LOADING_SECONDS)
         executor = UniProcExecutor(config, model, decoder, folder, settle_blocks=settle)
         signs.watch(executor.worker.programs.ready)
+        post.say(Loaded(post.rank))
         Follower(post, executor).run()
     except BaseException as error:
         post.say(Broken(post.rank, type(error).__name__, str(error) or repr(error)))

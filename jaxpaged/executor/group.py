@@ -5,6 +5,7 @@ programs that the step names. Results are the same everywhere, and the driver re
 one of them alone, or of a process itself, ends the group: who started it starts another one.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -12,15 +13,28 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-import numpy as np
 import zmq
 
-from jaxpaged.distributed.channel import SILENCE_SECONDS, DriverEnd, bracketed
+from jaxpaged.distributed.channel import SILENCE_SECONDS, DriverEnd, LostError, bracketed
 from jaxpaged.distributed.group import Membership, join
 from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError, error_named
+from jaxpaged.executor.group_messages import (
+    Alive,
+    Ask,
+    Broken,
+    Command,
+    Hello,
+    Loaded,
+    Reply,
+    Report,
+    Settled,
+    Sized,
+    Stop,
+    Want,
+    Welcome,
+)  # fmt: skip
 from jaxpaged.frames import FrameDecoder, FrameEncoder
-from jaxpaged.messages import ProgramKey, Progress, SchedulerOutput
+from jaxpaged.messages import ProgramKey, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -29,100 +43,11 @@ JOIN_SECONDS = 600.0
 LOOK_SECONDS = 0.25
 TELL_SECONDS = 10.0
 """How often the log says for whom a group waits."""
+ASK_AGAIN_SECONDS = 2.0
+MOMENT_SECONDS = 1.0
+"""How long after a collective that fails it may take until it is known who has ended."""
 GRACE_SECONDS = 5.0
 """How long the driver may take to end by itself after it has lost somebody: it may wait for a collective for ever."""
-
-# ---- what the driver says ------------------------------------------------------------------------
-
-
-class Welcome(msgspec.Struct, tag=True, array_like=True):
-    """All have arrived. `options` are those of `EngineConfig`, as they were given to the driver."""
-
-    options: dict[str, Any]
-    member: Membership
-
-
-class Settled(msgspec.Struct, tag=True, array_like=True):
-    """So many KV blocks the first pool has: the least of what fits anywhere."""
-
-    num_blocks: int
-
-
-class Step(msgspec.Struct, tag=True, array_like=True):
-    """Dispatch a step."""
-
-    scheduled: SchedulerOutput
-
-
-class Draw(msgspec.Struct, tag=True, array_like=True):
-    """Dispatch the rest of the newest step, which is masked."""
-
-    masks_NW: np.ndarray
-
-
-class Want(msgspec.Struct, tag=True, array_like=True):
-    """A program will be asked for, or is waited for already."""
-
-    key: ProgramKey
-    hurry: bool
-
-
-class Ask(msgspec.Struct, tag=True, array_like=True):
-    """Call a method of the worker."""
-
-    call_id: int
-    method: str
-    arguments: list[Any]
-
-
-class Stop(msgspec.Struct, tag=True, array_like=True):
-    """The engine ends."""
-
-
-Command = Welcome | Settled | Step | Draw | Want | Ask | Stop
-
-# ---- what followers say --------------------------------------------------------------------------
-
-
-class Hello(msgspec.Struct, tag=True, array_like=True):
-    """A process has arrived. `given`: what must be the same everywhere, such as versions, by name."""
-
-    rank: int
-    where: str  # "process 123 of host b"
-    given: dict[str, str]
-
-
-class Sized(msgspec.Struct, tag=True, array_like=True):
-    """So many KV blocks fit here."""
-
-    rank: int
-    num_blocks: int
-
-
-class Alive(msgspec.Struct, tag=True, array_like=True):
-    """Said again and again, with the programs that became ready."""
-
-    rank: int
-    ready: list[ProgramKey] = []
-
-
-class Reply(msgspec.Struct, tag=True, array_like=True):
-    """A method has returned, or raised: the name of an error's class and its message."""
-
-    rank: int
-    call_id: int
-    error: tuple[str, str] | None = None
-
-
-class Broken(msgspec.Struct, tag=True, array_like=True):
-    """A process cannot go on: the name of an error's class, and its message."""
-
-    rank: int
-    error: str
-    message: str
-
-
-Report = Hello | Sized | Alive | Reply | Broken
 
 
 def end_process() -> None:
@@ -154,6 +79,9 @@ class Group:
         self.failure: JaxpagedError | None = None
         self._changed = threading.Condition()
         self._hellos: dict[int, Hello] = {}
+        self._processes: dict[int, bytes] = {}  # which one each rank is: others of that name are of another group
+        self._gathered = False
+        self._loaded: set[int] = set()
         self._heard: dict[int, float] = {}
         self._sizes: dict[int, int] = {}
         self._ready: dict[int, set[ProgramKey]] = {rank: set() for rank in self.ranks}
@@ -169,7 +97,7 @@ class Group:
 
     def gather(self, given: dict[str, str], seconds: float) -> None:
         """Wait until all others have arrived. Raises EngineDeadError, naming who is missing, and ConfigError when what
-        they were given differs from what was given here."""
+        they were given differs from what was given here, or when two say that they are the same."""
         deadline = time.monotonic() + seconds
         while missing := [rank for rank in self.ranks if rank not in self._hellos]:
             left = deadline - time.monotonic()
@@ -177,11 +105,13 @@ class Group:
             if left <= 0:
                 raise EngineDeadError(
                     f"rank {names} of {len(self.ranks) + 1} did not arrive within {seconds:g} s. Look at its log, and "
-                    "whether it can reach this host and has the same secret."
+                    f"whether it can reach {' and '.join(self.addresses)} and has the same secret."
                 )
             self._wait(lambda missing=missing: any(rank in self._hellos for rank in missing), min(left, TELL_SECONDS))
             if any(rank not in self._hellos for rank in missing):
                 logger.info("waiting for rank %s of %d", names, len(self.ranks) + 1)
+        with self._changed:
+            self._gathered = True
         for hello in self._hellos.values():
             check_same(given, hello)
 
@@ -190,7 +120,7 @@ class Group:
         for rank in (*self.ranks, 0):
             member = Membership(coordinator, len(self.ranks) + 1, rank, one_device)
             if rank:
-                self._send(rank, Welcome(options, member))
+                self._send((rank,), Welcome(options, member))
             else:
                 join(member, JOIN_SECONDS, late=self.fail)
 
@@ -201,12 +131,16 @@ class Group:
         self.tell(Settled(least))
         return least
 
+    def wait_until_loaded(self) -> None:
+        """Return when all others can compute. Raises what keeps one of them from it."""
+        self._wait(lambda: len(self._loaded) == len(self.ranks))
+
     # ---- work
 
     def tell(self, command: Command) -> None:
         """Say something to all. Raises EngineDeadError when the group has lost somebody."""
         self.check()
-        self._end.send(self.ranks, self._encoder.encode(command))
+        self._send(self.ranks, command)
 
     def ask(self, method: str, arguments: Iterable[Any], own: Callable[[], None]) -> None:
         """Call a method of every worker; `own` is that of this process. Raises what one of them raised."""
@@ -226,6 +160,14 @@ class Group:
         """Whether the others have a program."""
         return all(key in ready for ready in self._ready.values())
 
+    def wait_until_ready(self, keys: Iterable[ProgramKey]) -> None:
+        """Return when the others have programs, which they hurry to compile: in a program that needs all of them, who
+        comes first waits for the last no longer than the collectives of its platform do."""
+        while missing := [key for key in keys if not self.is_ready(key)]:
+            for key in missing:  # said again and again: whoever could not compile it breaks down when it hears of it
+                self.tell(Want(key, hurry=True))
+            self._wait(lambda missing=missing: all(map(self.is_ready, missing)), ASK_AGAIN_SECONDS)
+
     def want(self, key: ProgramKey, hurry: bool) -> None:
         """See `Want`; said once."""
         if (key, hurry) not in self._wanted:
@@ -239,6 +181,12 @@ class Group:
         if self.failure is not None:
             raise EngineDeadError(str(self.failure)) from self.failure
 
+    def fail_soon(self, error: JaxpagedError) -> None:
+        """The group cannot go on for what ended one of the others, if that is known in a moment, else for `error`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, MOMENT_SECONDS)
+        self.fail(error)
+
     def fail(self, error: JaxpagedError) -> None:
         """The group cannot go on. For any thread; only the first time counts."""
         with self._changed:
@@ -249,17 +197,16 @@ class Group:
         logger.error("the processes of this engine end: %s", error)
         threading.Thread(target=self._end_late, name="group end", daemon=True).start()
 
-    def close(self) -> None:
-        """Let the others end. A second call does nothing."""
+    def close(self, reason: str = "") -> None:
+        """Let the others end; `reason`: what ended the group, if it is not its failure. A second call does nothing."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-        for rank in self._hellos:
-            try:
-                self._send(rank, Stop())
-            except zmq.ZMQError:
-                logger.debug("rank %d has left before", rank)
+        stop = self._encoder.encode(Stop(reason or str(self.failure or "")))
+        for rank in self._hellos.keys() & set(self.ranks):
+            with contextlib.suppress(LostError):  # it has left before
+                self._end.send((rank,), stop, MOMENT_SECONDS)
         self._thread.join()
         self._end.close(linger=1.0)
         self._release()
@@ -269,8 +216,12 @@ class Group:
             if not self._changed.wait_for(lambda: self._closed, GRACE_SECONDS) and self.failure is not None:
                 self._last_resort(self.failure)
 
-    def _send(self, rank: int, command: Command) -> None:
-        self._end.send((rank,), self._encoder.encode(command))
+    def _send(self, ranks: Iterable[int], command: Command) -> None:
+        try:
+            self._end.send(ranks, self._encoder.encode(command))
+        except LostError as error:  # who has started it knows why, and says so in a moment
+            self.fail_soon(EngineDeadError(f"{self._name(error.rank)} has left, or its host cannot be reached"))
+            self.check()
 
     def _wait(self, ready: Callable[[], bool], seconds: float | None = None) -> None:
         """Until `ready()`, or for so long. Raises what ended the group meanwhile."""
@@ -286,8 +237,49 @@ class Group:
         while not self._closed:
             frames = self._end.receive(LOOK_SECONDS)
             if frames is not None:
-                self._note(decoder.decode(frames))
+                self._hear(decoder, frames)
             self._look_for_silent()
+
+    def _hear(self, decoder: FrameDecoder, frames: list[bytes]) -> None:
+        """A report. Before it stands which process says it: those of a group before this one may not have ended yet."""
+        process, *rest = frames
+        try:
+            report = decoder.decode(rest)
+        except ValueError as error:
+            self._refuse(f"a process that knows the secret says what this one cannot read ({error}). Install the same "
+                         "version of jaxpaged on all hosts.")  # fmt: skip
+            return
+        if isinstance(report, Hello) and not self._admit(report, process):
+            return
+        if self._processes.get(report.rank) == process:
+            self._note(report)
+
+    def _admit(self, hello: Hello, process: bytes) -> bool:
+        """Whether a process that arrives may take part."""
+        before = self._hellos.get(hello.rank)
+        if hello.rank not in self.ranks:
+            self._refuse(
+                f"{hello.where} says that it is rank {hello.rank}, but there are {len(self.ranks) + 1} processes, of "
+                f"ranks 0 to {len(self.ranks)}. Give all hosts the same nnodes, and each a node_rank of its own."
+            )
+        elif before is not None and host_of(before.where) != host_of(hello.where):
+            self._refuse(
+                f"two say that they are rank {hello.rank}: {before.where}, and {hello.where}. Give each host a "
+                "node_rank of its own."
+            )
+        elif before is not None and self._gathered:
+            self.fail(EngineDeadError(f"{self._name(hello.rank)} has ended, and {hello.where} came in its place"))
+        else:
+            self._processes[hello.rank] = process
+            return True
+        return False
+
+    def _refuse(self, reason: str) -> None:
+        """Somebody cannot take part: that ends a group for which others are waited, and no other."""
+        if self._gathered:
+            logger.warning("not heard: %s", reason)
+        else:
+            self.fail(ConfigError(reason))
 
     def _note(self, report: Report) -> None:
         with self._changed:
@@ -296,6 +288,8 @@ class Group:
                 self._hellos[report.rank] = report
             elif isinstance(report, Sized):
                 self._sizes[report.rank] = report.num_blocks
+            elif isinstance(report, Loaded):
+                self._loaded.add(report.rank)
             elif isinstance(report, Reply):
                 self._replies[report.rank, report.call_id] = report
             elif isinstance(report, Alive):
@@ -321,6 +315,11 @@ class Group:
 def addresses_of(host: str, commands: int, reports: int) -> tuple[str, str]:
     """Where a driver listens, at two ports."""
     return f"tcp://{bracketed(host)}:{commands}", f"tcp://{bracketed(host)}:{reports}"
+
+
+def host_of(where: str) -> str:
+    """Of "process 123 of host b"."""
+    return where.rpartition(" of ")[2]
 
 
 def check_same(given: dict[str, str], hello: Hello) -> None:

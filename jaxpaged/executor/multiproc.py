@@ -12,7 +12,8 @@ import numpy as np
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import EngineDeadError, EngineError, UsageError
 from jaxpaged.executor.base import PendingOutput
-from jaxpaged.executor.group import Draw, Group, Step
+from jaxpaged.executor.group import Group
+from jaxpaged.executor.group_messages import Draw, Step
 from jaxpaged.executor.program_choice import Readiness
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import ModelRunnerOutput, ProgramKey, Progress, SchedulerOutput
@@ -60,7 +61,11 @@ class GroupStep:
         self._own, self._group = own, group
 
     def result(self) -> ModelRunnerOutput:
-        return self._own.result()
+        try:
+            return self._own.result()
+        except EngineError as error:  # where somebody else has ended, that is the reason
+            self._group.fail_soon(EngineDeadError(f"rank 0: {error}"))
+            raise
 
     def drafts(self) -> list[list[int]]:
         return self._own.drafts()
@@ -105,9 +110,11 @@ class MultiProcExecutor:
         self._own = UniProcExecutor(config, model, decoder, folder, progress, group.settle_blocks, everywhere)
         self.kv_cache_config = self._own.kv_cache_config
         self.workers = Everybody(self._own.worker, group)
+        group.wait_until_loaded()
 
     def execute(self, scheduler_output: SchedulerOutput) -> GroupStep:
         self._own.choose_programs(scheduler_output)
+        self._group.wait_until_ready(scheduler_output.programs)
         self._group.tell(Step(scheduler_output))
         try:
             return GroupStep(self._own.dispatch(scheduler_output), self._group)
@@ -134,7 +141,7 @@ class MultiProcExecutor:
 
     def recover(self) -> None:
         """Raises EngineDeadError: what the others have left of a failed step is not known, so all start anew."""
-        self._group.fail(EngineError("a step failed on the devices of rank 0"))
+        self._group.fail(EngineDeadError("a step failed on the devices of rank 0"))
         self._group.check()
 
     def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:

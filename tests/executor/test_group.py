@@ -1,20 +1,23 @@
 """What processes of one engine say to each other, and what becomes of a group that loses one; nobody computes here."""
 
+import contextlib
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from jaxpaged.engine.process.follower_process import free_port
-from jaxpaged.errors import CapacityError, ConfigError, EngineDeadError
+from jaxpaged.errors import CapacityError, ConfigError, EngineDeadError, EngineError
 from jaxpaged.executor import follower as follower_module
 from jaxpaged.executor import group as group_module
 from jaxpaged.executor.follower import Post, follow
-from jaxpaged.executor.group import Alive, Ask, Broken, Draw, Group, Hello, Reply, Stop, Want
-from jaxpaged.executor.multiproc import ReadyEverywhere
+from jaxpaged.executor.group import Group
+from jaxpaged.executor.group_messages import Alive, Ask, Broken, Draw, Hello, Loaded, Reply, Stop, Want, Welcome
+from jaxpaged.executor.multiproc import GroupStep, ReadyEverywhere
 from jaxpaged.messages import ProgramKey
 
 SECRET = b"of these tests"
@@ -51,6 +54,13 @@ def members():
 
 def hear(post):
     return post.hear(20)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.01)
 
 
 def in_thread(function, *args):
@@ -183,8 +193,152 @@ def test_who_waits_for_a_late_host_is_not_silent(members, monkeypatch):
     members.group.gather(GIVEN, 20)
     members.group.check()
     members.group.close()
-    with pytest.raises(EngineDeadError, match="rank 1 waited .* and Stop came"):
+    with pytest.raises(EngineDeadError, match="rank 0 has ended: it was told to"):
         following()
+
+
+def test_what_ended_the_engine_is_told_to_those_who_have_come(members):
+    first = members.posts[0]
+    for post in members.posts:
+        post.say(Hello(post.rank, "here", {**GIVEN, "jax": "2"} if post.rank == 2 else GIVEN))
+    with pytest.raises(ConfigError, match="rank 2 .* has jax 2") as refused:
+        members.group.gather(GIVEN, 20)
+    members.group.close(str(refused.value))
+    with pytest.raises(EngineDeadError, match=r"rank 0 has ended: rank 2 \(here\) has jax 2, and rank 0 has 1"):
+        first.expect(Welcome, 20)
+
+
+def test_who_waits_for_rank_0_in_vain_says_where_it_looked(members):
+    post = members.posts[0]
+    with pytest.raises(EngineDeadError, match=rf"waited 0\.1 s for rank 0 at {members.group.addresses[0]} and tcp://"):
+        post.expect(Welcome, 0.1)
+
+
+@contextlib.contextmanager
+def another(members, rank):
+    """A further process that says that it is `rank`."""
+    post = Post(rank, members.group.addresses, SECRET)
+    try:
+        yield post
+    finally:
+        post.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [
+        (3, "process 9 of there says that it is rank 3, but there are 3 processes, of ranks 0 to 2. Give all hosts"),
+        (1, r"two say that they are rank 1: process 1 of here, and process 9 of there\. Give each host a node_rank"),
+    ],
+)
+def test_a_host_that_has_the_rank_of_another_or_none_ends_the_start_and_no_engine(members, caplog, rank, words):
+    members.posts[0].say(Hello(1, "process 1 of here", GIVEN))
+    wait_for(lambda: 1 in members.group._hellos)
+    with another(members, rank) as post:
+        post.say(Hello(rank, "process 9 of there", GIVEN))
+        with pytest.raises(ConfigError, match=words):
+            members.group.gather(GIVEN, 20)
+    members.close()
+    members.__init__()
+    members.arrive()
+    with another(members, rank) as post:
+        post.say(Hello(rank, "process 9 of there", GIVEN))
+        post.say(Broken(rank, "EngineError", "of no concern"))
+        post.say(Alive(rank, [ProgramKey("forward", 8)]))
+        members.posts[0].say(Alive(1, [ProgramKey("forward", 16)]))
+        wait_for(lambda: "process 9 of there" in caplog.text)
+        wait_for(lambda: members.group._ready[1])
+    members.group.check()
+    assert members.group._ready[1] == {ProgramKey("forward", 16)}, "another process said what it has"
+
+
+def test_who_starts_again_before_all_have_come_is_taken_and_later_ends_the_group(members):
+    first = members.posts[0]
+    first.say(Hello(1, "process 1 of here", GIVEN))
+    wait_for(lambda: 1 in members.group._hellos)
+    first.close()
+    members.posts[0] = Post(1, members.group.addresses, SECRET)
+    members.posts[0].say(Hello(1, "process 3 of here", GIVEN))
+    wait_for(lambda: members.group._hellos[1].where == "process 3 of here")
+    members.posts[1].say(Hello(2, "process 2 of here", GIVEN))
+    members.group.gather(GIVEN, 20)
+    with another(members, 1) as post:
+        post.say(Hello(1, "process 4 of here", GIVEN))
+        with pytest.raises(EngineDeadError, match=r"rank 1 \(.*\) has ended, and process 4 of here came in its place"):
+            members.group.settle_blocks(40)
+
+
+def test_what_a_process_of_a_group_before_says_is_not_heard(members):
+    with another(members, 1) as late:
+        late.say(Broken(1, "EngineError", "the driver is gone"))
+        late.say(Alive(1, [ProgramKey("forward", 8)]))
+        members.arrive()
+        late.say(Broken(1, "EngineError", "the driver is gone"))
+        members.posts[0].say(Alive(1, [ProgramKey("forward", 16)]))
+        wait_for(lambda: members.group._ready[1])
+    members.group.check()
+    assert members.group._ready[1] == {ProgramKey("forward", 16)}
+
+
+def test_words_that_cannot_be_read_end_the_start_and_no_engine(members, caplog):
+    members.posts[0]._end.send([b"process", b"\x93\xa5Hello"])
+    with pytest.raises(ConfigError, match=r"says what this one cannot read .* the same version"):
+        members.group.gather(GIVEN, 20)
+    members.close()
+    members.__init__()
+    members.arrive()
+    members.posts[0]._end.send([b"process", b"\x93\xa5Hello"])
+    wait_for(lambda: "cannot read" in caplog.text)
+    members.posts[0].say(Broken(1, "EngineError", "this is heard"))
+    with pytest.raises(EngineError, match="this is heard"):
+        members.group.settle_blocks(40)
+
+
+def test_all_have_loaded_before_any_step_and_have_its_programs(members):
+    members.arrive()
+    loaded = in_thread(members.group.wait_until_loaded)
+    keys = [ProgramKey("forward", 8), ProgramKey("sample", 8)]
+    for post in members.posts:
+        assert not members.group._loaded.issuperset({1, 2})
+        post.say(Loaded(post.rank))
+    loaded()
+    ready = in_thread(members.group.wait_until_ready, keys)
+    for post in members.posts:
+        assert [hear(post), hear(post)] == [Want(key, True) for key in keys]
+        assert set(members.group._ready[post.rank]) == set()
+        post.say(Alive(post.rank, keys))
+    ready()
+    members.group.wait_until_ready(keys)
+
+
+def test_a_program_that_could_not_be_compiled_elsewhere_is_asked_for_again(members, monkeypatch):
+    """Whoever cannot compile it breaks down when it is asked once more."""
+    monkeypatch.setattr(group_module, "ASK_AGAIN_SECONDS", 0.05)
+    members.arrive()
+    key = ProgramKey("forward", 8)
+    ready = in_thread(members.group.wait_until_ready, [key])
+    assert [hear(members.posts[0]), hear(members.posts[0])] == [Want(key, True)] * 2
+    members.posts[0].say(Broken(1, "CapacityError", "no room to compile"))
+    with pytest.raises(CapacityError, match="no room to compile"):
+        ready()
+
+
+@pytest.mark.parametrize("seconds", [None, 0.05])
+def test_a_collective_that_failed_names_who_has_ended_where_that_is_known(members, monkeypatch, seconds):
+    monkeypatch.setattr(group_module, "MOMENT_SECONDS", seconds or 20.0)
+    members.arrive()
+    if seconds is None:
+        threading.Timer(0.1, members.group.fail, [EngineDeadError("rank 1: killed")]).start()
+    step = GroupStep(Failing(), members.group)
+    with pytest.raises(EngineError, match="reset by peer"):
+        step.result()
+    with pytest.raises(EngineDeadError, match="rank 1: killed" if seconds is None else "rank 0: .* reset by peer"):
+        members.group.check()
+
+
+class Failing:
+    def result(self):
+        raise EngineError("step 3 failed: connection reset by peer")
 
 
 JOINING = """
@@ -195,19 +349,21 @@ secret, given = b"of these tests", {"jax": "1"}
 if sys.argv[1] == "driver":
     made = group.Group(2, "127.0.0.1", None, secret, print, last_resort=lambda error: group.end_process())
     post = follower.Post(1, made.addresses, secret)
-    post.say(group.Hello(1, "process 1 of here", given))
+    from jaxpaged.executor.group_messages import Hello
+    post.say(Hello(1, "process 1 of here", given))
     signs = follower.SignsOfLife(post)
     group.GRACE_SECONDS = 0.1
     made.gather(given, 20)
     made.join({}, "127.0.0.1:" + sys.argv[2], one_device=True)
 else:
     from jaxpaged.distributed.group import Membership
+    from jaxpaged.executor.group_messages import Welcome
     made = group.Group(2, "127.0.0.1", None, secret, print, last_resort=lambda error: None)
     post = follower.Post(1, made.addresses, secret)
     import threading
     threading.Thread(target=follower.follow, args=(post, "process 1 of here", given, None), daemon=True).start()
     made.gather(given, 20)
-    made._send(1, group.Welcome({}, Membership("127.0.0.1:" + sys.argv[2], 2, 1, True)))
+    made._send([1], Welcome({}, Membership("127.0.0.1:" + sys.argv[2], 2, 1, True)))
     threading.Event().wait()
 """
 

@@ -104,7 +104,9 @@ def failure(error: BaseException) -> wire.Failed:
     if isinstance(error, JaxpagedError) and not isinstance(error, EngineDeadError):
         return wire.Failed(type(error).__name__, str(error))
     logger.error("the engine core broke down", exc_info=error)
-    return wire.Failed("EngineDeadError", f"the engine core broke down: {error.__cause__ or error!r}")
+    cause = error.__cause__ or error
+    words = str(cause) if isinstance(cause, JaxpagedError) else repr(cause)
+    return wire.Failed("EngineDeadError", f"the engine core broke down: {words}")
 
 
 def serve(start: wire.Start, directory: Path, status: StatusPipe, lifeline: Lifeline) -> None:

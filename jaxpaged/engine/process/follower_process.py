@@ -10,10 +10,11 @@ import os
 import platform
 import secrets
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 PROGRAM = "from jaxpaged.engine.build import run_follower; run_follower()"
 OF_ONE_HOST = ("node_rank", "group_secret_file")
 """Options that may differ between hosts."""
+LAST_SECONDS = 2.0
+"""How long those who follow may take to end in peace."""
 PAUSE_SECONDS = 2.0
 """Between the end of a process that followed and the start of the next."""
 
@@ -97,10 +100,16 @@ def gather_group(config: EngineConfig, progress: Progress, fail: Callable[[Jaxpa
     if seats is not None:
         host = seats.address
     secret = shared_secret(parallel) if across and seats is None else secrets.token_bytes(32)
-    release = (lambda: None) if seats is None else seats.release
+    children: list[FollowerChild] = []
+
+    def release() -> None:
+        if seats is not None:
+            seats.release()
+        end_children(children, 0.0 if group.failure else LAST_SECONDS)
 
     def end(error: JaxpagedError) -> None:
         fail(error)
+        end_children(children, 0.0)
         end_process()
 
     group = Group(parallel.num_processes, host, port and port + 1, secret, progress, end, release)
@@ -110,17 +119,24 @@ def gather_group(config: EngineConfig, progress: Progress, fail: Callable[[Jaxpa
             lost = lambda words, rank=rank: group.fail(EngineDeadError(f"rank {rank}: {words}"))
             start = FollowerStart(rank, group.addresses, secret, *log_in_use(), given)
             if seats is None:
-                FollowerChild(start, lost)
+                children.append(FollowerChild(start, lost))
             else:
                 seats.start(start, lost)
         group.gather(given, JOIN_SECONDS)
         group.join(
             config.options(), f"{host}:{port or free_port()}", one_device=parallel.distributed_executor_backend == "mp"
         )
-    except BaseException:
-        group.close()
+    except BaseException as error:
+        group.close(str(error))
         raise
     return group
+
+
+def end_children(children: Sequence["FollowerChild"], seconds: float) -> None:
+    """End processes that follow, which have so long to do so themselves: one that was stopped never does."""
+    deadline = time.monotonic() + seconds
+    for each in children:
+        each.end(max(deadline - time.monotonic(), 0.0))
 
 
 def seats_of(parallel: ParallelConfig) -> "Seats | None":
@@ -165,6 +181,13 @@ class FollowerChild:
             self._process.kill()
             raise
 
+    def end(self, seconds: float) -> None:
+        """Kill the process unless it ends within `seconds`."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
     def _watch(self) -> None:
         self._on_end(f"its process {self._process.pid} {program.end_in_words(self._process.wait())}")
 
@@ -183,7 +206,8 @@ def run(resolve: Resolve) -> NoReturn:
     try:
         follow(post, f"process {os.getpid()} of {socket.gethostname()}", start.given, resolve)
     except BaseException as error:
-        logger.error("rank %d breaks down", start.rank, exc_info=error)
+        expected = isinstance(error, JaxpagedError) and error.__cause__ is None
+        logger.error("rank %d ends: %s", start.rank, error, exc_info=None if expected else error)
         post.close()
         leave(1)
     leave(0)

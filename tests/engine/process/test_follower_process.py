@@ -1,10 +1,22 @@
 """What hosts that compute together must have alike, and the secret by which they know each other."""
 
+import os
+import queue
+import signal
+
 import pytest
 
 from jaxpaged import LLM
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.process.follower_process import follow_other_host, given_here, shared_secret
+from jaxpaged.engine.process import follower_process
+from jaxpaged.engine.process.follower_process import (
+    FollowerChild,
+    FollowerStart,
+    end_children,
+    follow_other_host,
+    given_here,
+    shared_secret,
+)
 from jaxpaged.errors import ConfigError
 
 
@@ -34,6 +46,20 @@ def test_a_rank_that_is_not_there_is_refused(tmp_path):
     file.write_text("0123456789abcdef", encoding="ascii")
     with pytest.raises(ConfigError, match="node_rank is 2, but nnodes is 2"):
         follow_other_host(config(nnodes=2, node_rank=2, group_secret_file=str(file)))
+
+
+def test_who_follows_ends_in_peace_or_is_ended(monkeypatch):
+    """One that was stopped cannot end itself."""
+    monkeypatch.setattr(follower_process, "PROGRAM", "import os; [print(os.read(0, 4096)) for _ in range(2)]")
+    start = FollowerStart(1, ("", ""), b"", 20, "text")
+    reasons = [queue.Queue() for _ in range(2)]
+    children = [FollowerChild(start, each.put) for each in reasons]
+    children[0]._process.stdin.close()
+    end_children(children[:1], 20.0)
+    os.kill(children[1]._process.pid, signal.SIGSTOP)
+    end_children(children, 0.1)
+    assert reasons[0].get(timeout=20).endswith("ended with exit status 0")
+    assert "SIGKILL" in reasons[1].get(timeout=20)
 
 
 def test_an_engine_in_this_process_computes_alone():
