@@ -145,6 +145,7 @@ def test_preemption_gives_the_same_bits(engine):
     assert core._scheduler.make_stats().num_preemptions > 1, "the test is too easy"
 
 
+@pytest.mark.exhaustive
 def test_without_the_option_other_company_gives_other_bits(tmp_path):
     engine = Engine(write_checkpoint("gemma2", tmp_path), num_scheduler_steps=1, **PER_MODEL["gemma2"])
     answers = serve(engine.core(max_num_batched_tokens=23), range(len(REQUESTS)))

@@ -26,7 +26,11 @@ SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
         (["bench_process.py", "--streams", "4", "--tokens", "8", "--rounds", "1"], "two processes give"),
         (["bench_serving.py", "--free", "--streams", "2", *SMALL], "tokens/CPU-s"),
         (["bench_serving.py", "--device-ms", "1", "--streams", "2", *SMALL], "overhead"),
-        (["bench_disaggregated.py", "--seconds", "1", "--prompt-tokens", "300", "--rounds", "1"], "once computed |"),
+        pytest.param(
+            ["bench_disaggregated.py", "--seconds", "1", "--prompt-tokens", "300", "--rounds", "1"],
+            "once computed |",
+            marks=pytest.mark.exhaustive,  # three engines
+        ),
         (["bench_kv_tiers.py", "--page-mib", "0.1", "--pages", "2"], "scattered"),
         pytest.param(REMOTE, "not hidden", marks=pytest.mark.exhaustive),  # two engines
         pytest.param(PARALLEL, "64 of 64 alike", marks=pytest.mark.exhaustive),  # five engines

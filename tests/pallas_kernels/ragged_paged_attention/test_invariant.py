@@ -42,7 +42,12 @@ def cut(size):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "group_size", "window"), [(jnp.bfloat16, 1, None), (jnp.bfloat16, 3, 70), (jnp.float32, 2, None)]
+    ("dtype", "group_size", "window"),
+    [
+        pytest.param(jnp.bfloat16, 1, None, marks=pytest.mark.exhaustive),
+        (jnp.bfloat16, 3, 70),
+        (jnp.float32, 2, None),
+    ],
 )
 def test_a_prompt_in_one_piece_in_chunks_and_token_by_token(dtype, group_size, window):
     whole = outputs("invariant", dtype, group_size, window, cut(LENGTH))
