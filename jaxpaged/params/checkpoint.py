@@ -87,7 +87,8 @@ def load_params(
     if load_format == "orbax" or (load_format == "auto" and orbax_format.is_orbax(folder)):
         return orbax_format.load_orbax(specs, config, folder, mesh, dtype, progress)
     entries, scales = checked_entries(specs, config, folder, is_whole)
-    total, done, sizes, rooms = num_bytes(param_shapes(specs, config, mesh, dtype)), 0, config.dim_sizes(), Rooms()
+    total, done, sizes = num_bytes(param_shapes(specs, config, mesh, dtype)), 0, config.dim_sizes()
+    rooms = Rooms()
 
     def load(spec: Spec) -> jax.Array | QuantizedArray | PackedArray:
         nonlocal done

@@ -52,6 +52,20 @@ def lending(secret=None, lease_s=30.0, capacity=1 << 20, keys=KEYS, tls=None, sh
 
 
 @contextlib.contextmanager
+def channels(secret, most=0):
+    """Both ends of a connection that have greeted each other: (client, server, the server's socket, the client's)."""
+    a, b = socket.socketpair()
+    ready = []
+    thread = threading.Thread(target=lambda: ready.append(Channel(a, SPACE, secret, is_server=True, most=0)))
+    thread.start()
+    client = Channel(b, SPACE, secret, is_server=False, most=most)
+    thread.join()
+    yield client, ready[0], a, b
+    a.close()
+    b.close()
+
+
+@contextlib.contextmanager
 def borrowing(lender, space=SPACE, secret=None, most=MOST, peers="127.0.0.1", tls=None, shares=True):
     """A borrower, and a source whose lease names all keys, of a prompt that is computed."""
     lease, _ = lender.grant(KEYS)
@@ -291,22 +305,14 @@ def test_who_comes_when_all_places_are_taken_is_refused(monkeypatch, caplog):
 
 
 def test_a_signed_message_cannot_be_repeated():
-    a, b = socket.socketpair()
-    ready = []
-    thread = threading.Thread(target=lambda: ready.append(Channel(a, SPACE, SECRET, is_server=True, most=0)))
-    thread.start()
-    client = Channel(b, SPACE, SECRET, is_server=False, most=0)
-    thread.join()
-    (server,) = ready
-    frame = client._encoder.encode(Get("l", [(b"h", 0)]))[0]
-    head = wire.HEAD.pack(wire.MAGIC, len(frame), 0)
-    twice = head + frame + client._tag(0, head + frame)
-    b.sendall(twice * 2)
-    assert server.receive() == Get("l", [(b"h", 0)])
-    with pytest.raises(PageError, match="not signed"):
-        server.receive()
-    a.close()
-    b.close()
+    with channels(SECRET) as (client, server, _, b):
+        frame = client._encoder.encode(Get("l", [(b"h", 0)]))[0]
+        head = wire.HEAD.pack(wire.MAGIC, len(frame), 0)
+        twice = head + frame + client._tag(0, head + frame)
+        b.sendall(twice * 2)
+        assert server.receive() == Get("l", [(b"h", 0)])
+        with pytest.raises(PageError, match="not signed"):
+            server.receive()
 
 
 def test_what_requests_may_say():

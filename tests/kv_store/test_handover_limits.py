@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import threading
 import time
 
 import msgspec
@@ -15,7 +14,7 @@ from jaxpaged.kv_store.channel import MAX_PAGES, Channel, Get, Pages, Renewed
 from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.tier import Lookup
-from tests.kv_store.test_handover import KEYS, MOST, SECRET, SPACE, borrowing, eventually, got, lending, put
+from tests.kv_store.test_handover import KEYS, MOST, SECRET, SPACE, borrowing, channels, eventually, got, lending, put
 from tests.kv_store.test_handover_early import following
 
 MANY = [PageKey(i.to_bytes(32, "big"), 0) for i in range(MAX_PAGES + 6)]
@@ -58,36 +57,22 @@ def test_greetings_of_others_are_refused(changes, monkeypatch):
 
 
 def test_a_signed_message_cannot_be_sent_back_to_who_sent_it():
-    a, b = socket.socketpair()
-    ready = []
-    thread = threading.Thread(target=lambda: ready.append(Channel(a, SPACE, SECRET, is_server=True, most=0)))
-    thread.start()
-    client = Channel(b, SPACE, SECRET, is_server=False, most=0)
-    thread.join()
-    client.send(Get("l", [(b"h", 0)]))
-    a.sendall(a.recv(1 << 16))
-    with pytest.raises(PageError, match="not signed"):
-        client.receive()
-    a.close()
-    b.close()
+    with channels(SECRET) as (client, _, a, _b):
+        client.send(Get("l", [(b"h", 0)]))
+        a.sendall(a.recv(1 << 16))
+        with pytest.raises(PageError, match="not signed"):
+            client.receive()
 
 
 @pytest.mark.parametrize(
     ("num_message", "num_pages"), [(wire.MAX_MESSAGE + 1, 0), (40, MAX_PAGES + 1)], ids=["long", "many pages"]
 )
 def test_what_is_announced_is_not_waited_for_where_it_is_too_much(num_message, num_pages):
-    a, b = socket.socketpair()
-    ready = []
-    thread = threading.Thread(target=lambda: ready.append(Channel(a, SPACE, None, is_server=True, most=0)))
-    thread.start()
-    client = Channel(b, SPACE, None, is_server=False, most=MOST)
-    thread.join()
-    a.sendall(wire.HEAD.pack(wire.MAGIC, num_message, num_pages))
-    b.settimeout(2)
-    with pytest.raises(PageError, match="at most"):
-        client.receive()
-    a.close()
-    b.close()
+    with channels(None, most=MOST) as (client, _, a, b):
+        a.sendall(wire.HEAD.pack(wire.MAGIC, num_message, num_pages))
+        b.settimeout(2)
+        with pytest.raises(PageError, match="at most"):
+            client.receive()
 
 
 def test_a_question_and_an_answer_have_so_much_and_no_more(monkeypatch):

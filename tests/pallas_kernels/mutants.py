@@ -300,7 +300,7 @@ MUTANTS = (
         ("keys are not turned", "enumerate(turned(b, rows))", "enumerate(rows)"),
         (
             "tiles are never capped",
-            "self.heads.cap_scores(b, b.fmul(score, self.scale), self.cap)",
+            "self.heads.scores(b, score, self.scale, self.cap)",
             "b.fmul(score, self.scale)",
         ),
     ),

@@ -21,7 +21,7 @@ have no work; what kernels leave for them is not looked at.
 Numerics: scores, softmax and weights are float32. Single queries: the sums of a part are in the order of the context,
 lane by lane; how many parts there are depends on the number of tokens of the step. Tiles: sums are in the order of the
 context, 64 slots with one maximum; whatever else is in a tile changes no bit. Nor do threads. With AVX512-BF16 and
-bfloat16 tiles multiply weights rounded to bfloat16, and divide by the sum of these: 1.5 to 1.8 x the speed.
+bfloat16 both multiply weights rounded to bfloat16, and divide by the sum of these: 1.5 to 1.8 x the speed of tiles.
 
 Cost: reads each key and value once for all queries of a head and token, or of a tile; XLA gathers them into an array
 first, reads that twice and writes scores (`scripts/bench_attention.py`).

@@ -62,8 +62,9 @@ class Heads:
         scale, cap = (spread(b, b.read(F32, base, 4 * i, align=4), self.lanes) for i in range(2))
         return scale, cap
 
-    def cap_scores(self, b: Builder, scores: ir.Value, cap: ir.Value) -> ir.Value:
-        """A register of scores, capped if they are to be."""
+    def scores(self, b: Builder, products: ir.Value, scale: ir.Value, cap: ir.Value) -> ir.Value:
+        """A register of scores, capped if they are to be, from products of queries and keys."""
+        scores = b.fmul(products, scale)
         return b.fmul(tanh(b, b.fdiv(scores, cap)), cap) if self.capped else scores
 
     def numbers(self, b: Builder, base: ir.Value, at: ir.Value) -> ir.Value:

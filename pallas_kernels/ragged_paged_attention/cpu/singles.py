@@ -123,7 +123,7 @@ class Chunk:
         seen = b.and_(b.icmp_signed(">=", position, begin), b.icmp_signed("<", position, end))
         products = self._products(place)
         with b.counting(whole(0), whole(self.heads.group_size), whole(1)) as (g, _):
-            score = self.heads.cap_scores(b, b.fmul(products(g), self.scale), self.cap)
+            score = self.heads.scores(b, products(g), self.scale, self.cap)
             score = b.select(seen, score, splat(self.kind, LOWEST))
             n = b.add(self._query, g)
             top_at, total_at = b.mul(n, whole(4)), b.mul(n, whole(4 * L))

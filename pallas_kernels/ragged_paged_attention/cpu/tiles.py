@@ -293,7 +293,7 @@ class Chunk:
                 position = b.add(start, splat(self.bits, c * L))
                 seen = b.and_(b.icmp_signed(">=", position, low), b.icmp_signed("<=", position, high))
                 score = b.read(self.kind, self.weights, b.add(weights_at, whole(4 * c * L)), align=4)
-                score = self.heads.cap_scores(b, b.fmul(score, self.scale), self.cap)
+                score = self.heads.scores(b, score, self.scale, self.cap)
                 score = b.select(seen, score, lowest)
                 largest = b.select(b.fcmp_ordered(">", score, largest), score, largest)
                 scores.append(score)
