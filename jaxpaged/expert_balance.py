@@ -37,6 +37,9 @@ class BalanceOptions(Protocol):
     def tensor_parallel_size(self) -> int: ...
 
     @property
+    def data_parallel_size(self) -> int: ...
+
+    @property
     def enable_expert_parallel(self) -> bool: ...
 
     @property
@@ -55,11 +58,12 @@ def expert_balance_of(options: BalanceOptions) -> ExpertBalance | None:
         if given:
             raise ConfigError(f"eplb_config has {', '.join(given)}, but enable_eplb is off. Set it, or leave them out.")
         return None
-    if not options.enable_expert_parallel or options.tensor_parallel_size == 1:
+    if not options.enable_expert_parallel or options.tensor_parallel_size * options.data_parallel_size == 1:
         raise ConfigError(
             "enable_eplb moves whole experts between devices, but enable_expert_parallel is "
-            f"{options.enable_expert_parallel} and tensor_parallel_size {options.tensor_parallel_size}. Set the first, "
-            "and the second to 2 or more, or leave enable_eplb out."
+            f"{options.enable_expert_parallel}, tensor_parallel_size {options.tensor_parallel_size} and "
+            f"data_parallel_size {options.data_parallel_size}. Set the first, and one of the others to 2 or more, or "
+            "leave enable_eplb out."
         )
     return ExpertBalance(**given)
 

@@ -16,6 +16,8 @@ def asked(**options):
 def test_what_is_asked_for_is_vllms_defaults_and_what_was_given():
     assert asked(**SPREAD) is None
     assert asked(**SPREAD, enable_eplb=True) == ExpertBalance(1000, 3000, 0, False)
+    ranks = {"enable_expert_parallel": True, "data_parallel_size": 2}
+    assert asked(**ranks, enable_eplb=True) == ExpertBalance(1000, 3000, 0, False)
     given = {"num_redundant_experts": 8, "step_interval": 500, "use_async": False, "policy": "default"}
     assert asked(**SPREAD, enable_eplb=True, eplb_config=given) == ExpertBalance(1000, 500, 8, False)
     assert asked(**SPREAD, eplb_config={"log_balancedness_interval": 1}) is None
@@ -24,8 +26,11 @@ def test_what_is_asked_for_is_vllms_defaults_and_what_was_given():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"enable_eplb": True}, "enable_expert_parallel is False and tensor_parallel_size 1"),
-        ({"enable_eplb": True, "enable_expert_parallel": True}, "enable_expert_parallel is True and .* 1"),
+        ({"enable_eplb": True}, "enable_expert_parallel is False, tensor_parallel_size 1 and data_parallel_size 1"),
+        (
+            {"enable_eplb": True, "enable_expert_parallel": True},
+            "enable_expert_parallel is True, tensor_parallel_size 1",
+        ),
         ({**SPREAD, "eplb_config": {"num_redundant_experts": 4}}, "num_redundant_experts, but enable_eplb is off"),
         ({**SPREAD, "enable_eplb": True, "eplb_config": {"step_intervals": 4}}, "step_intervals.*'step_interval'"),
         ({**SPREAD, "enable_eplb": True, "eplb_config": {"step_interval": 3}}, "is 3; .* from 4 on"),

@@ -202,7 +202,6 @@ def check_ranks(cache: CacheConfig, parallel: ParallelConfig, compile: CompileCo
             num_drafts > 0,
         "kv_offload (or kv_role) keeps keys and values besides the device, of one rank only. Leave it out, or "
         "data_parallel_size": cache.offload is not None,
-        "enable_eplb moves experts between the devices of one rank. Leave out enable_eplb": parallel.enable_eplb,
         f"distributed_executor_backend is {parallel.distributed_executor_backend!r}, with nnodes {parallel.nnodes}: "
         "all ranks are in one process. Choose devices of one host, and uni":
             parallel.distributed_executor_backend != "uni" or parallel.nnodes > 1,

@@ -53,6 +53,11 @@ def num_ranks(mesh: Mesh | AbstractMesh) -> int:
     return mesh.shape.get(DATA_AXIS, 1)
 
 
+def expert_axes(mesh: Mesh | AbstractMesh) -> str | tuple[str, ...]:
+    """The axes over which whole experts are spread: with attention ranks over the devices of all of them."""
+    return (DATA_AXIS, EXPERT_AXIS) if num_ranks(mesh) > 1 else EXPERT_AXIS
+
+
 def num_expert_devices(mesh: Mesh | AbstractMesh) -> int:
     """Over how many devices, or groups of them that share each, whole experts are spread."""
     return mesh.shape[EXPERT_AXIS] * num_ranks(mesh)

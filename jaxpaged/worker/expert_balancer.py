@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxpaged.expert_balance import ExpertBalance
 from jaxpaged.layers.experts import Experts, map_experts, weights_of
-from jaxpaged.params.sharding import EXPERT_AXIS
+from jaxpaged.params.sharding import num_expert_devices, num_ranks
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.expert_placing import Tables, balanced, device_loads, experts_of, sources
 from jaxpaged.worker.step.expert_moves import (
@@ -80,8 +80,8 @@ class ExpertBalancer:
         return start_copy(self._device.call(LOAD_KEY, self._device.state.kv[-1]))
 
     def _rebalance(self) -> None:
-        counts = np.asarray(self._after)  # they wrap around, and so does the difference
-        load_LE = counts - (np.zeros_like(counts) if self._before is None else np.asarray(self._before))
+        before = None if self._before is None else np.asarray(self._before)
+        load_LE = load_between(before, np.asarray(self._after), num_ranks(self._mesh))
         blocks = placed_blocks(self._device.params)
         layers = [self._balance_layer(block, load_E) for block, load_E in zip(blocks, load_LE, strict=True)]
         new = iter([block for block, _, _ in layers])
@@ -99,7 +99,7 @@ class ExpertBalancer:
 
     def _balance_layer(self, p: Any, load_E: np.ndarray) -> tuple[Experts, np.ndarray, np.ndarray]:
         """(the block with its experts where they should be, loads of devices before, and after)."""
-        num_devices, device = self._mesh.shape[EXPERT_AXIS], self._device
+        num_devices, device = num_expert_devices(self._mesh), self._device
         before_e = experts_of(Tables(np.asarray(p.placement.num_places_E), np.asarray(p.placement.place_ER)))
         after_e = balanced(load_E, len(before_e), num_devices)
         before_X, after_X = (device_loads(each, load_E, num_devices) for each in (before_e, after_e))
@@ -110,6 +110,13 @@ class ExpertBalancer:
         parts = [device.call(move_key(part, device.params), part, source_e) for part in weights_of(p)]
         placement = placement_of(after_e, len(load_E), self._mesh)
         return with_parts(p, parts).replace(placement=placement), before_X, after_X
+
+
+def load_between(before: np.ndarray | None, after: np.ndarray, num_ranks: int) -> np.ndarray:
+    """int64 [L, E]: the tokens that experts of each layer got between two counts, of all attention ranks, whose lines
+    follow each other. Counts, uint32, wrap around, and so does their difference."""
+    load_RLE = after if before is None else after - before
+    return np.sum(np.split(load_RLE, num_ranks), axis=0, dtype=np.int64)
 
 
 def balancedness(load_LX: list[np.ndarray]) -> float:

@@ -165,7 +165,6 @@ def test_ranks_pool_as_one_device_does(tmp_path, pooling_type):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"enable_eplb": True, "tensor_parallel_size": 2}, "enable_eplb moves experts"),
         ({"bundle": "somewhere"}, "bundle is somewhere, and bundles with experts cannot be tried on a CPU"),
         ({"decode_context_parallel_size": 2, "tensor_parallel_size": 4}, "ranks spread requests in place of contexts"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),

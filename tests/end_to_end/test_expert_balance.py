@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxpaged import LLM
 from tests.end_to_end.test_architectures import generate, start
+from tests.end_to_end.test_attention_ranks import OPTIONS as OF_RANKS
+from tests.end_to_end.test_attention_ranks import answers, lengths_of_runs
 from tests.models.checkpoints import make_tensors, prompt_of, write_checkpoint
 from tests.models.paged import PagedModel
 
@@ -55,3 +58,27 @@ def test_experts_move_while_requests_run_and_the_tokens_stay(tmp_path, caplog):
         assert executor.worker.stats()["recompiles"] == 0
     finally:
         executor.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_experts_move_between_the_devices_of_all_attention_ranks(tmp_path, caplog, steps):
+    """What each rank counts is added up; with runs of decode steps, preemption, and a rank that has nothing to do."""
+    folder, prompt = write_skewed(tmp_path), prompt_of("gpt_oss")
+    alone = PagedModel(folder)
+    expected = alone.continue_greedily(alone.logits(prompt)[-1], 12)
+    options = {**OF_RANKS, **BALANCE, "data_parallel_size": 2, "tensor_parallel_size": 2, "num_scheduler_steps": steps}
+    with (
+        caplog.at_level("INFO", "jaxpaged"),
+        LLM(model=str(folder), **options, num_gpu_blocks_override=20, wait_for_programs=True) as llm,
+    ):
+        (first, beside, *more), _ = answers(llm, prompt, prompt[5:17], *[prompt] * 6)
+        assert [first, *more] == [expected] * 7
+        assert answers(llm, prompt[5:17])[0] == [beside]
+        told = re.findall(r"balancedness ([\d.]+) .*?, ([\d.]+) with", caplog.text)
+        assert float(told[0][0]) <= 0.5 and float(told[0][1]) == float(told[-1][0]) == 1
+        stats = llm.stats()
+        assert stats.number("recompiles") == 0 and stats.number("num_preemptions") > 0
+        assert (steps > 1) == bool(lengths_of_runs(llm))
+        (counts,) = llm.collective_rpc(lambda worker: np.split(np.asarray(worker.device.state.kv[-1]), 2))
+        assert all(of_rank.sum() > 0 for of_rank in counts) and (counts[0] != counts[1]).any(), "each its own"

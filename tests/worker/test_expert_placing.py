@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.distributed.mesh import make_mesh
-from jaxpaged.worker.expert_balancer import balancedness
+from jaxpaged.worker.expert_balancer import balancedness, load_between
 from jaxpaged.worker.expert_placing import balanced, device_loads, experts_of, first_experts, sources, tables
 from jaxpaged.worker.step.expert_moves import moved, rows_at_once
 
@@ -71,3 +71,10 @@ def test_what_is_sent_at_a_time_is_bounded_and_divides_the_rows():
     assert rows_at_once(768, 8 * 2 * 2048) == 768
     assert rows_at_once(2048, 64 * 2 * 7168) == 64
     assert rows_at_once(7, 1 << 30) == 1
+
+
+def test_what_all_ranks_have_counted_is_added_up_though_counts_wrap_around():
+    before, after = (np.array(lines, np.uint32) for lines in ([[2**32 - 3, 5], [7, 1]], [[4, 5], [9, 11]]))
+    assert load_between(before, after, 1).tolist() == [[7, 0], [2, 10]]
+    assert load_between(before, after, 2).tolist() == [[9, 10]]
+    assert load_between(None, after, 2).tolist() == [[13, 16]]

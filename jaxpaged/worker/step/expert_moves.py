@@ -20,8 +20,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.layers.experts import Experts, Placement, expert_blocks, map_experts, weights_of
+from jaxpaged.layers.ranks import of_ranks
 from jaxpaged.messages import ProgramKey
-from jaxpaged.params.sharding import EXPERT_AXIS
+from jaxpaged.params.sharding import EXPERT_AXIS, expert_axes, num_expert_devices, num_ranks
 from jaxpaged.worker.expert_placing import first_experts, tables
 from jaxpaged.worker.step.functions import Shapes
 
@@ -57,10 +58,13 @@ def placement_of(expert_e: np.ndarray, num_experts: int, mesh: Mesh, shapes_only
 
 
 def load_structs(params: Any, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
-    """The shape of the counts, which stand behind the KV tensors; nothing where nothing is counted."""
+    """The shape of the counts, which stand behind the KV tensors; nothing where nothing is counted. Each attention rank
+    counts its own tokens, one after the other along the first axis."""
     num_experts = [len(p.placement.num_places_E) for p in placed_blocks(params)]
-    whole = NamedSharding(mesh, PartitionSpec())
-    return [jax.ShapeDtypeStruct((len(num_experts), num_experts[0]), jnp.uint32, sharding=whole)] if num_experts else []
+    if not num_experts:
+        return []
+    shape = (num_ranks(mesh) * len(num_experts), num_experts[0])
+    return [jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=of_ranks(mesh))]
 
 
 def placed_blocks(params: Any) -> list[Any]:
@@ -99,17 +103,18 @@ def lower_load(shapes: Shapes) -> jax.stages.Lowered:
 
 def lower_move(shapes: Shapes, part: Any) -> jax.stages.Lowered:
     mesh = shapes.functions.attention.mesh
-    num_devices, spec = mesh.shape[EXPERT_AXIS], part.sharding.spec
+    num_devices, axes, spec = num_expert_devices(mesh), expert_axes(mesh), part.sharding.spec
     tile = rows_at_once(part.shape[1], num_devices * part.dtype.itemsize * row_size(part.shape))
 
     def move(own: jax.Array, source_e: jax.Array) -> jax.Array:
-        return moved(own, source_e, num_devices, tile)
+        return moved(own, source_e, num_devices, tile, axes)
 
     sharded = jax.shard_map(
         move, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False
     )  # what a device gets follows from its index
     step = jax.jit(sharded, out_shardings=part.sharding)
-    return step.lower(part, shapes.packed(part.shape[0]))
+    source = jax.ShapeDtypeStruct(part.shape[:1], jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    return step.lower(part, source)
 
 
 def row_size(shape: tuple[int, ...]) -> int:
@@ -123,18 +128,20 @@ def rows_at_once(num_rows: int, bytes_per_row: int) -> int:
     return next(n for n in range(min(most, num_rows), 0, -1) if num_rows % n == 0)
 
 
-def moved(own: jax.Array, source_e: jax.Array, num_devices: int, tile: int) -> jax.Array:
-    """This device's places, `own`, with what was in the places `source_e` of all devices: the first axis, and of the
-    second `tile` rows at a time."""
+def moved(
+    own: jax.Array, source_e: jax.Array, num_devices: int, tile: int, axes: str | tuple[str, ...] = EXPERT_AXIS
+) -> jax.Array:
+    """This device's places, `own`, with what was in the places `source_e` of all devices, those of the mesh's `axes`:
+    the first axis, and of the second `tile` rows at a time."""
     num_here, num_tiles = len(own), own.shape[1] // tile
-    me = jax.lax.axis_index(EXPERT_AXIS)
+    me = jax.lax.axis_index(axes)
 
     def exchange(i: jax.Array, new: jax.Array) -> jax.Array:
         place, row = i // num_tiles, i % num_tiles * tile
         wanted_X = source_e[jnp.arange(num_devices) * num_here + place]
         rows = jax.lax.dynamic_slice_in_dim(own, row, tile, axis=1)
         # A device sends to each other what that one would want if it were here; only the owner is listened to.
-        got = jax.lax.all_to_all(rows[wanted_X % num_here], EXPERT_AXIS, split_axis=0, concat_axis=0)
+        got = jax.lax.all_to_all(rows[wanted_X % num_here], axes, split_axis=0, concat_axis=0)
         mine = got[wanted_X[me] // num_here][None]
         return jax.lax.dynamic_update_slice(new, mine, (place, row) + (0,) * (own.ndim - 2))
 
