@@ -5,9 +5,9 @@
 
 The mistakes are in lists beside the tests: those in kernels, those in pages, tiers, and what travels between them and
 the device, and those in groups of processes and attention ranks. Each mutant lives in a copy of the repository in a
-temporary folder. It is killed if a test fails: first the tests that are expected to notice, then all of its part, slow
-ones left out. Prints "killed", "SURVIVED", or "HANGS" where tests did not end in time; the exit status is 1 if one
-survived, or if one no longer applies to the source.
+temporary folder. It is killed if a test fails, or takes two minutes: first the tests that are expected to notice, then
+all of its part, slow ones left out. Prints "killed", "SURVIVED", or "HANGS" where tests did not end in time; the exit
+status is 1 if one survived, or if one no longer applies to the source.
 """
 
 import argparse
@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MUTANTS = (*OF_KERNELS, *OF_PAGES, *OF_GROUPS)
 OWN_MUTANTS = "not mutant"  # tests of mutants compare with the source, and would notice any change of it
 TIME_LIMIT = 900  # seconds for one run of tests
+TEST_SECONDS = 120  # for one test, which takes a few: a mistake that makes it wait for ever is noticed
 TIMED_OUT = -1
 PASSED, FAILED, NONE_SELECTED = 0, 1, 5  # pytest's exit statuses
 
@@ -81,7 +82,8 @@ def run_tests(mutant: Mutant, selection: str) -> int:
         (folder / mutant.module).write_text(str(mutated(mutant)), encoding="utf-8")
         chosen = f"({selection}) and {OWN_MUTANTS}" if selection else OWN_MUTANTS
         marks = "not slow and not exhaustive and not aot_tpu and not aot_gpu"
-        command = [sys.executable, "-m", "pytest", *mutant.tests, "-x", "-q", "-k", chosen, "-m", marks]
+        bounds = ["-o", f"timeout={TEST_SECONDS}", "-o", "timeout_method=thread"]  # which ends what waits in a lock
+        command = [sys.executable, "-m", "pytest", *mutant.tests, "-x", "-q", "-k", chosen, "-m", marks, *bounds]
         environment = {**os.environ, "PYTHONPATH": name, "JAX_ENABLE_COMPILATION_CACHE": "0"}  # not worth keeping
         try:
             return subprocess.run(

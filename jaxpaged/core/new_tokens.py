@@ -9,6 +9,7 @@ when its tokens are known, and those behind its end are dropped; to end it is th
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, repeat
+from typing import TypeGuard
 
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.logprob_lines import add_logprobs
@@ -49,21 +50,21 @@ def length_of(run: Run | None) -> int:
     return max((num_tokens for _, num_tokens in run or ()), default=0)
 
 
-def add_run(
-    step: NewStep, running: Sequence[Request], max_steps: int, manager: KVCacheManager, last_step_id: int, least: int
-) -> bool:
-    """Fill an empty step with a run of at most `max_steps`. False, and nothing changed, when it must be one step, or
-    has fewer than `least`."""
-    runs = run_of(running, max_steps, manager) if max_steps > 1 else None
-    if runs is None or length_of(runs) < least:
-        return False
-    step.num_steps = max(length_of(runs), 1)
-    for request, num_tokens in runs:
+def is_long(run: Run | None) -> TypeGuard[Run]:
+    """Whether there is a run of several steps."""
+    return length_of(run) >= LEAST_STEPS
+
+
+def step_of_run(run: Run, budget: int, manager: KVCacheManager, last_step_id: int) -> NewStep:
+    """The step that is a run, which `run_of` has just said to be possible."""
+    step = NewStep(budget)
+    step.num_steps = max(length_of(run), 1)
+    for request, num_tokens in run:
         manager.cache_blocks(request, last_step_id)
         block_ids = manager.allocate_slots(request, num_tokens)
         assert block_ids is not None, "can_allocate has said that there are blocks"
         step.add(request, Grant(num_tokens, num_tokens, block_ids if any(block_ids) else None))
-    return True
+    return step
 
 
 def num_drafts_in_step(request: Request, step: NewStep, manager: KVCacheManager) -> int:

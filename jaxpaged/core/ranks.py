@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxpaged.core.balancer import Balancer, Load
 from jaxpaged.core.kv_cache.block_map import map_blocks
-from jaxpaged.core.new_tokens import LEAST_STEPS, length_of, run_of
+from jaxpaged.core.new_tokens import Run, is_long
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.messages import (
@@ -73,17 +73,20 @@ class RankedScheduler:
     def schedule(self, max_steps: int = 1, max_tokens: int = 1 << 30) -> SchedulerOutput:
         """A step of all ranks, or a run of all: one without requests, or whose requests end earlier, takes part with
         nothing to its end. `max_tokens` is for each of them."""
-        runs = max_steps > 1 and self._can_run(max_steps)
-        return joined(
-            [each.schedule(max_steps, max_tokens, 0) if runs else each.schedule(1, max_tokens) for each in self.ranks]
-        )
+        runs = self._find_runs(max_steps)
+        if any(map(is_long, runs)):
+            return joined([each.schedule_run(run) for each, run in zip(self.ranks, runs, strict=True)])
+        return joined([each.schedule_step(max_tokens) for each in self.ranks])
 
-    def _can_run(self, max_steps: int) -> bool:
-        """Whether nobody is in the way of a run on any rank, and somebody has two tokens to go."""
-        of_ranks = [
-            None if each.waiting else run_of(each.running, max_steps, each.kv_cache_manager) for each in self.ranks
-        ]
-        return None not in of_ranks and max(map(length_of, of_ranks)) >= LEAST_STEPS
+    def _find_runs(self, max_steps: int) -> list[Run]:
+        """What a run of all ranks would be for each; none where somebody on any of them is in its way."""
+        runs = []
+        for each in self.ranks:
+            run = each.find_run(max_steps)
+            if run is None:
+                return []
+            runs.append(run)
+        return runs
 
     def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         parts = zip(self.ranks, scheduled.ranks, divided(output, scheduled.ranks), strict=True)

@@ -19,7 +19,7 @@ from jaxpaged.core.intake import check_request
 from jaxpaged.core.integrity import check_books
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.logprob_lines import collect_prompt_logprobs
-from jaxpaged.core.new_tokens import LEAST_STEPS, add_run, fault_of, num_drafts_in_step, take_tokens
+from jaxpaged.core.new_tokens import Run, fault_of, is_long, num_drafts_in_step, run_of, step_of_run, take_tokens
 from jaxpaged.core.preparation import Preparation
 from jaxpaged.core.prompt_grants import PromptGrants
 from jaxpaged.core.request import Request, RequestStatus
@@ -69,11 +69,9 @@ class Scheduler:
         self._by_priority = scheduler_config.scheduling_policy == "priority"
         self._max_model_len = max_model_len
         self.kv_cache_manager = KVCacheManager(
-            kv_cache_config,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-            enable_kv_cache_events=enable_kv_cache_events,
-        )
+            kv_cache_config, max_num_batched_tokens=self._max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching, enable_kv_cache_events=enable_kv_cache_events,
+        )  # fmt: skip
         self._prompt_grants = PromptGrants(scheduler_config, self.kv_cache_manager)
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.running: list[Request] = []  # in order of admission
@@ -94,12 +92,10 @@ class Scheduler:
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. Raises RequestError when its id is in use or when it could never be served."""
         check_request(
-            message,
-            live_request_ids=self.requests.keys(),
-            max_model_len=self._max_model_len,
+            message, live_request_ids=self.requests.keys(), max_model_len=self._max_model_len,
             max_prompt_step=None if self._chunked_prefill else self._max_num_batched_tokens,
             manager=self.kv_cache_manager,
-        )
+        )  # fmt: skip
         self.constrained.check(message)
         request = Request(message, self._max_model_len, self._num_arrivals, self.kv_cache_manager.num_groups)
         if not self.preparation.add(request):
@@ -123,22 +119,32 @@ class Scheduler:
 
     # ---- schedule ------------------------------------------------------------------------------
 
-    def schedule(self, max_steps: int = 1, max_tokens: int = 1 << 30, least: int = LEAST_STEPS) -> SchedulerOutput:
+    def schedule(self, max_steps: int = 1, max_tokens: int = 1 << 30) -> SchedulerOutput:
+        """What is computed next: a run of at most `max_steps` decode steps (`new_tokens.py`), or a step."""
+        return self.schedule_run(run) if is_long(run := self.find_run(max_steps)) else self.schedule_step(max_tokens)
+
+    def find_run(self, max_steps: int) -> Run | None:
+        """What a run of at most `max_steps` would be, or that there is none, as when somebody waits."""
+        return None if self.waiting or max_steps == 1 else run_of(self.running, max_steps, self.kv_cache_manager)
+
+    def schedule_run(self, run: Run) -> SchedulerOutput:
+        """The run that `find_run` has just found, even if it has no step."""
+        return self._commit(step_of_run(run, self._max_num_batched_tokens, self.kv_cache_manager, self._last_step_id))
+
+    def schedule_step(self, max_tokens: int = 1 << 30) -> SchedulerOutput:
         """Decide how many tokens every request computes in the next step.
 
         Requests that decode go first, then prompts, as `prompt_grants.py` says. When blocks run out the youngest is
         preempted and recomputed later, or under the priority policy the least important. Waiting requests are admitted
         when nothing was preempted, each only if all of its tokens would get blocks. A step without tokens need not be
-        executed; what the runner must know waits for the next one. When nobody waits and all decode, it may be a run
-        of `least` to `max_steps` steps (`new_tokens.py`). Prompts that may be cut get `max_tokens` at most.
+        executed; what the runner must know waits for the next one. Prompts that may be cut get `max_tokens` at most.
         """
-        manager, most_drafts = self.kv_cache_manager, self.draft_lengths.most_in_step
-        most = max(max_tokens, len(self.running), 0 if self._chunked_prefill else self._max_num_batched_tokens)
-        step = NewStep(min(most, self._max_num_batched_tokens), len(self.running), len(manager.pools), most_drafts)
-        if self.waiting or not add_run(step, self.running, max_steps, manager, self._last_step_id, least):
-            lacking = self._schedule_decodes(step)
-            if step.budget and (lacking or self.waiting):
-                self._schedule_prompts(lacking, step)
+        most = max(max_tokens, len(self.running)) if self._chunked_prefill else self._max_num_batched_tokens
+        num_pools, most_drafts = len(self.kv_cache_manager.pools), self.draft_lengths.most_in_step
+        step = NewStep(min(most, self._max_num_batched_tokens), len(self.running), num_pools, most_drafts)
+        lacking = self._schedule_decodes(step)
+        if step.budget and (lacking or self.waiting):
+            self._schedule_prompts(lacking, step)
         return self._commit(step)
 
     def _schedule_decodes(self, step: NewStep) -> list[Request]:
@@ -273,25 +279,19 @@ class Scheduler:
         for i, grant in step.grants.items():
             if grant.num_tokens > 1:  # a single token fills a block that its next step, needing another, enters
                 self.kv_cache_manager.cache_blocks(requests[i], self._last_step_id)
-        removed = self._take_removed(num_requests)
-        request_ids = self._steps.ids_of(requests)
+        removed: list[str] = []
+        if requests:  # a step without tokens may never reach the runner
+            removed, self._removed_request_ids = self._removed_request_ids, []
         self._num_scheduled_tokens = step.most - step.budget
         scheduled = SchedulerOutput(
-            self._last_step_id, step.new_requests, removed, request_ids, num_tokens, num_computed, max_new_tokens,
-            new_block_ids, self._num_scheduled_tokens, step.num_steps,
+            self._last_step_id, step.new_requests, removed, self._steps.ids_of(requests), num_tokens, num_computed,
+            max_new_tokens, new_block_ids, self._num_scheduled_tokens, step.num_steps,
             self.constrained.need_masks(requests, max_new_tokens),
         )  # fmt: skip
         if requests:
             self._steps.add(scheduled)
             self.draft_lengths.note(self._last_step_id)
         return scheduled
-
-    def _take_removed(self, num_requests: int) -> list[str]:
-        """Requests that the runner is told to remove; a step without tokens may never reach it."""
-        if not num_requests:
-            return []
-        removed, self._removed_request_ids = self._removed_request_ids, []
-        return removed
 
     # ---- what comes back -----------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ from tests.mutants import mutants_of
 _GROUP = ("tests/executor/test_group.py", "tests/engine/process/test_follower_process.py")
 _TESTS = {
     "ranks": ("tests/core/test_ranks.py",),
-    "new_tokens": ("tests/core/test_ranks.py", "tests/core/test_scheduler.py"),
+    "scheduler": ("tests/core/test_ranks.py", "tests/core/test_decode_runs.py"),
+    "new_tokens": ("tests/core/test_ranks.py", "tests/core/test_decode_runs.py"),
     "build": ("tests/engine/observability/test_kv_event_publisher.py",),
 }
 _of = mutants_of(lambda module: _TESTS.get(module.rpartition("/")[2].removesuffix(".py"), _GROUP))
@@ -80,10 +81,25 @@ MUTANTS = (
     *_of(
         "jaxpaged/core/ranks.py",
         "run or traffic",
-        ("ranks run one by one", "runs = max_steps > 1 and self._can_run(max_steps)", "runs = max_steps > 1"),
-        ("who waits is in nobody's way", "None if each.waiting else run_of", "None if False else run_of"),
-        ("who has one token to go is in the way of all", "max_steps, max_tokens, 0)", "max_steps, max_tokens)"),
+        (
+            "who is in the way of a run is passed over",
+            "if run is None:\n                return []",
+            "if run is None:\n                run = []",
+        ),
+        ("all ranks must have a run, or none has", "any(map(is_long, runs))", "all(map(is_long, runs))"),
         ("a run is as long as the shortest", "num_steps=max(part.num_steps", "num_steps=min(part.num_steps"),
+    ),
+    *_of(
+        "jaxpaged/core/scheduler.py",
+        "run",
+        ("who waits is in nobody's way", "None if self.waiting or max_steps == 1", "None if max_steps == 1"),
+        ("runs are never found", "if is_long(run := self.find_run(max_steps)) else", "if is_long(run := None) else"),
+    ),
+    *_of(
+        "jaxpaged/core/new_tokens.py",
+        "run",
+        ("a run of one step is one", "LEAST_STEPS = 2", "LEAST_STEPS = 1"),
+        ("a run that has no room is made", "if not runs or manager.can_allocate(runs) else None", ""),
     ),
     *_of(
         "jaxpaged/engine/build.py",
