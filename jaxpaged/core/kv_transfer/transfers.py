@@ -342,10 +342,12 @@ class KVTransfers:
         return [[given.get((g, idx), 0) for idx in self._pieces.blocks(g, number)] for g, number in load.places]
 
     def _lacking(self, request: Request, g: int, number: int, end: int) -> list[int]:
-        """The blocks of a piece that who goes on behind `end` tokens needs, and the prefix cache does not have."""
+        """The blocks of a piece that the prefix cache does not have, if who goes on behind `end` tokens needs one of
+        them: those that a window does not see besides, so that the piece can be lent and saved again."""
         group, seen = self._groups.groups[g], range(*read_range(self._groups.groups[g], end))
-        blocks = [idx for idx in self._pieces.blocks(g, number) if idx in seen]
-        return [idx for idx in blocks if group.cached_block(request.block_hashes, idx) is None]
+        blocks = self._pieces.blocks(g, number)
+        lacking = [idx for idx in blocks if group.cached_block(request.block_hashes, idx) is None]
+        return lacking if any(idx in seen for idx in lacking) else []
 
     def _enter(self, request: Request, places: Sequence[Place]) -> list[int] | None:
         """Ids of free blocks that are cached from now on as what these blocks of a request must hold. They stay

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.core.kv_cache.test_block_hash import make_request
 from tests.core.kv_transfer.test_pieces import ENDLESS, Sharing, prompt_of
 
 PROMPT = prompt_of(40, 1)
@@ -41,6 +42,15 @@ def test_what_a_request_computed_that_failed_is_not_saved_and_what_others_did_is
     kept = [save.piece for save in engine.half.saves]
     assert len(kept) == before - 1 and failed not in kept and other in kept
     assert engine.half.take_lost() == [], "it is said once"
+
+
+def test_a_page_in_which_a_window_begins_is_loaded_whole_so_that_it_can_be_saved_again():
+    store, windows = {}, (21,)
+    Sharing(store, 8, windows).answers([PROMPT])
+    engine = Sharing(store, 4, windows)
+    assert engine.answers([PROMPT]) == [32]  # whose last 20 tokens are seen: half of the page that begins at 8
+    num_tokens, placed = engine.half.beginning(make_request([*PROMPT[:32], 0]))
+    assert num_tokens == 32 and [page.first for pages, _ in placed for page in pages] == [8, 16, 24]
 
 
 def test_pages_for_weights_that_were_replaced_meanwhile_are_not_used(store):
