@@ -17,6 +17,7 @@ from typing import Any
 from jaxpaged.config import EngineConfig, ModelConfig, settled
 from jaxpaged.engine.control import AsyncEngineControl
 from jaxpaged.engine.core_calls import CoreCall
+from jaxpaged.engine.early_leases import lease_kept_meanwhile
 from jaxpaged.engine.front_end import front_end
 from jaxpaged.engine.input.grammar_checker import MOST_CHILDREN
 from jaxpaged.engine.input.processor import InputProcessor, Prompt, tokenization_options
@@ -223,7 +224,8 @@ class AsyncLLM(AsyncEngineControl):
         threads of their own, so that prompts do not wait for them."""
         work = functools.partial(self.input_processor.process, request_id, prompt, params, **options)
         if getattr(params, "structured_outputs", None) is not None:
-            return await asyncio.get_running_loop().run_in_executor(self._grammar_threads, work)
+            async with lease_kept_meanwhile(self.call, self.input_processor.grammar_checker, params):
+                return await asyncio.get_running_loop().run_in_executor(self._grammar_threads, work)
         if takes_long(prompt, params):
             return await self._in_thread(work)
         return work()

@@ -103,6 +103,7 @@ class EngineCore(EngineCoreClient):
             raise RequestError(what, "request_id")
         with self._changing_books(refusal=RequestError):
             self._scheduler.add_request(request)
+        self.transfer.tell_peers()  # the next step may be far: what another engine lends is kept from now on
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         """`add_request` for each; those before one that is refused are queued."""
@@ -248,8 +249,7 @@ class EngineCore(EngineCoreClient):
         self._move(self.transfer.deliver)
         awaited = self._dispatch()
         if awaited is None and self._in_flight:
-            awaited = self._in_flight[0].scheduled
-            self._await_oldest()
+            awaited = self._await_oldest()
         if awaited is None and not (self._outbox and is_taken):
             with accepted_interrupts():
                 if not self.transfer.wait(COMPILE_WAIT):
@@ -310,8 +310,7 @@ class EngineCore(EngineCoreClient):
             if len(self._in_flight) == 1:
                 self._draw(self._in_flight[0])
             else:
-                awaited = self._in_flight[0].scheduled
-                self._await_oldest()
+                awaited = self._await_oldest()
         return awaited
 
     def _draw(self, step: Step) -> None:
@@ -335,20 +334,20 @@ class EngineCore(EngineCoreClient):
         wanted = self._pacer.num_steps
         return min(wanted, self.executor.max_decode_steps()) if wanted > 1 else 1
 
-    def _await_oldest(self) -> None:
-        """Wait for the oldest step in flight; when that is interrupted, the step stays in flight."""
+    def _await_oldest(self) -> SchedulerOutput:
+        """Wait for the oldest step in flight, which is returned; when that is interrupted, it stays in flight."""
         step = self._in_flight[0]
         if step.needs_masks:
             self._draw(step)
             if step.needs_masks:
-                return  # it failed
+                return step.scheduled  # it failed
         begin = time.perf_counter()
         try:
             with accepted_interrupts():
                 result = step.pending.result()
         except Exception as error:
             self._fail(error, step.scheduled)
-            return
+            return step.scheduled
         ready = time.perf_counter()
         self._in_flight.popleft()
         with self._changing_books():
@@ -358,6 +357,7 @@ class EngineCore(EngineCoreClient):
         self._pacer.observe(record)
         self.transfer.observe(record)
         self._settle_saves()
+        return step.scheduled
 
     def _fail(self, error: BaseException, scheduled: SchedulerOutput | None) -> None:
         """End the requests of a failed step, of those dispatched after it, and all that hold blocks.

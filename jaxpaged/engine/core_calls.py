@@ -22,6 +22,7 @@ from jaxpaged.engine.merged_answers import (
     merged_steps,
 )
 from jaxpaged.errors import UsageError
+from jaxpaged.kv_store.handover import PARAMS, source_of, transfer_params
 from jaxpaged.kv_store.prefix_file import PrefixInfo
 from jaxpaged.messages import EngineSnapshot, KVBlockMap, SchedulerStats, StepRecord
 
@@ -226,6 +227,18 @@ class LoadPrefix(CoreCall[PrefixInfo]):
         return core.transfer.load_prefix(Path(self.path))
 
 
+class KeepLease(CoreCall[None]):
+    """A request may come with these `kv_transfer_params`; not `is_needed`: it will not come after all. All of several
+    cores are told, of which one would have it. RequestError for params that cannot be."""
+
+    params: Mapping[str, Any] = {}
+    is_needed: bool = True
+
+    def answer(self, core: "EngineCore") -> None:
+        if (source := source_of(transfer_params({PARAMS: self.params}))) is not None:
+            core.transfer.keep_lease(source, self.is_needed)
+
+
 class CollectiveRpc(CoreCall[list[Any]]):
     """Call a method of every worker, or a function with it; a result of each. It holds a function, so it is not sent
     to another process. UsageError for an unknown name."""
@@ -249,8 +262,8 @@ def folder_of_core(folder: str, number: int) -> str:
 CALLS: dict[str, type[CoreCall[Any]]] = {
     call.name(): call
     for call in (
-        BlockMap, ExecutorStats, IsSleeping, ResetPrefixCache, Sleep, Snapshot, StartProfile, StepRecords, StopProfile,
-        WaitForPrograms, WakeUp,
+        BlockMap, ExecutorStats, IsSleeping, KeepLease, ResetPrefixCache, Sleep, Snapshot, StartProfile, StepRecords,
+        StopProfile, WaitForPrograms, WakeUp,
     )
 }  # fmt: skip
 """Those that another process may send, by name."""

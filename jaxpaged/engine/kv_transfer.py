@@ -13,6 +13,7 @@ from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.errors import UsageError
 from jaxpaged.executor.base import KVTransferWorker
+from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.prefix_file import PrefixInfo
 from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, SchedulerStats, StepRecord
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -136,6 +137,11 @@ class KVTransferDriver:
                 self._worker.keep_lease(source)
             for source in self._half.handovers.take_released():
                 self._worker.release(source)
+
+    def keep_lease(self, source: RemoteSource, is_needed: bool) -> None:
+        """A request may come that goes on from what is lent there. Not `is_needed`: it will not come after all."""
+        if self._half is not None:
+            (self._worker.keep_lease if is_needed else self._worker.release)(source)
 
     def observe(self, record: StepRecord) -> None:
         """A step is done."""

@@ -11,6 +11,7 @@ from jaxpaged.config import EngineConfig, ModelConfig
 from jaxpaged.engine.control import EngineControl
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_calls import CoreCall
+from jaxpaged.engine.early_leases import lease_kept
 from jaxpaged.engine.input.processor import InputProcessor, Prompt, tokenization_options
 from jaxpaged.engine.input.public_tokenizer import public_tokenizer
 from jaxpaged.engine.observability.metrics import EngineMetrics, Metric
@@ -77,10 +78,12 @@ class LLMEngine(EngineControl):
         Raises RequestError when the request is at fault; others are not touched.
         """
         check_arguments(lora_request=lora_request)
-        request, text = self.input_processor.process(
-            request_id, prompt, params, arrival_time=arrival_time, priority=priority,
-            **tokenization_options(tokenization_kwargs),
-        )  # fmt: skip
+        processor = self.input_processor
+        with lease_kept(self._core.call, processor.grammar_checker, params):
+            request, text = processor.process(
+                request_id, prompt, params, arrival_time=arrival_time, priority=priority,
+                **tokenization_options(tokenization_kwargs),
+            )  # fmt: skip
         with held_interrupts():
             children = self._output_processor.add_request(request, text, trace_headers=trace_headers)
             try:

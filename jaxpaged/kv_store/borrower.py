@@ -39,6 +39,8 @@ NUM_CHECKERS = 4
 """Threads that check pages and hand them on, and answers that wait for that, of a prompt, while further ones come."""
 MOST_SILENT = 2
 """Answers without a page, each of which takes a lender's `PAGE_PATIENCE`, before no more are waited for."""
+NUM_RENEWERS = 8
+"""Peers whose leases are renewed at a time."""
 RENEW_SECONDS = 5.0
 """How often leases are renewed for which requests wait."""
 
@@ -61,12 +63,14 @@ class Borrower:
         self._sources: OrderedDict[PageKey, RemoteSource] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()  # leases that failed, or were given back
         self._kept: dict[str, RemoteSource] = {}  # by lease, those for which requests wait
+        self._renewing: set[tuple[str, int]] = set()  # peers that are being told
         self._idle: list[tuple[tuple[str, int], Channel]] = []
         self._busy: set[Channel] = set()
         self._breakers: OrderedDict[tuple[str, int], CircuitBreaker] = OrderedDict()
         self._releasing = ThreadPoolExecutor(1, "kv-release")
         self._strands = ThreadPoolExecutor(NUM_STRANDS, "kv-pull")
         self._checkers = ThreadPoolExecutor(NUM_CHECKERS, "kv-check")
+        self._renewers = ThreadPoolExecutor(NUM_RENEWERS, "kv-renew")
         self._closing = threading.Event()
         self.counters, self._carried = Counters(), Carried()
         threading.Thread(target=self._renew_leases, name="kv-renew", daemon=True).start()
@@ -252,15 +256,29 @@ class Borrower:
         if not is_allowed(source, self._peers):
             return
         with self._lock:
-            if len(self._kept) < MAX_KEYS:
+            if len(self._kept) < MAX_KEYS and source.lease not in self._ended:
                 self._kept[source.lease] = source
 
     def _renew_leases(self) -> None:
         while not self._closing.wait(RENEW_SECONDS):
+            by_peer: dict[tuple[str, int], list[RemoteSource]] = {}
             with self._lock:
-                kept = [source for lease, source in self._kept.items() if lease not in self._ended]
-            for source in kept:
+                for lease, source in self._kept.items():
+                    if lease not in self._ended and (source.host, source.port) not in self._renewing:
+                        by_peer.setdefault((source.host, source.port), []).append(source)
+                self._renewing.update(by_peer)
+            for peer, sources in by_peer.items():
+                with contextlib.suppress(RuntimeError):  # it is being closed
+                    self._renewers.submit(self._renew_all, peer, sources)
+
+    def _renew_all(self, peer: tuple[str, int], sources: list[RemoteSource]) -> None:
+        """Those of one peer, in a thread of its own, so that one that hangs costs the leases of others nothing."""
+        try:
+            for source in sources:
                 self._renew(source)
+        finally:
+            with self._lock:
+                self._renewing.discard(peer)
 
     def _renew(self, source: RemoteSource) -> None:
         address = source.host, source.port
@@ -279,6 +297,8 @@ class Borrower:
 
     def release(self, source: RemoteSource) -> None:
         """Tell the peer, soon, that a lease is not needed any more."""
+        if not is_allowed(source, self._peers):
+            return
         with self._lock:
             self._kept.pop(source.lease, None)
             for key in [key for key, each in self._sources.items() if each.lease == source.lease]:
@@ -306,7 +326,7 @@ class Borrower:
             idle, self._idle = self._idle, []
             for channel in self._busy:
                 channel.hang_up()
-        for threads in (self._releasing, self._strands):
+        for threads in (self._releasing, self._strands, self._renewers):
             threads.shutdown(cancel_futures=True)
         self._checkers.shutdown()
         for _, channel in idle:

@@ -12,8 +12,8 @@ from jaxpaged.core.kv_cache.events import BlockRemoved, BlockStored
 from jaxpaged.core.kv_transfer.rates import TRY_AGAIN, Rates
 from jaxpaged.core.kv_transfer.transfers import shared_out
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.engine.core_calls import LoadPrefix, SavePrefix
-from jaxpaged.errors import UsageError
+from jaxpaged.engine.core_calls import KeepLease, LoadPrefix, SavePrefix
+from jaxpaged.errors import RequestError, UsageError
 from jaxpaged.kv_store.changes import MEMORY, Change
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.messages import EngineCoreRequest, StepRecord
@@ -590,3 +590,19 @@ def test_a_lease_is_kept_from_a_requests_arrival_and_given_back_when_it_is_abort
     core.add_request(handed_over(BORROWS, 5, name="b"))
     run(core)
     assert [source.lease for source in transfer.kept] == ["lease"] * 2 == [each.lease for each in transfer.released]
+
+
+def test_a_lease_is_kept_before_the_next_step_and_before_its_request_comes():
+    core, transfer = make()
+    core.add_request(handed_over(BORROWS, 5))
+    assert [source.lease for source in transfer.kept] == ["lease"], "no step was run"
+    other = {**BORROWS["kv_transfer_params"], "remote_request_id": "other"}
+    core.call(KeepLease(other))
+    core.call(KeepLease({"do_remote_decode": True}))
+    assert [source.lease for source in transfer.kept] == ["lease", "other"] and not transfer.released
+    core.call(KeepLease(other, is_needed=False))
+    assert [source.lease for source in transfer.released] == ["other"]
+    with pytest.raises(RequestError, match="remote_port"):
+        core.call(KeepLease({**other, "remote_port": -1}))
+    plain = EngineCore(make_config(), FakeExecutor(counting_model(VOCAB), VOCAB, 64))
+    plain.call(KeepLease(other))

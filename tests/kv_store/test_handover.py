@@ -204,6 +204,27 @@ def test_leases_of_strangers_are_not_kept(monkeypatch):
         assert not borrower._kept
 
 
+def test_a_peer_that_hangs_does_not_let_the_leases_of_others_end(monkeypatch):
+    monkeypatch.setattr("jaxpaged.kv_store.borrower.RENEW_SECONDS", 0.05)
+    with lending(lease_s=0.4) as (lender, _), borrowing(lender) as (borrower, source), contextlib.ExitStack() as stack:
+        for i in range(3):
+            hangs = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            borrower.keep_lease(RemoteSource("127.0.0.1", hangs.getsockname()[1], f"hangs {i}", 12))
+        borrower.keep_lease(source)
+        time.sleep(1.0)
+        assert got(borrower, KEYS[0]) is not None and lender.stats()["kv_leases_expired"] == 0
+
+
+def test_a_stranger_is_told_nothing_of_a_lease_either():
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        borrower = Borrower(SPACE, MOST, peers="10.0.0.1")
+        borrower.release(RemoteSource("127.0.0.1", stranger.getsockname()[1], "lease", 12))
+        borrower.close()
+        stranger.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            stranger.accept()
+
+
 def greet_as_the_next_version(channel, own, is_server):
     if is_server:
         return original_greet(channel, own, is_server)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpaged.engine.early_leases import lease_kept_meanwhile
 from jaxpaged.entrypoints.http.body import off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.answer import AnswerReader, Reading
@@ -103,8 +104,11 @@ async def parse(service: Service, stages: Stages, body: Any, request_id: str, mo
 
 async def check_shape(service: Service, generation: GenerationRequest, client: str) -> None:
     """Raise RequestError 400 for a shape that cannot be; it is looked at in the turns of the client that asks."""
+    engine = service.engine
+    kept = lease_kept_meanwhile(engine.call, engine.input_processor.grammar_checker, generation.params)
     with client_names(generation.names):
-        await service.check_shape_for(client)(generation.shape)
+        async with kept:
+            await service.check_shape_for(client)(generation.shape)
 
 
 def streamed(service: Service, request_id: str, generation: GenerationRequest, writer: EventWriter) -> Response:

@@ -5,11 +5,13 @@ import threading
 
 import pytest
 
+from jaxpaged.engine.core_calls import KeepLease
 from jaxpaged.engine.input.grammar_checker import GrammarRefused
 from jaxpaged.entrypoints.http.app import create_app
 from jaxpaged.entrypoints.http.generation.grammar_desk import GrammarDesk
 from jaxpaged.errors import RequestError
 from jaxpaged.structured_outputs import StructuredOutputsParams
+from tests.engine.test_kv_transfer import BORROWS
 from tests.entrypoints.http.asgi_client import Client
 from tests.entrypoints.http.live_server import make_service
 
@@ -92,6 +94,27 @@ def test_every_endpoint_has_its_shapes_checked_there(path, body, parameter):
         answer = await Client(create_app(service)).post(path, body)
         assert (answer.status, answer.error["param"]) == (400, parameter), answer.body
         assert checker.begun == ["bad"]
+
+    asyncio.run(scenario())
+
+
+def test_what_another_engine_lends_is_kept_while_a_grammar_is_checked():
+    async def scenario():
+        service, told = make_service(), []
+
+        async def call(said):
+            told.append(said)
+
+        checker = service._grammars._checker = GatedChecker()
+        service.engine.call = call
+        body = {"prompt": "a", "structured_outputs": {"regex": "bad"}, **BORROWS}
+        asked = asyncio.ensure_future(Client(create_app(service)).post("/v1/completions", body))
+        while not checker.begun:
+            await asyncio.sleep(0.001)
+        assert told == [KeepLease(BORROWS["kv_transfer_params"])]
+        checker.gate.set()
+        assert (await asked).status == 400
+        assert told[1:] == [KeepLease(BORROWS["kv_transfer_params"], is_needed=False)]
 
     asyncio.run(scenario())
 

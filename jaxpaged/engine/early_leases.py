@@ -1,0 +1,67 @@
+"""What another engine lends for a request is kept while the request is still being checked here.
+
+A grammar is compiled once before its request is queued, in turns with those of others, which may take longer than a
+lease lasts; from then on the core keeps the lease. This module knows no sockets.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+from jaxpaged.engine.core_calls import KeepLease
+from jaxpaged.engine.input.grammar_checker import GrammarChecker
+from jaxpaged.errors import JaxpagedError, RequestError
+from jaxpaged.kv_store.handover import PARAMS, source_of, transfer_params
+
+
+@contextlib.contextmanager
+def lease_kept(call: Callable[[KeepLease], None], checker: GrammarChecker, params: Any) -> Iterator[None]:
+    """While a request with these parameters is checked. The lease is given back if that raises anything."""
+    lent = lent_to_one_behind_check(checker, params)
+    if not lent:
+        yield
+        return
+    call(KeepLease(lent))
+    try:
+        yield
+    except BaseException:
+        call(KeepLease(lent, is_needed=False))
+        raise
+
+
+@contextlib.asynccontextmanager
+async def lease_kept_meanwhile(
+    call: Callable[[KeepLease], Awaitable[None]], checker: GrammarChecker, params: Any
+) -> AsyncIterator[None]:
+    """The same in an event loop, with a core that answers later. A core that does not answer is for the request itself
+    to find out."""
+    lent = lent_to_one_behind_check(checker, params)
+    if not lent:
+        yield
+        return
+
+    async def tell(is_needed: bool) -> None:
+        with contextlib.suppress(JaxpagedError):
+            await call(KeepLease(lent, is_needed))
+
+    keeping = asyncio.ensure_future(tell(True))
+    try:
+        yield
+        await keeping
+    except BaseException:
+        await keeping
+        await tell(False)
+        raise
+
+
+def lent_to_one_behind_check(checker: GrammarChecker, params: Any) -> Mapping[str, Any]:
+    """What a request says of where its prompt is lent, if its grammar is to be checked first; else nothing. What is
+    wrong with it is for others to refuse."""
+    shape = getattr(params, "structured_outputs", None)
+    if shape is None or not params.extra_args or checker.is_known(shape):
+        return {}
+    with contextlib.suppress(RequestError):
+        if source_of(transfer_params(params.extra_args)) is not None:
+            return params.extra_args[PARAMS]
+    return {}
