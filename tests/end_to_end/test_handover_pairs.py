@@ -16,7 +16,8 @@ from tests.end_to_end.test_kv_offload import worker_of
 from tests.models.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.slow
-# Prompts in chunks of a page; layers with a window of two pages at most and without; 2 KV heads, which 4 devices share.
+# Prompts in chunks of a page; layers without a window, and with one that begins inside a page where blocks are smaller;
+# 2 KV heads, which 4 devices share.
 OPTIONS = {
     "max_model_len": 192, "token_buckets": (8, 32), "max_num_seqs": 2, "num_gpu_blocks_override": 60,
     "num_scheduler_steps": 1, "dtype": "float32", "skip_tokenizer_init": True, "compilation_cache_dir": "off",
@@ -25,6 +26,9 @@ KINDS = {
     "one": {"block_size": 16, "num_scheduler_steps": 4},
     "two": {"block_size": 32, "tensor_parallel_size": 2},
     "four": {"block_size": 16, "tensor_parallel_size": 4},
+    "small": {"block_size": 16, "num_gpu_blocks_override": 24},
+    # The TPU's layout, in the simulator: each step of it takes long, so there is one program, for short prompts.
+    "tpu": {"block_size": 16, "attention_backend": "tpu-interpret", "token_buckets": (32,)},
 }
 PAIRS = [("one", "two"), ("two", "one"), ("two", "four"), ("four", "two"), ("one", "four"), ("four", "one")]
 TRANSPORTS = {"tcp": False, "shared_memory": True}
@@ -41,7 +45,7 @@ def prompt_of(number):
 def model(tmp_path_factory):
     folder = write_checkpoint("gemma2", tmp_path_factory.mktemp("model"))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256, "sliding_window": 60}))
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256, "sliding_window": 44}))
     return str(folder)
 
 
@@ -143,3 +147,60 @@ def test_engines_that_slept_lend_and_borrow(engines, expected):
     finish(producer, lambda: True)
     (result,) = consumer.generate([prompt], params, use_tqdm=False)
     assert result.outputs[0].token_ids == expected[-1] and result.num_cached_tokens == NUM_LENT
+
+
+def scheduler_of(llm):
+    return llm.llm_engine._core._scheduler
+
+
+@pytest.mark.parametrize("is_early", [False, True], ids=["behind it", "while its pages come"])
+def test_a_request_is_preempted_behind_its_hand_over_and_while_its_pages_come(is_early, engines):
+    """Another one, which is older, takes the blocks away that it has, and all fall asleep in the middle of its load."""
+    producer, consumer = engines("two"), engines("small")
+    prompt, beside = prompt_of(200 + is_early), {"prompt_token_ids": prompt_of(300)["prompt_token_ids"][:20]}
+    long = msgspec.structs.replace(GREEDY, max_tokens=150)
+    alone = engines("one").generate([beside, prompt], long, use_tqdm=False)
+    expected = dict(zip(("beside", "lent"), (result.outputs[0].token_ids for result in alone)))
+    params, engine, heard, most_preemptions = params_of(**begin(producer, prompt)), consumer.llm_engine, {}, 0
+
+    def step():
+        nonlocal most_preemptions
+        heard.update({output.request_id: output for output in engine.step()})
+        lent = scheduler_of(consumer).requests.get("lent")
+        most_preemptions = max(most_preemptions, 0 if lent is None else lent.num_preemptions)
+
+    engine.add_request("beside", beside, long)
+    while "beside" not in heard:
+        step()
+    engine.add_request("lent", prompt, msgspec.structs.replace(params, max_tokens=40))
+    step()
+    half = engine._core.transfer._half
+    assert half.is_waited_for and not scheduler_of(consumer).requests["lent"].blocks[0]
+    if is_early:
+        consumer.sleep(1, "keep")
+        consumer.wake_up()
+    finish(producer, lambda: True)
+    while engine.has_unfinished_requests():
+        step()
+    for name, tokens in expected.items():
+        found = heard[name].outputs[0].token_ids
+        assert found == tokens[: len(found)] and len(found) == {"beside": 150, "lent": 40}[name]
+    assert heard["lent"].num_cached_tokens == NUM_LENT and most_preemptions
+    manager = scheduler_of(consumer).kv_cache_manager
+    assert not any(pool.num_held_blocks for pool in manager.pools) and not manager.holds
+    assert not half.loading and half.fetch_stages() == [0, 0, 0] and worker_of(consumer).stats()["recompiles"] == 0
+
+
+@pytest.mark.parametrize("pair", [("tpu", "one"), ("one", "tpu")], ids=" to ".join)
+def test_pages_do_not_depend_on_the_layout_of_the_attention_backend(pair, engines, tmp_path):
+    producer, consumer = map(engines, pair)
+    prompt = {"prompt_token_ids": prompt_of(400 + (pair[0] == "tpu"))["prompt_token_ids"][:70]}
+    three = msgspec.structs.replace(GREEDY, max_tokens=3)
+    (alone,) = engines("two").generate([prompt], three, use_tqdm=False)
+    lends = msgspec.structs.replace(params_of(do_remote_decode=True), max_tokens=1)
+    (first,) = producer.generate([prompt], lends, use_tqdm=False)
+    params = msgspec.structs.replace(params_of(**first.kv_transfer_params), max_tokens=3)
+    (result,) = consumer.generate([prompt], params, use_tqdm=False)
+    assert result.outputs[0].token_ids == alone.outputs[0].token_ids and result.num_cached_tokens == 64
+    lent, loaded = (pages_of(llm, prompt, tmp_path / str(i)) for i, llm in enumerate((producer, consumer)))
+    assert len(lent) >= 3 and lent == loaded
