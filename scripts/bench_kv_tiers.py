@@ -5,15 +5,18 @@
 
 GB/s of one thread, medians of one run: encoding and decoding a page, with and without a secret, and a plain copy of it,
 all by processor time, so that other work disturbs little; put and get in host memory, on a disk (its page cache is
-warm, as behind a restart of an engine), in Redis where one is named; microseconds of a look-up; and gather and scatter
-of the embedded model's blocks, to host memory and from it, beside a plain copy of as many bytes. Compare the ratios.
+warm, as behind a restart of an engine), in Redis where one is named; microseconds of a look-up; files as large as a
+page through the page cache, through it without leaving anything there, and around it; and gather and scatter of the
+embedded model's blocks, to host memory and from it, beside a plain copy of as many bytes. Compare the ratios.
 """
 
 import argparse
+import mmap
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -87,6 +90,66 @@ def show_tier(tier: Tier, pages: dict[PageKey, list], page_bytes: int) -> None:
     tier.close()
 
 
+def leave_page_cache(file: int) -> None:
+    """Have nothing of a file left there, which may have been written just now."""
+    os.fdatasync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def is_cached(path: Path) -> bool:
+    """Whether the page cache has the beginning of a file."""
+    with open(path, "rb", buffering=0) as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+        except OSError:  # it is not, or the file system has no disk
+            return False
+
+
+def show_files(folder: Path, num_bytes: int, count: int) -> None:
+    """Files of `num_bytes`, whole blocks of a disk, in each way: how fast, and how many are in the page cache then."""
+    size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    source, target = aligned_empty(size, mmap.PAGESIZE), aligned_empty(size, mmap.PAGESIZE)
+    source[:] = np.random.default_rng(0).integers(0, 255, size, np.uint8)
+    paths, total = [folder / f"{number}.raw" for number in range(count)], size * count
+
+    def every(flags: int, *acts: Callable[[int], object]) -> float:
+        """GB/s of doing this to all files."""
+        begin = time.perf_counter()
+        for path in paths:
+            file = os.open(path, flags, 0o666)
+            for act in acts:
+                act(file)
+            os.close(file)
+        return total / (time.perf_counter() - begin) / 1e9
+
+    write, read = (lambda file: os.write(file, source)), (lambda file: os.readv(file, [target]))
+    new, direct = os.O_WRONLY | os.O_CREAT | os.O_TRUNC, getattr(os, "O_DIRECT", 0)
+
+    def show(name: str, flags: int, acts: Sequence[Callable[[int], object]]) -> None:
+        took: dict[str, list[float]] = {}
+        for _ in range(REPEATS):
+            begin = time.perf_counter()
+            took.setdefault("written", []).append(every(new | flags, write, *acts))
+            num_cached = sum(map(is_cached, paths))
+            every(os.O_RDONLY, leave_page_cache)
+            took.setdefault("written and on the disk", []).append(total / (time.perf_counter() - begin) / 1e9)
+            took.setdefault("read from the disk", []).append(every(os.O_RDONLY | flags, read, *acts))
+            took.setdefault("read again", []).append(every(os.O_RDONLY | flags, read, *acts))
+        shown = ", ".join(f"{what} {statistics.median(each):.2f} GB/s" for what, each in took.items())
+        print(
+            f"files {name}: {shown}; {num_cached} of {count} were in the page cache when they were written", flush=True
+        )
+
+    show("through the page cache", 0, [])
+    show("through it, leaving nothing", 0, [leave_page_cache])
+    try:
+        show("around it", direct, [])
+    except OSError as error:
+        print(f"files around it: {error.strerror}")
+    for path in paths:
+        path.unlink()
+
+
 def show_copies() -> None:
     """Gather and scatter of the embedded model's blocks, as many as one copy has at most."""
     with LLM(max_model_len=4096, token_buckets=(8, 512), kv_offload="host=64M", num_scheduler_steps=1) as llm:
@@ -122,6 +185,7 @@ def main() -> None:
         room = 2 * page_bytes * len(pages)
         show_tier(HostTier(room), pages, page_bytes)
         show_tier(DiskTier(folder, room, SPACE), pages, page_bytes)
+        show_files(Path(folder), page_bytes, len(pages))
     if args.redis is not None:
         show_tier(RedisTier(args.redis, SPACE), pages, page_bytes)
     show_copies()

@@ -4,9 +4,8 @@ An index in memory says what is there: filled by a scan of the folder in the bac
 writes, and brought up to date every `rescan_s` seconds with what other engines wrote and removed. The capacity is the
 folder's: pages of other namespaces, which an engine with other weights left, are counted and evicted as well.
 
-Files are read and written through the operating system's page cache, and never synced: checksums find what a power
-failure cut off. Direct I/O brought nothing that pays for its aligned buffers (4 MiB files on a virtual disk, GB/s): it
-read 0.8-0.9 where the page cache was cold at 0.7-1.0 and warm at 5, and wrote 1.2-1.6 instead of 0.3-1.2.
+Files are never synced: checksums find what a power failure cut off. With a tier in host memory before this one they go
+around the operating system's page cache (`direct.py`); without, through it, which is what keeps pages in memory then.
 """
 
 import contextlib
@@ -23,8 +22,9 @@ from typing import Any
 from jaxpaged.errors import ConfigError, PageError
 from jaxpaged.kv_store import folder
 from jaxpaged.kv_store.breaker import CircuitBreaker
-from jaxpaged.kv_store.buffers import Buffer, aligned_empty, read_only, total_bytes
+from jaxpaged.kv_store.buffers import Buffer, read_only, total_bytes
 from jaxpaged.kv_store.changes import ChangeLog, WatchedDict
+from jaxpaged.kv_store.direct import read_all
 from jaxpaged.kv_store.page import MAX_HEADER_BYTES, MAX_PAGE_BYTES, PageKey, decode
 from jaxpaged.kv_store.policy import Policy, SecondUse, policy_named
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
@@ -67,6 +67,7 @@ class DiskTier:
         secret: bytes | None = None,
         policy: str = "lru",
         second_use: bool = False,
+        around_cache: bool = False,
         rescan_s: float = 30.0,
         retry_after_s: float = 30.0,
     ):
@@ -76,7 +77,7 @@ class DiskTier:
             raise ConfigError(f"The namespace is {namespace!r:.80}; it must be hexadecimal digits, 12 at least.")
         self.root, self.capacity, self.namespace = Path(root), capacity, namespace
         self.counters = Counters()
-        self._secret, self._rescan_s = secret, rescan_s
+        self._secret, self._rescan_s, self._around_cache = secret, rescan_s, around_cache
         self._policy: Policy[str] = policy_named(policy, capacity)
         self._admission: SecondUse[str] | None = SecondUse() if second_use else None
         self._lock = threading.Lock()  # for everything below; never held during input and output
@@ -141,11 +142,8 @@ class DiskTier:
                 size = os.fstat(file.fileno()).st_size
                 if size > MAX_PAGE_BYTES + MAX_HEADER_BYTES:
                     raise PageError(f"{name} has {size} bytes, more than any page.")
-                page = aligned_empty(size)
-                view, done = memoryview(page), 0
-                while done < size and (count := file.readinto(view[done:])):
-                    done += count
-            decode(view[:done], expect_namespace=self.namespace, key=key, secret=self._secret)
+                page = read_all(file.fileno(), size, around_cache=self._around_cache)
+            decode(page, expect_namespace=self.namespace, key=key, secret=self._secret)
         except FileNotFoundError:
             self._forget(name)
             return None
@@ -205,7 +203,7 @@ class DiskTier:
         try:
             reserved = self._reserve(size)
             if reserved:
-                folder.write_page(self.root, name, buffers)
+                folder.write_page(self.root, name, buffers, around_cache=self._around_cache)
                 written = True
                 self._writes.succeeded()
         except OSError as error:

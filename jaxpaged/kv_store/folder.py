@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_store.buffers import Buffer, bytes_of
+from jaxpaged.kv_store.buffers import Buffer
 from jaxpaged.kv_store.changes import STORAGE, ChangeLog
+from jaxpaged.kv_store.direct import write_around_cache, write_through_cache
 from jaxpaged.kv_store.page import PageKey
 
 SPACE_DIGITS = 12
@@ -100,7 +101,7 @@ def all_pages(root: Path) -> list[PageFile]:
     return sorted(found, key=lambda page: page.used_ns)
 
 
-def write_page(root: Path, name: str, buffers: Sequence[Buffer]) -> None:
+def write_page(root: Path, name: str, buffers: Sequence[Buffer], *, around_cache: bool = False) -> None:
     """Write a file and let it appear under its name. Raises OSError, and leaves nothing behind then."""
     path = root / name
     unfinished = root / name.partition("/")[0] / WRITING / f"{path.name}.{os.getpid()}.{time.monotonic_ns()}"
@@ -111,10 +112,7 @@ def write_page(root: Path, name: str, buffers: Sequence[Buffer]) -> None:
         file = open_new(unfinished)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for buffer in buffers:
-            view = bytes_of(buffer)
-            while view:
-                view = view[os.write(file, view) :]
+        (write_around_cache if around_cache else write_through_cache)(file, buffers)
         os.utime(file, ns=(now := time.time_ns(), now))  # what the file system itself notes is coarser
         try:
             unfinished.rename(path)

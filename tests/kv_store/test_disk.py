@@ -13,7 +13,7 @@ from contextlib import closing
 import pytest
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_store import folder
+from jaxpaged.kv_store import direct, folder
 from jaxpaged.kv_store.disk import DiskTier
 from jaxpaged.kv_store.page import namespace
 from jaxpaged.kv_store.tier import Lookup
@@ -65,6 +65,17 @@ def test_pages_outlive_the_tier(tmp_path):
     digits = key_of(1).block_hash.hex()
     assert path == tmp_path / SPACE[:12] / digits[:3] / f"{digits}_g0.safetensors"
     assert json.loads((tmp_path / SPACE[:12] / "config.json").read_bytes())["namespace"] == SPACE
+
+
+@pytest.mark.parametrize("around_cache", [False, True])
+def test_large_pages_go_around_the_page_cache_where_that_is_wanted(tmp_path, monkeypatch, around_cache):
+    asked, set_direct = [], direct.set_direct
+    monkeypatch.setattr(direct, "SMALLEST", SIZE)
+    monkeypatch.setattr(direct, "set_direct", lambda *args: asked.append(args) or set_direct(*args))
+    with opened(tmp_path, around_cache=around_cache) as tier:
+        assert put(tier, 1) == [True] and bytes(tier.get(key_of(1))) == page_of(1)[2]
+    assert (len(asked) >= 2) == around_cache
+    assert (tmp_path / SPACE[:12] / "config.json").stat().st_size
 
 
 def test_other_namespaces_are_never_found_but_count(tmp_path):

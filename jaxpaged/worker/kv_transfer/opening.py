@@ -79,10 +79,10 @@ def open_transfer(
     form = blueprint.page_form
     facts = {"model": blueprint.config.model.model, "page_tokens": form.page_tokens, **form.facts}
     tiers = [
-        open_tier(wish, space, secrets, facts)
+        open_tier(wish, space, secrets, facts, is_first=not number)
         if wish.chunks is None
         else open_lmcache(wish, space, secrets, blueprint, kv_cache)
-        for wish in offload.tiers
+        for number, wish in enumerate(offload.tiers)
     ]
     store, peers = Tiers(tiers), None
     peering = offload.peering
@@ -109,8 +109,9 @@ def open_transfer(
     )  # fmt: skip
 
 
-def open_tier(wish: TierWish, space: str, secrets: Secrets, facts: dict[str, Any]) -> Tier:
-    """One tier of pages of the namespace `space`, of which people are told `facts`."""
+def open_tier(wish: TierWish, space: str, secrets: Secrets, facts: dict[str, Any], *, is_first: bool) -> Tier:
+    """One tier of pages of the namespace `space`, of which people are told `facts`. The first has nothing before it
+    that keeps pages in memory."""
     secret = secrets.signing
     if wish.kind == "host":
         return HostTier(wish.capacity)
@@ -121,7 +122,7 @@ def open_tier(wish: TierWish, space: str, secrets: Secrets, facts: dict[str, Any
         return OwnTier(wish.place, open_store(wish.place, wish.module, wish.config, space), space, secret)
     if wish.kind == "s3":
         return S3Tier(wish.place, space, secret=secret, endpoint=wish.endpoint)
-    disk = DiskTier(wish.place, wish.capacity, space, facts=facts, secret=secret)
+    disk = DiskTier(wish.place, wish.capacity, space, facts=facts, secret=secret, around_cache=not is_first)
     disk.wait_ready(SCAN_SECONDS)
     return disk
 
