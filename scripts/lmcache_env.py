@@ -8,13 +8,13 @@ elsewhere; `scripts/update_lmcache_golden.py` records in it what LMCache's own c
 """
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-DEFAULT_ENV = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jaxpaged" / "lmcache-env"
+DEFAULT_ENV = Path.home() / ".cache" / "jaxpaged" / "lmcache-env"
+"""Wherever caches are: tests, which look for it there, have caches of their own."""
 LMCACHE = "lmcache==0.5.6"
 TORCH = "torch==2.13.0"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
