@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.worker.step.zero_pages import has_zero_pages, zero_pages
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.sharing import NUM_LINES, fill_spans
 
@@ -50,7 +51,7 @@ def paged(
     start_R1 = np.cumsum([0] + [new for _, new in rows])
     T = int(start_R1[-1])
     q_TNH, k_TKH = (jax.random.normal(jax.random.key(0), (T, heads, H), dtype) for heads in (K * G, K))
-    kv = rpa.kv_zeros(num_blocks or sum(needed) + 1, S, K, H, dtype, backend)
+    kv = zeros_in_large_pages(lambda: rpa.kv_zeros(num_blocks or sum(needed) + 1, S, K, H, dtype, backend))
     work, shared_6R = rpa.shared_work(backend, T, S), np.zeros((NUM_LINES, len(rows)), np.int32)
     if reads_once and work is not None:
         units = [0] + [in_common // work.unit] * (len(rows) - 1)
@@ -72,6 +73,13 @@ def paged(
         jax.block_until_ready((out_TNH, state[0]))
 
     return run
+
+
+def zeros_in_large_pages(make: Callable[[], tuple[jax.Array, ...]]) -> tuple[jax.Array, ...]:
+    """Arrays as `make` would make them, in memory as an engine has its KV cache."""
+    if not has_zero_pages("cpu"):
+        return make()
+    return tuple(jax.jit(lambda: zero_pages(jax.eval_shape(make)))())
 
 
 def dense(num_rows, length, heads, dtype) -> Callable[[], None]:

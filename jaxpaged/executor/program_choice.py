@@ -115,7 +115,7 @@ class ProgramChoice:
         most = max(map(len, self._live.values()), default=0)
         bucket = next((size for size in self._run_buckets if size >= most), 0)
         key = ProgramKey("decode_full" if self._full else "decode", bucket)
-        return self._sizes.run_steps[key] if key in self._sizes.run_steps and self._programs.is_ready(key) else 1
+        return self._sizes.run_steps[key] if key in self._sizes.run_steps and self._is_run_ready(key) else 1
 
     def can_run(self, extra: Extra) -> bool:
         """See `Executor`. Programs for any number of requests are compiled next; narrower ones are, once a step could
@@ -160,7 +160,13 @@ class ProgramChoice:
         key = ProgramKey(kind, next((size for size in self._run_buckets if size >= num_sampling), 0))
         self._num_decodes[key] += 1
         pays = self._num_decodes[key] >= DECODES_THAT_PAY and key in self._sizes.run_steps
-        return key if pays and self._programs.is_ready(key) else None
+        return key if pays and self._is_run_ready(key) else None
+
+    def _is_run_ready(self, key: ProgramKey) -> bool:
+        """From now on the program is wanted, and so is that for a single request: where a run pays for some, it pays
+        most for one, whose steps are the shortest."""
+        self._programs.is_ready(ProgramKey(key.kind, self._run_buckets[0]))
+        return self._programs.is_ready(key)
 
     def _run_kind(self, request_ids: Sequence[str]) -> str:
         return "decode" if not self._full or self._full.isdisjoint(request_ids) else "decode_full"

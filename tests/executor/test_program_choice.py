@@ -148,6 +148,9 @@ def test_runs_are_as_long_as_the_program_that_all_requests_fit_once_it_is_compil
     programs, choice = compiled([])
     choice.choose(step(["a", "b", "c"], [1, 1, 1], [1, 1, 1], [(name, PLAIN) for name in "abc"]))
     assert choice.max_decode_steps() == 1
+    assert {("decode", 2, "ready"), ("decode", 2, "compiling"), ("decode", 2, "queued")} & set(programs.states), (
+        "one request gains the most"
+    )
     assert programs[ProgramKey("decode", 8)] == ("decode", 8), "who asks wants it"
     assert choice.max_decode_steps() == 32
     choice.choose(step(["d"], [1], [1], [("d", FULL)], removed=["a"]))

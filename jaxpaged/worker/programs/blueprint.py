@@ -121,6 +121,11 @@ class Blueprint:
             return XLA
         return choose_few_rows(self.platform, self.mesh.size, self.config.compile.deterministic)
 
+    @property
+    def _has_few_rows(self) -> bool:
+        """Whether kernels multiply a single row: they take bfloat16, with weights of any number of bits."""
+        return self._few_rows != XLA and self.dtype == jnp.bfloat16
+
     def _add_draft(self, draft: DraftModel) -> None:
         """From now on `model` and `param_shapes` are those of both; `drafting` is what drafts."""
         self.draft = replace(draft, config=self._settled(draft.config))
@@ -145,11 +150,11 @@ class Blueprint:
     @cached_property
     def token_buckets(self) -> tuple[int, ...]:
         given, largest = self.config.compile.token_buckets, self.config.scheduler.max_num_batched_tokens
-        return tuple(sorted(given)) if given else default_token_buckets(largest, self.platform)
+        return tuple(sorted(given)) if given else default_token_buckets(largest, self.platform, self._has_few_rows)
 
     @cached_property
     def sample_buckets(self) -> tuple[int, ...]:
-        return doubling_buckets(self.config.scheduler.max_num_seqs, self.platform)
+        return doubling_buckets(self.config.scheduler.max_num_seqs, self.platform, self._has_few_rows)
 
     @cached_property
     def compiler_options(self) -> dict[str, Options]:

@@ -10,14 +10,16 @@ from itertools import pairwise
 # The smallest of the doubling sizes: on accelerators a matmul tile has at least eight rows, and so have XLA:CPU's.
 MIN_BUCKET = 8
 
-# A CPU has one size more, for a single request: where it has no bfloat16 instructions, eight rows are work that two
-# are not (1.3 times the time, scripts/bench_products.py). Never one row: that is 4-12 times slower than two.
-SINGLE_REQUEST = 2
+# A CPU has one size more, for a single request: eight rows are work that one is not (1.3 times the time of two,
+# scripts/bench_products.py). XLA's products of one row are 4-12 times slower than those of two, so there it has two;
+# where products of few rows are kernels of our own, one row takes 0.89 of the step of two (4 and 8 bits, a 110M Llama).
+SINGLE_REQUEST, SINGLE_ROW = 2, 1
 
 
-def doubling_buckets(largest: int, platform: str) -> tuple[int, ...]:
-    """8, 16, 32, ... and `largest` itself; at least `MIN_BUCKET`. On a CPU with `SINGLE_REQUEST` before them."""
-    sizes = [SINGLE_REQUEST] if platform == "cpu" else []
+def doubling_buckets(largest: int, platform: str, few_rows: bool = False) -> tuple[int, ...]:
+    """8, 16, 32, ... and `largest` itself; at least `MIN_BUCKET`. On a CPU with one for a single request before them;
+    `few_rows`: there are kernels for products of few rows."""
+    sizes = [SINGLE_ROW if few_rows else SINGLE_REQUEST] if platform == "cpu" else []
     size = MIN_BUCKET
     while size < largest:
         sizes.append(size)
@@ -25,12 +27,12 @@ def doubling_buckets(largest: int, platform: str) -> tuple[int, ...]:
     return (*sizes, max(largest, MIN_BUCKET))
 
 
-def default_token_buckets(largest: int, platform: str) -> tuple[int, ...]:
+def default_token_buckets(largest: int, platform: str, few_rows: bool = False) -> tuple[int, ...]:
     """The doubling sizes, and from 128 tokens on also those half way between two of them.
 
     `jaxpaged buckets fit` on the steps of scripts/bench_offline.py's workloads proposes such sizes: with two more
     programs for 512 tokens, 6.5 % of what is computed is padding instead of 10.5.
     """
-    sizes = doubling_buckets(largest, platform)
+    sizes = doubling_buckets(largest, platform, few_rows)
     between = (low + low // 2 for low, high in pairwise(sizes) if low >= 128 and high == 2 * low)
     return tuple(sorted((*sizes, *between)))

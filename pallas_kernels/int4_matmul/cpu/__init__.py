@@ -6,20 +6,19 @@ Grid: chunks of 64 outputs, handed to XLA's threads one after the other.
 
 Skipping: none.
 
-Requires: AVX2 and FMA, better AVX512 with its bfloat16.
+Requires: AVX2 and FMA, better AVX512 with VNNI.
 
 Padding: none, since inputs are whole registers; beyond the last output nothing is read or written.
 
-Numerics: products of a group are summed in float32 and then scaled, which is closer than weights rounded to bfloat16,
-with which more than 32 rows are multiplied. Where there are no products of bfloat16, such rows become whole numbers of
-8 bits, each at most a 254th of the largest of its 32 away, and sums of groups are exact. An output is summed by one
-thread, lane by lane and then over lanes, so its bits depend on its own row and column only. AVX512-BF16 adds pairs of
-products at once, and takes denormal numbers for zero.
+Numerics: rows of bfloat16 become whole numbers of 8 bits, each at most a 254th of the largest of its 32 away; sums of a
+group are exact, and scaled in float32. Products of float32 rows are summed in float32 and then scaled, which is closer
+than weights rounded to float32 would be. An output is summed by one thread, lane by lane and then over lanes, so its
+bits depend on its own row and column only.
 
-Cost: reads 4.5 bits a weight once; eight rows at a time meet a chunk, whose weights stay in the nearest cache. For more
-than 32 rows it only writes the weight in the type of x, and XLA multiplies: that is bound by arithmetic, and writing is
-a small part of it; XLA itself takes 7 times as long to write it (`scripts/bench_products.py`). Rows that are whole
-numbers are multiplied here however many there are: those machines multiply bytes faster than XLA bfloat16.
+Cost: reads 4.5 bits a weight once; eight rows at a time meet a chunk, whose weights stay in the nearest cache. Bytes
+are multiplied faster than XLA multiplies bfloat16, so rows of that type are multiplied here however many there are. For
+more than 32 rows of float32 it only writes the weight, and XLA multiplies; XLA itself takes 7 times as long to write it
+(`scripts/bench_products.py`).
 """
 
 from typing import Any
@@ -27,18 +26,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.int4_matmul import reference
+from pallas_kernels.int4_matmul import GROUP, reference
 from pallas_kernels.llvm.code import register
-from pallas_kernels.llvm.machine import Machine, has_pairs, this_machine
+from pallas_kernels.llvm.machine import Machine, has_dot, this_machine
 from pallas_kernels.shapes import same_rest
 
 OP = "int4_matmul"
 MOST_ROWS = 32
-"""With more it is faster to write the weight and to let XLA multiply, except for whole numbers."""
+"""Of float32. With more it is faster to write the weight and to let XLA multiply."""
 TILE_ROWS = 8
 """Rows of x that meet an output's weights at once."""
-RECORDS = "records"
-"""In place of a type: bfloat16 rows as `rows` makes records of them."""
+RECORDS = {"pairs": 2, "quads": 4}
+"""In place of a type: bfloat16 rows as `rows` makes records of them, each of so many groups."""
 _TYPES = ("bfloat16", "float32")
 
 
@@ -53,15 +52,21 @@ def int4_matmul(
 ) -> jax.Array:
     """See `int4_matmul.int4_matmul`. `machine`: a CPU with less than this one has, in tests."""
     (T, D), F, machine = x_TD.shape, packed_FB.shape[0], machine or this_machine()
-    if x_TD.dtype == jnp.bfloat16 and not has_pairs(machine) and T > 0:
+    if x_TD.dtype == jnp.bfloat16 and T > 0:
+        kind = records_for(D, machine)
         records = jax.ShapeDtypeStruct((T, 2 * D), jnp.uint8)
-        x_TD = jax.ffi.ffi_call(kernel(RECORDS, machine=machine), records)(x_TD)
-        return _call(RECORDS, machine, x_TD, packed_FB, scale_FC)
+        x_TD = jax.ffi.ffi_call(kernel(kind, machine=machine), records)(x_TD)
+        return _call(kind, machine, x_TD, packed_FB, scale_FC)
     if not 0 < T <= MOST_ROWS:
         unpack = jax.ffi.ffi_call(kernel(str(x_TD.dtype), machine=machine), jax.ShapeDtypeStruct((F, D), x_TD.dtype))
         # It reads nothing of x. Without x XLA would write the weights of all layers before the first product.
         return reference.product(x_TD, unpack(packed_FB, scale_FC, x_TD))
     return _call(str(x_TD.dtype), machine, x_TD, packed_FB, scale_FC)
+
+
+def records_for(num_inputs: int, machine: Machine) -> str:
+    """Registers of 64 bytes where they are whole, and bytes are multiplied in them."""
+    return "quads" if machine.lanes == 16 and has_dot(machine) and num_inputs % (4 * GROUP) == 0 else "pairs"
 
 
 def _call(dtype: str, machine: Machine, x_TD: jax.Array, packed_FB: jax.Array, scale_FC: jax.Array) -> jax.Array:
@@ -72,14 +77,14 @@ def _call(dtype: str, machine: Machine, x_TD: jax.Array, packed_FB: jax.Array, s
 
 
 def kernel(dtype: str, num_rows: int | str | None = None, *, machine: Machine) -> str:
-    """What XLA calls the kernel for so many rows of a type, or of records; from now on it is known. 8 to 15 rows stand
+    """What XLA calls the kernel for so many rows of float32, or of records; from now on it is known. 8 to 15 rows stand
     for all numbers with the same rest by 8. Without rows: the kernel that writes the weight in a type, or records.
     Raises ValueError where there is none."""
-    if dtype not in (*_TYPES, RECORDS) or not (num_rows is None or 0 < int(num_rows) < 2 * TILE_ROWS):
+    if num_rows is None and dtype in (*_TYPES, *RECORDS):
+        return register(OP, _emit_rounding if dtype in RECORDS else _emit_unpacking, dtype, machine=machine)
+    if num_rows is None or dtype not in ("float32", *RECORDS) or not 0 < int(num_rows) < 2 * TILE_ROWS:
         raise ValueError(f"there is no kernel for {num_rows} rows of {dtype}; there are for 1 to {2 * TILE_ROWS - 1}.")
-    if num_rows is not None:
-        return register(OP, _emit, dtype, int(num_rows), machine=machine)
-    return register(OP, _emit_rounding if dtype == RECORDS else _emit_unpacking, dtype, machine=machine)
+    return register(OP, _emit, dtype, int(num_rows), machine=machine)
 
 
 def _emit(dtype: str, num_rows: int, machine: Machine) -> Any:
@@ -97,4 +102,4 @@ def _emit_unpacking(dtype: str, machine: Machine) -> Any:
 def _emit_rounding(dtype: str, machine: Machine) -> Any:
     from pallas_kernels.int4_matmul.cpu import rows  # needs llvmlite
 
-    return rows.rounding()
+    return rows.rounding(RECORDS[dtype])
