@@ -7,7 +7,9 @@ while a program is traced; angles are float32. Two scalings depend on how long a
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -66,16 +68,41 @@ def apply_rope(x_TNH: jax.Array, cos: jax.Array, sin: jax.Array, is_interleaved:
 
     `is_interleaved`: numbers 2 i and 2 i + 1 make a pair.
     """
-    half = cos.shape[-1]
-    rotated = x_TNH[..., : 2 * half].astype(jnp.float32)
-    x1, x2 = (rotated[..., ::2], rotated[..., 1::2]) if is_interleaved else (rotated[..., :half], rotated[..., half:])
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    if is_interleaved:
-        y = jnp.stack([y1, y2], axis=-1).reshape(rotated.shape)
-    else:
-        y = jnp.concatenate([y1, y2], axis=-1)
-    return jnp.concatenate([y.astype(x_TNH.dtype), x_TNH[..., 2 * half :]], axis=-1)
+    rotary_dim = 2 * cos.shape[-1]
+    rotate = partial(jax.lax.platform_dependent, cpu=in_one_piece(is_interleaved), default=in_halves(is_interleaved))
+    rotated_TNR = rotate(x_TNH[..., :rotary_dim].astype(jnp.float32), cos[:, None, :], sin[:, None, :])
+    return jnp.concatenate([rotated_TNR.astype(x_TNH.dtype), x_TNH[..., rotary_dim:]], axis=-1)
+
+
+Rotation = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(x [T, N, R], cos and sin [T, 1, R / 2]) -> x rotated, all in float32."""
+
+
+def in_halves(is_interleaved: bool) -> Rotation:
+    """The first numbers of all pairs, then the second ones."""
+
+    def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        half = cos.shape[-1]
+        x1, x2 = (x[..., ::2], x[..., 1::2]) if is_interleaved else (x[..., :half], x[..., half:])
+        y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        return jnp.stack([y1, y2], axis=-1).reshape(x.shape) if is_interleaved else jnp.concatenate([y1, y2], axis=-1)
+
+    return rotate
+
+
+def in_one_piece(is_interleaved: bool) -> Rotation:
+    """The same of pairs and of pairs turned around. XLA:CPU makes one kernel of it, and of halves, which it does not
+    join in one, five more: with those a 110M Llama has 371 kernels in a program in place of 311, and takes 1.53 s of
+    CPU time to compile in place of 1.17. XLA:TPU estimates up to 1.6 times the cycles for it."""
+
+    def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        half, axis = cos.shape[-1], -1 if is_interleaved else -2
+        pairs = x.reshape(*x.shape[:-1], *((half, 2) if is_interleaved else (2, half)))
+        cos, sin = (jnp.expand_dims(angles, axis) for angles in (cos, sin))
+        signs = jnp.expand_dims(jnp.array([-1.0, 1.0]), -3 - axis)  # of the first and the second of a pair
+        return (pairs * cos + jnp.flip(pairs, axis) * (sin * signs)).reshape(x.shape)
+
+    return rotate
 
 
 def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> np.ndarray:

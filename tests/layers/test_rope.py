@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.layers.rope import FREQUENCIES, RopeConfig, apply_rope, inverse_frequencies, rope_cos_sin
+from jaxpaged.layers.rope import (
+    FREQUENCIES,
+    RopeConfig,
+    apply_rope,
+    in_halves,
+    in_one_piece,
+    inverse_frequencies,
+    rope_cos_sin,
+)
 
 PLAIN = RopeConfig(theta=10_000.0, rotary_dim=8)
 
@@ -24,6 +32,17 @@ def test_each_pair_is_rotated_as_a_complex_number():
     angles = positions[:, None] * 10_000.0 ** (-np.arange(4) / 4)
     expected = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)[:, None, :]
     np.testing.assert_allclose(rotate(x, positions), np.concatenate([expected.real, expected.imag], -1), atol=1e-5)
+
+
+@pytest.mark.parametrize("rotation", [in_halves, in_one_piece])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_every_platforms_form_rotates_the_pairs(rotation, is_interleaved):
+    x, angles = np.random.default_rng(0).standard_normal((3, 2, 8), np.float32), np.random.default_rng(1).random((3, 4))
+    first, second = (x[..., ::2], x[..., 1::2]) if is_interleaved else (x[..., :4], x[..., 4:])
+    expected = (first + 1j * second) * np.exp(1j * angles)[:, None, :]
+    parts = np.stack([expected.real, expected.imag], -1 if is_interleaved else -2).reshape(x.shape)
+    cos_sin = (f(angles[:, None, :]).astype(np.float32) for f in (np.cos, np.sin))
+    np.testing.assert_allclose(rotation(is_interleaved)(jnp.asarray(x), *cos_sin), parts, atol=1e-5)
 
 
 def test_scores_depend_on_the_distance_alone():

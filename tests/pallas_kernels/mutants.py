@@ -181,7 +181,7 @@ MUTANTS = (
     *_of(
         "pallas_kernels/int4_matmul/cpu/tiles.py",
         "every_machine",
-        ("ties are rounded up", "b.add(odd, splat(kind, 0x7FFF))", "splat(kind, 0x8000)"),
+        ("weights are written unscaled", "b.fmul(weight, scales[k * lanes // GROUP])", "weight"),
         ("all rows of x are the first", "b.at(row, self.num_inputs,", "b.at(whole(0), self.num_inputs,"),
         ("all groups have the first one's scale", "_LANE_SHORTS * group + group", "_LANE_SHORTS * group"),
         (
@@ -189,7 +189,11 @@ MUTANTS = (
             "b.add(b.call(widen, [words, splat(self._words, 1)]), x[2])",
             "b.call(widen, [words, splat(self._words, 1)])",
         ),
-        ("products by fours forget the first halves", "[correction, weights[0], first]", "[correction, weights[0], second]"),
+        (
+            "products by fours forget the first halves",
+            "[correction, weights[0], first]",
+            "[correction, weights[0], second]",
+        ),
         ("converted values keep their zero", "b.sub(value, splat(whole_numbers, ZERO))", "value"),
     ),
     *_of(

@@ -38,6 +38,7 @@ TILE_ROWS = 8
 """Rows of x that meet an output's weights at once."""
 RECORDS = {"pairs": 2, "quads": 4}
 """In place of a type: bfloat16 rows as `rows` makes records of them, each of so many groups."""
+UNPACKED = "unpacked"
 _TYPES = ("bfloat16", "float32")
 
 
@@ -57,11 +58,13 @@ def int4_matmul(
         records = jax.ShapeDtypeStruct((T, 2 * D), jnp.uint8)
         x_TD = jax.ffi.ffi_call(kernel(kind, machine=machine), records)(x_TD)
         return _call(kind, machine, x_TD, packed_FB, scale_FC)
-    if not 0 < T <= MOST_ROWS:
-        unpack = jax.ffi.ffi_call(kernel(str(x_TD.dtype), machine=machine), jax.ShapeDtypeStruct((F, D), x_TD.dtype))
+    if T == 0:
+        return jnp.zeros((T, F), jnp.float32)
+    if T > MOST_ROWS:
+        unpack = jax.ffi.ffi_call(kernel(UNPACKED, machine=machine), jax.ShapeDtypeStruct((F, D), jnp.float32))
         # It reads nothing of x. Without x XLA would write the weights of all layers before the first product.
         return reference.product(x_TD, unpack(packed_FB, scale_FC, x_TD))
-    return _call(str(x_TD.dtype), machine, x_TD, packed_FB, scale_FC)
+    return _call("float32", machine, x_TD, packed_FB, scale_FC)
 
 
 def records_for(num_inputs: int, machine: Machine) -> str:
@@ -78,10 +81,12 @@ def _call(dtype: str, machine: Machine, x_TD: jax.Array, packed_FB: jax.Array, s
 
 def kernel(dtype: str, num_rows: int | str | None = None, *, machine: Machine) -> str:
     """What XLA calls the kernel for so many rows of float32, or of records; from now on it is known. 8 to 15 rows stand
-    for all numbers with the same rest by 8. Without rows: the kernel that writes the weight in a type, or records.
-    Raises ValueError where there is none."""
-    if num_rows is None and dtype in (*_TYPES, *RECORDS):
-        return register(OP, _emit_rounding if dtype in RECORDS else _emit_unpacking, dtype, machine=machine)
+    for all numbers with the same rest by 8. Without rows: the kernel that makes records, or writes the weight in
+    float32. Raises ValueError where there is none."""
+    if num_rows is None and dtype == UNPACKED:
+        return register(OP, _emit_unpacking, UNPACKED, machine=machine)
+    if num_rows is None and dtype in RECORDS:
+        return register(OP, _emit_rounding, dtype, machine=machine)
     if num_rows is None or dtype not in ("float32", *RECORDS) or not 0 < int(num_rows) < 2 * TILE_ROWS:
         raise ValueError(f"there is no kernel for {num_rows} rows of {dtype}; there are for 1 to {2 * TILE_ROWS - 1}.")
     return register(OP, _emit, dtype, int(num_rows), machine=machine)
@@ -93,10 +98,10 @@ def _emit(dtype: str, num_rows: int, machine: Machine) -> Any:
     return tiles.kernel(dtype, num_rows, machine)
 
 
-def _emit_unpacking(dtype: str, machine: Machine) -> Any:
+def _emit_unpacking(name: str, machine: Machine) -> Any:
     from pallas_kernels.int4_matmul.cpu import tiles  # needs llvmlite
 
-    return tiles.unpacking(dtype, machine)
+    return tiles.unpacking(machine)
 
 
 def _emit_rounding(dtype: str, machine: Machine) -> Any:

@@ -1,5 +1,5 @@
 """The instructions of a product with a weight in 4 bits, as LLVM IR: one kernel for each type and number of rows, and
-for each type one that writes the weight in it.
+one that writes the weight in float32.
 
 A tile is R outputs and up to 8 rows of x, and goes through the inputs some groups at a time: two are 32 bytes and two
 scales of each output. What differs between types and CPUs is a `Step`.
@@ -150,10 +150,9 @@ def step_for(dtype: str, machine: Machine) -> Step:
     return ConvertedStep(machine)
 
 
-def unpacking(dtype: str, machine: Machine) -> ir.Module:
-    """The kernel that writes the weight in a type, from its bytes and scales; further operands are not read."""
-    step = ConvertedStep(machine)
-    lanes, size = machine.lanes, 2 if dtype == "bfloat16" else 4
+def unpacking(machine: Machine) -> ir.Module:
+    """The kernel that writes the weight in float32, from its bytes and scales; further operands are not read."""
+    step, lanes, size = ConvertedStep(machine), machine.lanes, 4
 
     def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
         (first, last), num_bytes = outputs_of(b, i, frame.extent(0, 0)), frame.extent(0, 1)
@@ -161,20 +160,10 @@ def unpacking(dtype: str, machine: Machine) -> ir.Module:
         with b.counting(b.mul(first, num_bytes), b.mul(last, num_bytes), whole(INPUTS // 2)) as (place, _):
             weights, scales = read_inputs(b, step, packed, scale, place)
             for k, weight in enumerate(weights):
-                weight = b.fmul(weight, scales[k * lanes // GROUP])
-                weight = rounded_to_bfloat16(b, weight) if dtype == "bfloat16" else weight
-                b.write(weight, out, b.mul(b.add(b.mul(place, whole(2)), whole(k * lanes)), whole(size)), align=size)
+                at = b.mul(b.add(b.mul(place, whole(2)), whole(k * lanes)), whole(size))
+                b.write(b.fmul(weight, scales[k * lanes // GROUP]), out, at, align=size)
 
     return kernel_module(lambda b, frame: chunks_of(b, frame.extent(0, 0)), chunk)
-
-
-def rounded_to_bfloat16(b: Builder, number: ir.Value) -> ir.Value:
-    """The bits of float32 numbers, rounded to nearest, ties to even."""
-    kind = ir.VectorType(I32, number.type.count)
-    bits, sixteen = b.bitcast(number, kind), splat(kind, 16)
-    odd = b.and_(b.lshr(bits, sixteen), splat(kind, 1))
-    up = b.add(bits, b.add(odd, splat(kind, 0x7FFF)))
-    return b.trunc(b.lshr(up, sixteen), ir.VectorType(I16, kind.count))
 
 
 def read_inputs(
