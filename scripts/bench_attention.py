@@ -75,11 +75,12 @@ def paged(
     return run
 
 
-def zeros_in_large_pages(make: Callable[[], tuple[jax.Array, ...]]) -> tuple[jax.Array, ...]:
-    """Arrays as `make` would make them, in memory as an engine has its KV cache."""
+def zeros_in_large_pages(make: Callable[[], rpa.KVTensor]) -> rpa.KVTensor:
+    """An empty cache as `make` would make it, in memory as an engine has its own."""
     if not has_zero_pages("cpu"):
         return make()
-    return tuple(jax.jit(lambda: zero_pages(jax.eval_shape(make)))())
+    shapes, tree = jax.tree.flatten(jax.eval_shape(make))
+    return jax.tree.unflatten(tree, jax.jit(lambda: zero_pages(shapes))())
 
 
 def dense(num_rows, length, heads, dtype) -> Callable[[], None]:

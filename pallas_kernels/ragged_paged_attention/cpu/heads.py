@@ -1,10 +1,11 @@
 """What kernels of attention are made for: the shape of heads, and what the CPU has for them."""
 
 import dataclasses
+import math
 
 from llvmlite import ir
 
-from pallas_kernels.llvm.builder import F32, BFloat16, Builder, whole
+from pallas_kernels.llvm.builder import F32, LINE_BYTES, BFloat16, Builder, whole
 from pallas_kernels.llvm.functions import (
     add_pair_products,
     bfloat16_pairs,
@@ -52,6 +53,12 @@ class Heads:
     def part_bytes(self) -> int:
         """Of a block, what belongs to one kv head, of keys or of values."""
         return self.block_size * self.head_dim * self.size
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of a key, what is read at once: a line of a cache, or the whole registers that a key has of it."""
+        register_bytes = self.lanes * self.depth * self.size
+        return math.gcd(max(LINE_BYTES, register_bytes), self.head_dim * self.size)
 
     def part(self, b: Builder, block: ir.Value, num_heads: ir.Value, head: ir.Value) -> ir.Value:
         """Where in the cache the part of a block is that belongs to a head."""

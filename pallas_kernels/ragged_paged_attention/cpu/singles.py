@@ -6,11 +6,11 @@ has lanes: scores of a tile are one register for each query, and so are its weig
 caches; they are scaled down only where a score exceeds all before.
 
 Blocks lie anywhere, and a head's part of one is only a page of memory or less. So heads whose parts are neighbours are
-read one after the other, `PIECE_BYTES` of keys and as many of values, and the next part is asked for ahead: memory that
-gives 18 to 22 GB/s of pieces of 16 KiB and more gives 12 of 4 KiB (two threads of an AMD EPYC of 2021).
+read one after the other, `PART_BYTES` of keys and as many of values: memory that gives 18 to 22 GB/s of pieces of 16
+KiB and more gives 12 of 4 KiB (two threads of an AMD EPYC of 2021). While a tile is read the next one is asked for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from llvmlite import ir
 
@@ -25,12 +25,12 @@ Q, KEYS, VALUES, RANGES, ROWS, TABLES, SETTINGS = range(7)
 is left alone."""
 OUT, TOTAL, TOP = range(3)
 """Results: weighted sums out_PTKGH, and total and top [P, T, K, G], as `numerics.Softmax` has them."""
-PIECE_BYTES = 16 << 10
+PART_BYTES = 16 << 10
 
 
 def heads_of_chunk(heads: Heads) -> int:
     """The most kv heads of a chunk."""
-    return max(1, PIECE_BYTES // heads.part_bytes)
+    return max(1, PART_BYTES // heads.part_bytes)
 
 
 def kernel(heads: Heads) -> ir.Module:
@@ -55,7 +55,7 @@ class Chunk:
 
     On the stack, of N = kv heads times G queries: `acc` sums of weighted values [N, H], `totals` sums of weights
     [N, lanes], `tops` [N]; of the G queries of a head and a tile `weights` [G, lanes] and `products` [G, lanes, lanes].
-    `_query` is the first query of the head that is looked at.
+    `_query` is the first query of the head that is looked at, `_ahead` how many bytes its next tile is from this one.
     """
 
     def __init__(self, b: Builder, frame: Frame, heads: Heads, index: ir.Value):
@@ -98,9 +98,8 @@ class Chunk:
                 with b.counting(first_slot, stop_slot, L, [place]) as (slot, now):
                     after = b.add(now[0], whole(heads.lanes * heads.head_dim * heads.size))
                     ahead = b.select(b.icmp_signed("<", b.add(slot, L), stop_slot), after, next_part)
-                    self._fetch(self.k, ahead)
+                    self._ahead = b.sub(ahead, now[0])
                     self._weigh(slot, now[0])
-                    self._fetch(self.v, ahead)
                     self._add_values(slot, now[0])
                     now[0] = after
         self._finish()
@@ -181,27 +180,44 @@ class Chunk:
         b, heads = self.b, self.heads
         line, place = heads.head_dim * heads.size, b.add(place, whole(first * heads.head_dim * heads.size))
         zeros = [ir.Constant(self.kind, None)] * (heads.group_size * count)
-        with b.counting(whole(0), whole(heads.head_dim // heads.depth), whole(heads.lanes), zeros) as (d, sums):
-            k_at = b.add(place, b.mul(d, whole(heads.depth * heads.size)))
-            keys = [heads.factors(b, self.k, b.add(k_at, whole(j * line))) for j in range(count)]
-            for g in range(heads.group_size):
-                q = b.read(self.kind, self.q, self._q_at(g, d), align=2)
-                for i, key in enumerate(keys, g * count):
-                    sums[i] = heads.add_products(b, key, q, sums[i])
+        with b.counting(whole(0), self._num_pieces, whole(1), zeros) as (piece, sums):
+            for d, k_at in self._registers(place, piece, count):
+                keys = [heads.factors(b, self.k, b.add(k_at, whole(j * line))) for j in range(count)]
+                for g in range(heads.group_size):
+                    q = b.read(self.kind, self.q, self._q_at(g, d), align=2)
+                    for i, key in enumerate(keys, g * count):
+                        sums[i] = heads.add_products(b, key, q, sums[i])
         return sums
 
     def _turned_sums(self, place: ir.Value) -> list[ir.Value]:
         """Of each query a register with a slot of the tile in each lane."""
         b, heads, L = self.b, self.heads, self.heads.lanes
         line, zeros = heads.head_dim * heads.size, [ir.Constant(self.kind, None)] * heads.group_size
-        with b.counting(whole(0), whole(heads.head_dim // heads.depth), whole(L), zeros) as (d, sums):
-            k_at = b.add(place, b.mul(d, whole(heads.depth * heads.size)))
-            rows = [heads.factors(b, self.k, b.add(k_at, whole(j * line))) for j in range(L)]
-            for i, column in enumerate(turned(b, rows)):
-                for g in range(heads.group_size):
-                    q = spread(b, b.read(F32, self.q, self._q_at(g, b.add(d, whole(i))), align=2), L)
-                    sums[g] = heads.add_products(b, column, q, sums[g])
+        with b.counting(whole(0), self._num_pieces, whole(1), zeros) as (piece, sums):
+            for d, k_at in self._registers(place, piece, L):
+                rows = [heads.factors(b, self.k, b.add(k_at, whole(j * line))) for j in range(L)]
+                for i, column in enumerate(turned(b, rows)):
+                    for g in range(heads.group_size):
+                        q = spread(b, b.read(F32, self.q, self._q_at(g, b.add(d, whole(i))), align=2), L)
+                        sums[g] = heads.add_products(b, column, q, sums[g])
         return sums
+
+    @property
+    def _num_pieces(self) -> ir.Value:
+        """Of a key: what a line of a cache holds, if that are whole registers."""
+        return whole(self.heads.head_dim * self.heads.size // self.heads.piece_bytes)
+
+    def _registers(self, place: ir.Value, piece: ir.Value, num_slots: int) -> Iterator[tuple[ir.Value, ir.Value]]:
+        """(lanes before it in a query, where it is in the first key) of each register of a piece of some slots' keys.
+        On the way the same pieces of the next tile are asked for."""
+        b, heads = self.b, self.heads
+        start = b.add(place, b.mul(piece, whole(heads.piece_bytes)))
+        for j in range(num_slots):
+            self._ask_ahead(self.k, b.add(start, whole(j * heads.head_dim * heads.size)), heads.piece_bytes)
+        register_bytes = heads.lanes * heads.depth * heads.size
+        for i in range(heads.piece_bytes // register_bytes):
+            lane = b.add(b.mul(piece, whole(heads.piece_bytes // heads.depth // heads.size)), whole(i * heads.lanes))
+            yield lane, b.add(start, whole(i * register_bytes))
 
     def _q_at(self, g: int, d: ir.Value) -> ir.Value:
         """Where lane d of a query of the head is: queries come as they are multiplied."""
@@ -227,6 +243,8 @@ class Chunk:
             with b.counting(b.and_(first, whole(-depth)), last, whole(depth), sums) as (j, now):
                 slots = [b.larger(b.smaller(b.add(j, whole(n)), final), first) for n in range(depth)]
                 rows = [b.add(start, b.mul(row, whole(H * heads.size))) for row in slots]
+                for row in rows:
+                    self._ask_ahead(self.v, row, columns * L * heads.size)
                 numbers = lambda row, c: heads.numbers(b, self.v, b.add(row, whole(c * L * heads.size)))
                 values = [heads.joined(b, [numbers(row, c) for row in rows]) for c in range(columns)]
                 for g in range(G):
@@ -256,11 +274,11 @@ class Chunk:
         block_id = self._integer(TABLES, self.b.add(self.table, block))
         return self.heads.part(self.b, block_id, self.num_heads, self.first_head)
 
-    def _fetch(self, base: ir.Value, place: ir.Value) -> None:
-        """Ask for the memory of a tile."""
-        heads = self.heads
-        for line in range(0, heads.lanes * heads.head_dim * heads.size, LINE_BYTES):
-            self.b.prefetch(base, self.b.add(place, whole(line)))
+    def _ask_ahead(self, base: ir.Value, place: ir.Value, num_bytes: int) -> None:
+        """Ask for what the next tile has in the place of these bytes. A few lines at a time: to ask for a tile at once
+        is more than a core can wait for, and took as long as not to ask."""
+        for line in range(0, num_bytes, LINE_BYTES):
+            self.b.prefetch(base, self.b.add(self.b.add(place, whole(line)), self._ahead))
 
     def _integer(self, operand: int, index: ir.Value) -> ir.Value:
         """An int32 of an operand."""
