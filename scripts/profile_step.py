@@ -31,7 +31,7 @@ import jax
 from offline_bench import checkpoints
 
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.layers.few_rows import XLA, choose_few_rows
+from jaxpaged.layers.few_rows import choose_few_rows, takes_one_row
 from jaxpaged.worker.programs.buckets import doubling_buckets
 
 XLA_ITSELF = "XLA's copies and conversions"
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--quantization", choices=["int8", "int4"])
     options = parser.parse_args()
     all_rows = [int(word) for word in options.rows.split(",")]
-    buckets = {*doubling_buckets(8, "cpu", choose_few_rows("cpu", 1, False) != XLA), 512}
+    buckets = {*doubling_buckets(8, "cpu", takes_one_row(choose_few_rows("cpu", 1, False), "bfloat16")), 512}
     buckets |= {rows for rows in all_rows if rows > 1}
     with tempfile.TemporaryDirectory() as folder:
         shape = checkpoints.MODELS.get(options.model)

@@ -3,6 +3,8 @@
 Letters: I inputs and O outputs of a product, each all of its axes in one.
 """
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.few_rows_matmul import backends, choose_backend, few_rows_matmul
@@ -15,6 +17,11 @@ def choose_few_rows(platform: str, num_devices: int, deterministic: bool) -> str
     """The fastest backend. XLA where it must split products over devices, or where rows must have the same bits in
     larger batches, whose sums XLA orders otherwise than the kernels do."""
     return XLA if num_devices > 1 or deterministic else choose_backend("auto", platform)
+
+
+def takes_one_row(backend: str, dtype: Any) -> bool:
+    """Whether a single row of a model's type is multiplied as fast as two, with weights of any number of bits."""
+    return backend != XLA and str(dtype) == "bfloat16"
 
 
 def few_rows_product(x_TI: jax.Array, weight_OI: jax.Array, backend: str) -> jax.Array | None:

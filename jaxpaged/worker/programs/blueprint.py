@@ -24,7 +24,7 @@ from jaxpaged.kv_cache_spec import (
     groups_of_layers,
 )
 from jaxpaged.layers.attention import AttentionContext
-from jaxpaged.layers.few_rows import XLA, choose_few_rows
+from jaxpaged.layers.few_rows import XLA, choose_few_rows, takes_one_row
 from jaxpaged.models.config import DecoderConfig, with_redundant
 from jaxpaged.models.drafted import DraftedParams, drafted_model, drafting_model
 from jaxpaged.models.interface import DraftModel, Model
@@ -121,11 +121,6 @@ class Blueprint:
             return XLA
         return choose_few_rows(self.platform, self.mesh.size, self.config.compile.deterministic)
 
-    @property
-    def _has_few_rows(self) -> bool:
-        """Whether kernels multiply a single row: they take bfloat16, with weights of any number of bits."""
-        return self._few_rows != XLA and self.dtype == jnp.bfloat16
-
     def _add_draft(self, draft: DraftModel) -> None:
         """From now on `model` and `param_shapes` are those of both; `drafting` is what drafts."""
         self.draft = replace(draft, config=self._settled(draft.config))
@@ -150,11 +145,13 @@ class Blueprint:
     @cached_property
     def token_buckets(self) -> tuple[int, ...]:
         given, largest = self.config.compile.token_buckets, self.config.scheduler.max_num_batched_tokens
-        return tuple(sorted(given)) if given else default_token_buckets(largest, self.platform, self._has_few_rows)
+        kernels = takes_one_row(self._few_rows, self.dtype)
+        return tuple(sorted(given)) if given else default_token_buckets(largest, self.platform, kernels)
 
     @cached_property
     def sample_buckets(self) -> tuple[int, ...]:
-        return doubling_buckets(self.config.scheduler.max_num_seqs, self.platform, self._has_few_rows)
+        kernels = takes_one_row(self._few_rows, self.dtype)
+        return doubling_buckets(self.config.scheduler.max_num_seqs, self.platform, kernels)
 
     @cached_property
     def compiler_options(self) -> dict[str, Options]:
@@ -350,9 +347,8 @@ class StepPrograms:
         shapes, blueprint = self.shapes, self.blueprint
         token_buckets, sample_buckets = blueprint.token_buckets, blueprint.sample_buckets
         builders: Builders = {ProgramKey("zeros"): shapes.lower_zeros}
-        decode = token_buckets[0]
         small_prompt = next((size for size in token_buckets if size >= SMALL_PROMPT), token_buckets[-1])
-        for size in sorted(token_buckets, key=lambda size: (size != small_prompt, size != decode, size)):
+        for size in sorted(token_buckets, key=lambda size: (size != small_prompt, size != token_buckets[0], size)):
             builders[ProgramKey("forward", size)] = partial(shapes.lower_forward, self.layouts[size])
             if size == small_prompt:
                 few = next((size for size in sample_buckets if size >= FEW_REQUESTS), sample_buckets[-1])
@@ -361,8 +357,7 @@ class StepPrograms:
         for size in sample_buckets:
             builders.setdefault(ProgramKey("sample", size), partial(shapes.lower_sample, size, False))
         builders |= self._draft_builders()
-        packed_size = blueprint.sampling_layout.packed_size
-        builders[ProgramKey("load_row")] = partial(shapes.lower_load, load_row, packed_size)
+        builders[ProgramKey("load_row")] = partial(shapes.lower_load, load_row, blueprint.sampling_layout.packed_size)
         builders[ProgramKey("load_tokens")] = partial(shapes.lower_load, load_tokens, TOKENS_UPLOAD_SIZE)
         for size in sample_buckets:
             builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample, size, True)

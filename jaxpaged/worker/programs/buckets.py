@@ -16,10 +16,10 @@ MIN_BUCKET = 8
 SINGLE_REQUEST, SINGLE_ROW = 2, 1
 
 
-def doubling_buckets(largest: int, platform: str, few_rows: bool = False) -> tuple[int, ...]:
+def doubling_buckets(largest: int, platform: str, kernels: bool = False) -> tuple[int, ...]:
     """8, 16, 32, ... and `largest` itself; at least `MIN_BUCKET`. On a CPU with one for a single request before them;
-    `few_rows`: there are kernels for products of few rows."""
-    sizes = [SINGLE_ROW if few_rows else SINGLE_REQUEST] if platform == "cpu" else []
+    `kernels`: they multiply a single row."""
+    sizes = [SINGLE_ROW if kernels else SINGLE_REQUEST] if platform == "cpu" else []
     size = MIN_BUCKET
     while size < largest:
         sizes.append(size)
@@ -27,12 +27,12 @@ def doubling_buckets(largest: int, platform: str, few_rows: bool = False) -> tup
     return (*sizes, max(largest, MIN_BUCKET))
 
 
-def default_token_buckets(largest: int, platform: str, few_rows: bool = False) -> tuple[int, ...]:
+def default_token_buckets(largest: int, platform: str, kernels: bool = False) -> tuple[int, ...]:
     """The doubling sizes, and from 128 tokens on also those half way between two of them.
 
     `jaxpaged buckets fit` on the steps of scripts/bench_offline.py's workloads proposes such sizes: with two more
     programs for 512 tokens, 6.5 % of what is computed is padding instead of 10.5.
     """
-    sizes = doubling_buckets(largest, platform, few_rows)
+    sizes = doubling_buckets(largest, platform, kernels)
     between = (low + low // 2 for low, high in pairwise(sizes) if low >= 128 and high == 2 * low)
     return tuple(sorted((*sizes, *between)))

@@ -275,9 +275,9 @@ def test_a_cpu_has_a_bucket_for_a_single_request():
 
 
 def test_a_cpu_with_kernels_for_few_rows_has_a_bucket_of_one_row():
-    assert doubling_buckets(20, "cpu", few_rows=True) == (1, 8, 16, 20)
-    assert default_token_buckets(16, "cpu", few_rows=True) == (1, 8, 16)
-    assert doubling_buckets(20, "tpu", few_rows=True) == (8, 16, 20)
+    assert doubling_buckets(20, "cpu", kernels=True) == (1, 8, 16, 20)
+    assert default_token_buckets(16, "cpu", kernels=True) == (1, 8, 16)
+    assert doubling_buckets(20, "tpu", kernels=True) == (8, 16, 20)
 
 
 def test_a_cache_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
