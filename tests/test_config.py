@@ -215,7 +215,6 @@ def test_deterministic_is_refused_where_nobody_has_shown_it(platform, options, r
         ({"num_scheduler_steps": 4}, "num_scheduler_steps is 4"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "drafts 3 tokens"),
         ({"kv_offload": "host=1G"}, "kv_offload"),
-        ({"data_parallel_size": 2}, "data_parallel_size is 2"),
         ({"distributed_executor_backend": "mp"}, "distributed_executor_backend is 'mp'"),
         ({"tensor_parallel_size": 2, "nnodes": 2}, "nnodes 2"),
         ({"bundle": "b"}, "bundle is b"),
@@ -226,7 +225,7 @@ def test_deterministic_is_refused_where_nobody_has_shown_it(platform, options, r
 def test_what_stages_do_not_go_with_is_refused_by_name(options, reason):
     with pytest.raises(ConfigError, match=f"^pipeline_parallel_size is 2, but .*{reason}.*Leave one of them"):
         resolved(pipeline_parallel_size=2, **options)
-    assert resolved(**options) and resolved(pipeline_parallel_size=2)
+    assert resolved(**options) and resolved(pipeline_parallel_size=2, data_parallel_size=2)
 
 
 def test_experts_are_spread_only_where_there_are_some():

@@ -88,7 +88,7 @@ class EngineConfig:
         check_offload(model, cache, self.parallel, self.compile)
         sections = cache, self.parallel, scheduler, self.compile
         check_stages(*sections, self.load.load_format, speculative.num_drafts)
-        check_ranks(cache, self.parallel, self.compile, speculative.num_drafts)
+        check_ranks(cache, self.parallel, speculative.num_drafts)
         if model.runner == "pooling":
             cache, scheduler = for_pooling(model, cache, scheduler, self.compile)
         return dataclasses.replace(self, model=model, cache=cache, scheduler=scheduler, speculative=speculative)

@@ -174,7 +174,6 @@ def check_stages(
         f"speculative_config drafts {num_drafts} tokens": num_drafts > 0,
         "kv_offload (or kv_role) keeps keys and values besides the device": cache.offload is not None,
         "enable_eplb moves experts": parallel.enable_eplb,
-        f"data_parallel_size is {parallel.data_parallel_size}": parallel.data_parallel_size > 1,
         f"distributed_executor_backend is {parallel.distributed_executor_backend!r}, with nnodes {parallel.nnodes}":
             parallel.distributed_executor_backend != "uni" or parallel.nnodes > 1,
         f"bundle is {compile.bundle}, which has programs of one stage": compile.bundle is not None,
@@ -189,7 +188,7 @@ def check_stages(
             )
 
 
-def check_ranks(cache: CacheConfig, parallel: ParallelConfig, compile: CompileConfig, num_drafts: int) -> None:
+def check_ranks(cache: CacheConfig, parallel: ParallelConfig, num_drafts: int) -> None:
     """Raise ConfigError for what attention ranks cannot do."""
     if parallel.num_ranks == 1:
         return
@@ -205,8 +204,6 @@ def check_ranks(cache: CacheConfig, parallel: ParallelConfig, compile: CompileCo
         f"distributed_executor_backend is {parallel.distributed_executor_backend!r}, with nnodes {parallel.nnodes}: "
         "all ranks are in one process. Choose devices of one host, and uni":
             parallel.distributed_executor_backend != "uni" or parallel.nnodes > 1,
-        f"bundle is {compile.bundle}, and bundles with experts cannot be tried on a CPU, which cannot store such "
-        "programs. Leave out bundle": compile.bundle is not None,
     }  # fmt: skip
     for reason, applies in reasons.items():
         if applies:

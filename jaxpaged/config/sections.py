@@ -188,7 +188,7 @@ class ParallelConfig:
         "expert_balance.py"
     )  # fmt: skip
     data_parallel_size: int = option(
-        1, "engine cores behind one server, each with tensor_parallel_size devices and all of the model; with "
+        1, "engine cores behind one server, each with devices of its own and all of the model; with "
         "enable_expert_parallel attention ranks of one core, each with so many devices, requests and a KV cache of its "
         "own, and with a part of the experts. Guide: distributed/README.md", minimum=1, maximum=64,
     )  # fmt: skip
@@ -202,6 +202,9 @@ class ParallelConfig:
     node_rank: int = option(0, "which of these hosts this one is; that of rank 0 serves", minimum=0)
     master_addr: str = option("127.0.0.1", "address of the host of rank 0, where the others find it; of Ray the node's")
     master_port: int = option(29501, "the first of three ports of it that they use", minimum=1, maximum=65533)
+    distributed_timeout_seconds: int = option(
+        600, "how long processes that compute together wait for each other when they start", minimum=1
+    )
     group_secret_file: str | None = option(
         None, f"file with {LEAST_SECRET} letters or more, the same on every host, by which hosts know each other"
     )  # fmt: skip
@@ -229,6 +232,11 @@ class ParallelConfig:
     def devices(self) -> tuple[int, bool]:
         """How many devices a rank of an engine core has, or a stage, and whether whole experts are spread over them."""
         return self.tensor_parallel_size, self.enable_expert_parallel
+
+    @property
+    def devices_of_core(self) -> int:
+        """How many devices an engine core has, of all hosts, where it has no attention ranks."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_processes(self) -> int:

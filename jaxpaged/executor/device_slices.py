@@ -92,12 +92,13 @@ def check_devices(num_cores: int, devices_each: int, host: Host) -> None:
     needed, present = num_cores * devices_each, len(host.devices)
     if needed > present:
         raise ConfigError(
-            f"data_parallel_size is {num_cores} and tensor_parallel_size {devices_each}, which takes {needed} devices, "
-            f"but this host has {present} of the platform {host.platform!r}. Lower one of the two."
+            f"data_parallel_size is {num_cores}, and each core has {devices_each} devices (tensor_parallel_size times "
+            f"pipeline_parallel_size), which takes {needed}, but this host has {present} of the platform "
+            f"{host.platform!r}. Lower one of them."
         )
     if host.platform == "tpu" and devices_each not in CHIP_BOUNDS:
         raise ConfigError(
-            f"data_parallel_size is {num_cores} and tensor_parallel_size {devices_each}, but the TPU chips of a host "
+            f"data_parallel_size is {num_cores}, and each core has {devices_each} devices, but the TPU chips of a host "
             f"can be divided into slices of {', '.join(map(str, CHIP_BOUNDS))} only. Choose one of these sizes."
         )
 

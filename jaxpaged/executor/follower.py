@@ -11,7 +11,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.channel import FollowerEnd
 from jaxpaged.distributed.group import join
 from jaxpaged.errors import EngineDeadError, EngineError, JaxpagedError
-from jaxpaged.executor.group import JOIN_SECONDS, end_process
+from jaxpaged.executor.group import end_process
 from jaxpaged.executor.group_messages import (
     Alive,
     Ask,
@@ -48,6 +48,10 @@ IDLE_SECONDS = 0.02
 Resolve = Callable[[EngineConfig], tuple[Path, Model, DecoderConfig, EngineConfig]]
 
 
+class UnansweredError(EngineDeadError):
+    """Nobody drives there."""
+
+
 class Post:
     """The messages of follower `rank`, both ways. `addresses` are those of commands and of reports."""
 
@@ -69,7 +73,7 @@ class Post:
         return None if frames is None else self._decoder.decode(frames)
 
     def expect[C](self, kind: type[C], seconds: float) -> C:
-        """The next command, which must be of a kind. Raises EngineDeadError."""
+        """The next command, which must be of a kind. Raises EngineDeadError, UnansweredError if none comes."""
         command = self.hear(seconds)
         if isinstance(command, kind):
             return command
@@ -77,7 +81,7 @@ class Post:
             raise EngineDeadError(f"rank 0 has ended: {command.reason or 'it was told to'}")
         if command is not None:
             raise EngineDeadError(f"rank 0 said {type(command).__name__}, and not {kind.__name__}")
-        raise EngineDeadError(
+        raise UnansweredError(
             f"rank {self.rank} waited {seconds:g} s for rank 0 at {self._driver}, and nothing came. Look at its log, "
             "whether this host can reach those addresses, and whether both have the same secret."
         )
@@ -169,14 +173,14 @@ def leave_late(post: Post, error: EngineError) -> None:
     end_process()
 
 
-def follow(post: Post, where: str, given: dict[str, str], resolve: Resolve) -> None:
-    """Arrive, join, load, and do what is heard until the driver says that it is over. `resolve` finds the model of a
-    configuration. Raises whatever stops it; the driver has been told."""
+def follow(post: Post, where: str, given: dict[str, str], resolve: Resolve, join_seconds: float) -> None:
+    """Arrive, join within `join_seconds`, load, and do what is heard until the driver says that it is over. `resolve`
+    finds the model of a configuration. Raises whatever stops it; the driver has been told."""
     post.say(Hello(post.rank, where, given))
     signs = SignsOfLife(post)  # from now on: the driver may wait for others for long
     try:
-        welcome = post.expect(Welcome, JOIN_SECONDS)
-        join(welcome.member, JOIN_SECONDS, late=lambda error: leave_late(post, error))
+        welcome = post.expect(Welcome, join_seconds)
+        join(welcome.member, join_seconds, late=lambda error: leave_late(post, error))
         folder, model, decoder, config = resolve(EngineConfig.from_options(**welcome.options))
         settle = lambda num_blocks: post.settle_blocks(num_blocks, LOADING_SECONDS)
         executor = UniProcExecutor(config, model, decoder, folder, settle_blocks=settle)

@@ -38,8 +38,6 @@ from jaxpaged.messages import ProgramKey, Progress
 
 logger = logging.getLogger(__name__)
 
-JOIN_SECONDS = 600.0
-"""How long processes wait for each other: hosts do not start at the same moment."""
 LOOK_SECONDS = 0.25
 TELL_SECONDS = 10.0
 """How often the log says for whom a group waits."""
@@ -115,14 +113,15 @@ class Group:
         for hello in self._hellos.values():
             check_same(given, hello)
 
-    def join(self, options: dict[str, Any], coordinator: str, one_device: bool) -> None:
-        """Tell all what they are part of, and become part of it. See `distributed.group.Membership`."""
+    def join(self, options: dict[str, Any], coordinator: str, one_device: bool, seconds: float) -> None:
+        """Tell all what they are part of, and become part of it within `seconds`: see `distributed.group.Membership`.
+        Raises EngineError."""
         for rank in (*self.ranks, 0):
             member = Membership(coordinator, len(self.ranks) + 1, rank, one_device)
             if rank:
                 self._send((rank,), Welcome(options, member))
             else:
-                join(member, JOIN_SECONDS, late=self.fail)
+                join(member, seconds, late=self.fail)
 
     def settle_blocks(self, num_blocks: int) -> int:
         """How many KV blocks fit everywhere, if it is `num_blocks` here."""

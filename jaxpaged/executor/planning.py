@@ -22,11 +22,6 @@ def plan_on_target(
     With `output` every program is compiled and written there as a bundle, if the engine fits. Raises ConfigError for
     an unknown target and for options that contradict each other.
     """
-    if config.parallel.num_ranks > 1 and output is not None:
-        raise ConfigError(
-            f"data_parallel_size is {config.parallel.data_parallel_size} with enable_expert_parallel, but there are no "
-            "bundles for attention ranks. Leave out --save."
-        )
     if (num_stages := config.parallel.pipeline_parallel_size) > 1 and output is not None:
         raise ConfigError(f"pipeline_parallel_size is {num_stages}, but a bundle has programs of one stage only.")
     target = parse_target(target_name, compile=compile)
@@ -35,10 +30,11 @@ def plan_on_target(
         settled = config.resolve(facts, target.platform)
         shards = largest_split(settled, model, decoder, target, num_devices // (num_cores * num_stages))
         config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=shards))
-    if num_cores > 1 and (needed := num_cores * config.parallel.tensor_parallel_size) > num_devices:
+    if num_cores > 1 and (needed := num_cores * config.parallel.devices_of_core) > num_devices:
         raise ConfigError(
-            f"data_parallel_size is {num_cores} and tensor_parallel_size {config.parallel.tensor_parallel_size}, which "
-            f"takes {needed} devices, but a host of {target_name} has {num_devices}. Lower one of the two."
+            f"data_parallel_size is {num_cores}, tensor_parallel_size {config.parallel.tensor_parallel_size} and "
+            f"pipeline_parallel_size {num_stages}, which takes {needed} devices, but a host of {target_name} has "
+            f"{num_devices}. Lower one of them."
         )
     planner = Planner(config.resolve(facts, target.platform), model, decoder, target)
     plan = planner.plan(all_programs=output is not None, progress=progress)

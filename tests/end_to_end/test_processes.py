@@ -1,6 +1,7 @@
 """Several processes that compute as one say what one device says, and what becomes of one of them ends no client."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import pytest
 
 from jaxpaged import AsyncLLM, SamplingParams
 from jaxpaged.config import EngineConfig
+from jaxpaged.distributed.channel import SILENCE_SECONDS
 from jaxpaged.errors import EngineRestartError
 from tests.models.checkpoints import prompt_of, write_checkpoint
 from tests.models.paged import golden_of
@@ -68,10 +70,33 @@ def is_free(port):
         return tried.connect_ex(("127.0.0.1", port)) != 0
 
 
+def ports_of(pids):
+    """The ports at which processes listen on the loopback device, or on all."""
+    links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]
+    sockets = {os.readlink(link) for link in links if link.is_symlink()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {
+        int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets
+    }
+
+
+def say_garbage(port):
+    """What a stranger might: noise, another protocol, a greeting of zmq's without what follows, nothing."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47)
+    for words in (bytes(range(256)) * 64, b"GET / HTTP/1.1\r\n\r\n", greeting + b"\x04\xff" * 99, b""):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+            stranger.sendall(words)
+
+
 async def live(llm, others):
     wanted = golden_of(NAME)["greedy"][:COUNT]
     assert await asyncio.gather(*(answer(llm, f"first {i}") for i in range(3))) == [wanted] * 3
     assert (await llm.executor_stats())["num_processes"] == 2
+    ports = ports_of([core(others), *followers(core(others))])
+    assert len(ports) >= 3, "jax's service, commands, reports"
+    for port in ports:
+        say_garbage(port)
+    assert await answer(llm, "undisturbed") == wanted
     await llm.sleep(level=1)
     await llm.wake_up()
     assert await answer(llm, "awake", logprobs=2) == wanted
@@ -91,9 +116,40 @@ async def live(llm, others):
     return all_below(core(others))
 
 
+async def live_with_a_driver_that_stops(llm, others):
+    wanted = golden_of(NAME)["greedy"][:COUNT]
+    assert await answer(llm, "first") == wanted
+    first = core(others)
+    behind = followers(first)
+    under_way = [asyncio.create_task(answer(llm, f"doomed {i}")) for i in range(4)]
+    await asyncio.sleep(0.01)
+    os.kill(first, signal.SIGSTOP)
+    deadline = time.monotonic() + SILENCE_SECONDS + 15
+    while any(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in behind if Path(f"/proc/{pid}").exists()):
+        assert time.monotonic() < deadline, "those who follow wait for ever"
+        await asyncio.sleep(0.1)
+    for each in under_way:
+        with pytest.raises(EngineRestartError, match="counts as hung"):
+            await each
+    while llm.errored:
+        await asyncio.sleep(0.1)
+    assert await answer(llm, "after") == wanted
+    return [first, *behind, *all_below(core(others))]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["mp", "ray"])
 def test_two_processes_answer_as_one(tmp_path, monkeypatch, backend):
+    check_group(tmp_path, monkeypatch, backend, live)
+
+
+@pytest.mark.exhaustive
+def test_who_follows_a_driver_that_stops_in_mid_step_ends_and_the_group_starts_again(tmp_path, monkeypatch):
+    check_group(tmp_path, monkeypatch, "mp", live_with_a_driver_that_stops, step_timeout=SILENCE_SECONDS + 5)
+
+
+def check_group(tmp_path, monkeypatch, backend, main, **more):
+    """Two processes do what `main` says, and nothing is left of those whose ids it returns."""
     folder = write_checkpoint(NAME, tmp_path / "model")
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": backend}
     if backend == "ray":  # two virtual devices for each of two processes
@@ -102,9 +158,9 @@ def test_two_processes_answer_as_one(tmp_path, monkeypatch, backend):
         monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     config = EngineConfig.from_options(model=folder, **options, **OPTIONS)
     others = children(os.getpid())
-    llm = AsyncLLM.from_config(config)
+    llm = AsyncLLM.from_config(config, **more)
     try:
-        last = asyncio.run(live(llm, others))
+        last = asyncio.run(main(llm, others))
     finally:
         llm.shutdown()
     deadline = time.monotonic() + 30

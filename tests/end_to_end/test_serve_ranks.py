@@ -1,6 +1,7 @@
 """`jaxpaged serve` with attention ranks: what one device answers, over HTTP, with streams, aborts and preemption."""
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 from jaxpaged import LLM, SamplingParams, StructuredOutputsParams
 from tests.end_to_end.conftest import started
+from tests.end_to_end.test_processes import all_below
 from tests.engine.small_tokenizer import make_backend
 from tests.models.checkpoints import CONFIGS
 
@@ -151,6 +153,20 @@ def test_who_leaves_frees_the_blocks_of_a_rank_and_requests_that_were_preempted_
     wait_for(lambda: metrics(address)["vllm:num_requests_running"] == 0)
     wait_for(lambda: metrics(address)["vllm:kv_cache_usage_perc"] == 0)
     assert ask(client, *ASKED[0]).choices[0].text == alone[0].text
+
+
+def test_a_killed_core_fails_the_requests_of_all_ranks_and_is_replaced(client, address, process, alone):
+    [core] = [pid for pid in all_below(process.pid) if b"core_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    streams = [ask(client, *ASKED[0], max_tokens=50, stream=True) for _ in range(8)]
+    for stream in streams:
+        next(iter(stream))
+    os.kill(core, signal.SIGKILL)
+    for stream in streams:
+        with pytest.raises(openai.APIError, match="failed while the request was under way"):
+            list(stream)
+    assert ask(client, *ASKED[0]).choices[0].text == alone[0].text, "who asks meanwhile waits for the next one"
+    assert not Path(f"/proc/{core}").exists()
+    wait_for(lambda: metrics(address)["vllm:num_requests_running"] == 0)
 
 
 def test_a_signal_ends_the_server_and_nothing_is_left(process, address, client):

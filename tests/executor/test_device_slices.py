@@ -37,8 +37,8 @@ def test_processors_are_shared_evenly_while_there_are_enough():
 @pytest.mark.parametrize(
     ("cores", "each", "host", "said"),
     [
-        (3, 4, GPUS, "data_parallel_size is 3 and tensor_parallel_size 4, which takes 12 devices, but this host has 8"),
-        (5, 1, CHIPS, "takes 5 devices, but this host has 4 of the platform 'tpu'"),
+        (3, 4, GPUS, "data_parallel_size is 3, and each core has 4 devices .*, which takes 12, but this host has 8"),
+        (5, 1, CHIPS, "takes 5, but this host has 4 of the platform 'tpu'"),
         (1 + 1, 3, Host("tpu", "01234567", []), "can be divided into slices of 1, 2, 4, 8 only"),
     ],
 )

@@ -188,7 +188,7 @@ def test_who_waits_for_a_late_host_is_not_silent(members, monkeypatch):
     monkeypatch.setattr(follower_module, "ALIVE_SECONDS", 0.1)
     early, late = members.posts
     nothing = lambda config: pytest.fail("it was not welcomed")
-    following = in_thread(follow, early, "process 1 of here", GIVEN, nothing)
+    following = in_thread(follow, early, "process 1 of here", GIVEN, nothing, 20.0)
     threading.Timer(2.0, late.say, [Hello(2, "process 2 of here", GIVEN)]).start()
     members.group.gather(GIVEN, 20)
     members.group.check()
@@ -344,7 +344,6 @@ class Failing:
 JOINING = """
 import sys
 from jaxpaged.executor import follower, group
-follower.JOIN_SECONDS = group.JOIN_SECONDS = 2.0
 secret, given = b"of these tests", {"jax": "1"}
 if sys.argv[1] == "driver":
     made = group.Group(2, "127.0.0.1", None, secret, print, last_resort=lambda error: group.end_process())
@@ -354,14 +353,14 @@ if sys.argv[1] == "driver":
     signs = follower.SignsOfLife(post)
     group.GRACE_SECONDS = 0.1
     made.gather(given, 20)
-    made.join({}, "127.0.0.1:" + sys.argv[2], one_device=True)
+    made.join({}, "127.0.0.1:" + sys.argv[2], True, 2.0)
 else:
     from jaxpaged.distributed.group import Membership
     from jaxpaged.executor.group_messages import Welcome
     made = group.Group(2, "127.0.0.1", None, secret, print, last_resort=lambda error: None)
     post = follower.Post(1, made.addresses, secret)
     import threading
-    threading.Thread(target=follower.follow, args=(post, "process 1 of here", given, None), daemon=True).start()
+    threading.Thread(target=follower.follow, args=(post, "process 1 of here", given, None, 2.0), daemon=True).start()
     made.gather(given, 20)
     made._send([1], Welcome({}, Membership("127.0.0.1:" + sys.argv[2], 2, 1, True)))
     threading.Event().wait()

@@ -100,8 +100,9 @@ def main() -> NoReturn:
 
 
 def failure(error: BaseException) -> wire.Failed:
-    """What to report of an error. One that is not the caller's to mend goes to the log, with all that led to it."""
-    if isinstance(error, JaxpagedError) and not isinstance(error, EngineDeadError):
+    """What to report of an error. One that does not say itself what happened goes to the log, with what led to it."""
+    broke_down = isinstance(error, EngineDeadError) and error.__cause__ is not None
+    if isinstance(error, JaxpagedError) and not broke_down:
         return wire.Failed(type(error).__name__, str(error))
     logger.error("the engine core broke down", exc_info=error)
     cause = error.__cause__ or error

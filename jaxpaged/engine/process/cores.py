@@ -61,7 +61,7 @@ def started(
 
     Raises ConfigError when the host has too few devices, and what loading raises; then nothing is left running.
     """
-    num_cores, devices_each = config.parallel.num_cores, config.parallel.tensor_parallel_size
+    num_cores, devices_each = config.parallel.num_cores, config.parallel.devices_of_core
     slices = device_slices(num_cores, devices_each)
     heard = ProgressOfAll(progress or (lambda stage, done, total: None), num_cores)
     supervisors: list[CoreSupervisor] = []

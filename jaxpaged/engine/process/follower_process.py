@@ -26,8 +26,8 @@ from jaxpaged.config.sections import LEAST_SECRET, ParallelConfig
 from jaxpaged.engine.observability.log_setup import format_in_use, set_up_logging
 from jaxpaged.engine.process import program
 from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError
-from jaxpaged.executor.follower import Post, Resolve, follow
-from jaxpaged.executor.group import JOIN_SECONDS, Group, addresses_of, end_process
+from jaxpaged.executor.follower import Post, Resolve, UnansweredError, follow
+from jaxpaged.executor.group import Group, addresses_of, end_process
 from jaxpaged.messages import Progress
 
 if TYPE_CHECKING:
@@ -40,18 +40,22 @@ OF_ONE_HOST = ("node_rank", "group_secret_file")
 """Options that may differ between hosts."""
 LAST_SECONDS = 2.0
 """How long those who follow may take to end in peace."""
+FAILED, UNANSWERED = 1, 3
+"""Exit statuses."""
 PAUSE_SECONDS = 2.0
 """Between the end of a process that followed and the start of the next."""
 
 
 class FollowerStart(msgspec.Struct, array_like=True):
-    """Whom to follow: `addresses` of commands and of reports, and the group's secret."""
+    """Whom to follow: `addresses` of commands and of reports, and the group's secret. `join_seconds`: for how long to
+    wait for the others."""
 
     rank: int
     addresses: tuple[str, str]
     secret: bytes
     log_level: int
     log_format: str
+    join_seconds: float
     given: dict[str, str] = {}
 
 
@@ -95,7 +99,7 @@ def gather_group(config: EngineConfig, progress: Progress, fail: Callable[[Jaxpa
     that. Raises ConfigError, and EngineDeadError when one does not arrive.
     """
     parallel = config.parallel
-    across, seats = parallel.nnodes > 1, seats_of(parallel)
+    across, seats, seconds = parallel.nnodes > 1, seats_of(parallel), parallel.distributed_timeout_seconds
     host, port = (parallel.master_addr, parallel.master_port) if across else ("127.0.0.1", None)
     if seats is not None:
         host = seats.address
@@ -117,15 +121,14 @@ def gather_group(config: EngineConfig, progress: Progress, fail: Callable[[Jaxpa
         given = given_here(config)
         for rank in () if across and seats is None else group.ranks:
             lost = lambda words, rank=rank: group.fail(EngineDeadError(f"rank {rank}: {words}"))
-            start = FollowerStart(rank, group.addresses, secret, *log_in_use(), given)
+            start = FollowerStart(rank, group.addresses, secret, *log_in_use(), seconds, given)
             if seats is None:
                 children.append(FollowerChild(start, lost))
             else:
                 seats.start(start, lost)
-        group.gather(given, JOIN_SECONDS)
-        group.join(
-            config.options(), f"{host}:{port or free_port()}", one_device=parallel.distributed_executor_backend == "mp"
-        )
+        group.gather(given, seconds)
+        one_device = parallel.distributed_executor_backend == "mp"
+        group.join(config.options(), f"{host}:{port or free_port()}", one_device, seconds)
     except BaseException as error:
         group.close(str(error))
         raise
@@ -151,16 +154,25 @@ def seats_of(parallel: ParallelConfig) -> "Seats | None":
 
 
 def follow_other_host(config: EngineConfig) -> None:
-    """Take part in the engine of another host, again and again, until that one ends in peace. Raises ConfigError."""
+    """Take part in the engine of another host, again and again, until that one ends in peace. Raises ConfigError, and
+    EngineDeadError when it does not come, or come back, in time."""
     parallel, secret = config.parallel, shared_secret(config.parallel)
     if not 0 < parallel.node_rank < parallel.nnodes:
         raise ConfigError(f"node_rank is {parallel.node_rank}, but nnodes is {parallel.nnodes}.")
     addresses = addresses_of(parallel.master_addr, parallel.master_port + 1, parallel.master_port + 2)
-    start = FollowerStart(parallel.node_rank, addresses, secret, *log_in_use(), given_here(config))
+    seconds = parallel.distributed_timeout_seconds
+    start = FollowerStart(parallel.node_rank, addresses, secret, *log_in_use(), seconds, given_here(config))
     while True:
         logger.info("rank %d waits for the host of rank 0 at %s", parallel.node_rank, parallel.master_addr)
-        if FollowerChild(start, lambda words: logger.info("rank %d: %s", parallel.node_rank, words)).wait() == 0:
+        status = FollowerChild(start, lambda words: logger.info("rank %d: %s", parallel.node_rank, words)).wait()
+        if status == 0:
             return
+        if status == UNANSWERED:
+            raise EngineDeadError(
+                f"rank {parallel.node_rank} waited distributed_timeout_seconds = {seconds} for rank 0 at "
+                f"{' and '.join(addresses)}, and nothing came. Look at its log, whether this host can reach those "
+                "addresses, and whether both have the same secret; then start this host again."
+            )
         time.sleep(PAUSE_SECONDS)
 
 
@@ -204,12 +216,12 @@ def run(resolve: Resolve) -> NoReturn:
     post = Post(start.rank, start.addresses, start.secret)
     threading.Thread(target=leave_with_driver, args=(post,), name="driver", daemon=True).start()
     try:
-        follow(post, f"process {os.getpid()} of {socket.gethostname()}", start.given, resolve)
+        follow(post, f"process {os.getpid()} of {socket.gethostname()}", start.given, resolve, start.join_seconds)
     except BaseException as error:
         expected = isinstance(error, JaxpagedError) and error.__cause__ is None
         logger.error("rank %d ends: %s", start.rank, error, exc_info=None if expected else error)
         post.close()
-        leave(1)
+        leave(UNANSWERED if isinstance(error, UnansweredError) else FAILED)
     leave(0)
 
 
@@ -223,7 +235,7 @@ def leave_with_driver(post: Post) -> None:
     """For a thread: without a driver there is nothing to do."""
     post.wait_until_lost()
     logger.warning("the driver is gone, so rank %d ends", post.rank)
-    leave(1)
+    leave(FAILED)
 
 
 def leave(status: int) -> NoReturn:

@@ -274,7 +274,7 @@ class Planner:
             lines.append(f"one engine across {plan.num_hosts} hosts: start it on each, --nnodes {plan.num_hosts}")
         replicas = plan.num_hosts * (plan.num_devices // plan.num_hosts // plan.devices_per_engine)
         if replicas > self.config.parallel.num_cores and not lines:
-            alone = plan.num_hosts == 1 and plan.num_ranks == 1 and not plan.stages
+            alone = plan.num_hosts == 1 and plan.num_ranks == 1
             option = "" if not alone else f": --data-parallel-size {replicas}"
             where = f"{plan.target}, each on {plan.devices_per_engine} of its {plan.num_devices} devices"
             lines.append(f"{replicas} engines fit side by side on {where}{option}")

@@ -51,7 +51,7 @@ def test_a_rank_that_is_not_there_is_refused(tmp_path):
 def test_who_follows_ends_in_peace_or_is_ended(monkeypatch):
     """One that was stopped cannot end itself."""
     monkeypatch.setattr(follower_process, "PROGRAM", "import os; [print(os.read(0, 4096)) for _ in range(2)]")
-    start = FollowerStart(1, ("", ""), b"", 20, "text")
+    start = FollowerStart(1, ("", ""), b"", 20, "text", 20.0)
     reasons = [queue.Queue() for _ in range(2)]
     children = [FollowerChild(start, each.put) for each in reasons]
     children[0]._process.stdin.close()

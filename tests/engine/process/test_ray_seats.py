@@ -96,7 +96,7 @@ def test_the_end_of_an_actor_is_told_from_another_thread(end, words, monkeypatch
     monkeypatch.setenv("XLA_FLAGS", "--some")
     ray, heard, came = StandIn(["a"], {"TPU": 4.0}, end=end), [], threading.Event()
     found = seats(ray, "tpu", nnodes=2, tensor_parallel_size=8)
-    start = FollowerStart(1, ("tcp://a:1", "tcp://a:2"), b"secret", 20, "text")
+    start = FollowerStart(1, ("tcp://a:1", "tcp://a:2"), b"secret", 20, "text", 20.0)
     found.start(start, lambda told: (heard.append(told), came.set()))
     assert came.wait(10)
     assert words in heard[0]

@@ -248,7 +248,10 @@ def test_stages_that_a_target_cannot_have_are_refused_or_do_not_run(folder):
         plan_of(phi4(folder), "h100:8", pipeline_parallel_size=3, tensor_parallel_size=2)
     plan = plan_of(phi4(folder), "h100:8", pipeline_parallel_size=2)
     assert plan.fits and plan.tensor_parallel_size == 2, "4 devices for each stage, of which 2 divide the heads"
-    assert "2 engines fit side by side" in plan.advice[0] and "--data-parallel-size" not in plan.advice[0]
+    assert "2 engines fit side by side" in plan.advice[0] and "--data-parallel-size 2" in plan.advice[0]
+    assert plan_of(phi4(folder), "h100:8", pipeline_parallel_size=2, tensor_parallel_size=2, data_parallel_size=2).fits
+    with pytest.raises(ConfigError, match="pipeline_parallel_size 2, which takes 12 devices, but a host of h100:8"):
+        plan_of(phi4(folder), "h100:8", pipeline_parallel_size=2, tensor_parallel_size=2, data_parallel_size=3)
     plan = plan_of(phi4(folder), "v6e:4x4", pipeline_parallel_size=2, tensor_parallel_size=2)
     assert not plan.fits and "one process computes all stages" in plan.advice[0]
     config, *rest = phi4(folder)
