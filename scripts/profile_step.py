@@ -37,6 +37,7 @@ from jaxpaged.worker.programs.buckets import doubling_buckets
 XLA_ITSELF = "XLA's copies and conversions"
 PARTS = {
     "few_rows": "products", "layers/linear": "products", "layers/int8": "products", "int4_matmul": "products",
+    "grouped_matmul": "experts", "sort_by_group": "experts", "layers/experts": "experts",
     "attention": "attention", "layers/norm": "norms", "layers/rope": "rotations",
     "layers/mlp": "activation of the feed-forward", "layers/embedding": "embeddings and logits",
     "sampling/": "sampling", "worker/": "rows and tables", "models/": "the model's own sums",

@@ -40,6 +40,8 @@ from jaxpaged.params.sharding import (
     num_ranks,
 )
 from pallas_kernels.grouped_matmul import ExpertWeights, choose_backend, grouped_matmul
+from pallas_kernels.sort_by_group import choose_backend as choose_sort
+from pallas_kernels.sort_by_group import sort_by_group
 
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
@@ -194,7 +196,7 @@ def routed_sum(
     What is not in a place of this device makes nothing."""
     num_here, num_experts_per_token = p.gate_proj.weight.shape[0], place_TJ.shape[1]
     place_P = place_TJ.reshape(-1)
-    order_P = jnp.argsort(place_P)
+    order_P, rank_P = sort_by_group(place_P, num_here, backend=choose_sort("auto", platform))
     down_proj = on_first_device(p.down_proj)
 
     def of_pairs(pair_C: jax.Array, place_C: jax.Array) -> jax.Array:
@@ -208,7 +210,7 @@ def routed_sum(
         return product(gated(gate_CQ, up_CQ, activation).astype(x_TD.dtype), down_proj)
 
     y_PD = in_turns(of_pairs, order_P, place_P[order_P], num_here, at_once, x_TD.shape[1])
-    y_TJD = y_PD[jnp.argsort(order_P)].reshape(*place_TJ.shape, -1)
+    y_TJD = y_PD[rank_P].reshape(*place_TJ.shape, -1)
     return jnp.sum(y_TJD if weighs_inputs else y_TJD * weight_TJ[:, :, None], axis=1)
 
 

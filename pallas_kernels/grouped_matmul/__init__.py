@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backends as choosing
 
-_OP, _BACKENDS = "grouped_matmul", ("reference", "tpu", "gpu")
+_OP, _BACKENDS = "grouped_matmul", ("reference", "tpu", "gpu", "cpu")
 _QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")
 _FLOATS = ("bfloat16", "float16", "float32")
 

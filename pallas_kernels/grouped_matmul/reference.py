@@ -1,5 +1,5 @@
 """Each token times its expert's weight, one tile of one expert's tokens after the other: the definition, and the CPU
-backend. Knows nothing of backends.
+backend where machine code of our own cannot be. Knows nothing of backends.
 
 Numerics: quantised values are exact in x's type; one scale per output channel is applied to the float32 sum, while
 group-wise weights are dequantised in float32 and rounded to x's type.

@@ -23,6 +23,8 @@ from pallas_kernels.llvm.machine import Machine
 FOLDER = "cpu-kernels"
 PREFIX = "pallas_kernels"
 """Of what XLA calls our kernels."""
+USES = {"grouped_matmul": ("few_rows_matmul",)}
+"""Ops whose kernels are made of what others have."""
 _DIGEST_BYTES = 32
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -73,7 +75,8 @@ class _Loaded:
 @functools.cache
 def sources_digest(op: str, package: Path = Path(__file__).parents[1]) -> str:
     """Of all from which an op's kernels for CPUs are made."""
-    folders = (package, package / "llvm", package / op, package / op / "cpu")
+    ops = [package / name for name in (op, *USES.get(op, ()))]
+    folders = (package, package / "llvm", *ops, *(folder / "cpu" for folder in ops))
     digest = hashlib.sha256()
     for path in (path for folder in folders for path in sorted(folder.glob("*.py"))):
         digest.update(f"{path.relative_to(package)} {path.stat().st_size}\n".encode() + path.read_bytes())

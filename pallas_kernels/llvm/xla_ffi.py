@@ -36,7 +36,7 @@ class Frame:
     """The operands and results of a call, as values in the function that `builder` writes."""
 
     def __init__(self, builder: Builder, pointer: ir.Value):
-        self._builder, self._pointer = builder, pointer
+        self._builder, self.pointer = builder, pointer
 
     def operand(self, index: int) -> ir.Value:
         """The address of an operand's first element."""
@@ -51,7 +51,7 @@ class Frame:
         return self._builder.read(I64, dims, 8 * axis)
 
     def _buffer(self, list_offset: int, index: int) -> ir.Value:
-        buffers = self._builder.read(PTR, self._pointer, list_offset)
+        buffers = self._builder.read(PTR, self.pointer, list_offset)
         return self._builder.read(PTR, buffers, 8 * index)
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from jaxpaged import LLM, SamplingParams, StructuredOutputsParams
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.build import plan_engine
+from jaxpaged.engine.build import compile_bundle, plan_engine
 from jaxpaged.errors import ConfigError
+from pallas_kernels.llvm.machine import why_not
 from tests.engine.observability.test_kv_event_publisher import Follower
 from tests.engine.small_tokenizer import make_backend
 from tests.models.checkpoints import CONFIGS, prompt_of, write_checkpoint
@@ -165,7 +166,6 @@ def test_ranks_pool_as_one_device_does(tmp_path, pooling_type):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"bundle": "somewhere"}, "bundle is somewhere, and bundles with experts cannot be tried on a CPU"),
         ({"decode_context_parallel_size": 2, "tensor_parallel_size": 4}, "ranks spread requests in place of contexts"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "drafts 2 tokens"),
@@ -186,9 +186,16 @@ def test_models_without_experts_have_no_ranks(tmp_path):
         LLM(**OPTIONS, model=str(write_checkpoint("llama", tmp_path)), data_parallel_size=2)
 
 
-def test_bundles_are_not_planned_for_ranks(tmp_path):
-    folder = write_checkpoint("mixtral", tmp_path)
-    config = EngineConfig.from_options(model=str(folder), data_parallel_size=2, enable_expert_parallel=True)
-    assert plan_engine(config, "h100:8", compile=False).fits
-    with pytest.raises(ConfigError, match="there are no bundles for attention ranks"):
-        plan_engine(config, "h100:8", compile=False, output=tmp_path / "bundle")
+@pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_ranks_from_a_bundle_compile_nothing_and_give_the_same_tokens(tmp_path):
+    """XLA cannot store programs that sort on a CPU, so pairs of tokens and experts are counted there."""
+    golden, prompt, folder = golden_of("mixtral")["greedy"], prompt_of("mixtral"), write_checkpoint("mixtral", tmp_path)
+    options = {**OPTIONS, "model": str(folder), "data_parallel_size": 2, "num_gpu_blocks_override": 14}
+    options["num_scheduler_steps"] = 1
+    compile_bundle(EngineConfig.from_options(**options), tmp_path / "bundle")
+    with LLM(**options, bundle=str(tmp_path / "bundle")) as llm:
+        assert answers(llm, prompt, prompt)[0] == [golden] * 2
+        stats = llm.llm_engine.executor_stats()
+        assert stats["programs_from_bundle"] == stats["programs"] > 0 and stats["recompiles"] == 0
+        assert llm.collective_rpc(lambda worker: worker.programs.seconds) == [{}], "a program was compiled"

@@ -41,6 +41,59 @@ MUTANTS = (
         ("only the first piece is copied", "pl.ds(first, piece)", "pl.ds(0, piece)"),
     ),
     *_of(
+        "pallas_kernels/grouped_matmul/cpu/tiles.py",
+        "cpu",
+        (
+            "all experts have the weight of the first",
+            "self._weight = b.address(super().operand(1), first)",
+            "self._weight = super().operand(1)",
+        ),
+        (
+            "all experts have the scales of the first",
+            "scales_at = b.mul(b.mul(expert, frame.extent(1, 1)), whole(4))",
+            "scales_at = whole(0)",
+        ),
+        ("nothing is scaled", "self.b.fmul(total, scale)", "total"),
+        (
+            "what is left of an expert's tokens is forgotten",
+            "for count in range(1, TILE_ROWS):",
+            "for count in range(2, TILE_ROWS):",
+        ),
+        ("padding keeps what was there", "    b.call(memset,", "    (memset,"),
+        ("a chunk is every expert's first", "b.srem(i, per_expert)", "whole(0)"),
+        (
+            "inputs beyond the last register are not weighed",
+            "b.fmul(b.read(F32, weight, weight_at, align=4), b.read",
+            "b.fadd(b.read(F32, weight, weight_at, align=4), b.read",
+        ),
+    ),
+    *_of(
+        "pallas_kernels/grouped_matmul/cpu/__init__.py",
+        "cpu",
+        ("groups of inputs have one scale", "if scale_ECF is not None and scale_ECF.shape[1] != 1:", "if False:"),
+        (
+            "the padding begins with the last expert",
+            ".set(jnp.cumsum(group_sizes_E))",
+            ".set(jnp.cumsum(group_sizes_E) - group_sizes_E)",
+        ),
+    ),
+    *_of(
+        "pallas_kernels/sort_by_group/cpu/counting.py",
+        "order",
+        ("counts are not cleared", "    b.call(memset,", "    (memset,"),
+        (
+            "none is beyond the counts",
+            "b.smaller(b.integer(groups, thing), b.sub(num_counts, whole(1)))",
+            "b.integer(groups, thing)",
+        ),
+        (
+            "all of a group stand in one place",
+            "put(b.add(place, whole(1)), counts, group)",
+            "put(place, counts, group)",
+        ),
+        ("groups begin where they end", "put(before[0], counts, group)", "put(b.add(before[0], count), counts, group)"),
+    ),
+    *_of(
         "pallas_kernels/top_k_top_p/search.py",
         "kth_largest",
         ("the search ends two bits early", "NUM_PASSES = 16", "NUM_PASSES = 15"),

@@ -70,7 +70,7 @@ def store(compiled: jax.stages.Compiled, node_types: Sequence[type]) -> tuple[by
     if isinstance(parts.xla_executable, xla_client.LoadedExecutable):
         try:
             return parts.backend.serialize_executable(parts.xla_executable), record
-        except jax.errors.JaxRuntimeError as error:  # on a CPU, what sorts: experts of tokens
+        except jax.errors.JaxRuntimeError as error:  # on a CPU, what sorts: experts without the extra
             raise Unstorable(f"XLA cannot write program {parts.name}: {error}") from None
     return parts.xla_executable.serialize(), record  # compiled for devices that are not here
 

@@ -54,13 +54,13 @@ class Entry(msgspec.Struct, frozen=True):
 def open_index(blueprint: Blueprint, num_blocks: Sequence[int], node_types: Sequence[type]) -> "ProgramIndex | None":
     """That of an engine's programs beside the cache that jax has; None where there is none.
 
-    An engine of several processes, of stages, or of attention ranks has programs that cannot be stored one by one, or
-    were never tried so. And where functions were replaced, or somebody's logits processors are traced too, the text of
-    a program tells, but no fingerprint does.
+    An engine of several processes or of stages has programs that cannot be stored one by one, or were never tried so.
+    And where functions were replaced, or somebody's logits processors are traced too, the text of a program tells, but
+    no fingerprint does.
     """
     folder, draft = jax.config.jax_compilation_cache_dir, blueprint.draft
     parallel = blueprint.config.parallel
-    stands_alone = blueprint.stage is None and parallel.num_processes == parallel.num_ranks == 1
+    stands_alone = blueprint.stage is None and parallel.num_processes == 1
     if folder is None or not stands_alone or blueprint.custom.processors:
         return None
     if replaced := replaced_code(blueprint.model, *((draft.model,) if draft else ())):

@@ -206,7 +206,10 @@ class Tile:
             totals = [b.sub(total, offsets[i // R]) for i, total in enumerate(totals)]
         self._add_last_inputs(columns, totals)
         for i, total in enumerate(totals):
-            b.write(total, self.out, b.at(self.rows[i // R], self.num_outputs, columns[i % R], 4), align=4)
+            self._write(total, self.rows[i // R], columns[i % R])
+
+    def _write(self, total: ir.Value, row: ir.Value, column: ir.Value) -> None:
+        self.b.write(total, self.out, self.b.at(row, self.num_outputs, column, 4), align=4)
 
     def _add_last_inputs(self, columns: list[ir.Value], totals: list[ir.Value]) -> None:
         """Those beyond the last whole register."""

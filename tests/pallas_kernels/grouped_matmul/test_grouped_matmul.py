@@ -9,11 +9,16 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import grouped_matmul as gm
+from pallas_kernels.grouped_matmul import cpu
 from pallas_kernels.grouped_matmul.cases import CASES, Case
 from pallas_kernels.grouped_matmul.items import make_items
+from pallas_kernels.llvm.calls import calls_in, prepare
+from pallas_kernels.llvm.machine import Machine, this_machine, why_not
 from pallas_kernels.testing import quantized_values, run_once, tolerance, unit_scales
 
-INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(), "gpu": True}
+INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(), "gpu": True, "cpu": False}
+needs_kernels = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+AVX2 = Machine("haswell", "+avx2,+fma", lanes=8, num_registers=16)  # what every x86 machine of ten years has
 
 
 def make_operands(case: Case, poison: float = np.nan) -> tuple[np.ndarray, gm.ExpertWeights, np.ndarray]:
@@ -55,7 +60,7 @@ def supported(backend: str, case: Case) -> bool:
 
 
 PAIRS = [("reference", case) for case in CASES] + [
-    (backend, case) for backend in ("tpu", "gpu") for case in CASES if supported(backend, case)
+    (backend, case) for backend in ("tpu", "gpu", "cpu") for case in CASES if supported(backend, case)
 ]
 
 
@@ -74,6 +79,34 @@ def test_kernels_take_weights_of_every_type():
     taken = {backend: {case.weights for name, case in PAIRS if name == backend} for backend in INTERPRET}
     assert taken["tpu"] == {"bfloat16", "float32", "int8", "float8_e4m3fn", "int4"}
     assert taken["gpu"] == taken["tpu"] - {"float32"}
+    assert taken["cpu"] == ({"bfloat16", "float32", "int8"} if why_not() is None else set())
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", [case for name, case in PAIRS if name == "cpu"], ids=lambda case: case.name)
+def test_a_lesser_cpu_computes_the_same_and_a_stored_program_can_have_its_kernel_again(case):
+    x_TD, weights, sizes_E = make_operands(case)
+    here = this_machine()
+    plain = Machine(here.name, here.features.replace("+avx512bf16", "-avx512bf16"), here.lanes, here.num_registers)
+    for machine in (plain, AVX2):
+        out_TF = run_once(functools.partial(cpu.grouped_matmul, machine=machine), x_TD, weights, sizes_E)
+        difference_TF = np.abs(np.asarray(out_TF, np.float64) - expected(case, x_TD, weights))
+        assert difference_TF.max() <= tolerance(case.dtype, case.num_inputs)
+        assert not np.asarray(out_TF, np.float32)[sum(case.sizes) :].any()
+    product = jax.jit(functools.partial(gm.grouped_matmul, backend="cpu"))
+    (name,) = calls_in(product.lower(x_TD, weights, sizes_E).compile().as_text())
+    prepare([name])
+    assert name.startswith(f"pallas_kernels.grouped_matmul.{case.weights}.")
+
+
+@needs_kernels
+def test_a_token_has_the_same_bits_in_any_company_on_a_cpu():
+    case = Case("", "bfloat16", (17, 0, 5), num_inputs=133, num_outputs=70)
+    x_TD, weights, sizes_E = make_operands(case)
+    together = np.asarray(gm.grouped_matmul(x_TD, weights, jnp.asarray(sizes_E), backend="cpu"))
+    for rows in ([0], [3, 7], [16], [2, 5, 1, 8, 9, 10, 11]):
+        alone = gm.grouped_matmul(x_TD[rows], weights, jnp.array([len(rows), 0, 0], jnp.int32), backend="cpu")
+        np.testing.assert_array_equal(together[rows], np.asarray(alone))
 
 
 @pytest.mark.parametrize("aligned", [False, True])
@@ -117,6 +150,15 @@ INTEGERS_EFD = jnp.zeros((2, 8, 64), jnp.int8)
         ),
         (X_TD, gm.ExpertWeights(INTEGERS_EFD, jnp.ones((2, 1, 8))), SIZES_E, "tpu", "groups have 64 inputs; accepted"),
         (X_TD, gm.ExpertWeights(INTEGERS_EFD, jnp.ones((2, 4, 8))), SIZES_E, "gpu", "groups have 16 inputs; accepted"),
+        (
+            X_TD.astype("float32"),
+            FLOATS,
+            SIZES_E,
+            "cpu",
+            "x_TD is float32 and values_EFD bfloat16; accepted are float32",
+        ),
+        (X_TD, gm.ExpertWeights(INTEGERS_EFD, jnp.ones((2, 2, 8))), SIZES_E, "cpu", "scale_ECF has 2 groups of inputs"),
+        (jnp.zeros((129, 64), jnp.bfloat16), FLOATS, SIZES_E, "cpu", "x_TD has 129 tokens; accepted are 128, 64 for"),
         (X_TD.astype("float32"), FLOATS, SIZES_E, "gpu", "x_TD is float32; accepted are bfloat16 and float16"),
         (X_TD, FLOATS, SIZES_E, "megablox", "unknown grouped_matmul backend 'megablox'"),
     ],
@@ -129,4 +171,4 @@ def test_bad_operands_are_refused(x_TD, weights, sizes_E, backend, message):
 def test_auto_chooses_what_is_written_for_the_platform():
     x_TD, weights = jnp.zeros((4, 128), jnp.bfloat16), gm.ExpertWeights(jnp.zeros((2, 8, 128), jnp.bfloat16))
     chosen = [gm.choose_backend("auto", platform, x_TD, weights) for platform in ("cpu", "tpu", "gpu")]
-    assert chosen == ["reference", "tpu", "gpu"]
+    assert chosen == ["cpu" if why_not() is None else "reference", "tpu", "gpu"]
