@@ -112,7 +112,7 @@ def test_an_unknown_option_names_the_nearest_known_one():
         ({"override_generation_config": [1]}, "override_generation_config is [1]; it must be a mapping."),
         ({"token_buckets": 16}, "token_buckets is 16; it must be a list."),
         ({"token_buckets": ()}, "token_buckets is empty; leave it out for the default."),
-        ({"token_buckets": (16, 1)}, "token_buckets is 1; it must be at least 2."),
+        ({"token_buckets": (16, 0)}, "token_buckets is 0; it must be at least 1."),
         ({"token_buckets": (16, 2.5)}, "token_buckets is (16, 2.5); it must hold whole numbers only."),
         ({"seed": -1}, "seed is -1; it must be at least 0."),
         ({"model": 7}, "model is 7; it must be a text."),

@@ -327,7 +327,7 @@ class CompileConfig:
         False, "start only once all programs of ordinary requests are compiled: none of them is ever slowed by that"
     )
     token_buckets: tuple[int, ...] | None = option(
-        None, "padded step sizes in tokens that get a program", minimum=2, not_empty=True
+        None, "padded step sizes in tokens that get a program", minimum=1, not_empty=True
     )
     attention_backend: str = option(
         "auto",
