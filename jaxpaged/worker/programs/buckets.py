@@ -10,16 +10,17 @@ from itertools import pairwise
 # The smallest of the doubling sizes: on accelerators a matmul tile has at least eight rows, and so have XLA:CPU's.
 MIN_BUCKET = 8
 
-# A CPU has one size more, for a single request: eight rows are work that one is not (1.3 times the time of two,
-# scripts/bench_products.py). XLA's products of one row are 4-12 times slower than those of two, so there it has two;
-# where products of few rows are kernels of our own, one row takes 0.89 of the step of two (4 and 8 bits, a 110M Llama).
-SINGLE_REQUEST, SINGLE_ROW = 2, 1
+# A CPU has smaller sizes too, since rows are work there: eight take 1.3 times as long as two (scripts/bench_products.py).
+# XLA's products of one row are 4-12 times slower than those of two, so with these there is but a size for a single
+# request, of two. Where products of few rows are kernels of our own, one row takes 0.89 of the step of two (4 and 8
+# bits, a 110M Llama), and their products two rows 0.5 to 0.6 and four 0.7 of the time of eight.
+SINGLE_REQUEST, FEW_ROWS = (2,), (1, 2, 4)
 
 
 def doubling_buckets(largest: int, platform: str, kernels: bool = False) -> tuple[int, ...]:
-    """8, 16, 32, ... and `largest` itself; at least `MIN_BUCKET`. On a CPU with one for a single request before them;
-    `kernels`: they multiply a single row."""
-    sizes = [SINGLE_ROW if kernels else SINGLE_REQUEST] if platform == "cpu" else []
+    """8, 16, 32, ... and `largest` itself; at least `MIN_BUCKET`. On a CPU with smaller ones before them; `kernels`:
+    they multiply a single row."""
+    sizes = list(FEW_ROWS if kernels else SINGLE_REQUEST) if platform == "cpu" else []
     size = MIN_BUCKET
     while size < largest:
         sizes.append(size)

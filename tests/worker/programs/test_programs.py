@@ -274,9 +274,9 @@ def test_a_cpu_has_a_bucket_for_a_single_request():
     assert doubling_buckets(1, "cpu") == (2, 8)
 
 
-def test_a_cpu_with_kernels_for_few_rows_has_a_bucket_of_one_row():
-    assert doubling_buckets(20, "cpu", kernels=True) == (1, 8, 16, 20)
-    assert default_token_buckets(16, "cpu", kernels=True) == (1, 8, 16)
+def test_a_cpu_with_kernels_for_few_rows_has_buckets_for_a_few_requests():
+    assert doubling_buckets(20, "cpu", kernels=True) == (1, 2, 4, 8, 16, 20)
+    assert default_token_buckets(16, "cpu", kernels=True) == (1, 2, 4, 8, 16)
     assert doubling_buckets(20, "tpu", kernels=True) == (8, 16, 20)
 
 
