@@ -10,7 +10,7 @@ from itertools import pairwise
 # The smallest of the doubling sizes: on accelerators a matmul tile has at least eight rows, and so have XLA:CPU's.
 MIN_BUCKET = 8
 
-# A CPU has smaller sizes too, since rows are work there: eight take 1.3 times as long as two (scripts/bench_products.py).
+# A CPU has smaller sizes too, since rows are work there: eight take 1.3 times as long as two (bench_products.py).
 # XLA's products of one row are 4-12 times slower than those of two, so with these there is but a size for a single
 # request, of two. Where products of few rows are kernels of our own, one row takes 0.89 of the step of two (4 and 8
 # bits, a 110M Llama), and their products two rows 0.5 to 0.6 and four 0.7 of the time of eight.
