@@ -13,7 +13,7 @@ from pallas_kernels.few_rows_matmul.cpu import TILE_ROWS
 from pallas_kernels.llvm.builder import F32, I16, I32, BFloat16, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import add_pair_products, float32s, multiply_add, read_bfloat16
 from pallas_kernels.llvm.machine import Machine, has_dot, has_pairs
-from pallas_kernels.llvm.row_tiles import TILE_OUTPUTS, product_module, streams
+from pallas_kernels.llvm.row_tiles import AHEAD, TILE_OUTPUTS, product_module, streams
 from pallas_kernels.llvm.xla_ffi import Frame
 
 I8 = ir.IntType(8)
@@ -196,6 +196,8 @@ class Tile:
         zeros = [ir.Constant(self.step.sums, None)] * (T * R)
         with b.counting(whole(0), self.whole_inputs, whole(self.step.width), zeros) as (d, sums):
             places = [self._at(column, d, self.step.weight_size) for column in columns]
+            for place in places:
+                b.prefetch(self.weight, b.add(place, whole(AHEAD)))
             weights = [self.step.weight(b, self.weight, place) for place in places]
             for t in range(T):
                 x = self.step.x(b, self.x, self._at(self.rows[t], d, self.step.x_size))

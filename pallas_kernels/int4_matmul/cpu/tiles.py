@@ -16,7 +16,7 @@ from pallas_kernels.int4_matmul.cpu.rows import corrections_at, steps_at
 from pallas_kernels.llvm.builder import I16, I32, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import float32s, multiply_add, spread
 from pallas_kernels.llvm.machine import Machine, has_dot
-from pallas_kernels.llvm.row_tiles import TILE_OUTPUTS, chunks_of, outputs_of, product_module, streams
+from pallas_kernels.llvm.row_tiles import AHEAD, TILE_OUTPUTS, chunks_of, outputs_of, product_module, streams
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 
 I8 = ir.IntType(8)
@@ -213,6 +213,8 @@ class Tile:
         of_each = [self._weight_of(column) for column in columns]
         zeros = [ir.Constant(step.sums, None)] * (self.T * R)
         with b.counting(whole(0), self.num_bytes, whole(step.num_groups * GROUP_BYTES), zeros) as (byte, sums):
+            for packed, _ in of_each:
+                b.prefetch(packed, b.add(byte, whole(AHEAD)))
             weights, scales = zip(*[read_inputs(b, step, *weight, byte) for weight in of_each])
             for t, row in enumerate(self.rows):
                 x = step.x(b, self.x, b.at(row, self.num_inputs, b.mul(byte, whole(2)), step.x_size))
