@@ -59,7 +59,6 @@ def write_around_cache(file: int, buffers: Sequence[Buffer]) -> None:
             raise
         set_direct(file, False)  # such as on a file system that has larger blocks
         os.lseek(file, 0, os.SEEK_SET)
-        os.ftruncate(file, 0)
         write_through_cache(file, buffers)
 
 

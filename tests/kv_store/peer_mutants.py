@@ -91,6 +91,25 @@ MUTANTS = (
             "            listener.settimeout(LISTEN_SECONDS)  #",
             "            pass  #",
         ),
+        ("a lender signs nothing", "own = self._namespace, self._secret", "own = self._namespace, None"),
+        ("a lender is of any namespace", "own = self._namespace, self._secret", "own = '', self._secret"),
+        ("pages that end a prompt are not lent", "                    lease.pages.setdefault(key)\n", ""),
+        (
+            "a lease whose prompt is computed yet cannot be renewed",
+            "                return self._lease_s\n",
+            "                return 0.0\n",
+        ),
+        (
+            "who waits does not hear that a lease has ended",
+            "        self._changed.notify_all()\n        return True",
+            "        return True",
+        ),
+        ("what was given back does not count", "            self.num_released += ended\n", ""),
+        (
+            "a lease lasts from its grant on",
+            "lease.is_open, lease.until, lease.latest = False, now + self._lease_s,",
+            "lease.is_open, lease.until, lease.latest = False, now,",
+        ),
     ),
     *_of(
         "jaxpaged/kv_store/borrower.py",
@@ -102,6 +121,44 @@ MUTANTS = (
         ("leases are not renewed", "self._kept[source.lease] = source", "pass"),
         ("who hears nothing waits on", "num_silent = 0 if done else num_silent + 1", "num_silent = 0"),
         ("nobody waits for the last pages", "        for check in checks:\n            check.result()\n", ""),
+        ("pages of any namespace are used", "expect_namespace=self._namespace, key", "expect_namespace=None, key"),
+        (
+            "a lease is given back twice",
+            "            if source.lease in self._ended or self._closing.is_set():",
+            "            if self._closing.is_set():",
+        ),
+        ("a lease that was given back is kept", " and source.lease not in self._ended:\n", ":\n"),
+        (
+            "a lease that failed is renewed",
+            "if lease not in self._ended and (source.host",
+            "if (source.host",
+        ),
+        ("one peer is taken for another", "if pair[0] == address), None)", "), None)"),
+        (
+            "a connection that was closed is not made anew",
+            "            with contextlib.suppress(OSError):\n                return self._exchange(address, kept",
+            "            with contextlib.suppress():\n                return self._exchange(address, kept",
+        ),
+        (
+            "what did not come does not count",
+            "self.counters.misses += len(keys) - num_hits",
+            "self.counters.misses += 0",
+        ),
+        (
+            "pages are those of the first questions",
+            "keys = [key for place, key in enumerate(keys) if place not in done]",
+            "keys = keys[len(done) :]",
+        ),
+        (
+            "a peer that hangs holds others up",
+            "self._renewers.submit(self._renew_all, peer, sources)",
+            "self._renew_all(peer, sources)",
+        ),
+        (
+            "anybody is told that a lease is not needed",
+            "            return\n        with self._lock:\n            self._kept.pop(",
+            "            pass\n        with self._lock:\n            self._kept.pop(",
+        ),
         ("any answer is believed", "<= set(places):", "<= set(range(999)):"),
         ("anybody is asked for pages", "if not is_allowed(source, self._peers):  # front", "if False:  # front"),
         (
@@ -165,6 +222,16 @@ MUTANTS = (
         ),
         ("strangers need not ask", "if now - since > ASK_SECONDS]", "if now - since > 1e9]"),
         ("each stranger has a line in the log", "if now < self._quiet_until:", "if now < 0:"),
+        ("who has left keeps a place", "            self._known.discard(connection)\n", "            pass\n"),
+        ("who is refused is let in", "admitted = not is_full or leaves is not None", "admitted = True"),
+        ("who is refused does not count", "            self.num_refused += 1\n", ""),
+        ("borrowers stay at the end", "everybody = [*self._strangers, *self._known]", "everybody = [*self._strangers]"),
+        ("strangers stay at the end", "everybody = [*self._strangers, *self._known]", "everybody = [*self._known]"),
+        (
+            "who asks nothing is forgotten and not hung up on",
+            "        for each in late:\n            hang_up(each)\n",
+            "        for each in late:\n",
+        ),
         ("who borrows stays a stranger", "                self._known.add(connection)\n", "                pass\n"),
     ),
 )

@@ -62,6 +62,26 @@ def test_pages_come_while_the_prompt_is_computed():
         assert lender.stats()["kv_leases"] == 0, "it was given back before"
 
 
+def test_pages_that_nobody_knew_of_when_a_prompt_began_are_lent_once_it_is_computed():
+    with following(KEYS[:2]) as (lender, store, follower):
+        compute(lender, store, *KEYS[:2])
+        lender.finish(follower.lease, KEYS[:3])
+        compute(lender, store, KEYS[2])
+        assert follower.ended()
+        follower.borrower.expect(KEYS[2:3], follower.source)
+        follower.borrower.pull(KEYS[2:3], lambda key, page: follower.came.append(key))
+        assert follower.came == KEYS[:3]
+
+
+def test_pages_may_come_in_another_order_than_they_are_asked_for():
+    with following(KEYS[:3]) as (lender, store, follower):
+        for key in (KEYS[1], KEYS[2], KEYS[0]):
+            assert not follower.ended(0)
+            compute(lender, store, key)
+            eventually(lambda: key in follower.came)  # noqa: B023
+        assert follower.ended() and set(follower.came) == set(KEYS[:3])
+
+
 def abort(lender, follower):
     lender.release(follower.lease)
 

@@ -12,9 +12,24 @@ from jaxpaged.kv_store import channel as wire
 from jaxpaged.kv_store.borrower import Borrower
 from jaxpaged.kv_store.channel import MAX_PAGES, Channel, Get, Pages, Renewed
 from jaxpaged.kv_store.handover import RemoteSource
-from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.page import PageHeader, PageKey, encode
 from jaxpaged.kv_store.tier import Lookup
-from tests.kv_store.test_handover import KEYS, MOST, SECRET, SPACE, borrowing, channels, eventually, got, lending, put
+from jaxpaged.kv_store.visitors import Visitors
+from tests.kv_store.test_handover import (
+    KEYS,
+    MOST,
+    OTHER,
+    SECRET,
+    SPACE,
+    VALUES,
+    borrowing,
+    channels,
+    eventually,
+    got,
+    hangs_up,
+    lending,
+    put,
+)
 from tests.kv_store.test_handover_early import following
 
 MANY = [PageKey(i.to_bytes(32, "big"), 0) for i in range(MAX_PAGES + 6)]
@@ -128,3 +143,49 @@ def test_a_peer_that_does_not_answer_is_not_asked_for_other_leases_either():
             borrower.expect([key], RemoteSource(source.host, source.port, f"lease {number}", 4))
             assert got(borrower, key) is None
         assert borrower.usage().counters.errors == 1
+
+
+def test_a_page_of_another_namespace_is_not_used_whoever_lends_it():
+    with lending(keys=KEYS[1:]) as (lender, store):
+        store.put(KEYS[0], encode(PageHeader(OTHER, KEYS[0], None, (1, 2, 3, 4)), VALUES))
+        with borrowing(lender) as (borrower, _):
+            assert got(borrower, KEYS[0]) is None and borrower.usage().counters.corrupt == 1
+
+
+def test_two_lenders_are_told_apart():
+    with lending() as (first, _), lending() as (second, _), borrowing(first) as (borrower, _):
+        assert got(borrower, KEYS[0]) is not None
+        lease, _ = second.grant(KEYS)
+        second.finish(lease, KEYS)
+        second.hold(KEYS)
+        borrower.expect(KEYS, RemoteSource(second.host, second.port, lease, 12))
+        assert got(borrower, KEYS[0]) is not None and second.stats()["kv_lent_pages"] == 1
+
+
+def test_a_lease_that_has_ended_is_neither_given_back_again_nor_kept(monkeypatch):
+    monkeypatch.setattr("jaxpaged.kv_store.borrower.RENEW_SECONDS", 0.05)
+    with lending(lease_s=0.3) as (lender, _), borrowing(lender) as (borrower, source):
+        told, renewed = [], []
+        monkeypatch.setattr(borrower, "_send_release", told.append)
+        monkeypatch.setattr(borrower, "_renew", renewed.append)
+        borrower.release(source)
+        borrower.release(source)
+        borrower.keep_lease(source)
+        assert not borrower._kept
+        other = RemoteSource(source.host, source.port, "failed", 12)
+        borrower.keep_lease(other)
+        eventually(lambda: renewed)
+        borrower._end(other.lease)
+        time.sleep(0.1)
+        renewed.clear()
+        time.sleep(0.2)
+        assert told == [source] and not renewed
+
+
+def test_strangers_too_are_hung_up_on_at_the_end():
+    visitors, (ours, theirs) = Visitors(), socket.socketpair()
+    assert visitors.admit(ours)
+    visitors.close()
+    assert hangs_up(theirs)
+    ours.close()
+    theirs.close()

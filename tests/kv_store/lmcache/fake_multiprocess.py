@@ -141,7 +141,7 @@ class FakeMultiprocessServer:
 
     def Lookup(self, request):
         key, found = request.key, 0
-        assert not key.HasField("worker_id") and key.num_kv_readers == 1
+        assert not key.HasField("worker_id") and key.num_kv_readers == 1 and request.tp_size == key.world_size
         self.sessions.add(key.request_id)
         if any(context["model"] == (key.model_name, key.world_size) for context in self.contexts.values()):
             for stop in range(self.chunk_size, key.end + 1, self.chunk_size):

@@ -134,12 +134,54 @@ MUTANTS = (
             "world_size=self.layout.num_parts, block_size",
             "world_size=1, block_size",
         ),
+        ("chunks are taken from the end of a text", "    return chain[::-1]\n", "    return chain\n"),
+        (
+            "chunks are those of any model",
+            "            model_name=self.model, world_size=self.layout.num_parts, worker_id",
+            "            model_name='any', world_size=self.layout.num_parts, worker_id",
+        ),
+        (
+            "an engine is known as of any model",
+            "instance_id=instance_id, model_name=self.model,",
+            "instance_id=instance_id, model_name='any',",
+        ),
+        ("an engine is known with another type", "dtype_str=self.layout.dtype.name,", "dtype_str='float64',"),
+        (
+            "a part of what is found is locked",
+            'self.calls.ask("Lookup", key=key, tp_size=self.layout.num_parts)',
+            'self.calls.ask("Lookup", key=key, tp_size=1)',
+        ),
+        ("what one reads alone is not being read", "            lease.num_readers = 1\n", ""),
+        ("who has read is not done", "            self.leases.done(lease)\n", ""),
+        (
+            "what the server does not have is read",
+            "            if not said.success:\n                return None\n",
+            "",
+        ),
+        (
+            "who waited for one that failed asks again",
+            "            if self._failed_at > began:",
+            "            if False:",
+        ),
+        (
+            "all parts are the first",
+            'target = {"key": self._key(lease, chunk.number, worker=worker),',
+            'target = {"key": self._key(lease, chunk.number, worker=0),',
+        ),
+        ("what is said to be there later is there now", 'if said.HasField("chunk_count"):', "if True:"),
         ("the server is told as seldom as can be", "time.monotonic() - known.renewed < self._renew_s:", "True:"),
     ),
     *_of_server(
         f"{_MULTIPROCESS}calls.py",
         "hangs or otherwise or answers",
         ("answers are waited for", "timeout=self.timeout_s if timeout_s is None else timeout_s)", "timeout=30.0)"),
+        ("who hangs has failed otherwise", "if error.code() is code.DEADLINE_EXCEEDED:", "if error.code() is code.OK:"),
+        (
+            "a connection that was closed is a mistake",
+            "        except ValueError as error:",
+            "        except KeyError as error:",
+        ),
+        ("what is said goes by a proxy", '("grpc.enable_http_proxy", 0),', '("grpc.enable_http_proxy", 1),'),
         ("who knows no method has failed", "if error.code() is code.UNIMPLEMENTED:", "if error.code() is code.OK:"),
         (
             "answers of any size are read",
@@ -194,6 +236,31 @@ MUTANTS = (
         ("names have other digits", 'digest()[:8], "big")', 'digest()[:8], "little")'),
     ),
     *_of_chunks(
+        f"{_ROOM}chunks.py",
+        "",
+        (
+            "all chunks are the first",
+            "parent = self.hasher.root if chunk is None else chunk.chunk_hash",
+            "parent = self.hasher.root",
+        ),
+        (
+            "a page does not know what is before it",
+            "chunk.before.hashes[-1] if chunk.before is not None else None",
+            "None",
+        ),
+        ("a page takes itself for what is before it", "chunk.hashes[start // size - 1]", "chunk.hashes[start // size]"),
+        (
+            "pages have the tokens of the first one",
+            "tuple(chunk.token_ids[start : start + size].tolist())",
+            "tuple(chunk.token_ids[:size].tolist())",
+        ),
+        (
+            "the oldest chunk of a page comes first",
+            "return self._of_page.get(key, [])[::-1]",
+            "return list(self._of_page.get(key, []))",
+        ),
+    ),
+    *_of_chunks(
         f"{_ROOM}layout.py",
         "",
         (
@@ -219,6 +286,40 @@ MUTANTS = (
             "pages of other tokens are put into a chunk",
             "page, expect_namespace=self.namespace, key=key, dtype",
             "page, expect_namespace=None, key=None, dtype",
+        ),
+        ("pages of another type are put into a chunk", "key=key, dtype=self.layout.dtype.name,", "key=key,"),
+        (
+            "pages of another shape are put into a chunk",
+            "shape=self.layout.page_shape(key.group), verify=False",
+            "verify=False",
+        ),
+        ("pages have another namespace", "header(chunk, key, self.namespace)", "header(chunk, key, '')"),
+        (
+            "what is there is collected",
+            "if chunk is None or self._store.lookup([chunk]) == [Lookup.HIT]:",
+            "if chunk is None:",
+        ),
+        ("what is known no more is collected", "            self._staging.discard(gone)\n", ""),
+        ("what is known no more is looked for", "            self._store.forget(gone)\n", ""),
+        (
+            "a chunk goes on without a page that is another",
+            "            self._staging.discard(wanting)\n            return False",
+            "            return False",
+        ),
+        (
+            "what is deleted is collected",
+            "        self._staging.discard(chunks)\n        self._store.delete(chunks)",
+            "        self._store.delete(chunks)",
+        ),
+        (
+            "what is not there is read",
+            "self._reader.read(chunk) if state is Lookup.HIT else None",
+            "self._reader.read(chunk)",
+        ),
+        (
+            "a chunk that is not kept is",
+            "kept = (whole is None or self._store.put_array(chunk, whole)) and kept",
+            "kept = whole is None or self._store.put_array(chunk, whole) or kept",
         ),
         (
             "any chunk of a page will do",

@@ -497,6 +497,27 @@ def test_answers_have_a_limit(server, caplog):
     assert "RESOURCE_EXHAUSTED" in warnings(caplog)[0]
 
 
+def test_what_the_server_has_forgotten_meanwhile_is_a_miss_and_no_mistake(server, caplog):
+    with closing(tier_at(server)) as tier:
+        stored(tier)
+    with closing(tier_at(server)) as tier:
+        keys = known(tier)
+        assert set(settled(tier, keys)) == {HIT}
+        server.mangle["PrepareRetrieve"] = lambda said: said.__class__(success=False)
+        assert tier.get(keys[0]) is None
+        counters = tier.usage()[0].counters
+        assert counters.corrupt == counters.errors == 0 and not warnings(caplog)
+
+
+def test_no_proxy_is_asked_and_a_connection_that_was_closed_is_not_there(server, monkeypatch):
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:9")
+    connection = calls.Calls(f"127.0.0.1:{server.port}", 5.0)
+    assert connection.ask("GetChunkSize").chunk_size == 16
+    connection.close()
+    with pytest.raises(ConnectionError, match="was not asked"):
+        connection.ask("GetChunkSize")
+
+
 def test_many_threads_of_two_engines_read_and_write_the_same(server):
     texts = [[number, *range(1000, 1031)] for number in range(6)]
     wrong = []

@@ -74,7 +74,7 @@ def peer(python, url, command, **facts):  # noqa: F811
 
 
 def tier_at(url, model, layout=None):
-    return LMCacheTier(MPStore(url, layout or layout_of(), model, timeout_s=10.0), ChunkHasher(), SPACE)
+    return LMCacheTier(MPStore(url, layout or layout_of(), model, timeout_s=60.0), ChunkHasher(), SPACE)
 
 
 def check_idle(status):

@@ -15,7 +15,7 @@ from jaxpaged.kv_store.lmcache.lm import ANSWER, LMStore, request
 from jaxpaged.kv_store.lmcache.staging import ChunkReader, Staging
 from jaxpaged.kv_store.lmcache.store import DESCRIPTION, description_of
 from jaxpaged.kv_store.lmcache.tier import LMCacheTier
-from jaxpaged.kv_store.page import decode
+from jaxpaged.kv_store.page import decode, encode
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.kv_store.tiers import Tiers
 from tests.kv_store.lmcache.chunked import MODEL, SPACE, hashes_of, layout_of, pages_of, values_of
@@ -222,6 +222,52 @@ def test_known_chunks_and_those_under_way_are_bounded():
     for chunk in [*chunks, *chunks]:
         reader.read(chunk)
     assert len(fetched) == 6 and len(reader._held) == 2
+
+
+def test_pages_of_another_type_or_shape_end_the_chunk_that_they_would_be_part_of(server):
+    with closing(tier_at(server)) as tier:
+        key, pieces = next(iter(pages_of(TOKENS, layout_of(dtype=np.dtype(np.float16))).items()))
+        header, values = decode(
+            b"".join(map(bytes, pages_of(TOKENS, tier.layout)[key])), expect_namespace=SPACE, key=key
+        )
+        for wrong in (pieces, encode(header, values.reshape(*values.shape[:3], 2, -1))):
+            assert tier.collect(TOKENS, HASHES, 16) and tier.lacks([key]) == [True]
+            assert not tier.put(key, wrong) and tier.lacks([key]) == [False]
+
+
+def test_what_is_deleted_or_known_no_more_is_neither_collected_nor_remembered(server):
+    with closing(tier_at(server)) as tier:
+        stored(tier)
+        (chunk,) = tier._chunks_of(key := next(iter(pages_of(TOKENS, tier.layout))))
+        assert tier._store.lookup([chunk]) == [HIT]
+        other = [5, *TOKENS]
+        assert tier.collect(other, hashes_of(other), 16)
+        tier.delete(list(pages_of(other[:4], tier.layout)))
+        assert not tier._staging._fillings
+        assert tier.collect(other, hashes_of(other), 16) and len(tier._staging._fillings) == 1
+        tier._index._max_chunks = 1
+        third = [6, *TOKENS]
+        tier.introduce(third, hashes_of(third), 16)
+        assert not tier._staging._fillings and tier.get(key) is None
+        assert tier._store.lookup([chunk]) != [HIT], "it is asked for anew"
+
+
+def test_what_is_not_there_is_not_asked_for_again_and_what_is_not_kept_is_told(server, monkeypatch):
+    with closing(tier_at(server)) as tier:
+        tier.introduce(TOKENS, HASHES, 32)
+        pages = pages_of(TOKENS[:16], tier.layout)
+        assert set(settled(tier, list(pages))) == {MISS}
+        num_asked = len(server.commands)
+        assert all(tier.get(key) is None for key in pages) and len(server.commands) == num_asked
+        assert tier.collect(TOKENS, HASHES, 16)
+        monkeypatch.setattr(tier._store, "put_array", lambda chunk, content: False)
+        assert [tier.put(key, pieces) for key, pieces in pages.items()] == [True] * 7 + [False]
+
+
+def test_the_latest_of_the_chunks_that_have_a_page_comes_first():
+    index, other = ChunkIndex(layout_of(), ChunkHasher()), [*TOKENS[:8], *range(2000, 2008)]
+    chunks = [index.introduce(text, hashes_of(text), 16)[0] for text in (TOKENS, other)]
+    assert index.chunks_of(index.keys(chunks[0])[0]) == chunks[::-1]
 
 
 def test_a_text_has_all_its_tokens():
