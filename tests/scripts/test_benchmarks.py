@@ -11,7 +11,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 FEW_PROGRAMS = ["max_num_seqs=2", "max_model_len=128", "max_num_batched_tokens=16", "num_scheduler_steps=1"]
 PRODUCTS = ["bench_products.py", "--rows", "2", "--shape", "64x64", "--repeat", "1"]
 PARALLEL = ["bench_parallel.py", "--devices", "1", "2", "--tokens", "2", "--repeat", "1"]
-REMOTE = ["bench_kv_remote.py", "--lengths", "100", "--chunk", "64", "--repeats", "1"]
+TRANSFER = ["bench_kv_transfer.py", "--lengths", "64", "100", "--repeats", "1"]
 STARTS = ["bench_startup.py", *(part for option in FEW_PROGRAMS for part in ("--option", option))]
 SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
 
@@ -32,7 +32,7 @@ SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
             marks=pytest.mark.exhaustive,  # three engines
         ),
         (["bench_kv_tiers.py", "--page-mib", "0.1", "--pages", "2"], "scattered"),
-        pytest.param(REMOTE, "not hidden", marks=pytest.mark.exhaustive),  # two engines
+        pytest.param(TRANSFER, "times sooner", marks=pytest.mark.exhaustive),  # nine engines
         pytest.param(PARALLEL, "64 of 64 alike", marks=pytest.mark.exhaustive),  # five engines
         pytest.param(PRODUCTS, "GB/s", marks=pytest.mark.exhaustive),  # weights that no cache holds, in every form
     ],
