@@ -5,6 +5,12 @@ layout of the attention backend, with each head of the model once, however many 
 device, in the form that pages have (`forms.py`). Blocks are cut into pages, or joined to them, on the device. Block ids
 outside of the pool are padding.
 
+What comes is given to each of N devices whole, so N times the bytes are sent, over N links at a time. Shared out by
+pages and exchanged by the devices, it takes two collectives a layer: with 16 layers 0.22 GB/s came in place of 0.72 to
+1.06 (2 to 8 devices that a CPU plays). Shared out by heads, nothing is exchanged, but the host has to gather each
+device's part: 3 to 10 ms for 16 MiB, where whole pages are taken as they lie (0.33 and 0.60 GB/s with 2 and 4 devices,
+1.87 with 8). On accelerators neither was measured.
+
 Letters: P blocks of a copy, L layers, S slots of a block.
 """
 
