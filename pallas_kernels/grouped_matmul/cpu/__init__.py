@@ -7,7 +7,7 @@ Grid: for each expert chunks of 64 outputs, handed to XLA's threads one after th
 Skipping: the chunks of experts without tokens do nothing. Padding tokens are not read.
 
 Requires: AVX2 and FMA, better AVX512. Tokens of float32 with weights of float32, of bfloat16 with bfloat16, of both
-with int8 and one scale per output; few tokens for each expert.
+with int8 and one scale per output.
 
 Padding: tokens beyond the last group give zeros. Inputs beyond the last whole register are added one by one; beyond the
 last output nothing is read or written.
@@ -16,7 +16,8 @@ Numerics: values and tokens are exact in float32 (AVX512-BF16 takes denormal num
 one thread, lane by lane and then over lanes, scaled, and rounded to x's type: its bits depend on its own token only.
 
 Cost: reads the weights of experts that have tokens once, where they lie; six tokens at a time meet a chunk, which stays
-in the nearest caches. `reference` copies each of them first.
+in the nearest caches. `reference` copies each of them first, and takes 2 to 5 times as long, whatever the number of
+tokens (64 experts of 768 outputs and 1,024 inputs, 1 to 256 tokens each, AMD EPYC of 2023, two busy cores).
 """
 
 from typing import Any
@@ -30,21 +31,17 @@ from pallas_kernels.llvm.machine import Machine, has_pairs, this_machine
 OP = "grouped_matmul"
 TOKENS = {"float32": ("float32",), "bfloat16": ("bfloat16",), "int8": ("bfloat16", "float32")}
 """Type of weights -> types of tokens."""
-MOST_TOKENS = 64
-"""For each expert on average. With more it is arithmetic that takes the time, and XLA is as good."""
 
 
 def cannot_take(x_TD: Any, weights: Any) -> str | None:
-    """It takes few tokens, and one scale per output."""
+    """It takes one scale per output, if any."""
     values_EFD, scale_ECF = weights.values_EFD, weights.scale_ECF
-    dtype, (E, _, _) = str(values_EFD.dtype), values_EFD.shape
+    dtype = str(values_EFD.dtype)
     if str(x_TD.dtype) not in TOKENS.get(dtype, ()):
         accepted = ", ".join(f"{' or '.join(tokens)} with {values}" for values, tokens in TOKENS.items())
         return f"x_TD is {x_TD.dtype} and values_EFD {dtype}; accepted are {accepted}"
     if scale_ECF is not None and scale_ECF.shape[1] != 1:
         return f"scale_ECF has {scale_ECF.shape[1]} groups of inputs; accepted is 1"
-    if x_TD.shape[0] > MOST_TOKENS * E:
-        return f"x_TD has {x_TD.shape[0]} tokens; accepted are {MOST_TOKENS * E}, {MOST_TOKENS} for each expert"
     return None
 
 
