@@ -143,6 +143,18 @@ def test_a_run_is_one_of_all_ranks_or_none():
     engine.run()
 
 
+def test_a_prompt_of_one_rank_is_in_the_way_of_a_run_of_another():
+    engine = RankedEngine(2, num_blocks=100, max_steps=4)
+    engine.add("long", prompt_of(4, 1), max_tokens=20)
+    engine.dispatch()
+    engine.receive()
+    engine.add("new", prompt_of(30, 3), max_tokens=2)
+    assert (engine.rank_of("long"), engine.rank_of("new")) == (0, 1)
+    scheduled = engine.dispatch()
+    assert scheduled.num_steps == 1 and scheduled.request_ids == ["long", "new"]
+    engine.run()
+
+
 def test_each_rank_has_a_budget_rows_and_blocks_of_its_own():
     engine = RankedEngine(2, max_num_batched_tokens=8, max_num_seqs=1, num_blocks=12)
     for number in range(3):
