@@ -50,7 +50,12 @@ class Process:
         log = tempfile.TemporaryFile("ab+")  # noqa: SIM115 - it is closed when the process has ended
         environment = {**os.environ, "TMPDIR": str(self.folder)}
         process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
-        self.started = await asyncio.to_thread(listening, process, log)
+        try:
+            self.started = await asyncio.to_thread(listening, process, log)
+        except BaseException:  # such as Ctrl-C before it listens: nobody else knows of it
+            process.kill()
+            process.wait()
+            raise
 
     def pids(self) -> list[int]:
         """Its process and those that it started."""
