@@ -31,6 +31,8 @@ MUTANTS = (*OF_KERNELS, *OF_PAGES, *OF_GROUPS)
 OWN_MUTANTS = "not mutant"  # tests of mutants compare with the source, and would notice any change of it
 TIME_LIMIT = 900  # seconds for one run of tests
 TEST_SECONDS = 120  # for one test, which takes a few: a mistake that makes it wait for ever is noticed
+PYTEST = "import os, sys, pytest; status = pytest.main(sys.argv[1:]); sys.stdout.flush(); os._exit(status)"
+"""pytest, which then ends at once: a thread of a test that failed may wait for ever."""
 TIMED_OUT = -1
 PASSED, FAILED, NONE_SELECTED = 0, 1, 5  # pytest's exit statuses
 
@@ -82,8 +84,8 @@ def run_tests(mutant: Mutant, selection: str) -> int:
         (folder / mutant.module).write_text(str(mutated(mutant)), encoding="utf-8")
         chosen = f"({selection}) and {OWN_MUTANTS}" if selection else OWN_MUTANTS
         marks = "not slow and not exhaustive and not aot_tpu and not aot_gpu"
-        bounds = ["-o", f"timeout={TEST_SECONDS}", "-o", "timeout_method=thread"]  # which ends what waits in a lock
-        command = [sys.executable, "-m", "pytest", *mutant.tests, "-x", "-q", "-k", chosen, "-m", marks, *bounds]
+        bounds = [f"--timeout={TEST_SECONDS}", "--timeout-method=thread"]  # which ends what waits in a lock
+        command = [sys.executable, "-c", PYTEST, *mutant.tests, "-x", "-q", "-k", chosen, "-m", marks, *bounds]
         environment = {**os.environ, "PYTHONPATH": name, "JAX_ENABLE_COMPILATION_CACHE": "0"}  # not worth keeping
         try:
             return subprocess.run(

@@ -233,11 +233,15 @@ class Group:
 
     def _listen(self) -> None:
         decoder = FrameDecoder(Report)
-        while not self._closed:
-            frames = self._end.receive(LOOK_SECONDS)
-            if frames is not None:
-                self._hear(decoder, frames)
-            self._look_for_silent()
+        try:
+            while not self._closed:
+                frames = self._end.receive(LOOK_SECONDS)
+                if frames is not None:
+                    self._hear(decoder, frames)
+                self._look_for_silent()
+        except Exception as error:  # or whoever waits for something that is only heard here would wait for ever
+            self.fail(EngineDeadError(f"the thread that hears the other processes broke down: {error!r}"))
+            raise
 
     def _hear(self, decoder: FrameDecoder, frames: list[bytes]) -> None:
         """A report. Before it stands which process says it: those of a group before this one may not have ended yet."""

@@ -167,6 +167,14 @@ def test_who_breaks_down_ends_the_group_and_says_why(members):
         members.group.tell(Stop())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_hears_nobody_any_more_ends_the_group(members, monkeypatch):
+    members.arrive()
+    monkeypatch.setattr(members.group, "_look_for_silent", lambda: 1 / 0)
+    with pytest.raises(EngineDeadError, match="hears the other processes broke down: ZeroDivisionError"):
+        members.group.settle_blocks(40)  # it would wait for ever
+
+
 def test_a_driver_that_waits_for_a_device_is_ended(members, monkeypatch):
     monkeypatch.setattr(group_module, "GRACE_SECONDS", 0.05)
     members.arrive()
