@@ -45,7 +45,12 @@ def replace(script, monkeypatch, **parts):
 
 def test_every_op_is_listed_with_its_backends_and_why_some_cannot_run_here(script):
     lines = list(script.known_ops("cpu"))
-    assert {line for line in lines if not line.startswith(" ")} == {*NAMES, "few_rows_matmul", "int4_matmul"}
+    assert {line for line in lines if not line.startswith(" ")} == {
+        *NAMES,
+        "few_rows_matmul",
+        "int4_matmul",
+        "sort_by_group",
+    }
     assert any(line.split() == ["reference", "runs", "here"] for line in lines)
     assert any(line.startswith("  gpu ") and "not here: it needs an NVIDIA GPU" in line for line in lines)
 
