@@ -11,8 +11,10 @@ status is 1 if one survived, or if one no longer applies to the source.
 """
 
 import argparse
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -87,12 +89,18 @@ def run_tests(mutant: Mutant, selection: str) -> int:
         bounds = [f"--timeout={TEST_SECONDS}", "--timeout-method=thread"]  # which ends what waits in a lock
         command = [sys.executable, "-c", PYTEST, *mutant.tests, "-x", "-q", "-k", chosen, "-m", marks, *bounds]
         environment = {**os.environ, "PYTHONPATH": name, "JAX_ENABLE_COMPILATION_CACHE": "0"}  # not worth keeping
+        nowhere = subprocess.DEVNULL  # a pipe would be read until the last process that a test has started lets it go
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=nowhere, stderr=nowhere, start_new_session=True
+        )
         try:
-            return subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, timeout=TIME_LIMIT
-            ).returncode
+            return process.wait(TIME_LIMIT)
         except subprocess.TimeoutExpired:
             return TIMED_OUT
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # it and what it has left
+            process.wait()
 
 
 def make_copy(folder: Path, mutant: Mutant) -> None:
