@@ -57,6 +57,11 @@ class Builder(ir.IRBuilder):
     def write(self, value: ir.Value, base: ir.Value, offset: int | ir.Value, align: int | None = None) -> None:
         self.store(value, self.address(base, offset), align=align)
 
+    def clear(self, base: ir.Value, num_bytes: ir.Value) -> None:
+        """Write zeros."""
+        memset = declare(self.module, "memset", PTR, PTR, I32, I64)
+        self.call(memset, [base, ir.Constant(I32, 0), num_bytes])
+
     def integer(self, base: ir.Value, index: ir.Value) -> ir.Value:
         """An element of an array of int32."""
         return self.sext(self.read(I32, base, self.mul(index, whole(4)), align=4), I64)

@@ -59,7 +59,7 @@ MUTANTS = (
             "for count in range(1, TILE_ROWS):",
             "for count in range(2, TILE_ROWS):",
         ),
-        ("padding keeps what was there", "    b.call(memset,", "    (memset,"),
+        ("padding keeps what was there", "    b.clear(", "    ("),
         ("a chunk is every expert's first", "b.srem(i, per_expert)", "whole(0)"),
         (
             "inputs beyond the last register are not weighed",
@@ -80,7 +80,7 @@ MUTANTS = (
     *_of(
         "pallas_kernels/sort_by_group/cpu/counting.py",
         "order",
-        ("counts are not cleared", "    b.call(memset,", "    (memset,"),
+        ("counts are not cleared", "    b.clear(", "    ("),
         (
             "none is beyond the counts",
             "b.smaller(b.integer(groups, thing), b.sub(num_counts, whole(1)))",
@@ -254,7 +254,7 @@ MUTANTS = (
         "every_machine or rows_stay_apart",
         ("halves lie as their inputs do", "num_groups * half + group", "half + 2 * group"),
         ("what is not finite vanishes", "number(math.nan)", "number(0.0)"),
-        ("all groups have the first one's step", "steps_at(num_groups) + 4 * _LANES * group", "steps_at(num_groups)"),
+        ("all groups have the first one's step", "steps_at(num_groups) + 4 * LANES * group", "steps_at(num_groups)"),
     ),
     *_of(
         "pallas_kernels/few_rows_matmul/cpu/tiles.py",

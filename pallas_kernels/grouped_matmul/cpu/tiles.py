@@ -10,7 +10,7 @@ from llvmlite import ir
 
 from pallas_kernels.few_rows_matmul.cpu import TILE_ROWS
 from pallas_kernels.few_rows_matmul.cpu.tiles import I8, ConvertedStep, Step, Tile, step_for
-from pallas_kernels.llvm.builder import F32, I32, I64, PTR, Builder, declare, whole
+from pallas_kernels.llvm.builder import F32, I32, Builder, whole
 from pallas_kernels.llvm.functions import float32s
 from pallas_kernels.llvm.machine import Machine
 from pallas_kernels.llvm.row_tiles import chunks_of, outputs_of
@@ -118,6 +118,4 @@ def emit_padding(b: Builder, frame: Frame, num_experts: ir.Value) -> None:
     """Zeros for the tokens of no expert."""
     first, row_bytes = b.integer(frame.operand(2), num_experts), b.mul(frame.extent(1, 1), whole(4))
     count = b.sub(frame.extent(0, 0), first)
-    memset = declare(b.module, "memset", PTR, PTR, I32, I64)
-    zeros = b.address(frame.result(0), b.mul(first, row_bytes))
-    b.call(memset, [zeros, ir.Constant(I32, 0), b.mul(count, row_bytes)])
+    b.clear(b.address(frame.result(0), b.mul(first, row_bytes)), b.mul(count, row_bytes))

@@ -53,13 +53,13 @@ def int4_matmul(
 ) -> jax.Array:
     """See `int4_matmul.int4_matmul`. `machine`: a CPU with less than this one has, in tests."""
     (T, D), F, machine = x_TD.shape, packed_FB.shape[0], machine or this_machine()
-    if x_TD.dtype == jnp.bfloat16 and T > 0:
+    if T == 0:
+        return jnp.zeros((T, F), jnp.float32)
+    if x_TD.dtype == jnp.bfloat16:
         kind = records_for(D, machine)
         records = jax.ShapeDtypeStruct((T, 2 * D), jnp.uint8)
         x_TD = jax.ffi.ffi_call(kernel(kind, machine=machine), records)(x_TD)
         return _call(kind, machine, x_TD, packed_FB, scale_FC)
-    if T == 0:
-        return jnp.zeros((T, F), jnp.float32)
     if T > MOST_ROWS:
         unpack = jax.ffi.ffi_call(kernel(UNPACKED, machine=machine), jax.ShapeDtypeStruct((F, D), jnp.float32))
         # It reads nothing of x. Without x XLA would write the weights of all layers before the first product.

@@ -17,7 +17,7 @@ from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 
 LARGEST = 127
 HALF = GROUP // 2
-_LANES = 4
+LANES = 4
 """Of a register of sums, for each group: four bytes are multiplied to one."""
 LEAST = 2.0**-100
 """A group without a larger number is zeros: the inverse of its step would not be a finite number."""
@@ -31,7 +31,7 @@ def corrections_at(num_groups: int) -> int:
 
 def steps_at(num_groups: int) -> int:
     """Where in a record they begin."""
-    return corrections_at(num_groups) + num_groups * _LANES * 4
+    return corrections_at(num_groups) + num_groups * LANES * 4
 
 
 def rounding(num_groups: int) -> ir.Module:
@@ -67,7 +67,7 @@ def _write_group(b: Builder, values: ir.Value, out: ir.Value, record: ir.Value, 
         part = b.shuffle_vector(narrow, narrow, mask)
         b.write(part, out, b.add(record, whole(HALF * (num_groups * half + group))), align=1)
     correction = b.mul(b.lane_sum(steps), ir.Constant(I32, -ZERO))
-    first_of_four = b.insert_element(splat(ir.VectorType(I32, _LANES), 0), correction, ir.Constant(I32, 0))
-    b.write(first_of_four, out, b.add(record, whole(corrections_at(num_groups) + 4 * _LANES * group)), align=4)
+    first_of_four = b.insert_element(splat(ir.VectorType(I32, LANES), 0), correction, ir.Constant(I32, 0))
+    b.write(first_of_four, out, b.add(record, whole(corrections_at(num_groups) + 4 * LANES * group)), align=4)
     size = b.select(finite, b.fmul(largest, number(1 / LARGEST)), number(math.nan))
-    b.write(spread(b, size, _LANES), out, b.add(record, whole(steps_at(num_groups) + 4 * _LANES * group)), align=4)
+    b.write(spread(b, size, LANES), out, b.add(record, whole(steps_at(num_groups) + 4 * LANES * group)), align=4)

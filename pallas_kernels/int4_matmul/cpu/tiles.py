@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from pallas_kernels.int4_matmul import GROUP, INPUTS, ZERO
 from pallas_kernels.int4_matmul.cpu import RECORDS, TILE_ROWS
-from pallas_kernels.int4_matmul.cpu.rows import corrections_at, steps_at
+from pallas_kernels.int4_matmul.cpu.rows import LANES, corrections_at, steps_at
 from pallas_kernels.llvm.builder import I16, I32, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import float32s, multiply_add, spread
 from pallas_kernels.llvm.machine import Machine, has_dot
@@ -59,7 +59,7 @@ class ByteStep:
 
     def __init__(self, num_groups: int):
         self.num_groups = num_groups
-        self.sums = float32s(4 * num_groups)
+        self.sums = float32s(LANES * num_groups)
         self._bytes = ir.VectorType(I8, num_groups * GROUP_BYTES)
         self._words, self._totals = ir.VectorType(I16, self._bytes.count // 2), ir.VectorType(I32, self.sums.count)
 
@@ -76,7 +76,7 @@ class ByteStep:
         shorts = ir.VectorType(I16, 2 * self.sums.count)
         repeated = b.bitcast(spread(b, all_scales, shorts.count // self.num_groups), shorts)
         below = shorts.count  # the first number of what zeros are taken from: bfloat16 is the upper half of float32
-        upper = [_LANE_SHORTS * group + group for group in range(self.num_groups) for _ in range(4)]
+        upper = [_LANE_SHORTS * group + group for group in range(self.num_groups) for _ in range(LANES)]
         mask = ir.Constant(ir.VectorType(I32, shorts.count), [place for each in upper for place in (below, each)])
         return [b.bitcast(b.shuffle_vector(repeated, ir.Constant(shorts, None), mask), self.sums)]
 

@@ -6,7 +6,7 @@ places [P], and the counts, which become the first place of each group, and then
 
 from llvmlite import ir
 
-from pallas_kernels.llvm.builder import I32, I64, PTR, Builder, declare, whole
+from pallas_kernels.llvm.builder import I32, Builder, whole
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 
 
@@ -18,8 +18,7 @@ def kernel() -> ir.Module:
 def emit_all(b: Builder, frame: Frame) -> None:
     groups, num_things, num_counts = frame.operand(0), frame.extent(0, 0), frame.extent(1, 0)
     order, places, counts = (frame.result(i) for i in range(3))
-    memset = declare(b.module, "memset", PTR, PTR, I32, I64)
-    b.call(memset, [counts, ir.Constant(I32, 0), b.mul(num_counts, whole(4))])
+    b.clear(counts, b.mul(num_counts, whole(4)))
 
     def put(value: ir.Value, base: ir.Value, index: ir.Value) -> None:
         b.write(b.trunc(value, I32), base, b.mul(index, whole(4)), align=4)
