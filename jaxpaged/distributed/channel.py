@@ -136,6 +136,7 @@ class FollowerEnd:
         for each in (self._commands, self._reports):
             each.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             each.set(zmq.LINGER, round(LINGER_SECONDS * 1e3))
+            each.set(zmq.SNDHWM, 0)  # who waits for the driver for long says often that it lives, and must not block
             each.set(zmq.HEARTBEAT_IVL, 2000)
             each.set(zmq.HEARTBEAT_TIMEOUT, round(SILENCE_SECONDS * 1e3))
             each.curve_serverkey = keys.driver[0]
@@ -155,12 +156,16 @@ class FollowerEnd:
     def wait_until_lost(self) -> None:
         """Return when the driver was there and is gone, never after `close`. For a thread of its own."""
         self._watched = True
+        try:
+            self._see_it_leave()
+        except zmq.ContextTerminated:
+            self._events.close()
+            threading.Event().wait()
+        self._events.close()  # `close` waits for that
+
+    def _see_it_leave(self) -> None:
         while True:
-            try:
-                event = recv_monitor_message(self._events)["event"]
-            except zmq.ContextTerminated:
-                self._events.close()
-                threading.Event().wait()
+            event = recv_monitor_message(self._events)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._arrived = True
             elif event == zmq.EVENT_DISCONNECTED and self._arrived:

@@ -11,7 +11,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.channel import FollowerEnd
 from jaxpaged.distributed.group import join
 from jaxpaged.errors import EngineDeadError, EngineError, JaxpagedError
-from jaxpaged.executor.group import end_process
+from jaxpaged.executor.group import CLOSE_SECONDS, WORK_SECONDS, end_process
 from jaxpaged.executor.group_messages import (
     Alive,
     Ask,
@@ -39,8 +39,6 @@ from jaxpaged.worker.model_runner import PendingStep
 logger = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 0.5
-LOADING_SECONDS = 3600.0
-"""How long the driver may take to read what is not there yet before it says how many KV blocks there are."""
 STEPS_IN_FLIGHT = 2
 IDLE_SECONDS = 0.02
 """After so long without a command, what was dispatched is awaited."""
@@ -109,7 +107,7 @@ class SignsOfLife:
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         while not self._stopped.wait(ALIVE_SECONDS):
@@ -182,7 +180,7 @@ def follow(post: Post, where: str, given: dict[str, str], resolve: Resolve, join
         welcome = post.expect(Welcome, join_seconds)
         join(welcome.member, join_seconds, late=lambda error: leave_late(post, error))
         folder, model, decoder, config = resolve(EngineConfig.from_options(**welcome.options))
-        settle = lambda num_blocks: post.settle_blocks(num_blocks, LOADING_SECONDS)
+        settle = lambda num_blocks: post.settle_blocks(num_blocks, WORK_SECONDS)
         executor = UniProcExecutor(config, model, decoder, folder, settle_blocks=settle)
         signs.watch(executor.worker.programs.ready)
         post.say(Loaded(post.rank))

@@ -46,6 +46,10 @@ MOMENT_SECONDS = 1.0
 """How long after a collective that fails it may take until it is known who has ended."""
 GRACE_SECONDS = 5.0
 """How long the driver may take to end by itself after it has lost somebody: it may wait for a collective for ever."""
+WORK_SECONDS = 3600.0
+"""How long one process may wait for what another one does, which lives: reading weights and compiling take long."""
+CLOSE_SECONDS = 10.0
+"""How long closing waits for a thread that sees within `LOOK_SECONDS` that it is to end."""
 
 
 def end_process() -> None:
@@ -125,14 +129,14 @@ class Group:
 
     def settle_blocks(self, num_blocks: int) -> int:
         """How many KV blocks fit everywhere, if it is `num_blocks` here."""
-        self._wait(lambda: len(self._sizes) == len(self.ranks))
+        self._wait_for_all("say how many KV blocks fit", lambda rank: rank in self._sizes)
         least = min(num_blocks, *self._sizes.values())
         self.tell(Settled(least))
         return least
 
     def wait_until_loaded(self) -> None:
         """Return when all others can compute. Raises what keeps one of them from it."""
-        self._wait(lambda: len(self._loaded) == len(self.ranks))
+        self._wait_for_all("load", lambda rank: rank in self._loaded)
 
     # ---- work
 
@@ -149,7 +153,7 @@ class Group:
         try:
             own()
         finally:
-            self._wait(lambda: all((rank, call_id) in self._replies for rank in self.ranks))
+            self._wait_for_all(f"end {method}", lambda rank: (rank, call_id) in self._replies)
             replies = [self._replies.pop((rank, call_id)) for rank in self.ranks]
         for reply in replies:
             if reply.error is not None:
@@ -161,10 +165,16 @@ class Group:
 
     def wait_until_ready(self, keys: Iterable[ProgramKey]) -> None:
         """Return when the others have programs, which they hurry to compile: in a program that needs all of them, who
-        comes first waits for the last no longer than the collectives of its platform do."""
+        comes first waits for the last no longer than the collectives of its platform do. Raises what ended the group,
+        also when that takes longer than `WORK_SECONDS`."""
+        deadline = time.monotonic() + WORK_SECONDS
         while missing := [key for key in keys if not self.is_ready(key)]:
             for key in missing:  # said again and again: whoever could not compile it breaks down when it hears of it
                 self.tell(Want(key, hurry=True))
+            if time.monotonic() > deadline:
+                first = missing[0]
+                has = lambda rank, first=first: first in self._ready[rank]
+                self._give_up(f"compile the program {first.kind} {first.size}", has)
             self._wait(lambda missing=missing: all(map(self.is_ready, missing)), ASK_AGAIN_SECONDS)
 
     def want(self, key: ProgramKey, hurry: bool) -> None:
@@ -206,8 +216,12 @@ class Group:
         for rank in self._hellos.keys() & set(self.ranks):
             with contextlib.suppress(LostError):  # it has left before
                 self._end.send((rank,), stop, MOMENT_SECONDS)
-        self._thread.join()
-        self._end.close(linger=1.0)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():  # which uses the sockets
+            logger.error("the thread that hears the other processes did not end within %g s: its ports stay open until "
+                         "this process ends", CLOSE_SECONDS)  # fmt: skip
+        else:
+            self._end.close(linger=1.0)
         self._release()
 
     def _end_late(self) -> None:
@@ -222,12 +236,26 @@ class Group:
             self.fail_soon(EngineDeadError(f"{self._name(error.rank)} has left, or its host cannot be reached"))
             self.check()
 
-    def _wait(self, ready: Callable[[], bool], seconds: float | None = None) -> None:
-        """Until `ready()`, or for so long. Raises what ended the group meanwhile."""
+    def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Until `ready()`, or for so long; whether it is. Raises what ended the group meanwhile."""
         with self._changed:
-            self._changed.wait_for(lambda: ready() or self.failure is not None, seconds)
+            is_ready = self._changed.wait_for(lambda: ready() or self.failure is not None, seconds)
         if self.failure is not None:
             raise self.failure
+        return is_ready
+
+    def _wait_for_all(self, what: str, done: Callable[[int], bool]) -> None:
+        """Until every other rank has `done` what it is to do. Raises what ended the group meanwhile, and ends it when
+        one takes longer than `WORK_SECONDS`."""
+        if not self._wait(lambda: all(map(done, self.ranks)), WORK_SECONDS):
+            self._give_up(what, done)
+
+    def _give_up(self, what: str, done: Callable[[int], bool]) -> None:
+        late = " and ".join(self._name(rank) for rank in self.ranks if not done(rank))
+        self.fail(
+            EngineDeadError(f"{late} did not {what} within {WORK_SECONDS:g} s, though alive. Look at the log there.")
+        )
+        self.check()
 
     # ---- the thread
 

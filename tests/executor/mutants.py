@@ -3,7 +3,11 @@ tries them."""
 
 from tests.mutants import mutants_of
 
-_GROUP = ("tests/executor/test_group.py", "tests/engine/process/test_follower_process.py")
+_GROUP = (
+    "tests/executor/test_group.py",
+    "tests/executor/test_group_waits.py",
+    "tests/engine/process/test_follower_process.py",
+)
 _TESTS = {
     "ranks": ("tests/core/test_ranks.py",),
     "scheduler": ("tests/core/test_ranks.py", "tests/core/test_decode_runs.py"),
@@ -49,7 +53,7 @@ MUTANTS = (
     *_of(
         "jaxpaged/executor/group.py",
         "loaded or ready or compiled or ended",
-        ("one that has loaded is enough", "len(self._loaded) == len(self.ranks)", "len(self._loaded) > 0"),
+        ("one that has loaded is enough", "lambda rank: rank in self._loaded)", "lambda rank: bool(self._loaded))"),
         ("programs are not waited for", "if not self.is_ready(key)]:", "if False]:"),
         (
             "a program that one has is ready",
@@ -64,9 +68,32 @@ MUTANTS = (
         ),
     ),
     *_of(
+        "jaxpaged/executor/group.py",
+        "never",
+        (
+            "who lives and does nothing is waited for",
+            "all(map(done, self.ranks)), WORK_SECONDS)",
+            "all(map(done, self.ranks)), 1e9)",
+        ),
+        ("who waits for all goes on without them", "            self._give_up(what, done)", "            pass"),
+        ("a program is waited for without end", "if time.monotonic() > deadline:", "if False:"),
+        ("a thread that never ends is waited for", "self._thread.join(CLOSE_SECONDS)", "self._thread.join()"),
+        ("ports are closed that a thread uses", "if self._thread.is_alive():", "if False:"),
+    ),
+    *_of(
         "jaxpaged/distributed/channel.py",
         "told or has_ended or heard",
         ("a process that has left is waited for", "raise LostError(rank) from error", "continue"),
+    ),
+    *_of(
+        "jaxpaged/distributed/channel.py",
+        "never or leave",
+        ("a sign of life waits for the driver", "each.set(zmq.SNDHWM, 0)  # who", "pass  # who"),
+        (
+            "who has seen the driver leave never closes",
+            "        self._events.close()  # `close` waits for that",
+            "        pass",
+        ),
     ),
     *_of(
         "jaxpaged/engine/process/follower_process.py",

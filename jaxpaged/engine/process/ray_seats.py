@@ -26,6 +26,8 @@ PLACE_SECONDS = 60.0
 """How long the cluster may take to have room: nodes join, and an engine that ended gives back what it had."""
 TELL_SECONDS = 10.0
 LOOK_SECONDS = 0.5
+LEAVE_SECONDS = 10.0
+"""How long leaving waits for a thread that looks so often; where the cluster's head is gone Ray may never answer it."""
 RESOURCES = {"gpu": "GPU", "tpu": "TPU"}
 """Platform -> what Ray calls its devices."""
 OF_DEVICES = ("CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_HOST_BOUNDS")
@@ -93,7 +95,7 @@ class Seats:
         """Leave the cluster: Ray ends the actors, and takes back what was reserved. One of this machine alone ends."""
         self._leaving.set()
         for thread in self._threads:
-            thread.join()  # Ray ends a process that asks it after it was left
+            thread.join(LEAVE_SECONDS)  # Ray ends a process that asks it after it was left
         self._ray.shutdown()
 
     def _actor(self, rank: int) -> Any:
