@@ -243,7 +243,7 @@ def test_experts_are_spread_only_where_there_are_some():
         ("gpu", {"nnodes": 2, "tensor_parallel_size": 8, "distributed_executor_backend": "mp"}, "nnodes is 2"),
         ("tpu", {"tensor_parallel_size": 4, "distributed_executor_backend": "mp"}, "one process must have all TPU"),
         ("cpu", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "bundle": "b"}, "is for one process"),
-        ("cpu", {"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "one of the two"),
+        ("cpu", {"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "Let Ray start them"),
     ],
 )
 def test_processes_that_cannot_compute_as_one_are_refused(platform, options, words):

@@ -236,10 +236,11 @@ def check_processes(compile: CompileConfig, parallel: ParallelConfig, platform: 
         )
     if parallel.num_processes == 1:
         return
-    if parallel.data_parallel_size > 1:
+    if parallel.data_parallel_size > 1 and parallel.distributed_executor_backend == "uni":
         raise ConfigError(
-            f"data_parallel_size is {parallel.data_parallel_size}, and {parallel.num_processes} processes are to "
-            "compute as one (distributed_executor_backend, nnodes): one of the two. Leave the other out."
+            f"data_parallel_size is {parallel.data_parallel_size}, and {hosts} hosts (nnodes) are to compute as one, "
+            "each of which would have to be started once for every engine core. Let Ray start them "
+            "(distributed_executor_backend ray), or leave one of the two out."
         )
     if platform == "tpu" and hosts == 1:
         raise ConfigError(

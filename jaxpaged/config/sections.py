@@ -201,7 +201,9 @@ class ParallelConfig:
     )
     node_rank: int = option(0, "which of these hosts this one is; that of rank 0 serves", minimum=0)
     master_addr: str = option("127.0.0.1", "address of the host of rank 0, where the others find it; of Ray the node's")
-    master_port: int = option(29501, "the first of three ports of it that they use", minimum=1, maximum=65533)
+    master_port: int = option(
+        29501, "the first of three ports of it that they use, three for each engine core", minimum=1, maximum=65533
+    )
     distributed_timeout_seconds: int = option(
         600, "how long processes that compute together wait for each other when they start", minimum=1
     )

@@ -30,10 +30,11 @@ def params(**more):
     return SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, detokenize=False, **more)
 
 
-async def answer(llm, request_id, **more):
+async def answer(llm, request_id, data_parallel_rank=None, **more):
     """The token ids that a request gets."""
     prompt = {"prompt_token_ids": prompt_of(NAME)}
-    outputs = [output async for output in llm.generate(prompt, params(**more), request_id)]
+    asked = llm.generate(prompt, params(**more), request_id, data_parallel_rank=data_parallel_rank)
+    outputs = [output async for output in asked]
     return outputs[-1].outputs[0].token_ids
 
 
@@ -60,9 +61,10 @@ def followers(pid):
     return [each for each in all_below(pid) if b"run_follower" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
-def free_port_of_three():
-    """The first of three ports that nobody uses."""
-    return next(port for port in range(29511, 30000, 3) if all(is_free(each) for each in range(port, port + 3)))
+def free_port_of_three(times=1):
+    """The first of so many times three ports that nobody uses."""
+    count = 3 * times
+    return next(port for port in range(29511, 30000, 3) if all(is_free(each) for each in range(port, port + count)))
 
 
 def is_free(port):
@@ -137,10 +139,25 @@ async def live_with_a_driver_that_stops(llm, others):
     return [first, *behind, *all_below(core(others))]
 
 
+async def live_with_two_cores(llm, others):
+    wanted = golden_of(NAME)["greedy"][:COUNT]
+    both = (answer(llm, f"of core {number}", data_parallel_rank=number) for number in (0, 1))
+    assert await asyncio.gather(*both) == [wanted] * 2
+    assert (await llm.executor_stats())["num_processes"] == 4
+    new = [pid for pid in children(os.getpid()) if pid not in others]
+    assert [len(followers(pid)) for pid in new if followers(pid)] == [1, 1]
+    return [below for pid in new for below in (pid, *all_below(pid))]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["mp", "ray"])
 def test_two_processes_answer_as_one(tmp_path, monkeypatch, backend):
     check_group(tmp_path, monkeypatch, backend, live)
+
+
+@pytest.mark.slow
+def test_two_cores_of_two_processes_each_answer_alike(tmp_path, monkeypatch):
+    check_group(tmp_path, monkeypatch, "mp", live_with_two_cores, num_cores=2)
 
 
 @pytest.mark.exhaustive
@@ -148,10 +165,10 @@ def test_who_follows_a_driver_that_stops_in_mid_step_ends_and_the_group_starts_a
     check_group(tmp_path, monkeypatch, "mp", live_with_a_driver_that_stops, step_timeout=SILENCE_SECONDS + 5)
 
 
-def check_group(tmp_path, monkeypatch, backend, main, **more):
-    """Two processes do what `main` says, and nothing is left of those whose ids it returns."""
+def check_group(tmp_path, monkeypatch, backend, main, num_cores=1, **more):
+    """Two processes of each core do what `main` says, and nothing is left of those whose ids it returns."""
     folder = write_checkpoint(NAME, tmp_path / "model")
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": backend}
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": backend, "data_parallel_size": num_cores}
     if backend == "ray":  # two virtual devices for each of two processes
         pytest.importorskip("ray", reason="the extra ray is not installed")
         options |= {"tensor_parallel_size": 4, "nnodes": 2, "master_port": free_port_of_three()}

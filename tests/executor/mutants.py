@@ -12,6 +12,7 @@ _TESTS = {
     "ranks": ("tests/core/test_ranks.py",),
     "scheduler": ("tests/core/test_ranks.py", "tests/core/test_decode_runs.py"),
     "new_tokens": ("tests/core/test_ranks.py", "tests/core/test_decode_runs.py"),
+    "ray_seats": ("tests/engine/process/test_ray_seats.py",),
     "build": ("tests/engine/observability/test_kv_event_publisher.py",),
 }
 _of = mutants_of(lambda module: _TESTS.get(module.rpartition("/")[2].removesuffix(".py"), _GROUP))
@@ -94,6 +95,17 @@ MUTANTS = (
             "        self._events.close()  # `close` waits for that",
             "        pass",
         ),
+    ),
+    *_of(
+        "jaxpaged/engine/process/cores.py",
+        "ports",
+        ("all cores listen at the ports of the first", "master_port + NUM_PORTS * number", "master_port"),
+    ),
+    *_of(
+        "jaxpaged/engine/process/ray_seats.py",
+        "cluster or leaving",
+        ("each of several cores starts a cluster", "if num_cores > 1:", "if False:"),
+        ("leaving Ray waits for actors", "if self._leaving.is_set():\n                    return", "pass"),
     ),
     *_of(
         "jaxpaged/engine/process/follower_process.py",

@@ -1,6 +1,7 @@
 """Starts the processes of all engine cores that the options ask for, each with its slice of this host's devices.
 
-They load side by side. What must not be the same for two of them, such as a port, follows from a core's number. This
+They load side by side. What must not be the same for two of them, such as a port, follows from a core's number. Where
+Ray places processes it gives each of them its devices, those of cores like the others. This
 module knows neither requests nor how a process is kept running.
 """
 
@@ -12,8 +13,11 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core_calls import folder_of_core
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_supervisor import CoreSupervisor
-from jaxpaged.executor.device_slices import device_slices
+from jaxpaged.executor.device_slices import ALL_DEVICES, device_slices
 from jaxpaged.messages import Progress
+
+NUM_PORTS = 3
+"""That an engine core uses, from `master_port` on."""
 
 
 class ProgressOfAll:
@@ -36,7 +40,8 @@ class ProgressOfAll:
 
 
 def core_config(config: EngineConfig, number: int) -> EngineConfig:
-    """The options of one of several cores: KV events on its own ports, profiles in its own folder."""
+    """The options of one of several cores: KV events and those who compute with it on its own ports, profiles in its
+    own folder."""
     if config.parallel.num_cores == 1:
         return config
     cache, profiler = config.cache, config.profiler
@@ -44,7 +49,9 @@ def core_config(config: EngineConfig, number: int) -> EngineConfig:
         cache = dataclasses.replace(cache, kv_events_config={**cache.kv_events_config, "data_parallel_rank": number})
     if profiler.profile_dir is not None:
         profiler = dataclasses.replace(profiler, profile_dir=folder_of_core(profiler.profile_dir, number))
-    return dataclasses.replace(config, cache=cache, profiler=profiler)
+    port = config.parallel.master_port + NUM_PORTS * number
+    parallel = dataclasses.replace(config.parallel, master_port=port)
+    return dataclasses.replace(config, cache=cache, profiler=profiler, parallel=parallel)
 
 
 def config_of_all(of_first: EngineConfig, given: EngineConfig) -> EngineConfig:
@@ -62,7 +69,8 @@ def started(
     Raises ConfigError when the host has too few devices, and what loading raises; then nothing is left running.
     """
     num_cores, devices_each = config.parallel.num_cores, config.parallel.devices_of_core
-    slices = device_slices(num_cores, devices_each)
+    placed = config.parallel.distributed_executor_backend == "ray"
+    slices = [ALL_DEVICES] * num_cores if placed else device_slices(num_cores, devices_each)
     heard = ProgressOfAll(progress or (lambda stage, done, total: None), num_cores)
     supervisors: list[CoreSupervisor] = []
     try:

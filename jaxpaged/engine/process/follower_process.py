@@ -148,7 +148,7 @@ def seats_of(parallel: ParallelConfig) -> "Seats | None":
         return None
     from jaxpaged.engine.process.ray_seats import opened_ray, reserved_seats  # they start what is defined here
 
-    seats = reserved_seats(parallel, opened_ray())
+    seats = reserved_seats(parallel, opened_ray(parallel.num_cores))
     seats.take_own()
     return seats
 

@@ -115,9 +115,10 @@ class Seats:
         )
 
 
-def opened_ray() -> Any:
+def opened_ray(num_cores: int = 1) -> Any:
     """Ray's module, connected to the cluster that this machine belongs to or RAY_ADDRESS names, else to one of its own
-    on the loopback device, which ends with this process. Raises ConfigError."""
+    on the loopback device, which ends with this process; several engine cores would each have one, and the same
+    devices in it. Raises ConfigError."""
     if not is_installed("ray"):
         raise ConfigError(
             "distributed_executor_backend is ray, but Ray is not installed. Run pip install 'jaxpaged[ray]' on every "
@@ -133,6 +134,11 @@ def opened_ray() -> Any:
     except ConnectionError as error:
         if given := os.environ.get("RAY_ADDRESS"):
             raise ConfigError(f"RAY_ADDRESS is {given}, but no Ray cluster answers there: {error}") from error
+        if num_cores > 1:
+            raise ConfigError(
+                f"data_parallel_size is {num_cores}, so several engine cores ask Ray for devices, but this machine is "
+                "in no Ray cluster. Run `ray start --head` first, or set RAY_ADDRESS."
+            ) from error
     ray.init(
         address="local", include_dashboard=False, logging_level=logging.WARNING, _node_ip_address=LOOPBACK
     )  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 from jaxpaged import LLM
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.process import follower_process
+from jaxpaged.engine.process.cores import core_config
 from jaxpaged.engine.process.follower_process import (
     FollowerChild,
     FollowerStart,
@@ -29,6 +30,12 @@ def test_hosts_compare_versions_and_every_option_but_their_own():
     assert first == second
     assert {"jax", "jaxpaged", "python", "max_num_seqs"} <= first.keys()
     assert given_here(config(nnodes=2, max_num_seqs=3)) != first
+
+
+def test_each_engine_core_has_ports_of_its_own():
+    options = config(distributed_executor_backend="ray", nnodes=2, tensor_parallel_size=2, data_parallel_size=3)
+    ports = [core_config(options, number).parallel.master_port for number in range(3)]
+    assert ports == [29501, 29504, 29507]
 
 
 def test_a_secret_is_read_and_one_that_is_no_secret_is_refused(tmp_path):

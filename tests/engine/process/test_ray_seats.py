@@ -1,6 +1,8 @@
 """What is asked of Ray, by a stand-in for the few calls of it; a real cluster: end_to_end/test_processes.py."""
 
+import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -108,6 +110,18 @@ def test_the_end_of_an_actor_is_told_from_another_thread(end, words, monkeypatch
     assert ray.is_shut_down
 
 
+def test_leaving_waits_for_no_actor(monkeypatch):
+    ray = StandIn(["a"], {"CPU": 4.0})
+    ray.wait = lambda references, timeout: time.sleep(0.01) or ([], references)  # it never ends
+    found = seats(ray, nnodes=2, tensor_parallel_size=2)
+    found.start(FollowerStart(1, ("tcp://a:1", "tcp://a:2"), b"secret", 20, "text", 20.0), print)
+    before = time.monotonic()
+    found.release()
+    assert ray.is_shut_down and time.monotonic() - before < 5
+    [thread] = found._threads
+    assert not thread.is_alive(), "it would ask a cluster that was left"
+
+
 def test_too_few_resources_are_named():
     ray = StandIn(["10.0.0.1", "10.0.0.2"], {"CPU": 2.0, "GPU": 1.0}, room=False)
     words = (
@@ -123,6 +137,21 @@ def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(ray_seats, "is_installed", lambda module: False)
     with pytest.raises(ConfigError, match=r"pip install 'jaxpaged\[ray\]'"):
         opened_ray()
+
+
+def test_several_cores_need_a_cluster_that_they_share(monkeypatch):
+    def init(**options):
+        assert options["address"] == "auto", "a cluster was started for one of them"
+        raise ConnectionError("none")
+
+    for name in ("ray", "ray.util", "ray.util.scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init))
+    monkeypatch.setattr(ray_seats, "is_installed", lambda module: True)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(
+        ConfigError, match="data_parallel_size is 2, .* in no Ray cluster. Run `ray start --head` first"
+    ):
+        opened_ray(num_cores=2)
 
 
 @pytest.mark.parametrize(
