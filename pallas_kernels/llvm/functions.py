@@ -33,6 +33,19 @@ def read_bfloat16(b: Builder, base: ir.Value, offset: int | ir.Value, count: int
     return b.bitcast(b.shl(wide, splat(bits, 16)), float32s(count))
 
 
+def write_bfloat16(b: Builder, values: ir.Value, base: ir.Value, offset: int | ir.Value) -> None:
+    """A vector of float32 rounded to bfloat16, to even where two are as near; NaN stays NaN. As whole numbers, since
+    instructions for it take denormal numbers for zero, or are not there."""
+    bits = ir.VectorType(I32, values.type.count)
+    whole_bits = b.bitcast(values, bits)
+    half = splat(bits, 16)
+    last = b.and_(b.lshr(whole_bits, half), splat(bits, 1))
+    rounded = b.lshr(b.add(b.add(whole_bits, last), splat(bits, 0x7FFF)), half)
+    quiet = b.or_(b.lshr(whole_bits, half), splat(bits, 0x40))
+    chosen = b.select(b.fcmp_unordered("uno", values, values), quiet, rounded)
+    b.write(b.trunc(chosen, ir.VectorType(I16, bits.count)), base, offset, align=2)
+
+
 def bfloat16_pairs(b: Builder, first: ir.Value, second: ir.Value) -> ir.Value:
     """In each lane the two bfloat16 numbers that lanes of float32 vectors hold, the first one in the low half."""
     bits = ir.VectorType(I32, first.type.count)

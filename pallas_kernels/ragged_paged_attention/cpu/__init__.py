@@ -1,4 +1,5 @@
-"""Attention on a CPU in machine code of our own (`pallas_kernels/llvm`): one kernel for single queries, one for tiles.
+"""Attention on a CPU in machine code of our own (`pallas_kernels/llvm`): one kernel for single queries, one for tiles,
+one that joins what they have come to (`joining.py`), and one that writes new keys and values (`writing.py`).
 
 What the kernels do not know, such as quantised caches, goes the reference's way.
 
@@ -8,7 +9,7 @@ Grid: a chunk of work is handed to XLA's threads after the other. `singles.py`: 
 and a part of the context, 16 KiB of a block's keys at a time, since memory is slow where every page is another. A
 context has one part in steps of 16 tokens and more, and more of them in smaller steps, for the threads' sake.
 `tiles.py`: up to 96 queries of a kv head. It is called twice: for spans of blocks that several rows hold, then for
-rows with `TILED` new tokens and more.
+rows with `TILED_FROM` new tokens and more.
 
 Skipping: what the reference skips, at the grain of a slot, or of 64 slots in tiles.
 
@@ -33,13 +34,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.context_share import ContextShare
 from pallas_kernels.llvm import machine as llvm
 from pallas_kernels.llvm.code import register
 from pallas_kernels.llvm.machine import Machine, has_pairs, this_machine
 from pallas_kernels.ragged_paged_attention import reference, sharing, work_lists
-from pallas_kernels.ragged_paged_attention.numerics import PLAIN, Softmax, nothing, packed, unpacked
+from pallas_kernels.ragged_paged_attention.numerics import LOWEST
 from pallas_kernels.ragged_paged_attention.sharing import SharedWork
 from pallas_kernels.shapes import ceil_div
 from pallas_kernels.token_places import NOWHERE, first_visible, token_places
@@ -49,14 +51,18 @@ LAYOUT = reference.LAYOUT
 cannot_take = reference.cannot_take
 
 QUERIES, DTYPES, SCORES = ("singles", "tiles"), ("bfloat16", "float32"), ("plain", "capped")
+AROUND = ("joined", "undivided", "written")
+"""What kernels do that are the same for all heads: join queries' parts, and divide or not; write the cache."""
 MULTIPLE, MOST_HEAD_DIM, MOST_GROUP = 16, 256, 8
 PARTS = 16
 """Parts of contexts that a step has at least, its tokens taken together: work for so many threads with one kv head."""
 LEAST_PART_SLOTS = 64
-
-
-TILED = 4
+REAL, TILED, SHARES = 1, 2, 4
+"""Flags of a token: it is no padding; it is in a tile of its row; it begins with what spans have come to."""
+TILED_FROM = 4
 """As many queries of a row as are read in the same time in a tile and one by one."""
+NONE = np.zeros((1, 1, 1, 1), np.float32)
+"""In place of what spans or tiles have come to, where there are none: no token's flags say that it has any."""
 SHARED_TILE = 32
 """Queries of a tile of several rows, supposed that a kv head has a few of each."""
 
@@ -66,17 +72,16 @@ SHARED_TILE = 32
 class KernelPlan(work_lists.Plan):
     """The reference's, for what goes its way, and what the kernels are told.
 
-    Of each token: whether it is `real_T`; which slots [first, last] it sees; whether it is in a tile of its row, and
-    begins with what spans that it shares have come to. row_T: its row if it is read by itself, -1 otherwise; then
-    ranges_PT2 are slots [begin, end) of the parts of the context. rows_6L and spans_6L: sources of tiles (`tiles.py`),
-    with tokens in the order of the step, and in that of span_token_X; None where nobody looked for spans.
+    Of each token: its flags, how_T; which slots [first, last] it sees. row_T: its row if it is read by itself, -1
+    otherwise; then ranges_PT2 are slots [begin, end) of the parts of the context. rows_6L and spans_6L: sources of
+    tiles (`tiles.py`), with tokens in the order of the step, token_T, and in that of span_token_X; None where nobody
+    looked for spans.
     """
 
-    real_T: jax.Array
+    how_T: jax.Array
     seen_T2: jax.Array
-    tiled_T: jax.Array
-    shares_T: jax.Array
     row_T: jax.Array
+    token_T: jax.Array
     ranges_PT2: jax.Array
     rows_6L: jax.Array
     spans_6L: jax.Array | None
@@ -90,7 +95,7 @@ def why_not(platform: str) -> str | None:
 def shared_work(num_tokens: int, block_size: int) -> SharedWork | None:
     """Of a step with so many tokens, padding included; None where they are too few for sharing ever to pay."""
     unit, _ = work_lists.item_and_chunk_slots(block_size)
-    return SharedWork(unit, SHARED_TILE, TILED) if num_tokens > TILED else None
+    return SharedWork(unit, SHARED_TILE, TILED_FROM) if num_tokens > TILED_FROM else None
 
 
 def kernel_cannot_take(dtype: Any, kv_dtype: Any, group_size: int, head_dim: int, block_size: int) -> str | None:
@@ -107,21 +112,23 @@ def kernel_cannot_take(dtype: Any, kv_dtype: Any, group_size: int, head_dim: int
     return None
 
 
-def kernel(
-    queries: str,
-    dtype: str,
-    group_size: int,
-    head_dim: int,
-    block_size: int,
-    scores: str = "plain",
-    *,
-    machine: Machine,
-) -> str:
-    """What XLA calls the kernel for such heads; from now on it is known. `queries` are "singles" or "tiles", `scores`
-    "plain" or "capped".
+def kernel(work: str, dtype: str, *heads: str | int, machine: Machine) -> str:
+    """What XLA calls a kernel; from now on it is known. `work` is one of `AROUND`, or "singles" or "tiles": then
+    `heads` are their group size, head dim, block size, and scores, "plain" or "capped".
 
     Raises ValueError where there is none.
     """
+    if work not in AROUND:
+        return _kernel_of_queries(work, dtype, *heads, machine=machine)
+    if heads or dtype not in DTYPES or (work == "undivided" and dtype != "float32"):
+        raise ValueError(f"there is no kernel for what is {work} as {dtype}, {heads}; it takes {' or '.join(DTYPES)}.")
+    return register(OP, _emit_around, work, dtype, machine=machine)
+
+
+def _kernel_of_queries(
+    queries: str, dtype: str, group_size: str | int, head_dim: str | int, block_size: str | int, scores: str | int,
+    *, machine: Machine,
+) -> str:  # fmt: skip
     numbers = int(group_size), int(head_dim), int(block_size)
     wrong = f"there is no kernel for {queries} of {dtype} and {scores!r} scores"
     if queries not in QUERIES or dtype not in DTYPES or scores not in SCORES:
@@ -130,7 +137,7 @@ def kernel(
     reason = kernel_cannot_take(dtype, dtype, *numbers)
     if reason is not None:
         raise ValueError(f"{wrong}: {reason}.")
-    return register(OP, _emit, queries, dtype, *numbers, scores, machine=machine)
+    return register(OP, _emit_queries, queries, dtype, *numbers, scores, machine=machine)
 
 
 def make_plan(
@@ -150,7 +157,7 @@ def make_plan(
     position_T, token_T = plan.position_T, jnp.arange(num_tokens, dtype=jnp.int32)
     row_T, _, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
     own_R = jnp.zeros_like(seq_lens_R) if shared_6R is None else shared_6R[sharing.OWN]
-    tiled_R = jnp.diff(query_start_loc_R1) >= TILED
+    tiled_R = jnp.diff(query_start_loc_R1) >= TILED_FROM
     own_T, tiled_T = own_R[row_T], tiled_R[row_T]
     first_T = first_visible(position_T, window)
     ranges_PT2 = _parts(jnp.maximum(first_T, own_T), position_T + 1, max(1, PARTS // num_tokens))
@@ -162,13 +169,13 @@ def make_plan(
         spans = work_lists.tiles_of_spans(shared_6R, query_start_loc_R1, token_T)
         lines = spans.first_L, spans.last_L, spans.row_L, spans.begin_L, spans.end_L, jnp.zeros_like(spans.begin_L)
         spans_6L, span_token_X = _stacked(lines), spans.token_X
+    flags = (real_T, REAL), (tiled_T, TILED), (own_T > 0, SHARES)
     fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     return KernelPlan(
         **fields,
-        real_T=real_T,
+        how_T=sum(jnp.where(is_so_T, flag, 0) for is_so_T, flag in flags),
         seen_T2=jnp.stack([first_T, position_T], axis=-1),
-        tiled_T=tiled_T,
-        shares_T=own_T > 0,
+        token_T=token_T,
         row_T=jnp.where(real_T & ~tiled_T, row_T, -1),
         ranges_PT2=ranges_PT2,
         rows_6L=rows_6L,
@@ -209,32 +216,36 @@ def attention(
     (S, H), group_size = kv[0].shape[2:], q_TNH.shape[1] // k_TKH.shape[1]
     if kernel_cannot_take(q_TNH.dtype, kv[0].dtype, group_size, H, S) is not None:
         return reference.attention(q_TNH, k_TKH, v_TKH, kv, metadata, **settings)
-    kv = reference.written(kv, k_TKH, v_TKH, metadata.plan)
-    calls = _Calls(q_TNH, kv, metadata, settings["scale"], settings["soft_cap"], machine or this_machine())
+    machine = machine or this_machine()
+    kv = _written(kv, k_TKH, v_TKH, metadata.plan, machine)
+    calls = _Calls(q_TNH, kv, metadata, settings["scale"], settings["soft_cap"], machine)
     out_TNX = _finished(calls, settings["sinks_N"], settings.get("undivided", False))
     return out_TNX, kv, ()
+
+
+def _written(
+    kv: tuple[jax.Array, jax.Array], k_TKH: jax.Array, v_TKH: jax.Array, plan: KernelPlan, machine: Machine
+) -> tuple[jax.Array, jax.Array]:
+    """The cache with new keys and values, where it was."""
+    name = kernel("written", str(kv[0].dtype), machine=machine)
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kv]
+    call = jax.ffi.ffi_call(name, results, input_output_aliases={0: 0, 1: 1})
+    new = (x_TKH.astype(x.dtype) for x_TKH, x in zip((k_TKH, v_TKH), kv))
+    k_BKSH, v_BKSH = call(*kv, *new, plan.slot_block_T, plan.slot_offset_T)
+    return k_BKSH, v_BKSH
 
 
 def _finished(calls: "_Calls", sinks_N: jax.Array | None, undivided: bool) -> jax.Array:
     """What single queries and tiles have come to, as `ragged_paged_attention` returns it."""
     metadata, plan = calls.metadata, calls.metadata.plan
     T, K, G, _ = calls.q_TKGH.shape
-    of_tokens = lambda x_T, state: x_T.reshape(T, *[1] * (state.ndim - 1))
-    chosen = lambda x_T, one, other: jax.tree.map(lambda a, b: jnp.where(of_tokens(x_T, a), a, b), one, other)
-    begun_TKGP = None
-    state_TKG = _merged(calls.singles())
+    begun_TKGP = tiles_TKGP = None
     if plan.spans_6L is not None:
         begun_TKGP = calls.tiles(plan.span_token_X, plan.spans_6L)
-        state_TKG = chosen(plan.shares_T, PLAIN.add(unpacked(begun_TKGP), state_TKG), state_TKG)
-    if not metadata.decodes_only and T >= TILED:
-        tiles_TKGP = calls.tiles(jnp.arange(T, dtype=jnp.int32), plan.rows_6L, begun_TKGP)
-        state_TKG = chosen(plan.tiled_T, unpacked(tiles_TKGP), state_TKG)
-    if undivided:
-        none = nothing((T, K, G), calls.q_TKGH.shape[-1])
-        return packed(chosen(plan.real_T, state_TKG, none)).reshape(T, K * G, -1)
-    sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, G)
-    out_TNH = PLAIN.divide(state_TKG, sinks_KG).reshape(T, K * G, -1)
-    return jnp.where(of_tokens(plan.real_T, out_TNH), out_TNH, 0).astype(calls.q_TKGH.dtype)
+    if not metadata.decodes_only and T >= TILED_FROM:
+        tiles_TKGP = calls.tiles(plan.token_T, plan.rows_6L, begun_TKGP)
+    sinks_N = np.full(K * G, LOWEST, np.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
+    return calls.joined(calls.singles(), begun_TKGP, tiles_TKGP, sinks_N, undivided).reshape(T, K * G, -1)
 
 
 class _Calls:
@@ -252,8 +263,9 @@ class _Calls:
         self.settings_2 = jnp.array([scale, 1.0 if soft_cap is None else soft_cap], jnp.float32)
         self.heads = N // K, H, S
 
-    def singles(self) -> Softmax:
-        """What each part of a context gives to its token, [P, T, K, G]; anything for tokens without a row."""
+    def singles(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What each part of a context gives to its token, as (out_PTKGH, total_PTKG, top_PTKG) of a `Softmax`; anything
+        for tokens without a row."""
         plan, q_TKGH, H = self.metadata.plan, self.q_TKGH, self.q_TKGH.shape[-1]
         if not _multiplies_pairs(self.dtype, H, self.machine):
             q_TKGH = q_TKGH.astype(jnp.float32)  # what the kernel makes of keys
@@ -262,41 +274,40 @@ class _Calls:
         tables_RM = self.metadata.block_tables_RM
         arguments = (q_TKGH, *self.kv, plan.ranges_PT2, plan.row_T, tables_RM, self.settings_2)
         out, total, top = self._call("singles", results, *arguments)
-        return Softmax(top, total, out)
+        return out, total, top
 
     def tiles(self, token_X: jax.Array, sources_6L: jax.Array, begun_TKGP: jax.Array | None = None) -> jax.Array:
         """What sources come to, as `numerics.packed`; anything for tokens that have none. `begun_TKGP`: what queries
         begin with where sources say so."""
         *shape, H = self.q_TKGH.shape
         result = jax.ShapeDtypeStruct((*shape, H + 2), jnp.float32)
-        begun = jnp.zeros((1, 1, 1, 1)) if begun_TKGP is None else begun_TKGP
+        begun = NONE if begun_TKGP is None else begun_TKGP
         plan, tables_RM = self.metadata.plan, self.metadata.block_tables_RM
         arguments = (self.q_TKGH, *self.kv, token_X, plan.seen_T2, sources_6L, tables_RM, begun, self.settings_2)
         return self._call("tiles", result, *arguments)
+
+    def joined(
+        self, parts: tuple[jax.Array, jax.Array, jax.Array], begun_TKGP: jax.Array | None,
+        tiles_TKGP: jax.Array | None, sinks_N: jax.Array, undivided: bool,
+    ) -> jax.Array:  # fmt: skip
+        """Of each token, what its flags say that it has."""
+        *shape, H = self.q_TKGH.shape
+        work, dtype = ("undivided", jnp.dtype("float32")) if undivided else ("joined", self.q_TKGH.dtype)
+        result = jax.ShapeDtypeStruct((*shape, H + 2 * undivided), dtype)
+        packed = (NONE if x is None else x for x in (begun_TKGP, tiles_TKGP))
+        call = jax.ffi.ffi_call(kernel(work, str(dtype), machine=self.machine), result)
+        return call(*parts, *packed, self.metadata.plan.how_T, sinks_N)
 
     def _call(self, queries: str, results: Any, *arguments: jax.Array) -> Any:
         name = kernel(queries, self.dtype, *self.heads, self.scores, machine=self.machine)
         return jax.ffi.ffi_call(name, results)(*arguments)
 
 
-def _merged(part_PTKG: Softmax) -> Softmax:
-    """The parts of each token's context as one."""
-    num_parts = len(part_PTKG.top)
-    if num_parts == 1:
-        return jax.tree.map(lambda x: x[0], part_PTKG)
-    top_TKG = part_PTKG.top.max(axis=0)
-    weight_PTKG = jnp.exp(part_PTKG.top - top_TKG)
-    # Written out, since XLA makes a call of its thread pool of a sum, for a few numbers.
-    total_TKG = sum(part_PTKG.total[p] * weight_PTKG[p] for p in range(num_parts))
-    out_TKGH = sum(part_PTKG.out[p] * weight_PTKG[p][..., None] for p in range(num_parts))
-    return Softmax(top_TKG, total_TKG, out_TKGH)
-
-
 def _multiplies_pairs(dtype: str, head_dim: int, machine: Machine) -> bool:
     return dtype == "bfloat16" and has_pairs(machine) and head_dim % (2 * machine.lanes) == 0
 
 
-def _emit(
+def _emit_queries(
     queries: str, dtype: str, group_size: int, head_dim: int, block_size: int, scores: str, machine: Machine
 ) -> Any:
     from pallas_kernels.ragged_paged_attention.cpu import singles, tiles  # these need llvmlite
@@ -307,3 +318,11 @@ def _emit(
         dtype, group_size, head_dim, block_size, scores == "capped", machine.lanes, machine.num_registers, pairs
     )
     return {"singles": singles, "tiles": tiles}[queries].kernel(heads)
+
+
+def _emit_around(work: str, dtype: str, machine: Machine) -> Any:
+    from pallas_kernels.ragged_paged_attention.cpu import joining, writing  # these need llvmlite
+
+    if work == "written":
+        return writing.kernel(jnp.dtype(dtype).itemsize)
+    return joining.kernel(dtype, work == "joined", machine.lanes)

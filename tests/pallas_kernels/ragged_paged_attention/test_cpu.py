@@ -88,7 +88,7 @@ def test_the_kernel_computes_what_it_can_and_xla_the_rest(monkeypatch):
     assert not asked
     with pytest.raises(ZeroDivisionError):
         run(ALL_SETTINGS, make_step(ALL_SETTINGS, jnp.float32), jnp.float32, "cpu")
-    assert asked == [("singles", "float32", 3, 16, 16, "capped")]
+    assert asked == [("written", "float32")]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,7 @@ def test_stored_names_make_the_same_kernels_known_again():
     for wrong, message in (
         (name.replace(".64.", ".72."), "head_dim = 72"),
         (name.replace(".tiles.", ".rows."), "no kernel for rows of bfloat16"),
+        (name.replace(".tiles.", ".written."), "no kernel for what is written as bfloat16, ..2"),
         (name.replace(".capped.", ".round."), "'round' scores"),
         (name.replace(".bfloat16.", ".int8."), "no kernel for tiles of int8"),
         (name[:-12] + "0" * 12, "it is pallas_kernels.ragged_paged_attention.tiles.bfloat16.2.64.16.capped"),
