@@ -4,6 +4,7 @@ Mistakes in attention's reference and in its TPU kernels are listed with their t
 """
 
 from tests.mutants import mutants_of
+from tests.pallas_kernels.ragged_paged_attention.mutants import MUTANTS as OF_ATTENTION
 
 _of = mutants_of(lambda module: (f"tests/pallas_kernels/{module.split('/')[1]}",))
 _of_products = mutants_of(lambda module: ("tests/pallas_kernels/few_rows_matmul", "tests/pallas_kernels/int4_matmul"))
@@ -296,75 +297,5 @@ MUTANTS = (
         ("what equals the bound is not let in", "b.sub(bound_key, ir.Constant(I32, 1))", "bound_key"),
         ("all equal ones stay", 'b.icmp_signed(">", equal_left, zero)', 'b.icmp_signed(">", whole(1), zero)'),
     ),
-    *_of(
-        "pallas_kernels/ragged_paged_attention/cpu/singles.py",
-        "test_cpu",
-        (
-            "slots before the range are counted",
-            'b.icmp_signed(">=", position, begin)',
-            'b.icmp_signed(">=", end, begin)',
-        ),
-        ("the last slot is not seen", 'b.icmp_signed("<", position, end)', 'b.icmp_signed("<=", position, end)'),
-        ("values outside of the range are read", "b.smaller(b.sub(self.end, slot), whole(L))", "whole(L)"),
-        (
-            "a lane's other slot is read outside of the range",
-            "b.larger(b.smaller(b.add(j, whole(n)), final), first)",
-            "b.add(j, whole(n))",
-        ),
-        ("all turned queries are the first", "self._q_at(g, b.add(d, whole(i)))", "self._q_at(0, b.add(d, whole(i)))"),
-        (
-            "sums keep their weight when the top rises",
-            "b.read(self.kind, self.acc, at, align=4), fade)",
-            "b.read(self.kind, self.acc, at, align=4), splat(self.kind, 1.0))",
-        ),
-        ("all queries of a group are the first", "self._q_at(g, d)", "self._q_at(0, d)"),
-        (
-            "slots of a tile are those of its beginning",
-            "b.add(place, whole(first * heads.head_dim * heads.size))",
-            "place",
-        ),
-        (
-            "the last heads are left out",
-            "b.add(frame.extent(KEYS, 1), whole(heads_of_chunk(heads) - 1))",
-            "frame.extent(KEYS, 1)",
-        ),
-        ("tokens of tiles are read twice", 'with b.if_then(b.icmp_signed(">=", work.row, whole(0))):', "if True:"),
-    ),
-    *_of(
-        "pallas_kernels/ragged_paged_attention/cpu/tiles.py",
-        "test_cpu or test_sharing",
-        ("queries see what comes after them", 'b.icmp_signed("<=", position, high)', 'b.icmp_signed(">=", high, high)'),
-        (
-            "queries see what is before the window",
-            'b.icmp_signed(">=", position, low)',
-            'b.icmp_signed(">=", low, low)',
-        ),
-        ("values that nobody sees are read", 'b.icmp_signed("<=", now, most)', 'b.icmp_signed("<=", now, now)'),
-        ("both values of a pair are the first slot's", "[b.add(i, whole(n)) for n", "[i for n"),
-        ("the values of a pair change places", "heads.joined(b, numbers)", "heads.joined(b, numbers[::-1])"),
-        ("what spans have come to is forgotten", "self._continue(first, last)", "pass"),
-        (
-            "sums keep their weight when the top rises",
-            "fade = spread(b, b.read(F32, self.fades, b.mul(row, whole(4)), align=4), L)",
-            "fade = splat(self.kind, 1.0)",
-        ),
-        ("the last places of a prompt are left out", "b.add(now[0], b.sub(places, whole(1)))", "now[0]"),
-        (
-            "queries of other sources see this one's slots",
-            "            self._see(x, ir.Constant(I32, 1), ir.Constant(I32, 0))\n\n    def _look",
-            "            pass\n\n    def _look",
-        ),
-        ("keys are not turned", "enumerate(turned(b, rows))", "enumerate(rows)"),
-        (
-            "tiles are never capped",
-            "self.heads.scores(b, score, self.scale, self.cap)",
-            "b.fmul(score, self.scale)",
-        ),
-    ),
-    *_of(
-        "pallas_kernels/ragged_paged_attention/cpu/heads.py",
-        "test_cpu",
-        ("scores are never capped", "if self.capped else scores", "if False else scores"),
-        ("all blocks belong to the first head", "b.add(b.mul(block, num_heads), head)", "b.mul(block, num_heads)"),
-    ),
+    *OF_ATTENTION,
 )
