@@ -8,7 +8,7 @@ module carries frames and knows nothing of what they say.
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -23,6 +23,8 @@ OPEN_SECONDS = 5.0
 """How much later than its first word the socket of a process may be open on which it listens."""
 LINGER_SECONDS = 2.0
 """How long a process that ends waits until its last report has left."""
+CLOSE_SECONDS = 10.0
+"""After which a process stops waiting for sockets of its own to be closed."""
 
 
 class LostError(Exception):
@@ -119,8 +121,7 @@ class DriverEnd:
         """Give up the sockets, after what was sent has left, if that takes no longer than `linger` seconds."""
         for each in self._sockets:
             each.close(linger=round(linger * 1e3))
-        self._guard.stop()
-        self._context.term()
+        in_bounded_time(self._guard.stop, self._context.term)
 
 
 class FollowerEnd:
@@ -177,7 +178,20 @@ class FollowerEnd:
         self._reports.close()
         if not self._watched:
             self._events.close()
-        self._context.term()
+        in_bounded_time(self._context.term)
+
+
+def in_bounded_time(*calls: Callable[[], object]) -> None:
+    """Make calls that end a context. They wait for every socket of it, and leave a thread behind where one stays open,
+    such as that of a thread that broke down."""
+
+    def make_all() -> None:
+        for call in calls:
+            call()
+
+    thread = threading.Thread(target=make_all, name="end of sockets", daemon=True)
+    thread.start()
+    thread.join(CLOSE_SECONDS)
 
 
 def bind(socket: zmq.Socket, host: str, port: int | None, keys: Keys) -> int:

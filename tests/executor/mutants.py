@@ -91,10 +91,11 @@ MUTANTS = (
         "never or leave",
         ("a sign of life waits for the driver", "each.set(zmq.SNDHWM, 0)  # who", "pass  # who"),
         (
-            "who has seen the driver leave never closes",
+            "who has seen the driver leave waits for its own socket",
             "        self._events.close()  # `close` waits for that",
             "        pass",
         ),
+        ("a socket that stays open is waited for", "thread.join(CLOSE_SECONDS)", "thread.join()"),
     ),
     *_of(
         "jaxpaged/engine/process/cores.py",

@@ -4,7 +4,9 @@ import threading
 import time
 
 import pytest
+import zmq
 
+from jaxpaged.distributed import channel
 from jaxpaged.errors import EngineDeadError
 from jaxpaged.executor import group as group_module
 from jaxpaged.executor.follower import Post
@@ -69,4 +71,14 @@ def test_who_has_seen_the_driver_leave_can_close(members):
     first.say(Alive(1, []))
     in_thread(members.group.close)()
     watching()
+    before = time.monotonic()
     in_thread(first.close)()
+    assert time.monotonic() - before < 5, "its own socket is waited for"
+
+
+def test_a_socket_that_stays_open_keeps_nobody_from_closing(monkeypatch):
+    monkeypatch.setattr(channel, "CLOSE_SECONDS", 0.1)
+    post = Post(1, ("tcp://127.0.0.1:9", "tcp://127.0.0.1:9"), SECRET)
+    left = post._end._context.socket(zmq.PUSH)
+    in_thread(post.close)()
+    left.close()
