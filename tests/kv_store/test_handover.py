@@ -60,9 +60,12 @@ def channels(secret, most=0):
     thread.start()
     client = Channel(b, SPACE, secret, is_server=False, most=most)
     thread.join()
-    yield client, ready[0], a, b
-    a.close()
-    b.close()
+    [server] = ready
+    try:
+        yield client, server, a, b
+    finally:
+        client.close()
+        server.close()
 
 
 @contextlib.contextmanager

@@ -16,10 +16,10 @@ from jaxpaged.errors import PageError
 from jaxpaged.kv_store import shared_memory
 from jaxpaged.kv_store.borrower import Borrower
 from jaxpaged.kv_store.buffers import aligned_empty
-from jaxpaged.kv_store.channel import Channel, Pages
+from jaxpaged.kv_store.channel import Pages
 from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import decode
-from tests.kv_store.test_handover import KEYS, SECRET, SPACE, VALUES, borrowing, eventually, got, lending
+from tests.kv_store.test_handover import KEYS, SECRET, SPACE, VALUES, borrowing, channels, eventually, got, lending
 
 pytestmark = pytest.mark.skipif(not shared_memory.IS_HERE, reason="it is Linux's")
 
@@ -77,59 +77,42 @@ def test_another_user_is_refused_on_both_sides(monkeypatch):
         assert got(borrower, KEYS[0]) is not None and is_near(borrower) == [False]
 
 
-def channels(most=1 << 22):
-    """The two ends of a connection."""
-    a, b = socket.socketpair()
-    ready = []
-    thread = threading.Thread(target=lambda: ready.append(Channel(a, SPACE, None, is_server=True, most=0)))
-    thread.start()
-    client = Channel(b, SPACE, None, is_server=False, most=most)
-    thread.join()
-    return ready[0], client
-
-
 def test_what_does_not_fit_comes_over_the_socket(monkeypatch):
     monkeypatch.setattr(shared_memory, "ARENA_BYTES", 1 << 16)
-    server, client = channels()
     pages = [np.full(size, size % 251, np.uint8) for size in (40_000, 30_000, 20_000, 1, 70_000)]
-    for _ in range(3):
-        thread = threading.Thread(target=server.send, args=(Pages(pages, list(range(5)), [], False),))
-        thread.start()
-        contents = client.receive().contents
-        thread.join()
-        assert all(np.array_equal(page, content) for page, content in zip(pages, contents, strict=True))
-        assert all(content.ctypes.data % 64 == 0 for content in contents)
-    assert carried(client._carried) == {"shared_memory": (9, 3 * 60_001), "unix": (6, 3 * 100_000)}
-    server.close()
-    client.close()
+    with channels(None, most=1 << 22) as (client, server, _, _):
+        for _ in range(3):
+            thread = threading.Thread(target=server.send, args=(Pages(pages, list(range(5)), [], False),))
+            thread.start()
+            contents = client.receive().contents
+            thread.join()
+            assert all(np.array_equal(page, content) for page, content in zip(pages, contents, strict=True))
+            assert all(content.ctypes.data % 64 == 0 for content in contents)
+        assert carried(client._carried) == {"shared_memory": (9, 3 * 60_001), "unix": (6, 3 * 100_000)}
 
 
 def test_a_copy_is_handed_out_and_not_the_memory_itself():
-    server, client = channels()
-    server.send(Pages([np.full(1000, 1, np.uint8)], [0], [], False))
-    (first,) = client.receive().contents
-    server.send(Pages([np.full(1000, 2, np.uint8)], [0], [], False))
-    (second,) = client.receive().contents
-    assert (first == 1).all() and (second == 2).all()
-    with pytest.raises(ValueError, match="read-only"):
-        client._arena._bytes[:] = 0
+    with channels(None, most=1 << 22) as (client, server, _, _):
+        server.send(Pages([np.full(1000, 1, np.uint8)], [0], [], False))
+        (first,) = client.receive().contents
+        server.send(Pages([np.full(1000, 2, np.uint8)], [0], [], False))
+        (second,) = client.receive().contents
+        assert (first == 1).all() and (second == 2).all()
+        with pytest.raises(ValueError, match="read-only"):
+            client._arena._bytes[:] = 0
 
 
 def test_memory_that_is_not_there_or_too_small_is_no_page():
-    server, client = channels()
-    server._arena.put = lambda page: True
-    server.send(Pages([aligned_empty(shared_memory.ARENA_BYTES // 4)] * 5, list(range(5)), [], False))
-    with pytest.raises(PageError, match="in memory that has"):
-        client.receive()
-    for each in (server, client):
-        each.close()
-    server, client = channels()
-    client._arena = None
-    server.send(Pages([aligned_empty(10)], [0], [], False))
-    with pytest.raises(PageError, match="there is none"):
-        client.receive()
-    for each in (server, client):
-        each.close()
+    with channels(None, most=1 << 22) as (client, server, _, _):
+        server._arena.put = lambda page: True
+        server.send(Pages([aligned_empty(shared_memory.ARENA_BYTES // 4)] * 5, list(range(5)), [], False))
+        with pytest.raises(PageError, match="in memory that has"):
+            client.receive()
+    with channels(None, most=1 << 22) as (client, server, _, _):
+        client._arena = None
+        server.send(Pages([aligned_empty(10)], [0], [], False))
+        with pytest.raises(PageError, match="there is none"):
+            client.receive()
 
 
 @pytest.mark.parametrize(
