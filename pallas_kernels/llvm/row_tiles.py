@@ -44,15 +44,19 @@ def product_module(num_rows: int, tile_rows: int, emit_tile: EmitTile) -> ir.Mod
     return kernel_module(lambda b, frame: chunks_of(b, frame.extent(1, 0)), chunk)
 
 
-def chunks_of(b: Builder, num_outputs: ir.Value) -> ir.Value:
-    """How many there are."""
-    return b.sdiv(b.add(num_outputs, whole(CHUNK - 1)), whole(CHUNK))
+def chunks_of(b: Builder, num_outputs: ir.Value, size: ir.Value | None = None) -> ir.Value:
+    """How many there are, of `size` outputs."""
+    size = size or whole(CHUNK)
+    return b.sdiv(b.add(num_outputs, b.sub(size, whole(1))), size)
 
 
-def outputs_of(b: Builder, i: ir.Value, num_outputs: ir.Value) -> tuple[ir.Value, ir.Value]:
+def outputs_of(
+    b: Builder, i: ir.Value, num_outputs: ir.Value, size: ir.Value | None = None
+) -> tuple[ir.Value, ir.Value]:
     """The first output of a chunk, and the one after its last."""
-    first = b.mul(i, whole(CHUNK))
-    return first, b.smaller(b.add(first, whole(CHUNK)), num_outputs)
+    size = size or whole(CHUNK)
+    first = b.mul(i, size)
+    return first, b.smaller(b.add(first, size), num_outputs)
 
 
 @contextlib.contextmanager

@@ -87,6 +87,17 @@ def test_a_block_is_the_weighed_sum_of_its_experts_and_padding_goes_to_none(
     np.testing.assert_allclose(out_TD, [expected(x, p, config) for x in x_TD[:NUM_TOKENS]], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_summands", [1, experts.MOST_SUMMANDS, experts.MOST_SUMMANDS + 1])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_the_pairs_of_a_token_are_added_up_weighed_or_not(platform, num_summands):
+    rng = np.random.default_rng(5)
+    y_PD = rng.standard_normal((4 * num_summands, WIDTH)).astype(np.float32)
+    rank_TJ, weight_TJ = rng.permutation(len(y_PD)).reshape(4, -1), rng.random((4, num_summands), np.float32)
+    for weights, factors in ((weight_TJ, weight_TJ), (None, np.ones_like(weight_TJ))):
+        sum_TD = experts.sum_of_pairs(jnp.asarray(y_PD), jnp.asarray(rank_TJ), weights, platform)
+        np.testing.assert_allclose(sum_TD, np.einsum("tjd,tj->td", y_PD[rank_TJ], factors), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("least_pairs", [2, pytest.param(128, marks=pytest.mark.exhaustive)])
 def test_all_tokens_may_go_to_one_device_and_none_to_the_others(least_pairs, monkeypatch):
     """The pairs of that device, all there are, take as many turns as they need; biases count once."""

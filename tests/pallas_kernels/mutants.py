@@ -56,6 +56,11 @@ MUTANTS = (
         ),
         ("nothing is scaled", "self.b.fmul(total, scale)", "total"),
         (
+            "chunks are counted as if they were small",
+            "chunks_of(b, frame.extent(1, 1), size)",
+            "chunks_of(b, frame.extent(1, 1))",
+        ),
+        (
             "what is left of an expert's tokens is forgotten",
             "for count in range(1, TILE_ROWS):",
             "for count in range(2, TILE_ROWS):",
