@@ -47,7 +47,7 @@ _LARGE = (130, 0, 5, 250, 1)
 CASES = (
     Case("bfloat16", "bfloat16", _MIXED),
     Case("float32, padding", "float32", _MIXED, padding=30, dtype="float32"),
-    Case("float32, more outputs than a thread takes", "float32", (5, 0, 9), num_outputs=150, dtype="float32"),
+    Case("float32, several chunks", "float32", (5, 0, 9), num_inputs=250, num_outputs=150, dtype="float32"),
     Case("int8 per channel, padding", "int8", _MIXED, padding=9),
     Case("int8 in groups, several tiles of tokens", "int8", _LARGE, group=128),
     Case("float8 in groups, padding of whole tiles", "float8_e4m3fn", (20, 0, 30), padding=300, group=128),

@@ -13,7 +13,7 @@ from pallas_kernels.few_rows_matmul.cpu.tiles import I8, ConvertedStep, Step, Ti
 from pallas_kernels.llvm.builder import F32, I32, Builder, whole
 from pallas_kernels.llvm.functions import float32s
 from pallas_kernels.llvm.machine import Machine
-from pallas_kernels.llvm.row_tiles import CHUNK, chunks_of, outputs_of
+from pallas_kernels.llvm.row_tiles import CHUNK, TILE_OUTPUTS, chunks_of, outputs_of
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 
 CHUNK_BYTES = 128 << 10
@@ -79,9 +79,10 @@ def kernel(dtype: str, machine: Machine) -> ir.Module:
     step: Step = steps[dtype](machine) if dtype in steps else step_for(dtype, machine)
 
     def size_of(b: Builder, frame: Frame) -> ir.Value:
-        """Outputs of a chunk."""
+        """Outputs of a chunk, whole tiles of them."""
         row_bytes = b.mul(frame.extent(1, 2), whole(step.weight_size))
-        return b.larger(whole(CHUNK), b.sdiv(whole(CHUNK_BYTES), row_bytes))
+        most = b.sdiv(whole(CHUNK_BYTES), row_bytes)
+        return b.larger(whole(CHUNK), b.and_(most, whole(-TILE_OUTPUTS[0])))
 
     def num_chunks(b: Builder, frame: Frame) -> ir.Value:
         return b.add(b.mul(frame.extent(1, 0), chunks_of(b, frame.extent(1, 1), size_of(b, frame))), whole(1))
