@@ -47,7 +47,13 @@ class Frame:
 
     def extent(self, operand: int, axis: int) -> ir.Value:
         """How long an axis of an operand is."""
-        dims = self._builder.read(PTR, self._buffer(_ARGUMENTS, operand), _DIMS)
+        return self._extent(_ARGUMENTS, operand, axis)
+
+    def result_extent(self, index: int, axis: int) -> ir.Value:
+        return self._extent(_RESULTS, index, axis)
+
+    def _extent(self, list_offset: int, index: int, axis: int) -> ir.Value:
+        dims = self._builder.read(PTR, self._buffer(list_offset, index), _DIMS)
         return self._builder.read(I64, dims, 8 * axis)
 
     def _buffer(self, list_offset: int, index: int) -> ir.Value:

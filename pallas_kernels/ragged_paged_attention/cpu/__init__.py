@@ -1,5 +1,5 @@
-"""Attention on a CPU in machine code of our own (`pallas_kernels/llvm`): one kernel for single queries, one for tiles,
-one that joins what they have come to (`joining.py`), and one that writes new keys and values (`writing.py`).
+"""Attention on a CPU in machine code of our own (`pallas_kernels/llvm`): a kernel for single queries, one for tiles,
+one that joins what they have come to, one that writes new keys and values, and one that says of each step what they do.
 
 What the kernels do not know, such as quantised caches, goes the reference's way.
 
@@ -29,7 +29,6 @@ first, reads that twice and writes scores (`scripts/bench_attention.py`).
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,52 +39,30 @@ from pallas_kernels.context_share import ContextShare
 from pallas_kernels.llvm import machine as llvm
 from pallas_kernels.llvm.code import register
 from pallas_kernels.llvm.machine import Machine, has_pairs, this_machine
-from pallas_kernels.ragged_paged_attention import reference, sharing, work_lists
+from pallas_kernels.ragged_paged_attention import reference, work_lists
+from pallas_kernels.ragged_paged_attention.cpu import plans
+from pallas_kernels.ragged_paged_attention.cpu.plans import MULTIPLE, TILED_FROM, KernelPlan
 from pallas_kernels.ragged_paged_attention.numerics import LOWEST
 from pallas_kernels.ragged_paged_attention.sharing import SharedWork
-from pallas_kernels.shapes import ceil_div
-from pallas_kernels.token_places import NOWHERE, first_visible, token_places
 
 OP = "ragged_paged_attention"
 LAYOUT = reference.LAYOUT
 cannot_take = reference.cannot_take
 
 QUERIES, DTYPES, SCORES = ("singles", "tiles"), ("bfloat16", "float32"), ("plain", "capped")
-AROUND = ("joined", "undivided", "written")
-"""What kernels do that are the same for all heads: join queries' parts, and divide or not; write the cache."""
-MULTIPLE, MOST_HEAD_DIM, MOST_GROUP = 16, 256, 8
-PARTS = 16
-"""Parts of contexts that a step has at least, its tokens taken together: work for so many threads with one kv head."""
-LEAST_PART_SLOTS = 64
-REAL, TILED, SHARES = 1, 2, 4
-"""Flags of a token: it is no padding; it is in a tile of its row; it begins with what spans have come to."""
-TILED_FROM = 4
-"""As many queries of a row as are read in the same time in a tile and one by one."""
+AROUND = {"joined": DTYPES, "undivided": ("float32",), "written": DTYPES, "planned": ("rows", "spans")}
+"""What kernels do that are the same for all heads, with the kinds of each: join queries' parts, and divide or not;
+write the cache; and what all of them are told of a step, with spans or without."""
+MOST_HEAD_DIM, MOST_GROUP = 256, 8
+PLANNED = (
+    "slot_block_T", "slot_offset_T", "how_T", "seen_T2", "row_T", "token_T", "ranges_PT2", "rows_6L",
+)  # fmt: skip
+PLANNED_OF_SPANS = "spans_6L", "span_token_X"
+"""Fields of a plan that its kernel writes, in this order, and those where there may be spans."""
 NONE = np.zeros((1, 1, 1, 1), np.float32)
 """In place of what spans or tiles have come to, where there are none: no token's flags say that it has any."""
 SHARED_TILE = 32
 """Queries of a tile of several rows, supposed that a kv head has a few of each."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KernelPlan(work_lists.Plan):
-    """The reference's, for what goes its way, and what the kernels are told.
-
-    Of each token: its flags, how_T; which slots [first, last] it sees. row_T: its row if it is read by itself, -1
-    otherwise; then ranges_PT2 are slots [begin, end) of the parts of the context. rows_6L and spans_6L: sources of
-    tiles (`tiles.py`), with tokens in the order of the step, token_T, and in that of span_token_X; None where nobody
-    looked for spans.
-    """
-
-    how_T: jax.Array
-    seen_T2: jax.Array
-    row_T: jax.Array
-    token_T: jax.Array
-    ranges_PT2: jax.Array
-    rows_6L: jax.Array
-    spans_6L: jax.Array | None
-    span_token_X: jax.Array | None
 
 
 def why_not(platform: str) -> str | None:
@@ -112,17 +89,20 @@ def kernel_cannot_take(dtype: Any, kv_dtype: Any, group_size: int, head_dim: int
     return None
 
 
-def kernel(work: str, dtype: str, *heads: str | int, machine: Machine) -> str:
-    """What XLA calls a kernel; from now on it is known. `work` is one of `AROUND`, or "singles" or "tiles": then
-    `heads` are their group size, head dim, block size, and scores, "plain" or "capped".
+def kernel(work: str, kind: str, *heads: str | int, machine: Machine) -> str:
+    """What XLA calls a kernel; from now on it is known. `work` is one of `AROUND`, or "singles" or "tiles": then `kind`
+    is a type, and `heads` are their group size, head dim, block size, and scores, "plain" or "capped".
 
     Raises ValueError where there is none.
     """
     if work not in AROUND:
-        return _kernel_of_queries(work, dtype, *heads, machine=machine)
-    if heads or dtype not in DTYPES or (work == "undivided" and dtype != "float32"):
-        raise ValueError(f"there is no kernel for what is {work} as {dtype}, {heads}; it takes {' or '.join(DTYPES)}.")
-    return register(OP, _emit_around, work, dtype, machine=machine)
+        return _kernel_of_queries(work, kind, *heads, machine=machine)
+    if heads or kind not in AROUND[work]:
+        accepted = " or ".join(AROUND[work])
+        raise ValueError(
+            f"there is no kernel for what is {work} as {'.'.join(map(str, (kind, *heads)))}; but {accepted}."
+        )
+    return register(OP, _emit_around, work, kind, machine=machine)
 
 
 def _kernel_of_queries(
@@ -145,61 +125,26 @@ def make_plan(
     seq_lens_R: jax.Array,
     block_tables_RM: jax.Array,
     *,
-    num_tokens: int,
     block_size: int,
     window: int | None,
     shared_6R: jax.Array | None = None,
     share: ContextShare | None = None,
+    **settings: Any,
 ) -> KernelPlan:
     """The reference's plan, and what the kernels are told."""
-    where = {"num_tokens": num_tokens, "block_size": block_size, "window": window, "share": share}
-    plan = work_lists.make_plan(query_start_loc_R1, seq_lens_R, block_tables_RM, shared_6R=shared_6R, **where)
-    position_T, token_T = plan.position_T, jnp.arange(num_tokens, dtype=jnp.int32)
-    row_T, _, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
-    own_R = jnp.zeros_like(seq_lens_R) if shared_6R is None else shared_6R[sharing.OWN]
-    tiled_R = jnp.diff(query_start_loc_R1) >= TILED_FROM
-    own_T, tiled_T = own_R[row_T], tiled_R[row_T]
-    first_T = first_visible(position_T, window)
-    ranges_PT2 = _parts(jnp.maximum(first_T, own_T), position_T + 1, max(1, PARTS // num_tokens))
-    start_R, row_R = query_start_loc_R1[:-1], jnp.arange(len(seq_lens_R), dtype=jnp.int32)
-    last_R = jnp.where(tiled_R, query_start_loc_R1[1:], start_R)
-    rows_6L = _stacked([start_R, last_R, row_R, own_R, jnp.full_like(own_R, NOWHERE), own_R])
-    spans_6L = span_token_X = None
+    rows = query_start_loc_R1, seq_lens_R, block_tables_RM
+    settings |= {"block_size": block_size, "window": window, "shared_6R": shared_6R, "share": share}
+    plan = plans.by_xla(*rows, **settings)
+    if share is not None:
+        return plan
+    names, kind, shared = PLANNED, "rows", ()
     if shared_6R is not None:
-        spans = work_lists.tiles_of_spans(shared_6R, query_start_loc_R1, token_T)
-        lines = spans.first_L, spans.last_L, spans.row_L, spans.begin_L, spans.end_L, jnp.zeros_like(spans.begin_L)
-        spans_6L, span_token_X = _stacked(lines), spans.token_X
-    flags = (real_T, REAL), (tiled_T, TILED), (own_T > 0, SHARES)
-    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    return KernelPlan(
-        **fields,
-        how_T=sum(jnp.where(is_so_T, flag, 0) for is_so_T, flag in flags),
-        seen_T2=jnp.stack([first_T, position_T], axis=-1),
-        token_T=token_T,
-        row_T=jnp.where(real_T & ~tiled_T, row_T, -1),
-        ranges_PT2=ranges_PT2,
-        rows_6L=rows_6L,
-        spans_6L=spans_6L,
-        span_token_X=span_token_X,
-    )
-
-
-def _stacked(lines: Sequence[jax.Array]) -> jax.Array:
-    """`jnp.stack`, as a choice: XLA then makes one kernel of it and of what computes the lines."""
-    index, stacked = jnp.arange(len(lines))[:, None], jnp.int32(0)
-    for i, line in enumerate(lines):
-        stacked = jnp.where(index == i, line, stacked)
-    return stacked
-
-
-def _parts(begin_T: jax.Array, end_T: jax.Array, num_parts: int) -> jax.Array:
-    """Slots [begin, end) of each part of what each token reads, [P, T, 2]. Parts begin at multiples of `MULTIPLE`."""
-    begin_PT = begin_T[None] // MULTIPLE * MULTIPLE
-    length_T = ceil_div(ceil_div(end_T - begin_PT[0], num_parts), MULTIPLE) * MULTIPLE
-    length_T = jnp.maximum(length_T, LEAST_PART_SLOTS) if num_parts > 1 else length_T
-    begin_PT = begin_PT + jnp.arange(num_parts)[:, None] * length_T
-    end_PT = jnp.minimum(begin_PT + length_T, end_T)
-    return jnp.stack([jnp.minimum(jnp.maximum(begin_PT, begin_T), end_PT), end_PT], axis=-1).astype(jnp.int32)
+        names, kind, shared = (*names, *PLANNED_OF_SPANS), "spans", (shared_6R,)
+    shapes = [getattr(plan, name).shape for name in names] + [query_start_loc_R1.shape] * len(shared)
+    results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    call = jax.ffi.ffi_call(kernel("planned", kind, machine=this_machine()), results)
+    planned = call(*rows, np.array([block_size, window or 0], np.int32), *shared)
+    return dataclasses.replace(plan, **dict(zip(names, planned)))
 
 
 def attention(
@@ -320,9 +265,11 @@ def _emit_queries(
     return {"singles": singles, "tiles": tiles}[queries].kernel(heads)
 
 
-def _emit_around(work: str, dtype: str, machine: Machine) -> Any:
-    from pallas_kernels.ragged_paged_attention.cpu import joining, writing  # these need llvmlite
+def _emit_around(work: str, kind: str, machine: Machine) -> Any:
+    from pallas_kernels.ragged_paged_attention.cpu import joining, planning, writing  # these need llvmlite
 
+    if work == "planned":
+        return planning.kernel(kind == "spans")
     if work == "written":
-        return writing.kernel(jnp.dtype(dtype).itemsize)
-    return joining.kernel(dtype, work == "joined", machine.lanes)
+        return writing.kernel(jnp.dtype(kind).itemsize)
+    return joining.kernel(kind, work == "joined", machine.lanes)

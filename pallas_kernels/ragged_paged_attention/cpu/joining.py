@@ -9,7 +9,7 @@ from llvmlite import ir
 from pallas_kernels.llvm.builder import F32, Builder, splat, whole
 from pallas_kernels.llvm.functions import exp, float32s, lane_max, multiply_add, spread, write_bfloat16
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
-from pallas_kernels.ragged_paged_attention.cpu import PARTS, REAL, SHARES, TILED
+from pallas_kernels.ragged_paged_attention.cpu.plans import PARTS, REAL, SHARES, TILED
 from pallas_kernels.ragged_paged_attention.numerics import LOWEST
 
 OUT, TOTAL, TOP, SPANS, TILES, HOW, SINKS = range(7)

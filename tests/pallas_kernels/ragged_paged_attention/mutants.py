@@ -98,6 +98,21 @@ MUTANTS = (
         ),
     ),
     *_of(
+        "pallas_kernels/ragged_paged_attention/cpu/planning.py",
+        "plans_a_step",
+        (
+            "windows are forgotten",
+            'first = b.select(b.icmp_signed("==", self.window, whole(0)), whole(0), first)',
+            "first = whole(0)",
+        ),
+        ("padding has a row", "b.and_(is_real, b.not_(is_tiled))", "b.not_(is_tiled)"),
+        ("padding is written somewhere", "b.select(is_real, block_id, whole(NOWHERE))", "block_id"),
+        ("what is shared is read again", "b.larger(first, own)", "first"),
+        ("spans end with their first row", "b.integer(before, last)", "b.integer(before, b.add(first, whole(1)))"),
+        ("all parts are the first", "b.mul(part, each)", "whole(0)"),
+        ("tokens of spans are in the order of the step", "b.add(b.sub(start, now[0]), x)", "x"),
+    ),
+    *_of(
         "pallas_kernels/ragged_paged_attention/cpu/writing.py",
         "test_cpu",
         (

@@ -11,6 +11,7 @@ from pallas_kernels.llvm.calls import prepare
 from pallas_kernels.llvm.machine import Machine, this_machine, why_not
 from pallas_kernels.ragged_paged_attention import cpu, reference
 from pallas_kernels.ragged_paged_attention.cases import CASES, SHARED_CASES, Case
+from pallas_kernels.ragged_paged_attention.cpu import plans
 from pallas_kernels.testing import make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import check_case, marks, run
 
@@ -52,6 +53,27 @@ def test_a_case_equals_dense_attention(case, dtype):
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    "case", [*(case for case in CASE.values() if case.num_tokens), LONG, AMONG_OTHERS], ids=name_of
+)
+def test_the_kernel_plans_a_step_as_xla_does(case):
+    step = make_step(case, jnp.float32)
+    rows = step.query_start_loc_R1, step.seq_lens_R, step.block_tables_RM
+    settings = {"num_tokens": case.num_tokens, "block_size": case.block_size, "window": case.window}
+    for shared_6R in (None, step.shared_6R):
+        expected = plans.by_xla(*map(jnp.asarray, rows), shared_6R=shared_6R, **settings)
+        plan = cpu.make_plan(*map(jnp.asarray, rows), shared_6R=shared_6R, **settings)
+        real_T, single_T = np.asarray(plan.how_T) & plans.REAL != 0, np.asarray(plan.row_T) >= 0
+        for name in (*cpu.PLANNED, *cpu.PLANNED_OF_SPANS):
+            values, wanted = (np.asarray(getattr(x, name)) for x in (plan, expected))
+            if name in ("slot_offset_T", "seen_T2"):
+                values, wanted = values[real_T], wanted[real_T]
+            if name == "ranges_PT2":
+                values, wanted = values[:, single_T], wanted[:, single_T]
+            np.testing.assert_array_equal(values, wanted, name)
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=name_of)
 def test_what_else_a_step_has_changes_no_bit_of_a_prompt(dtype):
     """Alone, behind others that move it to another place of its tile, and as far as threads go."""
@@ -79,8 +101,12 @@ def test_the_kernels_of_lesser_machines_compute_a_case(monkeypatch, case, dtype)
 
 @needs_kernels
 def test_the_kernel_computes_what_it_can_and_xla_the_rest(monkeypatch):
-    asked = []
-    monkeypatch.setattr(cpu, "kernel", lambda *heads, machine: asked.append(heads) or 1 / 0)
+    asked, kernel = [], cpu.kernel
+
+    def ask(*heads, machine):
+        return kernel(*heads, machine=machine) if heads[0] == "planned" else asked.append(heads) or 1 / 0
+
+    monkeypatch.setattr(cpu, "kernel", ask)
     other = CASE["multi-query, head_dim 10, block_size 8"]
     step = make_step(other, jnp.float32)
     out_TNH, _ = run(other, step, jnp.float32, "cpu")
