@@ -102,8 +102,8 @@ MUTANTS = (
         "plans_a_step",
         (
             "windows are forgotten",
-            'first = b.select(b.icmp_signed("==", self.window, whole(0)), whole(0), first)',
-            "first = whole(0)",
+            "b.add(b.sub(position, self.window), whole(1))",
+            "whole(0)",
         ),
         ("padding has a row", "b.and_(is_real, b.not_(is_tiled))", "b.not_(is_tiled)"),
         ("padding is written somewhere", "b.select(is_real, block_id, whole(NOWHERE))", "block_id"),

@@ -39,6 +39,7 @@ QUICK = (
 )  # fmt: skip
 OTHERS = [(case, dtype) for dtype in (jnp.bfloat16, jnp.float32) for case in CASE.values()]
 OTHERS = [pair for pair in OTHERS if pair not in QUICK]
+WITH_TOKENS = [case for case in CASE.values() if case.num_tokens]
 name_of = lambda x: x.name if isinstance(x, Case) else x.__name__
 
 
@@ -141,7 +142,7 @@ def test_stored_names_make_the_same_kernels_known_again():
     for wrong, message in (
         (name.replace(".64.", ".72."), "head_dim = 72"),
         (name.replace(".tiles.", ".rows."), "no kernel for rows of bfloat16"),
-        (name.replace(".tiles.", ".written."), "no kernel for what is written as bfloat16, ..2"),
+        (name.replace(".tiles.", ".written."), "no kernel for what is written as bfloat16.2.64"),
         (name.replace(".capped.", ".round."), "'round' scores"),
         (name.replace(".bfloat16.", ".int8."), "no kernel for tiles of int8"),
         (name[:-12] + "0" * 12, "it is pallas_kernels.ragged_paged_attention.tiles.bfloat16.2.64.16.capped"),
