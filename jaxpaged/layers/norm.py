@@ -8,6 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxpaged.layers.few_rows import XLA
+from pallas_kernels.rms_norm import How, backends
+from pallas_kernels.rms_norm import rms_norm as own_norm
+
 
 @dataclass(frozen=True)
 class NormConfig:
@@ -15,13 +19,15 @@ class NormConfig:
 
     `is_offset`: the weight says how far the factor is from 1, as in Gemma, and only the product is rounded.
     `is_centred`: the mean is taken off first.
-    `deterministic`: no bit of a result depends on the other rows.
+    `deterministic`: no bit of a result depends on the other rows. `backend`: of `pallas_kernels.rms_norm`, where it
+    takes the rows.
     """
 
     eps: float
     is_offset: bool = False
     is_centred: bool = False
     deterministic: bool = False
+    backend: str = XLA
 
 
 @struct.dataclass
@@ -36,6 +42,10 @@ def rms_norm(x: jax.Array, p: Norm, config: NormConfig) -> jax.Array:
 
     Where weights are offsets: x / rms(x) * (1 + weight), rounded once at the end.
     """
+    x_TD = x.reshape(-1, x.shape[-1])
+    if config.backend != XLA and backends(config.backend, x_TD, p.weight)[config.backend] is None:
+        how = How(config.eps, config.is_offset, config.is_centred)
+        return own_norm(x_TD, p.weight, how, backend=config.backend).reshape(x.shape)
     unit = normalised(x, config)
     if config.is_offset:
         return (unit * (1.0 + p.weight.astype(jnp.float32))).astype(x.dtype)

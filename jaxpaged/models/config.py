@@ -111,7 +111,9 @@ class DecoderConfig:
     @property
     def norm(self) -> NormConfig:
         """How every norm of the model is computed."""
-        return NormConfig(self.norm_eps, self.offset_norms, self.centred_norms, self.deterministic)
+        return NormConfig(
+            self.norm_eps, self.offset_norms, self.centred_norms, self.deterministic, backend=self.few_rows
+        )  # fmt: skip
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:

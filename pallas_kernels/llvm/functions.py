@@ -34,16 +34,26 @@ def read_bfloat16(b: Builder, base: ir.Value, offset: int | ir.Value, count: int
 
 
 def write_bfloat16(b: Builder, values: ir.Value, base: ir.Value, offset: int | ir.Value) -> None:
-    """A vector of float32 rounded to bfloat16, to even where two are as near; NaN stays NaN. As whole numbers, since
-    instructions for it take denormal numbers for zero, or are not there."""
+    """A vector of float32 as bfloat16, rounded."""
+    bits = _bfloat16_bits(b, values)
+    b.write(b.trunc(bits, ir.VectorType(I16, bits.type.count)), base, offset, align=2)
+
+
+def rounded_to_bfloat16(b: Builder, values: ir.Value) -> ir.Value:
+    """A vector of float32 with no more digits than bfloat16 has."""
+    bits = _bfloat16_bits(b, values)
+    return b.bitcast(b.shl(bits, splat(bits.type, 16)), values.type)
+
+
+def _bfloat16_bits(b: Builder, values: ir.Value) -> ir.Value:
+    """Rounded, to even where two are as near; NaN stays NaN. As whole numbers, since instructions for it take denormal
+    numbers for zero, or are not there."""
     bits = ir.VectorType(I32, values.type.count)
-    whole_bits = b.bitcast(values, bits)
-    half = splat(bits, 16)
+    whole_bits, half = b.bitcast(values, bits), splat(bits, 16)
     last = b.and_(b.lshr(whole_bits, half), splat(bits, 1))
     rounded = b.lshr(b.add(b.add(whole_bits, last), splat(bits, 0x7FFF)), half)
     quiet = b.or_(b.lshr(whole_bits, half), splat(bits, 0x40))
-    chosen = b.select(b.fcmp_unordered("uno", values, values), quiet, rounded)
-    b.write(b.trunc(chosen, ir.VectorType(I16, bits.count)), base, offset, align=2)
+    return b.select(b.fcmp_unordered("uno", values, values), quiet, rounded)
 
 
 def bfloat16_pairs(b: Builder, first: ir.Value, second: ir.Value) -> ir.Value:

@@ -302,5 +302,15 @@ MUTANTS = (
         ("what equals the bound is not let in", "b.sub(bound_key, ir.Constant(I32, 1))", "bound_key"),
         ("all equal ones stay", 'b.icmp_signed(">", equal_left, zero)', 'b.icmp_signed(">", whole(1), zero)'),
     ),
+    *_of(
+        "pallas_kernels/rms_norm/cpu/rows.py",
+        "kernels_of_every_machine or rounded_as",
+        ("the mean stays", "b.fsub(x, mean)", "x"),
+        ("all rows are the first", "b.at(row, self.width, whole(0), self.size)", "whole(0)"),
+        ("offsets are factors", "if is_offset:", "if False:"),
+        ("rows are rounded once only", "elif self.size == 2:", "elif False:"),
+        ("the last rows are left out", "b.add(frame.extent(X, 0), b.sub(rows, whole(1)))", "frame.extent(X, 0)"),
+        ("the mean square is nothing", "b.fadd(square, b.read(F32,", "b.fadd(b.fsub(square, square), b.read(F32,"),
+    ),
     *OF_ATTENTION,
 )

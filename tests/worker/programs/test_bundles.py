@@ -132,7 +132,7 @@ def test_an_engine_from_a_bundle_compiles_nothing_and_gives_the_same_tokens(mode
 
 
 WITH_KERNELS = {**ONE_STEP, "dtype": "bfloat16", "block_size": 16}
-OPS = ("few_rows_matmul", "ragged_paged_attention", "top_k")
+OPS = ("few_rows_matmul", "ragged_paged_attention", "rms_norm", "top_k")
 ELSEWHERE = """
 import sys
 from tests.worker.programs.test_bundles import WITH_KERNELS, answers, start, tokens_of
@@ -154,7 +154,9 @@ def test_programs_that_call_kernels_find_them_in_another_process_and_are_refused
     kernels = bundles.Bundle(tmp_path / "bundle").manifest.kernels
     ops = {op: [name.split(".")[2:-1] for name in sorted(kernels) if f".{op}." in name] for op in OPS}
     assert ops["few_rows_matmul"] == [["bfloat16", size] for size in "1248"]
-    assert [name[0] for name in ops["ragged_paged_attention"]] == ["singles", "tiles"]
+    attention = ["joined", "planned", "singles", "tiles", "written"]
+    assert [name[0] for name in ops["ragged_paged_attention"]] == attention
+    assert ops["rms_norm"] == [["bfloat16", "factors", "kept"]]
     assert ops["top_k"] == [["2"], ["223"]]  # log probabilities, and candidates: the whole of this vocabulary
     command = [sys.executable, "-c", ELSEWHERE, str(model), str(tmp_path / "bundle")]
     process = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=300)
