@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from jaxpaged.worker.programs.buckets import default_token_buckets, doubling_buckets
-from jaxpaged.worker.programs.table import CompileCounter, ProgramKey, Programs, enable_compilation_cache
+from jaxpaged.worker.programs.table import (
+    TURN_SECONDS,
+    CompileCounter,
+    ProgramKey,
+    Programs,
+    enable_compilation_cache,
+)
 
 
 class FakeLowered:
@@ -228,6 +234,42 @@ def test_a_program_that_somebody_waits_for_goes_to_the_front_and_its_failure_is_
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_programs_are_lowered_one_at_a_time_and_compiled_side_by_side():
+    lowering, most, compiling = [0], [0], threading.Barrier(3, timeout=10)
+
+    class Lowered:
+        def compile(self):
+            compiling.wait()  # until all three do
+            return "compiled"
+
+    def lower():
+        lowering[0] += 1
+        time.sleep(0.02)
+        most[0] = max(most[0], lowering[0])
+        lowering[0] -= 1
+        return Lowered()
+
+    programs = Programs({ProgramKey("forward", size): lower for size in (8, 16, 32)}, num_threads=3)
+    programs.start()
+    assert set(programs.wait_all().values()) == {"compiled"}
+    assert most == [1]
+
+
+def test_threads_take_short_turns_until_the_last_program_of_all_engines_is_there():
+    before, gates = sys.getswitchinterval(), (threading.Event(), threading.Event())
+    tables = [Programs({ProgramKey("forward", 8): builder("program", gate)}, num_threads=2) for gate in gates]
+    for table in tables:
+        table.start()
+    for table, gate in zip(tables, gates):
+        assert sys.getswitchinterval() == pytest.approx(TURN_SECONDS)
+        gate.set()
+        table.wait_all()
+    deadline = time.monotonic() + 10
+    while sys.getswitchinterval() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sys.getswitchinterval() == before
+
+
 def test_what_compiling_has_freed_goes_back_to_the_system():
     resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     key, kept, seen = ProgramKey("forward", 8), [], []
