@@ -50,27 +50,37 @@ def touched(x: jax.Array, out: jax.Array) -> jax.Array:
     return x.at[(0,) * x.ndim].set(number.astype(x.dtype))
 
 
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """So many calls of a chain as one program, which is handed a state and gives back the next."""
+
+    count: int
+    program: Any
+
+    def seconds(self, state: Any, operands: tuple[Any, ...]) -> tuple[float, Any]:
+        """(the best of several runs per call, the state afterwards)."""
+
+        def run() -> None:
+            nonlocal state
+            state = jax.block_until_ready(self.program(state, *operands))
+
+        run()
+        return min(_timed(run) for _ in range(SAMPLES)) / self.count, state
+
+
+def compiled(chain: Chain, count: int) -> Calls:
+    """`count` calls, compiled; nothing runs. Threads may compile side by side."""
+    program = jax.jit(_calls_of(chain, count), donate_argnums=0).lower(chain.state, *chain.operands)
+    return Calls(count, program.compile())
+
+
 def seconds_per_call(chain: Chain, target_s: float = 0.1) -> float:
     """The best of several runs, each of as many calls as take about `target_s` seconds."""
-    once, state = _run_of(chain, chain.state, 1)
-    first = min(_timed(once) for _ in range(SAMPLES))
-    calls = min(MAX_CALLS, math.ceil(target_s / first))
-    if calls == 1:
+    first, state = compiled(chain, 1).seconds(chain.state, chain.operands)
+    count = min(MAX_CALLS, math.ceil(target_s / first))
+    if count == 1:
         return first
-    many, _ = _run_of(chain, state(), calls)
-    return min(_timed(many) for _ in range(SAMPLES)) / calls
-
-
-def _run_of(chain: Chain, state: Any, calls: int) -> tuple[Callable[[], None], Callable[[], Any]]:
-    """(run `calls` calls and wait, the state now); compiled and warm."""
-    program = jax.jit(_calls_of(chain, calls), donate_argnums=0).lower(state, *chain.operands).compile()
-    now = [state]
-
-    def run() -> None:
-        now[0] = jax.block_until_ready(program(now[0], *chain.operands))
-
-    run()
-    return run, lambda: now[0]
+    return compiled(dataclasses.replace(chain, state=state), count).seconds(state, chain.operands)[0]
 
 
 def _calls_of(chain: Chain, calls: int) -> Callable:

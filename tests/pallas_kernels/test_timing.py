@@ -10,16 +10,17 @@ from pallas_kernels.timing import Chain, fed_back, measured_bandwidth, measured_
 
 
 def test_a_run_makes_its_calls_one_after_another():
-    run, state = timing._run_of(Chain(lambda x, y: x * 2 + y, jnp.zeros(()), (jnp.ones(()),)), jnp.zeros(()), 5)
-    assert state() == 31  # five times 2 x + 1, to warm up
-    run()
-    assert state() == 32 * 31 + 31
+    chain = Chain(lambda x, y: x * 2 + y, jnp.zeros(()), (jnp.ones(()),))
+    calls = timing.compiled(chain, 3)
+    state = calls.program(chain.state, *chain.operands)
+    assert state == 7  # three times 2 x + 1
+    _, state = calls.seconds(state, chain.operands)
+    assert state == 2.0 ** (3 * (2 + timing.SAMPLES)) - 1  # one run more, to warm up
 
 
 def test_each_call_of_a_fed_back_chain_sees_a_number_of_the_last_result():
     chain = fed_back(lambda x, y: jnp.sum(x, keepdims=True) * y, jnp.asarray([7.0, 0.25]), jnp.float32(2))
-    _, state = timing._run_of(chain, chain.state, 2)
-    x, out = state()
+    x, out = timing.compiled(chain, 2).program(chain.state, *chain.operands)
     assert x.tolist() == [0.5, 0.25]  # the first call saw [0, 0.25], its result being zero before it
     assert out.tolist() == [1.5]
 

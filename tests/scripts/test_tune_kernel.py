@@ -6,9 +6,12 @@ import json
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.ragged_paged_attention.gpu import tiles
+from pallas_kernels.timing import Chain
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -29,13 +32,44 @@ def tune(monkeypatch, tmp_path):
     return run
 
 
-def test_the_fastest_candidate_is_written_and_those_that_fail_are_passed_over(tune, monkeypatch):
-    def seconds_of(step, choice, interpret):
+def timed_by(tune, monkeypatch, seconds_of):
+    """Nothing is compiled: `seconds_of(tiles)` is what a candidate takes, or why there is no such candidate."""
+    monkeypatch.setattr(tune.script, "timed", lambda choices, step, interpret: [(x, seconds_of(x)) for x in choices])
+
+
+def test_candidates_that_do_not_compile_are_told_and_each_is_timed_with_its_own_tiles(tune, monkeypatch):
+    asked = []
+
+    def chain_with(step, choice, interpret):
+        asked.append(choice)
         if choice.slots == 128:
             raise RuntimeError("too much shared memory")
-        return 1 / choice.slots
+        return Chain(lambda x, y: x + y, jnp.zeros(()), (jnp.float32(1),))
 
-    monkeypatch.setattr(tune.script, "seconds_of", seconds_of)
+    monkeypatch.setattr(tune.script, "chain_with", chain_with)
+    default = tiles.default_tiles("decode", 16, "float32", tiles.INTERPRETER)
+    wide = dataclasses.replace(default, slots=128)
+    found = list(tune.script.timed([default, wide, default], tune.script.TINY_STEPS[0], interpret=True))
+    assert [choice for choice, _ in found] == [default, wide, default]
+    assert [isinstance(seconds, RuntimeError) for _, seconds in found] == [False, True, False]
+    assert set(asked) == {default, wide}
+
+
+def test_a_chain_has_the_tiles_that_it_is_asked_for(tune):
+    step = tune.script.TINY_STEPS[0]
+    texts = set()
+    for slots in (32, 64):
+        choice = dataclasses.replace(tiles.default_tiles("decode", 16, "float32", tiles.INTERPRETER), slots=slots)
+        chain = tune.script.chain_with(step, choice, interpret=True)
+        texts.add(str(jax.make_jaxpr(chain.function)(chain.state, *chain.operands)))
+    assert len(texts) == 2
+
+
+def test_the_fastest_candidate_is_written_and_those_that_fail_are_passed_over(tune, monkeypatch):
+    def seconds_of(choice):
+        return RuntimeError("too much shared memory") if choice.slots == 128 else 1 / choice.slots
+
+    timed_by(tune, monkeypatch, seconds_of)
     tune.output.write_text('{"another device": {"tiles": {}}}', encoding="utf-8")
     entries = tune()
     assert "another device" in entries
@@ -45,14 +79,14 @@ def test_the_fastest_candidate_is_written_and_those_that_fail_are_passed_over(tu
 
 
 def test_what_is_as_fast_as_the_default_does_not_replace_it(tune, monkeypatch):
-    monkeypatch.setattr(tune.script, "seconds_of", lambda step, choice, interpret: 1 - choice.slots * 1e-5)
+    timed_by(tune, monkeypatch, lambda choice: 1 - choice.slots * 1e-5)
     for key, entry in tune().items():
         default = tiles.default_tiles(key.split(", ")[1], 16, "float32", tiles.INTERPRETER)
         assert entry["tiles"] == dataclasses.asdict(default)
 
 
 def test_the_kernels_read_what_was_written(tune, monkeypatch):
-    monkeypatch.setattr(tune.script, "seconds_of", lambda step, choice, interpret: 1 / choice.slots)
+    timed_by(tune, monkeypatch, lambda choice: 1 / choice.slots)
     tune("--cases", "decode, 4")
     monkeypatch.setattr(tiles, "TUNED", tune.output)
     tiles.tuned.cache_clear()
