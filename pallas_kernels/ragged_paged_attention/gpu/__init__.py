@@ -199,18 +199,20 @@ class GpuBackend:
         rule = LayerRule(scale, window, soft_cap, sinks_N is not None, kind_of(scales))
         sinks_N = jnp.zeros(N, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
         kind = device_kind(self.interpret)
-        out_TNH, own_R, begun = jnp.zeros_like(q_TNH), None, ()
-        layer = (metadata, sinks_N, q_TNH, kv, scales)
         if undivided:
-            return self.attend_part(rule, *layer), kv, scales
+            return self.attend_part(rule, metadata, sinks_N, q_TNH, kv, scales), kv, scales
+        # Outputs take the place of their queries. XLA would make zeros to begin with for all layers at once.
+        q_TNH = jnp.where((jnp.arange(T) < metadata.query_start_loc_R1[-1])[:, None, None], q_TNH, 0)
+        own_R, begun = None, ()
         if metadata.plan.shared_6R is not None:
             own_R = metadata.plan.shared_6R[sharing.OWN]
-            begun = self.attend_spans(rule, *layer)
+            begun = self.attend_spans(rule, metadata, sinks_N, q_TNH, kv, scales)
         for work in self.work_classes(metadata, T, N // K, H, kv[0].dtype, kind):
             sizes = work.tiles.sizes(N // K, K, kind)
             items = make_items(metadata, work.wanted_R, work.num_tiles, sizes, window, own_R)
-            out_TNH = calls.attend(rule, work.tiles, sizes, items, *layer, out_TNH, begun, self.interpret)
-        return out_TNH, kv, scales
+            layer = (metadata, sinks_N, q_TNH, kv, scales)
+            q_TNH = calls.attend(rule, work.tiles, sizes, items, *layer, begun, self.interpret)
+        return q_TNH, kv, scales
 
     def attend_spans(
         self, rule: LayerRule, metadata: Any, sinks_N: jax.Array, q_TNH: jax.Array, kv: Any, scales: Any

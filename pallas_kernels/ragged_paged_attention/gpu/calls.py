@@ -55,22 +55,22 @@ def attend(
     q_TNH: jax.Array,
     kv: tuple[jax.Array, ...],
     scales: tuple[jax.Array, ...],
-    out_TNH: jax.Array,
     begun: tuple[jax.Array, ...],
     interpret: bool,
 ) -> jax.Array:
-    """`out_TNH` with the outputs of the items' tokens. `begun` is what `attend_spans` has left, if it was asked."""
+    """`q_TNH` with outputs in place of the queries of the items' tokens, which nobody else reads. `begun` is what
+    `attend_spans` has left, if it was asked."""
     K = kv[0].shape[1]
     layer, settings = _layer(rule, tiles, sizes, q_TNH, K, bool(begun), interpret)
-    out_struct = jax.ShapeDtypeStruct(out_TNH.shape, out_TNH.dtype)
+    out_struct = jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)
     out_TNH, *parts = pl.pallas_call(
         functools.partial(kernels.attend_kernel, layer=layer),
         grid=(len(items.items_I), K),
         out_shape=[out_struct, *_parts(sizes.num_parts, K, layer)],
-        input_output_aliases={6: 0},
+        input_output_aliases={3: 0},
         name="paged_attend",
         **settings,
-    )(items.items_I, metadata.block_tables_RM, sinks_N, q_TNH, *kv, out_TNH, *scales, *begun)
+    )(items.items_I, metadata.block_tables_RM, sinks_N, q_TNH, *kv, *scales, *begun)
     return pl.pallas_call(
         functools.partial(kernels.merge_kernel, layer=layer),
         grid=(len(items.tiles_E), K),

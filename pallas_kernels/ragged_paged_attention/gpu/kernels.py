@@ -95,12 +95,12 @@ class Cache:
         return self.k.shape[2]
 
 
-def attend_kernel(items_ref, tables_ref, sinks_ref, q_ref, k_ref, v_ref, _zeros_ref, *refs, layer: Layer):
+def attend_kernel(items_ref, tables_ref, sinks_ref, q_ref, k_ref, v_ref, *refs, layer: Layer):
     """Attend from one item's queries: write outputs, or a partial result when the item is not all of its tile.
 
     Grid (I, K). Shapes: items [I, 11], tables [R, M], sinks [N], q and out [T, N, H], the cache as in `Cache`. `refs`
     are the cache's scales, what was begun if the layer has that, out, and partial results: part [parts, K, X, H], top
-    and total [parts, K, X].
+    and total [parts, K, X]. q and out are one array: a program alone reads the queries whose outputs it writes.
     """
     *read_refs, out_ref, part_ref, top_ref, total_ref = refs
     scale_refs, begun = split_begun(read_refs, layer)

@@ -70,16 +70,16 @@ def attend(
     q_TNH: jax.Array,
     kv: tuple[jax.Array, ...],
     scales: tuple[jax.Array, ...],
-    out_TNH: jax.Array,
     begun: tuple[jax.Array, ...],
     interpret: bool,
 ) -> jax.Array:
-    """`out_TNH` with the outputs of the items' tokens. `begun` is what `attend_spans` has left, if it was asked."""
+    """`q_TNH` with outputs in place of the queries of the items' tokens, which nobody else reads. `begun` is what
+    `attend_spans` has left, if it was asked."""
     layer, cache = _layer(rule, tiles, sizes, q_TNH, kv, scales, interpret)
     begun_or_none, K = begun or None, layer.heads.num_kv_heads
     parts = launch(
-        Launch("paged_attend", (len(items.items_I), K), tiles.warps, tiles.stages), interpret, {"out": out_TNH},
-        _parts(sizes.num_parts, layer), items=items.items_I, tables=metadata.block_tables_RM, sinks=sinks_N, q=q_TNH,
+        Launch("paged_attend", (len(items.items_I), K), tiles.warps, tiles.stages), interpret, {"out": q_TNH},
+        _parts(sizes.num_parts, layer), items=items.items_I, tables=metadata.block_tables_RM, sinks=sinks_N,
         begun=begun_or_none, table_width=metadata.block_tables_RM.shape[1], layer=layer, **cache,
     )  # fmt: skip
     changed = {"out": parts.pop("out")}

@@ -62,13 +62,14 @@ class Layer:
 
 @triton.jit
 def paged_attend(
-    items, tables, sinks, q, k, v, k_scales, v_scales, begun, out, part, top, total, table_width, layer: tl.constexpr
+    items, tables, sinks, k, v, k_scales, v_scales, begun, out, part, top, total, table_width, layer: tl.constexpr
 ):
     """Attend from one item's queries: write outputs, or a partial result when the item is not all of its tile.
 
-    Grid (I, K). Shapes: items [I, 11], tables [R, table_width], sinks [N], q and out [T, N, H], k and v [B, K, S, H],
-    their scales [B, K, S] or [K], None without; part [parts, K, X, H], top and total [parts, K, X]. begun: what spans
-    that rows share have left of each query, ([T, N, H], [T, N]) as `paged_merge_spans` writes it, or None.
+    Grid (I, K). Shapes: items [I, 11], tables [R, table_width], sinks [N], out [T, N, H], k and v [B, K, S, H], their
+    scales [B, K, S] or [K], None without; part [parts, K, X, H], top and total [parts, K, X]. out has the queries: a
+    program alone reads those whose outputs it writes. begun: what spans that rows share have left of each query,
+    ([T, N, H], [T, N]) as `paged_merge_spans` writes it, or None.
     """
     fact = items + tl.program_id(0) * NUM_COLUMNS
     head = tl.program_id(1)
@@ -78,7 +79,7 @@ def paged_attend(
     first = tl.load(fact + POSITION)
     query_X, head_X, real_X = query_tile(head, num_queries, layer)
     row_X = query_rows(tl.load(fact + TOKEN), query_X, head_X, layer)
-    q_XP = load_pieces(q + row_X, real_X, layer.heads)
+    q_XP = load_pieces(out + row_X, real_X, layer.heads)
     context = tables + tl.load(fact + ROW).to(tl.int64) * table_width
     cache = (k, v, k_scales, v_scales)
     top_X, total_X, out_XP = attend(

@@ -69,6 +69,24 @@ BACKENDS = ["gpu", pytest.param("gpu-triton", marks=pytest.mark.skipif(NO_TRITON
 class TestWithCompiler:
     pytestmark = needs_compiler
 
+    def test_layers_after_each_other_share_their_temporaries(self):
+        """XLA would begin with all outputs at once, did not each take the place of its queries."""
+        layer, (kv, *args) = layer_of(SHAPE[FIRST], "gpu")
+
+        def temporaries(num_layers):
+            def layers(caches, q_TNH, *others):
+                after = []
+                for cache in caches:
+                    q_TNH, cache = layer(cache, q_TNH, *others)
+                    after.append(cache)
+                return q_TNH, after
+
+            program = gpu_targets.compile_for(TARGETS["h100"], layers, [kv] * num_layers, *args, donate=(0,))
+            return program.memory_analysis().temp_size_in_bytes
+
+        q_TNH = args[0]
+        assert temporaries(8) < temporaries(2) + 2 * q_TNH.size * q_TNH.dtype.itemsize
+
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("target", TARGETS)
     def test_kernels_compile_without_spills(self, target, backend):
