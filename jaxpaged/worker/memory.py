@@ -8,8 +8,14 @@ import jax
 from jaxpaged.params.sharding import bytes_on_device, num_expert_devices, num_ranks
 from jaxpaged.worker.context_split import merging_bytes
 from jaxpaged.worker.programs.blueprint import Blueprint
+from jaxpaged.worker.programs.compiler_options import tries_products
+from jaxpaged.worker.programs.table import MOST_THREADS
 from jaxpaged.worker.step.pooling import programs_for
 
+SLACK_BYTES = 256 * 2**20
+"""Of jax's pool on a GPU: it gives out whole pieces, and what is left between them may be of no use."""
+TRIAL_MARGIN = 64 * 2**20
+"""Around operands that XLA tries kernels with, to see whether any writes beyond them: 16 MiB for each of up to four."""
 PAIR_ARRAYS = 3
 """Of what experts make of tokens, in float32: as it lies by expert, by token, and weighed."""
 
@@ -30,7 +36,25 @@ class Reserve:
 def reserve_of(blueprint: Blueprint) -> Reserve:
     """What the engine of a blueprint needs besides its KV blocks."""
     rows = (blueprint.demand.max_num_seqs + 1) * blueprint.division.row_bytes
-    return Reserve(blueprint.weight_bytes, state_bytes(blueprint) + rows, temporary_bytes(blueprint))
+    temporaries = temporary_bytes(blueprint)
+    if blueprint.platform == "gpu":
+        temporaries += SLACK_BYTES + trial_bytes(blueprint)
+    return Reserve(blueprint.weight_bytes, state_bytes(blueprint) + rows, temporaries)
+
+
+def trial_bytes(blueprint: Blueprint) -> int:
+    """What XLA takes to time kernels for products while it compiles, beside the cache (`tries_products`): for each
+    program that is compiled at a time, operands and result of the largest product."""
+    if not tries_products(blueprint.platform, blueprint.config.model.quantization is not None):
+        return 0
+    tokens = blueprint.token_buckets[-1]
+    decoders, itemsize = blueprint.decoders, blueprint.dtype.itemsize
+    weight = max(each.hidden_size * each.columns_per_token for each in decoders) // blueprint.num_shards
+    if has_head(blueprint):  # which keeps its type, and ends runs of decode steps
+        head = blueprint.decoder.vocab_size * blueprint.decoder.hidden_size * itemsize // blueprint.num_shards
+        weight = max(weight, head)
+    activations = max(each.hidden_size + each.columns_per_token for each in decoders) * tokens * itemsize
+    return MOST_THREADS * (weight + activations + TRIAL_MARGIN)
 
 
 def state_bytes(blueprint: Blueprint) -> int:

@@ -156,7 +156,7 @@ class Blueprint:
     @cached_property
     def compiler_options(self) -> dict[str, Options]:
         """Kind of program -> options of the compiler."""
-        return compiler_options(self.mesh)
+        return compiler_options(self.mesh, self.config.model.quantization is not None)
 
     @cached_property
     def custom(self) -> CustomProcessors:

@@ -40,7 +40,7 @@ from jaxpaged.sampling.rows import NUM_COLUMNS, placed_lines, unpack_rows
 from jaxpaged.sampling.sampler import SampleOutput, sample_full, sample_plain
 from jaxpaged.sampling.state import SamplingState, StateLayout, load_row, load_tokens
 from jaxpaged.speculation import Speculation
-from jaxpaged.worker.programs.compiler_options import Options
+from jaxpaged.worker.programs.compiler_options import OTHERS, Options
 from jaxpaged.worker.step.packed import StepLayout, StepParts
 from jaxpaged.worker.step.zero_pages import zeros_on
 from pallas_kernels.ragged_paged_attention import KVTensor
@@ -302,6 +302,7 @@ class Shapes:
         """A program of all ranks, from the function of one and the shapes of its arguments."""
         function = of_each_rank(self.functions.attention.mesh, function, arguments)
         settings.setdefault("out_shardings", self.functions.replicated)
+        settings.setdefault("compiler_options", self.options.get(OTHERS))
         return jax.jit(function, donate_argnums=tuple(donated), **settings).lower(*arguments)
 
     def packed(self, *shape: int) -> jax.ShapeDtypeStruct:

@@ -100,7 +100,7 @@ def lower_verify(shapes: Shapes, size: int, full: bool, masked: bool = False) ->
         end, num_drafts_S = verify(f, head, hidden, rows, sampling, packed, masks)
         return end.rows, end.tokens_IS, end.sampling, end.logprobs, num_drafts_S
 
-    step = jax.jit(verify_step, donate_argnames=("rows", "sampling"), out_shardings=f.replicated)
     arguments = (shapes.head, shapes.all_hidden, shapes.rows, shapes.sampling if full else None)
     num_most = shapes.rows.drafts_RK.shape[1] + 1
-    return step.lower(*arguments, shapes.packed(size, NUM_VERIFY_COLUMNS), *shapes.masks(num_most, size, masked))
+    arguments += shapes.packed(size, NUM_VERIFY_COLUMNS), *shapes.masks(num_most, size, masked)
+    return shapes.lower(verify_step, arguments, donated=(2, 3))

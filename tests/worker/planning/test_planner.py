@@ -17,11 +17,13 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.models.pooling import pooling_model
 from jaxpaged.plan import DeviceFacts, PlannedProgram, worst_bytes
+from jaxpaged.worker.memory import SLACK_BYTES, TRIAL_MARGIN
 from jaxpaged.worker.planning.compiling import Compiler
 from jaxpaged.worker.planning.planner import Planner, largest_split
 from jaxpaged.worker.planning.targets import GPUS, Target, parse_target
 from jaxpaged.worker.programs.blueprint import StepPrograms
 from jaxpaged.worker.programs.bundles import Bundle
+from jaxpaged.worker.programs.table import MOST_THREADS
 from pallas_kernels import tpu_targets
 from pallas_kernels.ragged_paged_attention import choose_backend
 from tests.models import pooling_checkpoints
@@ -41,6 +43,8 @@ def folder(tmp_path_factory):
 
 
 def toy(memory, platform="gpu", devices=(), num_devices=1):
+    """`memory` comes on top of what is left aside on a GPU."""
+    memory += int(SLACK_BYTES / 0.9) if platform == "gpu" else 0
     facts, sizes = DeviceFacts("Toy", memory, 1e9, 1e12, 1e9), tuple(range(1, num_devices + 1))
     return Target("toy", platform, facts, num_devices, devices, sizes=sizes, host_sizes=tuple(range(1, 9)))
 
@@ -66,6 +70,16 @@ def test_a_gpu_promises_its_share_of_what_cuda_counts(folder, gpu):
     assert any("unless XLA_CLIENT_MEM_FRACTION there is less" in line for line in plan.assumptions)
     if sold := re.match(r".*?(\d+)gb", gpu):
         assert plan.device.memory < int(sold[1]) * 2**30
+
+
+def test_where_weights_are_converted_a_gpu_keeps_room_for_the_trials_of_xla_and_a_tpu_does_not(folder):
+    for platform, tries in (("gpu", True), ("tpu", False)):
+        exact, rounded = (
+            planner(folder, toy(8 * MIB, platform), quantization=quantization).reserves[0].temporaries
+            for quantization in (None, "int8")
+        )
+        assert (rounded - exact >= MOST_THREADS * TRIAL_MARGIN) == tries
+        assert (rounded > exact) == tries
 
 
 def test_an_override_of_the_number_of_blocks_is_taken_as_it_is(folder):
@@ -101,7 +115,7 @@ def test_a_head_that_drafts_is_part_of_the_plan(folder, tmp_path):
 
 def test_a_model_that_does_not_fit_is_told_what_would(folder):
     small = planner(folder, toy(8 * MIB))
-    need = small.reserves[0].total + 5 * small.blueprint.division.block_bytes
+    need = small.reserves[0].total - int(SLACK_BYTES / 0.9) + 5 * small.blueprint.division.block_bytes
     plan = planner(folder, toy(need), gpu_memory_utilization=1.0).plan()
     assert not plan.fits and not plan.programs
     text = " ".join(plan.advice)

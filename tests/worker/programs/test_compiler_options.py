@@ -13,9 +13,9 @@ from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.worker.planning.targets import parse_target, shapes_mesh
 from jaxpaged.worker.programs import compiler_options
 from jaxpaged.worker.programs.blueprint import Blueprint, StepPrograms
-from jaxpaged.worker.programs.compiler_options import LAYER_KINDS, LAYER_OPTIONS, is_known
+from jaxpaged.worker.programs.compiler_options import APART, LAYER_KINDS, LAYER_OPTIONS, OTHERS, UNTRIED, is_known
 from jaxpaged.worker.programs.table import ProgramKey
-from pallas_kernels import tpu_targets
+from pallas_kernels import gpu_targets, tpu_targets
 from tests.models.checkpoints import write_checkpoint
 
 OF_THIS_CPU = "xla_cpu_enable_fast_math"
@@ -87,6 +87,29 @@ def test_a_v6e_takes_the_option_and_fuses_no_two_products(folder):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         text = programs(plan)[ProgramKey("forward", 8)]().compile().as_text()
     assert max(products_of_fusions(text)) == 1
+
+
+def test_weights_that_are_converted_on_a_gpu_leave_their_products_to_xla_and_the_head_to_cublas(monkeypatch):
+    monkeypatch.setitem(LAYER_OPTIONS, jax.devices()[0].platform, LAYER_OPTIONS["gpu"])
+    monkeypatch.setitem(compiler_options.OTHER_OPTIONS, "cpu", compiler_options.OTHER_OPTIONS["gpu"])
+    monkeypatch.setattr(compiler_options, "GPU", "cpu")
+    monkeypatch.setattr(compiler_options, "refusal", lambda mesh, options: None)
+    plain, converted = (compiler_options.compiler_options(make_mesh(1), converts) for converts in (False, True))
+    assert plain == {**dict.fromkeys(LAYER_KINDS, LAYER_OPTIONS["gpu"]), OTHERS: UNTRIED}
+    assert converted == {**dict.fromkeys(LAYER_KINDS, APART), OTHERS: UNTRIED}
+
+
+@pytest.mark.aot_gpu
+@pytest.mark.skipif(gpu_targets.why_not() is not None, reason=str(gpu_targets.why_not()))
+def test_an_h100_takes_all_options_has_cublas_multiply_and_writes_no_weights_side_by_side(folder):
+    mesh = make_mesh(1, tuple(gpu_targets.mesh_of(gpu_targets.TARGETS["h100"]).devices.flat))
+    plan = blueprint(folder, mesh, "gpu", hidden_size=1024, intermediate_size=4096)
+    assert plan.compiler_options == {**dict.fromkeys(LAYER_KINDS, LAYER_OPTIONS["gpu"]), OTHERS: UNTRIED}
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = programs(plan)[ProgramKey("forward", 8)]().compile().as_text()
+    per_layer = 7  # queries, keys, values and what is made of them; gate, up and down
+    assert text.count("__cublas$lt$matmul") == per_layer * plan.decoder.num_layers
+    assert "__triton_gemm" not in text
 
 
 def products_of_fusions(text):
