@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 LOWEST = -1e30  # below any score, yet finite, so that the difference of two is not NaN
 
@@ -56,10 +57,16 @@ class Numerics(NamedTuple):
 
 def masked_scores(problem: Any, q: jax.Array, k: jax.Array, visible: jax.Array) -> jax.Array:
     """Float32 scores [..., X, C] of queries [..., X, H] at slots [..., C, H], -inf where not `visible`."""
-    score = jnp.einsum("...XH,...CH->...XC", q.astype(k.dtype), k, preferred_element_type=jnp.float32) * problem.scale
+    score = product("...XH,...CH->...XC", q.astype(k.dtype), k) * problem.scale
     if problem.soft_cap is not None:
         score = problem.soft_cap * jnp.tanh(score / problem.soft_cap)
     return jnp.where(visible, score, -jnp.inf)
+
+
+def product(letters: str, one: jax.Array, other: jax.Array) -> jax.Array:
+    """A float32 einsum. Of float32 numbers it has their precision: GPUs and TPUs would round them to fewer bits."""
+    precision = lax.Precision.HIGHEST if other.dtype == jnp.float32 else None
+    return jnp.einsum(letters, one, other, precision=precision, preferred_element_type=jnp.float32)
 
 
 def nothing(shape: tuple[int, ...], head_dim: int) -> Softmax:
@@ -111,8 +118,8 @@ def _merge_queries(part_JKG: Softmax, token_J: jax.Array) -> Softmax:
     top_JKG = jnp.max(jnp.where(same_JJ[..., None, None], part_JKG.top, LOWEST), axis=1)
     weight_JKG = jnp.exp(part_JKG.top - top_JKG)
     same_JJ = same_JJ.astype(jnp.float32)
-    total_JKG = jnp.einsum("IJ,JKG->IKG", same_JJ, part_JKG.total * weight_JKG)
-    out_JKGH = jnp.einsum("IJ,JKGH->IKGH", same_JJ, part_JKG.out * weight_JKG[..., None])
+    total_JKG = product("IJ,JKG->IKG", same_JJ, part_JKG.total * weight_JKG)
+    out_JKGH = product("IJ,JKGH->IKGH", same_JJ, part_JKG.out * weight_JKG[..., None])
     return Softmax(top_JKG, total_JKG, out_JKGH)
 
 
@@ -126,7 +133,7 @@ def _attend_slots(
     score = masked_scores(problem, q, k, visible)
     top = jnp.maximum(score.max(-1), top)
     weight = jnp.exp(score - top[..., None])
-    out = jnp.einsum("...XC,...CH->...XH", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = product("...XC,...CH->...XH", weight.astype(v.dtype), v)
     return Softmax(top, weight.sum(-1), out)
 
 

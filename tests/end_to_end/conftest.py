@@ -35,6 +35,7 @@ class BanBelow:
 OPTIONS = {
     "max_num_seqs": 8, "max_num_batched_tokens": 128, "token_buckets": (2, 8, 128), "max_model_len": 2560,
     "block_size": 16, "logits_processors": (BanBelow,),
+    "num_gpu_blocks_override": 8 * 160 + 1,  # what a CPU takes by itself; a GPU would take all that its memory holds
 }  # fmt: skip
 # Servers have the same options, so that all but the first find their programs in the cache.
 SERVE = (

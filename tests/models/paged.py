@@ -22,13 +22,14 @@ from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.quantized import quantized_specs
 from jaxpaged.worker.kv_blocks import tensor_struct
-from pallas_kernels.ragged_paged_attention import make_metadata
+from pallas_kernels.ragged_paged_attention import choose_backend, make_metadata
 from tests.models.checkpoints import CONFIGS
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 BLOCK_SIZE = 8
 NUM_BLOCKS = 12
 CHUNK = 16
+BACKEND = "reference" if jax.default_backend() == "cpu" else choose_backend("auto", jax.default_backend())
 TABLE = np.array([7, 2, 9, 4, 11, 1, 8], np.int32)
 """The blocks of the only request, in an order that is not theirs."""
 
@@ -55,7 +56,7 @@ class PagedModel:
         config = self.model.config_from_hf(hf)
         self.config = dataclasses.replace(config, max_model_len=max_model_len or config.max_model_len)
         self.mesh = make_mesh(num_shards, spreads_experts=spreads_experts)
-        self.context = AttentionContext(self.mesh, "reference")
+        self.context = AttentionContext(self.mesh, BACKEND)
         specs = quantized_specs(self.model.param_specs(self.config, num_shards), quantization, self.config.dim_sizes())
         self.params = load_params(specs, self.config, folder, self.mesh, jnp.float32)
         attention = self.model.attention_specs(self.config, BLOCK_SIZE, 4, num_shards)
@@ -104,7 +105,7 @@ class PagedModel:
         metadata = [
             make_metadata(
                 1, starts, seq_lens, tables,
-                num_tokens=CHUNK, block_size=BLOCK_SIZE, window=window, backend="reference", chunk=chunk,
+                num_tokens=CHUNK, block_size=BLOCK_SIZE, window=window, backend=BACKEND, chunk=chunk,
             )
             for window, chunk in self.kinds
         ]  # fmt: skip

@@ -18,7 +18,7 @@ from pallas_kernels.top_k import choose_backend
 
 NUM_CANDIDATES = 8  # less than the vocabularies here, so that both ways to draw are taken
 
-BY_CANDIDATES = LimitsMethod(num_candidates=NUM_CANDIDATES, largest=choose_backend("auto", "cpu"))
+BY_CANDIDATES = LimitsMethod(num_candidates=NUM_CANDIDATES, largest=choose_backend("auto", jax.default_backend()))
 
 plain = jax.jit(functools.partial(sample_plain, method=BY_CANDIDATES))
 full = jax.jit(

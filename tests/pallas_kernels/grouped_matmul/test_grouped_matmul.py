@@ -14,9 +14,9 @@ from pallas_kernels.grouped_matmul.cases import CASES, Case
 from pallas_kernels.grouped_matmul.items import make_items
 from pallas_kernels.llvm.calls import calls_in, prepare
 from pallas_kernels.llvm.machine import Machine, this_machine, why_not
-from pallas_kernels.testing import quantized_values, run_once, tolerance, unit_scales
+from pallas_kernels.testing import is_simulated, quantized_values, run_once, tolerance, unit_scales
 
-INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(), "gpu": True, "cpu": False}
+INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(), "gpu": is_simulated("gpu"), "cpu": False}
 needs_kernels = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 AVX2 = Machine("haswell", "+avx2,+fma", lanes=8, num_registers=16)  # what every x86 machine of ten years has
 

@@ -11,9 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import kv_copy
 from pallas_kernels.kv_copy import tpu
 from pallas_kernels.kv_copy.cases import CASES, Case
-from pallas_kernels.testing import bits, run_once
+from pallas_kernels.testing import bits, is_simulated, run_once
 
-INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(detect_races=True), "gpu": True}
+INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(detect_races=True), "gpu": is_simulated("gpu")}
 CASE = {case.name: case for case in CASES}
 
 

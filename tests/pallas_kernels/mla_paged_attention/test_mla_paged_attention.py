@@ -12,9 +12,9 @@ from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels.context_share import ContextShare
 from pallas_kernels.mla_paged_attention import gpu
 from pallas_kernels.mla_paged_attention.cases import CASES, Case
-from pallas_kernels.testing import dense_attention, run_once, tolerance
+from pallas_kernels.testing import dense_attention, is_simulated, run_once, tolerance
 
-INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(detect_races=True), "gpu": True}
+INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(detect_races=True), "gpu": is_simulated("gpu")}
 CASE = {case.name: case for case in CASES}
 
 

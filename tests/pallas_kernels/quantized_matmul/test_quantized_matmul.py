@@ -12,9 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import quantized_matmul as qm
 from pallas_kernels.quantized_matmul import gpu, tpu
 from pallas_kernels.quantized_matmul.cases import CASES, Case
-from pallas_kernels.testing import quantized_values, run_once, tolerance, unit_scales
+from pallas_kernels.testing import is_simulated, quantized_values, run_once, tolerance, unit_scales
 
-INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(), "gpu": True}
+INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(), "gpu": is_simulated("gpu")}
 
 
 def make_operands(case: Case) -> tuple[np.ndarray, qm.QuantizedWeight]:

@@ -12,10 +12,11 @@ from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.cases import Case
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, quantize, token_scales, why_not
 from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
-from pallas_kernels.testing import Step, make_step
+from pallas_kernels.testing import Step, is_simulated, make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import attend_step, case_tolerance, error, marks
 
 CASE = Case("quantised", ((300, 1), (20, 40), (37, 1), (0, 1), (130, 3)), group_size=3, window=150)
+GPU = "gpu-interpret" if is_simulated("gpu") else "gpu"
 INT8, FP8 = jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)
 
 
@@ -85,10 +86,10 @@ CASES = [
     ("tpu-interpret", CASE, jnp.float32, FP8, "token"),
     ("tpu-interpret", CASE, jnp.bfloat16, INT8, "head"),
     ("tpu-interpret", CASE, jnp.bfloat16, FP8, "none"),
-    ("gpu-interpret", CASE, jnp.bfloat16, INT8, "token"),
-    ("gpu-interpret", CASE, jnp.float32, FP8, "token"),
-    ("gpu-interpret", CASE, jnp.bfloat16, INT8, "head"),
-    ("gpu-interpret", CASE, jnp.float16, FP8, "none"),
+    (GPU, CASE, jnp.bfloat16, INT8, "token"),
+    (GPU, CASE, jnp.float32, FP8, "token"),
+    (GPU, CASE, jnp.bfloat16, INT8, "head"),
+    (GPU, CASE, jnp.float16, FP8, "none"),
     ("gpu-triton-interpret", CASE, jnp.bfloat16, INT8, "token"),
     ("gpu-triton-interpret", CASE, jnp.float32, FP8, "token"),
     ("gpu-triton-interpret", CASE, jnp.bfloat16, INT8, "head"),

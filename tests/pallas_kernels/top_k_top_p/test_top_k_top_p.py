@@ -12,12 +12,12 @@ from hypothesis.extra import numpy as hnp
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import top_k_top_p
-from pallas_kernels.testing import run_once
+from pallas_kernels.testing import is_simulated, run_once
 from pallas_kernels.top_k_top_p import xla
 from pallas_kernels.top_k_top_p.cases import CASES, Case
 from pallas_kernels.top_k_top_p.search import float_of_order, order_of_float
 
-INTERPRET = {"reference": False, "xla": False, "tpu": pltpu.InterpretParams(), "gpu": True}
+INTERPRET = {"reference": False, "xla": False, "tpu": pltpu.InterpretParams(), "gpu": is_simulated("gpu")}
 V = 16
 
 

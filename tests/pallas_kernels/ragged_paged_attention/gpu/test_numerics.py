@@ -1,4 +1,4 @@
-"""The GPU kernels in Pallas's interpreter against dense attention in float64, with everything poisoned."""
+"""The GPU kernels, in Pallas's interpreter or on a GPU, against dense attention in float64, with all else poisoned."""
 
 import inspect
 import itertools
@@ -15,7 +15,7 @@ from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention import gpu
 from pallas_kernels.ragged_paged_attention.cases import CASES, SHARED_CASES
 from pallas_kernels.ragged_paged_attention.gpu import calls, items, kernels, pieces, tiles
-from pallas_kernels.testing import make_step
+from pallas_kernels.testing import is_simulated, make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import (
     after,
     case_tolerance,
@@ -27,7 +27,7 @@ from tests.pallas_kernels.ragged_paged_attention.one_step import (
 )
 
 CASE = {case.name: case for case in (*CASES, *SHARED_CASES)}
-BACKEND = "gpu-interpret"
+BACKEND = "gpu-interpret" if is_simulated("gpu") else "gpu"
 # Every kind of mask and layout once; the others are the same code with other sizes.
 QUICK = (
     ("one decode", jnp.float32),
@@ -108,6 +108,7 @@ def test_a_mutant_of_the_kernels_is_noticed(monkeypatch, mutant):
     monkeypatch.setattr(calls, "kernels", mutated)
     fine = tiles.Tiles(rows=16, slots=16, per_core=20, min_slots=16, warps=4, stages=1)
     monkeypatch.setattr(tiles, "default_tiles", lambda *_: fine)
+    monkeypatch.setattr(tiles, "num_cores", lambda kind: 1)  # so that parts take several iterations on a GPU too
     case = CASE[name]
     step = make_step(case, jnp.float32)
     out_TNH, kv = run(case, step, jnp.float32, BACKEND)
