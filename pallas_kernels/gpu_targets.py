@@ -86,16 +86,21 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def mesh_of(target: GpuTarget) -> Mesh:
-    """A mesh of one device of `target`. Raises RuntimeError when the compiler is not installed."""
+def devices_of(target: GpuTarget, count: int = 1) -> tuple[jax.Device, ...]:
+    """Devices of `target` in one host, to compile for. Raises RuntimeError when the compiler is not installed."""
     reason = why_not()
     if reason is not None:
         raise RuntimeError(f"cannot compile for {target.device_kind}: {reason}.")
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the plugin looks for libraries of a driver
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="one", topology="1x1x1", target_config=describe(target)
+        platform="cuda", topology_name="one host", topology=f"1x1x{count}", target_config=describe(target)
     )
-    return Mesh(np.array(topology.devices), ("model",), axis_types=(AxisType.Auto,))
+    return tuple(topology.devices)
+
+
+def mesh_of(target: GpuTarget) -> Mesh:
+    """A mesh of one device of `target`. Raises RuntimeError when the compiler is not installed."""
+    return Mesh(np.array(devices_of(target)), ("model",), axis_types=(AxisType.Auto,))
 
 
 def compile_for(target: GpuTarget, function: Any, *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:

@@ -21,8 +21,9 @@ BANDWIDTH = 10 * 2**30
 
 EPILOG = """\
 Compiles the engine's own programs for a TPU that is not here (this needs libtpu: pip install 'jaxpaged[aot-tpu]'),
-and says what fits and how fast it can be at most. Of the model only config.json is read. For GPUs, and with
---no-compile, everything comes from shapes. Unless -tp is given the model is split over as many devices of one host as
+and says what fits and how fast it can be at most. Of the model only config.json is read. Programs for an A100, H100 or
+B200 are compiled where the extra aot-gpu is installed; for other GPUs, and with --no-compile, everything comes from
+shapes. Unless -tp is given the model is split over as many devices of one host as
 can share it. With -tp it may be all devices of several hosts, and nothing between.
 
 exit status: 0 the engine fits; 1 it does not fit or run, and the plan says what to change; 2 wrong usage

@@ -1,7 +1,7 @@
 """Devices by name, present or not: what they can do, and a mesh of them to lower and compile for.
 
-A TPU target is a topology such as `v6e:2x4`; libtpu compiles for it on any x86-64 machine. A GPU target such as
-`h100:8` has no compiler here: its mesh has shapes only. This module knows no model.
+A TPU target is a topology such as `v6e:2x4`; libtpu compiles for it on any x86-64 machine. For a GPU target such as
+`h100:8` CUDA's compilers do, where they are installed; else its mesh has shapes only. This module knows no model.
 """
 
 import itertools
@@ -29,6 +29,7 @@ from jaxpaged.distributed.mesh import (
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.installed import is_installed
 from jaxpaged.plan import DeviceFacts
+from pallas_kernels import gpu_targets
 
 CHIPS = {
     "v5e": pltpu.ChipVersion.TPU_V5E,
@@ -61,6 +62,9 @@ GPUS = {
 """Memory as CUDA counts it, of which jax's pool is a share: less than the name says, since the driver and error
 correction keep some. The rest is from NVIDIA's data sheets: the memory's bandwidth, dense bf16 operations, NVLink or
 PCIe in both directions."""
+
+COMPILED_GPUS = {"a100-80gb": "a100", "b200": "b200", "h100": "h100"}
+"""Those that the extra `aot-gpu` compiles for, by what `pallas_kernels.gpu_targets` calls them."""
 
 RUNTIME_SHARE = 0.025
 """Of a TPU's memory, what its runtime keeps for itself: a v5e reports 15.75 of 16 GiB, a v6e 31.25 of 32."""
@@ -121,7 +125,8 @@ def known_targets() -> str:
 
 
 def parse_target(name: str, *, compile: bool = True) -> Target:
-    """The target called `name`; with `compile`, a TPU's topology is opened, which needs libtpu.
+    """The target called `name`; with `compile`, a TPU's topology is opened, which needs libtpu, and GPUs of one host
+    where the extra `aot-gpu` is installed; from shapes alone they can be planned for without.
 
     Raises ConfigError for unknown names, impossible topologies, and when libtpu is missing.
     """
@@ -129,7 +134,7 @@ def parse_target(name: str, *, compile: bool = True) -> Target:
     if kind in GPUS:
         if shape and not re.fullmatch("[1-9][0-9]{0,3}", shape):
             raise ConfigError(f"target {name!r} has {shape!r} GPUs; write a number, as in {kind}:8.")
-        return gpu_target(name, kind, int(shape or 1))
+        return gpu_target(name, kind, int(shape or 1), compile)
     if kind not in CHIPS:
         near = did_you_mean(kind, [*CHIPS, *GPUS])
         raise ConfigError(f"unknown target {name!r}.{near} Known are {known_targets()}.")
@@ -138,11 +143,14 @@ def parse_target(name: str, *, compile: bool = True) -> Target:
     return tpu_target(name, kind, tuple(map(int, shape.split("x"))), compile)
 
 
-def gpu_target(name: str, kind: str, count: int) -> Target:
+def gpu_target(name: str, kind: str, count: int, compile: bool) -> Target:
     """Any number of GPUs are a mesh; whether a cluster has more than eight in a host is not known by name."""
+    devices: tuple[jax.Device, ...] = ()
+    if compile and kind in COMPILED_GPUS and count <= GPUS_PER_HOST and gpu_targets.why_not() is None:
+        devices = gpu_targets.devices_of(gpu_targets.TARGETS[COMPILED_GPUS[kind]], count)
     sizes, host_sizes = tuple(range(1, count + 1)), tuple(range(1, GPUS_PER_HOST + 1))
     num_hosts = math.ceil(count / GPUS_PER_HOST)
-    return Target(name, "gpu", GPUS[kind], count, (), num_hosts, sizes, host_sizes, f"{kind}:{GPUS_PER_HOST}")
+    return Target(name, "gpu", GPUS[kind], count, devices, num_hosts, sizes, host_sizes, f"{kind}:{GPUS_PER_HOST}")
 
 
 def tpu_target(name: str, kind: str, bounds: tuple[int, ...], compile: bool) -> Target:

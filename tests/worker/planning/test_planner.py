@@ -24,7 +24,7 @@ from jaxpaged.worker.planning.targets import GPUS, Target, parse_target
 from jaxpaged.worker.programs.blueprint import StepPrograms
 from jaxpaged.worker.programs.bundles import Bundle
 from jaxpaged.worker.programs.table import MOST_THREADS
-from pallas_kernels import tpu_targets
+from pallas_kernels import gpu_targets, tpu_targets
 from pallas_kernels.ragged_paged_attention import choose_backend
 from tests.models import pooling_checkpoints
 from tests.models.checkpoints import write_checkpoint
@@ -80,6 +80,21 @@ def test_where_weights_are_converted_a_gpu_keeps_room_for_the_trials_of_xla_and_
         )
         assert (rounded - exact >= MOST_THREADS * TRIAL_MARGIN) == tries
         assert (rounded > exact) == tries
+
+
+@pytest.mark.aot_gpu
+@pytest.mark.skipif(gpu_targets.why_not() is not None, reason=str(gpu_targets.why_not()))
+def test_programs_of_one_and_of_two_gpus_compile_where_their_compilers_are(folder):
+    for name, num_devices in (("h100", 1), ("h100:2", 2)):
+        target = parse_target(name)
+        plan = planner(folder, target, tensor_parallel_size=num_devices)
+        keys = [next(key for key in plan.compiler.builders if key.kind == kind) for kind in ("forward", "sample")]
+        forward, sample = plan.compiler.compile(keys, lambda *_: None)
+        assert target.compiles and forward.error is sample.error is None, (forward, sample)
+        assert bool(forward.collectives) == (num_devices > 1), forward
+        assert 0 < forward.temporary_bytes <= plan.reserves[0].temporaries
+    assert not parse_target("h100", compile=False).compiles
+    assert not parse_target("l4").compiles
 
 
 def test_an_override_of_the_number_of_blocks_is_taken_as_it_is(folder):
