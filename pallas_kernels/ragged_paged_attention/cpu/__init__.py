@@ -61,6 +61,8 @@ PLANNED_OF_SPANS = "spans_6L", "span_token_X"
 """Fields of a plan that its kernel writes, in this order, and those where there may be spans."""
 NONE = np.zeros((1, 1, 1, 1), np.float32)
 """In place of what spans or tiles have come to, where there are none: no token's flags say that it has any."""
+NO_SINKS = np.array([LOWEST], np.float32)
+"""One for all heads, which XLA makes no kernel of."""
 SHARED_TILE = 32
 """Queries of a tile of several rows, supposed that a kv head has a few of each."""
 
@@ -189,7 +191,7 @@ def _finished(calls: "_Calls", sinks_N: jax.Array | None, undivided: bool) -> ja
         begun_TKGP = calls.tiles(plan.span_token_X, plan.spans_6L)
     if not metadata.decodes_only and T >= TILED_FROM:
         tiles_TKGP = calls.tiles(plan.token_T, plan.rows_6L, begun_TKGP)
-    sinks_N = np.full(K * G, LOWEST, np.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
+    sinks_N = NO_SINKS if sinks_N is None else sinks_N.astype(jnp.float32)
     return calls.joined(calls.singles(), begun_TKGP, tiles_TKGP, sinks_N, undivided).reshape(T, K * G, -1)
 
 

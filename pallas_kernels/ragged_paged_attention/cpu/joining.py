@@ -14,8 +14,8 @@ from pallas_kernels.ragged_paged_attention.numerics import LOWEST
 
 OUT, TOTAL, TOP, SPANS, TILES, HOW, SINKS = range(7)
 """Operands: of single queries' parts out_PTKGH, and total and top [P, T, K, G]; what spans of blocks have come to, and
-tiles of rows, [T, K, G, H + 2] as `numerics.packed` has it; how_T, what of these a token has; sinks_KG, `LOWEST` where
-there are none."""
+tiles of rows, [T, K, G, H + 2] as `numerics.packed` has it; how_T, what of these a token has; a sink for each head, or
+one for all."""
 TOKENS = 16
 SPAN_PLACE, SINK_PLACE, ROOM = PARTS, PARTS + 1, 2 * PARTS
 """Among a query's highest scores and weights, behind those of its parts: whose they are."""
@@ -90,7 +90,8 @@ class Joining:
         with b.counting(whole(0), wholes, whole(1)):
             self._note(packed, b.sub(self.packed_bytes, whole(4)), 4 * SPAN_PLACE)
         if self.divides:
-            self._note(self.frame.operand(SINKS), b.mul(n, whole(4)), 4 * SINK_PLACE)
+            is_one = b.icmp_signed("==", self.frame.extent(SINKS, 0), whole(1))
+            self._note(self.frame.operand(SINKS), b.select(is_one, whole(0), b.mul(n, whole(4))), 4 * SINK_PLACE)
         tops = [b.read(self.kind, self.tops, 4 * i, align=4) for i in registers]
         largest = tops[0]
         for other in tops[1:]:

@@ -82,8 +82,8 @@ MUTANTS = (
         ("tiles are taken for spans", "(TILES, SPANS)", "(SPANS, SPANS)"),
         (
             "all heads have the first sink",
-            "self._note(self.frame.operand(SINKS), b.mul(n, whole(4)),",
-            "self._note(self.frame.operand(SINKS), whole(0),",
+            "b.select(is_one, whole(0), b.mul(n, whole(4)))",
+            "whole(0)",
         ),
         ("sinks are not in the sum", "[self._of(self.weights, SINK_PLACE)]", "[ir.Constant(F32, 0.0)]"),
         (
