@@ -18,5 +18,5 @@ CASES = (
     Case("a prompt", 70, 1024),
     Case("a register and no more", 3, 16),
     Case("an odd number of registers", 5, 16 * 7),
-    Case("rows longer than a chunk", 2, 20_000),
+    Case("rows longer than a chunk", 2, 70_000),
 )

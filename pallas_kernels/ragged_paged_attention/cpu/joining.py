@@ -16,7 +16,7 @@ OUT, TOTAL, TOP, SPANS, TILES, HOW, SINKS = range(7)
 """Operands: of single queries' parts out_PTKGH, and total and top [P, T, K, G]; what spans of blocks have come to, and
 tiles of rows, [T, K, G, H + 2] as `numerics.packed` has it; how_T, what of these a token has; a sink for each head, or
 one for all."""
-TOKENS = 16
+TOKENS = 64
 SPAN_PLACE, SINK_PLACE, ROOM = PARTS, PARTS + 1, 2 * PARTS
 """Among a query's highest scores and weights, behind those of its parts: whose they are."""
 

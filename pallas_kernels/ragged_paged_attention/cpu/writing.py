@@ -8,7 +8,7 @@ from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 KEYS, VALUES, NEW_KEYS, NEW_VALUES, BLOCKS, OFFSETS = range(6)
 """Operands: k_BKSH and v_BKSH, which are the results; k_TKH and v_TKH of the same type; where each token's go,
 slot_block_T, nowhere if there is no such block, and slot_offset_T."""
-TOKENS = 16
+TOKENS = 64
 PIECE = 32
 """Bytes that are moved at once: heads are a multiple of 16 numbers."""
 

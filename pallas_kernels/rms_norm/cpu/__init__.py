@@ -2,7 +2,7 @@
 
 Layout: rows as they are.
 
-Grid: chunks of rows with some 16 thousand numbers, handed to XLA's threads one after the other.
+Grid: chunks of rows with some 64 thousand numbers, handed to XLA's threads one after the other.
 
 Skipping: none.
 
