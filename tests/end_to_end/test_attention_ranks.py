@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import jax
 import numpy as np
@@ -46,7 +47,9 @@ def check_events(llm):
     """A follower of a rank's events knows what that rank has cached."""
     stored = []
     for rank, publisher in zip(scheduler_of(llm).ranks, llm.llm_engine._core._publishers, strict=True):
-        follower = Follower(publisher)
+        follower, deadline = Follower(publisher), time.monotonic() + 10
+        while len(publisher._remembered) < publisher._next_number and time.monotonic() < deadline:
+            time.sleep(0.01)  # a thread of its own sends them
         for _, payload in publisher._remembered:
             assert follower.take(payload).data_parallel_rank == len(stored)
         cached = {key[:-4] for pool in rank.kv_cache_manager.pools for key in pool._cached}
