@@ -68,7 +68,7 @@ def compiler_options(mesh: Mesh | AbstractMesh, converts: bool = False) -> dict[
         layers = {name: value for name, value in layers.items() if name not in UNTRIED}
     said = os.environ.get("XLA_FLAGS", "")
     wanted = {name: value for name, value in {**layers, **others}.items() if f"--{name}=" not in said}
-    if refusal(mesh, wanted) is not None:
+    if wanted and refusal(mesh, wanted) is not None:
         wanted = {name: value for name, value in wanted.items() if is_known(mesh, name, value)}
     kinds = {**dict.fromkeys(LAYER_KINDS, layers), OTHERS: others}
     given = {kind: {name: x for name, x in options.items() if name in wanted} for kind, options in kinds.items()}

@@ -14,7 +14,7 @@ from jaxpaged.worker.planning.targets import parse_target, shapes_mesh
 from jaxpaged.worker.programs import compiler_options
 from jaxpaged.worker.programs.blueprint import Blueprint, StepPrograms
 from jaxpaged.worker.programs.compiler_options import APART, LAYER_KINDS, LAYER_OPTIONS, OTHERS, UNTRIED, is_known
-from jaxpaged.worker.programs.table import ProgramKey
+from jaxpaged.worker.programs.table import CompileCounter, ProgramKey
 from pallas_kernels import gpu_targets, tpu_targets
 from tests.models.checkpoints import write_checkpoint
 
@@ -50,7 +50,9 @@ def test_an_option_that_the_compiler_does_not_know_is_a_warning_and_left_out(mon
 def test_what_the_environment_says_of_an_option_goes_before_ours(monkeypatch):
     mesh, level = make_mesh(1), "xla_backend_optimization_level"
     monkeypatch.setenv("XLA_FLAGS", f"--{level}=0")
-    assert compiler_options.compiler_options(mesh) == {}
+    with CompileCounter() as compilations:
+        assert compiler_options.compiler_options(mesh) == {}
+    assert not compilations.count, "there was nothing to ask the compiler"
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     assert compiler_options.compiler_options(mesh) == {kind: {level: 2} for kind in LAYER_KINDS}
 
