@@ -16,7 +16,7 @@ from jaxpaged.messages import ProgramKey
 PAUSE_SECONDS = 1.0
 """No step for so long is a pause, in which everything is prepared. Between two steps, or two requests of a program that
 asks one after the other, there is less."""
-MISSED_TOKENS = 2000
+MISSED_TOKENS = 1000
 """A program is missed once steps were padded by so many tokens without need: about what preparing it costs."""
 FIRST_MISSED_TOKENS = 256
 """The same for the first of all small programs, for which the cores are left alone: a few steps show their size."""
