@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.products import product
 from pallas_kernels.shapes import ceil_div
 
 CHUNK_SLOTS = 256
@@ -41,10 +42,10 @@ def attend(
         def add_chunk(chunk, state):
             top_N, total_N, out_NC = state
             x_sW, visible_s = _chunk(cache_BSW, metadata, token, chunk)
-            score_Ns = jnp.where(visible_s, scale * _product("NW,sW->Ns", q_TNW[token], x_sW[:, :width]), -jnp.inf)
+            score_Ns = jnp.where(visible_s, scale * product("NW,sW->Ns", q_TNW[token], x_sW[:, :width]), -jnp.inf)
             highest_N = jnp.maximum(top_N, score_Ns.max(axis=1))
             weight_Ns, fade_N = jnp.exp(score_Ns - highest_N[:, None]), jnp.exp(top_N - highest_N)
-            added_NC = _product("Ns,sC->NC", weight_Ns.astype(x_sW.dtype), x_sW[:, :C])
+            added_NC = product("Ns,sC->NC", weight_Ns.astype(x_sW.dtype), x_sW[:, :C])
             return highest_N, total_N * fade_N + weight_Ns.sum(axis=1), out_NC * fade_N[:, None] + added_NC
 
         num_chunks = ceil_div(metadata.position_T[token] + 1, chunk_slots(cache_BSW))
@@ -73,8 +74,3 @@ def _chunk(cache_BSW: jax.Array, metadata: Any, token: jax.Array, chunk: jax.Arr
     block = metadata.block_tables_RM.at[metadata.row_T[token], position_s[::S] // S].get(mode="clip")
     x_sW = cache_BSW.at[block].get(mode="clip").reshape(-1, W)
     return jnp.where(visible_s[:, None], x_sW, 0), visible_s
-
-
-def _product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)

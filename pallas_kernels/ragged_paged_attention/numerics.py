@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from pallas_kernels.products import product
 
 LOWEST = -1e30  # below any score, yet finite, so that the difference of two is not NaN
 
@@ -61,12 +62,6 @@ def masked_scores(problem: Any, q: jax.Array, k: jax.Array, visible: jax.Array) 
     if problem.soft_cap is not None:
         score = problem.soft_cap * jnp.tanh(score / problem.soft_cap)
     return jnp.where(visible, score, -jnp.inf)
-
-
-def product(letters: str, one: jax.Array, other: jax.Array) -> jax.Array:
-    """A float32 einsum. Of float32 numbers it has their precision: GPUs and TPUs would round them to fewer bits."""
-    precision = lax.Precision.HIGHEST if other.dtype == jnp.float32 else None
-    return jnp.einsum(letters, one, other, precision=precision, preferred_element_type=jnp.float32)
 
 
 def nothing(shape: tuple[int, ...], head_dim: int) -> Softmax:
