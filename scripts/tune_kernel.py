@@ -98,7 +98,7 @@ def tune(key: str, step: ServingStep, options: argparse.Namespace, kind: str) ->
 
 
 def timed(choices: list[Tiles], step: ServingStep, interpret: bool) -> Iterator[tuple[Tiles, float | Exception]]:
-    """(tiles, seconds of a call or why there are none) of the default, which must work, and of every candidate."""
+    """(tiles, seconds of a call or why there are none) of every choice."""
 
     def prepare(tiles: Tiles) -> Calls | Exception:
         try:

@@ -14,7 +14,7 @@ GIVEN = {"jax": "1", "model": "'demo'"}
 class Members:
     """A group of three in this process: two of them only talk."""
 
-    def __init__(self, **options):
+    def __init__(self):
         self.ended = threading.Event()
         self.heard = []
         tell = lambda *progress: self.heard.append(progress)

@@ -65,7 +65,7 @@ def test_weights_temporaries_and_blocks_fill_what_may_be_used_and_no_more(folder
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_a_gpu_promises_its_share_of_what_cuda_counts(folder, gpu):
-    plan = planner(folder, parse_target(gpu)).plan()
+    plan = planner(folder, parse_target(gpu, compile=False)).plan()
     assert plan.usable_bytes == int(plan.device.memory * 0.9)
     assert any("unless XLA_CLIENT_MEM_FRACTION there is less" in line for line in plan.assumptions)
     if sold := re.match(r".*?(\d+)gb", gpu):
