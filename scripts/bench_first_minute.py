@@ -1,23 +1,22 @@
-"""What compiling in the background costs requests: an engine's speed in its first minute, and once all is compiled.
+"""What compiling costs requests: the speed of an engine in its first minute, beside one that has all programs.
 
     python scripts/bench_first_minute.py [--models demo llama-110m] [--requests 1 8] [--seconds 60] [--warm]
+    python scripts/bench_first_minute.py --models llama-110m --engine="--quantization int8"
 
-An engine of a process of its own starts with an empty compilation cache (`--warm`: with the one that the start before
-filled) and gets as many requests at a time as `--requests` says, each of 32 to 512 random tokens and 64 to 128 more, a
-new one as soon as one ends. Tokens, of prompts and answers, count from the first token of an answer on, for as long as
-`--seconds` says. Then all programs are waited for, and requests of the same sizes, with other tokens, run until they
-have as many: so both speeds are those of the same work. Models besides the embedded one are those of
-scripts/bench_offline.py.
-
-On a machine with other work the second ratio is the one to look at: tokens per second of the process's CPU time, with
-the minute measured so too. It counts as lost what compiling took of cores that were idle, and so is the lower one.
+An engine of a process of its own starts with an empty compilation cache (`--warm`: then again with one that is filled)
+and gets as many requests at a time as `--requests` says, each of 32 to 512 random tokens and 64 to 128 more, a new one
+as soon as one ends. Tokens, of prompts and answers, count from the first token of an answer on, for as long as
+`--seconds` says. Another engine, which has waited for all programs, has the same work, and the cores in turns of half a
+second: so both meet the same moments of a machine, and neither clock runs while the other one does. Models besides the
+embedded one are those of scripts/bench_offline.py.
 """
 
 import argparse
 import json
-import math
 import os
 import random
+import shlex
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,18 +25,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offline_bench import checkpoints, workloads
+from offline_bench.engines import own_time
+from offline_bench.turns import Clock, Runner, Turns
 
 MAX_MODEL_LEN = 1024
 TOKEN_IDS = range(5, 300)  # every model has them
+SAY_SECONDS = 0.5
+"""How often the engine that has all programs says how far it is."""
 
 
 class Load:
-    """Keeps `num_requests` under way, and tells how many tokens came of it. Every load has the same sizes, in the same
-    order; `name` decides about the tokens, which no cache has then."""
+    """Keeps `num_requests` under way, and tells how many tokens came of it. Every load is the same."""
 
-    def __init__(self, engine: Any, num_requests: int, name: str):
-        self.engine, self.num_requests, self.name = engine, num_requests, name
-        self.draw_sizes, self.draw_tokens = random.Random(0), random.Random(name)
+    def __init__(self, engine: Any, num_requests: int):
+        self.engine, self.num_requests = engine, num_requests
+        self.draw_sizes, self.draw_tokens = random.Random(0), random.Random(1)
         self.prompts: dict[str, int] = {}  # id -> tokens, of prompts that are not computed yet
         self.num_added = 0
         self.running: set[str] = set()
@@ -51,7 +53,7 @@ class Load:
             temperature=0.0, max_tokens=num_out, ignore_eos=True, output_kind=RequestOutputKind.DELTA
         )
         self.num_added += 1
-        self.running.add(name := f"{self.name} {self.num_added}")
+        self.running.add(name := str(self.num_added))
         self.prompts[name] = num_in
         prompt = [self.draw_tokens.choice(TOKEN_IDS) for _ in range(num_in)]
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -73,89 +75,148 @@ class Load:
         next(num_tokens for num_tokens in self.steps() if num_tokens)
         return self
 
-    def measure(self, seconds: float = math.inf, num_tokens: int | float = math.inf) -> "Speed":
-        """Go on for so many seconds of the cores, or until so many tokens came."""
-        begin, cpu_begin, total = time.perf_counter(), time.process_time(), 0
+    def speeds(self) -> Iterator["Speed"]:
+        """From now on, after each step."""
+        begin, total = time.perf_counter(), 0
         for came in self.steps():
             total += came
-            cpu_seconds = (time.process_time() - cpu_begin) / os.cpu_count()
-            if cpu_seconds >= seconds or total >= num_tokens:
-                return Speed(total, time.perf_counter() - begin, cpu_seconds)
-        raise AssertionError("steps do not end")
-
-    def stop(self) -> None:
-        self.engine.abort_request(list(self.running))
+            yield Speed(total, time.perf_counter() - begin)
 
 
 class Speed(NamedTuple):
-    """What came, in seconds, and in seconds of CPU time over the number of cores."""
-
     num_tokens: int
     seconds: float
-    cpu_seconds: float
+
+    @property
+    def per_second(self) -> float:
+        return self.num_tokens / self.seconds
 
 
-def measure(origin: float, options: dict[str, Any], num_requests: int, seconds: float) -> dict[str, Any]:
-    """One engine: seconds to its first token, and its speeds."""
+# ---- the process of an engine ------------------------------------------------------------------------
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def run_child(job: dict[str, Any]) -> None:
+    """One engine: with `seconds` its first ones; without, how fast it is with all programs, until it is killed."""
+    own_time.use(job["clock"])
     from jaxpaged.config import EngineConfig
     from jaxpaged.engine.llm_engine import LLMEngine
 
-    engine = LLMEngine.from_config(EngineConfig.from_options(**options))
-    load = Load(engine, num_requests, "first").first_token()
-    told = {"first_token": time.time() - origin, "first_minute": (first := load.measure(seconds))}
-    load.stop()
-    stats = engine.executor_stats()
-    told |= {"ready": stats["programs_ready"], "wanted": stats["programs"]}
-    engine.wait_for_programs()
-    again = Load(engine, num_requests, "again").first_token()
-    return told | {"afterwards": again.measure(num_tokens=first.num_tokens)}
+    engine = LLMEngine.from_config(EngineConfig.from_options(**job["options"]))
+    if job["seconds"] is None:
+        engine.wait_for_programs()
+    load = Load(engine, job["num_requests"]).first_token()
+    say(first_token=time.perf_counter() - job["started"])
+    said_at = 0.0
+    for speed in load.speeds():
+        if job["seconds"] is None and speed.seconds >= said_at + SAY_SECONDS:
+            said_at = speed.seconds
+            say(speed=speed)
+        elif job["seconds"] is not None and speed.seconds >= job["seconds"]:
+            stats = engine.executor_stats()
+            say(speed=speed, ready=stats["programs_ready"], wanted=stats["programs"])
+            os._exit(0)  # as the command does: programs that nobody waits for are still being compiled
+
+
+class Child:
+    """Such a process. Raises RuntimeError when it ends before it has answered."""
+
+    def __init__(self, folder: Path, **job: Any):
+        clock = Clock(folder)
+        self._errors = open(folder / "errors.log", "w+b")  # noqa: SIM115 (closed with the process)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            start_new_session=True, text=True,
+        )  # fmt: skip
+        self.runner = Runner(self._process.pid, clock)
+        self._process.stdin.write(json.dumps({**job, "clock": str(clock.path), "started": time.perf_counter()}))
+        self._process.stdin.close()
+
+    def answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            self._errors.seek(0)
+            last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise RuntimeError(f"an engine ended: {' '.join(last) or 'it said nothing'}")
+        return json.loads(line)
+
+    def end(self) -> str:
+        """Kill it, and return what it had not said yet, but for the last line."""
+        self.runner.end()
+        rest = self._process.stdout.read().rpartition("\n")[0]
+        self._process.wait()
+        self._errors.close()
+        return rest
+
+
+def compare(folder: Path, options: dict[str, Any], num_requests: int, seconds: float, cache: str) -> dict[str, Any]:
+    """An engine whose compilation cache is in `cache`, beside one that has all programs."""
+    turns, children = Turns(), []
+    try:
+        job = {"num_requests": num_requests}
+        filled = {**options, "compilation_cache_dir": str(folder / "filled")}
+        children.append(ready := Child(folder, options=filled, seconds=None, **job))
+        ready.answer()
+        ready.runner.stop()
+        children.append(
+            new := Child(folder, options={**options, "compilation_cache_dir": cache}, seconds=seconds, **job)
+        )
+        told = new.answer()
+        with turns.taken_by(new.runner, ready.runner):
+            told |= new.answer()
+        *_, last = ready.end().splitlines()
+        return told | {"afterwards": json.loads(last)["speed"]}
+    finally:
+        for child in children:
+            child.end()
 
 
 def row(name: str, num_requests: int, told: dict[str, Any]) -> str:
-    first, after = Speed(*told["first_minute"]), Speed(*told["afterwards"])
-    speed, speed_after = first.num_tokens / first.seconds, after.num_tokens / after.seconds
-    by_cpu_time = (first.num_tokens / first.cpu_seconds) / (after.num_tokens / after.cpu_seconds)
+    first, after = Speed(*told["speed"]).per_second, Speed(*told["afterwards"]).per_second
     cells = (
-        name, f"{num_requests}", f"{told['first_token']:.1f}", f"{speed:,.0f}", f"{speed_after:,.0f}",
-        f"{speed / speed_after:.2f}", f"{by_cpu_time:.2f}", f"{told['ready']} of {told['wanted']}",
+        name, f"{num_requests}", f"{told['first_token']:.1f}", f"{first:,.0f}", f"{after:,.0f}", f"{first / after:.2f}",
+        f"{told['ready']} of {told['wanted']}",
     )  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
 
-def main() -> None:
-    from jaxpaged.entrypoints.cli.bench.startup import answer_of_child
+TITLES = ("model", "requests", "first token, s", "first minute, tok/s", "with all programs", "ratio", "programs")
 
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["demo", "llama-110m"], choices=["demo", *checkpoints.MODELS])
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8], metavar="N", help="under way at a time")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the first minute is")
-    parser.add_argument("--warm", action="store_true", help="then once more, with the cache as it was left")
+    parser.add_argument("--engine", default="", metavar="FLAGS", help="engine options, as the command has them")
+    parser.add_argument("--warm", action="store_true", help="then once more, with a cache that is filled")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(measure(**json.load(sys.stdin))), flush=True)
-        os._exit(0)  # as the command does: programs that nobody waits for are still being compiled
-    titles = (
-        "model",
-        "requests",
-        "first token, s",
-        "first minute, tok/s",
-        "afterwards",
-        "ratio",
-        "by CPU time",
-        "programs",
-    )
-    print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
-    with tempfile.TemporaryDirectory() as folder:
-        for name in args.models:
-            path = name if name == "demo" else checkpoints.make_checkpoint(checkpoints.MODELS[name], Path(folder))
+        return run_child(json.load(sys.stdin))
+    given = options_of(args.engine)
+    print("| " + " | ".join(TITLES) + " |\n" + "|---" * len(TITLES) + "|")
+    for name in args.models:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            path = name if name == "demo" else checkpoints.make_checkpoint(checkpoints.MODELS[name], folder)
+            options = {"model": str(path), "max_model_len": MAX_MODEL_LEN} | given
             for num_requests in args.requests:
-                cache = f"{folder}/cache-{name}-{num_requests}"
-                options = {"model": str(path), "max_model_len": MAX_MODEL_LEN, "compilation_cache_dir": cache}
-                job = {"options": options, "num_requests": num_requests, "seconds": args.seconds}
                 for temperature in ("", ", warm cache")[: 1 + args.warm]:
-                    told = answer_of_child([sys.executable, __file__, "--child"], job)
+                    cache = str(folder / "filled" if temperature else folder / f"empty-{num_requests}")
+                    told = compare(folder, options, num_requests, args.seconds, cache)
                     print(row(name + temperature, num_requests, told), flush=True)
+
+
+def options_of(flags: str) -> dict[str, Any]:
+    from jaxpaged.entrypoints.cli.flags import add_engine_flags, engine_options
+
+    parser = argparse.ArgumentParser(prog="--engine")
+    add_engine_flags(parser)
+    return engine_options(parser.parse_args(shlex.split(flags)))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@
     python scripts/bench_offline.py --peers none --jaxpaged= --jaxpaged=--without-kernels       # the extra `cpu`
 
 Models have random weights, which the script writes to the user's cache folder. Every engine runs each round in a fresh
-process, one at a time, on the same cores; rounds alternate their order. The first round starts with an empty
-compilation cache, and measures a minute of small batches before it waits for anything to be compiled. A peer that is
-missing, fails or hangs is reported and stops nothing. --out gets results.json (all that was measured), report.md,
-chart.png (extra `plots`) and every engine's log.
+process, on the same cores. Engines take turns of half a second, each with a clock that stands still while it is
+stopped, so that all meet the same moments of a machine that others share; they need memory side by side, else
+`--at-a-time 1` has one after the other. The first round starts with an empty compilation cache, and measures a minute
+of small batches before it waits for anything to be compiled. A peer that is missing, fails or hangs is reported and
+stops nothing. --out gets results.json (all that was measured), report.md, chart.png (extra `plots`) and every engine's
+log.
 
 What drafts give (--speculative-config) depends on the text: scripts/bench_speculation.py measures that.
 """
@@ -26,12 +28,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from offline_bench import chart, checkpoints, peers, plan, report, workloads
 from offline_bench.processes import Outcome, run_process
 from offline_bench.results import Results, rate
+from offline_bench.turns import Turns
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,6 +48,7 @@ class Settings:
     scale: float
     timeout: float
     minutes: float
+    at_a_time: int
     checkpoints_dir: Path
     out: Path
     caches: Path  # compilation caches, empty at the start
@@ -55,39 +59,57 @@ def measure(the_plan: plan.Plan, settings: Settings, results: Results) -> None:
     end = time.monotonic() + 60 * settings.minutes
     for round_index in range(settings.repeat):
         measure_roofline(settings, results, round_index)
-        for engine, model, names in processes(the_plan, round_index):
-            what = f"round {round_index + 1}, {model}, {engine.name}"
-            if time.monotonic() > end:
-                results.left_out.append(f"{what}: more than --minutes {settings.minutes:g} had passed.")
-                continue
-            outcome = run_engine(engine, model, names, round_index, settings)
-            results.runs.append(
-                {"model": model, "engine": engine.name, "round": round_index} | dataclasses.asdict(outcome)
-            )
-            results.write(settings.out / "results.json")
-            say(f"{what}: {in_short(results, outcome, model)}")
+        for model in the_plan.workloads:
+            # Engines go backwards in every other round.
+            engines = [(engine, names) for engine in the_plan.engines[:: -1 if round_index % 2 else 1]
+                       if (names := the_plan.names(engine, model, round_index))]  # fmt: skip
+            for begin in range(0, len(engines), settings.at_a_time):
+                group = engines[begin : begin + settings.at_a_time]
+                if time.monotonic() > end:
+                    what = f"round {round_index + 1}, {model}, {', '.join(engine.name for engine, _ in group)}"
+                    results.left_out.append(f"{what}: more than --minutes {settings.minutes:g} had passed.")
+                    continue
+                measure_group(group, model, round_index, settings, results)
 
 
-def processes(the_plan: plan.Plan, round_index: int) -> Iterator[tuple[plan.EngineSetting, str, tuple[str, ...]]]:
-    """(engine, model, workloads) of one round. Engines go backwards in every other round."""
-    for model in the_plan.workloads:
-        for engine in the_plan.engines[:: -1 if round_index % 2 else 1]:
-            if names := the_plan.names(engine, model, round_index):
-                yield engine, model, names
+def measure_group(
+    group: list[tuple[plan.EngineSetting, tuple[str, ...]]], model: str, round_index: int, settings: Settings,
+    results: Results,
+) -> None:  # fmt: skip
+    """Engines that take turns, each with its workloads."""
+    turns = Turns()
+    group = [(with_checkpoint(engine, settings.checkpoints_dir / model), names) for engine, names in group]
+    with ThreadPoolExecutor(len(group)) as threads:
+        under_way = {
+            threads.submit(run_engine, engine, model, names, round_index, settings, turns, len(group)): engine.name
+            for engine, names in group
+        }
+        try:
+            for future in as_completed(under_way):
+                outcome, name = future.result(), under_way[future]
+                run = {"model": model, "engine": name, "round": round_index}
+                results.runs.append(run | dataclasses.asdict(outcome))
+                results.write(settings.out / "results.json")
+                say(f"round {round_index + 1}, {model}, {name}: {in_short(results, outcome, model)}")
+        except BaseException:
+            turns.end_all()
+            raise
 
 
 def measure_roofline(settings: Settings, results: Results, round_index: int) -> None:
     command = [sys.executable, str(plan.ENGINES / "run_roofline.py")]
     log = settings.out / "logs" / f"roofline-{round_index + 1}.log"
-    outcome = run_process(command, {"threads": settings.threads}, log, settings.timeout, {})
+    outcome = run_process(command, {"threads": settings.threads}, log, settings.timeout, {}, Turns())
     results.roofline += [event for event in outcome.events if event["event"] == "roofline"]
     if outcome.error:
         say(f"the machine's limits could not be measured: {outcome.error}")
 
 
 def run_engine(
-    engine: plan.EngineSetting, model: str, names: tuple[str, ...], round_index: int, settings: Settings
-) -> Outcome:
+    engine: plan.EngineSetting, model: str, names: tuple[str, ...], round_index: int, settings: Settings, turns: Turns,
+    num_turns: int,
+) -> Outcome:  # fmt: skip
+    """One engine, which has its turn among `num_turns` at least."""
     if engine.missing:
         return Outcome([], engine.missing)
     shape = checkpoints.MODELS[model]
@@ -117,12 +139,8 @@ def run_engine(
     if round_index == 0:  # when the compilation cache is empty
         job["first_minute"] = workloads.first_minute(shape.vocab_size, settings.scale)
     log = settings.out / "logs" / f"{model}-{safe_name}-{round_index + 1}.log"
-    try:
-        prepare_gguf(engine, folder)
-    except subprocess.CalledProcessError as error:
-        return Outcome([], f"the checkpoint could not be written as GGUF: {error.stderr.strip().splitlines()[-1]}")
     variables = {"PYTHONPATH": str(ROOT)} | dict(engine.variables)
-    return run_process(list(engine.command), job, log, settings.timeout, variables)
+    return run_process(list(engine.command), job, log, num_turns * settings.timeout, variables, turns)
 
 
 def max_model_len(shape: checkpoints.ModelShape, batches: list[list[workloads.Request]]) -> int:
@@ -131,11 +149,16 @@ def max_model_len(shape: checkpoints.ModelShape, batches: list[list[workloads.Re
     return min(shape.max_position_embeddings, 1024 * (longest // 1024 + 1))
 
 
-def prepare_gguf(engine: plan.EngineSetting, folder: Path) -> None:
-    """Write the checkpoint as llama.cpp reads it, if that was not done. Raises CalledProcessError."""
-    if engine.gguf and not (folder / f"model-{engine.gguf}.gguf").exists():
-        command = [engine.command[0], str(plan.ENGINES / "write_gguf.py"), str(folder), engine.gguf]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+def with_checkpoint(engine: plan.EngineSetting, folder: Path) -> plan.EngineSetting:
+    """The engine, once the checkpoint is there as llama.cpp reads it, if it needs that; missing if it cannot be."""
+    if engine.missing or not engine.gguf or (folder / f"model-{engine.gguf}.gguf").exists():
+        return engine
+    command = [engine.command[0], str(plan.ENGINES / "write_gguf.py"), str(folder), engine.gguf]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode == 0:
+        return engine
+    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    return dataclasses.replace(engine, missing=f"the checkpoint could not be written as GGUF: {last}")
 
 
 def in_short(results: Results, outcome: Outcome, model: str) -> str:
@@ -221,7 +244,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--repeat", type=int, help="rounds; 2 by default, 1 with --quick")
     add("--threads", type=int, default=cores, help=f"cores for every engine; {cores} by default")
     add("--scale", type=float, help="shrinks tokens and requests of all workloads: above 0, at most 1")
-    add("--timeout", type=float, default=900, help="most seconds for one process; 900 by default")
+    add("--at-a-time", type=int, default=8, metavar="N", help="most engines that take turns; 8 by default")
+    add("--timeout", type=float, default=900, help="most seconds for one process, turns not counted; 900 by default")
     add("--minutes", type=float, default=30, help="no process is started after this many; 30 by default")
     add("--out", type=Path, metavar="FOLDER", help="default: a new folder in the system's temporary one")
     add("--quick", action="store_true", help="llama-110m, one round, workloads at a quarter")
@@ -235,6 +259,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--scale is {args.scale}; it must be above 0 and at most 1.")
     if args.repeat is not None and args.repeat < 1:
         parser.error(f"--repeat is {args.repeat}; it must be at least 1.")
+    if args.at_a_time < 1:
+        parser.error(f"--at-a-time is {args.at_a_time}; it must be at least 1.")
     if not 1 <= args.threads <= cores:
         parser.error(f"--threads is {args.threads}; it must be from 1 to {cores}, the cores of this machine.")
     return args
@@ -255,6 +281,7 @@ def settings_of(args: argparse.Namespace, caches: Path) -> Settings:
         scale=args.scale or (plan.QUICK_SCALE if args.quick else 1.0),
         timeout=args.timeout,
         minutes=args.minutes,
+        at_a_time=args.at_a_time,
         checkpoints_dir=args.checkpoints_dir,
         out=out,
         caches=caches,

@@ -1,10 +1,9 @@
 """Starts one engine in a fresh process, hands it a job, and collects the lines that come back.
 
 A process that crashes, hangs or is killed gives what it said so far and one line on what went wrong; nothing here
-raises for it. This module knows no engine and no metric.
+raises for it. With others it takes turns. This module knows no engine and no metric.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -15,6 +14,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from offline_bench.turns import Clock, Runner, Turns
 
 ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit)\b")
 # Which of its processes writes a line, as vLLM says it.
@@ -32,30 +33,34 @@ class Outcome:
 
 
 def run_process(
-    command: list[str], job: dict[str, Any], log: Path, timeout: float, variables: dict[str, str]
+    command: list[str], job: dict[str, Any], log: Path, timeout: float, variables: dict[str, str], turns: Turns
 ) -> Outcome:
-    """Run `command` with `job` on its standard input; `started` is added to it. `log` gets its standard error."""
+    """Run `command` with `job` on its standard input; `started` and `clock` are added to it. `log` gets its standard
+    error. It shares the cores with others in `turns`; its clock stands still meanwhile, `timeout` does not."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    clock = Clock(log.parent)
     with open(log, "wb") as errors:
-        started = time.time()
+        started = time.perf_counter()
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=os.environ | variables,
             start_new_session=True, text=True, encoding="utf-8",
         )  # fmt: skip
-        timed_out = threading.Event()
-        watchdog = threading.Timer(timeout, lambda: (timed_out.set(), end_group(process.pid)))
+        runner, timed_out = Runner(process.pid, clock), threading.Event()
+        watchdog = threading.Timer(timeout, lambda: (timed_out.set(), runner.end()))
         watchdog.start()
         try:
-            events = exchange(process, job | {"started": started})
+            with turns.taken_by(runner):
+                events = exchange(process, job | {"started": started, "clock": str(clock.path)})
             finished = bool(events) and events[-1]["event"] == "end"
             status = process.wait(GOODBYE_SECONDS if finished else None)
         except subprocess.TimeoutExpired:
             status = 0  # it has said everything, and only does not end
         finally:
             watchdog.cancel()
-            end_group(process.pid)
+            runner.end()
             process.wait()
             process.stdout.close()
+            clock.path.unlink()
     if finished:
         return Outcome(events, None)
     reason = f"stopped after {timeout:.0f} s." if timed_out.is_set() else why(status, log)
@@ -79,12 +84,6 @@ def exchange(process: subprocess.Popen, job: dict[str, Any]) -> list[dict[str, A
             if event["event"] == "end":
                 break
     return events
-
-
-def end_group(process_id: int) -> None:
-    """Kill what is left of a process and its children: they share a session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process_id, signal.SIGKILL)
 
 
 def why(status: int, log: Path) -> str:

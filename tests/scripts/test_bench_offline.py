@@ -15,10 +15,10 @@ def plan_models(words):
     return list(bench_offline.plan_of(bench_offline.parse_arguments(words)).workloads)
 
 
-@pytest.mark.parametrize("words", [["--scale", "0"], ["--scale", "2"], ["--repeat", "0"], ["--threads", "0"]])
+@pytest.mark.parametrize("words", ["--scale 0", "--scale 2", "--repeat 0", "--threads 0", "--at-a-time 0"])
 def test_figures_out_of_range_are_refused(words, capsys):
     with pytest.raises(SystemExit):
-        bench_offline.parse_arguments(words)
+        bench_offline.parse_arguments(words.split())
     assert "must be" in capsys.readouterr().err
 
 

@@ -14,6 +14,8 @@ import traceback
 from pathlib import Path
 from typing import Any, Protocol
 
+import own_time
+
 
 class Watch:
     """When every request of a workload got its tokens, in seconds since `begin`."""
@@ -56,6 +58,7 @@ class Session:
         self._lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         self.job: dict[str, Any] = json.loads(sys.stdin.read())
+        own_time.use(self.job["clock"])
         self._use_threads(self.job["threads"])
 
     def _use_threads(self, count: int) -> None:
@@ -65,7 +68,8 @@ class Session:
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
     def emit(self, event: str, **fields: Any) -> None:
-        self._lines.write(json.dumps({"event": event, "seconds": time.time() - self.job["started"], **fields}) + "\n")
+        seconds = time.perf_counter() - self.job["started"]
+        self._lines.write(json.dumps({"event": event, "seconds": seconds, **fields}) + "\n")
         self._lines.flush()
 
     def run(self, engine: Engine) -> None:

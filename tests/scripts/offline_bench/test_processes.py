@@ -6,6 +6,7 @@ from pathlib import Path
 
 import session
 from offline_bench.processes import run_process
+from offline_bench.turns import Turns
 
 ENGINE = """
     import sys
@@ -37,7 +38,7 @@ def run_fake(tmp_path, body="pass", farewell="", timeout=60.0, **more):
     program = tmp_path / "engine.py"
     folder = str(Path(session.__file__).parent)
     program.write_text(textwrap.dedent(ENGINE.format(folder=folder, body=body, farewell=farewell)))
-    return run_process([sys.executable, str(program)], JOB | more, tmp_path / "log", timeout, {})
+    return run_process([sys.executable, str(program)], JOB | more, tmp_path / "log", timeout, {}, Turns())
 
 
 def test_an_engine_says_when_it_is_ready_and_what_each_workload_took(tmp_path):
@@ -91,5 +92,5 @@ def test_a_hanging_engine_is_stopped(tmp_path):
 
 
 def test_an_engine_that_dies_before_its_job_is_reported(tmp_path):
-    outcome = run_process([sys.executable, "-c", "import no_such_engine"], JOB, tmp_path / "log", 60.0, {})
+    outcome = run_process([sys.executable, "-c", "import no_such_engine"], JOB, tmp_path / "log", 60.0, {}, Turns())
     assert outcome.error == "ModuleNotFoundError: No module named 'no_such_engine'"
