@@ -53,6 +53,9 @@ class ReadyEverywhere:
     def miss(self, key: ProgramKey, num_tokens: int) -> None:
         self._own.miss(key, num_tokens)
 
+    def miss_seconds(self, key: ProgramKey, seconds: float) -> None:
+        self._own.miss_seconds(key, seconds)
+
 
 class GroupStep:
     """A `PendingOutput`: a step that was dispatched everywhere."""

@@ -95,7 +95,7 @@ class PendingStep:
         except jax.errors.JaxRuntimeError as error:
             raise EngineError(f"step {self.step_id} failed on the device: {error}") from error
         if self.activity is not None:
-            self.activity.end(self.step_id)
+            self.activity.end(self.step_id, self.buckets.token_bucket if self.buckets else 0)
         return output
 
 

@@ -5,7 +5,7 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 
 from jaxpaged.errors import EngineError, RequestError
-from jaxpaged.executor.program_choice import DECODES_THAT_PAY, RUN_SAVES_TOKENS, ProgramChoice, StepSizes
+from jaxpaged.executor.program_choice import DECODES_THAT_PAY, RUN_SAVES_SECONDS, ProgramChoice, StepSizes
 from jaxpaged.messages import NewRequestData, ProgramKey, SchedulerOutput
 from jaxpaged.sampling_features import Extra, features_of
 from jaxpaged.sampling_params import SamplingParams
@@ -165,13 +165,13 @@ def test_steps_in_which_all_decode_become_one_program_once_they_are_many(monkeyp
     two = ("forward", 2), ("sample", 2)
     decodes = step(["a", "b"], [1, 1], [1, 1], [("a", PLAIN), ("b", PLAIN)])
     missed = []
-    monkeypatch.setattr(programs, "miss", lambda *lack: missed.append(lack))
+    monkeypatch.setattr(programs, "miss_seconds", lambda *lack: missed.append(lack))
     for _ in range(DECODES_THAT_PAY - 1):
         assert choice.choose(decodes) == two
     assert ("decode", 2, "queued") not in programs.states and ("decode", 2, "ready") not in programs.states
     assert not missed
     assert choice.choose(decodes) == two, "from now on it is wanted, and nobody waits for it"
-    assert missed == [(ProgramKey("decode", 2), RUN_SAVES_TOKENS)]
+    assert missed == [(ProgramKey("decode", 2), RUN_SAVES_SECONDS)]
     assert programs[ProgramKey("decode", 2)] == ("decode", 2)
     assert choice.choose(decodes) == (("decode", 2),)
     assert choice.choose(step(["a", "b"], [1, 1], [1, 0])) == two, "b's prompt goes on"

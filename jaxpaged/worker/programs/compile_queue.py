@@ -2,7 +2,8 @@
 
 On a CPU the steps of requests are computed by the cores that compile, and XLA's compiler has threads of its own, whose
 priority nobody chooses. So compiling stands back by itself: while steps are computed, a program that somebody waits for
-is prepared at once, one for whose lack steps were padded soon, and any other now and then.
+is prepared at once, one for whose lack steps have taken longer by as much as it takes to prepare then, and any other now
+and then.
 
 This module knows neither threads nor programs. Whoever shares a queue between threads locks it.
 """
@@ -16,11 +17,12 @@ from jaxpaged.messages import ProgramKey
 PAUSE_SECONDS = 1.0
 """No step for so long is a pause, in which everything is prepared. Between two steps, or two requests of a program that
 asks one after the other, there is less."""
-MISSED_TOKENS = 1000
-"""A program is missed once steps were padded by so many tokens without need: about what preparing it costs."""
 FIRST_MISSED_TOKENS = 256
-"""The same for the first of all small programs, for which the cores are left alone: a few steps show their size."""
-REST_SHARE = 19
+"""The first of all small programs, for which the cores are left alone, is that for whose lack steps were padded by so
+many tokens: a few steps show their size."""
+COMPILE_SECONDS, LOAD_SECONDS, TOKEN_SECONDS = 1.0, 0.1, 0.001
+"""What a program is taken to cost, and a token of padding, before any was measured."""
+REST_SHARE = 49
 """How much longer than it took to compile a program that nobody missed the next one waits, while steps are computed."""
 LOAD_REST_SHARE = 1
 """The same of a program that was loaded, which takes a tenth of the time, and no threads but one."""
@@ -35,17 +37,36 @@ class Activity:
     def __init__(self, shares_cores: bool, now: Callable[[], float] = time.monotonic):
         self.shares_cores, self.now = shares_cores, now
         self._last_begun = self._last_ended = -1
+        self._chain_since = -math.inf  # since when steps follow each other
         self._quiet_since = -math.inf
+        self._bucket, self._bucket_seconds, self._bucket_steps = 0, 0.0, 0
 
     def begin(self, step_id: int) -> None:
+        if self._last_ended >= self._last_begun:
+            self._chain_since = self.now()
         self._last_begun = step_id
 
-    def end(self, step_id: int) -> None:
-        self._last_ended, self._quiet_since = step_id, self.now()
+    def end(self, step_id: int, bucket: int = 0) -> None:
+        """A step has ended, which was padded to `bucket` tokens, or to as many as nobody learns from."""
+        now, begin = self.now(), max(self._chain_since, self._quiet_since)
+        self._last_ended, self._quiet_since = step_id, now
+        if bucket > self._bucket:
+            self._bucket, self._bucket_seconds, self._bucket_steps = bucket, 0.0, 0
+        if bucket and bucket == self._bucket:
+            self._bucket_seconds += now - begin
+            self._bucket_steps += 1
 
     def end_all(self) -> None:
         """Nothing is in flight any more."""
         self.end(self._last_begun)
+
+    @property
+    def token_seconds(self) -> float:
+        """What a token of padding takes: what one takes of the largest steps there were. A small step takes as long as
+        reading all weights does, whatever its size. They are taken together, since the host may hear of one late."""
+        if not self._bucket_seconds:
+            return TOKEN_SECONDS
+        return self._bucket_seconds / (self._bucket * self._bucket_steps)
 
     def quiet_seconds(self) -> float:
         """Since the last step ended; 0 while one is in flight, infinity before there was any."""
@@ -68,11 +89,11 @@ class CompileQueue:
         self._loaded = frozenset(loaded)
         self._first = set(self._waiting[:first])
         self._hurried = set(self._first)
-        self._missed_tokens: dict[ProgramKey, int] = {}
+        self._missed_tokens: dict[ProgramKey, float] = {}
         self._most_unhurried, self._activity = most_unhurried, activity
         self._begun: dict[ProgramKey, float] = {}  # when, of those in preparation
         self._rests_until = -math.inf
-        self._compile_seconds = 1.0  # of the last one that was compiled here
+        self._compile_seconds, self._load_seconds = COMPILE_SECONDS, LOAD_SECONDS  # of the last one
         self._largest: dict[str, int] = {}  # of each kind, of those that are prepared
         self._asked_for: set[ProgramKey] = set()
 
@@ -96,9 +117,13 @@ class CompileQueue:
             self._hurried.add(key)
             self._first.discard(key)
 
-    def miss(self, key: ProgramKey, num_tokens: int) -> None:
+    def miss(self, key: ProgramKey, num_tokens: float) -> None:
         """A step was padded by so many tokens more than with this program."""
         self._missed_tokens[key] = self._missed_tokens.get(key, 0) + num_tokens
+
+    def miss_seconds(self, key: ProgramKey, seconds: float) -> None:
+        """A step took so much longer than with this program."""
+        self.miss(key, seconds / self._activity.token_seconds)
 
     def clear(self) -> None:
         self._waiting.clear()
@@ -115,8 +140,10 @@ class CompileQueue:
         """A program is prepared, or cannot be."""
         now = self._activity.now()
         self._largest[key.kind] = max(self._largest.get(key.kind, 0), key.size)
-        seconds, share = now - self._begun.pop(key), LOAD_REST_SHARE
-        if key not in self._loaded:
+        seconds = now - self._begun.pop(key)
+        if key in self._loaded:
+            self._load_seconds, share = seconds, LOAD_REST_SHARE
+        else:
             self._compile_seconds, share = seconds, REST_SHARE
         self._rests_until = now + share * seconds
 
@@ -150,6 +177,12 @@ class CompileQueue:
         smaller = [other for other in self._waiting if other.kind == key.kind and self._is_smaller(other)]
         return max(smaller, key=lambda other: (self._missed_tokens.get(other, 0), other == key))
 
+    def _is_missed(self, key: ProgramKey) -> bool:
+        """Whether steps have lost as much time without a program as preparing it takes: who waits for less spends, for
+        steps that never come, more than they would save, and who waits for more never wastes less than half."""
+        cost = self._load_seconds if key in self._loaded else self._compile_seconds
+        return self._missed_tokens.get(key, 0) * self._activity.token_seconds >= cost
+
     def _next(self) -> ProgramKey | None:
         if not self._waiting:
             return None
@@ -161,6 +194,5 @@ class CompileQueue:
         most_missed = max(self._waiting, key=lambda key: (self._missed_tokens.get(key, 0), key in self._asked_for))
         if self._activity.quiet_seconds() >= PAUSE_SECONDS:
             return most_missed if len(unhurried) < self._most_unhurried else None
-        is_missed = self._missed_tokens.get(most_missed, 0) >= MISSED_TOKENS
-        may_begin = is_missed or self._activity.now() >= self._rests_until
+        may_begin = self._is_missed(most_missed) or self._activity.now() >= self._rests_until
         return most_missed if may_begin and not unhurried else None

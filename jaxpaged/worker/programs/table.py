@@ -231,6 +231,11 @@ class Programs:
         with self._changed:
             self._queue.miss(key, num_tokens)
 
+    def miss_seconds(self, key: ProgramKey, seconds: float) -> None:
+        """A step took so much longer for want of a program."""
+        with self._changed:
+            self._queue.miss_seconds(key, seconds)
+
     def wait_all(self, on_demand: bool = False) -> dict[ProgramKey, Any]:
         """Every program, once all are compiled; `on_demand`: also those that nobody has wanted yet."""
         keys = [key for key in self.builders if on_demand or key not in self._unwanted]

@@ -9,9 +9,10 @@ from jaxpaged.messages import ProgramKey
 from jaxpaged.worker.programs.compile_queue import (
     FIRST_MISSED_TOKENS,
     LOAD_REST_SHARE,
-    MISSED_TOKENS,
+    LOAD_SECONDS,
     PAUSE_SECONDS,
     REST_SHARE,
+    TOKEN_SECONDS,
     Activity,
     CompileQueue,
 )
@@ -97,14 +98,58 @@ def test_in_a_pause_there_is_no_rest(made):
     assert made.queue.take() is None
 
 
-def test_what_steps_were_padded_for_most_comes_without_a_rest_once_that_is_worth_it(made):
+def step(made, seconds, bucket, step_id=2):
+    made.activity.begin(step_id)
+    made.clock.seconds += seconds
+    made.activity.end(step_id, bucket)
+
+
+def test_a_token_of_padding_takes_what_one_of_the_largest_steps_does(made):
+    activity = made.activity
+    assert activity.token_seconds == TOKEN_SECONDS, "nothing was measured"
+    activity.end(1)
+    assert activity.token_seconds == TOKEN_SECONDS, "of no size that anybody knows"
+    step(made, 0.032, bucket=8)
+    assert activity.token_seconds == pytest.approx(0.004)
+    made.clock.seconds += 100  # a pause is no step
+    step(made, 0.128, bucket=64)
+    assert activity.token_seconds == pytest.approx(0.002)
+    step(made, 0.032, bucket=8)
+    assert activity.token_seconds == pytest.approx(0.002), "a small step reads all weights too"
+
+
+def test_what_the_host_hears_late_of_one_step_is_missing_of_the_next(made):
+    activity, clock = made.activity, made.clock
+    activity.end(1)
+    activity.begin(2)
+    activity.begin(3)
+    clock.seconds += 0.25
+    activity.end(2, 64)  # which ended long before
+    activity.end(3, 64)
+    assert activity.token_seconds == pytest.approx(0.25 / 128)
+
+
+def test_what_steps_were_padded_for_most_comes_without_a_rest_once_they_lost_what_it_costs(made):
+    prepare(made, seconds=2.0)
+    made.activity.end(1)
+    step(made, 0.256, bucket=64)
+    made.activity.begin(3)
+    even = 2.0 / 0.004  # tokens that take as long as compiling did
+    made.queue.miss(KEYS[3], even - 1)
+    assert made.queue.take() is None
+    made.queue.miss(KEYS[4], even + 1)
+    made.queue.miss_seconds(KEYS[3], 0.012)
+    assert [prepare(made, 2.0), prepare(made, 2.0)] == [KEYS[3], KEYS[4]]
+    assert made.queue.take() is None
+
+
+def test_a_program_that_is_only_loaded_is_missed_sooner(made):
+    made.queue = CompileQueue(KEYS, 0, 2, made.activity, loaded=[KEYS[3]])
     prepare(made)
-    made.queue.miss(KEYS[3], MISSED_TOKENS - 1)
+    made.queue.miss(KEYS[1], LOAD_SECONDS / TOKEN_SECONDS + 2)
     assert made.queue.take() is None
-    made.queue.miss(KEYS[4], MISSED_TOKENS)
-    made.queue.miss(KEYS[3], 2)
-    assert [prepare(made), prepare(made)] == [KEYS[3], KEYS[4]]
-    assert made.queue.take() is None
+    made.queue.miss(KEYS[3], LOAD_SECONDS / TOKEN_SECONDS + 3)
+    assert made.queue.take() == KEYS[3]
 
 
 def test_what_would_only_be_faster_does_not_begin_in_the_middle_of_an_answer_however_long_nothing_was_compiled(made):
