@@ -2,14 +2,16 @@
 
 On a CPU the steps of requests are computed by the cores that compile, and XLA's compiler has threads of its own, whose
 priority nobody chooses. So compiling stands back by itself: while steps are computed, a program that somebody waits for
-is prepared at once, one for whose lack steps have taken longer by as much as it takes to prepare then, and any other now
-and then.
+is prepared at once, one for whose lack steps have lost as much time as it takes to prepare next, and any other now and
+then.
 
 This module knows neither threads nor programs. Whoever shares a queue between threads locks it.
 """
 
 import math
 import time
+from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from jaxpaged.messages import ProgramKey
@@ -20,6 +22,9 @@ asks one after the other, there is less."""
 FIRST_MISSED_TOKENS = 256
 """The first of all small programs, for which the cores are left alone, is that for whose lack steps were padded by so
 many tokens: a few steps show their size."""
+MISSED_SHARE = 0.5
+"""What steps have lost without a program, of what preparing it costs, when it is prepared before all rest. Who waits for
+all of the cost never spends more than twice what was needed; mostly what was missed goes on being missed."""
 COMPILE_SECONDS, LOAD_SECONDS, TOKEN_SECONDS = 1.0, 0.1, 0.001
 """What a program is taken to cost, and a token of padding, before any was measured."""
 REST_SHARE = 49
@@ -89,12 +94,13 @@ class CompileQueue:
         self._loaded = frozenset(loaded)
         self._first = set(self._waiting[:first])
         self._hurried = set(self._first)
-        self._missed_tokens: dict[ProgramKey, float] = {}
+        self._padded: Counter[ProgramKey] = Counter()  # steps that took a larger one, by the smallest that would do
+        self._lost_tokens: dict[ProgramKey, float] = {}  # for want of a program, however
         self._most_unhurried, self._activity = most_unhurried, activity
         self._begun: dict[ProgramKey, float] = {}  # when, of those in preparation
         self._rests_until = -math.inf
         self._compile_seconds, self._load_seconds = COMPILE_SECONDS, LOAD_SECONDS  # of the last one
-        self._largest: dict[str, int] = {}  # of each kind, of those that are prepared
+        self._prepared: dict[str, list[int]] = {}  # the sizes of each kind, sorted
         self._asked_for: set[ProgramKey] = set()
 
     def __bool__(self) -> bool:
@@ -117,9 +123,13 @@ class CompileQueue:
             self._hurried.add(key)
             self._first.discard(key)
 
+    def pad(self, key: ProgramKey) -> None:
+        """A step took a larger program than this one, which is the smallest for it."""
+        self._padded[key] += 1
+
     def miss(self, key: ProgramKey, num_tokens: float) -> None:
-        """A step was padded by so many tokens more than with this program."""
-        self._missed_tokens[key] = self._missed_tokens.get(key, 0) + num_tokens
+        """A step took longer than with this program, by what so many tokens take."""
+        self._lost_tokens[key] = self._lost_tokens.get(key, 0) + num_tokens
 
     def miss_seconds(self, key: ProgramKey, seconds: float) -> None:
         """A step took so much longer than with this program."""
@@ -139,7 +149,7 @@ class CompileQueue:
     def done(self, key: ProgramKey) -> None:
         """A program is prepared, or cannot be."""
         now = self._activity.now()
-        self._largest[key.kind] = max(self._largest.get(key.kind, 0), key.size)
+        insort(self._prepared.setdefault(key.kind, []), key.size)
         seconds = now - self._begun.pop(key)
         if key in self._loaded:
             self._load_seconds, share = seconds, LOAD_REST_SHARE
@@ -154,7 +164,7 @@ class CompileQueue:
             if any(key.kind == other.kind for other in self._begun):
                 return False
             if self._is_smaller(key) and self._activity.quiet_seconds() == 0:
-                return self._missed_tokens.get(self._in_place_of(key), 0) >= FIRST_MISSED_TOKENS
+                return self._missed_tokens(self._in_place_of(key)) >= FIRST_MISSED_TOKENS
         return key in self._hurried
 
     def _of_this_size(self, key: ProgramKey) -> ProgramKey:
@@ -170,18 +180,27 @@ class CompileQueue:
 
     def _is_smaller(self, key: ProgramKey) -> bool:
         """Whether steps that take a larger program meanwhile would be smaller with this one."""
-        return key.size < self._largest.get(key.kind, 0)
+        sizes = self._prepared.get(key.kind)
+        return bool(sizes) and key.size < sizes[-1]
 
     def _in_place_of(self, key: ProgramKey) -> ProgramKey:
         """Of the programs that would make steps smaller, as this one would, the one that was missed most."""
         smaller = [other for other in self._waiting if other.kind == key.kind and self._is_smaller(other)]
-        return max(smaller, key=lambda other: (self._missed_tokens.get(other, 0), other == key))
+        return max(smaller, key=lambda other: (self._missed_tokens(other), other == key))
+
+    def _missed_tokens(self, key: ProgramKey) -> float:
+        """How many tokens the steps that there were would have been padded by less, with this program and all that are
+        prepared: those of its size, and smaller ones, whose own program would save more of each but fewer of them."""
+        saved, sizes = self._lost_tokens.get(key, 0.0), self._prepared.get(key.kind, ())
+        for (kind, size), num_steps in self._padded.items():
+            if kind == key.kind and size <= key.size:
+                taken = next((prepared for prepared in sizes if prepared >= size), key.size)
+                saved += num_steps * max(taken - key.size, 0)
+        return saved
 
     def _is_missed(self, key: ProgramKey) -> bool:
-        """Whether steps have lost as much time without a program as preparing it takes: who waits for less spends, for
-        steps that never come, more than they would save, and who waits for more never wastes less than half."""
         cost = self._load_seconds if key in self._loaded else self._compile_seconds
-        return self._missed_tokens.get(key, 0) * self._activity.token_seconds >= cost
+        return self._missed_tokens(key) * self._activity.token_seconds >= MISSED_SHARE * cost
 
     def _next(self) -> ProgramKey | None:
         if not self._waiting:
@@ -191,7 +210,7 @@ class CompileQueue:
         unhurried = self._begun.keys() - self._hurried
         if self._activity.shares_cores and unhurried != self._begun.keys():
             return None  # somebody waits, and nothing else should take the cores
-        most_missed = max(self._waiting, key=lambda key: (self._missed_tokens.get(key, 0), key in self._asked_for))
+        most_missed = max(self._waiting, key=lambda key: (self._missed_tokens(key), key in self._asked_for))
         if self._activity.quiet_seconds() >= PAUSE_SECONDS:
             return most_missed if len(unhurried) < self._most_unhurried else None
         may_begin = self._is_missed(most_missed) or self._activity.now() >= self._rests_until

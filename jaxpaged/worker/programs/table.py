@@ -211,7 +211,7 @@ class Programs:
         ready = next((bucket for bucket in fitting if ProgramKey(kind, bucket) in self._done), None)
         if ready is not None:
             with self._changed:
-                self._queue.miss(ProgramKey(kind, fitting[0]), ready - fitting[0])
+                self._queue.pad(ProgramKey(kind, fitting[0]))
             return ready
         return self._first_begun(kind, fitting) or fitting[0]
 

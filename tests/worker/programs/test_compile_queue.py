@@ -10,6 +10,7 @@ from jaxpaged.worker.programs.compile_queue import (
     FIRST_MISSED_TOKENS,
     LOAD_REST_SHARE,
     LOAD_SECONDS,
+    MISSED_SHARE,
     PAUSE_SECONDS,
     REST_SHARE,
     TOKEN_SECONDS,
@@ -134,7 +135,7 @@ def test_what_steps_were_padded_for_most_comes_without_a_rest_once_they_lost_wha
     made.activity.end(1)
     step(made, 0.256, bucket=64)
     made.activity.begin(3)
-    even = 2.0 / 0.004  # tokens that take as long as compiling did
+    even = MISSED_SHARE * 2.0 / 0.004  # tokens that take that share of what compiling took
     made.queue.miss(KEYS[3], even - 1)
     assert made.queue.take() is None
     made.queue.miss(KEYS[4], even + 1)
@@ -146,10 +147,33 @@ def test_what_steps_were_padded_for_most_comes_without_a_rest_once_they_lost_wha
 def test_a_program_that_is_only_loaded_is_missed_sooner(made):
     made.queue = CompileQueue(KEYS, 0, 2, made.activity, loaded=[KEYS[3]])
     prepare(made)
-    made.queue.miss(KEYS[1], LOAD_SECONDS / TOKEN_SECONDS + 2)
+    enough = MISSED_SHARE * LOAD_SECONDS / TOKEN_SECONDS
+    made.queue.miss(KEYS[1], enough + 2)
     assert made.queue.take() is None
-    made.queue.miss(KEYS[3], LOAD_SECONDS / TOKEN_SECONDS + 3)
+    made.queue.miss(KEYS[3], enough + 3)
     assert made.queue.take() == KEYS[3]
+
+
+def test_a_program_is_missed_by_smaller_steps_too_until_one_that_suits_them_better_is_there(made):
+    """Of 64 tokens there is a program: steps of 2, 8 and 32 tokens take it."""
+    assert prepare(made) == KEYS[0] == ("forward", 64)
+    enough = MISSED_SHARE * 1.0 / TOKEN_SECONDS
+    for size, num_steps in ((2, 3), (8, 3), (32, 2)):
+        for _ in range(num_steps):
+            made.queue.pad(ProgramKey("forward", size))
+    made.queue.pad(ProgramKey("sample", 2))  # of another kind
+    saved = {2: 3 * 62, 8: 6 * 56, 16: 6 * 48, 32: 8 * 32}
+    made.queue.miss(KEYS[2], enough - saved[8] - 1)
+    assert made.queue.take() is None
+    made.queue.miss(KEYS[2], 1)
+    assert prepare(made) == ("forward", 8)
+    made.queue.miss(KEYS[1], enough - 3 * (8 - 2) - 1)  # steps of 2 take the program of 8 now
+    made.queue.miss(KEYS[3], enough - 1)  # and nobody is left for the one of 16
+    made.queue.miss(KEYS[4], enough - 2 * 32 - 1)
+    assert made.queue.take() is None
+    made.queue.miss(KEYS[1], 1)
+    made.queue.miss(KEYS[4], 2)
+    assert [prepare(made), prepare(made), made.queue.take()] == [("forward", 32), ("forward", 2), None]
 
 
 def test_what_would_only_be_faster_does_not_begin_in_the_middle_of_an_answer_however_long_nothing_was_compiled(made):
