@@ -13,6 +13,7 @@ PRODUCTS = ["bench_products.py", "--rows", "2", "--shape", "64x64", "--repeat", 
 PARALLEL = ["bench_parallel.py", "--devices", "1", "2", "--tokens", "2", "--repeat", "1"]
 TRANSFER = ["bench_kv_transfer.py", "--lengths", "64", "100", "--repeats", "1"]
 STARTS = ["bench_startup.py", *(part for option in FEW_PROGRAMS for part in ("--option", option))]
+MINUTE = ["bench_first_minute.py", "--models", "demo", "--requests", "2", "--seconds", "3"]
 SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
 
 
@@ -34,6 +35,7 @@ SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
         (["bench_kv_tiers.py", "--page-mib", "0.1", "--pages", "2"], "scattered"),
         pytest.param(TRANSFER, "times sooner", marks=pytest.mark.exhaustive),  # nine engines
         pytest.param(PARALLEL, "64 of 64 alike", marks=pytest.mark.exhaustive),  # five engines
+        pytest.param(MINUTE, "| demo | 2 |", marks=pytest.mark.exhaustive),  # two engines, one with all programs
         pytest.param(PRODUCTS, "GB/s", marks=pytest.mark.exhaustive),  # weights that no cache holds, in every form
     ],
 )

@@ -23,8 +23,8 @@ FIRST_MISSED_TOKENS = 256
 """The first of all small programs, for which the cores are left alone, is that for whose lack steps were padded by so
 many tokens: a few steps show their size."""
 MISSED_SHARE = 0.5
-"""What steps have lost without a program, of what preparing it costs, when it is prepared without rest. Who waits for all
-of the cost never spends more than twice what was needed; mostly what was missed goes on being missed."""
+"""What steps have lost without a program, of what preparing it costs, when it is prepared without rest. Who waits for
+all of the cost never spends more than twice what was needed; mostly what was missed goes on being missed."""
 COMPILE_SECONDS, LOAD_SECONDS, TOKEN_SECONDS = 1.0, 0.1, 0.001
 """What a program is taken to cost, and a token of padding, before any was measured."""
 REST_SHARE = 49
