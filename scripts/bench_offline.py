@@ -206,6 +206,7 @@ def machine(settings: Settings) -> dict:
         "load average before": round(os.getloadavg()[0], 1),
         "Python": platform.python_version(),
         "rounds": settings.repeat,
+        "engines that took turns, at most": settings.at_a_time,
     }
 
 
