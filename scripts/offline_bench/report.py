@@ -30,8 +30,8 @@ def markdown(results: Results) -> str:
 def introduction(results: Results) -> str:
     machine = ", ".join(f"{name} {value}" for name, value in results.machine.items())
     return (
-        f"`{results.command}`\n\n{machine}. Every engine ran in fresh processes, which took turns; the best round counts. "
-        "Random weights in bfloat16, prompts as token ids, greedy, no early end."
+        f"`{results.command}`\n\n{machine}. Every engine ran in fresh processes, which took turns; the best round "
+        "counts. Random weights in bfloat16, prompts as token ids, greedy, no early end."
     )
 
 
