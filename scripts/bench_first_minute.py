@@ -126,7 +126,7 @@ class Child:
 
     def __init__(self, folder: Path, **job: Any):
         clock = Clock(folder)
-        self._errors = open(folder / "errors.log", "w+b")  # noqa: SIM115 (closed with the process)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
             start_new_session=True, text=True,
@@ -144,7 +144,7 @@ class Child:
         return json.loads(line)
 
     def end(self) -> str:
-        """Kill it, and return what it had not said yet, but for the last line."""
+        """Kill it, and return what nobody has read of what it said, without a line that it had not ended."""
         self.runner.end()
         rest = self._process.stdout.read().rpartition("\n")[0]
         self._process.wait()

@@ -79,9 +79,10 @@ def measure_group(
     """Engines that take turns, each with its workloads."""
     turns = Turns()
     group = [(with_checkpoint(engine, settings.checkpoints_dir / model), names) for engine, names in group]
+    settings = dataclasses.replace(settings, timeout=len(group) * settings.timeout)  # of everybody's seconds
     with ThreadPoolExecutor(len(group)) as threads:
         under_way = {
-            threads.submit(run_engine, engine, model, names, round_index, settings, turns, len(group)): engine.name
+            threads.submit(run_engine, engine, model, names, round_index, settings, turns): engine.name
             for engine, names in group
         }
         try:
@@ -106,10 +107,8 @@ def measure_roofline(settings: Settings, results: Results, round_index: int) -> 
 
 
 def run_engine(
-    engine: plan.EngineSetting, model: str, names: tuple[str, ...], round_index: int, settings: Settings, turns: Turns,
-    num_turns: int,
-) -> Outcome:  # fmt: skip
-    """One engine, which has its turn among `num_turns` at least."""
+    engine: plan.EngineSetting, model: str, names: tuple[str, ...], round_index: int, settings: Settings, turns: Turns
+) -> Outcome:
     if engine.missing:
         return Outcome([], engine.missing)
     shape = checkpoints.MODELS[model]
@@ -140,7 +139,7 @@ def run_engine(
         job["first_minute"] = workloads.first_minute(shape.vocab_size, settings.scale)
     log = settings.out / "logs" / f"{model}-{safe_name}-{round_index + 1}.log"
     variables = {"PYTHONPATH": str(ROOT)} | dict(engine.variables)
-    return run_process(list(engine.command), job, log, num_turns * settings.timeout, variables, turns)
+    return run_process(list(engine.command), job, log, settings.timeout, variables, turns)
 
 
 def max_model_len(shape: checkpoints.ModelShape, batches: list[list[workloads.Request]]) -> int:
@@ -246,7 +245,12 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=cores, help=f"cores for every engine; {cores} by default")
     add("--scale", type=float, help="shrinks tokens and requests of all workloads: above 0, at most 1")
     add("--at-a-time", type=int, default=8, metavar="N", help="most engines that take turns; 8 by default")
-    add("--timeout", type=float, default=900, help="most seconds for one process, turns not counted; 900 by default")
+    add(
+        "--timeout",
+        type=float,
+        default=900,
+        help="most seconds for one process, times those that take turns; 900 by default",
+    )
     add("--minutes", type=float, default=30, help="no process is started after this many; 30 by default")
     add("--out", type=Path, metavar="FOLDER", help="default: a new folder in the system's temporary one")
     add("--quick", action="store_true", help="llama-110m, one round, workloads at a quarter")

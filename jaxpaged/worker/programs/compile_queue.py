@@ -1,9 +1,8 @@
 """Which program is prepared next, and whether now: steps come first.
 
-On a CPU the steps of requests are computed by the cores that compile, and XLA's compiler has threads of its own, whose
-priority nobody chooses. So compiling stands back by itself: while steps are computed, a program that somebody waits for
-is prepared at once, one for whose lack steps have lost as much time as it takes to prepare next, and any other now and
-then.
+On a CPU the steps of requests are computed by the cores that compile, and compiling at a lower priority of the system
+gains them nothing. So compiling stands back by itself: while steps are computed, a program that somebody waits for is
+prepared at once, one for whose lack steps have lost half of the time that it takes next, and any other now and then.
 
 This module knows neither threads nor programs. Whoever shares a queue between threads locks it.
 """
