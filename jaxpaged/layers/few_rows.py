@@ -24,8 +24,9 @@ def takes_one_row(backend: str, dtype: Any) -> bool:
     return backend != XLA and str(dtype) == "bfloat16"
 
 
-def few_rows_product(x_TI: jax.Array, weight_OI: jax.Array, backend: str) -> jax.Array | None:
-    """Sums [T, O] of the products, in float32 or, of int8, in int32; None where XLA is to multiply."""
+def few_rows_product(x_TI: jax.Array, weight_OI: jax.Array, backend: str, dtype: Any = None) -> jax.Array | None:
+    """Sums [T, O] of the products, in float32 or, of int8, in int32, or rounded to `dtype`; None where XLA is to
+    multiply."""
     if backend == XLA or backends(backend, x_TI, weight_OI)[backend] is not None:
         return None
-    return few_rows_matmul(x_TI, weight_OI, backend=backend)
+    return few_rows_matmul(x_TI, weight_OI, backend=backend, dtype=dtype)

@@ -46,9 +46,9 @@ def apply_linear(letters: str, x: jax.Array, p: Linear, few_rows: str = XLA) -> 
 def matrix_product(x_TI: jax.Array, weight: jax.Array, dtype: Any, few_rows: str = XLA) -> jax.Array:
     """x_TI times the weight, whose axes are merged to [O, I] -> [T, O] in `dtype`."""
     weight_OI = weight.reshape(-1, x_TI.shape[1])
-    sums_TO = few_rows_product(x_TI, weight_OI, few_rows)
+    sums_TO = few_rows_product(x_TI, weight_OI, few_rows, dtype)
     if sums_TO is not None:
-        return sums_TO.astype(dtype)
+        return sums_TO
     precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None
     return jnp.einsum("ti,oi->to", x_TI, weight_OI, preferred_element_type=dtype, precision=precision)
 

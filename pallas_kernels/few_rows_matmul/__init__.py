@@ -2,12 +2,14 @@
 
 Validates, picks a backend, and says why others were refused. `reference` is XLA, and as good as any on TPUs and GPUs.
 On a CPU XLA reads the weights of such products at half the speed of memory; `cpu` reads each once, as fast as it comes.
+Where a CPU multiplies bfloat16 or bytes by itself, `cpu` takes any number of rows.
 Letters: T rows (tokens), D inputs, F outputs.
 """
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import backends as choosing
 
@@ -33,11 +35,12 @@ def most_of_int16(num_inputs: int) -> int:
     return min(2**15 - 1, (2**31 - 1) // (128 * -(-num_inputs // 8)))
 
 
-def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, *, backend: str) -> jax.Array:
+def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, *, backend: str, dtype: Any = None) -> jax.Array:
     """x times the transposed weight: float32 sums_TF of bfloat16 operands, or of int16 rows and an int8 weight; int32
-    sums of int8 ones, which are exact. Rows of int16 are at most `most_of_int16` large.
+    sums of int8 ones, which are exact. Rows of int16 are at most `most_of_int16` large. `dtype`: bfloat16 for sums of
+    bfloat16 operands that are rounded once.
 
-    Raises ValueError for other operands.
+    Raises ValueError for other operands, and for another type.
     """
     wanted = WEIGHTS.get(str(x_TD.dtype))
     for name, x, fits in (
@@ -48,4 +51,8 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, *, backend: str) -> j
                 f"{row}[rows, inputs] and {weight}[outputs, inputs]" for row, weight in WEIGHTS.items()
             )
             raise ValueError(f"{name} is {x.dtype}{list(x.shape)}; accepted are {accepted}.")
-    return choosing.require(_OP, _BACKENDS, backend, x_TD, weight_FD).few_rows_matmul(x_TD, weight_FD)
+    sums = SUMS[str(x_TD.dtype)]
+    dtype = str(jnp.dtype(dtype or sums))
+    if dtype not in (sums, x_TD.dtype if x_TD.dtype == jnp.bfloat16 else sums):
+        raise ValueError(f"dtype is {dtype}; sums of {x_TD.dtype} are {sums}, or bfloat16 of bfloat16.")
+    return choosing.require(_OP, _BACKENDS, backend, x_TD, weight_FD).few_rows_matmul(x_TD, weight_FD, dtype)

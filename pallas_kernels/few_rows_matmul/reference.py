@@ -11,17 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import few_rows_matmul as op
-
 
 def cannot_take(x_TD: Any, weight_FD: Any) -> str | None:
     """It takes any operands."""
     return None
 
 
-def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array) -> jax.Array:
+def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, dtype: str) -> jax.Array:
     """See `few_rows_matmul.few_rows_matmul`."""
     if x_TD.dtype == jnp.int16:
         x_TD, weight_FD = x_TD.astype(jnp.float32), weight_FD.astype(jnp.float32)
         return jnp.einsum("TD,FD->TF", x_TD, weight_FD, precision=jax.lax.Precision.HIGHEST)
-    return jnp.einsum("TD,FD->TF", x_TD, weight_FD, preferred_element_type=op.SUMS[str(x_TD.dtype)])
+    return jnp.einsum("TD,FD->TF", x_TD, weight_FD, preferred_element_type=dtype)

@@ -66,11 +66,11 @@ class Builder(ir.IRBuilder):
         """An element of an array of int32."""
         return self.sext(self.read(I32, base, self.mul(index, whole(4)), align=4), I64)
 
-    def prefetch(self, base: ir.Value, offset: int | ir.Value) -> None:
-        """Ask for what will be read there, for the second cache: the nearest one waits for a few lines at a time only.
-        Where nothing is, nothing happens."""
+    def prefetch(self, base: ir.Value, offset: int | ir.Value, nearest: bool = False) -> None:
+        """Ask for what will be read there, for the second cache, or for the nearest one, which waits for a few lines at
+        a time only. Where nothing is, nothing happens."""
         ask = declare(self.module, "llvm.prefetch.p0", VOID, PTR, I32, I32, I32)
-        reads, stays, data = (ir.Constant(I32, flag) for flag in (0, 2, 1))
+        reads, stays, data = (ir.Constant(I32, flag) for flag in (0, 3 if nearest else 2, 1))
         self.call(ask, [self.address(base, offset), reads, stays, data])
 
     def room(self, num_words: int, align: int | None = None) -> ir.Value:

@@ -35,17 +35,17 @@ def read_bfloat16(b: Builder, base: ir.Value, offset: int | ir.Value, count: int
 
 def write_bfloat16(b: Builder, values: ir.Value, base: ir.Value, offset: int | ir.Value) -> None:
     """A vector of float32 as bfloat16, rounded."""
-    bits = _bfloat16_bits(b, values)
+    bits = bfloat16_bits(b, values)
     b.write(b.trunc(bits, ir.VectorType(I16, bits.type.count)), base, offset, align=2)
 
 
 def rounded_to_bfloat16(b: Builder, values: ir.Value) -> ir.Value:
     """A vector of float32 with no more digits than bfloat16 has."""
-    bits = _bfloat16_bits(b, values)
+    bits = bfloat16_bits(b, values)
     return b.bitcast(b.shl(bits, splat(bits.type, 16)), values.type)
 
 
-def _bfloat16_bits(b: Builder, values: ir.Value) -> ir.Value:
+def bfloat16_bits(b: Builder, values: ir.Value) -> ir.Value:
     """Rounded, to even where two are as near; NaN stays NaN. As whole numbers, since instructions for it take denormal
     numbers for zero, or are not there."""
     bits = ir.VectorType(I32, values.type.count)

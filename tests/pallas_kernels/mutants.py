@@ -278,6 +278,33 @@ MUTANTS = (
             "self._at(whole(0), d, self.step.x_size)",
         ),
     ),
+    *_of(
+        "pallas_kernels/few_rows_matmul/cpu/lanes.py",
+        "kernels_of_every_machine or rounded_once or any_company",
+        ("a last block without a partner is left out", "(1, num_tiled, self.num_blocks)", "(1, num_tiled, num_tiled)"),
+        ("words that are not unrolled are left out", "(1, unrolled, self.whole_words)", "(1, unrolled, unrolled)"),
+        ("the last word has the inputs of others", "[b.zext(b.read(number", "[b.sext(b.read(number"),
+        ("the last inputs lie in the first byte", "whole(number.width)), I32)", "whole(0)), I32)"),
+        (
+            "the last word is not cleared",
+            "b.write(ir.Constant(_LANES, None), out",
+            "b.write(splat(_LANES, -1), out",
+        ),
+        ("x keeps its sign", "b.xor(of_word, splat(_LANES, word.flips)) if word.flips else of_word", "of_word"),
+        ("the last inputs of x keep their sign", "b.xor(value, ir.Constant(number, -128)) if word.flips", "value if 1"),
+        (
+            "weights of the last inputs are not taken off",
+            "b.add(total[0], b.shl(weight,",
+            "b.sub(total[0], b.shl(weight,",
+        ),
+        ("every output begins as the first", "self._begin(begins, b.sub(f, first))", "self._begin(begins, whole(0))"),
+        ("outputs beyond the chunk are written", "b.smaller(b.sub(last, f), whole(OUTPUTS))", "whole(OUTPUTS)"),
+        (
+            "bfloat16 is cut off",
+            "b.trunc(bfloat16_bits(b, row), ir.VectorType(I16, OUTPUTS))",
+            "b.trunc(b.lshr(b.bitcast(row, lanes.type), splat(lanes.type, 16)), ir.VectorType(I16, OUTPUTS))",
+        ),
+    ),
     *_of_products(
         "pallas_kernels/llvm/row_tiles.py",
         "every_machine",

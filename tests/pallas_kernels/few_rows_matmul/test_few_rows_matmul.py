@@ -62,7 +62,26 @@ def test_a_case_equals_the_product_in_float64(case):
 def test_the_kernels_of_every_machine_compute_a_case(case):
     x_TD, weight_FD = make_operands(case)
     for machine in machines():
-        check(case, cpu.few_rows_matmul(jnp.asarray(x_TD), jnp.asarray(weight_FD), machine), x_TD, weight_FD)
+        sums_TF = cpu.few_rows_matmul(jnp.asarray(x_TD), jnp.asarray(weight_FD), op.SUMS[case.dtype], machine)
+        check(case, sums_TF, x_TD, weight_FD)
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_kernels)])
+@pytest.mark.parametrize("num_rows", [3, 31])
+def test_sums_of_bfloat16_are_rounded_once(backend, num_rows):
+    """To the nearest number, to the even one of two as near; what is not finite stays so, and denormal numbers are."""
+    x_TD, weight_FD = np.zeros((num_rows, 70)), np.zeros((40, 70))
+    weight_FD[:, 0], weight_FD[:, 69] = 1, np.linspace(-3, 5, 40)
+    x_TD[:, 0] = np.arange(num_rows) - 1.5
+    x_TD[:, 69] = 2.0**-8
+    x_TD[0, 0], x_TD[1, 5], x_TD[2] = np.inf, np.nan, 0
+    x_TD[2, 0] = 1e-39
+    operands = [jnp.asarray(each, jnp.bfloat16) for each in (x_TD, weight_FD)]
+    sums_TF = op.few_rows_matmul(*operands, backend=backend)
+    rounded_TF = op.few_rows_matmul(*operands, backend=backend, dtype=jnp.bfloat16)
+    assert rounded_TF.dtype == jnp.bfloat16
+    expected_TF = np.asarray(sums_TF).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(rounded_TF, np.float32), expected_TF.astype(np.float32))
 
 
 @needs_kernels
@@ -91,16 +110,21 @@ def test_a_stored_program_can_have_its_kernel_again(case):
         pytest.skip("XLA multiplies so many rows on this machine")
     operands = map(jnp.asarray, make_operands(case))
     program = jax.jit(lambda *operands: op.few_rows_matmul(*operands, backend="cpu")).lower(*operands).compile()
-    (name,) = calls_in(program.as_text())
-    prepare([name])
-    assert name.startswith(f"pallas_kernels.few_rows_matmul.{case.dtype}.")
+    names = calls_in(program.as_text())
+    prepare(names)
+    assert names and all(name.startswith(f"pallas_kernels.few_rows_matmul.{case.dtype}.") for name in names)
 
 
 @needs_kernels
-def test_a_row_has_the_same_bits_in_any_company():
-    x_TD, weight_FD = make_operands(Case("", cpu.MOST_ROWS["bfloat16"], 333, 70))
+@pytest.mark.parametrize(
+    ("num_rows", "companies"),
+    [(14, ([0], [3, 7], [2, 5, 1])), (64, (range(40, 56), range(3, 50), [*range(64), *range(40)]))],
+)
+def test_a_row_has_the_same_bits_in_any_company(num_rows, companies):
+    """Among a few rows, and in blocks of rows."""
+    x_TD, weight_FD = make_operands(Case("", num_rows, 333, 70))
     together = op.few_rows_matmul(jnp.asarray(x_TD), jnp.asarray(weight_FD), backend="cpu")
-    for rows in ([0], [3, 7], [2, 5, 1]):
+    for rows in map(list, companies):
         alone = op.few_rows_matmul(jnp.asarray(x_TD[rows]), jnp.asarray(weight_FD), backend="cpu")
         np.testing.assert_array_equal(np.asarray(together)[rows], alone)
 
@@ -142,17 +166,24 @@ def test_other_operands_are_refused_by_name():
     ):
         with pytest.raises(ValueError, match=message):
             op.few_rows_matmul(x, weight, backend="reference")
+    for operands, dtype in (((x_TD, weight_FD), "float16"), ((jnp.zeros((2, 8), jnp.int8),) * 2, "bfloat16")):
+        with pytest.raises(ValueError, match=f"dtype is {dtype}; sums of"):
+            op.few_rows_matmul(*operands, backend="reference", dtype=dtype)
     with pytest.raises(ValueError, match="unknown few_rows_matmul backend 'gpu'"):
         op.few_rows_matmul(x_TD, weight_FD, backend="gpu")
 
 
 @needs_kernels
-def test_auto_takes_the_kernels_for_few_rows_on_a_cpu_only():
+def test_auto_takes_the_kernels_on_a_cpu_only_and_for_few_rows_where_blocks_are_not(monkeypatch):
     rows = lambda number: jax.ShapeDtypeStruct((number, 8), jnp.bfloat16)
     assert op.choose_backend("auto", "cpu") == "cpu"
     assert op.choose_backend("auto", "cpu", rows(8), rows(4)) == "cpu"
-    assert op.choose_backend("auto", "cpu", rows(cpu.MOST_ROWS["bfloat16"] + 1), rows(4)) == "reference"
     assert op.choose_backend("auto", "tpu", rows(2), rows(4)) == "reference"
+    many = rows(cpu.MOST_ROWS["bfloat16"] + 1)
+    assert (op.choose_backend("auto", "cpu", many, rows(4)) == "cpu") == cpu.has_blocks("bfloat16", this_machine())
+    monkeypatch.setattr(cpu, "this_machine", lambda: AVX2)
+    assert op.choose_backend("auto", "cpu", rows(8), rows(4)) == "cpu"
+    assert op.choose_backend("auto", "cpu", many, rows(4)) == "reference"
     with pytest.raises(
         ValueError, match=f"x_TD has 65 rows; accepted are 1 to {cpu.MOST_ROWS['bfloat16']} of bfloat16"
     ):

@@ -18,8 +18,9 @@ from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.worker.programs import bundles
 from pallas_kernels import backends
+from pallas_kernels.few_rows_matmul.cpu import has_blocks
 from pallas_kernels.llvm import calls
-from pallas_kernels.llvm.machine import why_not
+from pallas_kernels.llvm.machine import this_machine, why_not
 from tests.core.simulation import ForcedLengths
 from tests.models.checkpoints import prompt_of, write_checkpoint
 from tests.models.draft_heads import write_eagle3
@@ -153,7 +154,9 @@ def test_programs_that_call_kernels_find_them_in_another_process_and_are_refused
     executor.shutdown()
     kernels = bundles.Bundle(tmp_path / "bundle").manifest.kernels
     ops = {op: [name.split(".")[2:-1] for name in sorted(kernels) if f".{op}." in name] for op in OPS}
-    assert ops["few_rows_matmul"] == [["bfloat16", size] for size in "1248"]
+    # Log probabilities of prompts have blocks of rows.
+    blocks = ["float32", "words"] if has_blocks("bfloat16", this_machine()) else []
+    assert ops["few_rows_matmul"] == [["bfloat16", form] for form in [*"1248", *blocks]]
     attention = ["joined", "planned", "singles", "tiles", "written"]
     assert [name[0] for name in ops["ragged_paged_attention"]] == attention
     assert ops["rms_norm"] == [["bfloat16", "factors", "kept"]]
