@@ -21,6 +21,8 @@ OUTPUTS, BLOCKS = 8, 2
 """Of a tile. With 12 outputs, whose addresses do not all fit registers, prompts took 1.07 times as long."""
 UNROLLED = 4
 """Words that a turn of a tile's loop takes."""
+CHUNK_BLOCKS = 4
+"""That a thread lays in words at a time. Two blocks by two threads took 15 us, most of which the second one woke up."""
 WORD_BYTES, REGISTER_BYTES = 4, 4 * BLOCK_ROWS
 I8 = ir.IntType(8)
 _LANES = ir.VectorType(I32, BLOCK_ROWS)
@@ -67,34 +69,39 @@ WORD_OF: dict[str, Word] = {"bfloat16": PairWord(), "int8": DotWord()}
 
 def words_of_rows(dtype: str) -> ir.Module:
     """The kernel from x [T, D] to words [blocks, words, 16]. In the last block the last row stands for those that are
-    not there, in the last word zeros for inputs. Each block is a chunk."""
-    word = WORD_OF[dtype]
+    not there, in the last word zeros for inputs. Some blocks are a chunk."""
+
+    def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
+        with b.counting(*outputs_of(b, i, frame.result_extent(0, 0), whole(CHUNK_BLOCKS)), whole(1)) as (block, _):
+            _lay_block(b, frame, WORD_OF[dtype], block)
+
+    return kernel_module(lambda b, frame: chunks_of(b, frame.result_extent(0, 0), whole(CHUNK_BLOCKS)), chunk)
+
+
+def _lay_block(b: Builder, frame: Frame, word: Word, block: ir.Value) -> None:
+    """The words of 16 rows."""
+    x, out = frame.operand(0), frame.result(0)
+    num_rows, num_inputs, num_words = frame.extent(0, 0), frame.extent(0, 1), frame.result_extent(0, 1)
+    first, last_row = b.mul(block, whole(BLOCK_ROWS)), b.sub(num_rows, whole(1))
+    rows = [b.smaller(b.add(first, whole(t)), last_row) for t in range(BLOCK_ROWS)]
+    place = lambda w: b.mul(b.add(b.mul(block, num_words), w), whole(REGISTER_BYTES))
+    b.write(ir.Constant(_LANES, None), out, place(b.sub(num_words, whole(1))), align=WORD_BYTES)
+    square = whole(BLOCK_ROWS * word.num_inputs)  # inputs of as many words as a block has rows
+    num_whole = b.mul(b.sdiv(num_inputs, square), square)
+    with b.counting(whole(0), num_whole, square) as (d, _):
+        of_rows = [b.read(_LANES, x, b.at(row, num_inputs, d, word.itemsize), align=word.itemsize) for row in rows]
+        w = b.sdiv(d, whole(word.num_inputs))
+        for i, of_word in enumerate(turned(b, of_rows)):
+            of_word = b.xor(of_word, splat(_LANES, word.flips)) if word.flips else of_word
+            b.write(of_word, out, place(b.add(w, whole(i))), align=WORD_BYTES)
     number = ir.IntType(8 * word.itemsize)
-
-    def chunk(b: Builder, frame: Frame, block: ir.Value) -> None:
-        x, out = frame.operand(0), frame.result(0)
-        num_rows, num_inputs, num_words = frame.extent(0, 0), frame.extent(0, 1), frame.result_extent(0, 1)
-        first, last_row = b.mul(block, whole(BLOCK_ROWS)), b.sub(num_rows, whole(1))
-        rows = [b.smaller(b.add(first, whole(t)), last_row) for t in range(BLOCK_ROWS)]
-        place = lambda w: b.mul(b.add(b.mul(block, num_words), w), whole(REGISTER_BYTES))
-        b.write(ir.Constant(_LANES, None), out, place(b.sub(num_words, whole(1))), align=WORD_BYTES)
-        square = whole(BLOCK_ROWS * word.num_inputs)  # inputs of as many words as a block has rows
-        num_whole = b.mul(b.sdiv(num_inputs, square), square)
-        with b.counting(whole(0), num_whole, square) as (d, _):
-            of_rows = [b.read(_LANES, x, b.at(row, num_inputs, d, word.itemsize), align=word.itemsize) for row in rows]
-            w = b.sdiv(d, whole(word.num_inputs))
-            for i, of_word in enumerate(turned(b, of_rows)):
-                of_word = b.xor(of_word, splat(_LANES, word.flips)) if word.flips else of_word
-                b.write(of_word, out, place(b.add(w, whole(i))), align=WORD_BYTES)
-        with b.counting(num_whole, num_inputs, whole(1)) as (d, _):
-            w, within = b.sdiv(d, whole(word.num_inputs)), b.srem(d, whole(word.num_inputs))
-            at = b.add(place(w), b.mul(within, whole(word.itemsize)))
-            for t, row in enumerate(rows):
-                value = b.read(number, x, b.at(row, num_inputs, d, word.itemsize), align=word.itemsize)
-                value = b.xor(value, ir.Constant(number, -128)) if word.flips else value
-                b.write(value, out, b.add(at, whole(WORD_BYTES * t)), align=word.itemsize)
-
-    return kernel_module(lambda b, frame: frame.result_extent(0, 0), chunk)
+    with b.counting(num_whole, num_inputs, whole(1)) as (d, _):
+        w, within = b.sdiv(d, whole(word.num_inputs)), b.srem(d, whole(word.num_inputs))
+        at = b.add(place(w), b.mul(within, whole(word.itemsize)))
+        for t, row in enumerate(rows):
+            value = b.read(number, x, b.at(row, num_inputs, d, word.itemsize), align=word.itemsize)
+            value = b.xor(value, ir.Constant(number, -128)) if word.flips else value
+            b.write(value, out, b.add(at, whole(WORD_BYTES * t)), align=word.itemsize)
 
 
 def kernel(dtype: str, out_dtype: str) -> ir.Module:
