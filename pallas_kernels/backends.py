@@ -36,10 +36,10 @@ def choose(op: str, names: Sequence[str], name: str, platform: str, *operands) -
 
 
 def require(op: str, names: Sequence[str], name: str, *operands) -> ModuleType:
-    """The module of the backend called `name`, which must take `operands`. Raises ValueError otherwise."""
+    """The module of the backend called `name`, which must take `operands`, if any. Raises ValueError otherwise."""
     _check_known(op, names, name)
     module = _module(op, name)
-    reason = _lacking(name) or module.cannot_take(*operands)
+    reason = _lacking(name) or (module.cannot_take(*operands) if operands else None)
     if reason is not None:
         raise ValueError(f"{op} backend {name!r} cannot take these operands: {reason}. Use 'reference'.")
     return module

@@ -18,6 +18,10 @@ SUMS = {"bfloat16": "float32", "int8": "int32", "int16": "float32"}
 """Type of x -> type of the sums."""
 WEIGHTS = {"bfloat16": "bfloat16", "int8": "int8", "int16": "int8"}
 """Type of x -> type of the weight."""
+LARGEST = 127
+"""The largest whole number of a plane: -128 is left out."""
+LOW_STEPS = 2 * LARGEST
+"""Steps of the low plane in one of the high plane: what rounding leaves is at most half a high step."""
 
 
 def backends(platform: str, x_TD: Any = None, weight_FD: Any = None) -> dict[str, str | None]:
@@ -56,3 +60,22 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, *, backend: str, dtyp
     if dtype not in (sums, x_TD.dtype if x_TD.dtype == jnp.bfloat16 else sums):
         raise ValueError(f"dtype is {dtype}; sums of {x_TD.dtype} are {sums}, or bfloat16 of bfloat16.")
     return choosing.require(_OP, _BACKENDS, backend, x_TD, weight_FD).few_rows_matmul(x_TD, weight_FD, dtype)
+
+
+def two_plane_matmul(
+    x_TD: jax.Array, weight_FD: jax.Array, scale_F: jax.Array, *, dtype: Any, backend: str
+) -> jax.Array:  # fmt: skip
+    """x of a float type times the transposed int8 weight times an output's scale in float32 -> [T, F] in `dtype`.
+
+    A row of x is taken as step * (high + low / 254), whole numbers of 8 bits: step = largest |x| of the row / 127, so x
+    is at most step / 508 away, and sums are exact. A row with a number that is not finite has no finite results.
+    """
+    if x_TD.ndim != 2 or not jnp.issubdtype(x_TD.dtype, jnp.floating):
+        raise ValueError(f"x_TD is {x_TD.dtype}{list(x_TD.shape)}; accepted are [rows, inputs] of a float type.")
+    F, D = weight_FD.shape[0], x_TD.shape[1]
+    for name, operand, wanted, shape in (
+        ("weight_FD", weight_FD, "int8", (F, D)), ("scale_F", scale_F, "float32", (F,)),
+    ):  # fmt: skip
+        if operand.dtype != wanted or operand.shape != shape:
+            raise ValueError(f"{name} is {operand.dtype}{list(operand.shape)}; accepted is {wanted}{list(shape)}.")
+    return choosing.require(_OP, _BACKENDS, backend).two_plane_matmul(x_TD, weight_FD, scale_F, str(jnp.dtype(dtype)))

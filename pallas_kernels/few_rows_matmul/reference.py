@@ -6,10 +6,13 @@ become float32.
 Knows nothing of backends.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels import few_rows_matmul as op
 
 
 def cannot_take(x_TD: Any, weight_FD: Any) -> str | None:
@@ -23,3 +26,30 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, dtype: str) -> jax.Ar
         x_TD, weight_FD = x_TD.astype(jnp.float32), weight_FD.astype(jnp.float32)
         return jnp.einsum("TD,FD->TF", x_TD, weight_FD, precision=jax.lax.Precision.HIGHEST)
     return jnp.einsum("TD,FD->TF", x_TD, weight_FD, preferred_element_type=dtype)
+
+
+def two_plane_matmul(x_TD: jax.Array, weight_FD: jax.Array, scale_F: jax.Array, dtype: str) -> jax.Array:
+    """See `few_rows_matmul.two_plane_matmul`."""
+    return of_planes(x_TD, lambda planes_PD: few_rows_matmul(planes_PD, weight_FD, "int32"), scale_F, dtype)
+
+
+def of_planes(
+    x_TD: jax.Array, product: Callable[[jax.Array], jax.Array], scale_F: jax.Array, dtype: str
+) -> jax.Array:  # fmt: skip
+    """The same with any `product` of int8 rows with the weight. Letter: P rows of both planes, 2 T."""
+    num_rows = x_TD.shape[0]
+    steps_TD, step_T1 = in_steps(x_TD, op.LARGEST)
+    high_TD = jnp.round(steps_TD)
+    low_TD = jnp.round((steps_TD - high_TD) * op.LOW_STEPS)
+    sums_PF = product(jnp.concatenate([high_TD, low_TD]).astype(jnp.int8)).astype(jnp.float32)
+    return ((sums_PF[:num_rows] + sums_PF[num_rows:] / op.LOW_STEPS) * step_T1 * scale_F).astype(dtype)
+
+
+def in_steps(x_TD: jax.Array, largest: int) -> tuple[jax.Array, jax.Array]:
+    """(x in steps of its row, the rows' steps [T, 1]), both float32: the largest number of a row is `largest` steps. A
+    number that is not finite makes the row's step so."""
+    x_TD = x_TD.astype(jnp.float32)
+    # As whole numbers they are in the order of their sizes, with NaN above all: XLA:CPU's maximum of floats may lose it.
+    bits_TD = jax.lax.bitcast_convert_type(x_TD, jnp.int32) & jnp.int32(0x7FFFFFFF)
+    step_T1 = jax.lax.bitcast_convert_type(jnp.max(bits_TD, axis=1, keepdims=True), jnp.float32) / largest
+    return x_TD / jnp.where(step_T1 == 0, 1, step_T1), step_T1  # not a maximum: NaN must stay NaN

@@ -6,14 +6,19 @@ import numpy as np
 import pytest
 
 from jaxpaged.layers.embedding import embed, vocabulary_logits
-from jaxpaged.layers.int8 import converted_product, int8_product, two_plane_product
+from jaxpaged.layers.int8 import converted_product, int8_product
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.params.quantized import QuantizedArray, quantize
+from pallas_kernels.few_rows_matmul import two_plane_matmul
 
 RNG = np.random.default_rng(0)
 WEIGHT = RNG.standard_normal((40, 96)).astype(np.float32)
 VALUES, SCALES = quantize(WEIGHT, 1)
 X = RNG.standard_normal((6, 96)).astype(np.float32) * np.array([1e-3, 1, 1, 1e3, 1, 1], np.float32)[:, None]
+
+
+def planes_product(x, values):
+    return two_plane_matmul(jnp.asarray(x), values, jnp.ones(len(values)), dtype="float32", backend="reference")
 
 
 def quantized(weight, num_out_axes, dtype="float32"):
@@ -25,7 +30,7 @@ def test_a_product_is_that_of_the_rounded_weights_as_far_as_16_bits_of_activatio
     expected = X.astype(np.float64) @ VALUES.T
     step_T1 = np.abs(X).max(1, keepdims=True) / 127
     bound = step_T1 / 508 * np.abs(VALUES.astype(np.float64)).sum(1) + 1e-6 * np.abs(expected)
-    assert np.all(np.abs(two_plane_product(X, VALUES) - expected) <= bound)
+    assert np.all(np.abs(planes_product(X, VALUES) - expected) <= bound)
 
 
 def test_the_distance_to_the_exact_weights_is_bounded_by_half_a_step_of_each():
@@ -37,7 +42,7 @@ def test_the_distance_to_the_exact_weights_is_bounded_by_half_a_step_of_each():
 
 
 def test_a_row_is_the_same_bits_in_any_batch():
-    program = jax.jit(two_plane_product)
+    program = jax.jit(planes_product)
     alone = [program(X[i : i + 1].repeat(2, 0), VALUES)[0] for i in range(len(X))]
     np.testing.assert_array_equal(program(X, VALUES), np.stack(alone))
 
@@ -45,7 +50,7 @@ def test_a_row_is_the_same_bits_in_any_batch():
 def test_rows_of_zeros_give_zeros_and_what_is_not_a_number_stays_in_its_row():
     x = X.copy()
     x[0], x[1, 3], x[2, 5] = 0, np.nan, np.inf
-    out = np.asarray(two_plane_product(x, VALUES))
+    out = np.asarray(planes_product(x, VALUES))
     assert not out[0].any() and np.isfinite(out[3:]).all()
     assert not np.isfinite(out[1]).any() and not np.isfinite(out[2]).any()
 

@@ -305,6 +305,38 @@ MUTANTS = (
             "b.trunc(b.lshr(b.bitcast(row, lanes.type), splat(lanes.type, 16)), ir.VectorType(I16, OUTPUTS))",
         ),
     ),
+    *_of(
+        "pallas_kernels/few_rows_matmul/cpu/lanes.py",
+        "two_planes",
+        (
+            "the low plane counts as the high one",
+            "b.fdiv(b.sitofp(low, kind), splat(kind, float(LOW_STEPS)))",
+            "b.sitofp(low, kind)",
+        ),
+        (
+            "all rows have the first block's steps",
+            "b.mul(block, whole(BLOCK_ROWS * 4)), align=4)",
+            "whole(0), align=4)",
+        ),
+        ("all outputs have the first one's scale", "self.scales, b.mul(f, whole(4))", "self.scales, whole(0)"),
+    ),
+    *_of(
+        "pallas_kernels/few_rows_matmul/cpu/planes.py",
+        "two_planes",
+        (
+            "inputs beyond the last square have no part in the step",
+            "b.counting(self.num_whole, self.num_inputs, whole(1), [",
+            "b.counting(self.num_inputs, self.num_inputs, whole(1), [",
+        ),
+        (
+            "inputs beyond the last square are left out",
+            "b.counting(self.num_whole, self.num_inputs, whole(1)) as",
+            "b.counting(self.num_inputs, self.num_inputs, whole(1)) as",
+        ),
+        ("numbers below zero have no part in the step", "_MAGNITUDE)", "-1)"),
+        ("low numbers are not of what the high ones leave", "b.fsub(steps, high)", "steps"),
+        ("words lie where the first ones do", "b.add(b.add(plane, at), whole(i *", "b.add(plane, whole(i *"),
+    ),
     *_of_products(
         "pallas_kernels/llvm/row_tiles.py",
         "every_machine",

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import few_rows_matmul as op
+from pallas_kernels.few_rows_matmul import reference
 from pallas_kernels.llvm.code import register
 from pallas_kernels.llvm.machine import Machine, has_dot, has_pairs, this_machine
 from pallas_kernels.shapes import ceil_div, same_rest
@@ -45,8 +46,10 @@ BLOCK_ROWS = 16
 MOST_ROWS = {"bfloat16": 64, "int8": 128, "int16": math.inf}
 """For tiles. Where there are no blocks it is XLA that multiplies more, and is as good: those are bound by arithmetic.
 Of int8 a token has two."""
-WORDS = "words"
-"""In place of a type of results: the kernel that lays the inputs of rows in words."""
+WORDS, PLANES = "words", "planes"
+"""In place of a type of results: the kernels that lay the inputs of rows in words, as they are or in two planes."""
+BLOCK_FORMS = {"bfloat16": (WORDS, "float32", "bfloat16"), "int8": (WORDS, "int32", PLANES, "float32", "bfloat16")}
+"""Of kernels for blocks of rows; those of int8 with float results are of planes."""
 _WORD_BYTES = 4
 
 
@@ -68,18 +71,18 @@ def has_blocks(dtype: str, machine: Machine) -> bool:
     return machine.lanes == BLOCK_ROWS and multiplies(machine)
 
 
-def go_in_blocks(num_rows: int, dtype: str) -> bool:
+def in_blocks(num_rows: int) -> bool:
     """Whether blocks are the faster form: of 24 rows, whose second block is half empty, tiles took 0.9 of the time, of
     16 1.1."""
     missing = -num_rows % BLOCK_ROWS
-    return num_rows > MOST_ROWS[dtype] or 8 * missing <= num_rows
+    return num_rows > MOST_ROWS["bfloat16"] or 8 * missing <= num_rows
 
 
 def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, dtype: str, machine: Machine | None = None) -> jax.Array:
     """See `few_rows_matmul.few_rows_matmul`. `machine`: a CPU with less than this one has, in tests."""
     x_dtype, (T, D), F = str(x_TD.dtype), x_TD.shape, weight_FD.shape[0]
     machine = machine or this_machine()
-    if has_blocks(x_dtype, machine) and go_in_blocks(T, x_dtype):
+    if has_blocks(x_dtype, machine) and in_blocks(T):
         shape = (ceil_div(T, BLOCK_ROWS), ceil_div(D * x_TD.dtype.itemsize, _WORD_BYTES), BLOCK_ROWS)
         words = jax.ffi.ffi_call(kernel(x_dtype, WORDS, machine=machine), jax.ShapeDtypeStruct(shape, jnp.int32))(x_TD)
         name = kernel(x_dtype, dtype, machine=machine)
@@ -90,11 +93,33 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, dtype: str, machine: 
     return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((T, F), op.SUMS[x_dtype]))(x_TD, weight_FD).astype(dtype)
 
 
+def two_plane_matmul(x_TD: jax.Array, weight_FD: jax.Array, scale_F: jax.Array, dtype: str) -> jax.Array:
+    """See `few_rows_matmul.two_plane_matmul`."""
+    (T, D), machine = x_TD.shape, this_machine()
+    if x_TD.dtype == jnp.bfloat16 and dtype in BLOCK_FORMS["int8"] and has_blocks("int8", machine) and in_blocks(T):
+        blocks = ceil_div(T, BLOCK_ROWS)
+        words = jax.ShapeDtypeStruct((2 * blocks, ceil_div(D, _WORD_BYTES), BLOCK_ROWS), jnp.int32)
+        steps = jax.ShapeDtypeStruct((BLOCK_ROWS * blocks,), jnp.float32)
+        planes = jax.ffi.ffi_call(kernel("int8", PLANES, machine=machine), (words, steps))
+        scaled = jax.ffi.ffi_call(
+            kernel("int8", dtype, machine=machine), jax.ShapeDtypeStruct((T, weight_FD.shape[0]), dtype)
+        )
+        of_x, steps_of_x = planes(x_TD)
+        return scaled(of_x, weight_FD, steps_of_x, scale_F)
+
+    def product(planes_PD: jax.Array) -> jax.Array:
+        few = cannot_take(planes_PD, weight_FD) is None
+        multiply = few_rows_matmul if few else reference.few_rows_matmul
+        return multiply(planes_PD, weight_FD, "int32")
+
+    return reference.of_planes(x_TD, product, scale_F, dtype)
+
+
 def kernel(dtype: str, form: int | str, *, machine: Machine) -> str:
     """What XLA calls the kernel; from now on it is known. `form`: a number of rows, of which 6 to 11 stand for all with
     the same rest by 6; for rows in blocks the type of the results, or `WORDS` for what lays them so. Raises ValueError
     where there is none."""
-    if form == WORDS or form in (op.SUMS.get(dtype), dtype):
+    if form in BLOCK_FORMS.get(dtype, ()):
         if not has_blocks(dtype, machine):
             raise ValueError(f"there is no kernel for blocks of rows of {dtype} on this CPU.")
         return register(OP, _emit_blocks, dtype, form, machine=machine)
@@ -111,6 +136,10 @@ def _emit_tiles(dtype: str, num_rows: int, machine: Machine) -> Any:
 
 
 def _emit_blocks(dtype: str, form: str, machine: Machine) -> Any:
-    from pallas_kernels.few_rows_matmul.cpu import lanes  # needs llvmlite
+    from pallas_kernels.few_rows_matmul.cpu import lanes, planes  # these need llvmlite
 
-    return lanes.words_of_rows(dtype) if form == WORDS else lanes.kernel(dtype, form)
+    if form == WORDS:
+        return lanes.words_of_rows(dtype)
+    if form == PLANES:
+        return planes.planes_of_rows()
+    return lanes.kernel(dtype, form) if form == op.SUMS[dtype] or dtype != "int8" else lanes.scaled_kernel(form)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from llvmlite import ir
 
+from pallas_kernels.few_rows_matmul import LOW_STEPS
 from pallas_kernels.few_rows_matmul.cpu import BLOCK_ROWS
 from pallas_kernels.llvm.builder import F32, I16, I32, LINE_BYTES, PTR, VOID, BFloat16, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import add_pair_products, bfloat16_bits, float32s, spread, turned
@@ -113,6 +114,16 @@ def kernel(dtype: str, out_dtype: str) -> ir.Module:
     return kernel_module(lambda b, frame: chunks_of(b, frame.extent(1, 0)), chunk)
 
 
+def scaled_kernel(out_dtype: str) -> ir.Module:
+    """The kernel from words of two planes, an int8 weight [F, D], the rows' steps and the outputs' scales, both in
+    float32, to their product [T, F]."""
+
+    def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
+        ScaledChunk(b, frame, WORD_OF["int8"], out_dtype == "bfloat16").emit(*outputs_of(b, i, frame.extent(1, 0)))
+
+    return kernel_module(lambda b, frame: chunks_of(b, frame.extent(1, 0)), chunk)
+
+
 class Chunk:
     """The sums of all rows with a range of outputs, in the function that `b` writes. Their weights come from memory for
     the first blocks of rows, and from the second cache for the others."""
@@ -138,8 +149,14 @@ class Chunk:
                 of_outputs = zeros if begins is None else [self._begin(begins, b.sub(f, first)) for f in columns]
                 blocks = [b.add(block, whole(j)) for j in range(count)]
                 sums = self._sums(blocks, columns, [begin for begin in of_outputs for _ in blocks])
-                for j, each in enumerate(blocks):
-                    self._write(sums[j::count], each, f, b.smaller(b.sub(last, f), whole(OUTPUTS)))
+                self._finish(sums, blocks, columns, b.smaller(b.sub(last, f), whole(OUTPUTS)))
+
+    def _finish(
+        self, sums: list[ir.Value], blocks: list[ir.Value], columns: list[ir.Value], count: ir.Value
+    ) -> None:  # fmt: skip
+        """Write the first `count` outputs of a tile."""
+        for j, block in enumerate(blocks):
+            self._write(sums[j :: len(blocks)], block, columns[0], count)
 
     def _sums(self, blocks: Sequence[ir.Value], columns: list[ir.Value], sums: list[ir.Value]) -> list[ir.Value]:
         """`sums` with all products, for each output those of the blocks."""
@@ -177,7 +194,7 @@ class Chunk:
 
     def _write(self, sums: list[ir.Value], block: ir.Value, first: ir.Value, count: ir.Value) -> None:
         """The sums of a block with `count` outputs from `first` on, a register for each output of the tile."""
-        b, none = self.b, ir.Constant(self.word.sums, None)
+        b, none = self.b, ir.Constant(sums[0].type, None)
         lanes = ir.Constant(ir.VectorType(I32, OUTPUTS), list(range(OUTPUTS)))
         of_rows = [b.shuffle_vector(row, row, lanes) for row in turned(b, sums + [none] * (BLOCK_ROWS - OUTPUTS))]
         if self.rounds:
@@ -212,3 +229,26 @@ class Chunk:
     def _begin(self, begins: ir.Value, f: ir.Value) -> ir.Value:
         """Those of one output, which is the f-th of its chunk, in all lanes."""
         return spread(self.b, self.b.read(I32, begins, self.b.mul(f, whole(4)), align=4), BLOCK_ROWS)
+
+
+class ScaledChunk(Chunk):
+    """With two planes of x for the blocks of a tile, and steps and scales as further operands."""
+
+    def __init__(self, b: Builder, frame: Frame, word: Word, rounds: bool):
+        super().__init__(b, frame, word, rounds)
+        self.steps, self.scales = frame.operand(2), frame.operand(3)
+
+    def _finish(
+        self, sums: list[ir.Value], blocks: list[ir.Value], columns: list[ir.Value], count: ir.Value
+    ) -> None:  # fmt: skip
+        if len(blocks) < BLOCKS:  # there are no planes without the other
+            return
+        b, kind = self.b, float32s(BLOCK_ROWS)
+        block = b.sdiv(blocks[0], whole(BLOCKS))
+        step = b.read(kind, self.steps, b.mul(block, whole(BLOCK_ROWS * 4)), align=4)
+        totals = []
+        for high, low, f in zip(sums[::2], sums[1::2], columns):
+            total = b.fadd(b.sitofp(high, kind), b.fdiv(b.sitofp(low, kind), splat(kind, float(LOW_STEPS))))
+            scale = spread(b, b.read(F32, self.scales, b.mul(f, whole(4)), align=4), BLOCK_ROWS)
+            totals.append(b.fmul(b.fmul(total, step), scale))
+        self._write(totals, block, columns[0], count)

@@ -103,6 +103,30 @@ def test_what_lies_around_operands_is_never_read_into_a_sum_and_rows_stay_apart(
     np.testing.assert_array_equal(product(x_TD, weight_FD), expected)
 
 
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_kernels)])
+@pytest.mark.parametrize(("num_rows", "num_inputs"), [(3, 70), (16, 64), (31, 133), (67, 3), (200, 131)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_planes_are_as_close_as_16_bits(backend, num_rows, num_inputs, dtype):
+    """Rows of all sizes, of zeros, and with what is not finite, first and last: none changes another."""
+    rng = np.random.default_rng(2)
+    x_TD = rng.normal(size=(num_rows, num_inputs)) * 10.0 ** rng.integers(-9, 9, (num_rows, 1))
+    x_TD[1] = 0
+    x_TD = np.asarray(jnp.asarray(x_TD, jnp.bfloat16).astype(jnp.float32), np.float64)
+    weight_FD, scale_F = rng.integers(-127, 128, (70, num_inputs)).astype(np.int8), rng.random(70).astype(np.float32)
+    product = jax.jit(lambda x, w, scale: op.two_plane_matmul(x, w, scale, dtype=dtype, backend=backend))
+    found_TF = np.asarray(product(jnp.asarray(x_TD, jnp.bfloat16), weight_FD, scale_F), np.float64)
+    expected_TF = x_TD @ weight_FD.astype(np.float64).T * scale_F
+    sizes_F = np.abs(weight_FD).astype(np.float64).sum(1) * scale_F
+    bound_TF = np.abs(x_TD).max(1, keepdims=True) / 127 / 508 * sizes_F * 1.001 + 1e-6 * np.abs(expected_TF)
+    bound_TF += 2.0**-8 * np.abs(expected_TF) if dtype == "bfloat16" else 0
+    assert np.all(np.abs(found_TF - expected_TF) <= bound_TF) and not found_TF[1].any()
+    broken_TD = x_TD.copy()
+    broken_TD[0, 0], broken_TD[-1, 0] = np.inf, np.nan
+    broken_TF = np.asarray(product(jnp.asarray(broken_TD, jnp.bfloat16), weight_FD, scale_F), np.float64)
+    assert not np.isfinite(broken_TF[0]).any() and not np.isfinite(broken_TF[-1]).any()
+    np.testing.assert_array_equal(broken_TF[1:-1], found_TF[1:-1])
+
+
 @needs_kernels
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_stored_program_can_have_its_kernel_again(case):
@@ -154,6 +178,17 @@ def test_threads_change_no_bit():
         for num_threads in (1, 8)
     }  # fmt: skip
     assert len(found) == 1 and found.pop().startswith("1 ")
+
+
+def test_other_operands_of_planes_are_refused_by_name():
+    x_TD, weight_FD, scale_F = jnp.zeros((2, 8)), jnp.zeros((4, 8), jnp.int8), jnp.zeros(4)
+    for operands, message in (
+        ((x_TD.astype(jnp.int8), weight_FD, scale_F), "x_TD is int8"),
+        ((x_TD, weight_FD[:, :7], scale_F), r"weight_FD is int8\[4, 7\]; accepted is int8\[4, 8\]"),
+        ((x_TD, weight_FD, scale_F[:3]), r"scale_F is float32\[3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            op.two_plane_matmul(*operands, dtype="float32", backend="reference")
 
 
 def test_other_operands_are_refused_by_name():
