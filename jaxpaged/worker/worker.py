@@ -6,7 +6,7 @@ the weights load; the engine is ready when the weights are, and a step waits for
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from jaxpaged.worker.kv_transfer.opening import check_offload, open_transfer
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.model_runner import Drafter, Finisher, ModelRunner
+from jaxpaged.worker.planning.costs import work_of
 from jaxpaged.worker.profiler import Profiler
 from jaxpaged.worker.programs.blueprint import DECODE_KINDS, NUM_FIRST, Blueprint
 from jaxpaged.worker.programs.bundles import Bundle, save_bundle
@@ -142,8 +143,16 @@ class Worker:
         index = None if stored else open_index(self.blueprint, num_blocks, RESULT_TYPES)
         return Programs(
             builders, progress=self.progress, stored=stored, on_demand=() if stored else late, rare=rare,
-            first=NUM_FIRST, shares_cores=self.blueprint.platform == "cpu", index=index, **turns,
+            first=NUM_FIRST, shares_cores=self.blueprint.platform == "cpu", index=index,
+            row_shares=self._row_shares(builders), **turns,
         )  # fmt: skip
+
+    def _row_shares(self, builders: Iterable[ProgramKey]) -> dict[str, float]:
+        """What a row that samples is of the work of a token, as the output head is of the other weights."""
+        works = [work_of(stage) for stage in self.stages]
+        head = works[-1].head_params
+        share = head / max(sum(work.params for work in works) - head, 1)
+        return {key.kind: share for key in builders if key.kind.startswith("sample")}
 
     def save_bundle(self, folder: Path) -> None:
         """Write all programs, once they are compiled, to an empty folder. Raises UsageError."""

@@ -49,7 +49,7 @@ def in_steps(x_TD: jax.Array, largest: int) -> tuple[jax.Array, jax.Array]:
     """(x in steps of its row, the rows' steps [T, 1]), both float32: the largest number of a row is `largest` steps. A
     number that is not finite makes the row's step so."""
     x_TD = x_TD.astype(jnp.float32)
-    # As whole numbers they are in the order of their sizes, with NaN above all: XLA:CPU's maximum of floats may lose it.
+    # As whole numbers they are in the order of their sizes, NaN above all, which XLA:CPU's maximum of floats may lose.
     bits_TD = jax.lax.bitcast_convert_type(x_TD, jnp.int32) & jnp.int32(0x7FFFFFFF)
     step_T1 = jax.lax.bitcast_convert_type(jnp.max(bits_TD, axis=1, keepdims=True), jnp.float32) / largest
     return x_TD / jnp.where(step_T1 == 0, 1, step_T1), step_T1  # not a maximum: NaN must stay NaN

@@ -19,8 +19,14 @@ MUTANTS = tuple(
         ("programs of other kinds are missed too", "kind == key.kind and size <= key.size", "size <= key.size"),
         ("only steps of its own size miss a program", "size <= key.size:", "size == key.size:"),
         ("larger steps miss it too", "kind == key.kind and size <= key.size", "kind == key.kind"),
-        ("what is loaded costs as much", "self._load_seconds if key in self._loaded else ", ""),
+        ("what is loaded costs as much", "self._load_seconds if key in self._loaded else compiling", "compiling"),
         ("all of the cost must be lost", "MISSED_SHARE * cost", "cost"),
+        ("a row that samples is a token", "saved += row_share * num_steps", "saved += num_steps"),
+        (
+            "all kinds cost as much",
+            "self._compile_seconds.get(key.kind, COMPILE_SECONDS)\n        cost",
+            "COMPILE_SECONDS\n        cost",
+        ),
         ("seconds are tokens", "seconds / self._activity.token_seconds", "seconds"),
     )
 )

@@ -11,7 +11,8 @@ import math
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 
 from jaxpaged.messages import ProgramKey
 
@@ -83,12 +84,14 @@ class CompileQueue:
     """Keys in the order in which they are prepared; `first` of them are waited for from the beginning.
 
     At most `most_unhurried` that nobody waits for are in preparation at a time. Those in `loaded` need not be compiled.
+    `row_shares`: what a row of a kind of program is of the work of a token, if it is not all of it.
     """
 
     def __init__(
         self, keys: Iterable[ProgramKey], first: int, most_unhurried: int, activity: Activity,
-        loaded: Collection[ProgramKey] = (),
+        loaded: Collection[ProgramKey] = (), row_shares: Mapping[str, float] = MappingProxyType({}),
     ):  # fmt: skip
+        self._row_shares = row_shares
         self._waiting = list(keys)
         self._loaded = frozenset(loaded)
         self._first = set(self._waiting[:first])
@@ -98,7 +101,8 @@ class CompileQueue:
         self._most_unhurried, self._activity = most_unhurried, activity
         self._begun: dict[ProgramKey, float] = {}  # when, of those in preparation
         self._rests_until = -math.inf
-        self._compile_seconds, self._load_seconds = COMPILE_SECONDS, LOAD_SECONDS  # of the last one
+        self._compile_seconds: dict[str, float] = {}  # of the last one of a kind
+        self._load_seconds = LOAD_SECONDS
         self._prepared: dict[str, list[int]] = {}  # the sizes of each kind, sorted
         self._asked_for: set[ProgramKey] = set()
 
@@ -111,7 +115,7 @@ class CompileQueue:
         in the middle of somebody's answer."""
         self._waiting.append(key)
         self._asked_for.add(key)
-        rest = REST_SHARE * self._compile_seconds
+        rest = REST_SHARE * self._compile_seconds.get(key.kind, COMPILE_SECONDS)
         self._rests_until = max(self._rests_until, self._activity.now() + rest)
 
     def hurry(self, key: ProgramKey) -> None:
@@ -153,7 +157,7 @@ class CompileQueue:
         if key in self._loaded:
             self._load_seconds, share = seconds, LOAD_REST_SHARE
         else:
-            self._compile_seconds, share = seconds, REST_SHARE
+            self._compile_seconds[key.kind], share = seconds, REST_SHARE
         self._rests_until = now + share * seconds
 
     def _is_urgent(self, key: ProgramKey) -> bool:
@@ -191,14 +195,16 @@ class CompileQueue:
         """How many tokens the steps that there were would have been padded by less, with this program and all that are
         prepared: those of its size, and smaller ones, whose own program would save more of each but fewer of them."""
         saved, sizes = self._lost_tokens.get(key, 0.0), self._prepared.get(key.kind, ())
+        row_share = self._row_shares.get(key.kind, 1.0)
         for (kind, size), num_steps in self._padded.items():
             if kind == key.kind and size <= key.size:
                 taken = next((prepared for prepared in sizes if prepared >= size), key.size)
-                saved += num_steps * max(taken - key.size, 0)
+                saved += row_share * num_steps * max(taken - key.size, 0)
         return saved
 
     def _is_missed(self, key: ProgramKey) -> bool:
-        cost = self._load_seconds if key in self._loaded else self._compile_seconds
+        compiling = self._compile_seconds.get(key.kind, COMPILE_SECONDS)
+        cost = self._load_seconds if key in self._loaded else compiling
         return self._missed_tokens(key) * self._activity.token_seconds >= MISSED_SHARE * cost
 
     def _next(self) -> ProgramKey | None:

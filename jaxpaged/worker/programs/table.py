@@ -109,7 +109,7 @@ class Programs:
     others stand back while steps are computed, if these share the cores. `activity` is to be told of steps. Those in
     `stored` are not compiled: their function loads them. Those in `on_demand` are left out until they are wanted; those
     in `rare`, which only requests out of the ordinary need, come after the others. `turn` encloses compiling, and
-    `index` knows programs that were compiled before.
+    `index` knows programs that were compiled before. `row_shares` is of `CompileQueue`.
     """
 
     def __init__(
@@ -124,6 +124,7 @@ class Programs:
         shares_cores: bool = False,
         turn: Callable[[ProgramKey], AbstractContextManager[None]] = nullcontext,
         index: Index | None = None,
+        row_shares: Mapping[str, float] = MappingProxyType({}),
     ):
         self.builders, self.stored, self._turn, self._index = builders, stored, turn, index
         self.progress = progress or (lambda stage, done, total: None)
@@ -135,7 +136,7 @@ class Programs:
         self.activity = Activity(shares_cores)
         in_order, most_unhurried = sorted(wanted, key=lambda key: key in rare), max(self.num_threads - 1, 1)
         loaded = frozenset(stored) | (index.known(builders) if index else frozenset())
-        self._queue = CompileQueue(in_order, first, most_unhurried, self.activity, loaded)
+        self._queue = CompileQueue(in_order, first, most_unhurried, self.activity, loaded, row_shares)
         self.ordinary = tuple(key for key in wanted if key not in rare)
         self._num_workers = 0
         self._begun: list[ProgramKey] = []

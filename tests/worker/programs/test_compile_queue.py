@@ -226,6 +226,22 @@ def test_the_first_programs_are_waited_for_from_the_beginning_one_of_each_kind_a
     assert [queue.take(), queue.take()] == [KEYS[1], None]
 
 
+def test_a_row_that_samples_counts_as_its_share_of_a_token_and_a_kind_costs_what_its_last_one_did(made):
+    samples = [ProgramKey("sample", size) for size in (64, 4)]
+    queue = CompileQueue([*samples, *KEYS], 0, 2, made.activity, row_shares={"sample": 0.25})
+    for key, seconds in ((samples[0], 2.0), (KEYS[0], 1.0)):
+        queue.hurry(key)
+        assert queue.take() == key
+        made.clock.seconds += seconds
+        queue.done(key)
+    lost = MISSED_SHARE * 2.0 / made.activity.token_seconds  # tokens
+    for _ in range(math.ceil(lost / (60 * 0.25)) - 1):
+        queue.pad(samples[1])
+    assert queue.take() is None
+    queue.pad(samples[1])
+    assert queue.take() == samples[1]
+
+
 def test_what_the_first_steps_are_padded_for_goes_in_place_of_the_first_for_a_single_request(made):
     queue = CompileQueue([*KEYS, larger := ProgramKey("forward", 512)], 2, 2, made.activity)
     assert queue.take() == KEYS[0]
