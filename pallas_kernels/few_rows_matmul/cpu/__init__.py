@@ -138,8 +138,6 @@ def _emit_tiles(dtype: str, num_rows: int, machine: Machine) -> Any:
 def _emit_blocks(dtype: str, form: str, machine: Machine) -> Any:
     from pallas_kernels.few_rows_matmul.cpu import lanes, planes  # these need llvmlite
 
-    if form == WORDS:
-        return lanes.words_of_rows(dtype)
     if form == PLANES:
         return planes.planes_of_rows()
-    return lanes.kernel(dtype, form) if form == op.SUMS[dtype] or dtype != "int8" else lanes.scaled_kernel(form)
+    return lanes.words_of_rows(dtype) if form == WORDS else lanes.kernel(dtype, form)

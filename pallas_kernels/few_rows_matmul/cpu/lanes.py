@@ -106,20 +106,14 @@ def _lay_block(b: Builder, frame: Frame, word: Word, block: ir.Value) -> None:
 
 
 def kernel(dtype: str, out_dtype: str) -> ir.Module:
-    """The kernel from words of x and a weight [F, D] to their product [T, F], float32 or bfloat16 for bfloat16."""
+    """The kernel from words of x and a weight [F, D] to their product [T, F], which for bfloat16 is float32 or rounded
+    to it, and int32 for int8. If it is a float type for int8, the words are of two planes, and the rows' steps and the
+    outputs' scales follow as operands, both in float32."""
+    word = WORD_OF[dtype]
+    form = ScaledChunk if word.flips and out_dtype != "int32" else Chunk
 
     def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
-        Chunk(b, frame, WORD_OF[dtype], out_dtype == "bfloat16").emit(*outputs_of(b, i, frame.extent(1, 0)))
-
-    return kernel_module(lambda b, frame: chunks_of(b, frame.extent(1, 0)), chunk)
-
-
-def scaled_kernel(out_dtype: str) -> ir.Module:
-    """The kernel from words of two planes, an int8 weight [F, D], the rows' steps and the outputs' scales, both in
-    float32, to their product [T, F]."""
-
-    def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
-        ScaledChunk(b, frame, WORD_OF["int8"], out_dtype == "bfloat16").emit(*outputs_of(b, i, frame.extent(1, 0)))
+        form(b, frame, word, out_dtype == "bfloat16").emit(*outputs_of(b, i, frame.extent(1, 0)))
 
     return kernel_module(lambda b, frame: chunks_of(b, frame.extent(1, 0)), chunk)
 
