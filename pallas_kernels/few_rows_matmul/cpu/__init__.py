@@ -117,8 +117,8 @@ def two_plane_matmul(x_TD: jax.Array, weight_FD: jax.Array, scale_F: jax.Array, 
 
 def kernel(dtype: str, form: int | str, *, machine: Machine) -> str:
     """What XLA calls the kernel; from now on it is known. `form`: a number of rows, of which 6 to 11 stand for all with
-    the same rest by 6; for rows in blocks the type of the results, or `WORDS` for what lays them so. Raises ValueError
-    where there is none."""
+    the same rest by 6; for rows in blocks the type of the results, or `WORDS` or `PLANES` for what lays them so. Raises
+    ValueError where there is none."""
     if form in BLOCK_FORMS.get(dtype, ()):
         if not has_blocks(dtype, machine):
             raise ValueError(f"there is no kernel for blocks of rows of {dtype} on this CPU.")
