@@ -57,7 +57,7 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, *, backend: str, dtyp
             raise ValueError(f"{name} is {x.dtype}{list(x.shape)}; accepted are {accepted}.")
     sums = SUMS[str(x_TD.dtype)]
     dtype = str(jnp.dtype(dtype or sums))
-    if dtype not in (sums, x_TD.dtype if x_TD.dtype == jnp.bfloat16 else sums):
+    if dtype != sums and not dtype == x_TD.dtype == jnp.bfloat16:
         raise ValueError(f"dtype is {dtype}; sums of {x_TD.dtype} are {sums}, or bfloat16 of bfloat16.")
     return choosing.require(_OP, _BACKENDS, backend, x_TD, weight_FD).few_rows_matmul(x_TD, weight_FD, dtype)
 

@@ -7,6 +7,8 @@ from llvmlite import ir
 
 from pallas_kernels.llvm.builder import F32, I16, I32, Builder, declare, splat
 
+INFINITE = 0x7F800000
+"""The bits of infinity in float32."""
 LEAST_EXPONENT = -87.0
 """`exp` takes what is smaller for this: the result is still a normal number, 1.6e-38."""
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # the first times a whole number below 256 is exact
@@ -124,6 +126,13 @@ def turned(b: Builder, vectors: Sequence[ir.Value]) -> list[ir.Value]:
             now[i], now[i + step] = (b.shuffle_vector(now[i], now[i + step], mask) for mask in masks)
         step *= 2
     return now
+
+
+def magnitude_bits(b: Builder, values: ir.Value) -> ir.Value:
+    """A vector of float32 without signs, as whole numbers: these are in the order of the sizes, with infinity and NaN
+    above all."""
+    bits = ir.VectorType(I32, values.type.count)
+    return b.and_(b.bitcast(values, bits), splat(bits, 0x7FFFFFFF))
 
 
 def lane_max(b: Builder, vector: ir.Value) -> ir.Value:

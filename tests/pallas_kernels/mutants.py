@@ -281,7 +281,7 @@ MUTANTS = (
     *_of(
         "pallas_kernels/few_rows_matmul/cpu/lanes.py",
         "kernels_of_every_machine or rounded_once or any_company",
-        ("a last block without a partner is left out", "(1, num_tiled, self.num_blocks)", "(1, num_tiled, num_tiled)"),
+        ("a last block without a partner is left out", "(num_tiled, self.num_blocks))", "(num_tiled, num_tiled))"),
         ("words that are not unrolled are left out", "(1, unrolled, self.whole_words)", "(1, unrolled, unrolled)"),
         ("the last word has the inputs of others", "[b.zext(b.read(number", "[b.sext(b.read(number"),
         ("the last inputs lie in the first byte", "whole(number.width)), I32)", "whole(0)), I32)"),
@@ -333,7 +333,7 @@ MUTANTS = (
             "b.counting(self.num_whole, self.num_inputs, whole(1)) as",
             "b.counting(self.num_inputs, self.num_inputs, whole(1)) as",
         ),
-        ("numbers below zero have no part in the step", "_MAGNITUDE)", "-1)"),
+        ("a step is of the last numbers", "b.larger(most[0], bits(d, BLOCK_ROWS))", "bits(d, BLOCK_ROWS)"),
         ("low numbers are not of what the high ones leave", "b.fsub(steps, high)", "steps"),
         ("words lie where the first ones do", "b.add(b.add(plane, at), whole(i *", "b.add(plane, whole(i *"),
     ),

@@ -122,6 +122,9 @@ class Chunk:
     """The sums of all rows with a range of outputs, in the function that `b` writes. Their weights come from memory for
     the first blocks of rows, and from the second cache for the others."""
 
+    tiles: tuple[int, ...] = (BLOCKS, 1)
+    """Blocks of a tile, as long as there are so many."""
+
     def __init__(self, b: Builder, frame: Frame, word: Word, rounds: bool):
         self.b, self.word, self.rounds = b, word, rounds
         self.x, self.weight, self.out = frame.operand(0), frame.operand(1), frame.result(0)
@@ -136,7 +139,7 @@ class Chunk:
         b = self.b
         begins = self._begins(first, last) if self.word.flips else None
         num_tiled = b.mul(b.sdiv(self.num_blocks, whole(BLOCKS)), whole(BLOCKS))
-        for count, start, stop in ((BLOCKS, whole(0), num_tiled), (1, num_tiled, self.num_blocks)):
+        for count, start, stop in zip(self.tiles, (whole(0), num_tiled), (num_tiled, self.num_blocks)):
             with b.counting(start, stop, whole(count)) as (block, _), b.counting(first, last, whole(OUTPUTS)) as (f, _):
                 columns = [b.smaller(b.add(f, whole(i)), b.sub(last, whole(1))) for i in range(OUTPUTS)]
                 zeros = [ir.Constant(self.word.sums, None)] * OUTPUTS
@@ -228,6 +231,8 @@ class Chunk:
 class ScaledChunk(Chunk):
     """With two planes of x for the blocks of a tile, and steps and scales as further operands."""
 
+    tiles = (BLOCKS,)
+
     def __init__(self, b: Builder, frame: Frame, word: Word, rounds: bool):
         super().__init__(b, frame, word, rounds)
         self.steps, self.scales = frame.operand(2), frame.operand(3)
@@ -235,8 +240,6 @@ class ScaledChunk(Chunk):
     def _finish(
         self, sums: list[ir.Value], blocks: list[ir.Value], columns: list[ir.Value], count: ir.Value
     ) -> None:  # fmt: skip
-        if len(blocks) < BLOCKS:  # there are no planes without the other
-            return
         b, kind = self.b, float32s(BLOCK_ROWS)
         block = b.sdiv(blocks[0], whole(BLOCKS))
         step = b.read(kind, self.steps, b.mul(block, whole(BLOCK_ROWS * 4)), align=4)

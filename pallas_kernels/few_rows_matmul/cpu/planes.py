@@ -10,13 +10,12 @@ from pallas_kernels.few_rows_matmul import LARGEST, LOW_STEPS
 from pallas_kernels.few_rows_matmul.cpu import BLOCK_ROWS
 from pallas_kernels.few_rows_matmul.cpu.lanes import CHUNK_BLOCKS, I8, REGISTER_BYTES, WORD_BYTES
 from pallas_kernels.llvm.builder import F32, I32, LINE_BYTES, Builder, declare, splat, whole
-from pallas_kernels.llvm.functions import read_bfloat16, spread, turned
+from pallas_kernels.llvm.functions import INFINITE, magnitude_bits, read_bfloat16, spread, turned
 from pallas_kernels.llvm.row_tiles import chunks_of, outputs_of
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 
 SQUARE = 4 * BLOCK_ROWS
 """Inputs of as many words as a block has rows."""
-_INFINITE, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF
 
 
 def planes_of_rows() -> ir.Module:
@@ -80,18 +79,15 @@ class Block:
         return self.b.smaller(self.b.add(self.first_row, t), self.last_row)
 
     def _step(self, row: ir.Value) -> ir.Value:
-        """The largest number of a row over 127. As whole numbers they are in the order of their sizes, with infinity
-        and NaN above all."""
+        """The largest number of a row over 127, which is not finite if one is not."""
         b, wholes = self.b, ir.VectorType(I32, BLOCK_ROWS)
-        bits = lambda d, count: b.and_(
-            b.bitcast(read_bfloat16(b, self.x, b.at(row, self.num_inputs, d, 2), count), ir.VectorType(I32, count)),
-            splat(ir.VectorType(I32, count), _MAGNITUDE),
+        bits = lambda d, count: magnitude_bits(
+            b, read_bfloat16(b, self.x, b.at(row, self.num_inputs, d, 2), count)
         )  # fmt: skip
-        larger = lambda one, other: b.select(b.icmp_signed(">", one, other), one, other)
         with b.counting(whole(0), self.num_whole, whole(BLOCK_ROWS), [ir.Constant(wholes, None)]) as (d, most):
-            most[0] = larger(most[0], bits(d, BLOCK_ROWS))
-        with b.counting(self.num_whole, self.num_inputs, whole(1), [b.folded(most[0], larger)]) as (d, largest):
-            largest[0] = larger(largest[0], b.extract_element(bits(d, 1), ir.Constant(I32, 0)))
+            most[0] = b.larger(most[0], bits(d, BLOCK_ROWS))
+        with b.counting(self.num_whole, self.num_inputs, whole(1), [b.folded(most[0], b.larger)]) as (d, largest):
+            largest[0] = b.larger(largest[0], b.extract_element(bits(d, 1), ir.Constant(I32, 0)))
         return b.fdiv(b.bitcast(largest[0], F32), ir.Constant(F32, float(LARGEST)))
 
     def _numbers(self, x: ir.Value, t: ir.Value) -> list[ir.Value]:
@@ -100,7 +96,7 @@ class Block:
         b, kind = self.b, x.type
         step = b.read(F32, self.steps, b.mul(b.add(self.first_row, t), whole(4)), align=4)
         is_some = b.and_(
-            b.icmp_signed("<", b.bitcast(step, I32), ir.Constant(I32, _INFINITE)),
+            b.icmp_signed("<", b.bitcast(step, I32), ir.Constant(I32, INFINITE)),
             b.fcmp_ordered("!=", step, ir.Constant(F32, 0.0)),
         )
         divisor = spread(b, b.select(is_some, step, ir.Constant(F32, 1.0)), kind.count)

@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from pallas_kernels.int4_matmul import GROUP, ZERO
 from pallas_kernels.llvm.builder import F32, I32, Builder, declare, splat, whole
-from pallas_kernels.llvm.functions import read_bfloat16, spread
+from pallas_kernels.llvm.functions import INFINITE, magnitude_bits, read_bfloat16, spread
 from pallas_kernels.llvm.xla_ffi import Frame, kernel_module
 
 LARGEST = 127
@@ -21,7 +21,7 @@ LANES = 4
 """Of a register of sums, for each group: four bytes are multiplied to one."""
 LEAST = 2.0**-100
 """A group without a larger number is zeros: the inverse of its step would not be a finite number."""
-_I8, _INFINITE = ir.IntType(8), 0x7F800000
+_I8 = ir.IntType(8)
 
 
 def corrections_at(num_groups: int) -> int:
@@ -51,10 +51,8 @@ def rounding(num_groups: int) -> ir.Module:
 def _write_group(b: Builder, values: ir.Value, out: ir.Value, record: ir.Value, group: int, num_groups: int) -> None:
     """32 inputs. If one is not finite, their step is NaN, and so will be all sums of the row."""
     wholes, number = ir.VectorType(I32, GROUP), lambda value: ir.Constant(F32, value)
-    bits = b.and_(b.bitcast(values, wholes), splat(wholes, 0x7FFFFFFF))
-    # As whole numbers: they are in the order of the sizes, with infinity and NaN above all.
-    largest_bits = b.folded(bits, lambda low, high: b.select(b.icmp_signed(">", low, high), low, high))
-    finite = b.icmp_signed("<", largest_bits, ir.Constant(I32, _INFINITE))
+    largest_bits = b.folded(magnitude_bits(b, values), b.larger)
+    finite = b.icmp_signed("<", largest_bits, ir.Constant(I32, INFINITE))
     largest = b.bitcast(largest_bits, F32)
     is_some = b.and_(finite, b.fcmp_ordered(">=", largest, number(LEAST)))
     inverse = b.fdiv(number(LARGEST), b.select(is_some, largest, number(LARGEST)))
