@@ -31,7 +31,7 @@ CASES = (
     Case("int8, planes of eight rows, odd sizes", 16, 197, 67, "int8"),
     Case("int8, planes of 64 rows", 128, 69, 66, "int8"),
     Case("int8, planes of 72 rows, odd sizes", 144, 199, 67, "int8"),
-    Case("int8, a block of rows, fewer inputs than a word has", 15, 3, 5, "int8"),
+    Case("int8, two blocks of rows, fewer inputs than a word has", 31, 3, 5, "int8"),
     Case("int8, fewer inputs than a register has", 4, 13, 33, "int8"),
     Case("int16, one row", 1, 256, 130, "int16"),
     Case("int16, seven rows, odd sizes", 7, 197, 67, "int16"),
