@@ -5,7 +5,7 @@ Knows nothing of tests, nor of how anything is timed.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.cases import ServingStep
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
+from pallas_kernels.ragged_paged_attention.sharing import NUM_LINES, SharedWork, fill_spans
 from pallas_kernels.shapes import ceil_div
 from pallas_kernels.testing import layer_of
 from pallas_kernels.timing import Chain, touched
@@ -30,6 +31,12 @@ def attention_chain(step: ServingStep, backend: str, layer: Callable | None = No
     kv, q_TNH, k_TKH, v_TKH = filled_arrays(structs[:4])
     start_R1 = np.cumsum([0] + [new for _, new in step.rows])
     where = [len(step.rows), start_R1, [sum(row) for row in step.rows], table_RM]
+    if step.shape.shares:
+        where.append(
+            spans_in_common(
+                step.rows, step.in_common, rpa.shared_work(backend, int(start_R1[-1]), step.shape.block_size)
+            )
+        )
     sinks_N = jnp.zeros(step.shape.num_heads, jnp.float32)
     operands = (k_TKH, v_TKH, sinks_N, *(jnp.asarray(x, jnp.int32) for x in where))
 
@@ -60,7 +67,20 @@ def layer_with(backend: GpuBackend, step: ServingStep) -> Callable:
 
 def block_table(step: ServingStep) -> np.ndarray:
     """Shuffled blocks for every row, from 1 on, where attention's null block is 0: [R, M]."""
-    return shuffled_blocks([sum(row) for row in step.rows], step.shape.block_size, first_id=1)
+    table_RM = shuffled_blocks([sum(row) for row in step.rows], step.shape.block_size, first_id=1)
+    num_common = step.in_common // step.shape.block_size
+    table_RM[:, :num_common] = table_RM[0, :num_common]
+    return table_RM
+
+
+def spans_in_common(rows: Sequence[tuple[int, int]], in_common: int, work: SharedWork | None) -> np.ndarray:
+    """What attention is told of `rows`, (cached, new) tokens each, whose first `in_common` slots lie in the same
+    blocks: int32 [6, R], zeros where a backend does not share in such a step (`work` is None)."""
+    shared_6R = np.zeros((NUM_LINES, len(rows)), np.int32)
+    if work is not None:
+        units = [0] + [in_common // work.unit] * (len(rows) - 1)
+        fill_spans(shared_6R, range(len(rows)), units, np.array([new for _, new in rows]), work)
+    return shared_6R
 
 
 def shuffled_blocks(lengths: list[int], block_size: int, first_id: int = 0) -> np.ndarray:

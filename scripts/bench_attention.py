@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxpaged.worker.step.zero_pages import has_zero_pages, zero_pages
 from pallas_kernels import ragged_paged_attention as rpa
-from pallas_kernels.ragged_paged_attention.sharing import NUM_LINES, fill_spans
+from pallas_kernels.serving import spans_in_common
 
 BACKEND = "reference"
 BLOCK_SIZE = 16  # of the races between backends: an engine's default
@@ -52,10 +52,7 @@ def paged(
     T = int(start_R1[-1])
     q_TNH, k_TKH = (jax.random.normal(jax.random.key(0), (T, heads, H), dtype) for heads in (K * G, K))
     kv = zeros_in_large_pages(lambda: rpa.kv_zeros(num_blocks or sum(needed) + 1, S, K, H, dtype, backend))
-    work, shared_6R = rpa.shared_work(backend, T, S), np.zeros((NUM_LINES, len(rows)), np.int32)
-    if reads_once and work is not None:
-        units = [0] + [in_common // work.unit] * (len(rows) - 1)
-        fill_spans(shared_6R, range(len(rows)), units, np.array([new for _, new in rows]), work)
+    shared_6R = spans_in_common(rows, in_common, rpa.shared_work(backend, T, S) if reads_once else None)
     where = [jnp.asarray(x, jnp.int32) for x in (start_R1, [sum(row) for row in rows], table_RM, shared_6R)]
 
     def step(q_TNH, k_TKH, kv, start_R1, seq_lens_R, table_RM, shared_6R):

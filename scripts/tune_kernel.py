@@ -61,7 +61,7 @@ def steps_to_tune(options: argparse.Namespace, kind: str) -> dict[str, ServingSt
     steps = {}
     for step in TINY_STEPS if options.interpret else SERVING_STEPS:
         is_pure = step.is_decode or all(new > 1 for _, new in step.rows)
-        if is_pure and any(text in step.name for text in options.cases):
+        if is_pure and not step.shape.shares and any(text in step.name for text in options.cases):
             steps.setdefault(tuned_key(*arguments_of(step), kind), step)
     return steps
 

@@ -134,11 +134,15 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class ServingStep:
-    """A step of a `ServingShape` with numbers, for benchmarks and tuning: (cached, new) tokens of every row."""
+    """A step of a `ServingShape` with numbers, for benchmarks and tuning: (cached, new) tokens of every row.
+
+    in_common: the first so many slots of all rows lie in the same blocks.
+    """
 
     name: str
     rows: tuple[tuple[int, int], ...]
     shape: ServingShape
+    in_common: int = 0
 
     @property
     def is_decode(self) -> bool:
@@ -149,6 +153,7 @@ class ServingStep:
         """What attention must read of the cache: each slot that a query sees, once."""
         shape = self.shape
         seen = sum(cached + new - self._first_visible(cached) for cached, new in self.rows)
+        seen -= self.in_common * (len(self.rows) - 1)
         scales = 2 * shape.num_kv_heads * 4 if shape.kv_scales == "token" else 0
         return seen * (self._token_numbers * ITEMSIZE[shape.kv_dtype] + scales)
 
@@ -177,12 +182,13 @@ class ServingStep:
         return 0 if self.shape.window is None else max(0, cached - self.shape.window + 1)
 
 
-def serving_step(name: str, rows: tuple[tuple[int, int], ...], **shape: Any) -> ServingStep:
+def serving_step(name: str, rows: tuple[tuple[int, int], ...], in_common: int = 0, **shape: Any) -> ServingStep:
     """A step of exactly these rows; `shape` as in `ServingShape`."""
-    return ServingStep(name, rows, ServingShape(name, sum(new for _, new in rows), len(rows), **shape))
+    return ServingStep(name, rows, ServingShape(name, sum(new for _, new in rows), len(rows), **shape), in_common)
 
 
 _DECODES = ((2047, 1),) * 64
+_WITH_PROMPT = ((2175, 1),) * 256  # 128 slots of one's own behind a system prompt of 2,048
 
 SERVING_STEPS = (
     serving_step("decode, 64 x 2,048", _DECODES),
@@ -200,10 +206,13 @@ SERVING_STEPS = (
     serving_step("prefill, 16 x 512", ((0, 512),) * 16),
     serving_step("prefill, 8,192, window 1,024, head_dim 256", ((0, 8192),), group_size=2, head_dim=256, window=1024),
     serving_step("64 decodes and a chunk of 1,024", (*_DECODES, (1024, 1024))),
+    serving_step("decode, 256 x 2,176, 2,048 in common, read once", _WITH_PROMPT, 2048, shares=True),
+    serving_step("decode, 256 x 2,176, 2,048 in common, read by each", _WITH_PROMPT, 2048),
 )
 # For machines without an accelerator: that the benchmark runs, and ratios.
 TINY_STEPS = (
     serving_step("decode, 4 x 64", ((63, 1),) * 4, num_kv_heads=2, group_size=2, head_dim=16, dtype="float32"),
     serving_step("decode, window", ((63, 1),) * 4, num_kv_heads=2, group_size=2, head_dim=16, window=24),
     serving_step("prefill, 64", ((0, 64),), num_kv_heads=2, group_size=2, head_dim=16, dtype="float32"),
+    serving_step("decode, 32 x 160, 128 in common", ((159, 1),) * 32, 128, num_kv_heads=2, head_dim=16, shares=True),
 )

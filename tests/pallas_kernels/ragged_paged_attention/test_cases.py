@@ -27,9 +27,16 @@ def test_bytes_and_operations_are_those_of_what_queries_see(window):
     assert step.flops == pairs * 6 * 8 * 2 * 2
 
 
-def test_every_row_of_a_step_has_blocks_of_its_own():
+def test_what_rows_have_in_common_is_read_once():
+    alone, shared = (serving_step("x", ((31, 1),) * 3, in_common, num_kv_heads=1, head_dim=8) for in_common in (0, 16))
+    assert alone.context_bytes - shared.context_bytes == 2 * 16 * 2 * 8 * 2
+
+
+def test_rows_of_a_step_have_blocks_of_their_own_behind_what_they_have_in_common():
     for step in SERVING_STEPS:
-        table_RM = block_table(step)
-        used = table_RM[table_RM > 0]
-        assert len(set(used)) == len(used) == sum(-(-sum(row) // step.shape.block_size) for row in step.rows)
+        table_RM, num_common = block_table(step), step.in_common // step.shape.block_size
+        assert (table_RM[:, :num_common] == table_RM[0, :num_common]).all()
+        used = [*table_RM[0, :num_common], *table_RM[:, num_common:][table_RM[:, num_common:] > 0]]
+        blocks = [-(-sum(row) // step.shape.block_size) for row in step.rows]
+        assert len(set(used)) == len(used) == sum(blocks) - num_common * (len(blocks) - 1)
         assert step.shape.num_tokens == sum(new for _, new in step.rows)
