@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 logger = logging.getLogger(__name__)
 
-Options = Mapping[str, bool | int]
+Options = Mapping[str, bool | int | str]
 """Name -> value, as `jax.jit` takes them."""
 
 LAYER_KINDS = ("forward", "decode", "decode_full", "draft")
@@ -29,6 +29,14 @@ GPU = "gpu"
 # cache was there failed. On an H100 that Llama in bfloat16 is as fast either way (32 requests: 3,032 and 3,020
 # tokens/s, prompts of 2,048: 39,213 and 39,044), and its first token came after 2.1 s in place of 6.2.
 UNTRIED: Options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+# Where a program seems to need more memory than there is, XLA computes small things again in place of keeping them: for
+# a KV cache that fills a GPU it always seems so, since XLA counts a cache that goes in and comes out twice. But it does
+# so after it has decided which arrays are overwritten in place. Where each request's tokens stand is read again from an
+# array that the step has already brought up to date: decodes beside prompts were one position off, on an H200 with
+# default options (jax 0.11.2; 0.12 compiles it so, too).
+ONCE: Options = {"xla_disable_hlo_passes": "rematerialization"}
+ADDED = tuple(ONCE)
+"""Options that are lists, which XLA adds to what XLA_FLAGS says: so these hold whatever it says."""
 # XLA makes one product of those with queries', keys' and values' weights, and writes the weights side by side for it,
 # in every step: 1.1 ms of 9.8, for that Llama.
 APART: Options = {"xla_gpu_dot_merger_threshold_mb": 0}
@@ -44,11 +52,11 @@ LAYER_OPTIONS: Mapping[str, Options] = {
     # model. Steps are as fast or faster: 0.97 of the time for a prompt of 1,024, 0.91 to 0.97 for decodes of 1 to 32
     # rows (medians of 7, two engines in one process in turns). The first level saves nothing more.
     "cpu": {"xla_backend_optimization_level": 2},
-    GPU: {**UNTRIED, **APART},
+    GPU: {**ONCE, **UNTRIED, **APART},
 }
 """Kind of device, or platform -> options of `LAYER_KINDS`."""
 
-OTHER_OPTIONS: Mapping[str, Options] = {GPU: UNTRIED}
+OTHER_OPTIONS: Mapping[str, Options] = {GPU: {**ONCE, **UNTRIED}}
 """The same of all other programs."""
 
 
@@ -67,7 +75,8 @@ def compiler_options(mesh: Mesh | AbstractMesh, converts: bool = False) -> dict[
     if tries_products(device.platform, converts):
         layers = {name: value for name, value in layers.items() if name not in UNTRIED}
     said = os.environ.get("XLA_FLAGS", "")
-    wanted = {name: value for name, value in {**layers, **others}.items() if f"--{name}=" not in said}
+    wanted = {**layers, **others}.items()
+    wanted = {name: value for name, value in wanted if name in ADDED or f"--{name}=" not in said}
     if wanted and refusal(mesh, wanted) is not None:
         wanted = {name: value for name, value in wanted.items() if is_known(mesh, name, value)}
     kinds = {**dict.fromkeys(LAYER_KINDS, layers), OTHERS: others}
@@ -83,7 +92,7 @@ def tries_products(platform: str, converts: bool) -> bool:
     return platform == GPU and converts
 
 
-def is_known(mesh: Mesh, name: str, value: bool | int) -> bool:
+def is_known(mesh: Mesh, name: str, value: bool | int | str) -> bool:
     """Whether the compiler for these devices takes an option. A warning says why not."""
     if (error := refusal(mesh, {name: value})) is not None:
         logger.warning("programs are compiled without %s, which this compiler does not take: %s", name, error)

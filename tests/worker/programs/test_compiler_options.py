@@ -13,7 +13,7 @@ from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.worker.planning.targets import parse_target, shapes_mesh
 from jaxpaged.worker.programs import compiler_options
 from jaxpaged.worker.programs.blueprint import Blueprint, StepPrograms
-from jaxpaged.worker.programs.compiler_options import APART, LAYER_KINDS, LAYER_OPTIONS, OTHERS, UNTRIED, is_known
+from jaxpaged.worker.programs.compiler_options import APART, LAYER_KINDS, LAYER_OPTIONS, ONCE, OTHERS, UNTRIED, is_known
 from jaxpaged.worker.programs.table import CompileCounter, ProgramKey
 from pallas_kernels import gpu_targets, tpu_targets
 from tests.models.checkpoints import write_checkpoint
@@ -33,8 +33,8 @@ def blueprint(folder, mesh, platform="cpu", **changes):
     return Blueprint(config, model, replace(decoder, **changes), mesh)
 
 
-def programs(plan):
-    return StepPrograms(plan, KVCacheConfig((64,), plan.kv_groups)).builders()
+def programs(plan, num_blocks=64):
+    return StepPrograms(plan, KVCacheConfig((num_blocks,), plan.kv_groups)).builders()
 
 
 def test_an_option_that_the_compiler_does_not_know_is_a_warning_and_left_out(monkeypatch, caplog):
@@ -97,8 +97,11 @@ def test_weights_that_are_converted_on_a_gpu_leave_their_products_to_xla_and_the
     monkeypatch.setattr(compiler_options, "GPU", "cpu")
     monkeypatch.setattr(compiler_options, "refusal", lambda mesh, options: None)
     plain, converted = (compiler_options.compiler_options(make_mesh(1), converts) for converts in (False, True))
-    assert plain == {**dict.fromkeys(LAYER_KINDS, LAYER_OPTIONS["gpu"]), OTHERS: UNTRIED}
-    assert converted == {**dict.fromkeys(LAYER_KINDS, APART), OTHERS: UNTRIED}
+    assert plain == {**dict.fromkeys(LAYER_KINDS, LAYER_OPTIONS["gpu"]), OTHERS: {**ONCE, **UNTRIED}}
+    assert converted == {kind: {**ONCE, **(UNTRIED if kind == OTHERS else APART)} for kind in (*LAYER_KINDS, OTHERS)}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=some_pass --xla_gpu_dot_merger_threshold_mb=1")
+    said = compiler_options.compiler_options(make_mesh(1), True)
+    assert said == {kind: {**ONCE, **(UNTRIED if kind == OTHERS else {})} for kind in (*LAYER_KINDS, OTHERS)}
 
 
 @pytest.mark.aot_gpu
@@ -106,12 +109,30 @@ def test_weights_that_are_converted_on_a_gpu_leave_their_products_to_xla_and_the
 def test_an_h100_takes_all_options_has_cublas_multiply_and_writes_no_weights_side_by_side(folder):
     mesh = make_mesh(1, tuple(gpu_targets.mesh_of(gpu_targets.TARGETS["h100"]).devices.flat))
     plan = blueprint(folder, mesh, "gpu", hidden_size=1024, intermediate_size=4096)
-    assert plan.compiler_options == {**dict.fromkeys(LAYER_KINDS, LAYER_OPTIONS["gpu"]), OTHERS: UNTRIED}
+    assert plan.compiler_options == {
+        **dict.fromkeys(LAYER_KINDS, LAYER_OPTIONS["gpu"]),
+        OTHERS: compiler_options.OTHER_OPTIONS["gpu"],
+    }
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         text = programs(plan)[ProgramKey("forward", 8)]().compile().as_text()
     per_layer = 7  # queries, keys, values and what is made of them; gate, up and down
     assert text.count("__cublas$lt$matmul") == per_layer * plan.decoder.num_layers
     assert "__triton_gemm" not in text
+
+
+@pytest.mark.aot_gpu
+@pytest.mark.skipif(gpu_targets.why_not() is not None, reason=str(gpu_targets.why_not()))
+def test_a_cache_that_fills_an_h100_has_xla_compute_nothing_again_from_arrays_that_are_overwritten(folder):
+    mesh = make_mesh(1, tuple(gpu_targets.mesh_of(gpu_targets.TARGETS["h100"]).devices.flat))
+    plan = blueprint(folder, mesh, "gpu")
+    block_bytes = 2 * 2 * plan.decoder.num_kv_heads * plan.decoder.head_dim * 16 * plan.decoder.num_layers
+    builders = programs(plan, 60 * 2**30 // block_bytes)
+    for kind in ("forward", "decode"):
+        key = next(key for key in builders if key.kind == kind)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            compiled = builders[key]().compile()
+        assert compiled.memory_analysis().argument_size_in_bytes > 30 * 2**30
+        assert ".remat" not in compiled.as_text(), key
 
 
 def products_of_fusions(text):
