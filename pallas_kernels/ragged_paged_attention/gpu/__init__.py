@@ -31,6 +31,7 @@ triton_calls.py through jax-triton).
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -64,6 +65,7 @@ MOST_SLOTS = 128  # of an iteration, whatever is tuned
 # What sharing costs a step whatever it saves, in slots that single queries read: two more launches take as long as
 # reading 32 MB, 4 KiB a slot, and what is left of each token is written and read again.
 SLOTS_OF_A_STEP, SLOTS_OF_A_TOKEN = 8192, 16
+LEAST_TRITON = (3, 8)  # 3.7 takes a number out of a tuple of constants for one that a program computes
 TYPES = tuple(jnp.dtype(x) for x in ("float32", "bfloat16", "float16"))
 
 
@@ -295,6 +297,10 @@ def binding_refusal(is_pallas: bool, interpret: bool) -> str | None:
     missing = [name for name in ("jax_triton", "triton")[interpret:] if not is_installed(name)]
     if missing:
         return f"{' and '.join(missing)} cannot be imported; install jax-triton and triton, the extra gpu-triton"
+    version = version_of("triton")
+    if tuple(int(x) for x in version.split(".")[:2]) < LEAST_TRITON:
+        least = ".".join(map(str, LEAST_TRITON))
+        return f"triton {version} is installed, which cannot compile its kernels; {least} and newer can"
     if interpret == (os.environ.get("TRITON_INTERPRET") == "1"):
         return None
     if interpret:
@@ -304,6 +310,10 @@ def binding_refusal(is_pallas: bool, interpret: bool) -> str | None:
 
 def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
+
+
+def version_of(package: str) -> str:
+    return importlib.metadata.version(package)
 
 
 def device_refusal(capability: str | None) -> str | None:

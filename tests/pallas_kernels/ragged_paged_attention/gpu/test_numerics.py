@@ -140,6 +140,7 @@ def test_a_gpu_is_needed_and_the_interpreter_is_never_chosen_by_itself():
 def test_triton_itself_takes_over_where_jax_has_no_pallas_for_it(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(gpu, "is_installed", lambda module: "pallas" not in module)
+    monkeypatch.setattr(gpu, "version_of", lambda package: "3.10.0")
     assert rpa.choose_backend("auto", "gpu") == "gpu-triton"
     refusal = "'gpu' cannot run on 'gpu': this jax has no Pallas for Triton; 'gpu-triton' runs kernels in Triton itself"
     with pytest.raises(ValueError, match=refusal):
@@ -157,6 +158,9 @@ def test_triton_itself_needs_its_packages_a_gpu_and_its_compiler(monkeypatch):
     assert rpa.backends("cpu")["gpu-triton-interpret"] == missing.replace("jax_triton and triton", "triton", 1)
     assert rpa.choose_backend("auto", "gpu") == "gpu"
     monkeypatch.setattr(gpu, "is_installed", lambda module: True)
+    monkeypatch.setattr(gpu, "version_of", lambda package: "3.7.1+git")
+    assert rpa.backends("gpu")["gpu-triton"].startswith("triton 3.7.1+git is installed, which cannot compile its")
+    monkeypatch.setattr(gpu, "version_of", lambda package: "3.8.0")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "has Triton interpret its kernels; unset it" in rpa.backends("gpu")["gpu-triton"]
 
