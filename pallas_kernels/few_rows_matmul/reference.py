@@ -6,7 +6,6 @@ become float32.
 Knows nothing of backends.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,19 +29,22 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, dtype: str) -> jax.Ar
 
 def two_plane_matmul(x_TD: jax.Array, weight_FD: jax.Array, scale_F: jax.Array, dtype: str) -> jax.Array:
     """See `few_rows_matmul.two_plane_matmul`."""
-    return of_planes(x_TD, lambda planes_PD: few_rows_matmul(planes_PD, weight_FD, "int32"), scale_F, dtype)
+    planes_PD, step_T = in_planes(x_TD)
+    return joined(few_rows_matmul(planes_PD, weight_FD, "int32"), step_T, scale_F, dtype)
 
 
-def of_planes(
-    x_TD: jax.Array, product: Callable[[jax.Array], jax.Array], scale_F: jax.Array, dtype: str
-) -> jax.Array:  # fmt: skip
-    """The same with any `product` of int8 rows with the weight. Letter: P rows of both planes, 2 T."""
-    num_rows = x_TD.shape[0]
+def in_planes(x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(rows of high numbers, then those of low ones, int8 [P, D] with P = 2 T; the rows' steps [T] in float32)."""
     steps_TD, step_T1 = in_steps(x_TD, op.LARGEST)
     high_TD = jnp.round(steps_TD)
     low_TD = jnp.round((steps_TD - high_TD) * op.LOW_STEPS)
-    sums_PF = product(jnp.concatenate([high_TD, low_TD]).astype(jnp.int8)).astype(jnp.float32)
-    return ((sums_PF[:num_rows] + sums_PF[num_rows:] / op.LOW_STEPS) * step_T1 * scale_F).astype(dtype)
+    return jnp.concatenate([high_TD, low_TD]).astype(jnp.int8), step_T1[:, 0]
+
+
+def joined(sums_PF: jax.Array, step_T: jax.Array, scale_F: jax.Array, dtype: str) -> jax.Array:
+    """What sums of both planes' rows with a weight come to, [T, F] in `dtype`."""
+    high_TF, low_TF = jnp.split(sums_PF.astype(jnp.float32), 2)
+    return ((high_TF + low_TF / op.LOW_STEPS) * step_T[:, None] * scale_F).astype(dtype)
 
 
 def in_steps(x_TD: jax.Array, largest: int) -> tuple[jax.Array, jax.Array]:

@@ -330,9 +330,16 @@ MUTANTS = (
         ),
         (
             "inputs beyond the last square are left out",
-            "b.counting(self.num_whole, self.num_inputs, whole(1)) as",
-            "b.counting(self.num_inputs, self.num_inputs, whole(1)) as",
+            "b.counting(rows.num_whole, rows.num_inputs, whole(1)) as",
+            "b.counting(rows.num_inputs, rows.num_inputs, whole(1)) as",
         ),
+        (
+            "inputs beyond the last square are left out of rows",
+            "((rows.num_whole, rows.num_inputs), 1)",
+            "((rows.num_inputs, rows.num_inputs), 1)",
+        ),
+        ("low rows lie over the high ones", "b.add(num_rows, row)", "row"),
+        ("all rows have the first one's step", "frame.result(1), b.mul(row, whole(4))", "frame.result(1), whole(0)"),
         ("a step is of the last numbers", "b.larger(most[0], bits(d, BLOCK_ROWS))", "bits(d, BLOCK_ROWS)"),
         ("low numbers are not of what the high ones leave", "b.fsub(steps, high)", "steps"),
         ("words lie where the first ones do", "b.add(b.add(plane, at), whole(i *", "b.add(plane, whole(i *"),

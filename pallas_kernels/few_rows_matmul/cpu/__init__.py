@@ -48,6 +48,8 @@ MOST_ROWS = {"bfloat16": 64, "int8": 128, "int16": math.inf}
 Of int8 a token has two."""
 WORDS, PLANES = "words", "planes"
 """In place of a type of results: the kernels that lay the inputs of rows in words, as they are or in two planes."""
+PLANE_ROWS = "plane_rows"
+"""In place of a number of rows: the kernel that makes rows of two planes for tiles."""
 BLOCK_FORMS = {"bfloat16": (WORDS, "float32", "bfloat16"), "int8": (WORDS, "int32", PLANES, "float32", "bfloat16")}
 """Of kernels for blocks of rows; those of int8 with float results are of planes."""
 _WORD_BYTES = 4
@@ -96,35 +98,34 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, dtype: str, machine: 
 
 def two_plane_matmul(x_TD: jax.Array, weight_FD: jax.Array, scale_F: jax.Array, dtype: str) -> jax.Array:
     """See `few_rows_matmul.two_plane_matmul`."""
-    (T, D), machine = x_TD.shape, this_machine()
-    if (
-        x_TD.dtype == jnp.bfloat16
-        and dtype in BLOCK_FORMS["int8"]
-        and has_blocks("int8", machine)
-        and in_blocks(T, "bfloat16")
-    ):
+    (T, D), machine, is_bfloat16 = x_TD.shape, this_machine(), x_TD.dtype == jnp.bfloat16
+    steps_of = lambda num_rows: jax.ShapeDtypeStruct((num_rows,), jnp.float32)
+    is_in_blocks = has_blocks("int8", machine) and in_blocks(T, "bfloat16")
+    if is_bfloat16 and is_in_blocks and dtype in BLOCK_FORMS["int8"]:
         blocks = ceil_div(T, BLOCK_ROWS)
         words = jax.ShapeDtypeStruct((2 * blocks, ceil_div(D, _WORD_BYTES), BLOCK_ROWS), jnp.int32)
-        steps = jax.ShapeDtypeStruct((BLOCK_ROWS * blocks,), jnp.float32)
-        planes = jax.ffi.ffi_call(kernel("int8", PLANES, machine=machine), (words, steps))
+        planes = jax.ffi.ffi_call(kernel("int8", PLANES, machine=machine), (words, steps_of(BLOCK_ROWS * blocks)))
         scaled = jax.ffi.ffi_call(
             kernel("int8", dtype, machine=machine), jax.ShapeDtypeStruct((T, weight_FD.shape[0]), dtype)
         )
         of_x, steps_of_x = planes(x_TD)
         return scaled(of_x, weight_FD, steps_of_x, scale_F)
-
-    def product(planes_PD: jax.Array) -> jax.Array:
-        few = cannot_take(planes_PD, weight_FD) is None
-        multiply = few_rows_matmul if few else reference.few_rows_matmul
-        return multiply(planes_PD, weight_FD, "int32")
-
-    return reference.of_planes(x_TD, product, scale_F, dtype)
+    rows = jax.ShapeDtypeStruct((2 * T, D), jnp.int8)
+    few = cannot_take(rows, weight_FD) is None
+    if few and is_bfloat16:
+        planes_PD, step_T = jax.ffi.ffi_call(kernel("int8", PLANE_ROWS, machine=machine), (rows, steps_of(T)))(x_TD)
+    else:
+        planes_PD, step_T = reference.in_planes(x_TD)
+    multiply = few_rows_matmul if few else reference.few_rows_matmul
+    return reference.joined(multiply(planes_PD, weight_FD, "int32"), step_T, scale_F, dtype)
 
 
 def kernel(dtype: str, form: int | str, *, machine: Machine) -> str:
     """What XLA calls the kernel; from now on it is known. `form`: a number of rows, of which 6 to 11 stand for all with
-    the same rest by 6; for rows in blocks the type of the results, or `WORDS` or `PLANES` for what lays them so. Raises
-    ValueError where there is none."""
+    the same rest by 6; for rows in blocks the type of the results, or `WORDS` or `PLANES` for what lays them so; or
+    `PLANE_ROWS`. Raises ValueError where there is none."""
+    if (dtype, form) == ("int8", PLANE_ROWS):
+        return register(OP, _emit_plane_rows, dtype, form, machine=machine)
     if form in BLOCK_FORMS.get(dtype, ()):
         if not has_blocks(dtype, machine):
             raise ValueError(f"there is no kernel for blocks of rows of {dtype} on this CPU.")
@@ -141,9 +142,15 @@ def _emit_tiles(dtype: str, num_rows: int, machine: Machine) -> Any:
     return tiles.kernel(dtype, num_rows, machine)
 
 
+def _emit_plane_rows(dtype: str, form: str, machine: Machine) -> Any:
+    from pallas_kernels.few_rows_matmul.cpu import planes  # needs llvmlite
+
+    return planes.planes_in_rows()
+
+
 def _emit_blocks(dtype: str, form: str, machine: Machine) -> Any:
     from pallas_kernels.few_rows_matmul.cpu import lanes, planes  # these need llvmlite
 
     if form == PLANES:
-        return planes.planes_of_rows()
+        return planes.planes_in_blocks()
     return lanes.words_of_rows(dtype) if form == WORDS else lanes.kernel(dtype, form)

@@ -104,7 +104,7 @@ def test_what_lies_around_operands_is_never_read_into_a_sum_and_rows_stay_apart(
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_kernels)])
-@pytest.mark.parametrize(("num_rows", "num_inputs"), [(3, 70), (16, 64), (31, 133), (67, 3), (200, 131)])
+@pytest.mark.parametrize(("num_rows", "num_inputs"), [(3, 70), (10, 197), (16, 64), (31, 133), (67, 3), (200, 131)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_planes_are_as_close_as_16_bits(backend, num_rows, num_inputs, dtype):
     """Rows of all sizes, of zeros, and with what is not finite, first and last: none changes another."""
