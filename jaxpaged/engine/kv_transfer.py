@@ -169,11 +169,15 @@ class KVTransferDriver:
         # One token more, since the last one of a request never comes from the cache.
         message = EngineCoreRequest("prefix", [*token_ids[:wanted], 0], params, 0.0, cache_salt=cache_salt)
         num_tokens, found = half.beginning(Request(message, wanted + 1, 0, len(self._groups)))
-        if num_tokens < wanted or not wanted:
+        if not wanted:
             raise UsageError(
-                f"the prefix cache has {num_tokens} of the {len(token_ids)} tokens, and {wanted} are in full blocks "
-                "and pages. Save a prompt of one at least, one without images, and with the KV cache large enough "
-                "for all of it."
+                f"the prompt has {len(token_ids)} tokens, and a file holds full blocks and pages, of {half.alignment} "
+                "tokens here. Save a longer prompt."
+            )
+        if num_tokens < wanted:
+            raise UsageError(
+                f"the prefix cache has {num_tokens} of the {wanted} tokens that fill blocks and pages. Save a prompt "
+                "without images, with the KV cache large enough for all of it."
             )
         return worker.write_file(path, token_ids[:wanted], found)
 

@@ -20,7 +20,7 @@ def test_a_beginning_is_saved_and_loaded_by_another_engine(tmp_path, capsys):
         info = llm.save_prefix(PROMPT, path)
         assert 0 < info.num_tokens <= len(llm.get_tokenizer().encode(PROMPT)) and info.num_pages
         llm.load_prefix(path)  # what is there already
-        with pytest.raises(UsageError, match="full blocks"):
+        with pytest.raises(UsageError, match="tokens, and a file holds full blocks and pages, of 32 "):
             llm.save_prefix("Hi", tmp_path / "short")
         assert worker_of(llm).stats()["recompiles"] == 0
     disk = tmp_path / "tier"

@@ -27,7 +27,7 @@ class Pieces:
     def __init__(self, manager: KVCacheManager, page_tokens: int):
         self._manager, self.page_tokens, self._groups = manager, page_tokens, manager.groups.groups
         self.cuts = tuple(Cut(group.block_size, page_tokens) for group in self._groups)
-        self._alignment = math.lcm(*(cut.tokens for cut in self.cuts))
+        self.alignment = math.lcm(*(cut.tokens for cut in self.cuts))
         self._hasher = BlockHasher(page_tokens) if page_tokens != manager.hasher.block_size else None
 
     @property
@@ -37,7 +37,7 @@ class Pieces:
 
     def align(self, num_tokens: int) -> int:
         """The longest beginning of so many tokens at most that is whole pieces of all groups."""
-        return num_tokens // self._alignment * self._alignment
+        return num_tokens // self.alignment * self.alignment
 
     def hashes(self, request: Request) -> list[bytes]:
         """Of all full pages of known tokens."""
@@ -101,7 +101,7 @@ class Pieces:
         group, cut = self._groups[g], self.cuts[g]
         if group.spec.num_read_blocks is None:
             return 0
-        largest = math.lcm(MOST_PAGES * self.page_tokens, self._alignment)
+        largest = math.lcm(MOST_PAGES * self.page_tokens, self.alignment)
         end = num_tokens // largest * largest
         seen = (group.spec.num_read_blocks + 1) * group.block_size  # whole blocks, wherever these begin
         return max(end - seen, 0) // largest * largest // cut.tokens

@@ -140,6 +140,11 @@ class KVTransfers:
         self.saves = [save for save in self.saves if lost.isdisjoint(keys_of([save.piece]))]
         return list(lost)
 
+    @property
+    def alignment(self) -> int:
+        """Tokens of the shortest beginning that is whole blocks and pages."""
+        return self._pieces.alignment
+
     def align(self, num_tokens: int) -> int:
         """How many of so many tokens can be kept besides the device: those of whole blocks and pages."""
         return self._pieces.align(num_tokens)

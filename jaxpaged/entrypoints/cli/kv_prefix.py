@@ -13,10 +13,10 @@ DEFAULT_TIER = "host=64M"
 NO_LIMIT = 1 << 62
 EXPORT_EPILOG = """\
 A model with a chat template takes PROMPT as a user's message; --raw continues the text as it is. A conversation is the
-file that /save of `jaxpaged chat` writes.
+file that /save of `jaxpaged chat` writes. What does not fill a block and a page of its tokens is left out.
 
 examples:
-  jaxpaged kv export "Tell me of the sea." -o sea.safetensors
+  jaxpaged kv export --prompt-file sea.txt -o sea.safetensors
   jaxpaged kv export --file conversation.jsonl -o talk.safetensors -m Qwen/Qwen3-0.6B
 """
 IMPORT_EPILOG = """\
