@@ -4,6 +4,7 @@ It works on a step log; no engine runs.
 """
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -33,8 +34,9 @@ def add_parser(commands: Any) -> None:
         help="the largest size, as max_num_batched_tokens (default: that of the log)",
     )  # fmt: skip
     parser.add_argument(
-        "--multiple-of", type=whole_number, default=8, metavar="N",
-        help="sizes are multiples of this: matrix units work in tiles (default: 8)",
+        "--multiple-of", type=whole_number, metavar="N",
+        help="sizes are multiples of this: matrix units work in tiles (default: 8, or what the log's own sizes "
+        "share with it)",
     )  # fmt: skip
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     parser.set_defaults(run=run, command_parser=parser)
@@ -51,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     if not steps:
         raise UsageError(f"{args.log} has no steps. Make a log of the traffic that the buckets are to fit.")
     largest = args.largest or max([*today, *steps])
+    if args.multiple_of is None:  # an engine on a CPU has programs of 1, 2 and 4 tokens, and no tiles to fill
+        args.multiple_of = math.gcd(8, *today)
     check(args, largest, max(steps))
     proposed = fit_buckets(steps, args.programs, largest, args.multiple_of)
     wasted = sum(map(padding, records))

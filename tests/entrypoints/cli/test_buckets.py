@@ -41,6 +41,12 @@ def test_sizes_are_multiples_of_eight_unless_told_otherwise(log, capsys):
     assert "--token-buckets 16,40,64" in capsys.readouterr().out
 
 
+def test_sizes_of_an_engine_without_tiles_are_any(tmp_path, capsys):
+    log = str(write_step_log(tmp_path / "steps.jsonl", [record(1, tokens=9, bucket=12)], (1, 2, 4, 12)))
+    assert main(["buckets", "fit", "--log", log, "--programs", "2"]) == 0
+    assert "--token-buckets 9,12" in capsys.readouterr().out
+
+
 def test_the_largest_size_can_be_given(log, capsys):
     assert main(["buckets", "fit", "--log", log, "--programs", "1", "--largest", "128"]) == 0
     assert "token_buckets: [128]" in capsys.readouterr().out
