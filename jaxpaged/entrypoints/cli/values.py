@@ -5,6 +5,7 @@ Ranges are checked by the classes that own the options. This module knows no fla
 
 import argparse
 import json
+import math
 import re
 import types
 import typing
@@ -34,6 +35,14 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from None
 
 
+def finite_number(text: str) -> float:
+    """For what is sent as JSON, which has neither infinities nor nan."""
+    value = number(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number.")
+    return value
+
+
 def switch(text: str) -> bool:
     """For YAML files that quote their switches; on the command line it is --flag or --no-flag."""
     if text.lower() not in ("true", "false"):
@@ -43,7 +52,7 @@ def switch(text: str) -> bool:
 
 def json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=finite_number)  # Python reads NaN and Infinity, which are not JSON
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}.") from None
     if not isinstance(value, dict):

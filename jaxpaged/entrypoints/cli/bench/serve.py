@@ -8,15 +8,15 @@ from typing import Any
 
 from jaxpaged.entrypoints.cli.bench.dataset_flags import add_dataset_flags, add_tokenizer_flags
 from jaxpaged.entrypoints.cli.flags import Parser
-from jaxpaged.entrypoints.cli.values import json_object, number, whole_number
+from jaxpaged.entrypoints.cli.values import finite_number, json_object, number, whole_number
 
 HTTP_ENDPOINTS = {
     "openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions",
 }  # fmt: skip
 BACKENDS = (*HTTP_ENDPOINTS, "grpc", "grpc-chat")
 SAMPLING = {
-    "temperature": number, "top_p": number, "top_k": whole_number, "min_p": number, "frequency_penalty": number,
-    "presence_penalty": number, "repetition_penalty": number,
+    "temperature": finite_number, "top_p": finite_number, "top_k": whole_number, "min_p": finite_number,
+    "frequency_penalty": finite_number, "presence_penalty": finite_number, "repetition_penalty": finite_number,
 }  # fmt: skip
 
 EPILOG = """\

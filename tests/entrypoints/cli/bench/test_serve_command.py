@@ -260,6 +260,8 @@ def test_a_server_that_is_not_ready_is_waited_for_if_asked(bench, questions, scr
         (["--num-prompts", "0"], "--num-prompts is 0"),
         (["--request-rates", "1"], "--request-rate"),
         (["--extra-body", "5"], "JSON object"),
+        (["--extra-body", '{"temperature": NaN}'], "'NaN' is not a finite number"),
+        (["--temperature", "nan"], "'nan' is not a finite number"),
     ],
 )
 def test_wrong_usage_is_one_line_and_nothing_is_asked(flags, words, bench):
