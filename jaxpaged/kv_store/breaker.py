@@ -44,7 +44,7 @@ class CircuitBreaker:
         if is_news:
             logger.warning(
                 "%s failed: %.300s. It is left alone and tried again every %g s; requests go on without it.",
-                self.name, f"{type(error).__name__}: {error}", self.retry_after_s,
+                self.name, f"{type(error).__name__}: {error}".rstrip("."), self.retry_after_s,
             )  # fmt: skip
 
     def succeeded(self) -> None:

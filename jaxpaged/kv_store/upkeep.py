@@ -37,7 +37,7 @@ def pages_of(root: Path, spaces: Sequence[str] = ()) -> list[folder.PageFile]:
     try:
         pages, known = folder.all_pages(root), folder.spaces(root)
     except OSError as error:
-        raise ConfigError(f"{root} cannot be read as a folder of pages: {error}.") from None
+        raise ConfigError(f"{root} cannot be read as a folder of pages: {error.strerror}.") from None
     for space in spaces:
         matches = [name for name in known if name.startswith(space[: folder.SPACE_DIGITS])]
         if len(matches) != 1 or not space:

@@ -42,23 +42,32 @@ def is_orbax(folder: Path) -> bool:
 def save_orbax(specs: Any, config: Any, params: Any, model_folder: str | Path, out_folder: str | Path) -> None:
     """Write parameters that were loaded on one device, and the side files of `model_folder`, to a new folder.
 
-    Raises UsageError when `out_folder` holds something already, or the parameters were padded for several devices.
+    Raises UsageError when `out_folder` holds something already or cannot be made, or the parameters were padded for
+    several devices.
     """
     import orbax.checkpoint as ocp  # takes two seconds to import, which only this format should cost
 
     model_folder, out_folder = Path(model_folder), Path(out_folder)
-    if out_folder.exists() and any(out_folder.iterdir()):
-        raise UsageError(f"{out_folder} exists and is not empty. Choose a new folder.")
     arrays = dict(zip(names_of(specs), jax.tree.leaves(params), strict=True))
     shapes = stored_shapes(specs, config.dim_sizes())
     padded = [name for name, array in arrays.items() if array.shape != shapes[name]]
     if padded:
         raise UsageError(f"{padded[0]} is padded for several devices. Load with tensor_parallel_size 1 to save.")
-    out_folder.mkdir(parents=True, exist_ok=True)
+    make_folder(out_folder)
     copy_side_files(model_folder, out_folder, dtype=jax.tree.leaves(params)[0].dtype.name)
     # Last, and atomic: a folder with arrays is complete.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save((out_folder / ARRAYS).absolute(), args=ocp.args.PyTreeSave(arrays))
+
+
+def make_folder(folder: Path) -> None:
+    """A new or empty folder. Raises UsageError when it holds something already or cannot be made."""
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise UsageError(f"{folder} exists and is not empty. Choose a new folder.")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}. Choose another folder.") from None
 
 
 def copy_side_files(model_folder: Path, out_folder: Path, dtype: str) -> None:

@@ -98,8 +98,9 @@ def set_parameter(conversation: Conversation, words: str) -> None:
         return
     name, _, value = words.replace("=", " ", 1).partition(" ")
     name, value = name.removeprefix("--").replace("-", "_"), value.strip()
-    if name not in SAMPLING_HELP or name == "n":
-        near = did_you_mean(name, SAMPLING_HELP) or " See the sampling flags in jaxpaged chat --help."
+    known = SAMPLING_HELP.keys() - {"n"}  # a conversation goes on from one answer
+    if name not in known:
+        near = did_you_mean(name, known) or " See the sampling flags in jaxpaged chat --help."
         raise UsageError(f"there is no parameter {name!r} to set.{near}")
     if not value:
         given.pop(name, None)

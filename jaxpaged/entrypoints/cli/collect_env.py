@@ -19,9 +19,10 @@ from jaxpaged.entrypoints.cli.flags import Parser
 from jaxpaged.entrypoints.cli.machine import gibibytes, gpus, host_memory_bytes, output_of
 
 PACKAGES = (
-    "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "numpy", "ml_dtypes", "transformers",
-    "tokenizers", "safetensors", "huggingface_hub", "orbax-checkpoint", "llguidance", "msgspec", "pyzmq", "starlette",
-    "uvicorn", "httptools", "uvloop", "matplotlib", "jax-triton", "triton", "torch",
+    "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "llvmlite", "flax", "numpy", "ml_dtypes",
+    "transformers", "tokenizers", "safetensors", "huggingface_hub", "orbax-checkpoint", "llguidance", "msgspec",
+    "pyzmq", "starlette", "uvicorn", "httptools", "uvloop", "grpcio", "protobuf", "ray", "redis", "obstore",
+    "matplotlib", "jax-triton", "triton", "torch",
 )  # fmt: skip
 VARIABLES = (
     "JAX_", "XLA_", "TPU_", "LIBTPU_", "CUDA_VISIBLE", "CUDA_HOME", "LD_LIBRARY_PATH", "NVIDIA_VISIBLE", "OMP_",

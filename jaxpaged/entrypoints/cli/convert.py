@@ -5,6 +5,7 @@ Works on files alone: no engine is started.
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 from jaxpaged.config import EMBEDDED_MODEL
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.models.registry import model_for
     from jaxpaged.params.checkpoint import load_params
     from jaxpaged.params.hub import resolve_model_folder
-    from jaxpaged.params.orbax_format import save_orbax
+    from jaxpaged.params.orbax_format import make_folder, save_orbax
 
     folder = resolve_model_folder(chosen_model(args) or EMBEDDED_MODEL, args.revision, args.download_dir)
     hf = load_hf_config(folder)
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     config = model.config_from_hf(hf)
     dtype = config.dtype if args.dtype == "auto" else args.dtype
     specs = model.param_specs(config, 1)
+    make_folder(Path(args.output))  # found before the weights are read, which may take minutes
     progress = ProgressLine()
     try:
         params = load_params(

@@ -74,6 +74,8 @@ def asking(args: argparse.Namespace) -> Iterator[tuple["Client", "pb.GetModelInf
         "private_key": args.ssl_keyfile,
         "timeout": args.timeout,
     }
+    if ":" not in args.server:  # to which gRPC would add port 443
+        raise UsageError(f"--server is {args.server!r}; it must be HOST:PORT or unix:PATH.")
     if args.timeout is not None and args.timeout <= 0:
         raise UsageError(f"--timeout is {args.timeout:g}; it must be more than 0.")
     try:

@@ -4,6 +4,7 @@ This module knows the wire, with what the standard library has for it; no engine
 """
 
 import contextlib
+import http.client
 import json
 import time
 import urllib.error
@@ -77,8 +78,10 @@ class ServerAnswers:
             kind = RequestError if error.code == 400 else ServerError
             key = " Give its key with --api-key." if error.code == 401 else ""
             raise kind(f"the server answers {error.code}: {said}{key}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
+            if isinstance(error, http.client.HTTPException) and not isinstance(error, OSError):
+                reason = f"what comes from there is no whole answer over HTTP ({type(error).__name__})"
             raise ServerError(f"no answer from {self.base}: {reason}. Is the server running there?") from None
 
 

@@ -32,8 +32,10 @@ def check_picture_path(path: str | Path) -> Path:
 
 
 def check_folder(path: str | Path) -> Path:
-    """A path whose folder exists. Raises UsageError when it does not."""
+    """A path whose folder exists. Raises UsageError when it does not, or a folder is where the file is to be."""
     path = Path(path)
+    if path.is_dir():
+        raise UsageError(f"cannot write {path}: it is a folder. Choose another path.")
     if not path.parent.is_dir():
         raise UsageError(f"cannot write {path}: there is no folder {path.parent}. Create it, or choose another path.")
     return path

@@ -120,7 +120,8 @@ def test_parameters_can_be_set_shown_and_forgotten(run, piped):
     ("line", "said"),
     [
         ("/set temprature 1", "Did you mean 'temperature'"), ("/set temperature hot", "not a number"),
-        ("/set top_p 7", "top_p"), ("/set n 2", "no parameter 'n'"), ("/save", "name of a file"),
+        ("/set top_p 7", "top_p"), ("/save", "name of a file"),
+        ("/set n 2", "no parameter 'n' to set. See the sampling flags"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_is_one_line_and_the_chat_goes_on(run, piped, line, said):
@@ -183,6 +184,8 @@ class Replies(http.server.BaseHTTPRequestHandler):
         said = body["messages"][-1]["content"]
         if said == "refuse":
             return self.reply(400, {"error": {"message": "temperature is 9;\nnot possible."}})
+        if said == "babble":
+            return self.wfile.write(b"\0\0\x1e\x04\0\0\n")
         self.send_response(200)
         self.end_headers()
         for piece in ("You said ", said):
@@ -224,10 +227,11 @@ def test_a_chat_with_a_server_streams_what_it_answers(run, piped, server, suffix
 
 
 def test_a_server_that_refuses_or_breaks_off_is_reported_and_the_chat_goes_on(run, piped, server):
-    piped("refuse\nbreak\nHi\n")
+    piped("refuse\nbabble\nbreak\nHi\n")
     finished = run("chat", "big-model", "--url", server[0])
     assert finished.status == 1 and finished.out.splitlines()[-1] == "You said Hi"
     assert "the server answers 400: temperature is 9; not possible." in finished.err
+    assert f"no answer from {server[0]}: what comes from there is no whole answer over HTTP" in finished.err
     assert "the server ended the answer: the engine died." in finished.err
     assert all(body["model"] == "big-model" for body, _ in server[1])
 

@@ -45,6 +45,13 @@ def test_a_folder_that_holds_something_is_left_alone(folder, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["precious"]
 
 
+def test_a_folder_that_cannot_be_made_is_named(folder, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert main(["convert", str(folder), "-o", str(out)]) == 2
+        assert f"cannot write to {out}: " in capsys.readouterr().err
+
+
 def test_a_model_that_is_not_there_is_a_failure_of_one_line(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "nowhere"), "-o", str(tmp_path / "out")]) == 1
     captured = capsys.readouterr().err

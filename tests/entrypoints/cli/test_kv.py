@@ -101,7 +101,7 @@ def test_what_was_used_longest_ago_goes(tmp_path, flags, remaining, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["ls", "missing"], "cannot be read as a folder of pages"),
+        (["ls", "missing"], "missing cannot be read as a folder of pages: No such file or directory."),
         (["verify", "missing"], "cannot be read"),
         (["prune", "."], "Give --max-size, --older-than"),
         (["prune", ".", "--max-size", "-1"], "at least 0"),

@@ -29,6 +29,9 @@ def test_a_folder_that_is_not_there_is_found_before_the_model_is_loaded(run, tmp
     assert finished.status == 2
     assert "there is no folder" in finished.err
     assert finished.engine.prompts == []
+    (tmp_path / "folder.png").mkdir()
+    finished = run("generate", "Hi", flag, str(tmp_path / "folder.png"))
+    assert finished.status == 2 and "it is a folder" in finished.err and finished.engine.prompts == []
 
 
 def test_without_matplotlib_a_timeline_is_refused_at_once(run, tmp_path, monkeypatch):

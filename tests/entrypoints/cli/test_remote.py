@@ -167,6 +167,7 @@ def test_a_chat_goes_on_over_several_turns(ask, piped, server):
 @pytest.mark.parametrize(("arguments", "status", "said"), [
     (["generate", "--server", "127.0.0.1:9", "hi"], 1, "no answer from 127.0.0.1:9"),
     (["chat", "--server", "127.0.0.1:9"], 1, "Is the server running there?"),
+    (["generate", "--server", "localhost", "hi"], 2, "--server is 'localhost'; it must be HOST:PORT"),
     (["generate", "--server", "HERE", "--max-num-seqs", "3", "hi"], 2, "--max-num-seqs is an option of an engine"),
     (["generate", "--server", "HERE", "--stats", "hi"], 2, "--stats is an option of an engine"),
     (["generate", "--server", "HERE", "--trace", "t.json", "hi"], 2, "--trace is an option of an engine"),

@@ -157,6 +157,8 @@ def test_a_taken_address_is_named_before_anything_is_loaded():
         server.Sockets(ServerOptions(port=0, admin_port=port))
     with pytest.raises(UsageError, match="--host"):
         bind("no.such.host.invalid", 0)
+    with pytest.raises(UsageError, match="Choose another --host"):
+        bind("192.0.2.1", 0)  # an address of nobody's
     taken.close()
 
 

@@ -49,7 +49,8 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}. Choose another {option}.") from None
+        wrong = "--host" if error.errno == errno.EADDRNOTAVAIL else option
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}. Choose another {wrong}.") from None
     return bound
 
 
