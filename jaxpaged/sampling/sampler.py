@@ -130,9 +130,15 @@ def by_temperature(logits_SV: jax.Array, rows: RowParams) -> jax.Array:
 
 
 def first_argmax(logits_SV: jax.Array) -> jax.Array:
-    """The lowest token id of the largest logit."""
+    """The lowest token id of the largest logit; -1 in a row with a NaN, which is neither the largest nor below it.
+
+    XLA:CPU's maximum loses a NaN from some hundreds of columns on, so it is looked for in the second pass, where that
+    costs nothing.
+    """
     token_ids_SV = jax.lax.broadcasted_iota(jnp.int32, logits_SV.shape, 1)
-    return lowest_id(logits_SV == jnp.max(logits_SV, axis=1, keepdims=True), token_ids_SV)
+    top_S1 = jnp.max(logits_SV, axis=1, keepdims=True)
+    rest_SV = jnp.where(logits_SV < top_S1, jnp.iinfo(jnp.int32).max, -1)
+    return jnp.min(jnp.where(logits_SV == top_S1, token_ids_SV, rest_SV), axis=1)
 
 
 def lowest_id(chosen_SC: jax.Array, token_ids_SC: jax.Array) -> jax.Array:
@@ -143,5 +149,5 @@ def lowest_id(chosen_SC: jax.Array, token_ids_SC: jax.Array) -> jax.Array:
 
 
 def not_a_distribution(logits_SV: jax.Array) -> jax.Array:
-    """Rows with a NaN, with +inf, or with nothing above -inf: a maximum propagates NaN."""
-    return ~jnp.isfinite(jnp.max(logits_SV, axis=1))
+    """Rows with a NaN, with +inf, or with nothing above -inf."""
+    return (first_argmax(logits_SV) < 0) | ~jnp.isfinite(jnp.max(logits_SV, axis=1))

@@ -1,11 +1,13 @@
 """The sampling programs against plain numpy, and what a draw may and may not depend on."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from jaxpaged.sampling.sampler import first_argmax, not_a_distribution
 from jaxpaged.sampling_params import SamplingParams
 from tests.sampling import oracle
 from tests.sampling.programs import Engine, Request, plain, sample_plainly, vector_of
@@ -188,6 +190,20 @@ def test_a_row_that_is_no_distribution_is_reported_and_harms_no_other(value, pla
     if broken:
         assert output.tokens_S[1] == 0
     np.testing.assert_array_equal(np.delete(output.tokens_S, 1), np.delete(clean.tokens_S, 1))
+
+
+@pytest.mark.parametrize(("num_rows", "num_tokens"), [(1, 32_000), (2, 2_048), (8, 1_000), (31, 133), (64, 50_257)])
+def test_one_nan_among_many_logits_is_not_lost(num_rows, num_tokens):
+    """XLA:CPU's maximum of so many loses it, of both signs."""
+    program = jax.jit(lambda logits_SV: (not_a_distribution(logits_SV), first_argmax(logits_SV)))
+    clean_SV = np.random.default_rng(num_tokens).normal(size=(num_rows, num_tokens)).astype(np.float32)
+    for place in (0, num_tokens // 2, num_tokens - 1):
+        for sign in (1, -1):
+            logits_SV, row = clean_SV.copy(), place % num_rows
+            logits_SV[row, place] = np.copysign(np.float32(np.nan), sign)
+            bad_S, tokens_S = map(np.asarray, program(logits_SV))
+            assert bad_S.nonzero()[0].tolist() == [row]
+            np.testing.assert_array_equal(np.delete(tokens_S, row), np.delete(clean_SV.argmax(axis=1), row))
 
 
 def test_the_full_program_reports_rows_that_are_no_distribution_before_or_after_processing():
