@@ -176,7 +176,7 @@ MUTANTS = (
         ("half a page is saved", "return () if None in blocks else", "return () if blocks[-1] is None else"),
         (
             "windows of larger blocks are not lent",
-            "MOST_PAGES * self.page_tokens, self._alignment)",
+            "MOST_PAGES * self.page_tokens, self.alignment)",
             "self._alignment)",
         ),
         (
