@@ -177,7 +177,7 @@ MUTANTS = (
         (
             "windows of larger blocks are not lent",
             "MOST_PAGES * self.page_tokens, self.alignment)",
-            "self._alignment)",
+            "self.alignment)",
         ),
         (
             "beginnings end within pages",
