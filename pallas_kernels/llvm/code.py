@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.llvm.machine import Machine
+from pallas_kernels.llvm.machine import Machine, ffi_version
 
 FOLDER = "cpu-kernels"
 PREFIX = "pallas_kernels"
@@ -84,11 +84,12 @@ def sources_digest(op: str, package: Path = Path(__file__).parents[1]) -> str:
 
 
 def machine_code(identity: str, ir_text: Callable[[], str], machine: Machine, folder: Path | None) -> bytes:
-    """The object file of a module, from `folder` or compiled and left there. The IR follows from `identity`."""
+    """The object file of a module, from `folder` or compiled and left there. The IR follows from `identity` and from
+    the version of XLA's interface: a jaxlib with an older one refuses it."""
     import llvmlite
     import llvmlite.binding as llvm
 
-    key = digest_of(identity, machine, llvmlite.__version__, str(llvm.llvm_version_info))
+    key = digest_of(identity, machine, llvmlite.__version__, str(llvm.llvm_version_info), str(ffi_version()))
     path = None if folder is None else folder / f"{key}.o"
     code = None if path is None else _read(path)
     if code is None:

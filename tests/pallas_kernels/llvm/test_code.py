@@ -19,7 +19,7 @@ def make(folder, ir=IR, name="one", cpu=None):
 
 
 @needs_kernels
-def test_code_is_compiled_once_for_a_machine_and_made_again_where_a_file_is_damaged(tmp_path):
+def test_code_is_compiled_once_for_a_machine_and_made_again_where_a_file_is_damaged(tmp_path, monkeypatch):
     folder = tmp_path / "new" / code.FOLDER
     first = make(folder)
     (file,) = folder.iterdir()
@@ -33,6 +33,9 @@ def test_code_is_compiled_once_for_a_machine_and_made_again_where_a_file_is_dama
     make(folder, cpu=Machine("haswell", "+avx2,+fma", 8, 16))
     make(folder, IR.replace("1", "2"), "two")
     assert len(list(folder.iterdir())) == 3
+    monkeypatch.setattr(code, "ffi_version", lambda: (0, 1))  # another jaxlib, over the same folder
+    make(folder, IR.replace("1", "3"))
+    assert len(list(folder.iterdir())) == 4
 
 
 @needs_kernels
