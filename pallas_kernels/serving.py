@@ -32,11 +32,8 @@ def attention_chain(step: ServingStep, backend: str, layer: Callable | None = No
     start_R1 = np.cumsum([0] + [new for _, new in step.rows])
     where = [len(step.rows), start_R1, [sum(row) for row in step.rows], table_RM]
     if step.shape.shares:
-        where.append(
-            spans_in_common(
-                step.rows, step.in_common, rpa.shared_work(backend, int(start_R1[-1]), step.shape.block_size)
-            )
-        )
+        work = rpa.shared_work(backend, step.shape.num_tokens, step.shape.block_size)
+        where.append(spans_in_common(step.rows, step.in_common, work))
     sinks_N = jnp.zeros(step.shape.num_heads, jnp.float32)
     operands = (k_TKH, v_TKH, sinks_N, *(jnp.asarray(x, jnp.int32) for x in where))
 

@@ -137,8 +137,7 @@ def first_argmax(logits_SV: jax.Array) -> jax.Array:
     """
     token_ids_SV = jax.lax.broadcasted_iota(jnp.int32, logits_SV.shape, 1)
     top_S1 = jnp.max(logits_SV, axis=1, keepdims=True)
-    rest_SV = jnp.where(logits_SV < top_S1, jnp.iinfo(jnp.int32).max, -1)
-    return jnp.min(jnp.where(logits_SV == top_S1, token_ids_SV, rest_SV), axis=1)
+    return lowest_id(~(logits_SV < top_S1), jnp.where(logits_SV == top_S1, token_ids_SV, -1))
 
 
 def lowest_id(chosen_SC: jax.Array, token_ids_SC: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 They are part of what is compiled: of the key of jax's compilation cache, and of a bundle's fingerprint. What they gain
 on a TPU was counted by its compiler, not timed; on a GPU and a CPU it was timed. What the variable XLA_FLAGS says of an
-option goes before what is here.
+option goes before what is here, but for a list, to which XLA adds ours.
 """
 
 import logging
@@ -35,8 +35,6 @@ UNTRIED: Options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": F
 # array that the step has already brought up to date: decodes beside prompts were one position off, on an H200 with
 # default options (jax 0.11.2; 0.12 compiles it so, too).
 ONCE: Options = {"xla_disable_hlo_passes": "rematerialization"}
-ADDED = tuple(ONCE)
-"""Options that are lists, which XLA adds to what XLA_FLAGS says: so these hold whatever it says."""
 # XLA makes one product of those with queries', keys' and values' weights, and writes the weights side by side for it,
 # in every step: 1.1 ms of 9.8, for that Llama.
 APART: Options = {"xla_gpu_dot_merger_threshold_mb": 0}
@@ -75,8 +73,8 @@ def compiler_options(mesh: Mesh | AbstractMesh, converts: bool = False) -> dict[
     if tries_products(device.platform, converts):
         layers = {name: value for name, value in layers.items() if name not in UNTRIED}
     said = os.environ.get("XLA_FLAGS", "")
-    wanted = {**layers, **others}.items()
-    wanted = {name: value for name, value in wanted if name in ADDED or f"--{name}=" not in said}
+    ours = {**layers, **others}
+    wanted = {name: value for name, value in ours.items() if name in ONCE or f"--{name}=" not in said}
     if wanted and refusal(mesh, wanted) is not None:
         wanted = {name: value for name, value in wanted.items() if is_known(mesh, name, value)}
     kinds = {**dict.fromkeys(LAYER_KINDS, layers), OTHERS: others}

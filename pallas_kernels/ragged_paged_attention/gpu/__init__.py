@@ -35,6 +35,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -298,7 +299,7 @@ def binding_refusal(is_pallas: bool, interpret: bool) -> str | None:
     if missing:
         return f"{' and '.join(missing)} cannot be imported; install jax-triton and triton, the extra gpu-triton"
     version = version_of("triton")
-    if tuple(int(x) for x in version.split(".")[:2]) < LEAST_TRITON:
+    if (found := re.match(r"(\d+)\.(\d+)", version)) and tuple(map(int, found.groups())) < LEAST_TRITON:
         least = ".".join(map(str, LEAST_TRITON))
         return f"triton {version} is installed, which cannot compile its kernels; {least} and newer can"
     if interpret == (os.environ.get("TRITON_INTERPRET") == "1"):
@@ -313,7 +314,11 @@ def is_installed(module: str) -> bool:
 
 
 def version_of(package: str) -> str:
-    return importlib.metadata.version(package)
+    """Nothing where what is importable came under another name, as PyTorch's own builds of Triton do."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def device_refusal(capability: str | None) -> str | None:

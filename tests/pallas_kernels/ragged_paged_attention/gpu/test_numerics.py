@@ -158,6 +158,14 @@ def test_triton_itself_needs_its_packages_a_gpu_and_its_compiler(monkeypatch):
     assert rpa.backends("cpu")["gpu-triton-interpret"] == missing.replace("jax_triton and triton", "triton", 1)
     assert rpa.choose_backend("auto", "gpu") == "gpu"
     monkeypatch.setattr(gpu, "is_installed", lambda module: True)
+    with monkeypatch.context() as patch:  # PyTorch's own builds of Triton have another name
+
+        def version(package):
+            raise gpu.importlib.metadata.PackageNotFoundError(package)
+
+        patch.setattr(gpu.importlib.metadata, "version", version)
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        assert rpa.backends("gpu")["gpu-triton"] is None
     monkeypatch.setattr(gpu, "version_of", lambda package: "3.7.1+git")
     assert rpa.backends("gpu")["gpu-triton"].startswith("triton 3.7.1+git is installed, which cannot compile its")
     monkeypatch.setattr(gpu, "version_of", lambda package: "3.8.0")
