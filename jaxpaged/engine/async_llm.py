@@ -167,8 +167,9 @@ class AsyncLLM(AsyncEngineControl):
             while not finished:
                 output = await stream.get()
                 finished = output.finished
-                if isinstance(output.prompt_logprobs, LatePromptLogprobs):
-                    output.prompt_logprobs = await self._in_thread(output.prompt_logprobs.read)
+                late = None if request.pooling_params else output.prompt_logprobs
+                if isinstance(late, LatePromptLogprobs):
+                    output.prompt_logprobs = await self._in_thread(late.read)
                 yield output
         finally:
             if core.streams.get(request_id) is stream:
