@@ -178,6 +178,38 @@ def test_what_takes_the_decoder_long_is_refused_before_it_begins(unit, few, many
     assert caught.value.status == 413
 
 
+CODE = 'if (a[i] == "x\\"") { printf("%d: [%s]\\\\", a); }\n'
+LONG_TEXTS = {
+    "JSON": json.dumps([{"name": str(i), "values": [i, {}]} for i in range(60_000)]),
+    "C": CODE * 40_000,
+    "signs": '{[,:"' * 500_000,
+    "backslashes": '\\"' * 900_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 7, 65_536, 2**24])
+@pytest.mark.parametrize("kind", LONG_TEXTS)
+def test_signs_inside_of_a_text_are_no_values(kind, size):
+    """Before, a body of three values was refused for 2,000,000: signs were counted wherever they stood. Pieces end
+    anywhere, between a backslash and what it escapes, too."""
+    text = LONG_TEXTS[kind] if size > 7 else LONG_TEXTS[kind][: size * 20_000]
+    body = json.dumps({"prompt": text, "max_tokens": 1, "x": [text[:99]]}).encode()
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    assert json.loads(asyncio.run(read_body(Request(*pieces), 2**25)))["prompt"] == text
+
+
+@pytest.mark.parametrize("size", [1, 7, 65_536])
+@pytest.mark.parametrize("text", ["", "\\", '"', 'a\\"', '\\\\"{'])
+def test_values_after_a_text_are_counted_wherever_a_piece_ends(text, size, monkeypatch):
+    monkeypatch.setattr(bodies_read, "MOST_VALUES", 12_000)
+    body = json.dumps([text] * 2_000 + [{}] * 1_000).encode()
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    with pytest.raises(HttpError, match="Send several requests"):
+        asyncio.run(read_body(Request(*pieces), 2**25))
+    monkeypatch.setattr(bodies_read, "MOST_VALUES", 30_000)
+    asyncio.run(read_body(Request(*pieces), 2**25))
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_mutated_bodies_are_served_or_refused_and_never_a_500(asked, path, caplog):
     draw, whole = random.Random(path), json.dumps(BODIES[path], ensure_ascii=False).encode()

@@ -13,6 +13,7 @@ import pytest
 
 from jaxpaged.entrypoints.http import server
 from jaxpaged.entrypoints.http.options import ServerOptions
+from jaxpaged.entrypoints.http.transport import listener
 from jaxpaged.entrypoints.http.transport.listener import bind, url_of
 from jaxpaged.errors import ConfigError, UsageError
 from tests.entrypoints.http.live_server import live_server
@@ -116,6 +117,60 @@ def test_a_long_body_gives_413_announced_or_not(url, announced):
     connection.request("POST", "/tokenize", body if announced else iter([body]), JSON)
     answer = connection.getresponse()
     assert answer.status == 413 and json.loads(answer.read())["error"]["type"] == "RequestTooLargeError"
+
+
+LONG = 24 * 2**20
+"""More bytes than sockets hold: a client that sends so much first waits for the server to read it."""
+
+
+@pytest.mark.parametrize("close", [b"", b"Connection: close\r\n"])
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize(("path", "status"), [(b"/tokenize", 413), (b"/v1/nothing", 404), (b"/health", 405)])
+def test_a_client_that_sends_its_whole_body_first_reads_its_answer(url, path, status, announced, close):
+    """Before, the socket was closed over what was not read, which takes back the answer: a reset connection."""
+    body = b"Content-Length: %d\r\n\r\n" % LONG if announced else b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % LONG
+    end = b"" if announced else b"\r\n0\r\n\r\n"
+    head = b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n%b" % (path, close)
+    answer = start_of_answer(url, head + body + b" " * LONG + end)
+    assert answer.startswith(b"HTTP/1.1 %d " % status) and json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+
+
+@pytest.mark.parametrize("headers", [b"", b"Host: a\r\nX-Long: " + b"a" * 3000 + b"\r\n"])
+def test_so_does_one_whose_headers_are_refused(url, headers):
+    """And one on a connection that served a request before, for which the server is not just waiting."""
+    bad = b"POST /tokenize HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n" % (headers, LONG)
+    assert b'"error"' in start_of_answer(url, bad + b" " * LONG)
+    good = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+    assert b'"error"' in start_of_answer(url, bad + b" " * LONG, before=good)
+
+
+def start_of_answer(url, data, before=b""):
+    """What comes first after all of `data` was sent, on a connection on which `before` was answered."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        if before:
+            connection.sendall(before)
+            assert connection.recv(65536)
+        connection.sendall(data)
+        received = connection.recv(65536)
+        while b"}" not in received:
+            received += connection.recv(65536)
+    return received
+
+
+def test_who_goes_on_sending_is_left_after_a_while(url, monkeypatch):
+    monkeypatch.setattr(listener, "HEADER_TIMEOUT", 0.3)
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b"Content-Length: 99999999999\r\n\r\n")
+        with pytest.raises(OSError):
+            send_for_ever(connection)
+
+
+def send_for_ever(connection):
+    while True:
+        connection.sendall(b" " * 65536)
 
 
 def test_a_connection_serves_several_requests(url):

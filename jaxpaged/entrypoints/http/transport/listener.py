@@ -154,6 +154,22 @@ class AnswerPipe:
         self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
+class AnswerTransport:
+    """The transport of a connection as its answers have it: they end it by `LimitedProtocol.leave`.
+
+    Answers do not keep the connection, as `AnswerPipe` does not keep them.
+    """
+
+    def __init__(self, protocol: "LimitedProtocol"):
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+        self._leave = weakref.WeakMethod(protocol.leave)
+
+    def close(self) -> None:
+        if (leave := self._leave()) is not None:
+            leave()
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """HTTP/1.1 whose headers must be short, come soon, and name one host; who neither asks nor reads is left."""
 
@@ -170,6 +186,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        self._for_answers = AnswerTransport(self)
         self._expect_headers()
         self._connections.opened(self)
 
@@ -214,9 +231,30 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._refused:
             super().on_headers_complete()
             self.scope[PIPE] = AnswerPipe(self.cycle, self.loop)
+            self.cycle.transport = self._for_answers
+
+    def leave(self) -> None:
+        """End the connection after an answer, or where there can be none."""
+        if self.cycle.response_complete and self.cycle.more_body:
+            self._linger()
+        else:
+            self._close()
+
+    def _linger(self) -> None:
+        """Look at nothing more, but take it until the client goes, or until `HEADER_TIMEOUT`: one that still sends
+        reads its answer after that, and would lose it if the socket were closed meanwhile."""
+        self._refused = True
+        self._connections.waits(self)
+        self._start_timer()
+        self._leave_if_not_read()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
     def on_response_complete(self) -> None:
         last = not self.pipeline
+        if self._refused:
+            return
         super().on_response_complete()
         if self.transport.is_closing():
             self._close()
@@ -270,8 +308,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_timer(self) -> None:
         self._end_timer()
-        if not self._refused:
-            self._timer = self.loop.call_later(HEADER_TIMEOUT, self._close)
+        self._timer = self.loop.call_later(HEADER_TIMEOUT, self._close)
 
     def _end_timer(self) -> None:
         if self._timer is not None:
@@ -287,6 +324,9 @@ class LimitedProtocol(HttpToolsProtocol):
         """Close the connection, at the latest when the client has long not taken what was written for it."""
         self._end_timer()
         self.transport.close()
+        self._leave_if_not_read()
+
+    def _leave_if_not_read(self) -> None:
         if self.transport.get_write_buffer_size():
             self._end_write_timer()
             self._write_timer = self.loop.call_later(WRITE_TIMEOUT, self.transport.abort)
@@ -297,7 +337,6 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, error: HttpError) -> None:
         """Answer, and close the connection: what follows on it is not looked at."""
         self._refused = True
-        self._end_timer()
         body = error_body(error)
         headers = (
             f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
@@ -305,4 +344,5 @@ class LimitedProtocol(HttpToolsProtocol):
         )
         if not self.transport.is_closing():
             self.transport.write(headers.encode() + body)
-            self._close()
+            is_answering = self.cycle is not None and not self.cycle.response_complete
+            self._close() if is_answering else self._linger()
