@@ -20,9 +20,10 @@ ROOT = Path(__file__).parent.parent
 TOP_LEVEL = {"LICENSE", "README.md", "configs", "jaxpaged", "pallas_kernels", "pyproject.toml", "scripts", "tests"}
 
 LEAVES = {
-    "cbor", "config", "errors", "expert_balance", "frames", "installed", "interrupts", "kv_cache_spec", "kv_store",
-    "messages", "option_checks", "plan", "pooling", "result", "sampling_checks", "sampling_features", "sampling_limits",
-    "sampling_params", "speculation", "structural_tags", "structured_outputs", "text_checks", "vllm_options",
+    "cbor", "config", "errors", "expert_balance", "frames", "installed", "interrupts", "json_schema", "kv_cache_spec",
+    "kv_store", "messages", "option_checks", "plan", "pooling", "result", "sampling_checks", "sampling_features",
+    "sampling_limits", "sampling_params", "speculation", "structural_tags", "structured_outputs", "text_checks",
+    "vllm_options",
 }  # fmt: skip
 # Who may import whom. Every layer may import itself and the leaves.
 LAYERS = {

@@ -12,13 +12,12 @@ from typing import Any
 
 import msgspec
 
+from jaxpaged.json_schema import moved
 from jaxpaged.parsing.output import ToolSchemas
 from jaxpaged.structural_tags import read_structural_tag
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-LITERAL = frozenset({"const", "enum", "default", "examples"})
-"""Keywords of JSON schemas whose values are data, in which "$ref" is no reference."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,11 @@ class ToolUse:
         """Every tool's schema becomes a definition of the one schema, and its references are made to stay in it."""
         definitions, calls = {}, []
         for number, (name, schema) in enumerate(self.schemas.items()):
-            place = f"#/$defs/tool{number}"
-            definitions[f"tool{number}"] = moved(schema, place)
+            definition = f"tool{number}"
+            definitions[definition] = moved(schema, definition)
             calls.append({
                 "type": "object",
-                "properties": {"name": {"const": name}, "parameters": {"$ref": place}},
+                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{definition}"}},
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             })  # fmt: skip
@@ -65,19 +64,6 @@ def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool's parameters, which are an object even where it does not say so."""
     parameters = tool["function"].get("parameters")
     return {"type": "object", **parameters} if parameters else NO_PARAMETERS
-
-
-def moved(schema: Any, place: str) -> Any:
-    """A copy whose references to its own parts are right where the schema lies at `place` of another one."""
-    if isinstance(schema, list):
-        return [moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copy = {key: value if key in LITERAL else moved(value, place) for key, value in schema.items()}
-    reference = copy.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        copy["$ref"] = place + reference[1:]
-    return copy
 
 
 # ---- a shape, or calls

@@ -2,7 +2,11 @@
 
 import json
 
-from jaxpaged.entrypoints.http.generation.tool_use import NO_PARAMETERS, ToolUse, moved, parameters_of
+import pytest
+from jsonschema import Draft202012Validator
+
+from jaxpaged.core.grammar.probe import problem_with
+from jaxpaged.entrypoints.http.generation.tool_use import NO_PARAMETERS, ToolUse, parameters_of
 
 
 def tool(name, parameters=None):
@@ -24,11 +28,14 @@ def test_references_of_every_tool_lead_to_its_own_definitions():
         assert found == {"type": kind}
 
 
-def test_what_looks_like_a_reference_in_data_is_left_alone():
-    schema = {"const": {"$ref": "#/a"}, "enum": [{"$ref": "#"}], "properties": {"$ref": {"$ref": "#/b"}}}
-    place = "#/$defs/tool0"
-    assert moved(schema, place) == {**schema, "properties": {"$ref": {"$ref": f"{place}/b"}}}
-    assert moved({"$ref": "https://x.org/a#b"}, place) == {"$ref": "https://x.org/a#b"}
+@pytest.mark.parametrize("name", ["default", "const", "enum", "examples", "$ref", "properties", "$defs", "not"])
+def test_a_parameter_may_have_the_name_of_any_keyword(name):
+    parameters = {"properties": {name: {"$ref": "#/$defs/leaf"}}, "required": [name], "$defs": {"leaf": {"const": 7}}}
+    shape = ToolUse([tool("f", parameters)], "required").forced_shape()
+    assert problem_with(shape) is None
+    validator = Draft202012Validator(shape.json)
+    assert validator.is_valid([{"name": "f", "parameters": {name: 7}}])
+    assert not validator.is_valid([{"name": "f", "parameters": {name: 8}}])
 
 
 def test_parameters_are_an_object_even_where_a_tool_does_not_say_so():
