@@ -1,11 +1,9 @@
 """Formats that write a call parameter by parameter, as text between tags: qwen3_coder, glm45, minimax_m2,
 deepseek_v32.
 
-What a parameter's text stands for follows from the tool's schema: a text for a parameter of type string, else JSON if
-it is that, else a text. Without a schema it is a text. Nothing else of the schema is looked at.
+What a parameter's text stands for follows from the tool's schema (`typed_text.py`), unless its tag says it.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +13,7 @@ from typing import Any
 from jaxpaged.parsing.json_text import TOOL_NAME
 from jaxpaged.parsing.output import Output
 from jaxpaged.parsing.source import Markers, Source, Steps
-
-PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+from jaxpaged.parsing.typed_text import argument_json, json_string, loose_json, parameter_schema
 
 
 @dataclass(frozen=True)
@@ -84,8 +81,8 @@ class ParameterCalls:
             if not found:
                 return False
             name, is_text = read_key(header)
-            value = argument_json(trimmed(text), schema_of(schema, name), is_text)
-            out.arguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: {value}")
+            value = value_json(trimmed(text), name, schema, is_text)
+            out.arguments(f"{separator}{json_string(name)}: {value}")
             separator = ", "
         return found is not None
 
@@ -104,34 +101,11 @@ def trimmed(text: str) -> str:
     return text.removeprefix("\n").removesuffix("\n")
 
 
-def schema_of(schema: Mapping[str, Any], name: str) -> Any:
-    properties = schema.get("properties")
-    return properties.get(name) if isinstance(properties, Mapping) else None
-
-
-def argument_json(text: str, schema: Any, is_text: bool | None) -> str:
-    """The JSON of a parameter written as text. `is_text`: what its tag says; None: the schema is asked."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else "string"
+def value_json(text: str, name: str, schema: Mapping[str, Any], is_text: bool | None) -> str:
+    """The JSON of the parameter `name`. `is_text`: what its tag says; None: the schema of all parameters is asked."""
     if is_text is None:
-        is_text = kind == "string" or (isinstance(kind, list) and "string" in kind and text.strip() != "null")
-    if not is_text:
-        value = PYTHON_NAMES.get(text.strip(), text.strip())
-        if is_json(value):
-            return value
-    return json.dumps(text, ensure_ascii=False)
-
-
-def is_json(text: str) -> bool:
-    try:
-        json.loads(text, parse_constant=refuse_constant)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def refuse_constant(name: str) -> None:
-    """NaN and Infinity are no JSON, whatever Python's parser thinks."""
-    raise ValueError(name)
+        return argument_json(text, parameter_schema(schema, name), schema)
+    return json_string(text) if is_text else loose_json(text)
 
 
 qwen3_coder = ParameterCalls(
