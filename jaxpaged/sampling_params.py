@@ -62,7 +62,7 @@ CONTAINERS = (
 SWITCHES = (
     "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
-FILLED_IN = ("bad_words_token_ids", "thinking_token_ids")
+FILLED_IN = ("bad_words_token_ids", "thinking_token_ids", "is_thinking")
 """Fields that no request sets."""
 
 
@@ -118,6 +118,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     thinking_token_budget: how many tokens the model may think, each time it does, before it must end that; -1 and None:
         as many as it likes. For models whose vocabulary has tokens around thinking.
     thinking_token_ids: filled by the input processor: those that begin and end thinking.
+    is_thinking: filled by the input processor: whether the prompt leaves the model thinking, where it has a budget.
     bad_words_token_ids: filled by the input processor: `bad_words` in tokens.
     """
 
@@ -152,6 +153,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
     thinking_token_ids: tuple[int, int] | None = None
+    is_thinking: bool = False
     stream_interval: int | None = None
 
     @classmethod

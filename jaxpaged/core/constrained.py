@@ -61,7 +61,7 @@ class ConstrainedRequests:
         matcher = None if params.structured_outputs is None else self._grammars.matcher_of(future)
         if (budget := params.thinking_token_budget) is not None:
             assert params.thinking_token_ids is not None, "the sampling parameters are not complete"
-            return BudgetMatcher(budget, *params.thinking_token_ids, request.all_token_ids, matcher)
+            return BudgetMatcher(budget, *params.thinking_token_ids, params.is_thinking, matcher)
         assert matcher is not None, "nothing binds the request"
         return matcher
 

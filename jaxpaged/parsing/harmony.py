@@ -20,7 +20,7 @@ RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 class Harmony:
     """Reads the whole answer. Text outside all messages is content; a header that is cut off is nothing."""
 
-    def is_open_after(self, prompt: str) -> bool:
+    def is_open_after(self, ending: str) -> bool:
         """Messages say what they are, so prompts do not matter."""
         return False
 

@@ -83,11 +83,12 @@ def make_parser(
     reasoning_parser: str | None = None,
     *,
     tools: ToolSchemas = MappingProxyType({}),
-    prompt: str = "",
+    ending: str = "",
     forced: str | None = None,
     new_id: Callable[[], str] | None = None,
 ) -> OutputParser:
-    """A parser of one answer to `prompt`, of which only the thinking markers matter. None: that is not looked for.
+    """A parser of one answer. None: that is not looked for. `ending` is what the chat template wrote behind the last
+    message, which may open or close the model's thinking.
 
     `tools`: name -> JSON schema of the parameters. `forced`: the answer is the arguments of the tool of this name, or
     with "*" a list of calls, as a grammar made the model write them. Raises ConfigError for unknown names.
@@ -99,7 +100,7 @@ def make_parser(
 
     def steps(source: Source, out: Output) -> Steps[None]:
         if reasoning is not None:
-            yield from reasoning.read(source, out, reasoning.is_open_after(prompt))
+            yield from reasoning.read(source, out, reasoning.is_open_after(ending))
         if tool_format is not None:
             yield from tool_format(source, out)
         yield from source.rest(out.content)

@@ -1,6 +1,7 @@
 """Where a model's thinking ends and its answer begins: a table of markers, and one reader for all of them.
 
-Whether the thinking began in the prompt already is for the caller to say; `is_open_after` reads it off the prompt.
+Whether the thinking began in the prompt already is for the caller to say; `is_open_after` reads it off the end of the
+prompt that the chat template wrote. What stands before that are words of users.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from jaxpaged.parsing.source import Markers, Source, Steps
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """`open`: a prompt that has neither marker leaves the model thinking. `ends_too`: beginnings of calls that end
+    """`open`: an ending that has neither marker leaves the model thinking. `ends_too`: beginnings of calls that end
     the thinking even if its end marker is missing."""
 
     start: str
@@ -19,9 +20,9 @@ class ReasoningFormat:
     open: bool = False
     ends_too: tuple[str, ...] = ()
 
-    def is_open_after(self, prompt: str) -> bool:
-        """Whether a model that goes on from this prompt is thinking."""
-        start, end = prompt.rfind(self.start), prompt.rfind(self.end)
+    def is_open_after(self, ending: str) -> bool:
+        """Whether a model that goes on from a prompt with this ending is thinking."""
+        start, end = ending.rfind(self.start), ending.rfind(self.end)
         return self.open if start == end == -1 else start > end
 
     def read(self, source: Source, out: Output, is_open: bool) -> Steps[None]:

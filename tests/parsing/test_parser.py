@@ -158,8 +158,8 @@ def test_white_space_around_calls_is_no_content_but_stays_in_an_answer_without_c
 
 
 def test_thinking_that_began_in_the_prompt_goes_on_in_the_answer():
-    assert parse("so</think>yes", None, "qwen3", prompt="<|assistant|><think>\n").reasoning == "so"
-    assert parse("so", None, "qwen3", prompt="<think>\n\n</think>\n\n") == ParsedMessage(content="so")
+    assert parse("so</think>yes", None, "qwen3", ending="<|assistant|><think>\n").reasoning == "so"
+    assert parse("so", None, "qwen3", ending="<think>\n\n</think>\n\n") == ParsedMessage(content="so")
     assert parse("so", None, "qwen3") == ParsedMessage(content="so")
     assert parse("so", None, "deepseek_r1") == ParsedMessage(reasoning="so")
     assert parse("\n<think>so</think>yes", None, "deepseek_r1") == ParsedMessage("yes", "so")

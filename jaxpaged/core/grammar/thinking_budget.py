@@ -15,18 +15,14 @@ from jaxpaged.core.grammar.matcher import Matcher
 class BudgetMatcher:
     """Where one request stands in its thinking, and in its grammar if it has one: what that allows is all there is.
 
-    `start_id` and `end_id` are the tokens around thinking, of which an answer may have several parts. What the prompt
-    leaves open goes on, but only tokens of the answer count.
+    `start_id` and `end_id` are the tokens around thinking, of which an answer may have several parts. `is_thinking`:
+    the prompt left one open, which goes on, but only tokens of the answer count.
     """
 
-    def __init__(
-        self, budget: int, start_id: int, end_id: int, prompt_token_ids: Sequence[int], inner: Matcher | None = None
-    ):
+    def __init__(self, budget: int, start_id: int, end_id: int, is_thinking: bool, inner: Matcher | None = None):
         self._budget, self._start_id, self._end_id, self._inner = budget, start_id, end_id, inner
-        self._num_thought: int | None = None  # tokens of the part that is being thought; None: it is not thinking
-        markers = (token_id for token_id in reversed(prompt_token_ids) if token_id in (start_id, end_id))
-        if next(markers, end_id) == start_id:
-            self._num_thought = 0
+        # Tokens of the part that is being thought; None: it is not thinking.
+        self._num_thought: int | None = 0 if is_thinking else None
 
     @property
     def error(self) -> str | None:

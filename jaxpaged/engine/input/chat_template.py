@@ -25,6 +25,10 @@ Message = Mapping[str, Any]
 
 CONTINUE_MARK = "<<continue the last message here>> "
 """Put behind the last message to find its end in the rendered text. Its last space shows whether spaces survive."""
+END_MARK = "70190348617335902"
+"""Put behind every text of the messages to find what comes after the last. No filter of a template changes digits."""
+TEXT_FIELDS = ("content", "reasoning", "reasoning_content", "thinking")
+"""Fields of a message that hold its words."""
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """What `render` gives to templates itself."""
 LOOPS_OVER_CONTENT = re.compile(r"in\s+\w+(\.content|\[['\"]content['\"]\])|in\s+content\b")
@@ -59,13 +63,31 @@ class ChatTemplate:
         Raises RequestError for messages that are none, and when the template refuses them.
         """
         check_messages(messages, add_generation_prompt, continue_final_message)
+        return self._rendered(
+            [self._prepared(message) for message in messages], continue_final_message,
+            {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt},
+        )  # fmt: skip
+
+    def ending(self, messages: Sequence[Message], /, *, continue_final_message: bool = False, **variables: Any) -> str:
+        """What the template itself writes behind the words of the last message, of the text that `render` gives for
+        the same arguments. A message that is continued is the model's: its words are part of the ending.
+
+        Raises what `render` does.
+        """
         prepared = [self._prepared(message) for message in messages]
+        for message in prepared[: len(prepared) - continue_final_message]:
+            mark_texts(message)
+        text = self._rendered(prepared, continue_final_message, variables)
+        return text.rpartition(END_MARK)[2]
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], continue_final_message: bool, variables: Mapping[str, Any]
+    ) -> str:
+        """The text of prepared messages."""
         if continue_final_message:
-            mark_last(prepared)
+            mark_last(messages)
         try:
-            text = self._compiled.render(
-                {**variables, "messages": prepared, "tools": tools, "add_generation_prompt": add_generation_prompt}
-            )
+            text = self._compiled.render({**variables, "messages": messages})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise RequestError(
                 f"the chat template does not accept these messages: {error}. Roles: "
@@ -242,6 +264,36 @@ def parse_tool_calls(message: dict[str, Any]) -> None:
                     "Correct the message.",
                     "messages",
                 ) from error
+
+
+def mark_texts(message: dict[str, Any]) -> None:
+    """Put the mark behind every text of a message, those in the arguments of its calls included, in place."""
+    for name in TEXT_FIELDS:
+        if isinstance(message.get(name), list):
+            message[name] = [marked_part(part) for part in message[name]]
+        elif name in message:
+            message[name] = marked(message[name])
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            function["arguments"] = marked(function.get("arguments"))
+
+
+def marked_part(part: Any) -> Any:
+    """A part of a content: of an object only its `text` is marked, and its type stays what it is."""
+    if isinstance(part, dict):
+        return {**part, "text": marked(part["text"])} if "text" in part else part
+    return marked(part)
+
+
+def marked(value: Any) -> Any:
+    """A value whose texts, wherever they lie in it, end with the mark."""
+    if isinstance(value, str):
+        return value and value + END_MARK
+    if isinstance(value, list):
+        return [marked(each) for each in value]
+    return {marked(name): marked(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def mark_last(messages: list[dict[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from jaxpaged.engine.input.grammar_checker import GrammarChecker
 from jaxpaged.engine.input.long_text import Truncation, checked_length, enough_text
 from jaxpaged.engine.input.no_tokenizer import NoTokenizer, refuse
 from jaxpaged.engine.input.prompts import Prompt
-from jaxpaged.engine.input.thinking_markers import budget_tokens, thinking_token_ids
+from jaxpaged.engine.input.thinking_markers import budget_tokens, leaves_open, thinking_token_ids
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.engine.pooling.prompts import check_keep, text_ids
@@ -32,7 +32,7 @@ from jaxpaged.sampling_params import RANDOM_SEED, SamplingParams
 from jaxpaged.text_checks import check_unicode, shown
 
 WHOLE = Truncation()
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority", "ending")
 TOKENIZATION_KEYS = ("add_special_tokens", "truncate_prompt_tokens")
 MAX_CACHE_SALT_LENGTH = 128
 NO_POOLING = "this model was started to generate, and gives no embeddings or scores. Start it with runner='pooling'."
@@ -47,6 +47,7 @@ class ParsedPrompt:
     text: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    ending: str | None = None  # of a chat: what its template wrote behind the last message
 
 
 class InputProcessor:
@@ -130,7 +131,7 @@ class InputProcessor:
             priority = parsed.priority
         check_priority(priority, self.allow_priority)
         self._check_length(token_ids, room=0 if pooling_params else 1)
-        complete = self._completed(sampling_params, len(token_ids))
+        complete = self._completed(sampling_params, parsed)
         if complete.extra_args:
             check_request(complete.extra_args, *self._kv_peers)
         request = EngineCoreRequest(
@@ -196,7 +197,10 @@ class InputProcessor:
             token_ids = self._encode(text, add_special_tokens, truncation)
         else:
             raise RequestError("a prompt dict needs 'prompt' or 'prompt_token_ids'; it has neither.", "prompt")
-        return ParsedPrompt(token_ids, text, checked_cache_salt(prompt.get("cache_salt")), prompt.get("priority"))
+        salt, ending = checked_cache_salt(prompt.get("cache_salt")), prompt.get("ending")
+        if ending is not None and not isinstance(ending, str):
+            raise RequestError(f"the key 'ending' holds {shown(ending)}; it must be a text.", "prompt")
+        return ParsedPrompt(token_ids, text, salt, prompt.get("priority"), ending)
 
     def _encode(
         self, text: str, add_special_tokens: bool, truncation: Truncation = WHOLE, most: int | None = None
@@ -266,10 +270,14 @@ class InputProcessor:
         add_special_tokens: bool = False,
         truncation: Truncation = WHOLE,
         most: int | None = None,
+        thinking_markers: Sequence[str] = (),
     ) -> dict[str, Any]:
         """A conversation as a prompt dict, cut and limited as in `parse`. Templates write special tokens themselves, so
         none are added unless `add_special_tokens` says so.
 
+        Where the prompt holds one of `thinking_markers`, or one that the vocabulary has a token for, the dict has the
+        key "ending": the part that the template wrote behind the last message. In it alone a marker means that the
+        model thinks, or does not; all before are words of users, or of earlier answers.
         Raises RequestError when the messages or the template are at fault.
         """
         if not self.has_tokenizer:
@@ -281,27 +289,30 @@ class InputProcessor:
                 "chat_template_kwargs",
             )
         template = self.chat_templates.choose(chat_template, with_tools=bool(tools))
-        text = template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            **{**self.tokenizer.named_tokens, **variables},
-        )
+        given = {
+            "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
+            "tools": tools, **self.tokenizer.named_tokens, **variables,
+        }  # fmt: skip
+        text = template.render(messages, **given)
         check_unicode("messages", text)
-        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens, truncation, most)}
+        token_ids = self._encode(text, add_special_tokens, truncation, most)
+        prompt = {"prompt": text, "prompt_token_ids": token_ids}
+        may_think = any(marker in text for marker in thinking_markers)
+        if may_think or not set(self.thinking_token_ids or ()).isdisjoint(token_ids):
+            prompt["ending"] = template.ending(messages, **given)
+        return prompt
 
     # ---- sampling parameters
 
-    def _completed(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
-        """A copy in which nothing is left open: length, seed, end ids, bad words in tokens."""
+    def _completed(self, params: SamplingParams, prompt: ParsedPrompt) -> SamplingParams:
+        """A copy in which nothing is left open: length, seed, end ids, bad words in tokens, whether it thinks."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"the parameters are {shown(params)}; they must be SamplingParams.", "sampling_params")
         complete = params.clone()
         if not self.has_tokenizer:
             check_without_text(complete)
             complete.detokenize = False
-        room = max(self.max_model_len - prompt_length, 1)
+        room = max(self.max_model_len - len(prompt.token_ids), 1)
         complete.max_tokens = room if complete.max_tokens is None else min(complete.max_tokens, room)
         complete.min_tokens = min(complete.min_tokens, complete.max_tokens)
         complete.stream_interval = max(complete.stream_interval or 1, self.stream_interval)
@@ -314,7 +325,9 @@ class InputProcessor:
         if complete.bad_words:
             complete.bad_words_token_ids = self._bad_words_in_tokens(complete.bad_words)
         if complete.thinking_token_budget is not None:
-            complete.thinking_token_ids = budget_tokens(complete.thinking_token_budget, self.thinking_token_ids)
+            start_end = budget_tokens(complete.thinking_token_budget, self.thinking_token_ids)
+            ids = prompt.token_ids if prompt.ending is None else self.tokenizer.encode(prompt.ending, False)
+            complete.thinking_token_ids, complete.is_thinking = start_end, leaves_open(ids, *start_end)
         complete.verify(self.vocab_size, self.max_logprobs)
         if complete.structured_outputs is not None:
             self.grammar_checker.check(complete.structured_outputs)

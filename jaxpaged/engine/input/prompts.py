@@ -18,10 +18,12 @@ class TextPrompt(PromptOptions):
 
 
 class TokensPrompt(PromptOptions):
-    """A prompt as token ids, and perhaps the text that they stand for."""
+    """A prompt as token ids, and perhaps the text that they stand for; of a chat also the text's end that its template
+    wrote behind the last message, which says whether the model thinks already."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
+    ending: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]

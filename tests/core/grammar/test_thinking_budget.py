@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.core.grammar.thinking_budget import BudgetMatcher
+from jaxpaged.engine.input.thinking_markers import leaves_open
 
 START, END, WORDS = 40, 41, 2
 EVERYTHING = np.full(WORDS, 0xFFFFFFFF, np.uint32)
@@ -34,7 +35,7 @@ def allowed(matcher):
 
 @given(st.integers(0, 6), TOKENS, TOKENS)
 def test_the_end_is_the_only_token_exactly_when_it_is_due(budget, prompt, tokens):
-    matcher = BudgetMatcher(budget, START, END, prompt)
+    matcher = BudgetMatcher(budget, START, END, leaves_open(prompt, START, END))
     for place, token in enumerate(tokens):
         due = is_due(budget, prompt, tokens[:place])
         expected = np.array([0, 1 << (END - 32)], np.uint32) if due else EVERYTHING
@@ -44,7 +45,7 @@ def test_the_end_is_the_only_token_exactly_when_it_is_due(budget, prompt, tokens
 
 @given(st.integers(0, 6), TOKENS, TOKENS, TOKENS)
 def test_behind_drafts_it_allows_what_it_would_if_they_had_come(budget, prompt, known, drafts):
-    matcher = BudgetMatcher(budget, START, END, prompt)
+    matcher = BudgetMatcher(budget, START, END, leaves_open(prompt, START, END))
     matcher.accept(known)
     bits_IW = np.zeros((len(drafts) + 1, WORDS), np.uint32)
     matcher.fill(bits_IW, drafts)
@@ -56,7 +57,7 @@ def test_behind_drafts_it_allows_what_it_would_if_they_had_come(budget, prompt, 
 @given(st.integers(0, 6), TOKENS, TOKENS, st.integers(0, 3), TOKENS)
 def test_a_token_that_needs_no_mask_is_never_one_at_which_the_end_is_due(budget, prompt, known, num_unknown, later):
     """Whatever the tokens are that have been drawn and are not known yet."""
-    matcher = BudgetMatcher(budget, START, END, prompt)
+    matcher = BudgetMatcher(budget, START, END, leaves_open(prompt, START, END))
     matcher.accept(known)
     num_free = matcher.num_free(num_unknown)
     if num_unknown <= len(later):
@@ -69,13 +70,13 @@ def test_a_token_that_needs_no_mask_is_never_one_at_which_the_end_is_due(budget,
 
 @pytest.mark.parametrize(("thought", "unknown", "free"), [(0, 0, 5), (3, 1, 1), (4, 1, 0), (5, 0, 0), (9, 2, 0)])
 def test_what_is_free_is_what_is_left_of_the_budget(thought, unknown, free):
-    matcher = BudgetMatcher(5, START, END, [START])
+    matcher = BudgetMatcher(5, START, END, is_thinking=True)
     matcher.accept([1] * thought)
     assert matcher.num_free(unknown) == free
 
 
 def test_who_does_not_think_may_begin_to_with_the_next_token():
-    matcher = BudgetMatcher(5, START, END, [START, 1, END])
+    matcher = BudgetMatcher(5, START, END, is_thinking=False)
     assert [matcher.num_free(num_unknown) for num_unknown in (0, 1, 6, 9)] == [6, 5, 0, 0]
 
 
@@ -100,12 +101,12 @@ class OddOnly:
 
 def test_with_a_grammar_the_end_is_forced_where_that_allows_it():
     grammar = OddOnly()
-    matcher = BudgetMatcher(1, START, END, [START], grammar)
+    matcher = BudgetMatcher(1, START, END, True, grammar)
     assert matcher.num_free(0) == 0 and matcher.is_complete
     np.testing.assert_array_equal(allowed(matcher), [0xAAAAAAAA] * 2)
     assert matcher.accept([1]) and grammar.taken == [1]
     np.testing.assert_array_equal(allowed(matcher), [0, 1 << (END - 32)])
-    other = BudgetMatcher(0, 41, 40, [41], OddOnly())  # its end is an even token
+    other = BudgetMatcher(0, 41, 40, True, OddOnly())  # its end is an even token
     np.testing.assert_array_equal(allowed(other), [0xAAAAAAAA] * 2)
     assert not matcher.accept([2])
     matcher.accept([3])

@@ -145,3 +145,47 @@ def test_damaged_template_files_are_the_checkpoints_fault(tmp_path):
 
 def test_variables_may_be_called_like_arguments():
     assert ChatTemplate("{{ messages[0].content }}{{ cls }}").render(HELLO, **{"self": 1, "cls": 2}) == "hello 2"
+
+
+# ---- what the template writes behind the last message
+
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if '</think>' in (m.content or '') %}{% set words = m.content.split('</think>')[-1] | trim %}"
+    "{% else %}{% set words = m.content %}{% endif %}"
+    "{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}"
+    "{% if words is string %}{{ words | trim | upper }}{% else %}"
+    "{% for part in words or [] %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson(ensure_ascii=True) }}{% endfor %}"
+    "</>{% endfor %}{% if add_generation_prompt %}<model>{% if enable_thinking %}<think>{% endif %}{% endif %}"
+)
+CALL = {"function": {"name": "f", "arguments": '{"q": ["a <think>"], "<think>": 3}'}}
+
+
+@pytest.mark.parametrize("last", [
+    {"role": "user", "content": "What is <think>? "},
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "<think>"}]},
+    {"role": "tool", "content": "</think> and so on"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "assistant", "content": "<think> Let me"},
+    {"role": "assistant", "content": "ah", "reasoning": "hm <think>"},
+])  # fmt: skip
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}])
+def test_the_ending_is_what_the_template_itself_writes(last, variables):
+    messages = [{"role": "system", "content": "<think>"}, *HELLO, last]
+    text = render(THINKS, messages, add_generation_prompt=True, **variables)
+    ending = ChatTemplate(THINKS).ending(messages, add_generation_prompt=True, **variables)
+    assert text.endswith(ending)
+    assert ending.removeprefix('": 3}') == "</><model>" + ("<think>" if variables else "")
+
+
+@pytest.mark.parametrize("content", ["<think> Let me", "I say"])
+def test_an_answer_that_is_continued_belongs_to_the_ending(content):
+    messages = [{"role": "user", "content": "</think>"}, {"role": "assistant", "content": content}]
+    options = {"continue_final_message": True, "add_generation_prompt": False, "bos_token": "<bos>"}
+    assert ChatTemplate(CHAT).ending(messages, **options) == f"<end>\n<turn>assistant\n{content}"
+
+
+def test_without_words_all_is_the_templates():
+    assert ChatTemplate("a{% if messages %}b{% endif %}").ending(HELLO) == "ab"
+    assert ChatTemplate(CHAT).ending([{"role": "user", "content": ""}], bos_token="<bos>").startswith("<bos><turn>user")

@@ -212,3 +212,27 @@ def test_a_request_may_only_ask_for_longer_intervals_than_the_engine_has(own, of
     processor = make(stream_interval=own)
     request, _ = processor.process("r", "the cat", SamplingParams(stream_interval=of_request))
     assert request.sampling_params.stream_interval == used
+
+
+THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if think %}<end>{% endif %}"
+
+
+@pytest.mark.parametrize(("content", "think", "is_thinking"), [
+    ("the <end> cat", False, False), ("the cat", True, True), ("<bos> the cat", True, True), ("the <end>", True, True),
+])  # fmt: skip
+def test_a_budget_counts_from_the_prompt_where_the_template_opened_the_thinking(content, think, is_thinking):
+    """The tokens <end> and <bos> stand for those around thinking."""
+    processor = make()
+    processor.thinking_token_ids = tuple(TOKENIZER.backend.token_to_id(text) for text in ("<end>", "<bos>"))
+    messages = [{"role": "user", "content": content}]
+    prompt = processor.chat_prompt(messages, chat_template=THINKS, template_variables={"think": think})
+    params = SamplingParams(thinking_token_budget=3)
+    assert processor.process("r", prompt, params)[0].sampling_params.is_thinking is is_thinking
+    # A prompt of the caller's own is what the caller means it to be.
+    own = processor.process("r", prompt["prompt"], params)[0].sampling_params
+    assert own.is_thinking is ("<end>" in prompt["prompt"])
+
+
+def test_the_ending_of_a_prompt_is_a_text():
+    with pytest.raises(RequestError, match="'ending' holds 3"):
+        make().process("r", {"prompt_token_ids": [5], "ending": 3})

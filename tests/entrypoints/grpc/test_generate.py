@@ -16,9 +16,10 @@ from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.kv_store.handover import RemoteSource, answer_params
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import FILLED_IN, SamplingParams
 from tests.entrypoints.grpc.conftest import Gate
 from tests.entrypoints.http.asgi_client import Client
+from tests.entrypoints.http.saying_model import saying
 
 
 async def everything(call):
@@ -152,7 +153,7 @@ def test_every_sampling_field_reaches_the_request_of_the_http_server():
     fields = pb.SamplingParams.DESCRIPTOR.fields_by_name
     assert set(values) == set(fields)
     known = {*SamplingParams.__struct_fields__} - {"output_kind", "detokenize", "skip_reading_prefix_cache"}
-    known -= {"bad_words_token_ids", "thinking_token_ids"}
+    known -= {*FILLED_IN}
     assert set(fields) == known, "a sampling parameter is missing here"
     plain = generation_request(pb.GenerateRequest(text="a", final_only=True))
     for name, value in values.items():
@@ -314,3 +315,17 @@ def test_an_interval_makes_fewer_responses_of_the_same_tokens(serving):
     assert ids_of(fewer) == ids_of(each)
     assert text_of(fewer) == text_of(each)
     assert [len(sequence.token_ids) for response in fewer for sequence in response.sequences] == [1, 4, 4]
+
+
+def test_markers_of_thinking_in_a_question_are_the_users_words(serving):
+    shape = pb.StructuredOutputs(json='{"enum": ["a", "b"]}')
+
+    async def scenario(server):
+        message = pb.ChatMessage(role="user", content="What does <think> mean?")
+        params = pb.SamplingParams(temperature=0, max_tokens=20, structured_outputs=shape)
+        request = pb.GenerateRequest(chat=pb.Chat(messages=[message]), sampling_params=params)
+        return await everything(server.stub.Generate(request))
+
+    responses = serving(scenario, options={"reasoning_parser": "qwen3"}, **saying('"c"'))
+    assert text_of(responses) in ('"a"', '"b"')
+    assert not any(each.reasoning for response in responses for each in response.sequences)

@@ -61,9 +61,9 @@ class AnswerPart:
 
 
 class AnswerReader:
-    """Reads one sequence that answers `prompt`, of which only the text at its end matters, and None will do."""
+    """Reads one sequence that answers a prompt with this `ending`, as `TokenPrompt` has it."""
 
-    def __init__(self, reading: Reading, prompt: str | None):
+    def __init__(self, reading: Reading, ending: str | None):
         self._reading = reading
         self._has_calls = False
         self._thinking: list[str] = []
@@ -72,7 +72,7 @@ class AnswerReader:
         self.is_plain = reading.is_plain  # all text is content
         if not reading.is_plain:
             self._parser = make_parser(
-                reading.tool_parser, reading.reasoning_parser, tools=reading.tools, prompt=prompt or "",
+                reading.tool_parser, reading.reasoning_parser, tools=reading.tools, ending=ending or "",
                 forced=reading.forced,
             )  # fmt: skip
 

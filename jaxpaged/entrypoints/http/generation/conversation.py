@@ -86,13 +86,13 @@ def parse_conversation(
     shape = shape_of(conversation, reading.tool_parser)
     prompt = prompts.read_chat(
         conversation.messages, conversation.truncation, conversation.add_special_tokens, conversation.cache_salt,
-        **conversation.template,
+        thinking_markers=thinking_markers(reading.reasoning_parser), **conversation.template,
     )  # fmt: skip
     params = params.clone()
     if reading.finds_markers:
         params.skip_special_tokens = False
     if shape is not None:
-        params.structured_outputs = after_thinking(shape, reading.reasoning_parser, prompt.text or "")
+        params.structured_outputs = after_thinking(shape, reading.reasoning_parser, prompt.ending or "")
     return ParsedConversation(prompt, params, reading)
 
 
@@ -139,9 +139,12 @@ def shape_of(conversation: Conversation, tool_parser: str | None) -> StructuredO
 
 
 def after_thinking(
-    shape: StructuredOutputsParams, reasoning_parser: str | None, prompt: str
+    shape: StructuredOutputsParams, reasoning_parser: str | None, ending: str
 ) -> StructuredOutputsParams:
-    """The shape of an answer before which the model may think freely. Raises RequestError where that cannot be."""
+    """The shape of an answer before which the model may think freely. `ending` is that of its prompt.
+
+    Raises RequestError where that cannot be.
+    """
     if reasoning_parser is None:
         return shape
     thinking = reasoning_format_named(reasoning_parser)
@@ -150,5 +153,11 @@ def after_thinking(
             f"structured_outputs cannot be used: thinking in the format {reasoning_parser!r}, which this server looks "
             "for, has no one end after which an answer could begin. Leave it out.", "structured_outputs",
         )  # fmt: skip
-    marks = Thinking(thinking.start, thinking.end, thinking.is_open_after(prompt))
+    marks = Thinking(thinking.start, thinking.end, thinking.is_open_after(ending))
     return msgspec.structs.replace(shape, thinking=marks)
+
+
+def thinking_markers(reasoning_parser: str | None) -> tuple[str, ...]:
+    """The texts between which the model thinks, as far as a prompt may hold them."""
+    found = None if reasoning_parser is None else reasoning_format_named(reasoning_parser)
+    return (found.start, found.end) if isinstance(found, ReasoningFormat) else ()

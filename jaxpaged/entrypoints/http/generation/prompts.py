@@ -17,15 +17,18 @@ SALT_FORBIDDEN = "@/\\\0"
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """A prompt in tokens. `text` is None when it was given as ids. `cache_salt` keeps its cached blocks to itself."""
+    """A prompt in tokens. `text` is None when it was given as ids. `cache_salt` keeps its cached blocks to itself.
+    `ending` is the part of a chat that its template wrote behind the last message, where that matters."""
 
     token_ids: list[int]
     text: str | None = None
     cache_salt: str | None = None
+    ending: str | None = None
 
     def for_engine(self) -> dict[str, Any]:
-        salt = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
-        return {"prompt": self.text, "prompt_token_ids": self.token_ids, **salt}
+        others = {"cache_salt": self.cache_salt, "ending": self.ending}
+        others = {name: value for name, value in others.items() if value is not None}
+        return {"prompt": self.text, "prompt_token_ids": self.token_ids, **others}
 
 
 class PromptReader:
@@ -74,7 +77,7 @@ class PromptReader:
         prompt = self._processor.chat_prompt(
             messages, add_special_tokens=add_special_tokens, truncation=truncation, most=most, **template
         )
-        return TokenPrompt(prompt["prompt_token_ids"], prompt["prompt"], cache_salt)
+        return TokenPrompt(prompt["prompt_token_ids"], prompt["prompt"], cache_salt, prompt.get("ending"))
 
     def _check_tokens(self, count: int) -> None:
         """Raise HttpError when so many ids can never fit, before each of them is looked at."""

@@ -46,7 +46,7 @@ class Parsed[Body]:
 
     def new_reader(self) -> AnswerReader:
         """What reads one of the answers."""
-        return AnswerReader(self.reading, self.generation.prompts[0].text)
+        return AnswerReader(self.reading, self.generation.prompts[0].ending)
 
 
 class EventWriter(Protocol):
