@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.input.thinking_markers import leaves_open
 from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.sampling_features import Extra
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
@@ -373,7 +374,10 @@ START, END = 12, 90
 
 
 def thinking(name, budget, max_tokens=12, prompt=(10,), **params):
-    params = {"thinking_token_budget": budget, "thinking_token_ids": (START, END), **params}
+    is_thinking = leaves_open(prompt, START, END)
+    params = {
+        "thinking_token_budget": budget, "thinking_token_ids": (START, END), "is_thinking": is_thinking, **params,
+    }  # fmt: skip
     return request(name, prompt, max_tokens, **params)
 
 

@@ -37,7 +37,7 @@ def test_no_message_opens_or_closes_thinking_and_shapes_hold(serving, name, form
 
     async def scenario(server):
         for messages in conversations(form.start, form.end):
-            body = {"messages": messages, "temperature": 0}
+            body = {"messages": messages, "temperature": 0, "max_tokens": 60}
             free = await server.client.post("/v1/chat/completions", body)
             server.engine.executor.say('{"b": 1}')
             shaped = await server.client.post("/v1/chat/completions", {**body, "response_format": shape})
