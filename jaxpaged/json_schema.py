@@ -28,10 +28,10 @@ def children(schema: dict[str, Any], without: Collection[str] = ()) -> Iterator[
             yield from value if isinstance(value, list) else (value,)
 
 
-def subschemas(root: Any, without: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+def subschemas(root: Any, without: Collection[str] = (), start: Any = None) -> Iterator[dict[str, Any]]:
     """Every schema in a schema that is an object, once: itself first, and what references name, wherever it lies. Those
-    below the keywords `without` count only where something else leads to them."""
-    pending, seen = [root], set()
+    below the keywords `without` count only where something else leads to them. `start`: a part of it to begin at."""
+    pending, seen = [root if start is None else start], set()
     while pending:
         part = pending.pop()
         if isinstance(part, dict) and id(part) not in seen:

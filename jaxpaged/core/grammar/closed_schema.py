@@ -1,99 +1,161 @@
 """JSON schemas whose objects have the properties that they name and no others, as vLLM's default backend reads them.
 
 A schema by itself lets every object have further properties with any name and content, and a model that has to write
-JSON can go on with those until it runs out of tokens. `"additionalProperties": true` says that they are wanted.
-This module knows schemas only: no grammar, no request.
+JSON can go on with those until it runs out of tokens. `"additionalProperties": true` says that they are wanted. An
+object stays open where closing it could forbid what the schema asks for. This module knows schemas only: no grammar,
+no request.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords with an object whose values are schemas, whatever their names are."""
-OF_SCHEMAS = (
-    "allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalItems", "contains", "not", "if", "then", "else",
-    "propertyNames", "additionalProperties", "unevaluatedProperties", "unevaluatedItems",
-)  # fmt: skip
-"""Keywords with a schema, or a list of them."""
+from jaxpaged.json_schema import subschemas, target
+
 NAMING = ("properties", "patternProperties")
 SAYS_IT = ("additionalProperties", "unevaluatedProperties")
 ALTERNATIVES = ("anyOf", "oneOf")
-FURTHER = ("allOf", "if", "then", "else", "$ref", "dependentSchemas", *ALTERNATIVES)
+FURTHER = ("allOf", "if", "then", "else", "$ref", "dependentSchemas", "dependencies", *ALTERNATIVES)
 """Keywords with schemas for the very object that the schema around them is for."""
+CONDITIONS = ("not", "if", "contains", "propertyNames")
+"""Keywords whose schemas allow nothing: one that is closed would let more pass, or mean another condition."""
 
 
 def close_objects(schema: dict[str, Any], *, unnamed: bool = False) -> None:
     """Forbid further properties in place, where the schema does not say anything of them.
 
     Objects that name no property stay free, unless `unnamed`. So do objects that several schemas describe together
-    (`allOf`, or `properties` beside a `$ref`): what one of them names is a further property to the other.
+    (`allOf`, or `properties` beside a `$ref`), for what one of them names is a further property to the other, and those
+    of which something is asked beyond the properties that they name.
     """
-    shared = shared_schemas(schema)
-    for part in subschemas(schema):
-        named = any(keyword in part for keyword in NAMING)
-        if id(part) in shared or not (named or (unnamed and part.get("type") == "object")):
-            continue
-        if not any(keyword in part for keyword in SAYS_IT):
-            part["additionalProperties"] = False
+    for part in closable(schema, unnamed=unnamed):
+        part["additionalProperties"] = False
 
 
-def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every schema in a schema, itself first. What is only a value (`const`, `enum`, `default`) is none."""
-    pending = [schema]
+def closable(root: dict[str, Any], *, unnamed: bool = False) -> list[dict[str, Any]]:
+    """The schemas that can be closed: everything that was allowed before, but for further properties, still is."""
+    parts = list(subschemas(root, CONDITIONS))
+    if not all(is_understood(root, part) for part in subschemas(root)):
+        return []
+    kept = open_schemas(root, parts, unnamed)
+    return [part for part in parts if id(part) not in kept and wants_closing(part, unnamed)]
+
+
+def is_understood(root: dict[str, Any], part: dict[str, Any]) -> bool:
+    """Whether it is known which schemas apply where this one does."""
+    if "$dynamicRef" in part or "$recursiveRef" in part or (part is not root and isinstance(part.get("$id"), str)):
+        return False
+    return "$ref" not in part or isinstance(target(root, part["$ref"]), dict | bool)
+
+
+def wants_closing(part: dict[str, Any], unnamed: bool) -> bool:
+    if any(keyword in part for keyword in SAYS_IT):
+        return False
+    if any(keyword in part for keyword in NAMING):
+        return demand_of(part).is_met_by(part)
+    is_free = part.get("type") == "object" and not any(keyword in part for keyword in FURTHER)
+    return unnamed and is_free and demand_of(part).is_met_by(part)
+
+
+def open_schemas(root: dict[str, Any], parts: Iterable[dict[str, Any]], unnamed: bool) -> set[int]:
+    """The identities of schemas that must stay open for what another one says of the same object."""
+    kept: set[int] = set()
+    for part in parts:
+        groups = describers(root, part)
+        naming = [group for group in groups if any(names_any(each, unnamed) for member in group for each in member)]
+        if len(naming) > 1:
+            kept |= {id(each) for group in naming for member in group for each in member}
+        for group in naming:
+            others = [each for other in groups if other is not group for member in other for each in member]
+            demand = Demand.of_all(map(demand_of, others))
+            kept |= {id(each) for member in group for each in member if not demand.is_met_by(each)}
+    return kept
+
+
+def names_any(schema: dict[str, Any], unnamed: bool) -> bool:
+    """Whether a schema names properties, or would be closed without naming one."""
+    return any(keyword in schema for keyword in (*NAMING, *SAYS_IT)) or (unnamed and schema.get("type") == "object")
+
+
+def describers(root: dict[str, Any], part: dict[str, Any]) -> list[list[list[dict[str, Any]]]]:
+    """Groups of those that say something of what `part` is for. The members of a group are alternatives of each other,
+    and each is a schema with all those that apply together with it."""
+    own = {keyword: value for keyword, value in part.items() if keyword != "type"}
+    groups = [[[part]]] if names_any(own, False) or demand_of(part) != Demand() else []
+    for keyword in FURTHER:
+        inner = [each for each in applied(root, part, keyword) if isinstance(each, dict)]
+        members = [same_object(root, each) for each in inner]
+        groups += [members] if keyword in ALTERNATIVES else [[member] for member in members]
+    return [group for group in groups if group]
+
+
+def same_object(root: dict[str, Any], schema: Any, keywords: Collection[str] = FURTHER) -> list[dict[str, Any]]:
+    """A schema and those that it applies to the same object, by these keywords."""
+    found, pending, seen = [], [schema], set()
     while pending:
         part = pending.pop()
-        if not isinstance(part, dict):
-            continue
-        yield part
-        for keyword, value in list(part.items()):
-            if keyword in OF_NAMES and isinstance(value, dict):
-                pending += value.values()
-            elif keyword in OF_SCHEMAS:
-                pending += value if isinstance(value, list) else [value]
-
-
-def shared_schemas(root: dict[str, Any]) -> set[int]:
-    """The identities of those schemas that describe an object together with another one."""
-    shared: set[int] = set()
-    for part in subschemas(root):
-        groups = describers(root, part)
-        pending = [schema for group in groups for schema in group] if len(groups) > 1 else []
-        while pending:
-            member = pending.pop()
-            if id(member) not in shared:
-                shared.add(id(member))
-                pending += [schema for group in describers(root, member) for schema in group]
-    return shared
-
-
-def describers(root: dict[str, Any], part: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """The schemas that name properties, or may, of what `part` is for; alternatives of each other are a group."""
-    groups: list[list[Any]] = [[part]] if any(keyword in part for keyword in (*NAMING, *SAYS_IT)) else []
-    for keyword in FURTHER:
-        value = part.get(keyword)
-        if keyword == "$ref":
-            groups.append([target(root, value)])
-        elif keyword in ALTERNATIVES:
-            groups.append(value if isinstance(value, list) else [])
-        elif keyword == "dependentSchemas":
-            groups += [[each] for each in (value.values() if isinstance(value, dict) else ())]
-        else:
-            groups += [[each] for each in (value if isinstance(value, list) else [value])]
-    speaking = [[schema for schema in group if speaks(schema)] for group in groups]
-    return [group for group in speaking if group]
-
-
-def speaks(schema: Any) -> bool:
-    """Whether a schema may name properties: `{"required": ["a"]}` does not."""
-    return isinstance(schema, dict) and any(keyword in schema for keyword in (*NAMING, *SAYS_IT, *FURTHER))
-
-
-def target(root: dict[str, Any], reference: Any) -> Any:
-    """The schema that a `$ref` into the same document names; None where there is none."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    found: Any = root
-    for step in reference[1:].split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, dict) else None
+        if isinstance(part, dict) and id(part) not in seen:
+            seen.add(id(part))
+            found.append(part)
+            pending += [each for keyword in keywords for each in applied(root, part, keyword)]
     return found
+
+
+def together(root: dict[str, Any], schema: Any) -> list[dict[str, Any]]:
+    """A schema and those that apply wherever it does."""
+    return same_object(root, schema, ("allOf", "$ref"))
+
+
+def applied(root: dict[str, Any], part: dict[str, Any], keyword: str) -> Iterator[Any]:
+    """The schemas that a keyword applies to the same object."""
+    value = part.get(keyword)
+    if keyword == "$ref":
+        yield target(root, value)
+    elif isinstance(value, dict) and keyword in ("dependentSchemas", "dependencies"):
+        yield from value.values()
+    else:
+        yield from value if isinstance(value, list) else (value,)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is asked of an object: properties of these names, or at least so many."""
+
+    names: frozenset[str] = frozenset()
+    count: int = 0
+
+    @classmethod
+    def of_all(cls, demands: Iterable["Demand"]) -> "Demand":
+        each = list(demands)
+        return cls(frozenset().union(*(one.names for one in each)), max((one.count for one in each), default=0))
+
+    def is_met_by(self, schema: dict[str, Any]) -> bool:
+        """Whether an object with no other properties than the schema names can do it."""
+        named = schema.get("properties")
+        named = named if isinstance(named, dict) else {}
+        possible = sum(not is_never(each) for each in named.values())
+        return self.names <= named.keys() and (self.count <= possible or "patternProperties" in schema)
+
+
+def demand_of(schema: dict[str, Any]) -> Demand:
+    """What one schema by itself asks of an object."""
+    names = set(texts(schema.get("required")))
+    for keyword in ("dependentRequired", "dependencies"):
+        value = schema.get(keyword)
+        names.update(name for each in (value.values() if isinstance(value, dict) else ()) for name in texts(each))
+    listed = schema.get("enum")
+    values = [*(listed if isinstance(listed, list) else ()), schema.get("const")]
+    names.update(name for value in values if isinstance(value, dict) for name in value)
+    count = schema.get("minProperties")
+    return Demand(frozenset(names), int(count) if isinstance(count, int | float) else 0)
+
+
+def texts(value: Any) -> list[str]:
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+
+
+def is_never(schema: Any) -> bool:
+    """Whether a schema plainly allows nothing."""
+    if not isinstance(schema, dict):
+        return schema is False
+    return schema.get("not") in ({}, True) or schema.get("enum") == []

@@ -9,7 +9,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from jaxpaged.core.grammar.closed_schema import close_objects
+from jaxpaged.core.grammar.closed_schema import closable
+from jaxpaged.core.grammar.one_of import settle
+from jaxpaged.core.grammar.plain_schema import make_plain
+from jaxpaged.core.grammar.schema_problems import in_our_words
 from jaxpaged.core.grammar.tags import TagGrammar
 from jaxpaged.core.grammar.thinking import after_thinking
 from jaxpaged.errors import RequestError
@@ -74,7 +77,12 @@ def schema_of(params: StructuredOutputsParams, value: str | dict[str, Any]) -> d
     schema = as_object(value)
     # What a schema says to the compiler itself is not for requests to set.
     schema.pop("x-guidance", None)
-    close_objects(schema, unnamed=params.disable_additional_properties)
+    parts = closable(schema, unnamed=params.disable_additional_properties)
+    closed = settle(schema, {id(part) for part in parts})
+    for part in parts:
+        if id(part) in closed:
+            part["additionalProperties"] = False
+    make_plain(schema)
     return schema
 
 
@@ -85,7 +93,7 @@ def error_of(matcher: Any) -> str | None:
     words = matcher.get_error().replace("<non-verbose/>", "").split()
     if words and words[0].startswith("NoExtension"):
         return "no text fits the grammar."
-    return " ".join(words)[:MOST_ERROR_TEXT] or "the grammar cannot be followed."
+    return in_our_words(" ".join(words))[:MOST_ERROR_TEXT] or "the grammar cannot be followed."
 
 
 def limits() -> Any:
