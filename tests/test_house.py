@@ -200,7 +200,7 @@ def word_problems(path: str, tree: ast.AST) -> Iterator[str]:
             continue
         for word in {part.lower() for part in re.findall(r"[A-Z]?[a-z]+", node.name)} & WORDS.keys():
             if not re.fullmatch(WORDS[word], path):
-                yield f"{path}:{node.lineno} {node.name}: README says what a {word} is. Use another word for this."
+                yield f"{path}:{node.lineno} {node.name}: the guides say what a {word} is. Use another word for this."
 
 
 def encoding_problems(path: str, tree: ast.AST) -> Iterator[str]:
@@ -243,10 +243,21 @@ def letter_problems(path: str, tree: ast.Module) -> Iterator[str]:
 
 
 def broken_links(path: Path) -> Iterator[str]:
-    """Relative links of a Markdown file that lead nowhere."""
-    for target in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
-        if "://" not in target and not (path.parent / target).exists():
+    """Relative links of a Markdown file that lead nowhere, or to a heading that is not there."""
+    for target, heading in re.findall(r"\]\(([^)\s#]*)(?:#([^)]*))?\)", path.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        other = path.parent / target if target else path
+        if not other.exists():
             yield f"{path.relative_to(ROOT)} links to {target}, which does not exist."
+        elif heading and other.suffix == ".md" and heading not in headings_of(other):
+            yield f"{path.relative_to(ROOT)} links to {target}#{heading}, but no heading there is called so."
+
+
+def headings_of(path: Path) -> set[str]:
+    """Headings as links call them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def report(problems: Iterator[str]) -> None:

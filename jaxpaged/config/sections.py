@@ -98,7 +98,7 @@ class CacheConfig:
     kv_offload: str | None = option(
         None, "keep computed keys and values besides the device, fastest tier first: 'host=8G,disk=PATH:200G', also "
         "redis=redis://HOST:PORT, s3=s3://BUCKET/PREFIX and lmcache=lm://HOST:PORT (or grpc://). All but the host's "
-        "outlive the engine. pages=int8 or pages=fp8 keeps half the bytes, rounded. Guide: kv_store/README.md",
+        "outlive the engine. pages=int8 or pages=fp8 keeps half the bytes, rounded. Guide: guides/kv_tiers.md",
         not_empty=True,
     )  # fmt: skip
     kv_offload_secrets: str | None = option(
@@ -107,7 +107,7 @@ class CacheConfig:
     )  # fmt: skip
     kv_role: str | None = option(
         None, "compute prompts for other engines (kv_producer), go on from what others computed (kv_consumer), or "
-        "both. Guide: kv_store/README.md", choices=ROLES,
+        "both. Guide: guides/kv_transfer.md", choices=ROLES,
     )  # fmt: skip
     kv_address: str = option(
         DEFAULT_ADDRESS, "HOST:PORT where other engines fetch keys and values of prompts; port 0 is any that is free"
@@ -168,13 +168,13 @@ class ParallelConfig:
 
     tensor_parallel_size: int = option(1, "devices over which heads and feed-forward are split", minimum=1)
     pipeline_parallel_size: int = option(
-        1, "stages into which layers are dealt, each with tensor_parallel_size devices. Guide: distributed/README.md",
-        minimum=1,
+        1, "stages into which layers are dealt, each with tensor_parallel_size devices. "
+        "Guide: guides/several_devices.md", minimum=1,
     )  # fmt: skip
     decode_context_parallel_size: int = option(
         1, "of these devices, so many that would have the same keys and values hold different tokens of each context: "
         "the KV cache holds so many times as many tokens. Divides the copies that there are of each key-value head. "
-        "Guide: distributed/README.md", minimum=1,
+        "Guide: guides/several_devices.md", minimum=1,
     )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "of a model with experts, each of these devices has whole experts instead of a part of every expert"
@@ -190,7 +190,7 @@ class ParallelConfig:
     data_parallel_size: int = option(
         1, "engine cores behind one server, each with devices of its own and all of the model; with "
         "enable_expert_parallel attention ranks of one core, each with so many devices, requests and a KV cache of its "
-        "own, and with a part of the experts. Guide: distributed/README.md", minimum=1, maximum=64,
+        "own, and with a part of the experts. Guide: guides/several_devices.md", minimum=1, maximum=64,
     )  # fmt: skip
     distributed_executor_backend: str = option(
         "uni", "uni: one process of a host computes with all its devices; mp: a process for each device; ray: a Ray "

@@ -2,15 +2,17 @@
 
 import argparse
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 from jaxpaged.entrypoints.cli import bench, chat_commands, command_line, generate, serve
+from tests.guides.guide_blocks import commands_of
 
 ROOT = Path(__file__).parents[3]
 COMMAND = re.compile(r"^(?:.*\| |#\s+)?\s*(jaxpaged (?:generate|chat|convert|serve|bench)\b[^|\n]*)", re.MULTILINE)
+BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
+METRIC = re.compile(r"`(?:vllm|jaxpaged):(\w+)`")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 FILE = re.compile(r"`(\w[\w./-]*\.(?:py|ipynb|md|proto|yaml))`")
 DOCUMENTS = [
@@ -22,21 +24,23 @@ TEXT = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 
 
 def shown_commands():
+    """Words of commands in documents, and of those in recipes and help texts, which have one a line."""
+    for text in TEXT.values():
+        for block in BLOCK.findall(text):
+            yield from commands_of(block)
     recipes = [path.read_text(encoding="utf-8") for path in (ROOT / "configs").glob("*.yaml")]
-    blocks = [block for text in TEXT.values() for block in re.findall(r"```\n(.*?)```", text, re.DOTALL)]
-    lines = COMMAND.findall("\n".join([*recipes, *blocks, *(each.EPILOG for each in (generate, serve, *bench.KINDS))]))
-    return [part.strip() for line in lines for part in re.split(r"&&|>", line)]
+    lines = COMMAND.findall("\n".join([*recipes, *(each.EPILOG for each in (generate, serve, *bench.KINDS))]))
+    for line in lines:
+        yield from commands_of(line)
 
 
 def test_the_documents_show_commands():
-    assert len(shown_commands()) > 10
+    assert len(list(shown_commands())) > 80
 
 
-@pytest.mark.parametrize("command", shown_commands())
+@pytest.mark.parametrize("command", list(shown_commands()), ids=" ".join)
 def test_a_shown_command_is_understood(command):
-    words = shlex.split(command, comments=True)
-    if words[0] == "jaxpaged":
-        assert command_line().parse_args(words[1:]).command in ("generate", "chat", "convert", "serve", "bench")
+    assert command_line().parse_args(command[1:]).command == command[1]
 
 
 def test_the_help_of_chat_names_its_commands(capsys):
@@ -72,3 +76,11 @@ def test_every_file_that_a_document_names_exists():
     named = [(path.name, name) for path, text in TEXT.items() for name in FILE.findall(text)]
     assert len(named) > 50
     assert [pair for pair in named if pair[1] not in ends] == []
+
+
+def test_every_metric_that_a_document_names_exists():
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "jaxpaged").rglob("*.py"))
+    known = {re.sub(r"_total$", "", name) for name in re.findall(r"\w+", code)}
+    named = [(path.name, name.removesuffix("_total")) for path, text in TEXT.items() for name in METRIC.findall(text)]
+    assert len(named) > 10
+    assert [each for each in named if each[1] not in known] == []

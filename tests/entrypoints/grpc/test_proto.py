@@ -11,7 +11,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, json_format, messag
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 FOLDER = Path(__file__).parents[3] / "jaxpaged/proto"
-GUIDE = (FOLDER / "README.md").read_text(encoding="utf-8")
+GUIDE = (FOLDER.parent / "guides/grpc.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("stub", ["jaxpaged_pb2.py", "jaxpaged_pb2_grpc.py"])

@@ -1,4 +1,4 @@
-"""`jaxpaged bench`: how fast a server, an engine and its start are. The guide is README.md beside this file."""
+"""`jaxpaged bench`: how fast a server, an engine and its start are. The guide is guides/measuring.md."""
 
 from typing import Any
 

@@ -22,7 +22,7 @@ SAMPLING = {
 EPILOG = """\
 Requests are sent when they are due, whether or not earlier ones have been answered; --max-concurrency holds them back.
 Latencies count from the sending of a request. Names, definitions and results are those of vLLM's `bench serve`.
-The guide is jaxpaged/entrypoints/cli/bench/README.md.
+The guide is jaxpaged/guides/measuring.md.
 
 exit status: 0 every request was answered; 1 some failed, or the server did not answer; 2 wrong usage; 130 interrupted
 
