@@ -199,21 +199,25 @@ def absorbed(q_TNk: jax.Array, weight: jax.Array | QuantizedArray) -> jax.Array:
     if isinstance(weight, QuantizedArray):
         q_TNk = (q_TNk.astype(jnp.float32) * weight.scales).astype(q_TNk.dtype)
         weight = weight.values.astype(q_TNk.dtype)
-    return product_of_heads("TNk,Nkc->TNc", q_TNk, weight).astype(q_TNk.dtype)
+    return product_of_heads("NTk,Nkc->NTc", q_TNk, weight).astype(q_TNk.dtype)
 
 
 def values(x_TNC: jax.Array, weight: jax.Array | QuantizedArray) -> jax.Array:
     """[T, N, v]: what values would have been weighed to, of latents that were."""
     if not isinstance(weight, QuantizedArray):
-        return product_of_heads("TNc,Nvc->TNv", x_TNC, weight).astype(x_TNC.dtype)
-    whole = product_of_heads("TNc,Nvc->TNv", x_TNC, weight.values.astype(x_TNC.dtype))
+        return product_of_heads("NTc,Nvc->NTv", x_TNC, weight).astype(x_TNC.dtype)
+    whole = product_of_heads("NTc,Nvc->NTv", x_TNC, weight.values.astype(x_TNC.dtype))
     return (whole * weight.scales).astype(x_TNC.dtype)
 
 
-def product_of_heads(letters: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Every head's product with a matrix of its own, in float32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(letters, x, weight, preferred_element_type=jnp.float32, precision=precision)
+def product_of_heads(letters: str, x_TN: jax.Array, weight: jax.Array) -> jax.Array:
+    """Every head's product with a matrix of its own, in float32, of x [T, N, ...]. In `letters` heads come first: of
+    bfloat16 XLA:CPU has no other product of several tokens."""
+    precision = jax.lax.Precision.HIGHEST if x_TN.dtype == jnp.float32 else None
+    product_NT = jnp.einsum(
+        letters, x_TN.swapaxes(0, 1), weight, preferred_element_type=jnp.float32, precision=precision
+    )
+    return product_NT.swapaxes(0, 1)
 
 
 @partial(jax.jit, static_argnames="config")

@@ -13,7 +13,7 @@ import jax
 from pallas_kernels import backends as choosing
 
 _OP, _BACKENDS = "rms_norm", ("reference", "cpu")
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)

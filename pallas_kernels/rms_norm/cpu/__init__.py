@@ -6,7 +6,7 @@ Grid: chunks of rows with some 64 thousand numbers, handed to XLA's threads one 
 
 Skipping: none.
 
-Requires: AVX2 and FMA, better AVX512; rows of a multiple of 16 numbers.
+Requires: AVX2 and FMA, better AVX512; rows of a multiple of 16 numbers, in bfloat16 or float32.
 
 Padding: none.
 
@@ -23,17 +23,20 @@ import numpy as np
 
 from pallas_kernels.llvm.code import register
 from pallas_kernels.llvm.machine import Machine, this_machine
-from pallas_kernels.rms_norm import DTYPES, How
+from pallas_kernels.rms_norm import How
 
 OP = "rms_norm"
 MULTIPLE = 16
+DTYPES = ("bfloat16", "float32")
 WEIGHTS, MEANS = ("factors", "offsets"), ("kept", "taken")
 """What weights are, and what becomes of the mean."""
 
 
 def cannot_take(x_TD: Any, weight_D: Any) -> str | None:
-    """It takes whole registers."""
-    width = x_TD.shape[-1]
+    """It takes whole registers, of types that it reads."""
+    dtype, width = str(x_TD.dtype), x_TD.shape[-1]
+    if dtype not in DTYPES or weight_D.dtype != x_TD.dtype:
+        return f"x_TD is {dtype} and weight_D {weight_D.dtype}; accepted are {' and '.join(DTYPES)}, both alike"
     return (
         None if width % MULTIPLE == 0 and width else f"rows have {width} numbers; accepted are multiples of {MULTIPLE}"
     )

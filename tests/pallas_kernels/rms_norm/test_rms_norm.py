@@ -32,11 +32,12 @@ def check(out_TD, x_TD, weight_D, how):
     assert (out_TD.dtype, out_TD.shape) == (x_TD.dtype, x_TD.shape)
     expected_TD = oracle(x_TD, weight_D, how)
     roundings = 1 if how.is_offset or x_TD.dtype == jnp.float32 else 2
-    bound = (roundings * 2**-8 if x_TD.dtype == jnp.bfloat16 else 4e-6) * np.abs(expected_TD) + 1e-6
+    step = {"bfloat16": roundings * 2**-8, "float16": roundings * 2**-11, "float32": 4e-6}[str(x_TD.dtype)]
+    bound = step * np.abs(expected_TD) + 1e-6
     assert (np.abs(np.asarray(out_TD, np.float64) - expected_TD) <= bound * 1.01).all()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_the_reference_is_what_it_says(how, dtype):
     check(op.rms_norm(*(args := operands(CASES[1], dtype)), how, backend="reference"), *args, how)
@@ -82,8 +83,8 @@ def test_stored_names_make_the_same_kernels_known_again():
 
 def test_other_operands_are_refused_by_name():
     x_TD, weight_D = operands(CASES[1], jnp.float32)
-    for wrong in ((x_TD, weight_D[1:]), (x_TD[0], weight_D), (x_TD.astype(jnp.float16), weight_D)):
-        with pytest.raises(ValueError, match=r"accepted are rows and as long a weight, both bfloat16 or float32"):
+    for wrong in ((x_TD, weight_D[1:]), (x_TD[0], weight_D), (x_TD.astype(jnp.int8), weight_D), (x_TD.astype(jnp.float16), weight_D)):
+        with pytest.raises(ValueError, match=r"accepted are rows and as long a weight, both bfloat16 or float16 or float32"):
             op.rms_norm(*wrong, HOW[0], backend="reference")
     if why_not() is None:
         with pytest.raises(ValueError, match="rows have 20 numbers; accepted are multiples of 16"):

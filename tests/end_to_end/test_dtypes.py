@@ -1,0 +1,97 @@
+"""Every type that `dtype` offers generates with every kernel, kind of weights and way to draft that an option offers:
+in pairs, since one fault lies where two of them meet."""
+
+import itertools
+
+import pytest
+
+from jaxpaged import LLM, SamplingParams
+from jaxpaged.config.sections import CacheConfig, CompileConfig, ModelConfig
+from jaxpaged.errors import ConfigError
+from pallas_kernels.ragged_paged_attention import backends
+from tests.end_to_end.test_architectures import NAMES, OTHERS
+from tests.models.checkpoints import CONFIGS, prompt_of, write_checkpoint
+from tests.models.draft_heads import write_eagle3
+from tests.params.test_quantized import WIDE
+
+choices = lambda section, name: section.__dataclass_fields__[name].metadata["choices"]
+DTYPES = [name for name in choices(ModelConfig, "dtype") if name != "auto"]
+BACKENDS = [name for name in choices(CompileConfig, "attention_backend") if backends("cpu").get(name) is None]
+QUICK = [name for name in BACKENDS if not name.endswith("-interpret") and name != "auto"]
+# One forward program of one size: that a type is taken is seen in any.
+OPTIONS = {
+    "max_num_seqs": 1, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 16,
+    "num_gpu_blocks_override": 16, "num_scheduler_steps": 1, "skip_tokenizer_init": True, "async_scheduling": False,
+}  # fmt: skip
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+
+# Model, options and drafts; heads of "wide" are of the sizes that kernels take, and those of others are not.
+KINDS = {
+    **{backend: ("wide", {"attention_backend": backend}) for backend in QUICK},
+    **{f"{method} {backend}": ("wide", {"attention_backend": backend, "quantization": method})
+       for backend, method in zip(itertools.cycle(QUICK), choices(ModelConfig, "quantization"))},
+    "deterministic": ("wide", {"deterministic": True}),
+    "deterministic int8": ("wide", {"deterministic": True, "quantization": "int8"}),
+    **{f"cache of {kv}": ("wide", {"kv_cache_dtype": kv})
+       for kv in choices(CacheConfig, "kv_cache_dtype") if kv != "auto"},
+    "small heads": ("llama", {}),
+    "experts": ("mixtral", {}),
+    "experts int8, ngram": ("mixtral", {"quantization": "int8", "speculative_config": NGRAM}),
+    "latents": ("deepseek_v3", {}),
+    "sinks int4": ("gpt_oss", {"quantization": "int4"}),
+    "draft model int4": ("wide", {"speculative_config": {"method": "draft_model", "quantization": "int4"}}),
+    "head": ("wide", {"speculative_config": {"method": "eagle3"}}),
+}  # fmt: skip
+
+
+def options_of(model, options, folder):
+    """With the folder of what drafts, if a model does."""
+    speculation = options.get("speculative_config", {})
+    if speculation.get("method") not in ("draft_model", "eagle3"):
+        return options
+    drafts = folder / "draft"
+    drafts.mkdir()
+    (write_eagle3 if speculation["method"] == "eagle3" else lambda at, name: write_checkpoint(name, at))(drafts, model)
+    return options | {"speculative_config": speculation | {"model": str(drafts), "num_speculative_tokens": 1}}
+
+
+def check_generates(name, folder, **options):
+    model = folder / "model"
+    model.mkdir()
+    write_checkpoint(name, model)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    with LLM(str(model), **OPTIONS | options_of(name, options, folder)) as llm:
+        [output] = llm.generate([{"prompt_token_ids": prompt_of(name)[:20]}], params, use_tqdm=False)
+        programs = llm.llm_engine._core.executor.worker.programs
+        programs.wait_all()
+    assert output.error is None and len(output.outputs[0].token_ids) == 3
+    assert programs.failure is None and not [state for *_, state in programs.states if state == "failed"]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setitem(CONFIGS, "wide", WIDE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_generates_with_everything_that_options_offer(kind, dtype, tmp_path):
+    name, options = KINDS[kind]
+    check_generates(name, tmp_path, dtype=dtype, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "float32"])  # goldens are of that
+@pytest.mark.parametrize("name", [name for name in (*NAMES, *OTHERS) if name not in ("llama", "mixtral")])
+def test_every_architecture_generates_in_every_type(name, dtype, tmp_path):
+    check_generates(name, tmp_path, dtype=dtype, block_size=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name.endswith("-interpret")])
+def test_a_simulated_kernel_generates_in_every_type_that_it_does_not_refuse_at_the_start(backend, dtype, tmp_path):
+    try:
+        check_generates("wide", tmp_path, dtype=dtype, attention_backend=backend)
+    except ConfigError as error:
+        assert f"{dtype}; accepted are" in str(error)
