@@ -12,6 +12,7 @@
     └── EngineError           the engine itself: a failed step, a broken invariant
         ├── EngineRestartError  it was replaced while a request was under way; the same request may succeed now
         └── EngineDeadError   nothing can be served
+            └── ProgramError  a program that all requests need cannot be compiled, however often it is tried
 
 Nothing here knows about HTTP; a server maps these classes to status codes.
 """
@@ -70,6 +71,10 @@ class EngineRestartError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine has stopped; no request can be served any more."""
+
+
+class ProgramError(EngineDeadError):
+    """A program that ordinary requests need cannot be compiled with this model and these options."""
 
 
 def error_named(name: str, message: str) -> JaxpagedError:

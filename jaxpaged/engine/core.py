@@ -23,7 +23,7 @@ from jaxpaged.engine.observability.step_log import StepLog
 from jaxpaged.engine.outbox import Outbox
 from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_tags
 from jaxpaged.engine.step_pacer import StepPacer
-from jaxpaged.errors import EngineDeadError, RequestError
+from jaxpaged.errors import EngineDeadError, ProgramError, RequestError
 from jaxpaged.executor.base import Executor, KVTransferWorker, PendingOutput
 from jaxpaged.interrupts import accepted_interrupts, holding_interrupts
 from jaxpaged.messages import (
@@ -363,8 +363,11 @@ class EngineCore(EngineCoreClient):
         """End the requests of a failed step, of those dispatched after it, and all that hold blocks.
 
         What a failed step leaves on the device cannot be trusted, so the device starts afresh; requests that hold
-        nothing go on. `scheduled` None: it failed before it was known who takes part. Raises what is no Exception.
+        nothing go on. `scheduled` None: it failed before it was known who takes part. Raises what is no Exception, and
+        ProgramError: no step can be computed any more.
         """
+        if isinstance(error, ProgramError):
+            self._death = error
         if self._death is not None:
             raise error
         self._in_flight.clear()

@@ -55,7 +55,8 @@ class Worker:
     """The devices of one engine. `config` is resolved; `decoder` describes the model in `folder`.
 
     Raises CapacityError when the KV cache cannot hold one request of `max_model_len`, or memory is not to be had,
-    ConfigError when the devices are too few, CheckpointError when the weights do not fit the description.
+    ConfigError when the devices are too few, CheckpointError when the weights do not fit the description, ProgramError
+    when a program that the first request needs cannot be made.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Worker:
             self.balancer = self._make_balancer()
             self.runner = self._make_runner()
             seconds = time.monotonic() - begin
+            self.programs.trace_first()
             if config.compile.wait_for_programs:
                 self.programs.wait_all()
         except BaseException:
@@ -316,6 +318,7 @@ class Worker:
             "ordinary_programs": len(programs.ordinary),
             "ordinary_programs_ready": programs.num_ordinary_ready,
             "program_states": programs.states,
+            "program_failure": None if programs.failure is None else str(programs.failure),
             "compile_seconds": sum(programs.seconds.values()),
             "programs_from_bundle": len(programs.stored),
             "programs_from_cache": self.cache_hits.count,

@@ -2,6 +2,7 @@
 in pairs, since one fault lies where two of them meet."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 
@@ -21,7 +22,7 @@ QUICK = [name for name in BACKENDS if not name.endswith("-interpret") and name !
 # One forward program of one size: that a type is taken is seen in any.
 OPTIONS = {
     "max_num_seqs": 1, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 16,
-    "num_gpu_blocks_override": 16, "num_scheduler_steps": 1, "skip_tokenizer_init": True, "async_scheduling": False,
+    "num_gpu_blocks_override": 40, "num_scheduler_steps": 1, "skip_tokenizer_init": True, "async_scheduling": False,
 }  # fmt: skip
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
@@ -91,7 +92,6 @@ def test_every_architecture_generates_in_every_type(name, dtype, tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name.endswith("-interpret")])
 def test_a_simulated_kernel_generates_in_every_type_that_it_does_not_refuse_at_the_start(backend, dtype, tmp_path):
-    try:
+    refused = dtype == "float16" and backend.startswith("tpu")
+    with pytest.raises(ConfigError, match=f"{dtype}; accepted are") if refused else nullcontext():
         check_generates("wide", tmp_path, dtype=dtype, attention_backend=backend)
-    except ConfigError as error:
-        assert f"{dtype}; accepted are" in str(error)

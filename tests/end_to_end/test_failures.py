@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged import SamplingParams
+from jaxpaged import LLM, SamplingParams
+from jaxpaged.errors import ProgramError
+from tests.models.checkpoints import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -29,6 +31,23 @@ def test_a_step_that_raises_fails_its_requests_and_the_next_ones_are_served(llm,
     assert reason == "error"
     assert "the device is on fire" in error
     assert texts(llm, ["Hello"]) == [("length", None)]
+
+
+def test_a_model_whose_programs_cannot_be_traced_ends_the_start_in_one_sentence(tmp_path, monkeypatch, caplog):
+    """As float16 was that a kernel did not take."""
+
+    def refuse(*_, **__):
+        raise ValueError("x_TD is float16[16, 256]; accepted are others.\nAnd much more.")
+
+    monkeypatch.setattr("jaxpaged.models.decoder.gated_mlp", refuse)
+    options = {"max_num_seqs": 1, "max_model_len": 48, "token_buckets": (16,), "max_num_batched_tokens": 16}
+    write_checkpoint("qwen3", tmp_path)
+    with pytest.raises(ProgramError) as caught:
+        LLM(str(tmp_path), skip_tokenizer_init=True, compilation_cache_dir="off", **options)
+    assert "program forward of size 16 cannot be compiled: x_TD is float16[16, 256]; accepted are others." in str(
+        caught.value
+    )
+    assert "\n" not in str(caught.value) and not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def live_bytes():

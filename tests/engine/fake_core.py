@@ -169,6 +169,16 @@ def build_nothing(config: EngineConfig, reports: Reports) -> EngineCore:
     raise CapacityError("the weights need 3 GiB, but 2 GiB are free. Use a smaller model.")
 
 
+def build_what_cannot_compute(config: EngineConfig, reports: Reports) -> EngineCore:
+    """A factory of a core that serves, and finds later that a program cannot be compiled."""
+    core, begin = build(config, reports), time.monotonic()
+    failure = lambda: "the model cannot run: program forward of size 8 cannot be compiled: no."
+    core.executor.stats = lambda: (
+        {"programs": 2, "programs_ready": 1, "program_failure": failure() if time.monotonic() > begin + 0.2 else None}
+    )
+    return core
+
+
 def build_and_die(config: EngineConfig, reports: Reports) -> EngineCore:
     """A factory that the system kills."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -12,7 +12,7 @@ import pytest
 
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_calls import ExecutorStats, StartProfile, StopProfile, WaitForPrograms
-from jaxpaged.errors import CapacityError, ConflictError, EngineDeadError, EngineError, RequestError
+from jaxpaged.errors import CapacityError, ConflictError, EngineDeadError, EngineError, ProgramError, RequestError
 from jaxpaged.pooling import PoolingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
@@ -225,6 +225,14 @@ def test_a_device_that_does_not_recover_stops_the_engine_whatever_it_says(error)
     with pytest.raises(EngineDeadError, match="broke down"):
         world.serve(world.requests())
     with pytest.raises(EngineDeadError, match="has stopped"):
+        world.core.step()
+
+
+def test_a_program_that_can_never_be_compiled_stops_the_engine_with_its_own_words():
+    world = World("single steps", "execute", 1, ProgramError("forward of size 8 cannot be compiled: no."))
+    with pytest.raises(ProgramError, match="^forward of size 8 cannot be compiled: no.$"):
+        world.serve(world.requests())
+    with pytest.raises(EngineDeadError, match="has stopped.*forward of size 8"):
         world.core.step()
 
 

@@ -21,7 +21,7 @@ from jaxpaged.engine.core_calls import CoreCall, ExecutorStats, Sleep, WakeUp, c
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.heartbeat import CALL, TICK_SECONDS, Heartbeat
 from jaxpaged.engine.sleep import LEVELS
-from jaxpaged.errors import EngineDeadError, JaxpagedError, RequestError, UsageError
+from jaxpaged.errors import EngineDeadError, JaxpagedError, ProgramError, RequestError, UsageError
 from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from jaxpaged.sampling_params import RANDOM_SEED
@@ -75,7 +75,7 @@ class CoreServer:
         self._late_answers: queue.SimpleQueue[tuple[Client, wire.Answer]] = queue.SimpleQueue()
         self._late_sleeps: list[LateSleep] = []
         self._stats_time = 0.0  # when they were last sent
-        self._stats_changed = False
+        self._stats_changed = True
         self._compiling = False  # in the background, as far as they say
         self._stopping = False
         self._context = zmq.Context()
@@ -97,7 +97,7 @@ class CoreServer:
         return socket
 
     def run(self) -> None:
-        """Serve until `stop`. Raises EngineDeadError when the core has stopped."""
+        """Serve until `stop`. Raises EngineDeadError when the core has stopped, or says that it never will compute."""
         while not self._stopping:
             working = self._core.has_work()
             if not working:
@@ -159,6 +159,8 @@ class CoreServer:
         stats = wire.CoreStats(self._core.stats(), self._core.call(ExecutorStats()))
         for client in list(self._clients.values()) if clients is None else clients:
             self._send(client, wire.STATS, stats)
+        if (failure := stats.executor.get("program_failure")) is not None:
+            raise ProgramError(failure)
         self._stats_time, self._stats_changed = time.monotonic(), False
         self._compiling = stats.executor.get("programs_ready", 0) < stats.executor.get("programs", 0)
 

@@ -26,7 +26,7 @@ from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_child import CoreChild
 from jaxpaged.engine.process.core_process import HEARTBEAT, SOCKET
 from jaxpaged.engine.process.heartbeat import CALL, STEP, Heartbeat, Patience
-from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError, error_named
+from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError, ProgramError, error_named
 from jaxpaged.executor.device_slices import ALL_DEVICES, DeviceSlice
 from jaxpaged.messages import Progress
 
@@ -214,6 +214,9 @@ class CoreSupervisor:
         """After the end of a process: another one, or the end of the engine."""
         if self._state.phase == "loading":
             self._failure = self._failure or EngineDeadError(f"{reason} while it was loading. Its log may say more.")
+            self._set(CoreState("dead", reason))
+            return
+        if isinstance(self._failure, ProgramError):  # of another process, too
             self._set(CoreState("dead", reason))
             return
         now = time.monotonic()

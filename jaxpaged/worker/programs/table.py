@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from jaxpaged.errors import ProgramError
 from jaxpaged.interrupts import accepted_interrupts
 from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.worker.programs.compile_queue import Activity, CompileQueue
@@ -39,6 +40,8 @@ waits for it after each call that gave it away, and lowering a program is second
 a step of the embedded model took 10.5 ms in place of 3.6, beside three 44 in place of 14."""
 LOOK_SECONDS = 0.1
 """How often a thread that lets steps go first looks whether it may go on."""
+LASTING_CODES = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
+"""First words of what XLA says of a program that it can never compile. Others are of memory, or of a device."""
 
 
 class CompileCounter:
@@ -138,6 +141,10 @@ class Programs:
         loaded = frozenset(stored) | (index.known(builders) if index else frozenset())
         self._queue = CompileQueue(in_order, first, most_unhurried, self.activity, loaded, row_shares)
         self.ordinary = tuple(key for key in wanted if key not in rare)
+        self._first = [key for key in in_order[:first] if key not in loaded]
+        self._traced: dict[ProgramKey, jax.stages.Lowered] = {}  # and not compiled yet
+        self.failure: ProgramError | None = None
+        """Why no request can be served, if one of `ordinary` can never be compiled."""
         self._num_workers = 0
         self._begun: list[ProgramKey] = []
         self._done: dict[ProgramKey, Any] = {}
@@ -151,6 +158,18 @@ class Programs:
         with self._changed:
             for _ in range(self.num_threads):
                 self._add_worker()
+
+    def trace_first(self) -> None:
+        """Find out before any request whether the programs that it will wait for first can be made of this model and
+        these options. Raises ProgramError."""
+        for key in self._first:
+            if key not in self._done:
+                try:
+                    self._lowered(key)
+                except Exception as error:
+                    self._verdict(key, error)
+        if self.failure is not None:
+            raise self.failure
 
     def _add_worker(self) -> None:
         """Start a thread that ends with the queue. The lock is held."""
@@ -312,10 +331,32 @@ class Programs:
     def _compiled(self, key: ProgramKey) -> Any:
         if self._index and (program := self._index.load(key)) is not None:
             return program
-        with self._lowering:
-            lowered = self.builders[key]()
+        lowered = self._lowered(key)
         with self._turn(key):
-            return self._index.compile(key, lowered) if self._index else lowered.compile()
+            program = self._index.compile(key, lowered) if self._index else lowered.compile()
+        self._traced.pop(key, None)
+        return program
+
+    def _lowered(self, key: ProgramKey) -> jax.stages.Lowered:
+        """A program before it is compiled, traced once."""
+        with self._lowering:
+            if key not in self._traced:
+                self._traced[key] = self.builders[key]()
+            return self._traced[key]
+
+    def _verdict(self, key: ProgramKey, error: BaseException) -> BaseException:
+        """What whoever needs a program that failed is told. Without an ordinary one nothing can be served, ever: that
+        is a sentence, and what led to it is for --debug."""
+        if key not in self.ordinary or not lasts(error):
+            logger.error("could not prepare %s for bucket %d", key.kind, key.size, exc_info=error)
+            return error
+        logger.debug("could not prepare %s for bucket %d", key.kind, key.size, exc_info=error)
+        self.failure = self.failure or ProgramError(
+            f"the model cannot run with these options: program {key.kind} of size {key.size} cannot be compiled: "
+            f"{in_words(error)} Another dtype, quantization or attention_backend may do. --debug shows what led to it; "
+            "please report that, unless it is your own logits processor."
+        )
+        return self.failure
 
     def _work(self) -> None:
         while (key := self._next()) is not None:
@@ -323,8 +364,7 @@ class Programs:
             try:
                 program = self.stored[key]() if key in self.stored else self._compiled(key)
             except BaseException as error:
-                logger.exception("could not prepare %s for bucket %d", key.kind, key.size)
-                program = error
+                program = self._verdict(key, error)
             with self._changed:
                 if key not in self.stored:
                     self.seconds[key] = time.monotonic() - begin
@@ -336,6 +376,19 @@ class Programs:
             self.progress("programs", num_ready, self.num_wanted)
         if not self._num_workers:
             return_freed_memory()
+
+
+def lasts(error: BaseException) -> bool:
+    """Whether a program that failed with this would fail again."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return str(error).startswith(LASTING_CODES)
+    return isinstance(error, Exception) and not isinstance(error, MemoryError | OSError)
+
+
+def in_words(error: BaseException) -> str:
+    """The first line of what an error says, as a sentence."""
+    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return line if line.endswith(".") else f"{line}."
 
 
 def return_freed_memory() -> None:

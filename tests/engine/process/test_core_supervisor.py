@@ -96,6 +96,20 @@ def test_an_error_of_loading_keeps_its_class_and_its_words():
     supervisor.close()
 
 
+def test_a_core_that_can_never_compute_is_not_replaced_and_its_sentence_is_the_reason():
+    """Nobody has asked it for anything."""
+    supervisor, states = make_supervisor("build_what_cannot_compute", max_restarts=5), []
+    supervisor.listen(states.append)
+    try:
+        start(supervisor)
+        supervisor.wait_until_serving()
+        wait_for(lambda: supervisor.state.phase == "dead")
+        assert [state.phase for state in states] == ["serving", "dead"]
+        assert supervisor.state.reason == "the model cannot run: program forward of size 8 cannot be compiled: no"
+    finally:
+        supervisor.close()
+
+
 def test_options_that_contradict_each_other_are_found_at_the_start():
     supervisor = make_supervisor(max_model_len=5000)
     with pytest.raises(ConfigError, match="max_model_len is 5000, but the model was made for 4096"):

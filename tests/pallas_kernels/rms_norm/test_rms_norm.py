@@ -83,8 +83,9 @@ def test_stored_names_make_the_same_kernels_known_again():
 
 def test_other_operands_are_refused_by_name():
     x_TD, weight_D = operands(CASES[1], jnp.float32)
-    for wrong in ((x_TD, weight_D[1:]), (x_TD[0], weight_D), (x_TD.astype(jnp.int8), weight_D), (x_TD.astype(jnp.float16), weight_D)):
-        with pytest.raises(ValueError, match=r"accepted are rows and as long a weight, both bfloat16 or float16 or float32"):
+    narrow_TD, whole_TD = x_TD.astype(jnp.float16), x_TD.astype(jnp.int8)
+    for wrong in ((x_TD, weight_D[1:]), (x_TD[0], weight_D), (narrow_TD, weight_D), (whole_TD, weight_D)):
+        with pytest.raises(ValueError, match="accepted are rows and as long a weight, both bfloat16 or float16 or"):
             op.rms_norm(*wrong, HOW[0], backend="reference")
     if why_not() is None:
         with pytest.raises(ValueError, match="rows have 20 numbers; accepted are multiples of 16"):

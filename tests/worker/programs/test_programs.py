@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError as XlaError
 
+from jaxpaged.errors import ProgramError
 from jaxpaged.worker.programs.buckets import default_token_buckets, doubling_buckets
 from jaxpaged.worker.programs.table import (
     TURN_SECONDS,
@@ -104,10 +106,100 @@ def test_a_failed_compilation_is_raised_where_the_program_is_needed():
     def fail():
         raise ValueError("no such operation")
 
-    programs = Programs({ProgramKey("forward", 8): fail}, num_threads=1)
+    programs = Programs({ProgramKey("full", 8): fail}, num_threads=1, rare=[ProgramKey("full", 8)])
     programs.start()
     with pytest.raises(ValueError, match="no such operation"):
-        programs[ProgramKey("forward", 8)]
+        programs[ProgramKey("full", 8)]
+    programs.trace_first()
+
+
+LASTING = [
+    ValueError("float13 is no type\nand more"),
+    TypeError("float13 is no type"),
+    XlaError("INVALID_ARGUMENT: float13 is no type"),
+]
+PASSING = [
+    MemoryError("no room"),
+    OSError("no space"),
+    XlaError("RESOURCE_EXHAUSTED: no room"),
+    XlaError("INTERNAL: lost"),
+]
+
+
+class Broken:
+    """A program that fails with `error` when it is compiled."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def compile(self):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", LASTING, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("traced", [True, False])
+def test_what_ordinary_requests_need_and_can_never_be_compiled_is_the_end_in_one_sentence(error, traced, caplog):
+    def fail():
+        if traced:
+            return Broken(error)
+        raise error
+
+    keys = [ProgramKey("forward", 8), ProgramKey("forward", 16)]
+    programs = Programs({keys[0]: builder("small"), keys[1]: fail}, num_threads=1, first=2)
+    programs.start()
+    with pytest.raises(ProgramError, match="forward of size 16 cannot be compiled: .*float13 is no type. Another"):
+        programs.wait_all()
+    with pytest.raises(ProgramError) as caught:
+        programs.trace_first()
+    assert str(programs.failure) == str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.__cause__ is None and not caplog.records
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_what_cannot_be_traced_is_found_before_anything_is_compiled(traced):
+    """Whoever comes first, a thread or the one that starts the engine."""
+    gate, tried = threading.Event(), []
+    keys = [ProgramKey("zeros"), ProgramKey("forward", 8), ProgramKey("forward", 16)]
+
+    def fail():
+        tried.append(1)
+        raise ValueError("float13 is no type")
+
+    builders = {keys[0]: builder("zeros", gate), keys[1]: fail, keys[2]: builder("large", gate)}
+    programs = Programs(builders, num_threads=1, first=2)
+    if traced:
+        programs.start()
+    with pytest.raises(ProgramError, match="float13"):
+        programs.trace_first()
+    assert len(tried) == 1
+    gate.set()
+    programs.stop()
+
+
+@pytest.mark.parametrize("error", PASSING, ids=str)
+def test_what_failed_for_want_of_room_is_no_verdict_on_the_program(error):
+    programs = Programs({ProgramKey("forward", 8): lambda: Broken(error)}, num_threads=1, first=1)
+    programs.start()
+    with pytest.raises(type(error)):
+        programs.wait_all()
+    programs.trace_first()
+    assert programs.failure is None
+
+
+def test_a_program_is_traced_once_and_not_kept_when_it_is_compiled():
+    built, gate, keys = [], threading.Event(), [ProgramKey("forward", 8), ProgramKey("forward", 16)]
+
+    def build(key):
+        built.append(key)
+        return FakeLowered(key, gate)
+
+    programs = Programs({key: lambda key=key: build(key) for key in keys}, num_threads=1, first=2)
+    programs.trace_first()
+    programs.start()
+    programs.trace_first()
+    gate.set()
+    assert built == keys and list(programs.wait_all().values()) == keys
+    assert not programs._traced
 
 
 def test_the_states_of_programs_say_what_there_is_and_what_is_missing():
@@ -118,7 +210,7 @@ def test_the_states_of_programs_say_what_there_is_and_what_is_missing():
     programs = Programs(builders | {ProgramKey("rare"): builder("e")}, 1, on_demand=[ProgramKey("rare")])
     assert [state for *_, state in programs.states] == ["queued"] * 4
     programs.start()
-    with pytest.raises(ValueError):
+    with pytest.raises(ProgramError):
         programs[keys[1]]
     while len(programs._begun) < 3:
         pass
@@ -190,7 +282,7 @@ def test_an_ordinary_program_that_cannot_be_compiled_is_never_counted_as_ready()
 
     programs = Programs({ProgramKey("forward", 8): fail}, num_threads=1)
     programs.start()
-    with pytest.raises(ValueError):
+    with pytest.raises(ProgramError):
         programs.wait_all()
     assert (programs.num_ready, programs.num_ordinary_ready, len(programs.ordinary)) == (1, 0, 1)
 
