@@ -125,6 +125,14 @@ def test_a_wrong_value_is_refused_with_name_value_and_remedy(options, said):
 # ---- what model and platform decide
 
 
+@pytest.mark.parametrize(("platform", "dtype"), [("cpu", "float16"), ("gpu", "float16"), ("tpu", "bfloat16")])
+def test_a_checkpoint_in_float16_is_computed_in_a_type_that_the_device_has(platform, dtype):
+    facts = dataclasses.replace(FACTS, dtype="float16")
+    config = EngineConfig().resolve(facts, platform)
+    assert (config.model.dtype, config.cache.kv_cache_dtype) == (dtype, dtype)
+    assert EngineConfig.from_options(dtype="float16").resolve(facts, platform).model.dtype == "float16"
+
+
 def test_nothing_is_left_for_later():
     config = resolved()
     assert config.model.tokenizer == config.model.model

@@ -41,11 +41,12 @@ def defaults_of(platform: str) -> tuple[int, int, int]:
     return PLATFORM_DEFAULTS.get(platform, PLATFORM_DEFAULTS["gpu"])
 
 
-def resolved_model(given: ModelConfig, facts: ModelFacts) -> ModelConfig:
-    """Type, lengths, and what the model is used for. Raises ConfigError."""
+def resolved_model(given: ModelConfig, facts: ModelFacts, platform: str) -> ModelConfig:
+    """Type, lengths, and what the model is used for. A TPU computes in no float16. Raises ConfigError."""
+    dtype = "bfloat16" if facts.dtype == "float16" and platform == "tpu" else facts.dtype
     return dataclasses.replace(
         given,
-        dtype=facts.dtype if given.dtype == "auto" else given.dtype,
+        dtype=dtype if given.dtype == "auto" else given.dtype,
         tokenizer=given.tokenizer or given.model,
         max_model_len=given.max_model_len or facts.max_position_embeddings,
         max_logprobs=facts.vocab_size if given.max_logprobs == -1 else given.max_logprobs,
