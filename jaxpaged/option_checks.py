@@ -13,13 +13,14 @@ from dataclasses import field
 from typing import Any
 
 from jaxpaged.errors import ConfigError, did_you_mean
+from jaxpaged.text_checks import shown_option
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
     """A dataclass field with its help text.
 
     `choices`, `not_empty`, and for numbers, also those in a tuple, `minimum`, `maximum` and `above` are checked.
-    `aliases` maps other spellings of a value to it.
+    `aliases` maps other spellings of a value to it; `foreign` maps values of vLLM that are not here to what to do.
     """
     metadata["help"] = help
     if isinstance(default, dict):
@@ -43,13 +44,19 @@ def checked(f: dataclasses.Field, value: Any) -> Any:
         return None
     limits, name = f.metadata, f.name
     if "choices" in limits and value not in limits["choices"]:
-        near = did_you_mean(str(value), limits["choices"])
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(limits['choices'])}.{near}")
+        raise ConfigError(f"{name} is {shown_option(name, value)}{why_not_one_of(value, limits)}")
     if limits.get("not_empty") and not value:
         raise ConfigError(f"{name} is empty; leave it out for the default.")
     for item in value if isinstance(value, tuple) else (value,):
         check_range(name, item, limits)
     return value
+
+
+def why_not_one_of(value: Any, limits: Mapping[str, Any]) -> str:
+    """The second half of a sentence about a value that is none of the `choices`, and what to do."""
+    if isinstance(value, str) and (known := limits.get("foreign", {}).get(value.lower())):
+        return f", but {known}"
+    return f"; it must be one of {', '.join(limits['choices'])}.{did_you_mean(str(value), limits['choices'])}"
 
 
 def in_declared_type(f: dataclasses.Field, value: Any) -> Any:
@@ -64,11 +71,13 @@ def in_declared_type(f: dataclasses.Field, value: Any) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         item = typing.get_args(kind)[0]
         if item is int and not all(type(entry) is int for entry in value):
-            raise ConfigError(f"{f.name} is {value!r}; it must hold whole numbers only.")
+            raise ConfigError(f"{f.name} is {shown_option(f.name, value)}; it must hold whole numbers only.")
+        if item is str and not all(isinstance(entry, str) for entry in value):
+            raise ConfigError(f"{f.name} is {shown_option(f.name, value)}; it must hold texts only.")
         return tuple(value)
     accepted: Any = {float: (int, float), dict: Mapping}.get(origin, origin)
     if not isinstance(value, accepted) or (isinstance(value, bool) and origin is not bool):
-        raise ConfigError(f"{f.name} is {value!r}; it must be {KIND_NAMES[origin]}.")
+        raise ConfigError(f"{f.name} is {shown_option(f.name, value)}; it must be {KIND_NAMES[origin]}.")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{f.name} is {value!r}; it must be finite.")
     return value

@@ -1,49 +1,79 @@
 """vLLM's engine options that this engine does not have, and the values at which they ask for nothing.
 
 A script or a command line written for vLLM names many of them at their defaults. `without_neutral` lets those through
-and refuses every other value by the option's name, with the reason: the only place that decides it, for Python, YAML
-files and flags alike. Some options change only how vLLM works, never what it answers; they are let through with a word.
+and refuses every other value by the option's name, with the reason and with what to do: the only place that decides
+it, for Python, YAML files and flags alike. Some options change only how vLLM works, never what it answers; they are let
+through, with a word where one helps. Some have another name here; they become ours.
 
-This module knows none of our own options.
+The list has every option of vLLM's releases from 0.6 to 0.30. This module knows none of our own options, except for
+those that others become.
 """
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.errors import ConfigError, RequestError
+from jaxpaged.installed import is_installed
+from jaxpaged.text_checks import shown_option
 
 logger = logging.getLogger(__name__)
+
+LEAVE_OUT = "Leave it out."
 
 
 @dataclass(frozen=True)
 class ForeignOption:
-    """One option. `accepts` tells values that ask for nothing; for others, `why` is the second half of a sentence.
+    """One option. `accepts` tells values that ask for nothing; for others, `why` is the second half of a sentence, and
+    `do` is the sentence after it.
 
-    `word` is said, once an engine is made, of an accepted value that is not the default: what it means here.
+    `word` is said, once an engine is made, of an accepted value that is not the default: what it means here. `becomes`:
+    an accepted value as options of ours, by name. `many`: the flag takes several words.
     """
 
     name: str
     default: Any
     accepts: Callable[[Any], bool]
     why: str = ""
+    do: str = LEAVE_OUT
     word: str = ""
+    becomes: Callable[[Any], dict[str, Any]] | None = None
+    many: bool = False
 
 
-def absent(name: str, *neutral: Any, why: str) -> ForeignOption:
+def absent(name: str, *neutral: Any, why: str, do: str = LEAVE_OUT, many: bool = False) -> ForeignOption:
     """An option for something that is not there: only `neutral` values, of which the first is the default, pass."""
-    return ForeignOption(name, neutral[0], lambda value: any(same(value, each) for each in neutral), why)
+    return ForeignOption(
+        name, neutral[0], lambda value: any(same(value, each) for each in neutral), why, do, many=many
+    )  # fmt: skip
 
 
-def pointless(name: str, default: Any, kind: type | tuple[type, ...], word: str = "") -> ForeignOption:
+def pointless(
+    name: str, default: Any, kind: type | tuple[type, ...], word: str = "", *, many: bool = False
+) -> ForeignOption:
     """An option that changes nothing here: every value of its kind passes, with a word if there is one to say."""
-    kinds = kind if isinstance(kind, tuple) else (kind,)
+    why = f"it must be {' or '.join(each.__name__ for each in kinds_of(kind))}"
+    return ForeignOption(name, default, of_kind(kind), why, word=word, many=many)
 
-    def accepts(value: Any) -> bool:
-        return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
-    return ForeignOption(name, default, accepts, f"it must be {' or '.join(each.__name__ for each in kinds)}", word)
+def renamed(
+    name: str, kind: type | tuple[type, ...], becomes: Callable[[Any], dict[str, Any]], default: Any = None
+) -> ForeignOption:
+    """An option that has another name here."""
+    why = f"it must be {' or '.join(each.__name__ for each in kinds_of(kind))}"
+    return ForeignOption(name, default, of_kind(kind), why, becomes=becomes)
+
+
+def kinds_of(kind: type | tuple[type, ...]) -> tuple[type, ...]:
+    return kind if isinstance(kind, tuple) else (kind,)
+
+
+def of_kind(kind: type | tuple[type, ...]) -> Callable[[Any], bool]:
+    """Whether a value is of a kind, where True is no number."""
+    kinds = kinds_of(kind)
+    return lambda value: isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 
 def same(value: Any, neutral: Any) -> bool:
@@ -65,111 +95,401 @@ def asks_for_llguidance(value: Any) -> bool:
     )
 
 
-OWN_WORKERS = "workers are the engine's own: see tensor_parallel_size, distributed_executor_backend and nnodes"
+def asks_for_own_device(value: Any) -> bool:
+    """Whether it is the kind of device that jax takes by itself."""
+    return value == "auto" or (isinstance(value, str) and {"cuda": "gpu"}.get(value, value) == device_kind())
+
+
+def device_kind() -> str:
+    """The kind of device that jax takes, as far as the environment and what is installed tell."""
+    first = os.environ.get("JAX_PLATFORMS", "").partition(",")[0]
+    if first:
+        return {"cuda": "gpu"}.get(first, first)
+    plugins = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
+    return next((kind for kind, module in plugins.items() if is_installed(module)), "cpu")
+
+
+OWN_WORKERS = "workers are the engine's own"
+SEE_PARALLEL = "See tensor_parallel_size, distributed_executor_backend and nnodes."
 NO_MEDIA = "models take text only"
 NO_CODE = "code from a model's repository is never run"
-NO_LORA = "there are no LoRA adapters"
+NO_LORA = "LoRA adapters are not supported yet"
+MERGE_LORA = "Merge the adapter into its model (merge_and_unload of the package peft), and serve the merged folder."
+NO_PROMPT_ADAPTERS = "prompt adapters are not supported"
 NO_GRAPHS = "there are no CUDA graphs: XLA compiles a program for every step size (option token_buckets)"
 NO_OFFLOAD = "weights stay on the devices"
-NO_DETAILED_TRACES = "a trace shows queue, prefill and decode; what the devices do in them is recorded by start_profile"
+SMALLER_WEIGHTS = "Give quantization 'int8' or 'int4', or more devices (tensor_parallel_size)."
+NO_DETAILED_TRACES = "a trace shows queue, prefill and decode"
+RECORD = "Record what the devices do with profile_dir and start_profile."
+NO_SUCH_METRIC = "there is no such metric"
+SEE_METRICS = "Leave it out; /metrics and get_metrics show what there is."
+OWN_KERNELS = "kernels are chosen by the device (option attention_backend)"
+SPECULATION = "Give speculative_config, such as '{\"method\": \"ngram\", \"num_speculative_tokens\": 3}'."
+ONE_SERVER = "one server has all cores"
+OTHER_HOSTS = "Give nnodes, node_rank and master_addr for cores on several hosts."
+BIND = "Start jaxpaged with numactl or taskset."
+OF_SERVER = "it is an option of `jaxpaged serve`"
+TEXT, NUMBER, LIST = str, (int, float), (list, tuple, set, str)
 
-FOREIGN_OPTIONS: dict[str, ForeignOption] = {each.name: each for each in (
-    # ---- model and tokenizer
-    absent("trust_remote_code", False, why=NO_CODE),
-    absent("task", "auto", why="its place is taken by runner and convert"),
+MODEL = (
+    pointless("trust_remote_code", False, bool, f"{NO_CODE}; models are implemented here"),
+    absent("task", "auto", why="its place is taken by runner and convert",
+           do="Give runner 'generate' or 'pooling', and convert 'embed' or 'classify'."),
     absent("tokenizer_mode", "auto", "hf", "fast", why="tokenizers are read from tokenizer.json or converted to it"),
-    absent("tokenizer_revision", None, why="a tokenizer of its own is named by a folder"),
+    absent("tokenizer_revision", None, why="a tokenizer of its own is named by a folder",
+           do="Download that revision, and give its folder as tokenizer."),
     absent("code_revision", None, why=NO_CODE),
-    absent("config_format", "auto", "hf", why="models are read in Hugging Face format"),
-    absent("hf_config_path", None, why="config.json is read from the model's folder"),
-    absent("hf_overrides", {}, why="config.json is taken as it is; edit a copy of it"),
-    absent("hf_token", None, False, True, why="the hub's login or HF_TOKEN is used, so that no option holds a secret"),
-    absent("model_impl", "auto", why="every model is implemented here"),
+    absent("config_format", "auto", "hf", why="models are read in Hugging Face format",
+           do="Name a folder or a hub id that has config.json."),
+    absent("hf_config_path", None, why="config.json is read from the model's folder", do="Copy it there."),
+    absent("hf_token", None, False, True, why="no option holds a secret",
+           do="Log in with `hf auth login`, or set HF_TOKEN in the environment."),
+    absent("model_impl", "auto", "vllm", why="every model is implemented here"),
+    absent("model_weights", "", why="weights lie in the model's folder"),
+    absent("model_class_overrides", {}, why="every model is implemented here"),
     absent("override_attention_dtype", None, why="scores and softmax are float32 always"),
-    absent("disable_sliding_window", False, why="a model attends as its config.json says"),
-    absent("model_loader_extra_config", {}, why="loading has the options load_format and download_dir only"),
-    absent("safetensors_load_strategy", None, "lazy", why="files are mapped and read as they are needed"),
-    absent("ignore_patterns", [], "original/**/*", why="only the files that a model needs are downloaded"),
-    absent("override_pooler_config", {}, why="its place is taken by pooler_config"),
-    absent("served_model_name", None, why="names for requests are an option of `jaxpaged serve`"),
+    absent("disable_sliding_window", False, why="a model attends as its config.json says",
+           do="Give hf_overrides '{\"sliding_window\": null}' where the model may attend to all tokens."),
+    pointless("model_loader_extra_config", {}, dict, "files are mapped and read as they are needed"),
+    absent("safetensors_load_strategy", None, "lazy", "eager", "prefetch",
+           why="files are mapped and read as they are needed"),
+    pointless("safetensors_prefetch_num_threads", 8, int),
+    pointless("safetensors_prefetch_block_size", 16 * 2**20, int),
+    absent("ignore_patterns", [], "original/**/*", ["original/**/*"], many=True,
+           why="only the files that a model needs are downloaded"),
+    pointless("use_tqdm_on_load", True, bool),
+    absent("pt_load_map_location", "cpu", why="weights are read from safetensors files"),
+    renamed("override_pooler_config", dict, lambda value: {"pooler_config": value}, {}),
+    absent("served_model_name", None, why=OF_SERVER, do="Leave it out; requests of LLM name no model.", many=True),
     absent("enable_prompt_embeds", False, why="prompts are text or token ids"),
     absent("enable_return_routed_experts", False, why="experts are not reported"),
-    absent("quantization_config", {}, why="quantization 'int8' and 'int4' are what there is"),
-    # ---- media
+    absent("return_sampling_mask", False, why="masks are not reported"),
+    absent("use_fp64_gumbel", False, why="noise is drawn in float32"),
+    absent("enable_trace_replay", False, why="there is no such mode", do="Give `jaxpaged bench` the times of arrival."),
+    absent("quantization_config", {}, why="quantization says how weights are rounded", do="Give 'int8' or 'int4'."),
+    absent("quantization_param_path", None, why="the KV cache has no scales"),
+    pointless("allow_deprecated_quantization", False, bool),
+    absent("rope_scaling", None, {}, why="it is a field of config.json", do="Give it in hf_overrides."),
+    absent("rope_theta", None, why="it is a field of config.json", do="Give it in hf_overrides."),
+    absent("io_processor_plugin", None, why="requests bring no code"),
+    pointless("renderer_num_workers", 1, int),
+    pointless("tokenizer_pool_size", 0, int),
+    pointless("tokenizer_pool_type", "ray", str),
+    pointless("tokenizer_pool_extra_config", {}, dict),
+    pointless("intial_incremental_detokenization_offset", 5, int),
+    ForeignOption("device", "auto", asks_for_own_device, "jax chooses the device",
+                  "Set JAX_PLATFORMS to cpu, cuda or tpu in the environment."),
+)  # fmt: skip
+MEDIA = (
     ForeignOption("limit_mm_per_prompt", {}, asks_for_no_media, NO_MEDIA),
     absent("mm_processor_kwargs", {}, why=NO_MEDIA),
     absent("media_io_kwargs", {}, why=NO_MEDIA),
     absent("allowed_local_media_path", "", why=NO_MEDIA),
-    absent("allowed_media_domains", [], why=NO_MEDIA),
+    absent("allowed_media_domains", [], why=NO_MEDIA, many=True),
     absent("enable_mm_embeds", False, why=NO_MEDIA),
     absent("interleave_mm_strings", False, why=NO_MEDIA),
+    absent("mm_encoder_only", False, why=NO_MEDIA),
+    absent("ec_transfer_config", None, why=NO_MEDIA),
+    absent("ec_manager_config", {}, why=NO_MEDIA),
+    absent("diffusion_config", {}, why=NO_MEDIA),
     pointless("language_model_only", False, bool),
     pointless("skip_mm_profiling", False, bool),
     pointless("disable_mm_preprocessor_cache", False, bool),
-    pointless("mm_processor_cache_gb", 4, (int, float)),
-    # ---- many devices
-    absent("data_parallel_size_local", None, why="all of data_parallel_size engine cores are on this host"),
-    absent("data_parallel_rank", None, 0, why="one server has all cores, and a request may name one"),
+    pointless("disable_chunked_mm_input", False, bool),
+    pointless("enable_multimodal_encoder_data_parallel", False, bool),
+    pointless("mm_processor_cache_gb", 4, NUMBER),
+    pointless("mm_processor_cache_type", "lru", str),
+    pointless("mm_hasher_algorithm", "blake3", str),
+    pointless("mm_shm_cache_max_object_size_mb", 128, int),
+    pointless("mm_encoder_tp_mode", "weights", str),
+    pointless("mm_encoder_attn_backend", None, str),
+    pointless("mm_encoder_attn_dtype", None, str),
+    pointless("mm_encoder_fp8_scale_path", None, str),
+    pointless("mm_encoder_fp8_scale_save_path", None, str),
+    pointless("mm_encoder_fp8_scale_save_margin", 1.0, NUMBER),
+    pointless("video_pruning_rate", None, NUMBER),
+    pointless("video_pruning_method", "evs", str),
+    pointless("mm_tensor_ipc", "direct_rpc", str),
+    pointless("mm_processor_device", "auto", str),
+    pointless("mm_ipc_gpu_memory_gb", 0, NUMBER),
+    pointless("mm_device_do_normalize", False, bool),
+    pointless("enable_mm_processor_stats", False, bool),
+)  # fmt: skip
+STATE_SPACES = (  # layers of Mamba and its kin: a model that has some is refused by its architecture
+    pointless("mamba_config", {}, dict),
+    pointless("mamba_backend", "triton", str),
+    pointless("mamba_ssu_algorithm", None, str),
+    pointless("mamba_cache_dtype", "auto", str),
+    pointless("mamba_ssm_cache_dtype", "auto", str),
+    pointless("mamba_block_size", None, int),
+    pointless("mamba_cache_mode", None, str),
+    pointless("mamba_cache_philox_rounds", 0, int),
+    pointless("enable_mamba_cache_stochastic_rounding", False, bool),
+    pointless("enable_mamba_fine_grained_prefix_cache", False, bool),
+    pointless("use_replayssm", False, bool),
+    pointless("replayssm_buffer_len", 16, int),
+    pointless("gdn_prefill_backend", None, str),
+    pointless("kda_prefill_backend", None, str),
+)
+DEVICES = (
+    absent("data_parallel_size_local", None, why="all of data_parallel_size engine cores are on this host",
+           do=OTHER_HOSTS),
+    absent("data_parallel_rank", None, 0, why=f"{ONE_SERVER}, and a request may name one"),
     absent("data_parallel_backend", "mp", why="cores are processes of this host"),
-    absent("data_parallel_hybrid_lb", False, why="one server has all cores"),
-    absent("data_parallel_external_lb", False, why="one server has all cores"),
-    absent("prefill_context_parallel_size", 1, why="the tokens of a prompt are not split over devices"),
-    absent("worker_cls", "auto", why=OWN_WORKERS),
-    absent("worker_extension_cls", "", why=OWN_WORKERS),
-    absent("max_parallel_loading_workers", None, why=OWN_WORKERS),
-    absent("ray_workers_use_nsight", False, why=OWN_WORKERS),
+    absent("data_parallel_hybrid_lb", False, why=ONE_SERVER),
+    absent("data_parallel_external_lb", False, why=ONE_SERVER),
+    absent("data_parallel_multi_port_external_lb", False, why=ONE_SERVER),
+    absent("data_parallel_address", None, why=ONE_SERVER, do=OTHER_HOSTS),
+    absent("data_parallel_rpc_port", None, why=ONE_SERVER, do=OTHER_HOSTS),
+    absent("data_parallel_start_rank", None, 0, why=ONE_SERVER, do=OTHER_HOSTS),
+    absent("prefill_context_parallel_size", 1, why="the tokens of a prompt are not split over devices",
+           do="Give tensor_parallel_size."),
+    absent("worker_cls", "auto", why=OWN_WORKERS, do=SEE_PARALLEL),
+    absent("worker_extension_cls", "", why=OWN_WORKERS, do=SEE_PARALLEL),
+    absent("worker_use_ray", False, why=OWN_WORKERS, do="Give distributed_executor_backend 'ray'."),
+    pointless("max_parallel_loading_workers", None, int),
+    absent("ray_workers_use_nsight", False, why=OWN_WORKERS, do=RECORD),
+    absent("device_ids", None, why="jax chooses the devices",
+           do="Set CUDA_VISIBLE_DEVICES or TPU_VISIBLE_CHIPS in the environment."),
+    absent("numa_bind", False, why="processes run where the system puts them", do=BIND),
+    absent("numa_bind_nodes", None, [], why="processes run where the system puts them", do=BIND, many=True),
+    absent("numa_bind_cpus", None, [], why="processes run where the system puts them", do=BIND, many=True),
+    absent("cpu_distributed_timeout_seconds", None, why="one time-out holds for all of them",
+           do="Give distributed_timeout_seconds."),
+    absent("enable_elastic_ep", False, why="the number of devices is fixed at the start"),
+    absent("fault_tolerance_config", {}, why="an engine core that dies is replaced as it was",
+           do="Give `jaxpaged serve` max_restarts."),
+    pointless("enable_fault_tolerance", False, bool, "an engine core that dies is replaced (max_restarts)"),
     pointless("disable_custom_all_reduce", False, bool),  # a reduction is always the compiler's own
-    # ---- memory and scheduling
-    absent("cpu_offload_gb", 0, why=NO_OFFLOAD),
-    absent("kv_offloading_size", None, why="kv_offload names tiers and their sizes"),
-    pointless("swap_space", 4, (int, float)),  # vLLM ignores it too: what is preempted is computed again
+    pointless("disable_nccl_for_dp_synchronization", False, bool),
+    pointless("dcp_comm_backend", None, str),
+    pointless("dcp_q_replicate", False, bool),
+    pointless("dcp_kv_cache_interleave_size", 1, int),
+    pointless("cp_kv_cache_interleave_size", 1, int),
+    pointless("dp_sync_interval", 16, int),
+    pointless("enable_batch_sharded_sampling", False, bool),
+    pointless("enable_ep_weight_filter", False, bool),
+    pointless("all2all_backend", "allgather_reducescatter", str, "what devices send each other is XLA's choice"),
+    pointless("expert_placement_strategy", "linear", str, "experts are dealt in their order (see enable_eplb)"),
+    pointless("enable_dbo", False, bool, "what is computed while devices talk is XLA's choice"),
+    pointless("enable_microbatching", False, bool, "what is computed while devices talk is XLA's choice"),
+    pointless("ubatch_size", 0, int),
+    pointless("dbo_decode_token_threshold", 32, int),
+    pointless("dbo_prefill_token_threshold", 512, int),
+    absent("num_redundant_experts", 0, why="it is a key of eplb_config", do="Give it there."),
+    absent("eplb_window_size", 1000, why="it is a key of eplb_config", do="Give window_size there."),
+    absent("eplb_step_interval", 3000, why="it is a key of eplb_config", do="Give step_interval there."),
+    absent("eplb_log_balancedness", False, why="it is a key of eplb_config", do="Give log_balancedness there."),
+)  # fmt: skip
+MEMORY = (
+    absent("cpu_offload_gb", 0, why=NO_OFFLOAD, do=SMALLER_WEIGHTS),
+    absent("cpu_offload_params", [], why=NO_OFFLOAD, do=SMALLER_WEIGHTS, many=True),
+    absent("offload_backend", "auto", why=NO_OFFLOAD, do=SMALLER_WEIGHTS),
+    absent("offload_group_size", 0, why=NO_OFFLOAD, do=SMALLER_WEIGHTS),
+    absent("offload_params", [], why=NO_OFFLOAD, do=SMALLER_WEIGHTS, many=True),
+    pointless("offload_num_in_group", 1, int),
+    pointless("offload_prefetch_step", 1, int),
+    absent("kv_offloading_size", None, why="kv_offload names tiers and their sizes", do="Give kv_offload 'host=4G'."),
+    absent("kv_offloading_backend", "native", why="LMCache is a tier of kv_offload",
+           do="Give kv_offload 'host=4G,lmcache=lm://HOST:PORT'."),
+    pointless("swap_space", 4, NUMBER),  # vLLM ignores it too: what is preempted is computed again
+    pointless("preemption_mode", "recompute", str, "a request that is preempted is always computed again"),
     absent("calculate_kv_scales", False, why="the KV cache has no scales"),
+    pointless("kv_cache_dtype_skip_layers", [], LIST, many=True),
     absent("kv_sharing_fast_prefill", False, why="every layer has a KV cache of its own"),
     absent("prefix_caching_hash_algo", "sha256", "sha256_cbor", why="blocks are known by SHA-256 over canonical CBOR"),
-    absent("enable_kv_cache_events", False, why="it is a key of kv_events_config"),
-    absent("ec_transfer_config", None, why=NO_MEDIA),
+    pointless("prefix_cache_retention_interval", 0, int),
+    pointless("prefix_match_unit", None, int),
+    pointless("attn_group_size", None, int),
+    absent("enable_kv_cache_events", False, why="it is a key of kv_events_config", do="Give it there."),
     absent("disable_hybrid_kv_cache_manager", False, why="layers that cache alike always form a group"),
+    pointless("enable_sleep_mode", False, bool),  # sleep is always possible
+    pointless("enable_cumem_allocator", False, bool),
+    pointless("enable_nccl_comm_suspend", False, bool),
+    absent("weight_transfer_config", {}, why="there is no such transfer of weights"),
+)  # fmt: skip
+SCHEDULING = (
     absent("max_num_partial_prefills", 1, why="prompts are computed in their order"),
     absent("max_long_partial_prefills", 1, why="prompts are computed in their order"),
+    absent("max_num_scheduled_tokens", None, why="one limit holds for a step", do="Give max_num_batched_tokens."),
     absent("scheduler_cls", None, why="there is one scheduler"),
+    absent("max_num_queued_reqs", None, why=OF_SERVER),
+    absent("max_num_queued_tokens", None, why=OF_SERVER),
+    absent("shutdown_timeout", 0, why=OF_SERVER),
+    pointless("scheduler_reserve_full_isl", True, bool),
+    pointless("scheduler_delay_factor", 0, NUMBER),
+    pointless("watermark", 0, NUMBER),
+    pointless("prefill_schedule_interval", 1, int),
+    pointless("use_v2_block_manager", True, bool),
+    pointless("num_lookahead_slots", 0, int),
+    pointless("multi_step_stream_outputs", True, bool),
+    pointless("disable_async_output_proc", False, bool),
     pointless("disable_cascade_attn", False, bool),
-    pointless("enable_sleep_mode", False, bool),  # sleep is always possible
-    # ---- LoRA
-    absent("enable_lora", False, why=NO_LORA),
-    absent("default_mm_loras", None, why=NO_LORA),
-    absent("lora_modules", None, why=NO_LORA),
+    absent("performance_mode", "balanced", why="sizes of steps are options of their own",
+           do="Give max_num_seqs and max_num_batched_tokens."),
+)  # fmt: skip
+ADAPTERS = (
+    absent("enable_lora", False, why=NO_LORA, do=MERGE_LORA),
+    absent("lora_modules", None, [], why=NO_LORA, do=MERGE_LORA, many=True),
+    absent("default_mm_loras", None, why=NO_LORA, do=MERGE_LORA),
+    absent("qlora_adapter_name_or_path", None, why=NO_LORA, do=MERGE_LORA),
     pointless("max_loras", 1, int),
     pointless("max_lora_rank", 16, int),
     pointless("max_cpu_loras", None, int),
     pointless("lora_dtype", "auto", str),
+    pointless("lora_target_modules", None, LIST, many=True),
+    pointless("lora_extra_vocab_size", 256, int),
+    pointless("long_lora_scaling_factors", None, (*LIST, int, float), many=True),
     pointless("fully_sharded_loras", False, bool),
-    # ---- structured outputs, logging
+    pointless("enable_lora_bias", False, bool),
+    pointless("enable_tower_connector_lora", False, bool),
+    pointless("specialize_active_lora", False, bool),
+    pointless("enable_mixed_moe_lora_format", False, bool),
+    pointless("enable_moe_shared_loras", False, bool),
+    absent("enable_prompt_adapter", False, why=NO_PROMPT_ADAPTERS),
+    absent("prompt_adapters", None, [], why=NO_PROMPT_ADAPTERS, many=True),
+    pointless("max_prompt_adapters", 1, int),
+    pointless("max_prompt_adapter_token", 0, int),
+)
+SPECULATIVE = (
+    renamed("spec_method", str, lambda value: {"speculative_config": {"method": value}}),
+    renamed("spec_model", str, lambda value: {"speculative_config": {"model": value}}),
+    renamed("spec_tokens", int, lambda value: {"speculative_config": {"num_speculative_tokens": value}}),
+    *(absent(name, None, why="it is a part of speculative_config", do=SPECULATION) for name in (
+        "speculative_model", "num_speculative_tokens", "speculative_model_quantization", "speculative_max_model_len",
+        "speculative_draft_tensor_parallel_size", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min",
+        "speculative_disable_by_batch_size", "typical_acceptance_sampler_posterior_threshold",
+        "typical_acceptance_sampler_posterior_alpha",
+    )),
+    absent("spec_decoding_acceptance_method", "rejection_sampler", why="drafts never change what is drawn"),
+    pointless("speculative_disable_mqa_scorer", False, bool),
+    absent("disable_logprobs_during_spec_decoding", None, False, why="log probabilities are reported with drafts, too"),
+)  # fmt: skip
+OUTPUTS = (
     ForeignOption("structured_outputs_config", {}, asks_for_llguidance, "grammars are compiled by llguidance"),
     absent("guided_decoding_backend", "auto", "guidance", why="grammars are compiled by llguidance"),
-    absent("logits_processor_pattern", None, why="requests bring no code"),
-    absent("collect_detailed_traces", [], None, why=NO_DETAILED_TRACES),
-    absent("show_hidden_metrics_for_version", None, why="there are no hidden metrics"),
-    absent("profiler_config", {}, why="recordings have the option profile_dir"),
+    pointless("guided_decoding_disable_fallback", False, bool),
+    absent("guided_decoding_disable_any_whitespace", False, why="white space in JSON is the model's choice"),
+    absent("guided_decoding_disable_additional_properties", False, why="objects are as their schema says",
+           do="Write \"additionalProperties\": false into it."),
+    absent("reasoning_parser", None, "", why=OF_SERVER),
+    absent("reasoning_parser_plugin", None, "", why=NO_CODE),
+    absent("reasoning_config", {}, why="how thinking is marked is an option of `jaxpaged serve`",
+           do="Give reasoning_parser there."),
+    absent("tokens_only", False, why="there is no such server"),
+    absent("logits_processor_pattern", None, why="requests bring no code", do="Give logits_processors."),
+)  # fmt: skip
+TELLING = (
+    absent("collect_detailed_traces", [], None, why=NO_DETAILED_TRACES, do=RECORD, many=True),
+    absent("show_hidden_metrics_for_version", None, why="there are no hidden metrics", do=SEE_METRICS),
+    absent("otlp_metrics_endpoint", None, why="metrics are read, not sent", do="Let a collector read /metrics."),
+    absent("per_request_spec_decode_metrics", None, "none", why=NO_SUCH_METRIC, do=SEE_METRICS),
+    absent("kv_cache_metrics", False, why=NO_SUCH_METRIC, do=SEE_METRICS),
+    pointless("kv_cache_metrics_sample", 0.01, NUMBER),
+    absent("cudagraph_metrics", False, why=NO_SUCH_METRIC, do=SEE_METRICS),
+    absent("enable_mfu_metrics", False, why=NO_SUCH_METRIC, do=SEE_METRICS),
+    absent("enable_layerwise_nvtx_tracing", False, why="layers are traced by jax's profiler", do=RECORD),
+    absent("enable_logging_iteration_details", False, why="steps are not logged", do=SEE_METRICS),
+    absent("profiler_config", {}, why="recordings have the option profile_dir", do="Give profile_dir."),
+    pointless("jit_monitor_mode", "warn", str),
+    pointless("jit_monitor_verbose", False, bool),
+    pointless("aggregate_engine_logging", False, bool),
     pointless("disable_log_stats", False, bool),  # statistics are always kept, and read by get_metrics
     pointless("disable_log_requests", True, bool),  # nothing logs requests
-    absent("enable_log_requests", False, why="prompts are not logged"),
-    # ---- compiling
+    absent("enable_log_requests", False, why="prompts are not logged",
+           do="Leave it out; `jaxpaged serve` logs path, status and duration of every request."),
+    pointless("fail_on_environ_validation", False, bool),
+)  # fmt: skip
+COMPILING = (
     pointless("enforce_eager", False, bool, "there is no eager mode. Every program is compiled; the first start takes "
               "longer, later ones find the programs in the compilation cache or in a bundle (`jaxpaged compile`)"),
     pointless("max_seq_len_to_capture", 8192, int, NO_GRAPHS),
-    pointless("cudagraph_capture_sizes", None, (list, tuple), NO_GRAPHS),
+    pointless("max_context_len_to_capture", None, int, NO_GRAPHS),
+    pointless("cudagraph_capture_sizes", None, (*LIST, int), NO_GRAPHS, many=True),
+    pointless("cuda_graph_sizes", [], (*LIST, int), NO_GRAPHS, many=True),
     pointless("max_cudagraph_capture_size", None, int, NO_GRAPHS),
     pointless("optimization_level", 2, int, "XLA optimises every program as far as it can"),
-    absent("compilation_config", {}, why="compiling has the options token_buckets, compilation_cache_dir and bundle"),
-    absent("attention_config", {}, why="its place is taken by attention_backend"),
-    absent("kernel_config", {}, why="its place is taken by attention_backend"),
+    pointless("compilation_config", {}, (dict, int), "compiling has the options token_buckets, compilation_cache_dir "
+              "and bundle"),
+    pointless("attention_config", {}, dict, OWN_KERNELS),
+    pointless("kernel_config", {}, dict, OWN_KERNELS),
+    pointless("ir_op_priority", {}, dict, OWN_KERNELS),
+    pointless("moe_backend", "auto", str, OWN_KERNELS),
+    pointless("linear_backend", "auto", str, OWN_KERNELS),
+    pointless("enable_flashinfer_autotune", False, bool),
+    pointless("enable_bf16x3_router_gemm", False, bool),
     absent("additional_config", {}, why="there are no platforms from outside"),
-)}  # fmt: skip
+    absent("override_neuron_config", {}, why="there are no platforms from outside"),
+)  # fmt: skip
+
+FOREIGN_OPTIONS: dict[str, ForeignOption] = {
+    each.name: each
+    for each in (
+        *MODEL, *MEDIA, *STATE_SPACES, *DEVICES, *MEMORY, *SCHEDULING, *ADAPTERS, *SPECULATIVE, *OUTPUTS, *TELLING,
+        *COMPILING,
+    )
+}  # fmt: skip
+
+CONVERT_THEM = "Serve the 16-bit model with quantization 'int4' or 'int8', which are rounded when it is loaded."
+NOT_READ_YET = f"checkpoints in this format are not read yet. {CONVERT_THEM}"
+ONLY_SAFETENSORS = "weights are read from safetensors files. Name a folder or a hub id that has them."
+VALUES: dict[str, dict[str, str]] = {
+    "quantization": {
+        **dict.fromkeys((
+            "aqlm", "auto-round", "auto_round", "awq", "awq_marlin", "bitblas", "bitsandbytes", "compressed-tensors",
+            "compressed_tensors", "cpu_awq", "cpu_gptq", "cpu_wna16", "deepspeedfp", "fbgemm_fp8", "fp_quant", "gguf",
+            "gptq", "gptq_bitblas", "gptq_marlin", "gptq_marlin_24", "hqq", "humming", "inc", "ipex", "marlin",
+            "modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "moe_wna16", "mxfp4", "mxfp8",
+            "neuron_quant", "nvfp4", "petit_nvfp4", "qqq", "quark", "squeezellm", "torchao",
+        ), NOT_READ_YET),
+        **dict.fromkeys(
+            ("fp8", "fp8_per_block", "fp8_per_tensor", "ptpc_fp8"),
+            "weights are not rounded to 8-bit floats. Give 'int8', or leave it out for a checkpoint that is in them.",
+        ),
+        **dict.fromkeys(
+            ("experts_int8", "int8_per_channel_weight_only", "rtn", "tpu_int8"),
+            "all weights are rounded alike. Give 'int8' or 'int4'.",
+        ),
+    },
+    "kv_cache_dtype": dict.fromkeys((
+        "fp8", "fp8_ds_mla", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_per_token_head", "int4_per_token_head", "int8",
+        "int8_per_token_head", "nvfp4", "nvfp4_4over6", "nvfp4_ds_mla", "turboquant_3bit_nc", "turboquant_4bit_nc",
+        "turboquant_k3v4_nc", "turboquant_k8v4",
+    ), "keys and values are cached in 16 or 32 bits. Leave it out; kv_offload with pages=int8 halves those that leave "
+       "the device."),
+    "load_format": {
+        **dict.fromkeys(
+            ("bitsandbytes", "gguf", "hf", "mistral", "npcache", "pt", "sharded_state", "tensorizer"), ONLY_SAFETENSORS
+        ),
+        **dict.fromkeys(
+            ("fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded"),
+            "files are mapped and read as they are needed. Give 'safetensors'.",
+        ),
+    },
+    "attention_backend": dict.fromkeys((
+        "cpu_attn", "custom", "cutlass_mla", "flash_attn", "flash_attn_diffkv", "flash_attn_mla",
+        "flash_attn_vllm_v1", "flashinfer", "flashinfer_mla", "flashinfer_mla_sparse", "flashmla", "flashmla_sparse",
+        "flex_attention", "ipex", "pallas", "pallas_vllm_v1", "rocm_aiter_fa", "rocm_aiter_mla",
+        "rocm_aiter_unified_attn", "rocm_attn", "rocm_flash", "torch_sdpa", "tree_attn", "triton_attn",
+        "triton_attn_vllm_v1", "triton_mla", "xformers",
+    ), "that is a kernel of vLLM's. Leave it out: the device decides."),
+    "distributed_executor_backend": {
+        "external_launcher": "processes are started by the engine, or one on each host. Give nnodes, node_rank and "
+                             "master_addr.",
+    },
+    "runner": dict.fromkeys(
+        ("diffusion", "draft"), "that is no engine of its own. Give 'generate', and speculative_config for drafts."
+    ),
+    "convert": {
+        "reward": "token rewards are not computed. Give 'classify' for a model with one score for a sequence.",
+    },
+}  # fmt: skip
+"""Of options that are ours too, vLLM's values that are not here: the second half of a sentence, and what to do."""
 
 
 ARGUMENTS = {
     "lora_request": NO_LORA,
-    "prompt_adapter_request": "there are no prompt adapters",
+    "prompt_adapter_request": NO_PROMPT_ADAPTERS,
     "mm_processor_kwargs": NO_MEDIA,
     "data_parallel_rank": "one engine core computes, in this process; AsyncLLM has several with data_parallel_size",
     "concurrency_limit": "all beams of a step are computed together",
@@ -189,19 +509,31 @@ def check_arguments(**given: Any) -> None:
 def without_neutral(
     options: Mapping[str, Any], foreign_options: Mapping[str, ForeignOption] = FOREIGN_OPTIONS
 ) -> dict[str, Any]:
-    """The options without those `foreign_options` that ask for nothing. Raises ConfigError for what asks for more.
+    """The options without those `foreign_options` that ask for nothing, and with ours for those that have another name.
 
-    None means of any option, ours too, that it was not given.
+    None means of any option, ours too, that it was not given. Raises ConfigError for what asks for more.
     """
-    kept = {}
-    for name, value in options.items():
-        foreign = foreign_options.get(name)
+    kept = {name: value for name, value in options.items() if value is not None and name not in foreign_options}
+    for name, foreign in foreign_options.items():
+        value = options.get(name)
         if value is None:
             continue
-        if foreign is None:
-            kept[name] = value
-        elif not foreign.accepts(value):
-            raise ConfigError(f"{name} is {value!r}, but {foreign.why}. Leave it out.")
-        elif foreign.word and not same(value, foreign.default):
-            logger.warning("%s=%r changes nothing: %s.", name, value, foreign.word)
+        if not foreign.accepts(value):
+            raise ConfigError(f"{name} is {shown_option(name, value)}, but {foreign.why}. {foreign.do}")
+        if same(value, foreign.default):
+            continue
+        if foreign.word:
+            logger.warning("%s=%s changes nothing: %s.", name, shown_option(name, value), foreign.word)
+        if foreign.becomes is not None:
+            add_renamed(kept, name, foreign.becomes(value))
     return kept
+
+
+def add_renamed(kept: dict[str, Any], name: str, ours: Mapping[str, Any]) -> None:
+    """Put what the option `name` became among those that are `kept`. Raises ConfigError where they say it already."""
+    for option, value in ours.items():
+        before = kept.get(option, {})
+        together = isinstance(before, Mapping) and isinstance(value, Mapping) and not before.keys() & value.keys()
+        if option in kept and not together:
+            raise ConfigError(f"{name} and {option} are both given, and mean the same. Leave {name} out.")
+        kept[option] = {**before, **value} if together else value

@@ -5,10 +5,11 @@ import logging
 
 import pytest
 
+from jaxpaged import vllm_options
 from jaxpaged.config import EngineConfig, all_options
 from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, engine_options
 from jaxpaged.errors import ConfigError
-from jaxpaged.vllm_options import FOREIGN_OPTIONS
+from jaxpaged.vllm_options import FOREIGN_OPTIONS, VALUES
 
 OWN = {f.name for _, f in all_options()}
 NAMES = sorted(FOREIGN_OPTIONS)
@@ -45,17 +46,18 @@ def test_vllms_default_passes_from_python_from_flags_and_from_a_file(name, tmp_p
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_cannot_be_neutral_is_refused_by_name_with_a_reason(name):
-    with pytest.raises(ConfigError, match=rf"^{name} is <object .*, but .{{10,}}\. Leave it out\.$"):
+    what_to_do = r"[A-Z](?!.*\. [A-Z].*\. [A-Z]).{8,}\."
+    with pytest.raises(ConfigError, match=rf"^{name} is (<object .*|\*\*\*), but .{{10,}}\. {what_to_do}$"):
         EngineConfig.from_options(**{name: WRONG})
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("trust_remote_code", True), ("trust_remote_code", 1), ("tokenizer_mode", "mistral"), ("cpu_offload_gb", 10),
-        ("prefill_context_parallel_size", 2), ("data_parallel_rank", True), ("hf_overrides", {"rope_theta": 1}),
+        ("trust_remote_code", 1), ("tokenizer_mode", "mistral"), ("cpu_offload_gb", 10),
+        ("prefill_context_parallel_size", 2), ("data_parallel_rank", True),
         ("enable_lora", True), ("limit_mm_per_prompt", {"image": 1}),
-        ("structured_outputs_config", {"backend": "outlines"}), ("compilation_config", 3), ("enforce_eager", "yes"),
+        ("structured_outputs_config", {"backend": "outlines"}), ("enforce_eager", "yes"),
         ("enable_kv_cache_events", True), ("distributed_executor_backend", "external_launcher"),
         ("allowed_local_media_path", "/"), ("worker_cls", "my.Worker"),
     ],
@@ -71,6 +73,8 @@ def test_what_asks_for_something_is_refused(name, value):
         ("tokenizer_mode", "hf"), ("limit_mm_per_prompt", {"image": 0, "video": 0}), ("cpu_offload_gb", 0.0),
         ("structured_outputs_config", {"backend": "guidance"}), ("collect_detailed_traces", ()), ("hf_token", True),
         ("disable_log_stats", True), ("disable_custom_all_reduce", True), ("swap_space", 0), ("hf_overrides", None),
+        ("safetensors_load_strategy", "prefetch"), ("ignore_patterns", ["original/**/*"]), ("model_impl", "vllm"),
+        ("lora_target_modules", ["q_proj"]), ("mamba_cache_mode", "align"), ("watermark", 0.01), ("device", "auto"),
     ],
 )  # fmt: skip
 def test_other_values_that_ask_for_nothing_pass(name, value, caplog):
@@ -82,6 +86,109 @@ def test_eager_mode_is_let_through_with_a_word(caplog):
     with caplog.at_level(logging.WARNING):
         assert EngineConfig.from_options(enforce_eager=True) == EngineConfig()
     assert "enforce_eager=True changes nothing: there is no eager mode" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("trust_remote_code", True), ("compilation_config", {"cudagraph_mode": "FULL"}), ("compilation_config", 3),
+        ("preemption_mode", "swap"), ("moe_backend", "triton"), ("cuda_graph_sizes", [1, 2]), ("enable_dbo", True),
+        ("model_loader_extra_config", {"enable_multithread_load": True}), ("attention_config", {"backend": "X"}),
+    ],
+)  # fmt: skip
+def test_what_changes_only_how_vllm_works_passes_with_a_word(name, value, caplog):
+    assert EngineConfig.from_options(**{name: value}) == EngineConfig()
+    assert [f"{name}=" in record.getMessage() for record in caplog.records] == [True]
+
+
+# ---- names that are other ones here
+
+
+def test_the_parts_of_a_speculative_config_become_one():
+    config = EngineConfig.from_options(spec_method="ngram", spec_tokens=3, speculative_config={"prompt_lookup_max": 4})
+    assert config.speculative.speculative_config == {
+        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4,
+    }  # fmt: skip
+    of_flags = EngineConfig.from_options(**parsed("--spec-method", "ngram", "--spec-tokens", "3"))
+    assert of_flags.speculative.num_drafts == 3
+
+
+def test_an_older_name_becomes_the_newer_one():
+    config = EngineConfig.from_options(override_pooler_config={"pooling_type": "MEAN"})
+    assert config.model.pooler_config == {"pooling_type": "MEAN"}
+
+
+def test_what_is_given_under_both_names_is_refused():
+    with pytest.raises(ConfigError, match="spec_tokens and speculative_config are both given"):
+        EngineConfig.from_options(spec_tokens=3, speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+
+
+# ---- the device
+
+
+@pytest.mark.parametrize(
+    ("platforms", "device", "passes"),
+    [
+        ("cpu", "cpu", True), ("cpu", "auto", True), ("cpu", "cuda", False), ("cpu", "tpu", False),
+        ("cuda,cpu", "cuda", True), ("cuda", "gpu", True), ("cuda,cpu", "cpu", False), ("tpu", "tpu", True),
+        ("cpu", "hpu", False), ("cpu", 3, False),
+    ],
+)  # fmt: skip
+def test_a_device_passes_where_jax_takes_it_anyway(monkeypatch, platforms, device, passes):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    if passes:
+        assert EngineConfig.from_options(device=device) == EngineConfig()
+        return
+    with pytest.raises(ConfigError, match="^device is .* Set JAX_PLATFORMS to cpu, cuda or tpu"):
+        EngineConfig.from_options(device=device)
+
+
+@pytest.mark.parametrize(("installed", "kind"), [("libtpu", "tpu"), ("jax_plugins.xla_cuda13", "gpu"), ("", "cpu")])
+def test_without_the_variable_what_is_installed_tells_the_device(monkeypatch, installed, kind):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(vllm_options, "is_installed", lambda module: module == installed)
+    assert vllm_options.device_kind() == kind
+
+
+# ---- values of options that are ours, too
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in VALUES for value in VALUES[name]])
+def test_a_value_of_vllms_is_refused_with_what_to_do(name, value):
+    for spelled in (value, value.upper()):
+        with pytest.raises(ConfigError, match=f"^{name} is '{spelled}', but .*(Give|Leave|Serve|Name) ") as refused:
+            EngineConfig.from_options(**parsed(f"--{name.replace('_', '-')}", spelled))
+        assert "must be one of" not in str(refused.value)
+
+
+def test_another_value_is_refused_with_those_that_there_are():
+    with pytest.raises(ConfigError, match="quantization is 'int3'; it must be one of int8, int4. Did you mean"):
+        EngineConfig.from_options(**parsed("--quantization", "int3"))
+
+
+# ---- secrets
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hf_token", "hf_SECRET"), ("additional_config", {"api_key": "SECRET", "a": [{"Password": "SECRET"}]}),
+        ("fault_tolerance_config", {"aws-secret-access-key": "SECRET"}), ("otlp_metrics_endpoint", "http://u:SECRET@h"),
+        ("lora_modules", ["http://SECRET@h/a"]), ("kv_offload", {"redis_password": "SECRET"}),
+        ("load_format", "s3://SECRET@host"), ("max_num_seqs", {"token": "SECRET"}),
+    ],
+)  # fmt: skip
+def test_a_refusal_never_prints_a_secret_back(name, value):
+    with pytest.raises(ConfigError, match=rf"^{name} is .*\*\*\*") as refused:
+        EngineConfig.from_options(**{name: value})
+    assert "SECRET" not in str(refused.value)
+
+
+@pytest.mark.parametrize("line", ["--hf-token SECRET", "--hf-tokem=SECRET", """--kv-events-config {"key":"SECRET"""])
+def test_a_flag_never_prints_a_secret_back(line, capsys):
+    with pytest.raises((ConfigError, SystemExit)) as refused:
+        EngineConfig.from_options(**parsed(*line.split()))
+    assert "SECRET" not in f"{refused.value} {capsys.readouterr().err}"
 
 
 def test_a_flag_of_vllm_is_not_in_the_help():

@@ -16,6 +16,7 @@ from jaxpaged.kv_store.peering import DEFAULT_TRANSPORT, TRANSPORTS
 from jaxpaged.option_checks import option
 from jaxpaged.pooling import CONVERSIONS, RUNNERS
 from jaxpaged.speculation import checked_speculation
+from jaxpaged.vllm_options import VALUES
 
 EMBEDDED_MODEL = "demo"
 """The name of the model that ships inside the package."""
@@ -29,13 +30,16 @@ class ModelConfig:
     tokenizer: str | None = option(None, "folder or hub id of the tokenizer, when it is not the model's")
     skip_tokenizer_init: bool = option(False, "no tokenizer: prompts are token ids, and so are answers")
     revision: str | None = option(None, "branch, tag or commit of the model on the hub")
+    hf_overrides: dict[str, Any] = option(
+        {}, "fields that replace those of the model's config.json, as JSON: '{\"rope_theta\": 1000000.0}'"
+    )
     dtype: str = option(
         "auto", "type of weights and activations", choices=("auto", "bfloat16", "float16", "float32"),
         aliases={"half": "float16", "float": "float32"},
     )  # fmt: skip
     quantization: str | None = option(
         None, "round the weights when they are loaded: 'int8' halves 16-bit ones, 'int4' makes most of them 4.5 bits",
-        choices=("int8", "int4"),
+        choices=("int8", "int4"), foreign=VALUES["quantization"],
     )  # fmt: skip
     max_model_len: int | None = option(
         None, "longest prompt plus output in tokens; 'auto', the default, is the model's own limit", minimum=1,
@@ -62,11 +66,13 @@ class ModelConfig:
     chat_template: str | None = option(None, "a Jinja file, or a template in one line, in place of the model's own")
     logits_processors: tuple[Any, ...] = option((), "custom logits processors, as classes or 'module:Class'")
     runner: str = option(
-        "auto", "what the engine is for: to generate, or pooling (embeddings, scores)", choices=RUNNERS
-    )
+        "auto", "what the engine is for: to generate, or pooling (embeddings, scores)", choices=RUNNERS,
+        foreign=VALUES["runner"],
+    )  # fmt: skip
     convert: str = option(
-        "auto", "what a pooling engine gives: embed, or classify with the checkpoint's classifier", choices=CONVERSIONS
-    )
+        "auto", "what a pooling engine gives: embed, or classify with the checkpoint's classifier", choices=CONVERSIONS,
+        foreign=VALUES["convert"],
+    )  # fmt: skip
     pooler_config: dict[str, Any] = option(
         {}, "pooling_type LAST, MEAN or CLS (the latter two without prefix caching), and use_activation"
     )
@@ -84,6 +90,7 @@ class CacheConfig:
         "auto",
         "type of cached keys and values; 'auto' is the model's",
         choices=("auto", "bfloat16", "float16", "float32"),
+        foreign=VALUES["kv_cache_dtype"],
     )
     gpu_memory_utilization: float = option(
         0.9, "share of device memory for weights, temporaries and KV blocks", above=0.0, maximum=1.0
@@ -195,6 +202,7 @@ class ParallelConfig:
     distributed_executor_backend: str = option(
         "uni", "uni: one process of a host computes with all its devices; mp: a process for each device; ray: a Ray "
         "cluster starts a process on each of nnodes hosts", choices=("uni", "mp", "ray"),
+        foreign=VALUES["distributed_executor_backend"],
     )  # fmt: skip
     nnodes: int = option(
         1, "hosts that compute together; start the engine on each, with its node_rank, or let Ray", minimum=1
@@ -310,8 +318,9 @@ class LoadConfig:
     """How weights get from files to devices."""
 
     load_format: str = option(
-        "auto", "'dummy' makes random weights from the seed", choices=("auto", "safetensors", "orbax", "dummy")
-    )
+        "auto", "'dummy' makes random weights from the seed", choices=("auto", "safetensors", "orbax", "dummy"),
+        foreign=VALUES["load_format"],
+    )  # fmt: skip
     download_dir: str | None = option(None, "where hub downloads are kept; huggingface_hub's cache by default")
 
 
@@ -345,6 +354,7 @@ class CompileConfig:
             "gpu-interpret",
             "gpu-triton-interpret",
         ),
+        foreign=VALUES["attention_backend"],
     )
     deterministic: bool = option(
         False, "the same bits for a request in every batch, however its prompt is cut, cached or computed again"

@@ -7,9 +7,9 @@ any weight is read.
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.core.grammar.matcher import Grammars
@@ -26,7 +26,7 @@ from jaxpaged.executor.base import Executor
 from jaxpaged.executor.uniproc import UniProcExecutor, platform
 from jaxpaged.messages import Progress
 from jaxpaged.models import eagle3
-from jaxpaged.models.config import DecoderConfig, load_hf_config
+from jaxpaged.models.config import DecoderConfig, load_hf_config, overridden
 from jaxpaged.models.eagle3 import EAGLE3
 from jaxpaged.models.interface import DraftModel, Head, HeadConfig, Model
 from jaxpaged.models.pooling import pooling_model
@@ -89,7 +89,7 @@ def plan_engine(
     model_config = config.model
     where = (model_config.revision, config.load.download_dir)
     folder = resolve_model_folder(model_config.model, *where, wanted=DESCRIPTION_FILES)
-    model, decoder = read_model(folder)
+    model, decoder = read_model(folder, model_config.hf_overrides)
     model = with_draft_model(config, model, decoder, folder, wanted=DESCRIPTION_FILES)
     facts = facts_of(decoder, folder)
     asked = (model_config.runner, model_config.convert, model_config.pooler_config)
@@ -215,7 +215,7 @@ def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, Eng
     """Find and read the model: its folder, its functions, its description, and the options settled for it."""
     check_tracing(config)
     folder = resolve_model_folder(config.model.model, config.model.revision, config.load.download_dir)
-    model, decoder = read_model(folder)
+    model, decoder = read_model(folder, config.model.hf_overrides)
     config = config.resolve(facts_of(decoder, folder), platform(config.cache.gpu_memory_utilization))
     model = with_draft_model(config, model, decoder, folder)
     if config.model.runner == "pooling":
@@ -223,9 +223,9 @@ def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, Eng
     return folder, model, decoder, config
 
 
-def read_model(folder: Path) -> tuple[Model, DecoderConfig]:
-    """The functions and the description of the model in `folder`."""
-    hf_config = load_hf_config(folder)
+def read_model(folder: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Model, DecoderConfig]:
+    """The functions and the description of the model in `folder`, with `overrides` of fields of its config.json."""
+    hf_config = overridden(load_hf_config(folder), overrides or {})
     model = model_for(hf_config)
     return model, model.config_from_hf(hf_config)
 

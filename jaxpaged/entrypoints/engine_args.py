@@ -9,8 +9,6 @@ It also holds those options of vLLM that are not here, at their defaults. This m
 
 import argparse
 import dataclasses
-import sys
-from collections.abc import Sequence
 from typing import Any, Self
 
 from jaxpaged.config import EMBEDDED_MODEL, EngineConfig, all_options
@@ -81,17 +79,4 @@ class AsyncEngineArgs(EngineArgs):
 
 
 class FlexibleArgumentParser(Parser):
-    """An argparse parser that takes names of flags with _ as well as with -."""
-
-    def parse_known_args(
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        return super().parse_known_args([dashed(word) for word in (sys.argv[1:] if args is None else args)], namespace)
-
-
-def dashed(word: str) -> str:
-    """`--max_model_len=5` as `--max-model-len=5`; what is no flag stays as it is."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
+    """An argparse parser that takes names of flags with _ as well as with -, and keys of JSON one by one."""

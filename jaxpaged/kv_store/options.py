@@ -141,7 +141,7 @@ def said_of_pages(transfer: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """What vLLM's JSON, whose connectors were checked, says of pages: of their form, and as `block_size` of how many
     tokens."""
     connectors = several_connectors(transfer) if transfer.get("kv_connector") == MULTI else [transfer]
-    extras = [each.get("kv_connector_extra_config", {}) for each in connectors if each["kv_connector"] == CONNECTOR]
+    extras = [each.get("kv_connector_extra_config", {}) for each in connectors if each.get("kv_connector") == CONNECTOR]
     return [(name, extra[key]) for extra in extras for key, name in PAGE_KEYS.items() if key in extra]
 
 

@@ -6,12 +6,12 @@ means for one architecture is said in that architecture's module. transformers i
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.errors import CheckpointError
+from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.layers.few_rows import XLA
 from jaxpaged.layers.mlp import Activation
 from jaxpaged.layers.norm import NormConfig
@@ -283,6 +283,29 @@ def load_hf_config(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} holds a {type(hf).__name__}, not a JSON object. Download the model again.")
     refuse_part_of_pipeline(Path(folder), hf)
     return hf
+
+
+READ_ELSEWHERE = {
+    "eos_token_id": "override_generation_config, or stop_token_ids of a request",
+    **dict.fromkeys(
+        ("id2label", "num_labels", "problem_type", "is_matryoshka", "matryoshka_dimensions", "sentence_transformers"),
+        "pooler_config, or change config.json in a copy of the folder",
+    ),
+}
+"""Fields that the front end reads from the file: what to use in place of an override."""
+
+
+def overridden(hf: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a config.json with fields replaced, those of an object inside it one by one. Raises ConfigError
+    for fields that are read elsewhere, too."""
+    for name in overrides.keys() & READ_ELSEWHERE.keys():
+        raise ConfigError(f"hf_overrides sets {name}, which it cannot. Use {READ_ELSEWHERE[name]}.")
+    merged = dict(hf)
+    for name, value in overrides.items():
+        before = hf.get(name)
+        inner = isinstance(before, dict) and isinstance(value, Mapping)
+        merged[name] = overridden(before, value) if inner else value
+    return merged
 
 
 def common_fields(fields: HfFields, tie_default: bool = False, norm_eps: float = 1e-6) -> dict[str, Any]:

@@ -8,8 +8,9 @@ import jax
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.build import check_same_tokens, read_model, with_draft_model
+from jaxpaged.engine.build import check_same_tokens, read_model, resolve_model, with_draft_model
 from jaxpaged.errors import CheckpointError, ConfigError
+from jaxpaged.models.config import overridden
 from jaxpaged.params.checkpoint import check_entries, entries_of_folder
 from jaxpaged.params.hub import EMBEDDED_FOLDER
 from tests.models.checkpoints import write_checkpoint
@@ -141,3 +142,37 @@ def test_tokenizers_that_give_tokens_other_ids_are_told_apart(tmp_path):
 def test_without_drafts_a_model_is_what_it_was():
     model, decoder = read_model(EMBEDDED_FOLDER)
     assert with_draft_model(EngineConfig.from_options(), model, decoder, EMBEDDED_FOLDER) is model
+
+
+# ---- hf_overrides
+
+
+def test_fields_of_config_json_may_be_replaced_at_any_depth(tmp_path):
+    folder = write_checkpoint("llama", tmp_path / "model")
+    plain = read_model(folder)[1]
+    changed = read_model(folder, {"rope_theta": 123.0, "max_position_embeddings": 64})[1]
+    assert changed.max_position_embeddings == 64 and changed.layers[0].rope != plain.layers[0].rope
+    inner = overridden({"text_config": {"a": 1, "b": 2}, "c": 3}, {"text_config": {"b": None}, "d": {"e": 4}})
+    assert inner == {"text_config": {"a": 1, "b": None}, "c": 3, "d": {"e": 4}}
+
+
+def test_an_engine_is_resolved_with_what_replaces_fields(tmp_path):
+    folder = write_checkpoint("llama", tmp_path / "model")
+    options = EngineConfig.from_options(model=str(folder), hf_overrides={"max_position_embeddings": 96})
+    _, _, decoder, config = resolve_model(options)
+    assert config.max_model_len == decoder.max_position_embeddings == 96
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"no_such_field": 5}, "no_such_field is 5. Nothing is known of this field"),
+        ({"hidden_size": "big"}, "hidden_size is 'big'; it must be a positive whole number"),
+        ({"eos_token_id": 3}, "hf_overrides sets eos_token_id, which it cannot. Use override_generation_config"),
+        ({"id2label": {"0": "a"}}, "hf_overrides sets id2label"),
+        ({"architectures": ["NoSuchForCausalLM"]}, "NoSuch"),
+    ],
+)
+def test_a_field_that_cannot_be_replaced_is_refused(tmp_path, overrides, said):
+    with pytest.raises((CheckpointError, ConfigError), match=said):
+        read_model(write_checkpoint("llama", tmp_path / "model"), overrides)

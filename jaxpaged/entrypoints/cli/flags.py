@@ -7,11 +7,13 @@ This module knows no command.
 
 import argparse
 import itertools
+import sys
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxpaged.config import all_options
+from jaxpaged.entrypoints.cli.command_words import plain_words
 from jaxpaged.entrypoints.cli.values import converter, essential_type, json_or_text, spelled
 from jaxpaged.errors import UsageError, did_you_mean
 from jaxpaged.sampling_params import SamplingParams
@@ -22,6 +24,11 @@ SHORT_FLAGS = {
     "model": ["-m"], "tensor_parallel_size": ["-tp"], "quantization": ["-q"], "n": ["-n"],
     "pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"], "decode_context_parallel_size": ["-dcp"],
     "prefill_context_parallel_size": ["-pcp"], "enable_expert_parallel": ["-ep"], "optimization_level": ["-O"],
+    "data_parallel_rank": ["-dpn"], "data_parallel_start_rank": ["-dpr"], "data_parallel_size_local": ["-dpl"],
+    "data_parallel_address": ["-dpa"], "data_parallel_rpc_port": ["-dpp"], "data_parallel_backend": ["-dpb"],
+    "data_parallel_hybrid_lb": ["-dph"], "data_parallel_external_lb": ["-dpe"],
+    "data_parallel_multi_port_external_lb": ["-dpm"], "speculative_config": ["-sc"], "compilation_config": ["-cc"],
+    "attention_config": ["-ac"], "diffusion_config": ["-dc"], "api_server_count": ["-asc"], "node_rank": ["-r"],
 }  # fmt: skip
 # Every sampling parameter but `output_kind`, which the command decides, `stream_interval`, which is the engine's flag,
 # and those that the engine fills in.
@@ -70,14 +77,24 @@ class Parser(argparse.ArgumentParser):
         sentence = message if message.endswith((".", "?")) else f"{message}."
         self.exit(2, f"{self.prog}: error: {sentence} See {self.prog} --help.\n")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        return super().parse_known_args(plain_words(sys.argv[1:] if args is None else args), namespace)
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             command = getattr(parsed, "command_parser", self)
-            flag = next((word for word in unknown if word.startswith("-")), unknown[0])
-            near = did_you_mean(flag.partition("=")[0], command._option_string_actions)
-            command.error(f"unknown argument {flag!r}.{near}")
+            flag = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+            command.error(f"unknown argument {flag!r}.{did_you_mean(flag, command._option_string_actions)}")
         return parsed
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        what = "unknown command " if action.nargs == argparse.PARSER else ""
+        near = did_you_mean(str(value), action.choices)
+        listed = near or f" Choose from {', '.join(map(str, action.choices))}."
+        raise argparse.ArgumentError(None if what else action, f"{what}{value!r}.{listed}")
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -114,7 +131,7 @@ def add_engine_flags(
             name = own_names.get(option.name, option.name)
             is_free = name != option.name and "--" + option.name not in parser._option_string_actions
             add_flag(
-                group, name, option.type, help, choices and (*choices, *aliases), aliases,
+                group, name, option.type, help, choices and (*choices, *map(str, aliases)), aliases,
                 synonyms=[option.name] if is_free else (),
             )  # fmt: skip
     add_foreign_flags(parser)
@@ -132,6 +149,8 @@ def add_foreign_flags(
         settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         if isinstance(foreign.default, bool):
             parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **settings)
+        elif foreign.many:
+            parser.add_argument(*flags, type=json_or_text, nargs="+", action=Collected, **settings)
         else:
             parser.add_argument(*flags, type=json_or_text, **settings)
 
@@ -142,6 +161,13 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     annotations = typing.get_type_hints(SamplingParams)
     for name, help in SAMPLING_HELP.items():
         add_flag(group, name, annotations[name], help, None)
+
+
+class Collected(argparse.Action):
+    """Values of a flag that takes some, or one that is a list already."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, values if len(values) > 1 else values[0])
 
 
 class Several(argparse.Action):
@@ -166,11 +192,11 @@ def add_flag(
         # A stop text may contain commas: the flag is repeated instead.
         group.add_argument(*flags, action="append", metavar="TEXT", **settings)
     else:
-        metavar = None if choices else metavar_of(kind)
+        metavar = f"{{{','.join(choices)}}}" if choices else metavar_of(kind)
         convert = spelled(aliases or {}, converter(annotation))
         if several and typing.get_origin(kind) is tuple:
             settings |= {"nargs": "+", "action": Several}
-        group.add_argument(*flags, type=convert, choices=choices, metavar=metavar, **settings)
+        group.add_argument(*flags, type=convert, metavar=metavar, **settings)
 
 
 def metavar_of(kind: Any) -> str:
@@ -211,7 +237,7 @@ def engine_options(
 def chosen_model(args: argparse.Namespace) -> str | None:
     """The MODEL of the command line, or that of --model. Raises UsageError when there are both."""
     argument, flag = getattr(args, "model_argument", None), getattr(args, "model", None)
-    if argument is not None and flag is not None:
+    if argument is not None and flag is not None and argument != flag:
         raise UsageError(f"two models are given, {argument} and --model {flag}. Leave one out.")
     return argument if flag is None else flag
 

@@ -24,6 +24,7 @@ from jaxpaged.entrypoints.cli.flags import (
     engine_options,
     shown_default,
 )
+from jaxpaged.entrypoints.cli.values import whole_number
 
 if TYPE_CHECKING:
     from jaxpaged.entrypoints.http.options import ServerOptions
@@ -61,6 +62,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and log debug messages")
     add_server_flags(parser)
     add_engine_flags(parser, file_holds="server and engine options")
+    parser.add_argument("-n", dest="nnodes", type=whole_number, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.set_defaults(run=run, command_parser=parser)
 
 

@@ -54,9 +54,9 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text, parse_constant=finite_number)  # Python reads NaN and Infinity, which are not JSON
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}.") from None
+        raise argparse.ArgumentTypeError(f"this is not JSON: {error}.") from None  # it may hold a secret
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object such as '{{\"key\": 1}}'.")
+        raise argparse.ArgumentTypeError("this is not a JSON object such as '{\"key\": 1}'.")
     return value
 
 

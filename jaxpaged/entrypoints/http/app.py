@@ -189,7 +189,11 @@ def application(
 
     routes = [*(endpoint.route() for endpoint in endpoints), Route("/openapi.json", openapi), *pages]
     handlers = {route.endpoint: route.path for route in routes}
-    counted = Middleware(CountRequests, counts=service.requests, handlers=handlers, logged=service.options.access_log)
+    options = service.options
+    counted = Middleware(
+        CountRequests, counts=service.requests, handlers=handlers, logged=options.access_log,
+        unlogged=options.disable_access_log_for_endpoints,
+    )  # fmt: skip
     every = ["*"]
     cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every)]
     cors = cors if origins else []

@@ -94,6 +94,10 @@ class ServerOptions:
         1000, "responses of /v1/responses that are kept in memory, the newest ones; 0: none", minimum=0
     )
     max_stored_response_bytes: int = option(256 * 2**20, "bytes of responses that are kept in memory", minimum=1)
+    default_chat_template_kwargs: dict[str, Any] = option(
+        {}, "variables of the chat template where a request brings none of that name, as JSON: "
+        "'{\"enable_thinking\": false}'"
+    )  # fmt: skip
     trust_request_chat_template: bool = option(False, "let requests bring a chat template of their own")
     sse_keep_alive_interval: float = option(
         0.0, "seconds of silence after which a stream gets a comment, to keep proxies from closing it; 0: never",
@@ -111,6 +115,9 @@ class ServerOptions:
         "requests are taken, and may wait for programs", choices=("compiled", "serving"),
     )  # fmt: skip
     access_log: bool = option(True, "log every request: its path, status, id and duration, nothing of its body")
+    disable_access_log_for_endpoints: tuple[str, ...] = option(
+        (), "paths whose requests are not logged, such as /v1/models,/metrics"
+    )
     log_level: str = option("info", "least level of what is logged to standard error", choices=LEVELS)
     log_format: str = option("text", "lines of text, or an object of JSON a line", choices=FORMATS)
 

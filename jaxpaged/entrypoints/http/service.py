@@ -76,7 +76,7 @@ class Service:
         self.engine = engine
         self.model = model
         self.options = options
-        self.prompts = PromptReader(engine.input_processor)
+        self.prompts = PromptReader(engine.input_processor, options.default_chat_template_kwargs)
         self.formats = answer_formats(options, engine.input_processor.chat_templates)
         self.most_counted = COUNTED_CONTEXTS * model.max_model_len
         self.pace = Pace()

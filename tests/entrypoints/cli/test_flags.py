@@ -107,7 +107,6 @@ def test_other_texts_are_no_whole_numbers(text):
         ["--logit-bias", "{"],
         ["--token-buckets", "16,x"],
         ["--gpu-memory-utilization", "half"],
-        ["--dtype", "int7"],
         ["--enable-prefix"],
     ],
 )

@@ -1,17 +1,21 @@
 """Command lines as vLLM's documentation, recipes and Helm charts write them: they parse, or are refused by name."""
 
+import argparse
 import dataclasses
 import shlex
 
 import pytest
 
+from jaxpaged import EngineArgs
 from jaxpaged.config import EngineConfig
 from jaxpaged.entrypoints.cli import command_line
+from jaxpaged.entrypoints.cli.config_file import read_config_file
 from jaxpaged.entrypoints.cli.serve import split_options
 from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
 from jaxpaged.entrypoints.http.options import ServerOptions
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.vllm_options import FOREIGN_OPTIONS
+from tests.vllm_serve_names import EARLIER, ENGINE, SERVER, SHORT
 
 LINES = [
     "serve Qwen/Qwen3-0.6B",
@@ -37,15 +41,28 @@ LINES = [
     """serve MODEL --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'""",
     "serve MODEL --data-parallel-size 4 -tp 2 -ep",
     "serve MODEL --tensor-parallel-size 4 --pipeline-parallel-size 2",
+    "serve MODEL --model MODEL --trust-remote-code --device cpu --uvicorn-log-level warning --max-log-len 100",
+    "serve MODEL --preemption-mode recompute --kv-offloading-backend native --disable-uvicorn-access-log",
+    """serve MODEL --default-chat-template-kwargs '{"enable_thinking": false}' --hf-overrides '{"rope_theta": 1e6}'""",
+    "serve MODEL --max_model_len 8k --max_num_seqs=4 -n 1 -r 0 -asc 1 -O3",
+    "serve MODEL --speculative-config.method ngram --speculative-config.num_speculative_tokens=3",
+    "serve MODEL --compilation-config '{\"level\": 3}' --cudagraph-capture-sizes 1 2 4 --kernel-config.a b",
     "serve MODEL -O 2 --long-prefill-token-threshold 512 --prefix-caching-hash-algo sha256",
 ]
 REFUSED = {
-    "serve MODEL --trust-remote-code": "trust_remote_code",
     "serve MODEL --enable-lora --max-loras 4": "enable_lora",
     "serve MODEL --prefill-context-parallel-size 2": "prefill_context_parallel_size",
     "serve MODEL -dp 4 --data-parallel-size-local 2": "data_parallel_size_local",
     """serve MODEL --kv-transfer-config '{"kv_connector": "NixlConnector"}'""": "kv_transfer_config",
-    "serve MODEL --quantization awq": "--quantization",
+    "serve MODEL --quantization awq": "quantization is 'awq', but checkpoints in this format are not read yet",
+    "serve MODEL --kv-cache-dtype fp8": "kv_cache_dtype is 'fp8'",
+    "serve MODEL --lora-modules a=/x b=/y": "lora_modules is ['a=/x', 'b=/y']",
+    "serve MODEL --enable-lora": "LoRA adapters are not supported yet. Merge the adapter into its model",
+    "serve MODEL --kv-offloading-backend lmcache": "Give kv_offload 'host=4G,lmcache=lm://HOST:PORT'",
+    "serve MODEL --ssl-ciphers X": "ssl_ciphers",
+    "serve MODEL --model OTHER": "two models",
+    "serve MODEL --uvicorn-log-level loud": "log_level is 'loud'",
+    "serve MODEL --uvicorn-log-level error --log-level info": "uvicorn_log_level and log_level are both given",
     "serve MODEL --api-server-count 4": "api_server_count",
     "serve MODEL --middleware my.Middleware": "middleware",
 }
@@ -60,16 +77,76 @@ def options_of(line):
 @pytest.mark.parametrize("line", [line for line in LINES if "--root-path" not in line])
 def test_a_command_line_for_vllm_is_taken_as_it_is(line):
     _, engine = options_of(line)
-    model = shlex.split(line)[2 if "--model" in line else 1]
-    assert engine.model.model == (model if not line.startswith("serve --") else "Qwen/Qwen3-8B")
+    assert engine.model.model == shlex.split(line)[2 if line.startswith("serve --") else 1]
 
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_it_asks_for_and_is_not_there_is_named(line, capsys):
-    with pytest.raises((ConfigError, SystemExit)) as refused:
+    with pytest.raises((UsageError, SystemExit)) as refused:
         options_of(line)
     said = capsys.readouterr().err if refused.type is SystemExit else str(refused.value)
     assert REFUSED[line] in said
+
+
+def test_uvicorns_options_are_ours():
+    server, _ = options_of("serve M --uvicorn-log-level critical --disable-uvicorn-access-log")
+    assert (server.log_level, server.access_log) == ("error", False)
+    assert options_of("serve M --uvicorn-log-level trace")[0].log_level == "debug"
+
+
+def test_keys_of_json_may_be_given_one_by_one():
+    _, engine = options_of(
+        "serve M --speculative-config.method ngram --speculative_config.num_speculative_tokens=5 "
+        "--hf-overrides.rope_scaling.factor 2 --hf-overrides.rope_scaling.type=yarn --hf-overrides.a+ 1 "
+        "--hf-overrides.a+=b"
+    )
+    assert engine.speculative.speculative_config == {"method": "ngram", "num_speculative_tokens": 5}
+    assert engine.model.hf_overrides == {"rope_scaling": {"factor": 2, "type": "yarn"}, "a": [1, "b"]}
+
+
+# ---- the whole list
+
+
+@pytest.fixture(scope="module")
+def flags():
+    (commands,) = (each for each in command_line()._actions if isinstance(each, argparse._SubParsersAction))
+    return commands.choices["serve"]._option_string_actions
+
+
+def test_every_flag_of_vllms_server_is_known(flags):
+    wanted = [*(f"--{name}" for name in (*ENGINE, *SERVER, *EARLIER)), *SHORT]
+    assert [flag for flag in wanted if flag not in flags] == []
+    assert len(wanted) > 300
+
+
+def test_the_table_has_no_name_that_vllm_never_had():
+    python_only = {"model_weights", "mamba_config", "enable_mm_processor_stats", "enable_kv_cache_events"}
+    names = {name.replace("-", "_") for name in (*ENGINE, *SERVER, *EARLIER)} | python_only
+    assert (FOREIGN_OPTIONS.keys() | FOREIGN_SERVER_OPTIONS.keys()) - names == set()
+
+
+@pytest.mark.parametrize("name", [name.replace("-", "_") for name in (*ENGINE, *EARLIER)])
+def test_every_option_of_vllms_engine_is_a_keyword(name):
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert name in known or name in FOREIGN_SERVER_OPTIONS
+
+
+@pytest.mark.parametrize("name", [*ENGINE, *SERVER, *EARLIER])
+def test_every_option_of_vllms_server_is_a_key_of_a_file(name, tmp_path):
+    """None takes a list of lists and an object as well: it is refused by its name, not as unknown."""
+    if name in ("config", "logits-processors"):
+        return
+    fields, file, said = dataclasses.fields(ServerOptions), tmp_path / "server.yaml", []
+    for value in ("[[1], 2]", "{x: 2}"):
+        file.write_text(f"{name}: {value}\n", encoding="utf-8")
+        try:
+            options = read_config_file(str(file), fields, FOREIGN_SERVER_OPTIONS)
+            own = {field.name for field in fields} | FOREIGN_SERVER_OPTIONS.keys()
+            ServerOptions.from_options({key: each for key, each in options.items() if key in own})
+            EngineConfig.from_options(**{key: each for key, each in options.items() if key not in own})
+        except ConfigError as error:
+            said.append(str(error))
+    assert said and name.replace("-", "_") in said[0] and "unknown option" not in said[0]
 
 
 def test_lists_are_understood_as_words_with_commas_and_as_json():

@@ -3,14 +3,18 @@
 What is called here can take long: endpoints call it by `body.off_loop`. This module knows no endpoint.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from jaxpaged.engine.input.chat_template import OWN_VARIABLES
 from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.errors import ConfigError
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 SALT_FORBIDDEN = "@/\\\0"
 """Characters that KV stores use to separate a salt from what follows it."""
 
@@ -32,10 +36,16 @@ class TokenPrompt:
 
 
 class PromptReader:
-    """Makes prompts of what requests hold. All methods raise RequestError or HttpError when that is at fault."""
+    """Makes prompts of what requests hold. All methods raise RequestError or HttpError when that is at fault.
 
-    def __init__(self, processor: InputProcessor):
+    `template_variables` are for chats that bring none of the same name. Raises ConfigError for those of others.
+    """
+
+    def __init__(self, processor: InputProcessor, template_variables: Mapping[str, Any] = NOTHING):
+        if bad := OWN_VARIABLES & template_variables.keys():
+            raise ConfigError(f"default_chat_template_kwargs sets {min(bad)}, which every chat has. Leave it out.")
         self._processor = processor
+        self._template_variables = template_variables
 
     def read(
         self,
@@ -67,6 +77,7 @@ class PromptReader:
         cache_salt: str | None,
         *,
         most: int | None = None,
+        template_variables: Mapping[str, Any] = NOTHING,
         **template: Any,
     ) -> TokenPrompt:
         """A conversation; `template` are further arguments of `InputProcessor.chat_prompt`.
@@ -75,8 +86,9 @@ class PromptReader:
         """
         check_salt(cache_salt)
         prompt = self._processor.chat_prompt(
-            messages, add_special_tokens=add_special_tokens, truncation=truncation, most=most, **template
-        )
+            messages, add_special_tokens=add_special_tokens, truncation=truncation, most=most,
+            template_variables={**self._template_variables, **template_variables}, **template,
+        )  # fmt: skip
         return TokenPrompt(prompt["prompt_token_ids"], prompt["prompt"], cache_salt, prompt.get("ending"))
 
     def _check_tokens(self, count: int) -> None:

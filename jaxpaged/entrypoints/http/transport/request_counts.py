@@ -7,7 +7,7 @@ paths as they are declared. Nothing that a client makes up becomes a label. This
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,16 +100,18 @@ def summaries(name: str, sizes: Mapping[str, Size]) -> list[Metric]:
 
 
 class CountRequests:
-    """Counts what goes through, and with `logged` writes it to the access log.
+    """Counts what goes through, and with `logged` writes it to the access log, except for the paths `unlogged`.
 
     `handlers`: the function that answers -> its path as it is declared.
     """
 
     def __init__(
-        self, app: ASGIApp, counts: RequestCounts, handlers: Mapping[Callable[..., Any], str], logged: bool = False
+        self, app: ASGIApp, counts: RequestCounts, handlers: Mapping[Callable[..., Any], str], logged: bool = False,
+        unlogged: Collection[str] = (),
     ):
         self._app = app
         self._logged = logged
+        self._unlogged = frozenset(unlogged)
         self._counts = counts
         self._handlers = handlers
 
@@ -140,5 +142,5 @@ class CountRequests:
             if handler not in UNCOUNTED:
                 exchange = Exchange(scope["method"], handler, status, num_bytes_in, num_bytes_out)
                 self._counts.add(exchange, seconds)
-            if self._logged:
+            if self._logged and scope["path"] not in self._unlogged:
                 log_request(scope, status, seconds, logging.DEBUG if handler in UNCOUNTED else logging.INFO)

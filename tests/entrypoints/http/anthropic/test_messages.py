@@ -128,6 +128,13 @@ def test_thinking_effort_and_further_variables_reach_the_template(serving):
     assert prompts_of(serving, *bodies, chat=chat) == ["False||", "True||", "True|low|ok"]
 
 
+def test_variables_of_the_server_are_for_requests_that_say_nothing_of_them(serving):
+    chat = "{{ enable_thinking }}|{{ mood }}"
+    options = {"default_chat_template_kwargs": {"enable_thinking": False, "mood": 1}}
+    bodies = [{}, {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}]
+    assert prompts_of(serving, *bodies, chat=chat, options=options) == ["False|1", "True|1"]
+
+
 def test_sampling_parameters_reach_the_engine(serving):
     body = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop_sequences": ["zz"], "max_tokens": 3}
 

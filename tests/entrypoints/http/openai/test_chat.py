@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxpaged.errors import ConfigError
 from tests.engine.small_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -128,6 +129,20 @@ def test_template_variables_reach_the_template(ask):
     chat = "{{ documents[0].title }}|{{ mood }}|{{ reasoning_effort }}"
     body = {"documents": [{"title": "T"}], "chat_template_kwargs": {"mood": "good"}, "reasoning_effort": "low"}
     assert prompt_of(ask, body, chat=chat) == "T|good|low"
+
+
+def test_variables_of_the_server_are_for_requests_that_bring_none_of_the_same_name(ask):
+    chat, options = "{{ mood }}|{{ tone }}", {"default_chat_template_kwargs": {"mood": "good", "tone": "low"}}
+    assert prompt_of(ask, {}, chat=chat, options=options) == "good|low"
+    assert prompt_of(ask, {"chat_template_kwargs": {"mood": "bad"}}, chat=chat, options=options) == "bad|low"
+    answer = ask("/tokenize", {"messages": GREEDY["messages"], "return_token_strs": True}, chat=chat, options=options)
+    assert "".join(answer.json["token_strs"]).replace("▁", " ").strip().endswith("good|low")
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_a_variable_of_the_server_that_every_chat_has_ends_the_start(ask, name):
+    with pytest.raises(ConfigError, match=f"default_chat_template_kwargs sets {name}"):
+        ask("/health", options={"default_chat_template_kwargs": {name: 1}})
 
 
 @pytest.mark.parametrize("name", ["self", "cls", "args", "kwargs", "context", "loop", "", "a b"])

@@ -46,6 +46,17 @@ def test_probes_are_debug_messages_and_all_of_it_can_be_switched_off(serving, ca
     assert not access(caplog)
 
 
+def test_paths_that_are_named_leave_no_line(serving, caplog):
+    caplog.set_level("DEBUG", "jaxpaged")
+
+    async def scenario(server):
+        for path in ("/health", "/v1/models", "/version"):
+            await server.client.get(path)
+
+    serving(scenario, options={"disable_access_log_for_endpoints": ("/health", "/v1/models")})
+    assert [line.path for line in access(caplog)] == ["/version"]
+
+
 def test_a_client_that_leaves_is_logged_too(serving, caplog):
     caplog.set_level("INFO", "jaxpaged")
 
