@@ -33,7 +33,7 @@ def test_what_does_not_fit_ends_with_a_failure_and_advice(capsys):
     ("arguments", "words"),
     [
         (["demo", "--target", "v9"], "unknown target"),
-        (["demo", "--model", "demo", "--target", "h100"], "two models"),
+        (["demo", "--model", "other", "--target", "h100"], "two models"),
         (["demo", "--target", "h100", "--save", "x", "--no-compile"], "--save needs compiled programs"),
         (["demo", "--target", "h100", "--bundle", "x"], "--bundle x"),
         (["demo", "--target", "h100", "--chart", "x.txt"], ".txt"),

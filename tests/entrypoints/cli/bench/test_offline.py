@@ -178,7 +178,7 @@ def test_a_process_that_dies_is_told():
         (["latency", "--output-json", "/nowhere/x.json"], "/nowhere"),
         (["throughput", "--n", "0"], "--n is 0"),
         (["throughput", "--dataset-name", "custom"], "--dataset-path"),
-        (["latency", "demo", "--model", "demo"], "two models"),
+        (["latency", "demo", "--model", "other"], "two models"),
         (["nonsense"], "invalid choice"),
     ],
 )
