@@ -179,7 +179,7 @@ def test_a_process_that_dies_is_told():
         (["throughput", "--n", "0"], "--n is 0"),
         (["throughput", "--dataset-name", "custom"], "--dataset-path"),
         (["latency", "demo", "--model", "other"], "two models"),
-        (["nonsense"], "invalid choice"),
+        (["nonsense"], "unknown command 'nonsense'"),
     ],
 )
 def test_wrong_usage_is_one_line(command, words, bench):
