@@ -17,6 +17,8 @@ SAYS_IT = ("additionalProperties", "unevaluatedProperties")
 ALTERNATIVES = ("anyOf", "oneOf")
 FURTHER = ("allOf", "if", "then", "else", "$ref", "dependentSchemas", "dependencies", *ALTERNATIVES)
 """Keywords with schemas for the very object that the schema around them is for."""
+MOST_LOOKED_AT = 50_000
+"""Schemas, each as often as another one stands beside it."""
 CONDITIONS = ("not", "if", "contains", "propertyNames")
 """Keywords whose schemas allow nothing: one that is closed would let more pass, or mean another condition."""
 
@@ -58,17 +60,27 @@ def wants_closing(part: dict[str, Any], unnamed: bool) -> bool:
 
 
 def open_schemas(root: dict[str, Any], parts: Iterable[dict[str, Any]], unnamed: bool) -> set[int]:
-    """The identities of schemas that must stay open for what another one says of the same object."""
+    """The identities of schemas that must stay open for what another one says of the same object.
+
+    Raises ValueError where finding them takes too long.
+    """
     kept: set[int] = set()
+    looked_at = 0
     for part in parts:
         groups = describers(root, part)
-        naming = [group for group in groups if any(names_any(each, unnamed) for member in group for each in member)]
+        if len(groups) < 2:
+            continue
+        found = [[each for member in group for each in same_object(root, member)] for group in groups]
+        found = [[part], *found[1:]] if groups[0] == [part] else found
+        looked_at += sum(map(len, found))
+        if looked_at > MOST_LOOKED_AT:
+            raise ValueError("too many of its schemas describe the same objects. Make it simpler")
+        naming = [group for group in found if any(names_any(each, unnamed) for each in group)]
         if len(naming) > 1:
-            kept |= {id(each) for group in naming for member in group for each in member}
+            kept |= {id(each) for group in naming for each in group}
         for group in naming:
-            others = [each for other in groups if other is not group for member in other for each in member]
-            demand = Demand.of_all(map(demand_of, others))
-            kept |= {id(each) for member in group for each in member if not demand.is_met_by(each)}
+            demand = Demand.of_all(demand_of(each) for other in found if other is not group for each in other)
+            kept |= {id(each) for each in group if not demand.is_met_by(each)}
     return kept
 
 
@@ -77,15 +89,14 @@ def names_any(schema: dict[str, Any], unnamed: bool) -> bool:
     return any(keyword in schema for keyword in (*NAMING, *SAYS_IT)) or (unnamed and schema.get("type") == "object")
 
 
-def describers(root: dict[str, Any], part: dict[str, Any]) -> list[list[list[dict[str, Any]]]]:
-    """Groups of those that say something of what `part` is for. The members of a group are alternatives of each other,
-    and each is a schema with all those that apply together with it."""
-    own = {keyword: value for keyword, value in part.items() if keyword != "type"}
-    groups = [[[part]]] if names_any(own, False) or demand_of(part) != Demand() else []
+def describers(root: dict[str, Any], part: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Groups of schemas that say something of what `part` is for, itself first if it does. Those of a group are
+    alternatives of each other."""
+    says = any(keyword in part for keyword in (*NAMING, *SAYS_IT)) or demand_of(part) != Demand()
+    groups = [[part]] if says else []
     for keyword in FURTHER:
         inner = [each for each in applied(root, part, keyword) if isinstance(each, dict)]
-        members = [same_object(root, each) for each in inner]
-        groups += [members] if keyword in ALTERNATIVES else [[member] for member in members]
+        groups += [inner] if keyword in ALTERNATIVES else [[each] for each in inner]
     return [group for group in groups if group]
 
 

@@ -6,7 +6,7 @@ a closed object has no further properties in what is written, but may have them 
 This module compiles nothing.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from jaxpaged.core.grammar.closed_schema import texts, together
@@ -15,6 +15,8 @@ from jaxpaged.json_schema import subschemas
 
 MAX_DEPTH = 8
 """Of properties in properties, by which objects are told apart."""
+MOST_STEPS = 20_000
+"""Comparisons of two schemas, for one `oneOf`."""
 BOUNDS = {
     "string": ("minLength", "maxLength"), "array": ("minItems", "maxItems"), "number": ("minimum", "maximum"),
     "integer": ("minimum", "maximum"),
@@ -42,7 +44,10 @@ def settle(root: dict[str, Any], closed: Collection[int]) -> set[int]:
 
 def told_apart(root: dict[str, Any], part: dict[str, Any], closed: Collection[int]) -> list[Any] | None:
     """Alternatives of which no two fit the same value; None: that cannot be shown."""
-    views = [View(root, [part, each], closed) for each in part["oneOf"]]
+    steps = iter(range(MOST_STEPS))
+    views = [View(root, [part, each], closed, steps) for each in part["oneOf"]]
+    if (tag := tag_of(views)) is not None:
+        return [{"allOf": [each, {"type": "object", "required": [tag]}]} for each in part["oneOf"]]
     alternatives = []
     for number, view in enumerate(views):
         more: list[Any] = [{"type": "object"}] if view.means_objects else []
@@ -58,6 +63,18 @@ def told_apart(root: dict[str, Any], part: dict[str, Any], closed: Collection[in
     return alternatives
 
 
+def tag_of(views: list["View"]) -> str | None:
+    """A property that has listed texts in all alternatives, and others in each; None: there is none."""
+    if not views or not all(view.kinds == {"object"} or view.means_objects for view in views):
+        return None
+    for name in views[0].named:
+        listed = [view.property(name).values if name in view.named else None for view in views]
+        values = [value for each in listed for value in each or ()]
+        if all(listed) and all(isinstance(value, str) for value in values) and len(values) == len(set(values)):
+            return name
+    return None
+
+
 def only_requires(schema: Any) -> bool:
     """Whether all that a schema does is to name properties that must be there."""
     return isinstance(schema, dict) and schema.keys() - NOTES == {"required"}
@@ -66,8 +83,11 @@ def only_requires(schema: Any) -> bool:
 class View:
     """What schemas that apply together allow, as far as that is easily seen: perhaps less is allowed, never more."""
 
-    def __init__(self, root: dict[str, Any], schemas: Iterable[Any], closed: Collection[int], depth: int = 0):
-        self._root, self._closed, self._depth = root, closed, depth
+    def __init__(
+        self, root: dict[str, Any], schemas: Iterable[Any], closed: Collection[int], steps: Iterator[int],
+        depth: int = 0,
+    ):  # fmt: skip
+        self._root, self._closed, self._steps, self._depth = root, closed, steps, depth
         schemas = list(schemas)
         self.parts = [part for each in schemas for part in together(root, each)]
         self.required = {name for part in self.parts for name in texts(part.get("required"))}
@@ -91,7 +111,15 @@ class View:
         return not names_type and any({"properties", "required"} & part.keys() for part in self.parts)
 
     def common_kinds(self, other: "View") -> set[str]:
-        """The kinds of values that are written by this schema and may be allowed by the other one, too."""
+        """The kinds of values that are written by this schema and may be allowed by the other one, too.
+
+        Raises ValueError after many questions about the same `oneOf`.
+        """
+        if next(self._steps, None) is None:
+            raise ValueError(
+                "it has a oneOf with too many alternatives to tell them apart. Use anyOf, or require a property with "
+                "another const in each"
+            )
         common = ({"object"} if self.means_objects else self.kinds) & other.kinds
         if self.values is not None and other.values is not None:
             shared = [value for value in self.values if any(is_same(value, each) for each in other.values)]
@@ -102,7 +130,7 @@ class View:
         """What to ask of objects of this schema so that they do not fit the other one; None: nothing does it. It is the
         property that tells the two apart, or to leave out one that the other requires."""
         for name in self.named:
-            if name in other.named and not self._property(name).common_kinds(other._property(name)):
+            if name in other.named and not self.property(name).common_kinds(other.property(name)):
                 return {"required": [name]}
         unwanted = sorted(other.required - self.required)
         return without(unwanted[0]) if unwanted else None
@@ -128,7 +156,7 @@ class View:
         if self._forbids(other.required, self._closed) or other._forbids(self.required, ()):
             return True
         names = self.required | other.required if self._depth < MAX_DEPTH else ()
-        return any(not self._property(name).common_kinds(other._property(name)) for name in names)
+        return any(not self.property(name).common_kinds(other.property(name)) for name in names)
 
     def _forbids(self, names: Collection[str], closed: Collection[int]) -> bool:
         """Whether an object cannot have all these properties."""
@@ -138,9 +166,9 @@ class View:
                 return True
         return False
 
-    def _property(self, name: str) -> "View":
+    def property(self, name: str) -> "View":
         schemas = [part["properties"][name] for part in self.parts if name in part.get("properties", ())]
-        return View(self._root, schemas, self._closed, self._depth + 1)
+        return View(self._root, schemas, self._closed, self._steps, self._depth + 1)
 
 
 def fine_kind_of(value: Any) -> str:

@@ -174,6 +174,16 @@ def test_the_formats_that_are_followed_are_those_that_the_library_knows():
     assert {name for name in FORMATS | others if is_known(name)} == FORMATS
 
 
+def test_many_alternatives_with_a_tag_are_followed_and_many_that_need_comparing_are_refused_soon():
+    tagged = [{**CAT, "properties": {"kind": {"const": f"k{i}"}, "lives": {"type": "integer"}}} for i in range(300)]
+    grammar = Grammar({"oneOf": tagged})
+    assert grammar.takes({"kind": "k299", "lives": 1}) and not grammar.takes({"kind": "k300", "lives": 1})
+    wide = {"oneOf": [{"type": "array", "minItems": i, "maxItems": i} for i in range(1000)]}
+    assert "too many alternatives to tell them apart. Use anyOf" in problem(wide)
+    web = {"allOf": [{"allOf": [{"$ref": "#/$defs/a"}] * 90}] * 90, "$defs": {"a": {"anyOf": [A, {"$ref": "#"}]}}}
+    assert problem(web)
+
+
 VALUES = [
     1, 7, "x", "long", None, True, [], [1], [1, 1], ["x"], {}, {"a": 1}, {"b": 1}, {"a": 1, "b": 1}, {"a": "x"},
     {"a": 1, "c": 1}, {"k": "x"}, {"k": "y"}, {"k": "x", "a": 1}, {"k": "y", "a": 1}, {"a": {"b": 1}}, {"a": {}},
