@@ -75,7 +75,7 @@ def why_not() -> str | None:
     """Why nothing can be compiled for GPUs here, and what to do, or None."""
     missing = [name for name in ("jax_plugins.xla_cuda13", "nvidia.cu13") if not _is_installed(name)]
     if missing:
-        return f"{' and '.join(missing)} cannot be imported; run scripts/test --aot-gpu, or install jaxpaged[aot-gpu]"
+        return f"{' and '.join(missing)} cannot be imported; run scripts/test --aot-gpu, or pip install -e '.[aot-gpu]'"
     return None
 
 

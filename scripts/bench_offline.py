@@ -225,7 +225,7 @@ def write_report(results: Results, out: Path) -> None:
     try:
         chart.draw(results, out / "chart.png")
     except ImportError:
-        say("no chart: matplotlib is not installed. Run: pip install 'jaxpaged[plots]'")
+        say("no chart: matplotlib is not installed. Run: pip install matplotlib")
     say(f"results.json, report.md and the logs are in {out}")
 
 

@@ -244,7 +244,7 @@ def write_results(starts: dict[str, dict[str, Any]], folder: Path) -> None:
     try:
         draw(starts, folder / "startup.png")
     except ImportError:
-        print("no picture: matplotlib is not installed. Run: pip install 'jaxpaged[plots]'", file=sys.stderr)
+        print("no picture: matplotlib is not installed. Run: pip install matplotlib", file=sys.stderr)
 
 
 def parsed_option(text: str) -> tuple[str, Any]:

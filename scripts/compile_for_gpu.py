@@ -44,7 +44,7 @@ def prepare(folder: Path) -> None:
     try:
         cuda = Path(next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations)))
     except (AttributeError, ModuleNotFoundError):
-        sys.exit("nvidia-cuda-nvcc is not installed. Install jaxpaged[aot-gpu], or run scripts/test --aot-gpu.")
+        sys.exit("nvidia-cuda-nvcc is not installed. Run pip install -e '.[aot-gpu]', or scripts/test --aot-gpu.")
     (folder / "bin").mkdir()
     (folder / "reports").mkdir()
     (folder / "nvvm").symlink_to(cuda / "nvvm")

@@ -11,7 +11,7 @@ import os
 import jax
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.installed import is_installed
+from jaxpaged.installed import how_to_install, is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def why_not(platforms: str, error: Exception) -> str:
     if is_installed(module):
         return f"{beginning}It needs {hardware}, which was not found. Unset JAX_PLATFORMS to run on what is here."
     return (
-        f"{beginning}Install what it needs: pip install 'jaxpaged[{extra}]'; and there must be {hardware}. "
+        f"{beginning}To install what it needs, {how_to_install(extra)}; and there must be {hardware}. "
         "Or unset JAX_PLATFORMS to run on what is here."
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.installed import is_installed
+from jaxpaged.installed import how_to_install, is_installed
 from jaxpaged.kv_store.buffers import Buffer, bytes_of
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.remote import RemoteTier
@@ -72,7 +72,7 @@ def connect_redis(
     `login` is (user, password). Raises ConfigError for an address that is none, and where the package is missing.
     """
     if not is_installed("redis"):
-        raise ConfigError("A tier in Redis needs the package redis: pip install 'jaxpaged[redis]'.")
+        raise ConfigError(f"A tier in Redis needs the package redis. To install it, {how_to_install('redis')}.")
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.installed import is_installed
+from jaxpaged.installed import how_to_install, is_installed
 from jaxpaged.kv_store.buffers import Buffer, bytes_of
 from jaxpaged.kv_store.page import MAX_HEADER_BYTES, MAX_PAGE_BYTES, PageKey
 from jaxpaged.kv_store.remote import RemoteTier
@@ -36,7 +36,7 @@ class S3Tier(RemoteTier):
         ask_again_s: float = 30.0,
     ):
         if not is_installed("obstore"):
-            raise ConfigError("A tier in S3 needs the package obstore: pip install 'jaxpaged[s3]'.")
+            raise ConfigError(f"A tier in S3 needs the package obstore. To install it, {how_to_install('s3')}.")
         import obstore
         from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 

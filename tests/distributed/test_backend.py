@@ -64,7 +64,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(("platforms", "extra"), [("cuda", "jaxpaged[gpu]"), ("tpu", "jaxpaged[tpu]")])
+@pytest.mark.parametrize(("platforms", "extra"), [("cuda", "'.[gpu]'"), ("tpu", "'.[tpu]'")])
 def test_a_platform_whose_extra_is_missing_is_a_line_that_names_it(platforms, extra):
     run = command(platforms, "generate", "hello", "--max-tokens", "1")
     assert run.returncode == 2
@@ -76,8 +76,8 @@ def test_a_platform_whose_extra_is_missing_is_a_line_that_names_it(platforms, ex
 @pytest.mark.parametrize(
     ("platforms", "installed", "words"),
     [
-        ("gpu", False, "pip install 'jaxpaged[gpu]'"),
-        ("cuda,cpu", False, "pip install 'jaxpaged[gpu]'"),
+        ("gpu", False, "pip install -e '.[gpu]'"),
+        ("cuda,cpu", False, "pip install -e '.[gpu]'"),
         ("cuda", True, "needs an NVIDIA GPU with its driver, which was not found"),
         ("tpu", True, "needs a TPU, which was not found"),
         ("rocm", False, "Set JAX_PLATFORMS=cpu"),
@@ -92,7 +92,7 @@ def test_what_is_missing_is_said_with_what_to_do(monkeypatch, platforms, install
 def test_a_plan_for_a_tpu_without_its_compiler_names_the_extra():
     run = command("cpu", "plan", "demo", "--target", "v6e:1x1")
     assert run.returncode == 2
-    assert "pip install 'jaxpaged[aot-tpu]'" in run.stderr and "--no-compile" in run.stderr
+    assert "pip install -e '.[aot-tpu]'" in run.stderr and "--no-compile" in run.stderr
     assert command("cpu", "plan", "demo", "--target", "v6e:1x1", "--no-compile").returncode == 0
 
 

@@ -59,5 +59,5 @@ def test_a_store_of_ones_own_behind_host_memory(tmp_path):
 
 def test_a_store_whose_package_is_missing(monkeypatch):
     monkeypatch.setattr("jaxpaged.worker.kv_transfer.opening.is_installed", lambda name: False)
-    with pytest.raises(ConfigError, match=r"package obstore: pip install 'jaxpaged\[s3\]'"):
+    with pytest.raises(ConfigError, match=r"package obstore\. To install it, run pip install -e '\.\[s3\]'"):
         LLM(**OPTIONS, kv_offload="s3=s3://bucket/kv")

@@ -172,5 +172,5 @@ def test_addresses_that_are_none(monkeypatch):
         S3Tier("http://127.0.0.1", SPACE)
     for module, make, url in ((redis_tier, RedisTier, "redis://x"), (s3, S3Tier, "s3://x")):
         monkeypatch.setattr(module, "is_installed", lambda name: False)
-        with pytest.raises(ConfigError, match="needs the package .* pip install 'jaxpaged"):
+        with pytest.raises(ConfigError, match="needs the package .* pip install -e '"):
             make(url, SPACE)

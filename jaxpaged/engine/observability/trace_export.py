@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from jaxpaged import __version__
 from jaxpaged.errors import ConfigError
-from jaxpaged.installed import is_installed
+from jaxpaged.installed import how_to_install, is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ def check_endpoint(endpoint: str) -> str:
         raise ConfigError(f"{OPTION} is {endpoint!r}, no address for {protocol}. Give one like {example}.")
     if not is_installed("opentelemetry.sdk.trace") or not is_installed(MODULES[protocol]):
         raise ConfigError(
-            f"{OPTION} is {endpoint!r}, but OpenTelemetry's SDK and exporters are not installed. Install them with: "
-            "pip install 'jaxpaged[otel]'"
+            f"{OPTION} is {endpoint!r}, but OpenTelemetry's SDK and exporters are not installed. To install "
+            f"them, {how_to_install('otel')}."
         )
     return protocol
 

@@ -17,7 +17,7 @@ from jaxpaged.config.sections import ParallelConfig
 from jaxpaged.engine.process.follower_process import FollowerChild, FollowerStart, versions
 from jaxpaged.errors import ConfigError
 from jaxpaged.executor.device_slices import Host, this_host
-from jaxpaged.installed import is_installed
+from jaxpaged.installed import how_to_install, is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +121,7 @@ def opened_ray(num_cores: int = 1) -> Any:
     devices in it. Raises ConfigError."""
     if not is_installed("ray"):
         raise ConfigError(
-            "distributed_executor_backend is ray, but Ray is not installed. Run pip install 'jaxpaged[ray]' on every "
-            "node."
+            f"distributed_executor_backend is ray, but Ray is not installed. On every node, {how_to_install('ray')}."
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # who wants to tell Ray's makers of this says so
     import ray

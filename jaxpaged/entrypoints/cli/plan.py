@@ -20,7 +20,7 @@ SIZES = [1 << power for power in (30, 32, 34, 36, 38, 40)]
 BANDWIDTH = 10 * 2**30
 
 EPILOG = """\
-Compiles the engine's own programs for a TPU that is not here (this needs libtpu: pip install 'jaxpaged[aot-tpu]'),
+Compiles the engine's own programs for a TPU that is not here (this needs the extra aot-tpu),
 and says what fits and how fast it can be at most. Of the model only config.json is read. Programs for an A100, H100 or
 B200 are compiled where the extra aot-gpu is installed; for other GPUs, and with --no-compile, everything comes from
 shapes. Unless -tp is given the model is split over as many devices of one host as

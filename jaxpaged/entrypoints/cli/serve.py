@@ -25,6 +25,8 @@ from jaxpaged.entrypoints.cli.flags import (
     shown_default,
 )
 from jaxpaged.entrypoints.cli.values import whole_number
+from jaxpaged.errors import UsageError
+from jaxpaged.installed import how_to_install, is_installed
 
 if TYPE_CHECKING:
     from jaxpaged.entrypoints.http.options import ServerOptions
@@ -114,13 +116,9 @@ def run(args: argparse.Namespace) -> int:
 
 def check_extra(extra: str, *modules: str) -> None:
     """Raise UsageError when modules that come with an extra are not installed."""
-    from importlib.util import find_spec
-
-    from jaxpaged.errors import UsageError
-
-    missing = [name for name in modules if find_spec(name) is None]
+    missing = [name for name in modules if not is_installed(name)]
     if missing:
-        raise UsageError(f"this needs {', '.join(missing)}. Install them with: pip install 'jaxpaged[{extra}]'")
+        raise UsageError(f"this needs {' and '.join(missing)}. To install what is missing, {how_to_install(extra)}.")
 
 
 def split_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpaged.errors import UsageError
 
-INSTALL = "Install it: pip install 'jaxpaged[plots]', or pip install matplotlib."
+INSTALL = "Install it: pip install matplotlib."
 SUFFIXES = (".png", ".svg", ".pdf")
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.

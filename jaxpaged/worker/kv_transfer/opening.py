@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.installed import is_installed
+from jaxpaged.installed import how_to_install, is_installed
 from jaxpaged.kv_cache_spec import AttentionSpec, CacheSpec, KVCacheConfig, LatentSpec, StateSpec
 from jaxpaged.kv_store.borrower import Borrower
 from jaxpaged.kv_store.disk import DiskTier
@@ -55,8 +55,8 @@ def check_offload(offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheCon
         extra = {"rediss": "redis", "unix": "redis"}.get(store, store)
         if extra in PACKAGES and not is_installed(PACKAGES[extra]):
             raise ConfigError(
-                f"kv_offload names a {wish.kind} tier, which needs the package {PACKAGES[extra]}: "
-                f"pip install 'jaxpaged[{extra}]'."
+                f"kv_offload names a {wish.kind} tier, which needs the package {PACKAGES[extra]}. To install "
+                f"it, {how_to_install(extra)}."
             )
     secrets = read_secrets(offload.secrets_file)
     tiers = [

@@ -27,7 +27,7 @@ from jaxpaged.distributed.mesh import (
     torus_sizes,
 )
 from jaxpaged.errors import ConfigError, did_you_mean
-from jaxpaged.installed import is_installed
+from jaxpaged.installed import how_to_install, is_installed
 from jaxpaged.plan import DeviceFacts
 from pallas_kernels import gpu_targets
 
@@ -215,7 +215,7 @@ def open_topology(name: str, bounds: tuple[int, ...], num_hosts: int) -> tuple[j
         if not is_installed("libtpu") or "libtpu" in text.lower():
             raise ConfigError(
                 "compiling for a TPU needs libtpu, which works on any x86-64 Linux machine. "
-                f"Install it: pip install 'jaxpaged[aot-tpu]', or leave compiling out with --no-compile. ({text})"
+                f"To install it, {how_to_install('aot-tpu')}; or leave compiling out with --no-compile. ({text})"
             ) from error
         raise ConfigError(f"there is no topology {name}: {text.splitlines()[0]}") from error
     return tuple(np.array(topology.devices, dtype=object).ravel())

@@ -357,7 +357,7 @@ def test_without_the_libraries_the_extra_is_named(monkeypatch, missing):
     for name in [name for name in sys.modules if name.startswith(missing)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ConfigError, match=r"pip install 'jaxpaged\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[otel\]'"):
         make_engine(otlp_traces_endpoint="http://localhost:4317")
 
 

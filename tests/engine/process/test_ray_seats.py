@@ -135,7 +135,7 @@ def test_too_few_resources_are_named():
 
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(ray_seats, "is_installed", lambda module: False)
-    with pytest.raises(ConfigError, match=r"pip install 'jaxpaged\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[ray\]'"):
         opened_ray()
 
 

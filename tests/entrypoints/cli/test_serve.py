@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 
+from jaxpaged import installed
 from jaxpaged.entrypoints.cli import main
 from jaxpaged.entrypoints.cli import serve as serve_command
 from jaxpaged.errors import CapacityError
@@ -121,12 +122,10 @@ def test_an_engine_that_does_not_start_is_one_line_and_an_exit_status(served):
 
 
 def test_missing_libraries_are_named_with_the_extra_that_brings_them(served, monkeypatch):
-    import importlib.util
-
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
+    found = installed.find_spec
+    monkeypatch.setattr(installed, "find_spec", lambda name: None if name == "uvicorn" else found(name))
     status, _, err = served()
-    assert status == 2 and "uvicorn" in err and "jaxpaged[serve]" in err
+    assert status == 2 and "uvicorn" in err and "pip install -e '.[serve]'" in err
 
 
 def test_the_loop_never_waits_long_for_its_turn_and_what_was_set_for_it_is_set_back():

@@ -107,7 +107,7 @@ function showCode() {
   const place = `${location.hostname}:${info?.grpc_port ?? GRPC_PORT}`;
   const overHttp = language === "curl" || language === "python";
   $("snippet").textContent = overHttp ? snippets[language](request, base, hasKey()) : snippets[language](request, place, hasKey(), isSecure);
-  const needs = { curl: "", python: "Needs pip install openai.", grpcurl: "", client: "Needs pip install 'jaxpaged[grpc]'." }[language];
+  const needs = { curl: "", python: "Needs pip install openai.", grpcurl: "", client: "Needs pip install -e '.[grpc]' in jaxpaged's source." }[language];
   const off = overHttp || info?.grpc_port ? "" : `This server has no gRPC: start it with --grpc-port ${GRPC_PORT}.`;
   $("code-note").textContent = [off, needs].filter(Boolean).join(" ");
 }
