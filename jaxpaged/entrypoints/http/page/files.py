@@ -1,4 +1,4 @@
-"""The files of the page: read once, at the start, so that no request ever names a file.
+"""The files of the page and the guides: read once, at the start, so that no request ever names a file.
 
 What a browser may do with them is said in headers. This module knows no engine.
 """
@@ -6,6 +6,7 @@ What a browser may do with them is said in headers. This module knows no engine.
 import hashlib
 from dataclasses import dataclass
 from importlib import resources
+from importlib.resources.abc import Traversable
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -16,10 +17,12 @@ MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".md": "text/plain; charset=utf-8",  # a browser shows it instead of saving it
 }
-INDEX = "index.html"
-FOLDER = "/page"
-"""Below it are all files but the first."""
+FOLDER, GUIDE = "/page", "/guide"
+"""Below them are all files but the page itself."""
+ADDRESSES = {f"{FOLDER}/index.html": "/", f"{GUIDE}/README.md": f"{GUIDE}/"}
 POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -50,13 +53,15 @@ HEADERS = {
 class PageFile:
     """A file, as it is sent."""
 
+    folder: str
     name: str
     content: bytes
     media_type: str
 
     @property
     def path(self) -> str:
-        return "/" if self.name == INDEX else f"{FOLDER}/{self.name}"
+        path = f"{self.folder}/{self.name}"
+        return ADDRESSES.get(path, path)
 
     def route(self) -> Route:
         tag = f'"{hashlib.sha256(self.content).hexdigest()[:16]}"'
@@ -72,9 +77,18 @@ class PageFile:
 
 def page_files() -> list[PageFile]:
     """All files of the page."""
-    folder = resources.files(__package__) / "static"
+    return files_of(FOLDER, resources.files(__package__) / "static")
+
+
+def guide_files() -> list[PageFile]:
+    """The guides that come with jaxpaged."""
+    return files_of(GUIDE, resources.files("jaxpaged") / "guides")
+
+
+def files_of(path: str, folder: Traversable) -> list[PageFile]:
+    """The files of a folder that a browser knows, as they lie below a path."""
     return [
-        PageFile(file.name, file.read_bytes(), MEDIA_TYPES[suffix])
+        PageFile(path, file.name, file.read_bytes(), MEDIA_TYPES[suffix])
         for file in sorted(folder.iterdir(), key=lambda file: file.name)
         if (suffix := file.name[file.name.rfind(".") :]) in MEDIA_TYPES
     ]
@@ -87,4 +101,4 @@ def page_routes(root_path: str) -> list[Route]:
         return RedirectResponse(f"{root_path}/", headers=HEADERS)
 
     below = [Route(root_path, with_slash, methods=["GET"])] if root_path else []
-    return [*(file.route() for file in page_files()), *below]
+    return [*(file.route() for file in [*page_files(), *guide_files()]), *below]

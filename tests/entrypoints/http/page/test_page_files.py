@@ -1,14 +1,15 @@
-"""The page's files: these and no others, with headers that let them do little, and no key asked for."""
+"""The files of the page and the guides: these and no others, no key, headers that allow little."""
 
 import re
 from html.parser import HTMLParser
 
 import pytest
 
-from jaxpaged.entrypoints.http.page.files import FOLDER, page_files
+from jaxpaged.entrypoints.http.page.files import FOLDER, GUIDE, guide_files, page_files
 
 FILES = page_files()
 PATHS = [file.path for file in FILES]
+GUIDES = [file.path for file in guide_files()]
 SCRIPTS = [file for file in FILES if file.name.endswith(".js")]
 
 
@@ -17,7 +18,14 @@ def test_there_is_a_page_with_styles_and_scripts():
     assert "/" in PATHS and {"css", "js"} <= suffixes
 
 
-@pytest.mark.parametrize("path", PATHS)
+def test_the_guides_are_there_as_text_and_their_index_leads_to_them(ask):
+    index = ask(f"{GUIDE}/")
+    assert index.headers["content-type"] == "text/plain; charset=utf-8" and b"# Guides" in index.body
+    named = set(re.findall(r"\]\((\w+\.md)\)", index.body.decode()))
+    assert {f"{GUIDE}/{name}" for name in named} <= set(GUIDES) and len(named) > 10
+
+
+@pytest.mark.parametrize("path", PATHS + GUIDES)
 def test_a_file_is_served_without_a_key_and_may_do_little(ask, path):
     answer = ask(path, keys=["k"])
     assert answer.status == 200 and answer.body
@@ -31,7 +39,9 @@ def test_a_file_is_served_without_a_key_and_may_do_little(ask, path):
         "text/html",
         "text/css",
         "text/javascript",
+        "text/plain",
         "image/svg+xml",
+        "image/png",
     )
 
 
@@ -59,7 +69,7 @@ def test_no_path_leads_to_any_other_file(ask, path):
 
 
 def test_without_the_page_there_is_nothing_of_it(ask):
-    for path in [*PATHS, "/engine/state", "/engine/info"]:
+    for path in [*PATHS, *GUIDES, "/engine/state", "/engine/info"]:
         assert ask(path, options={"page": False}).status == 404
     assert "/engine/state" not in ask("/openapi.json", options={"page": False}).json["paths"]
 
@@ -89,7 +99,7 @@ def test_the_page_asks_nobody_else_and_all_that_it_asks_for_is_there():
     index = next(file for file in FILES if file.path == "/").content.decode()
     links = Links(index)
     assert not links.inline and "<style" not in index
-    wanted = {link for link in links.links if not link.startswith("#")}
+    wanted = {link for link in links.links if not link.startswith("#")} - {"openapi.json", f"{GUIDE[1:]}/"}
     for file in SCRIPTS:
         imported = re.findall(r"""from\s+["']([^"']+)["']""", file.content.decode())
         assert all(name.startswith("./") for name in imported), (file.name, imported)

@@ -1,12 +1,12 @@
-"""The page in a real, headless Chromium, over an engine without a model: keyboard, streaming, stop, widths, code."""
+"""The page in a real, headless Chromium, over an engine without a model: keyboard, streaming, stop, widths, code.
 
-import asyncio
-import contextlib
+How answers are shown, and what the page explains, is in `test_page_views_in_browser.py`.
+"""
+
 import itertools
 import json
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -14,8 +14,9 @@ from google.protobuf import json_format
 
 from jaxpaged.client.messages import generate_request
 from jaxpaged.proto import jaxpaged_pb2 as pb
-from tests.entrypoints.http.browser import CHROMEDRIVER, CHROMIUM, browser
+from tests.entrypoints.http.browser import CHROMEDRIVER, CHROMIUM
 from tests.entrypoints.http.live_server import live_server
+from tests.entrypoints.http.page.conftest import answered, ask, held
 from tests.entrypoints.http.saying_model import saying
 
 pytestmark = [
@@ -52,63 +53,6 @@ BOXES = f"""return {SEEN}.map((each) => {{
     const box = each.getBoundingClientRect();
     return [each.id || each.textContent, box.left, box.top, box.right, box.bottom];
 }})"""
-
-
-class Gate:
-    """Stands in the engine's way: lets so many steps pass. For any thread."""
-
-    def __init__(self):
-        self.steps = threading.Semaphore(0)
-        self.is_open = True
-
-    async def wait(self):
-        while not self.is_open and not self.steps.acquire(blocking=False):
-            await asyncio.sleep(0.005)
-
-
-@pytest.fixture(scope="module")
-def window():
-    with browser() as window:
-        yield window
-
-
-@pytest.fixture(scope="module")
-def served():
-    options = {"enable_prompt_tokens_details": True, "grpc_port": 50051}
-    with live_server(options=options, max_model_len=128) as (url, service):
-        service.engine.executor.longest_run = 1
-        service.engine.go_on = Gate()
-        yield url, service.engine
-
-
-@pytest.fixture
-def page(window, served):
-    """The page, newly opened, and the engine behind it."""
-    url, engine = served
-    window.resize(1280, 900)
-    window.open(url)
-    window.wait_for("document.getElementById('model').textContent === 'fake'")
-    yield window, engine
-    engine.go_on.is_open = True
-    assert window.complaints() == []
-
-
-@contextlib.contextmanager
-def held(engine, steps):
-    """The engine stops after so many steps."""
-    engine.go_on.steps = threading.Semaphore(steps)
-    engine.go_on.is_open = False
-    yield
-    engine.go_on.is_open = True
-
-
-def ask(window, text="hello"):
-    window.run("document.getElementById('prompt').focus()")
-    window.press(text, "Enter")
-
-
-def answered(window):
-    return window.wait_for("document.querySelector('.answer:not(.busy) .said')?.textContent")
 
 
 def test_by_keyboard_alone_a_question_is_asked_and_its_answer_announced(page):
@@ -235,6 +179,7 @@ def test_everything_fits_and_nothing_lies_on_anything_else(page, width, show):
     ask(window)
     answered(window)
     window.click("#settings-open")
+    window.click(f"#view label:nth-of-type({1 + WIDTHS.index(width) % 3})")
     window.resize(width, 800, dark=width % 3 == 0)
     if window.run("return document.getElementById('show').checkVisibility()"):
         window.click(f"#show [data-show={show}]")
@@ -245,8 +190,8 @@ def test_everything_fits_and_nothing_lies_on_anything_else(page, width, show):
         assert over <= 0, f"{scroller} is {over} px too wide"
     boxes = window.run(BOXES, "#top > *, .bar > :not(.grow, .sr), #composer > :not(.sr), #figures > *")
     assert len(boxes) > 8
-    for name, left, _, right, _ in boxes:
-        assert left >= 0 and right <= width, f"{name} lies outside"
+    for name, left, _, right, bottom in boxes:
+        assert left >= 0 and right <= width and (bottom <= 800 or show == "engine"), f"{name} lies outside"
     for (name, left, top, right, bottom), (other, left2, top2, right2, bottom2) in itertools.combinations(boxes, 2):
         assert right <= left2 or right2 <= left or bottom <= top2 or bottom2 <= top, f"{name} lies on {other}"
 

@@ -2,53 +2,64 @@
 
 import { ask } from "./api.js";
 import { counted, make, milliseconds, seconds, whole } from "./dom.js";
+import { piecesOf, readAgain, tokensOf } from "./shown_tokens.js";
+import { Speed } from "./speed.js";
 import { TokenStrip, pieceText } from "./tokens.js";
 
 const ENDINGS = { stop: "", length: "cut off at the longest length", tool_calls: "calls a tool", abort: "stopped", error: "failed" };
 const MOST_TOKENS = 4000;
 
 export class Answer {
-  /** `view`: "text", "tokens" or "chances". `before`: text that it continues. */
-  constructor(view, before = "") {
+  /** `view`: "text", "tokens" or "chances". `before`: text that it continues. `source`: the model, how long its
+   * context is, and how many alternatives to a token the server tells. */
+  constructor(view, before, source) {
     this.text = "";
     this.thinking = "";
     this.calls = [];
     this.view = view;
+    this.source = source;
     this.began = performance.now();
-    this.numTokens = 0;
-    this.pending = [];
-    this.body = make("div", { class: `body ${view}` });
+    this.speed = new Speed();
+    this.promptIds = [];
+    this.ids = [];
+    this.read = view === "text" ? null : []; // tokens with their probabilities
+    this.pieces = null; // tokens without
+    this.body = make("div", { class: "body" });
+    this.notice = make("p", { class: "notice" });
     this.facts = make("p", { class: "facts" });
     this.extra = make("div", { class: "extra" });
-    this.element = make("article", { class: "answer busy", "aria-label": "Answer" }, this.body, this.extra, this.facts);
+    this.element = make("article", { class: "answer busy", "aria-label": "Answer" }, this.body, this.notice, this.extra, this.facts);
     if (before) this.body.append(make("span", { class: "given" }, before));
     this.place = make("span", { class: "said" });
     this.body.append(this.place);
-    if (view !== "text") {
-      this.strip = new TokenStrip("Tokens of the answer");
-      this.place.append(this.strip.element);
-    }
+    this.show(view);
   }
 
-  /** What an event of either API brings. */
-  take(event) {
-    if (event.usage) this.usage = event.usage;
-    for (const choice of event.choices ?? []) {
-      const text = choice.delta ? choice.delta.content : choice.text;
-      if ((text || choice.logprobs) && !this.first) {
-        this.first = performance.now();
-        this.facts.textContent = "";
+  /** What events of either API bring that arrived together. */
+  take(events) {
+    let count = 0;
+    for (const event of events) {
+      if (event.usage) this.usage = event.usage;
+      for (const choice of event.choices ?? []) {
+        this.promptIds = event.prompt_token_ids ?? choice.prompt_token_ids ?? this.promptIds;
+        count += choice.token_ids?.length ?? 0;
+        this.#takeChoice(choice);
       }
-      if (choice.delta?.reasoning) this.#think(choice.delta.reasoning);
-      for (const call of choice.delta?.tool_calls ?? []) this.#call(call);
-      if (choice.logprobs && this.strip) this.pending.push(...tokensOf(choice.logprobs));
-      if (text) {
-        this.text += text;
-        if (!this.strip) this.pending.push(text);
-      }
-      if (choice.finish_reason) this.ending = choice.finish_reason;
     }
+    if (count && this.speed.first === null) this.facts.textContent = "";
+    this.speed.took(count, performance.now());
     this.frame ??= requestAnimationFrame(() => this.#flush());
+  }
+
+  #takeChoice(choice) {
+    const ids = choice.token_ids ?? [];
+    const text = choice.delta ? choice.delta.content : choice.text;
+    this.ids.push(...ids);
+    if (choice.delta?.reasoning) this.#think(choice.delta.reasoning);
+    for (const call of choice.delta?.tool_calls ?? []) this.#call(call);
+    if (choice.logprobs) this.read?.push(...tokensOf(choice.logprobs).map((token, place) => ({ ...token, id: ids[place] })));
+    this.text += text ?? "";
+    if (choice.finish_reason) this.ending = choice.finish_reason;
   }
 
   end(how) {
@@ -97,18 +108,51 @@ export class Answer {
     this.extra.prepend(element);
   }
 
+  /** Show it in another way, with what of it is here. */
+  show(view) {
+    this.view = view;
+    this.body.className = `body ${view}`;
+    this.notice.textContent = "";
+    this.shown = 0; // characters or tokens
+    this.strip = view !== "text" && this.#tokens() ? new TokenStrip("Tokens of the answer") : null;
+    this.place.replaceChildren(...(this.strip ? [this.strip.element] : []));
+    this.#flush();
+  }
+
+  /** Ask for the tokens that are to be shown and did not come along. */
+  async complete() {
+    const { view } = this;
+    if (view === "text" || this.#tokens() || !this.ids.length || this.element.classList.contains("busy")) return;
+    this.notice.textContent = view === "chances" ? "The model reads this answer again for its probabilities." : "Asking for the tokens of this answer.";
+    let said = "";
+    try {
+      if (view === "tokens" && this.text) this.pieces ??= await piecesOf(this.source, this.text, this.ids);
+      if (!this.#tokens()) this.read ??= await readAgain(this.source, this.promptIds, this.ids);
+    } catch (error) {
+      said = error.message;
+    }
+    if (this.view !== view) return;
+    this.show(view);
+    this.notice.textContent = said;
+  }
+
+  /** The tokens for the view, as far as they are here; null: they did not come along. */
+  #tokens() {
+    return this.read ?? (this.view === "tokens" ? this.pieces : null);
+  }
+
   #flush() {
     cancelAnimationFrame(this.frame);
     this.frame = undefined;
     if (this.strip) {
-      for (const token of this.pending) {
-        this.numTokens += 1;
-        if (this.numTokens <= MOST_TOKENS) this.strip.add(token);
-      }
-    } else if (this.pending.length) {
-      this.place.append(this.pending.join(""));
+      const tokens = this.#tokens();
+      for (const token of tokens.slice(this.shown, MOST_TOKENS)) this.strip.add(token);
+      if (tokens.length > MOST_TOKENS) this.notice.textContent = `The first ${whole(MOST_TOKENS)} tokens are shown.`;
+      this.shown = tokens.length;
+    } else if (this.text.length > this.shown) {
+      this.place.append(this.text.slice(this.shown));
+      this.shown = this.text.length;
     }
-    this.pending = [];
     this.onGrow?.();
   }
 
@@ -137,24 +181,9 @@ export class Answer {
     const words = [];
     const count = this.usage?.completion_tokens;
     if (count !== undefined) words.push(`${counted(count, "token")} in ${seconds(this.seconds)}`);
-    if (this.first) words.push(`first after ${milliseconds(this.first - this.began)}`);
-    const after = this.first ? this.seconds - (this.first - this.began) / 1000 : 0;
-    if (count > 1 && after > 0.001) words.push(`${whole((count - 1) / after)} tokens/s`);
+    if (this.speed.first !== null) words.push(`first after ${milliseconds(this.speed.first - this.began)}`);
+    if (this.speed.rate !== null) words.push(`${whole(this.speed.rate)} tokens/s`);
     if (ENDINGS[this.ending] ?? this.ending) words.push(ENDINGS[this.ending] ?? this.ending);
     return words.join(" · ");
   }
-}
-
-/** Tokens of a piece, in the shape of either API. */
-function tokensOf(logprobs) {
-  if (logprobs.content) {
-    return logprobs.content.map((each) => ({
-      text: each.token, logprob: each.logprob, top: each.top_logprobs.map(({ token, logprob }) => ({ text: token, logprob })),
-    }));
-  }
-  return logprobs.tokens.map((text, place) => ({
-    text,
-    logprob: logprobs.token_logprobs[place] ?? undefined,
-    top: Object.entries(logprobs.top_logprobs[place] ?? {}).map(([other, logprob]) => ({ text: other, logprob })),
-  }));
 }

@@ -76,8 +76,8 @@ export async function ask(path, options) {
   return (await send(path, options)).json();
 }
 
-/** The events of a streamed answer, decoded. `id`: what the request is called. Throws ApiError, also for an error within
- * the stream. */
+/** The events of a streamed answer, decoded, in lists of those that arrived together. `id`: what the request is called.
+ * Throws ApiError, also for an error within the stream. */
 export async function* stream(path, body, signal, id) {
   const response = await send(path, { method: "POST", body, signal, headers: { "X-Request-Id": id } });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -88,14 +88,12 @@ export async function* stream(path, body, signal, id) {
       if (done) return;
       const frames = (rest + value).split("\n\n");
       rest = frames.pop();
-      for (const frame of frames) {
-        if (!frame.startsWith("data: ")) continue;
-        const data = frame.slice(6);
-        if (data === "[DONE]") return;
-        const event = JSON.parse(data);
-        if (event.error) throw new ApiError(event.error.code, event.error.message, event.error.param);
-        yield event;
-      }
+      const sent = frames.filter((frame) => frame.startsWith("data: ")).map((frame) => frame.slice(6));
+      const events = sent.filter((data) => data !== "[DONE]").map((data) => JSON.parse(data));
+      const failed = events.findIndex((event) => event.error);
+      yield failed < 0 ? events : events.slice(0, failed);
+      if (failed >= 0) throw new ApiError(events[failed].error.code, events[failed].error.message, events[failed].error.param);
+      if (sent.includes("[DONE]")) return;
     }
   } catch (error) {
     if (error.name === "AbortError" || error instanceof ApiError) throw error;

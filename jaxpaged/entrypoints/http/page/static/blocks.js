@@ -1,4 +1,5 @@
-// The KV cache as a field of blocks: free, cached, shared, or in the colour of the request that holds it.
+// The KV cache as a field of blocks. What a block is can be told without colours, too: a free one is a dot, a cached one a
+// frame, one that is held is filled, in the colour of its request or, where several share it, in that of ink.
 
 import { colors, colorOf, canvasOf, isCalm, onNewColors } from "./colors.js";
 import { $, counted, make, percent, whole } from "./dom.js";
@@ -66,13 +67,13 @@ export class BlockMap {
     const sum = (entries) => entries.reduce((total, [, count]) => total + count, 0) * each;
     const own = held.filter(([label]) => this.mine.has(label)), others = held.filter(([label]) => !this.mine.has(label));
     const entries = [];
-    if (own.length) entries.push({ name: "yours", count: sum(own), color: "var(--accent)" });
+    if (own.length) entries.push({ name: "yours", count: sum(own), keys: [filled("var(--accent)")] });
     if (others.length) {
-      const shown = others.slice(0, 5).map(([label]) => colorOf(label));
-      entries.push({ name: counted(others.length, own.length ? "other request" : "request"), count: sum(others), colors: shown });
+      const keys = others.slice(0, 5).map(([label]) => filled(colorOf(label)));
+      entries.push({ name: counted(others.length, own.length ? "other request" : "request"), count: sum(others), keys });
     }
-    for (const [kind, name, color] of [[SHARED, "shared", "var(--shared)"], [CACHED, "cached", "var(--cached)"], [FREE, "free", "var(--free)"]]) {
-      entries.push({ name, count: (counts.get(kind) ?? 0) * each, color });
+    for (const [kind, name] of [[SHARED, "shared"], [CACHED, "cached"], [FREE, "free"]]) {
+      entries.push({ name, count: (counts.get(kind) ?? 0) * each, keys: [make("i", { class: `key ${name}` })] });
     }
     const free = entries.at(-1), drawn = (this.names?.length ?? 0) * each;
     free.count += (this.blocks?.count ?? 0) - drawn; // also those behind the end of the map
@@ -80,14 +81,7 @@ export class BlockMap {
   }
 
   #legend() {
-    const items = this.#counts().map(({ name, count, color, colors: several }) => {
-      const keys = (several ?? [color]).map((each) => {
-        const key = make("i", { class: "key" });
-        key.style.background = each;
-        return key;
-      });
-      return make("li", {}, make("span", { class: "keys" }, ...keys), `${name} `, make("b", {}, whole(count)));
-    });
+    const items = this.#counts().map(({ name, count, keys }) => make("li", {}, make("span", { class: "keys" }, ...keys), `${name} `, make("b", {}, whole(count))));
     $("legend").replaceChildren(...items);
   }
 
@@ -119,7 +113,7 @@ export class BlockMap {
 
   #color(name) {
     if (typeof name === "string") return this.mine.has(name) ? colors().accent : (this.hues[name] ??= colorOf(name));
-    return { [FREE]: colors().free, [CACHED]: colors().cached, [SHARED]: colors().shared }[name];
+    return { [FREE]: colors().slot, [CACHED]: colors().kept, [SHARED]: colors().shared }[name];
   }
 
   /** `share`: how far the colours are from those before to those now. */
@@ -129,28 +123,31 @@ export class BlockMap {
     const { size, columns, rows, gap } = this.#layout();
     const { context } = canvasOf(this.canvas, rows * size);
     const side = Math.floor(size) - gap, radius = size >= 9 ? Math.min(3, side / 4) : 0;
-    const paint = (places, color) => {
-      context.fillStyle = color;
+    const dot = Math.max(Math.round(side / 3), 1), frame = Math.max(Math.round(side / 5), 1);
+    const square = (x, y, width) => (radius ? context.roundRect(x, y, width, width, radius * (width / side)) : context.rect(x, y, width, width));
+    const paint = (places, name) => {
+      context.fillStyle = this.#color(name);
       context.beginPath();
       for (const place of places) {
         const x = Math.round((place % columns) * size), y = Math.round(Math.floor(place / columns) * size);
-        if (radius) context.roundRect(x, y, side, side, radius);
-        else context.rect(x, y, side, side);
+        if (name === FREE) square(x + Math.floor((side - dot) / 2), y + Math.floor((side - dot) / 2), dot);
+        else square(x, y, side);
+        if (name === CACHED) square(x + frame, y + frame, side - 2 * frame);
       }
-      context.fill();
+      context.fill("evenodd");
     };
-    const layers = (names, filter) => {
+    const layer = (names, alpha, filter) => {
       const byName = new Map();
       names.forEach((name, place) => filter(place) && (byName.get(name) ?? byName.set(name, []).get(name)).push(place));
-      for (const [name, places] of byName) paint(places, this.#color(name));
-    };
-    if (share < 1) {
-      layers(this.before, () => true);
-      context.globalAlpha = share;
-      layers(this.names, (place) => this.names[place] !== this.before[place]);
+      context.globalAlpha = alpha;
+      for (const [name, places] of byName) paint(places, name);
       context.globalAlpha = 1;
-    } else {
-      layers(this.names, () => true);
+    };
+    const isChanged = (place) => share < 1 && this.names[place] !== this.before[place];
+    layer(this.names, 1, (place) => !isChanged(place));
+    if (share < 1) {
+      layer(this.before, 1 - share, isChanged);
+      layer(this.names, share, isChanged);
     }
     if (this.cursor !== null && this.cursor < this.names.length) {
       context.strokeStyle = colors().ink;
@@ -204,4 +201,10 @@ export class BlockMap {
     event.preventDefault();
     this.#move(Math.min(Math.max((this.cursor ?? 0) + steps[event.key], 0), this.kinds.length - 1));
   }
+}
+
+function filled(color) {
+  const key = make("i", { class: "key" });
+  key.style.background = color;
+  return key;
 }

@@ -1,6 +1,6 @@
 // Colours of drawings: those of the page's styles, and one for every request.
 
-const names = ["paper", "ink", "dim", "line", "accent", "free", "cached", "shared", "data", "pad", "warn", "request-light", "request-chroma"];
+const names = ["paper", "ink", "dim", "line", "accent", "slot", "kept", "shared", "data", "decode", "warn", "request-light", "request-chroma"];
 let palette = null;
 
 /** The styles' colours by name. */

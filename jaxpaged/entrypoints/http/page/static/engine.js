@@ -12,6 +12,15 @@ const SLOWLY = 5; // seconds between two questions while the engine is not in si
 const RETRY = 2;
 const LONG_SILENCE = 4;
 const MINE_AT_ONCE = 16;
+/** What the kinds of programs do, the most important ones first. */
+const PROGRAMS = {
+  forward: "runs the model", sample: "draws tokens", decode: "several steps at once", draft: "guesses tokens", verify: "checks guesses",
+  pool: "vectors and scores", accumulate: "vectors and scores", sample_full: "with all settings", decode_full: "with all settings",
+  verify_full: "with all settings", sample_masked: "for a given shape", verify_masked: "for a given shape", prompt_logprobs: "scores prompts",
+  load_row: "a request's settings", load_tokens: "a request's tokens", tables: "where blocks lie", zeros: "clears memory",
+};
+const KINDS = Object.keys(PROGRAMS);
+const rankOf = ([kind, size]) => (KINDS.indexOf(kind) + 1 || KINDS.length + 1) * 1e7 + size;
 
 export class Engine {
   /** `onOwn` hears in words what becomes of this page's own request. */
@@ -105,8 +114,8 @@ export class Engine {
     if (shown === this.shownPrograms) return;
     this.shownPrograms = shown;
     const kinds = new Map();
-    for (const [kind, size, state] of states.toSorted((a, b) => a[1] - b[1])) (kinds.get(kind) ?? kinds.set(kind, []).get(kind)).push([size, state]);
-    const rows = [...kinds].map(([kind, sizes]) => make("div", { class: "programs" }, make("span", {}, kind.replaceAll("_", " ")),
+    for (const [kind, size, state] of states.toSorted((a, b) => rankOf(a) - rankOf(b))) (kinds.get(kind) ?? kinds.set(kind, []).get(kind)).push([size, state]);
+    const rows = [...kinds].map(([kind, sizes]) => make("div", { class: "programs" }, make("span", {}, kind.replaceAll("_", " "), make("small", {}, PROGRAMS[kind] ?? "")),
       make("span", {}, ...sizes.map(([size, state]) => make("i", { class: `program ${state}`, title: `${kind}${size ? `, size ${size}` : ""}: ${state}` }, size ? String(size) : "·")))));
     const words = states.length ? `${seconds(executor.compile_seconds ?? 0)} of compiling, ${counted(executor.recompiles ?? 0, "recompilation")}.` : "This engine has no programs.";
     $("programs").replaceChildren(...rows, make("p", { class: "quiet" }, words));

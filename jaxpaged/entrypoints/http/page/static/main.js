@@ -124,5 +124,15 @@ $("copy").addEventListener("click", async () => {
   setTimeout(() => ($("copy").textContent = "Copy"), 2000);
 });
 
+// ---- the description of the API, which needs the key that a link cannot show
+
+document.addEventListener("click", async (event) => {
+  const link = event.target.closest('a[href="openapi.json"]');
+  if (!link || !hasKey()) return;
+  event.preventDefault();
+  const text = JSON.stringify(await ask("openapi.json"), null, 2);
+  open(URL.createObjectURL(new Blob([text], { type: "application/json" })));
+});
+
 connect();
 engine.watch();

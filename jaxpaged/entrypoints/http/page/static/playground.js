@@ -19,6 +19,7 @@ export class Playground {
     this.info = null;
     this.request = null; // the last one, for the dialog with code
     this.controller = null;
+    this.answers = []; // on the screen
     this.settings = new Settings($("settings"), (count) => {
       $("changed").hidden = count === 0;
       $("changed").textContent = count;
@@ -35,11 +36,12 @@ export class Playground {
     $("clear").addEventListener("click", () => this.clear());
     $("settings-open").addEventListener("click", () => this.#toggleSettings());
     $("mode").addEventListener("change", () => this.#setMode());
-    $("view").addEventListener("change", () => this.#explainView());
+    $("view").addEventListener("change", () => this.#setView());
     addEventListener("keydown", (event) => {
       if (event.key === "Escape" && this.controller && !document.querySelector("dialog[open]")) this.stop();
     });
     this.#setMode();
+    this.#setView();
   }
 
   get mode() {
@@ -59,7 +61,7 @@ export class Playground {
     }
     this.#setMode();
     if (!generates) {
-      $("log").replaceChildren(make("p", { class: "empty" }, `${info.models[0]} gives vectors or scores, and no text. Ask it at /v1/embeddings, /classify, /score or /rerank; the engine can be watched here.`));
+      $("log").replaceChildren(make("div", { class: "empty" }, make("p", {}, `${info.models[0]} gives vectors or scores, and no text.`), make("p", { class: "quiet" }, "Ask it at /v1/embeddings, /classify, /score or /rerank. The engine can be watched here."), about()));
     }
   }
 
@@ -97,7 +99,7 @@ export class Playground {
 
   /** What the engine does with the request under way, as long as nothing has come of it. */
   setProgress(words) {
-    if (this.controller && !this.answer.first) this.answer.facts.textContent = words;
+    if (this.controller && this.answer.speed.first === null) this.answer.facts.textContent = words;
   }
 
   stop() {
@@ -111,22 +113,23 @@ export class Playground {
     $("prompt").focus();
   }
 
+  /** How many other tokens are told with each one. */
+  get alternatives() {
+    return Math.min(ALTERNATIVES, this.info?.max_logprobs ?? ALTERNATIVES);
+  }
+
   #chatRequest(messages) {
     const system = this.settings.system;
     const all = system ? [{ role: "system", content: system }, ...messages] : messages;
-    return { path: "v1/chat/completions", body: this.#body({ messages: all }, { logprobs: true, top_logprobs: ALTERNATIVES }) };
+    return { path: "v1/chat/completions", body: this.#body({ messages: all }, { logprobs: true, top_logprobs: this.alternatives }) };
   }
 
   #textRequest(prompt) {
-    return { path: "v1/completions", body: this.#body({ prompt }, { logprobs: ALTERNATIVES }) };
+    return { path: "v1/completions", body: this.#body({ prompt }, { logprobs: this.alternatives }) };
   }
 
   #body(given, chances) {
-    const most = this.info?.max_logprobs ?? ALTERNATIVES;
     const wanted = chosen("view") === "text" ? {} : chances;
-    for (const name of ["logprobs", "top_logprobs"]) {
-      if (typeof wanted[name] === "number") wanted[name] = Math.min(wanted[name], most);
-    }
     const model = this.info ? { model: this.info.models[0] } : {};
     return { ...model, ...given, ...this.settings.fields(), ...wanted, stream: true, stream_options: { include_usage: true } };
   }
@@ -134,7 +137,9 @@ export class Playground {
   async #run(request, before) {
     const controller = (this.controller = new AbortController());
     this.request = request;
-    const answer = new Answer(chosen("view"), before);
+    const source = { model: request.body.model, alternatives: this.alternatives, maxLength: this.info?.max_model_len };
+    const answer = new Answer(chosen("view"), before, source);
+    this.answers = [...this.answers.filter((each) => each.element.isConnected), answer];
     answer.onGrow = () => this.#follow();
     this.#append(answer.element);
     this.#setBusy(true);
@@ -143,7 +148,8 @@ export class Playground {
     mine.add(answerId);
     this.answer = answer;
     try {
-      for await (const event of stream(request.path, request.body, controller.signal, id)) answer.take(event);
+      const body = { ...request.body, return_token_ids: true }; // to know when each token came, and to show them later
+      for await (const events of stream(request.path, body, controller.signal, id)) answer.take(events);
       answer.end("stop");
     } catch (error) {
       if (error.name === "AbortError") answer.end("abort");
@@ -169,6 +175,7 @@ export class Playground {
       if (calls.length && answer.ending !== "length") answer.extra.append(this.#results(answer));
     }
     if (failed && this.messages.at(-1)?.role === "user") this.#takeBack();
+    answer.complete();
     this.#follow();
   }
 
@@ -251,11 +258,17 @@ export class Playground {
       this.send();
     };
     const buttons = IDEAS[this.mode].map((idea) => make("button", { type: "button", class: "idea", onclick: pick(idea) }, idea));
-    $("log").replaceChildren(make("div", { class: "empty" }, make("p", {}, lead), make("p", { class: "quiet" }, "Watch its blocks light up in the engine's KV cache."), make("div", { class: "ideas" }, ...buttons)));
+    $("log").replaceChildren(make("div", { class: "empty" }, make("p", {}, lead), make("p", { class: "quiet" }, "Watch its blocks light up in the engine's KV cache."), make("div", { class: "ideas" }, ...buttons), about()));
   }
 
-  #explainView() {
-    if (chosen("view") !== "text") $("said").textContent = "The next answer shows its tokens.";
+  /** Show all answers in the chosen way, those at the end first. */
+  async #setView() {
+    const view = chosen("view");
+    for (const note of document.querySelectorAll("#view-note > *")) note.hidden = note.dataset.view !== view;
+    for (const answer of this.answers) answer.show(view);
+    for (const answer of this.answers.toReversed()) {
+      if (chosen("view") === view && answer.element.isConnected) await answer.complete();
+    }
   }
 
   #toggleSettings() {
@@ -297,6 +310,12 @@ export class Playground {
       $("hint").textContent = HINTS[this.mode];
     }, 6000);
   }
+}
+
+function about() {
+  const copy = $("about").cloneNode(true);
+  copy.removeAttribute("id");
+  return copy;
 }
 
 /** Whether the browser let us. */

@@ -1,6 +1,7 @@
 // The controls of sampling, of the answer's shape, and of tools: from one table, and what they say as fields of a request.
 
 import { make } from "./dom.js";
+import { more, sections } from "./sections.js";
 
 /** Sampling parameters. `base` is what counts when neither the request nor the model says anything. */
 const SAMPLING = [
@@ -34,13 +35,15 @@ export class Settings {
     this.rows = {};
     form.addEventListener("submit", (event) => event.preventDefault());
     form.addEventListener("input", () => this.#changed());
-    form.append(
+    const groups = [
       group("Sampling", ...SAMPLING.map((field) => this.#row(field)), this.#stop()),
       group("Shape of the answer", ...this.#shape()),
       this.#onlyChat(group("System message", this.#area("system", 2, "You answer in one sentence."))),
       this.#onlyChat(group("Tools", ...this.#tools())),
+    ];
+    form.append(sections(form, groups), ...groups,
       make("p", { class: "foot" }, make("button", { type: "button", class: "plain", onclick: () => this.reset() }, "Back to the defaults")),
-    );
+      more(form));
   }
 
   /** What the model brings along. */

@@ -48,9 +48,10 @@ export class Steps {
       const x = first + place * BAR + 1, w = BAR - 2;
       const each = step.tokens / Math.max(step.steps, 1);
       const tokens = Math.max(scaleUp(each), 1), bucket = scaleUp(step.bucket);
-      context.fillStyle = colors().pad;
-      context.fillRect(x, zero - bucket, w, Math.max(bucket - tokens, 0));
-      context.fillStyle = step.tokens > step.sampled ? colors().accent : colors().data;
+      context.strokeStyle = colors().decode;
+      context.lineWidth = 1;
+      if (bucket - tokens > 1) context.strokeRect(x + 0.5, zero - bucket + 0.5, w - 1, bucket - tokens);
+      context.fillStyle = step.tokens > step.sampled ? colors().accent : colors().decode;
       context.fillRect(x, zero - tokens, w, tokens);
       const time = Math.min(timeOf(step) / longest, 1) * down;
       const wait = Math.min(step.compile / longest, 1) * down;
@@ -64,6 +65,7 @@ export class Steps {
       }
       if (step.number === this.cursor) {
         context.strokeStyle = colors().ink;
+        context.lineWidth = 1.5;
         context.strokeRect(x - 1.5, TOP, w + 3, height - TOP - 2);
       }
     });

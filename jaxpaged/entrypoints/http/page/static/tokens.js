@@ -7,6 +7,7 @@ import { hideTip, showTip } from "./tip.js";
 
 const STEPS = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 8, ArrowUp: -8 };
 
+const SPECIAL = /^<[^<>\s]{2,}>$/; // such as what ends a turn
 /** What is seen of characters that cannot be. */
 export const visible = (text) => text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
 const named = (text) => (text === "" ? "(nothing)" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣"));
@@ -29,6 +30,7 @@ export class TokenStrip {
     const element = make("span", { class: "token", tabindex: last ? -1 : 0, role: "img" }, visible(token.text));
     element.classList.toggle("odd", this.tokens.size % 2 === 1);
     element.classList.toggle("cached", token.cached === true);
+    element.classList.toggle("special", SPECIAL.test(token.text));
     const words = [named(token.text)];
     if (token.logprob !== undefined) {
       element.style.setProperty("--doubt", (1 - Math.exp(token.logprob)).toFixed(3));
@@ -91,16 +93,20 @@ function chance(logprob) {
   return share >= 0.1 ? `${share.toFixed(1)}%` : "<0.1%";
 }
 
-/** A token as the vocabulary has it, as text: byte-level vocabularies write bytes as other characters. */
-export function pieceText(pieces) {
-  const bytes = pieces.some((piece) => piece.includes("Ġ") || piece.includes("Ċ")) ? byteAlphabet() : null;
-  const decoder = new TextDecoder();
-  return pieces.map((piece) => {
-    if (bytes && [...piece].every((each) => bytes.has(each))) return decoder.decode(new Uint8Array([...piece].map((each) => bytes.get(each))));
-    const byte = /^<0x([0-9A-F]{2})>$/.exec(piece);
-    if (byte) return decoder.decode(new Uint8Array([parseInt(byte[1], 16)]));
-    return piece.replaceAll("▁", " ");
-  });
+/** Tokens as the vocabulary has them, as text: byte-level vocabularies write bytes as other characters. `whole`: the text
+ * that they make, where it is known. */
+export function pieceText(pieces, whole) {
+  const plain = pieces.map(plainText);
+  const isPlain = whole === undefined ? !pieces.some((piece) => /[ĠĊ]/.test(piece)) : plain.join("") === whole;
+  if (isPlain) return plain;
+  const bytes = byteAlphabet(), decoder = new TextDecoder();
+  const isBytes = (piece) => [...piece].every((each) => bytes.has(each));
+  return pieces.map((piece, place) => (isBytes(piece) ? decoder.decode(new Uint8Array([...piece].map((each) => bytes.get(each)))) : plain[place]));
+}
+
+function plainText(piece) {
+  const byte = /^<0x([0-9A-F]{2})>$/.exec(piece);
+  return byte ? new TextDecoder().decode(new Uint8Array([parseInt(byte[1], 16)])) : piece.replaceAll("▁", " ");
 }
 
 /** GPT-2's characters for bytes: printable ones for themselves, the others from 256 on. */
