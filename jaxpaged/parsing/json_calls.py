@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxpaged.parsing.json_text import TOOL_NAME, copy_value, read_call
 from jaxpaged.parsing.output import Output
-from jaxpaged.parsing.source import Markers, Source, Steps
+from jaxpaged.parsing.source import Markers, Sink, Source, Steps
 
 MISTRAL_TAG = "[TOOL_CALLS]"
 BEFORE_ARGUMENTS = Markers("{", "[ARGS]", "[CALL_ID]", MISTRAL_TAG)
@@ -51,8 +51,8 @@ class TaggedList:
                 yield from source.skip_after_space(self.end)
 
 
-def read_list(source: Source, out: Output) -> Steps[None]:
-    """Calls in a list, while the source keeps what is read. From what is no call on, all is content."""
+def read_list(source: Source, out: Output, other: Sink | None = None) -> Steps[None]:
+    """Calls in a list, while the source keeps what is read. From what is no call on, all is content, or `other`."""
     in_list = yield from source.skip("[")
     yield from source.spaces()
     while (yield from source.at("{")):
@@ -65,7 +65,7 @@ def read_list(source: Source, out: Output) -> Steps[None]:
         yield from source.spaces()
     if in_list and (yield from source.skip_after_space("]")):
         source.keep()  # the list is whole, and its brackets are nobody's content
-    out.content(source.kept())
+    (other or out.content)(source.kept())
 
 
 def llama3_json(source: Source, out: Output) -> Steps[None]:
@@ -142,20 +142,25 @@ def read_arguments(source: Source, out: Output, name: str, call_id: str) -> Step
 
 
 def forced_list(source: Source, out: Output) -> Steps[None]:
-    """The whole answer is a list of call objects: what tool_choice "required" asks the model for."""
+    """The whole answer is a list of call objects: what tool_choice "required" asks the model for. Where it is cut off
+    before a call has its name and the beginning of its arguments, that call is none, and no text either."""
     source.keep()
     yield from source.spaces()
-    yield from read_list(source, out)
+    yield from read_list(source, out, other=lambda text: None)
+    yield from source.rest(lambda text: None)
 
 
 @dataclass(frozen=True)
 class ForcedCall:
-    """The whole answer is the arguments of one tool, named by the request."""
+    """The whole answer is the arguments of one tool, named by the request. One that was cut off before them, in its
+    thinking, has no call."""
 
     name: str
 
     def __call__(self, source: Source, out: Output) -> Steps[None]:
         yield from source.spaces()
+        if not (yield from source.peek()):
+            return
         out.begin_call(self.name)
         yield from source.rest(out.arguments)
         out.end_call()

@@ -212,6 +212,25 @@ def test_answers_that_a_grammar_forced_are_calls():
     assert calls_of(parse('{"a": ', None, forced="f")) == [("f", '{"a": ')]
 
 
+FORCED = '[{"name": "f", "parameters": {"a": 1}}, {"parameters": {"b": "}]"}, "name": "g"}]'
+
+
+@pytest.mark.parametrize("length", range(len(FORCED) + 1))
+def test_a_forced_list_that_is_cut_anywhere_leaves_no_text(length):
+    message = parse(FORCED[:length], "hermes", forced="*")
+    assert message.content is None and [call.name for call in message.tool_calls] in ([], ["f"], ["f", "g"])
+    for call in message.tool_calls:
+        assert ('{"a": 1}' if call.name == "f" else '{"b": "}]"}').startswith(call.arguments)
+    assert len(message.tool_calls) >= (length > len('[{"name": "f", "parameters": {')) + (length == len(FORCED))
+
+
+@pytest.mark.parametrize("forced", ["*", "f"])
+def test_a_forced_answer_that_is_cut_in_its_thinking_has_no_call(forced):
+    message = parse("<think>let me", "hermes", "qwen3", forced=forced)
+    assert message == ParsedMessage(reasoning="let me")
+    assert parse("", "hermes", forced=forced) == ParsedMessage()
+
+
 def test_without_formats_everything_is_content():
     assert parse("<think>x</think><tool_call>{}") == ParsedMessage(content="<think>x</think><tool_call>{}")
 
