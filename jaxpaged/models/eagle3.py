@@ -8,12 +8,14 @@ There are two kinds of config.json: that of the method's authors, SpecForge and 
 more; and that of `speculators`, which has the Llama's fields in a part of its own.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxpaged.errors import CheckpointError, ConfigError
@@ -28,6 +30,7 @@ from jaxpaged.models.decoder_specs import linear, mlp_with_bias, norm
 from jaxpaged.models.interface import Head, HeadConfig, LayerBatch
 from jaxpaged.models.llama import pre_norm_config
 from jaxpaged.params.checkpoint import entries_of_folder
+from jaxpaged.params.safetensors_reader import BOOL_DTYPES, WHOLE_DTYPES, TensorEntry, mapped
 from jaxpaged.params.sharding import device_sizes
 from jaxpaged.params.spec import Spec
 
@@ -110,7 +113,9 @@ def config_from_hf(hf: dict[str, Any], folder: Path, decoder: DecoderConfig) -> 
 
     Raises CheckpointError for what is missing or not supported, ConfigError for a head that was made for another model.
     """
-    fields = HfFields(flattened(hf))
+    fields, entries = HfFields(flattened(hf)), {}
+    if any(folder.glob("*.safetensors")):
+        entries = entries_of_folder(folder)
     if fields.count("num_hidden_layers") != 1:
         raise CheckpointError(
             f"config.json: num_hidden_layers is {fields.hf['num_hidden_layers']}; an EAGLE-3 head has 1."
@@ -120,7 +125,7 @@ def config_from_hf(hf: dict[str, Any], folder: Path, decoder: DecoderConfig) -> 
         "draft_vocab_size": fields.count("draft_vocab_size", fields.count("vocab_size")),
         "norm_before_residual": fields.flag("norm_before_residual", False),
         "taps": read_taps(fields, decoder.num_layers),
-        "has_embeddings": any(folder.glob("*.safetensors")) and EMBEDDINGS in entries_of_folder(folder),
+        "has_embeddings": EMBEDDINGS in entries,
     }
     has_bias = fields.flag("attention_bias", False)
     shared = pre_norm_config(
@@ -128,6 +133,7 @@ def config_from_hf(hf: dict[str, Any], folder: Path, decoder: DecoderConfig) -> 
     )
     config = Eagle3Config(**{**vars(shared), **own})
     check_fits(config, decoder)
+    check_known_tokens(entries, config)
     return config
 
 
@@ -174,6 +180,26 @@ def check_fits(config: Eagle3Config, decoder: DecoderConfig) -> None:
         raise ConfigError(
             f"speculative_config.model has a width of {config.hidden_size} and no embeddings, and those of this model "
             f"are {decoder.hidden_size} wide. Choose the head of this model."
+        )
+
+
+def check_known_tokens(entries: Mapping[str, TensorEntry], config: Eagle3Config) -> None:
+    """Raise CheckpointError unless both tables of a checkpoint name the same tokens: `d2t`, which is read unless the
+    head knows all, and `t2d`, which says of each of the decoder's whether the head knows it."""
+    known = np.arange(config.vocab_size)[: config.draft_vocab_size]
+    tables = {name: entries[name] for name in ("d2t", "t2d") if name in entries}
+    if "d2t" in tables and tables["d2t"].shape == known.shape:
+        with mapped(tables["d2t"], WHOLE_DTYPES) as less:
+            known = known + less
+    agrees = config.maps_tokens or np.array_equal(known, np.arange(config.vocab_size))
+    if "t2d" in tables and agrees:
+        with mapped(tables["t2d"], {**BOOL_DTYPES, **WHOLE_DTYPES}) as flags:
+            agrees = flags.size == config.vocab_size and np.array_equal(np.flatnonzero(flags), np.sort(known))
+    if not agrees:
+        path = next(iter(tables.values())).path
+        raise CheckpointError(
+            f"{path}: the tables {' and '.join(tables)} do not say of the same {config.draft_vocab_size} tokens that "
+            "the head knows them (draft_vocab_size in config.json). Download the head again."
         )
 
 

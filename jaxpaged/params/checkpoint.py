@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -29,9 +29,18 @@ from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
 from jaxpaged.params.placing import place, stored_shapes
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, is_quantized, packed_rows, rounded_rows
 from jaxpaged.params.rooms import Rooms
-from jaxpaged.params.safetensors_reader import BYTE_DTYPES, DTYPES, WHOLE_DTYPES, TensorEntry, mapped, read_header
+from jaxpaged.params.safetensors_reader import (
+    BYTE_DTYPES,
+    DTYPES,
+    WHOLE_DTYPES,
+    TensorEntry,
+    mapped,
+    once_each,
+    read_header,
+)
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.params.spec import Spec
+from jaxpaged.params.unused import check_copies, check_unused
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +56,9 @@ OTHER_PREFIXES = (
 """Where models that also see images keep their language model, and heads that draft their only layer -> the names of a
 text model."""
 
+INDEX = "model.safetensors.index.json"
 BARE = re.compile(r"(embed_tokens|layers|norm)\.")
 """Beginnings of names in checkpoints of a model without a head, as embedding models are stored."""
-
-IGNORED = re.compile(
-    r"(.*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|vision_model|multi_modal_projector|mtp_layers)\..*|(lm_head|score)\.weight|t2d|d2t)"
-)
-"""Tensors that a checkpoint may hold and a text model does not use. A tied head may be stored a second time. Pooling
-leaves out the head, and embedding the classifier. Layers that predict further tokens, which may also stand behind the
-others, are read for drafts only. Which tokens a head that drafts knows is said twice, and says nothing where it knows
-all."""
 
 
 def checkpoint_version(folder: Path) -> str:
@@ -117,7 +119,7 @@ def checked_entries(
         entries = {name: entry for name, entry in entries.items() if name.removesuffix(SCALES) in wanted}
     entries = without_further_layers(entries, config)
     entries, scales = without_scales(entries, config.weight_block)
-    check_entries(jax.tree.leaves(specs), entries, config.dim_sizes(), folder)
+    check_entries(jax.tree.leaves(specs), entries, config, folder)
     return entries, scales
 
 
@@ -156,9 +158,44 @@ def num_bytes(shapes: Any) -> int:
 
 
 def entries_of_folder(folder: Path) -> dict[str, TensorEntry]:
-    """Tensor name, as a text model has it -> where it lies."""
+    """Tensor name, as a text model has it -> where it lies. The index says in which file.
+
+    Raises CheckpointError for a tensor that the index does not name there, and for two of one meaning, unless they are
+    equal.
+    """
     refuse_pointers(folder)
-    return {canonical_name(entry.name): entry for path in weight_files(folder) for entry in read_header(path)}
+    found: dict[str, TensorEntry] = {}
+    copies: dict[str, list[TensorEntry]] = {}
+    index = read_index(folder / INDEX) if (folder / INDEX).exists() else None
+    files = {path.name: read_header(path) for path in weight_files(folder)}
+    if index is not None:
+        check_index(folder, index, {file: {entry.name for entry in entries} for file, entries in files.items()})
+    for file, entries in files.items():
+        for entry in entries:
+            name = canonical_name(entry.name)
+            if name in found or (index is not None and index[entry.name] != file):
+                copies.setdefault(name, []).append(entry)
+            else:
+                found[name] = entry
+    for name, others in copies.items():
+        check_copies(found[name], others)
+    return found
+
+
+def check_index(folder: Path, index: Mapping[str, str], names: Mapping[str, Collection[str]]) -> None:
+    """CheckpointError unless every tensor lies where the index says, and none besides in the files that it names."""
+    for name, file in index.items():
+        if name not in names[file]:
+            raise CheckpointError(
+                f"{folder / INDEX} says that {name} is in {file}, but it is not there. Download the model again."
+            )
+    for file, own in names.items():
+        for name in own:
+            if name not in index:
+                raise CheckpointError(
+                    f"{folder / file} holds {name}, which {INDEX} does not name, so it is no part of the model. "
+                    "Download the model again, with its index, or take the tensor out."
+                )
 
 
 def canonical_name(name: str) -> str:
@@ -170,9 +207,9 @@ def canonical_name(name: str) -> str:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model: those of its index, or the only one."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index, single = folder / INDEX, folder / "model.safetensors"
     if index.exists():
-        return indexed_files(index)
+        return [folder / name for name in sorted(set(read_index(index).values()))]
     if single.exists():
         return [single]
     found = sorted(path.name for path in folder.glob("*.safetensors")) if folder.is_dir() else []
@@ -191,10 +228,11 @@ def weight_files(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder} holds no *.safetensors file. {hint}")
 
 
-def indexed_files(index: Path) -> list[Path]:
-    """The files that the index names. CheckpointError when it is unreadable, names a missing file, or is wrong."""
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor name -> the name of its file. CheckpointError when the index is unreadable, names a missing file, or is
+    wrong."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=once_each)["weight_map"]
         names = sorted(set(weight_map.values()))
         well_formed = names and all(Path(name).name == name for name in names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -207,7 +245,7 @@ def indexed_files(index: Path) -> list[Path]:
             f"{len(missing)} of {len(names)} files that {index} names are missing: {', '.join(missing[:5])}. "
             "Download them."
         )
-    return [index.parent / name for name in names]
+    return weight_map
 
 
 def tensors_of(specs: list[Spec], sizes: Mapping[str, int]) -> dict[str, Spec]:
@@ -215,12 +253,12 @@ def tensors_of(specs: list[Spec], sizes: Mapping[str, int]) -> dict[str, Spec]:
     return {name: spec for spec in specs for name in spec.tensor_names(sizes)}
 
 
-def check_entries(
-    specs: list[Spec], entries: Mapping[str, TensorEntry], sizes: Mapping[str, int], folder: Path
-) -> None:
-    """CheckpointError unless the tensors are exactly those of the specs, in their shapes."""
+def check_entries(specs: list[Spec], entries: Mapping[str, TensorEntry], config: Any, folder: Path) -> None:
+    """CheckpointError unless the tensors are exactly those of the specs, in their shapes, and others that have a reason
+    (`unused.py`)."""
+    sizes = config.dim_sizes()
     wanted = tensors_of(specs, sizes)
-    extra = [name for name in entries if name not in wanted and not IGNORED.fullmatch(name)]
+    extra = check_unused((name for name in entries if name not in wanted), entries, config)
     missing = [name for name in wanted if name not in entries]
     if missing:
         raise CheckpointError(

@@ -7,7 +7,7 @@ the header claims is checked against the file before any data is used. Knows nei
 import json
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ WHOLE_DTYPES = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 """The types of tables of token ids."""
 BYTE_DTYPES = {"U8": np.dtype(np.uint8)}
 """Those of weights that are packed (mxfp4.py)."""
+BOOL_DTYPES = {"BOOL": np.dtype(np.bool_)}
+"""That of tables which say yes or no of every token."""
 EIGHT_BITS = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 """The types of weights that are numbers only together with their scales (`block_scaled.py`)."""
 
@@ -58,7 +60,7 @@ def read_header(path: Path) -> list[TensorEntry]:
             header_bytes = int.from_bytes(first, "little")
             if len(first) < 8 or header_bytes > min(file_bytes - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(f"{path} is too short for a safetensors file ({file_bytes} bytes). {AGAIN}")
-            header = json.loads(file.read(header_bytes))
+            header = json.loads(file.read(header_bytes), object_pairs_hook=once_each)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist, but the checkpoint needs it. Download it.") from None
     except (OSError, ValueError) as error:
@@ -67,6 +69,15 @@ def read_header(path: Path) -> list[TensorEntry]:
         raise CheckpointError(f"{path} has a safetensors header that is no JSON object. {AGAIN}")
     header.pop("__metadata__", None)
     return [parse_entry(path, name, entry, 8 + header_bytes, file_bytes) for name, entry in header.items()]
+
+
+def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object each of whose names is there once. Raises ValueError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise ValueError(f"{twice!r} is there twice")
+    return found
 
 
 def parse_entry(path: Path, name: str, entry: Any, data_start: int, file_bytes: int) -> TensorEntry:
@@ -82,7 +93,7 @@ def parse_entry(path: Path, name: str, entry: Any, data_start: int, file_bytes: 
         raise CheckpointError(
             f"{path} is truncated: tensor {name} ends at byte {data_start + end} of {file_bytes}. {AGAIN}"
         )
-    known = DTYPES | WHOLE_DTYPES | BYTE_DTYPES | EIGHT_BITS
+    known = DTYPES | WHOLE_DTYPES | BYTE_DTYPES | BOOL_DTYPES | EIGHT_BITS
     if dtype in known and math.prod(shape) * known[dtype].itemsize != end - begin:
         raise CheckpointError(f"{path}: tensor {name} has shape {shape} but {end - begin} bytes of {dtype}. {AGAIN}")
     return TensorEntry(path, name, dtype, shape, data_start + begin, end - begin)

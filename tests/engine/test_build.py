@@ -85,7 +85,7 @@ def test_published_layouts_are_read(layout, norm_before_residual, tmp_path):
     assert config.norm_before_residual == norm_before_residual
     assert config.has_embeddings == layout.get("has_embeddings", False)
     specs = jax.tree.leaves(draft.model.param_specs(config, 1))
-    check_entries(specs, entries_of_folder(draft.folder), config.dim_sizes(), draft.folder)
+    check_entries(specs, entries_of_folder(draft.folder), config, draft.folder)
 
 
 @pytest.mark.parametrize(
