@@ -5,7 +5,10 @@ from collections import Counter
 
 import pytest
 
+from jaxpaged.entrypoints.http import app
 from jaxpaged.models import registry
+from tests.entrypoints.http.live_server import make_service
+from tests.guides import option_tables
 from tests.guides.guide_blocks import FOLDER, GUIDES, ROOT, blocks_of, commands_of
 
 BLOCKS = {guide: blocks_of(guide) for guide in GUIDES}
@@ -57,3 +60,31 @@ def test_the_readme_is_a_front_door():
 def test_the_guide_to_models_has_every_architecture():
     guide = (FOLDER / "models.md").read_text(encoding="utf-8")
     assert [name for name in registry.MODELS if f"`{name}`" not in guide] == []
+
+
+def test_the_guide_to_migrating_has_vllms_options_as_the_code_takes_them():
+    text = option_tables.GUIDE.read_text(encoding="utf-8")
+    assert option_tables.written() in text, "run python -m tests.guides.option_tables"
+    names = {name.replace("_", "-") for name in option_tables.FOREIGN}
+    assert [name for name in names if f"`--{name}`" not in text] == []
+
+
+def rows_of(text, heading):
+    """Pairs of a table's first two cells below a heading."""
+    part = re.split(r"^## ", text.partition(f"\n## {heading}\n")[2], maxsplit=1, flags=re.M)[0]
+    return [tuple(cell.strip() for cell in row.split("|")[1:3]) for row in part.splitlines() if row.startswith("| `")]
+
+
+@pytest.mark.parametrize(
+    ("here", "made", "there"),
+    [
+        ("same", app.public_endpoints, True),
+        ("on the admin port", app.admin_endpoints, True),
+        ("not there", app.public_endpoints, False),
+    ],
+)
+def test_the_guide_to_migrating_is_right_about_endpoints(here, made, there):
+    known = {endpoint.path for endpoint in made(make_service())}
+    rows = rows_of(option_tables.GUIDE.read_text(encoding="utf-8"), "Endpoints")
+    named = {path for names, what in rows if here in what for path in re.findall(r"`(/\S+)`", names)}
+    assert named and (named <= known if there else not named & known), (named, known)
